@@ -1,0 +1,65 @@
+"""hf_efficient: makes any Hugging Face model smaller and faster without leaving the Hugging Face ecosystem.
+
+Importing this package registers its quantizers and attention with transformers as soon as transformers' own model
+loading code is imported. It touches no GPU and changes nothing for a model that does not ask.
+"""
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "WeightOnlyConfig": "hf_efficient.configs",
+    "PagedCache": "hf_efficient.cache.paged_cache",
+    "SpeculativeGenerationMixin": "hf_efficient.generation.speculative",
+    "enable_speculation": "hf_efficient.integrations.transformers_generation",
+    "speculative_generate": "hf_efficient.generation.speculative",
+}
+__all__ = ["__version__", "register", *_PUBLIC]
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
+
+
+def register() -> None:
+    """Registers the quantizers and attention implementations with transformers. Idempotent; runs by itself on import."""
+    for name in ("transformers_quantizer", "transformers_attention"):
+        importlib.import_module(f"hf_efficient.integrations.{name}").register()
+
+
+class _RegisterAfterImport(importlib.abc.MetaPathFinder):
+    """Calls `register` right after `module` has been imported, so that importing hf_efficient need not import torch."""
+
+    module = "transformers.modeling_utils"
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            register()
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if _RegisterAfterImport.module in sys.modules:
+    register()
+else:
+    sys.meta_path.insert(0, _RegisterAfterImport())

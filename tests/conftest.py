@@ -1,0 +1,43 @@
+import os
+
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.9 asks for it: the value changes results
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import hf_efficient  # noqa: E402, F401
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+@pytest.fixture
+def nan_poison(monkeypatch):
+    """`torch.empty`, `empty_like` and `new_empty` give NaN (or the largest integer), so that what a kernel leaves
+    unwritten is seen."""
+
+    def poisoned(allocate):
+        def wrapper(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+            elif tensor.dtype != torch.bool:
+                tensor.fill_(torch.iinfo(tensor.dtype).max)
+            return tensor
+
+        return wrapper
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

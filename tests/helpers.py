@@ -1,0 +1,101 @@
+"""What the tests share: error measures with a reason, and tiny random models of many architectures."""
+
+import torch
+
+
+def rms_error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """RMS of the difference over RMS of the expected values (both any shape, computed in float64)."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return ((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp_min(1e-30)).item()
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, rms: float, maximum: float, reason: str) -> None:
+    """Fails unless shapes agree, everything is finite, the RMS error ratio is at most `rms` and the largest absolute
+    error at most `maximum`. `reason` says why these tolerances are the right ones."""
+    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    assert torch.isfinite(actual).all(), f"{(~torch.isfinite(actual)).sum().item()} values are not finite"
+    ratio = rms_error_ratio(actual, expected)
+    largest = (actual.detach().double() - expected.detach().double()).abs().max().item()
+    assert ratio <= rms and largest <= maximum, (
+        f"rms error ratio {ratio:.3g} (allowed {rms:.3g}), max error {largest:.3g} (allowed {maximum:.3g}): {reason}"
+    )
+
+
+_SMALL = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256)
+_TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+
+# name -> (config class, arguments). Every head dim is 16 or 32; grouped-query attention where the architecture has it.
+TINY_MODELS = {
+    "llama": ("LlamaConfig", dict(intermediate_size=96, num_key_value_heads=2)),
+    "llama_tied": ("LlamaConfig", dict(intermediate_size=96, num_key_value_heads=1, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3Config", dict(intermediate_size=96, num_key_value_heads=2, head_dim=32)),
+    "mistral": ("MistralConfig", dict(intermediate_size=96, num_key_value_heads=2, sliding_window=8)),
+    "gemma2": (
+        "Gemma2Config",
+        dict(tie_word_embeddings=False, intermediate_size=96, num_key_value_heads=2, head_dim=16, sliding_window=8),
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        dict(tie_word_embeddings=False, intermediate_size=96, num_key_value_heads=1, head_dim=16, sliding_window=8),
+    ),
+    "gpt2": ("GPT2Config", dict(n_positions=256)),
+    "opt": ("OPTConfig", dict(tie_word_embeddings=False, ffn_dim=96, word_embed_proj_dim=64)),
+    "mixtral": (
+        "MixtralConfig",
+        dict(intermediate_size=96, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        dict(
+            intermediate_size=96,
+            moe_intermediate_size=48,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+        ),
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        dict(
+            intermediate_size=64,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=8,
+        ),
+    ),
+}
+
+
+def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides):
+    """A random causal LM of architecture `name` (a key of `TINY_MODELS`), 2 layers, hidden size 64, vocabulary 128.
+    Weights are scaled up so that attention is far from uniform and greedy decoding does not settle on one token."""
+    import transformers
+
+    class_name, arguments = TINY_MODELS[name]
+    if name == "gpt2":
+        small = dict(vocab_size=128, n_embd=64, n_layer=2, n_head=4)
+    else:
+        small = _SMALL
+    config = getattr(transformers, class_name)(**{**small, **_TOKENS, **arguments, **overrides})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                fan_in = parameter.shape[-1]
+                scale = 1.0 if "embed" in parameter_name or "wte" in parameter_name else 1.5 / fan_in**0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model.to(dtype).eval()
+
+
+def left_padded_batch(lengths=(5, 11, 8), vocab_size: int = 128, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random prompts padded on the left: `input_ids` and `attention_mask`, both int64 [len(lengths), max(lengths)]."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    input_ids = torch.randint(3, vocab_size, (len(lengths), width), generator=generator)
+    attention_mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask}
