@@ -1,0 +1,54 @@
+"""What a measurement was made with: hardware, versions, commit and command. Every committed result carries it."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+
+def describe() -> dict:
+    """Hardware, versions of the stack, git commit (None outside a checkout), command line and UTC time."""
+    packages = ("hf_efficient", "torch", "triton", "transformers", "accelerate", "safetensors", "huggingface_hub")
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "hardware": {
+            "cpu": _cpu_name(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--match="]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            fields = dict(line.split(":", 1) for line in file if ":" in line)
+        fields = {key.strip(): value.strip() for key, value in fields.items()}
+        return f"{fields['model name']} (family {fields['cpu family']}, model {fields['model']})"
+    except (OSError, KeyError):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,43 @@
+"""How fast `generate()` is: time to first token and decoded tokens per second."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from tqdm.auto import tqdm
+
+
+def generation_speed(
+    generate: Callable[[int], object], batch_size: int, new_tokens: int, repeats: int = 3, progress: bool = True
+) -> dict:
+    """Times `generate(n)`, which must produce exactly n new tokens for every one of `batch_size` rows.
+
+    One call with n = 1 gives the time to the first token; a call with n = `new_tokens`, less that time, gives the decoded
+    tokens per second, summed over the rows. One uncounted call with few tokens comes first.
+
+    Returns:
+        `time_to_first_token_s` and `tokens_per_second`, each {median, min, max, runs}, and `result`: what the last long
+        call returned.
+    """
+    generate(min(4, new_tokens))
+    first, speed, result = [], [], None
+    for _ in tqdm(range(repeats), desc=f"generate, batch {batch_size}", disable=not progress, leave=False):
+        first.append(_timed(generate, 1)[0])
+        seconds, result = _timed(generate, new_tokens)
+        speed.append(batch_size * (new_tokens - 1) / max(seconds - first[-1], 1e-9))
+    return {"time_to_first_token_s": _spread(first), "tokens_per_second": _spread(speed), "result": result}
+
+
+def _timed(generate: Callable[[int], object], tokens: int) -> tuple[float, object]:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = generate(tokens)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, result
+
+
+def _spread(values: list[float]) -> dict:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}

@@ -1,0 +1,21 @@
+"""What a model and a process really hold in memory."""
+
+import resource
+import sys
+
+import torch
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes allocated for the model's parameters and buffers, every storage counted once (tied weights share one)."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The peak of allocated device memory (CUDA), or of the process's resident memory (CPU), since it started."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

