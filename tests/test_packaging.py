@@ -1,0 +1,100 @@
+"""Wheel, sdist and editable installs hold and import everything."""
+
+import configparser
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory) -> Path:
+    """A folder with the wheel and the sdist, built from a clean copy of the tracked files."""
+    folder = tmp_path_factory.mktemp("distributions")
+    source = folder / "source"
+    source.mkdir()
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in files.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            target = source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
+    return folder
+
+
+def package_files() -> set[str]:
+    """What an install must hold: every source file, under its installed name."""
+    files = set()
+    for folder, installed in (
+        ("hf_efficient", "hf_efficient"),
+        ("integrations", "hf_efficient/integrations"),
+        ("model_cards", "hf_efficient/model_cards"),
+        ("kernels/flash-paged/torch-ext/flash_paged", "hf_efficient/kernels/flash_paged"),
+        ("kernels/efficient-linear/torch-ext/efficient_linear", "hf_efficient/kernels/efficient_linear"),
+    ):
+        files |= {f"{installed}/{path.relative_to(ROOT / folder)}" for path in (ROOT / folder).rglob("*.py")}
+    return files | {"hf_efficient/model_cards/TEMPLATE.md"}
+
+
+def test_wheel_holds_every_source_file(distributions):
+    with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
+        names = set(wheel.namelist())
+    assert package_files() - names == set()
+    assert {name for name in names if not name.startswith("hf_efficient")} == set(), "nothing else at the top level"
+
+
+def test_sdist_holds_every_source_file(distributions):
+    with tarfile.open(next(distributions.glob("*.tar.gz"))) as sdist:
+        names = {name.split("/", 1)[-1] for name in sdist.getnames()}
+    for name in ("LICENSE", "setup.cfg", "pyproject.toml", "integrations/__init__.py", "model_cards/TEMPLATE.md"):
+        assert name in names
+    for kernel, package in (("flash-paged", "flash_paged"), ("efficient-linear", "efficient_linear")):
+        assert f"kernels/{kernel}/torch-ext/{package}/__init__.py" in names
+        assert f"kernels/{kernel}/build.toml" in names
+
+
+def test_wheel_imports_everything_outside_the_checkout(distributions, tmp_path):
+    with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path)
+    modules = sorted(
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in package_files()
+        if name.endswith(".py")
+    )
+    code = f"import importlib, hf_efficient\nfor name in {modules}: importlib.import_module(name)\nprint(hf_efficient.__file__)"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(tmp_path / "hf_efficient" / "__init__.py")
+
+
+def test_setup_cfg_lists_every_package():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = set(config["options"]["packages"].split())
+    present = {
+        name.removesuffix("/__init__.py").replace("/", ".")
+        for name in package_files()
+        if name.endswith("/__init__.py")
+    }
+    assert listed == present
