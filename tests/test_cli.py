@@ -1,0 +1,68 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from helpers import tiny_model, tiny_tokenizer
+
+from hf_efficient.cli import main
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    tiny_model("llama", eos_token_id=None).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "int3"], "--config 'int3' is neither one of ['int4', 'int8']"),
+        (["--config", "[4]"], "expected a JSON object"),
+        (["--config", '{"bits": 5}'], "bits=5"),
+        (["--config", "int4", "--text", "no/such/file"], "--text no/such/file: there is no such file"),
+        (["--config", "int4", "--prompts", "no/such/file"], "--prompts no/such/file: there is no such file"),
+        (["--config", "int4", "--windows", "1"], "--windows 1 is too small: at least 2"),
+        (["--config", "int4", "--new-tokens", "1"], "--new-tokens 1 is too small: at least 2"),
+        (["--config", "int4", "--output", __file__], "is a file; give a folder"),
+    ],
+)
+def test_bad_arguments_are_named_before_work_starts(arguments, message, tiny_folder, capsys):
+    assert main(["run", "--model", str(tiny_folder), *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_named(tmp_path, capsys):
+    assert main(["run", "--model", str(tmp_path), "--config", "int4"]) == 1
+    assert "holds no config.json" in capsys.readouterr().err
+
+
+def test_missing_arguments_exit_with_2():
+    with pytest.raises(SystemExit) as exit_:
+        main(["run"])
+    assert exit_.value.code == 2
+
+
+def test_run_prints_only_json_and_writes_the_report(tiny_folder, tmp_path):
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 60)
+    (tmp_path / "prompts.txt").write_text("abcabc\nThe river runs past the mill\n")
+    config = tmp_path / "config.json"
+    config.write_text('{"bits": 8, "group_size": 32}')
+    output = tmp_path / "out"
+    command = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())", "run"]
+    command += ["--model", str(tiny_folder), "--config", str(config), "--text", str(tmp_path / "text.txt")]
+    command += ["--prompts", str(tmp_path / "prompts.txt"), "--windows", "2", "--new-tokens", "6", "--repeats", "1"]
+    result = subprocess.run([*command, "--json", "--output", str(output)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    printed = json.loads(result.stdout)
+    assert printed == json.loads((output / "report.json").read_text())
+    base, quantized = printed["variants"]
+    assert (base["name"], quantized["name"]) == ("transformers", "int8 group 32")
+    assert quantized["weight_bytes"] < base["weight_bytes"]
+    assert abs(quantized["nll_difference"]) < 0.05
+    speculation = quantized["batch"]["speculation"]
+    assert speculation["rows_equal_to_plain_generation"] == 2, "float32: speculation is lossless"
+    assert speculation["tokens_per_step"] >= 1
+    assert sorted(path.name for path in output.iterdir()) == ["model_card.md", "plot.png", "report.json", "report.md"]
