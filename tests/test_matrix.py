@@ -1,0 +1,64 @@
+"""config × attention × cache × speculation over tiny random models of many architectures: greedy decoding of a left-padded
+batch gives the same tokens (float32) as eager attention with transformers' own cache and no speculation."""
+
+import re
+
+import pytest
+import torch
+from helpers import TINY_MODELS, left_padded_batch, tiny_model
+from table import ATTENTIONS, CACHES, CONFIGS, REFUSALS, SPECULATION
+from transformers import AutoModelForCausalLM
+
+import hf_efficient
+
+
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """architecture -> folder of its tiny random model."""
+    folder = tmp_path_factory.mktemp("matrix")
+    return {name: _save(name, folder / name) for name in TINY_MODELS}
+
+
+def _save(name, folder):
+    tiny_model(name).save_pretrained(folder)
+    return folder
+
+
+def load(folder, attention, config):
+    options = (
+        {} if CONFIGS[config] is None else {"quantization_config": hf_efficient.WeightOnlyConfig(**CONFIGS[config])}
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float32, **options)
+    model.generation_config.num_assistant_tokens = 3
+    return model
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("architecture", TINY_MODELS)
+def test_every_combination_decodes_the_same_tokens(architecture, config, checkpoints):
+    inputs = left_padded_batch()
+    options = dict(max_new_tokens=NEW_TOKENS, do_sample=False)
+    expected = load(checkpoints[architecture], "eager", config).generate(**inputs, **options)
+    failures = []
+    for attention in ATTENTIONS:
+        refusal = REFUSALS.get((architecture, attention))
+        if refusal:
+            with pytest.raises((ValueError, ImportError), match=refusal):
+                load(checkpoints[architecture], attention, config)
+            continue
+        model = hf_efficient.enable_speculation(load(checkpoints[architecture], attention, config))
+        for cache, make_cache in CACHES.items():
+            for speculation, arguments in SPECULATION.items():
+                tokens = model.generate(**inputs, **options, past_key_values=make_cache(model), **arguments(model))
+                if not torch.equal(tokens, expected):
+                    failures.append((attention, cache, speculation, tokens.tolist()))
+    assert not failures, f"expected {expected.tolist()}, got {failures}"
+
+
+def test_refusals_name_known_rows():
+    for architecture, attention in REFUSALS:
+        assert architecture in TINY_MODELS and attention in ATTENTIONS
+        re.compile(REFUSALS[architecture, attention])
