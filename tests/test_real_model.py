@@ -1,0 +1,64 @@
+"""The main job on SmolLM2-135M-Instruct: sizes and quality promised in the README, and tokens that do not change."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_efficient
+from hf_efficient.evaluation import memory, perplexity, samples
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+# arguments -> (largest share of bf16's bytes with the embedding kept, largest rise of the mean nll in nat)
+PROMISES = {
+    "int8": (dict(bits=8, group_size=-1, symmetric=True), 0.62, 0.003),  # 0.3 % of perplexity
+    "int4": (dict(bits=4, group_size=64), 0.46, 0.30),  # 0.25 over 24 windows of 1,024 tokens
+}
+
+
+@pytest.fixture(scope="module")
+def tokens(sample_model):
+    return perplexity.windows(AutoTokenizer.from_pretrained(sample_model), samples.sample_text(), count=4, length=512)
+
+
+@pytest.fixture(scope="module")
+def reference(sample_model, tokens):
+    """bf16 model: (bytes, nll per window)."""
+    model = AutoModelForCausalLM.from_pretrained(sample_model, dtype=torch.bfloat16)
+    return memory.weight_bytes(model), perplexity.negative_log_likelihood(model, tokens, progress=False)
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_size_and_perplexity(name, sample_model, tokens, reference):
+    arguments, share, rise = PROMISES[name]
+    config = hf_efficient.WeightOnlyConfig(**arguments)
+    model = AutoModelForCausalLM.from_pretrained(sample_model, dtype=torch.bfloat16, quantization_config=config)
+    nll = perplexity.negative_log_likelihood(model, tokens, progress=False)
+    with torch.no_grad():
+        model(tokens[:1, :1])  # one row: the native operators' layout is what stays in memory
+    assert memory.weight_bytes(model) <= share * reference[0]
+    assert perplexity.paired_difference(nll, reference[1])[0] <= rise
+
+
+def test_speculation_over_pages_gives_the_tokens_of_plain_generation(sample_model):
+    tokenizer = AutoTokenizer.from_pretrained(sample_model, padding_side="left")
+    prompts = [
+        "1, 2, 3, 4, 1, 2, 3, 4, 1,",
+        "The capital of France is",
+        "To be, or not to be, that is the question: To be,",
+    ]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    options = dict(max_new_tokens=24, do_sample=False)
+    stock = AutoModelForCausalLM.from_pretrained(sample_model, dtype=torch.float32)
+    expected = stock.generate(**inputs, **options)
+    model = AutoModelForCausalLM.from_pretrained(sample_model, dtype=torch.float32, attn_implementation="flash_paged")
+    output = hf_efficient.enable_speculation(model).generate(
+        **inputs,
+        **options,
+        past_key_values=hf_efficient.PagedCache(model.config),
+        prompt_lookup_num_tokens=3,
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(output.sequences, expected)
+    assert output.num_steps < 24, "these prompts repeat themselves: some drafts must have been accepted"
