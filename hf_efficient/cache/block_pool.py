@@ -1,0 +1,179 @@
+"""Which blocks of a paged key-value cache belong to which row: pure Python, no tensors.
+
+Paper: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention (2309.06180).
+"""
+
+import heapq
+from typing import NamedTuple
+
+
+class StorageChange(NamedTuple):
+    """What the tensors have to do before the tokens of an `append` are written, in this order."""
+
+    capacity: int  # blocks that must exist
+    moves: list[tuple[int, int]] | None  # (old, new) place of every used block, or None: all stay where they are
+    copies: list[tuple[int, int]]  # (source, destination) of shared blocks that are written to
+
+
+class BlockPool:
+    """Blocks of `block_size` tokens, shared between rows by reference counts and copied when one of them writes.
+
+    Args:
+        block_size: tokens in a block.
+        num_blocks: a pool of exactly so many blocks; None for one that grows on demand.
+
+    A row's blocks are placed one after another where possible, so that its tokens can be read without a gather:
+    a growing pool leaves room behind every row, and moves the rows apart again when that room is used up.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int | None = None):
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all rows. A growing pool has no blocks afterwards."""
+        self.tables: list[list[int]] = []  # row -> its blocks, in order
+        self.lengths: list[int] = []  # row -> its tokens
+        self.is_run: list[bool] = []  # row -> whether its blocks follow one another
+        self._resize([0] * (self.num_blocks or 0))
+
+    def _resize(self, references: list[int]) -> None:
+        self.references = references  # block -> rows that hold it, 0 when free
+        self._free_heap = [block for block, count in enumerate(references) if count == 0]  # ascending, so a heap
+        self.num_free = len(self._free_heap)
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that exist now, used or free."""
+        return len(self.references)
+
+    def add_rows(self, number: int) -> None:
+        """Adds `number` empty rows."""
+        for _ in range(number):
+            self.tables.append([])
+            self.lengths.append(0)
+            self.is_run.append(True)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that `tokens` tokens take."""
+        return -(-tokens // self.block_size)
+
+    def append(self, counts: list[int]) -> StorageChange:
+        """Makes room for `counts[row]` more tokens at the end of each row.
+
+        Raises ValueError, with nothing changed, when a pool of fixed size has too few free blocks.
+        """
+        size, copies = self.block_size, []
+        demand = [self.blocks_for(n + c) - len(t) for n, c, t in zip(self.lengths, counts, self.tables)]
+        if not any(demand) and all(self.references[table[-1]] == 1 for table in self.tables if table):
+            self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+            return StorageChange(self.capacity, None, copies)
+
+        writers: dict[int, int] = {}  # shared, partly filled block -> rows that write to it
+        for length, count, table in zip(self.lengths, counts, self.tables):
+            if count and length % size and self.references[table[-1]] > 1:
+                writers[table[-1]] = writers.get(table[-1], 0) + 1
+        num_copies = sum(min(rows, self.references[block] - 1) for block, rows in writers.items())
+        required = sum(demand) + num_copies
+        moves, starts = self._grow(demand, required)
+        for row, (table, count) in enumerate(zip(self.tables, counts)):
+            if count and self.lengths[row] % size and self.references[table[-1]] > 1:
+                source, destination = table[-1], self._take(None)
+                self.references[source] -= 1
+                table[-1] = destination
+                self.is_run[row] = len(table) == 1 or (self.is_run[row] and destination == table[-2] + 1)
+                copies.append((source, destination))
+            for _ in range(demand[row]):
+                wanted = table[-1] + 1 if table else starts.get(row)
+                block = self._take(wanted)
+                self.is_run[row] = not table or (self.is_run[row] and block == wanted)
+                table.append(block)
+            self.lengths[row] += count
+        return StorageChange(self.capacity, moves, copies)
+
+    def _grow(self, demand: list[int], required: int) -> tuple[list[tuple[int, int]] | None, dict[int, int]]:
+        """Makes at least `required` blocks free, and places the rows apart where that is worth it. Returns the moves,
+        and the block to begin with for each empty row."""
+        used = self.capacity - self.num_free
+        total = used + required
+        if self.num_blocks is not None and total > self.num_blocks:
+            raise ValueError(
+                f"PagedCache(num_blocks={self.num_blocks}, block_size={self.block_size}) is too small: this step needs "
+                f"{total} blocks ({used} in use and {required} more). Give num_blocks={total} or more, or None for a "
+                "pool that grows."
+            )
+        longest = max(len(table) + more for table, more in zip(self.tables, demand))
+        if used == 0:  # the first tokens
+            room = 1 << longest.bit_length()
+            capacity = self.num_blocks or (room * len(self.tables) if longest * len(self.tables) <= 2 * total else 0)
+            room = capacity // len(self.tables)
+            if room >= longest:
+                return None, self._place_apart(capacity, room)
+        elif self.num_blocks is None and used == sum(map(len, self.tables)):  # no block is shared
+            blocked = any(
+                run and more and not self._is_free_run(table[-1] + 1, more)
+                for run, more, table in zip(self.is_run, demand, self.tables)
+                if table
+            )
+            if blocked and longest * len(self.tables) <= 2 * total:
+                before = [list(table) for table in self.tables]
+                room = 1 << longest.bit_length()
+                starts = self._place_apart(room * len(self.tables), room)
+                return [pair for old, new in zip(before, self.tables) for pair in zip(old, new)], starts
+        if self.num_free < required:
+            capacity = max(2 * self.capacity, total)
+            self._resize(self.references + [0] * (capacity - self.capacity))
+        return None, {}
+
+    def _place_apart(self, capacity: int, room: int) -> dict[int, int]:
+        """Gives row r the blocks r * room, r * room + 1, … of a pool of `capacity` blocks."""
+        references = [0] * capacity
+        for row, table in enumerate(self.tables):
+            table[:] = range(row * room, row * room + len(table))
+            self.is_run[row] = True
+            for block in table:
+                references[block] = 1
+        self._resize(references)
+        return {row: row * room for row, table in enumerate(self.tables) if not table}
+
+    def _is_free_run(self, start: int, number: int) -> bool:
+        return start + number <= self.capacity and not any(self.references[start : start + number])
+
+    def _take(self, wanted: int | None) -> int:
+        """A free block: `wanted` if it is one, else the lowest."""
+        block = wanted
+        while block is None or block >= self.capacity or self.references[block]:
+            block = heapq.heappop(self._free_heap)  # may name a block taken as `wanted` in the meantime
+        self.references[block] = 1
+        self.num_free -= 1
+        return block
+
+    def _release(self, block: int) -> None:
+        self.references[block] -= 1
+        if self.references[block] == 0:
+            self.num_free += 1
+            heapq.heappush(self._free_heap, block)
+            if len(self._free_heap) > 2 * self.capacity + 64:  # mostly stale entries
+                self._free_heap = [b for b, count in enumerate(self.references) if count == 0]
+
+    def rewind(self, lengths: list[int]) -> None:
+        """Shortens each row to `lengths[row]` tokens and frees the blocks beyond."""
+        for row, (table, length) in enumerate(zip(self.tables, lengths)):
+            while len(table) > self.blocks_for(length):
+                self._release(table.pop())
+            self.lengths[row] = length
+            self.is_run[row] = self.is_run[row] or len(table) < 2
+
+    def fork(self, rows: list[int]) -> None:
+        """Row i becomes what row `rows[i]` was; a row named twice is shared, one not named is freed."""
+        tables = [list(self.tables[row]) for row in rows]
+        for table in tables:
+            for block in table:
+                self.references[block] += 1
+        for table in self.tables:
+            for block in table:
+                self._release(block)
+        self.lengths = [self.lengths[row] for row in rows]
+        self.is_run = [self.is_run[row] for row in rows]
+        self.tables = tables

@@ -1,0 +1,351 @@
+"""`PagedCache`: a transformers cache whose keys and values lie in blocks of a pool."""
+
+import copy
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+
+from hf_efficient.cache.step import CacheState, Step
+from hf_efficient.kernels import attention
+
+
+PAGES = "_hf_efficient_pages"  # the attribute of a key tensor by which the attention function finds the blocks
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_NO_LAYER_TYPES = ("dummy", "moe", "mlp")
+
+
+class PageHandle:
+    """What `update` hands to the paged attention instead of all keys and values. The first attention call writes the new
+    tokens, since only it knows the mask; later ones (layers that share keys and values) only read."""
+
+    __slots__ = ("layer", "step", "written")
+
+    def __init__(self, layer: "PagedLayer"):
+        self.layer = layer
+        self.step: Step | None = None
+        self.written = False
+
+    def attend(self, query, key, value, attention_mask, *, softmax_scale, causal, window_size, softcap, s_aux):
+        """Attention of `query` [B, Hq, S, D] over the blocks, after writing `key`, `value` [B, Hk, S, D] there.
+        Returns [B, S, Hq, Dv]; zeros at padding."""
+        if not self.written:
+            self.layer.state.pending = None
+            self.step = self.layer.join_step(key.shape[0], key.shape[2], attention_mask)
+            self.layer.prepare(self.step, key, value)
+        new, self.written = not self.written, True
+        options = dict(
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, s_aux=s_aux
+        )
+        if query.device.type == "cpu":
+            return self._attend_cpu(query, key if new else None, value, **options)
+        return self._attend_kernels(query, key if new else None, value, **options)
+
+    def _attend_cpu(self, query, key, value, *, causal, window_size, **options):
+        layer, step = self.layer, self.step
+        if key is not None:
+            layer.write(step, key, value)
+        keys, values = layer.read(step)
+        mask = step.attention_mask(causal, window_size, query.dtype, query.device)
+        return attention.attend_cpu(
+            query, keys, values, mask=mask, causal=mask is None and step.needs_causal_flag(causal), **options
+        )
+
+    def _attend_kernels(self, query, key, value, **options):
+        layer, step, device = self.layer, self.step, query.device
+        query = query.transpose(1, 2)  # [B, S, Hq, D]
+        tokens = step.token_indices(device)
+        if key is not None:
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+        if tokens is None and step.width <= attention.MAX_DECODE_QUERIES:
+            seqlens = step.cache_seqlens(device, before=key is not None)
+            return attention.flash_attn_with_kvcache(
+                query, layer.keys, layer.values, key, value if key is not None else None, cache_seqlens=seqlens,
+                block_table=step.block_table(device), **options,
+            )  # fmt: skip
+        if key is not None:
+            flat_key, flat_value = key.flatten(0, 1), value.flatten(0, 1)
+            if tokens is not None:
+                flat_key, flat_value = flat_key[tokens], flat_value[tokens]
+            attention.reshape_and_cache(
+                flat_key, flat_value, layer.keys, layer.values, slot_mapping=step.slot_mapping(device)
+            )
+        flat_query = query.flatten(0, 1) if tokens is None else query.flatten(0, 1)[tokens]
+        output = attention.flash_attn_varlen_func(
+            flat_query, layer.keys, layer.values, step.cu_seqlens(device, new=True), step.cu_seqlens(device, new=False),
+            step.max_new, step.max_length, block_table=step.block_table(device), **options,
+        )  # fmt: skip
+        if tokens is not None:
+            padded = output.new_zeros(query.shape[0] * query.shape[1], *output.shape[1:])
+            output = padded.index_copy_(0, tokens, output)
+        return output.view(*query.shape[:2], *output.shape[1:])
+
+
+class PagedLayer(CacheLayerMixin):
+    """The blocks of one layer: `keys` [num_blocks, block_size, Hk, D] and `values` [num_blocks, block_size, Hk, Dv]."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False  # sliding-window layers store everything, and the mask or the kernel applies the window
+
+    def __init__(self, state: CacheState, layer_idx: int):
+        super().__init__()
+        self.state = state
+        self.layer_idx = layer_idx
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops the tensors."""
+        self.keys = self.values = None
+        self.steps = 0  # how many of the cache's steps this layer took part in
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        size, capacity = self.state.pool.block_size, self.state.pool.capacity
+        self.keys = key_states.new_zeros(capacity, size, key_states.shape[1], key_states.shape[3])
+        self.values = value_states.new_zeros(capacity, size, value_states.shape[1], value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Takes the new keys [B, Hk, S, D] and values [B, Hv, S, Dv] of one forward.
+
+        Under the paged attention nothing is stored yet: they come back marked, and the attention function stores them.
+        Under any other, returns contiguous keys and values of all tokens: [B, H, longest row, D], each row at the left
+        and zeros after it.
+        """
+        state = self.state
+        state.check_consumed()
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError(
+                "PagedCache keeps no gradients: wrap the forward in torch.no_grad(), or train without a cache "
+                "(use_cache=False)."
+            )
+        if state.reads_pages:
+            handle = state.pending = PageHandle(self)
+            setattr(key_states, PAGES, handle)
+            return key_states, value_states
+        step = self.join_step(key_states.shape[0], key_states.shape[2])
+        self.prepare(step, key_states, value_states)
+        self.write(step, key_states, value_states)
+        keys, values = self.read(step)
+        if state.is_ragged:
+            lengths = torch.tensor(step.lengths, device=keys.device)
+            beyond = (torch.arange(step.max_length, device=keys.device) >= lengths[:, None])[:, None, :, None]
+            keys, values = keys.masked_fill(beyond, 0), values.masked_fill(beyond, 0)
+        return keys.contiguous(), values.contiguous()
+
+    def join_step(self, batch: int, width: int, mask: torch.Tensor | None = None) -> Step:
+        """The plan of the current forward, made by the first layer that asks."""
+        state = self.state
+        if self.steps == state.steps:
+            step = state.plan_tokens(batch, width, mask) if state.reads_pages else state.plan_columns(batch, width)
+        else:
+            step = state.step
+            if self.steps != state.steps - 1 or (len(step.starts), step.width) != (batch, width):
+                raise RuntimeError(
+                    f"PagedCache: layer {self.layer_idx} took part in {self.steps} forwards with this cache and another "
+                    f"layer in {state.steps} (now {batch} rows of {width} columns, there {len(step.starts)} of "
+                    f"{step.width}). All layers must take part in every forward: call reset() after a forward that "
+                    "failed halfway, and use DynamicCache for early exit."
+                )
+        self.steps = state.steps
+        return step
+
+    def prepare(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Makes the blocks of this step exist, moves and copies those that must be."""
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        elif (self.keys.shape[2:], self.dtype) != ((key.shape[1], key.shape[3]), key.dtype):
+            raise ValueError(
+                f"PagedCache: layer {self.layer_idx} stores {self.dtype} keys with (heads, head dim) "
+                f"{tuple(self.keys.shape[2:])} and was given {key.dtype}, {(key.shape[1], key.shape[3])}: call reset() "
+                "before using it with another model or dtype."
+            )
+        capacity, moves, copies = step.change
+        if moves is not None or capacity > self.keys.shape[0]:
+            self.keys = _grown(self.keys, capacity, moves)
+            self.values = _grown(self.values, capacity, moves)
+        if copies:
+            source, destination = torch.tensor(copies, device=key.device).T
+            self.keys[destination] = self.keys[source]
+            self.values[destination] = self.values[source]
+
+    def write(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores `key` [B, Hk, S, D] and `value` at the places of `step`; padding is skipped."""
+        for pages, new in ((self.keys, key), (self.values, value)):
+            if step.is_even and step.run is not None:
+                offset, room = step.run
+                heads, dim = pages.shape[2:]
+                strides = (room * heads * dim, dim, heads * dim, 1)
+                pages.as_strided(new.shape, strides, (offset + step.starts[0]) * heads * dim).copy_(new)
+            else:
+                flat, tokens = new.transpose(1, 2).flatten(0, 1), step.token_indices(new.device)
+                flat = flat if tokens is None else flat[tokens]
+                pages.flatten(0, 1).index_copy_(0, step.slot_mapping(new.device), flat)
+
+    def read(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, Hk, longest row, D] and values of all rows: a view where the rows lie evenly, else gathered. What
+        lies beyond the end of a row is finite but meaningless."""
+        result = []
+        for pages in (self.keys, self.values):
+            heads, dim = pages.shape[2:]
+            if step.run is not None:
+                offset, room = step.run
+                size = (len(step.lengths), heads, step.max_length, dim)
+                result.append(pages.as_strided(size, (room * heads * dim, dim, heads * dim, 1), offset * heads * dim))
+            else:
+                table = step.block_table(pages.device, padding=0)
+                gathered = pages.index_select(0, table.flatten()).view(table.shape[0], -1, heads, dim)
+                result.append(gathered[:, : step.max_length].transpose(1, 2))
+        return result[0], result[1]
+
+    def get_seq_length(self) -> int:
+        """Columns seen: tokens and, under the paged attention, padding."""
+        state = self.state
+        return state.previous_columns if self.steps == state.steps - 1 else state.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        raise RuntimeError("the layers of a PagedCache share their blocks: call reset() on the cache")
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        raise RuntimeError("the layers of a PagedCache share their blocks: call reorder_cache() on the cache")
+
+
+def _grown(pages: torch.Tensor, capacity: int, moves: list[tuple[int, int]] | None) -> torch.Tensor:
+    """`pages` with at least `capacity` blocks, the used ones at their new places."""
+    grown = pages.new_zeros(max(capacity, pages.shape[0]), *pages.shape[1:])
+    if moves is None:
+        grown[: pages.shape[0]] = pages
+    elif moves:
+        old, new = torch.tensor(moves, device=pages.device).T
+        grown[new] = pages[old]
+    return grown
+
+
+class PagedCache(Cache):
+    """Key-value cache in blocks of a pool: `generate(past_key_values=PagedCache(model.config))`.
+
+    Under `attn_implementation="flash_paged"` the attention reads the blocks directly and left padding takes no memory;
+    under any other implementation `update` returns ordinary contiguous keys and values. Rows that share a beginning
+    (beam search, `num_return_sequences`) share its blocks until one writes.
+
+    Args:
+        config: the model's own config object (`model.config`): its attention implementation is read at every forward.
+        block_size: tokens per block, a power of two from 8 to 256.
+        kv_format: how keys and values are stored; only "auto" (the model's dtype).
+        num_blocks: blocks of a pool of fixed size, shared by all rows; None for a pool that grows on demand.
+
+    Raises ValueError for other arguments, and for models it cannot hold (encoder-decoder, state-space or linear
+    attention layers).
+    """
+
+    def __init__(self, config, block_size: int = 16, kv_format: str = "auto", num_blocks: int | None = None):
+        if isinstance(block_size, bool) or block_size not in (8, 16, 32, 64, 128, 256):
+            raise ValueError(f"block_size={block_size!r}: must be 8, 16, 32, 64, 128 or 256")
+        if kv_format != "auto":
+            raise ValueError(f'kv_format={kv_format!r}: must be "auto" (keys and values in the model\'s dtype)')
+        if num_blocks is not None and (
+            isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1
+        ):
+            raise ValueError(f"num_blocks={num_blocks!r}: must be a positive integer, or None for a pool that grows")
+        if not hasattr(config, "get_text_config"):
+            raise ValueError(f"config={type(config).__name__}: must be a transformers config, such as model.config")
+        decoder = config.get_text_config(decoder=True)
+        self.state = CacheState(decoder, block_size, num_blocks)
+        layers = [
+            DummyLayer() if kind in _NO_LAYER_TYPES else PagedLayer(self.state, index)
+            for index, kind in enumerate(_layer_types(config, decoder))
+        ]
+        super().__init__(layers=layers)
+
+    @property
+    def block_size(self) -> int:
+        return self.state.pool.block_size
+
+    @property
+    def reads_pages(self) -> bool:
+        """True when the model's attention implementation is one of ours, which reads the blocks."""
+        return self.state.reads_pages
+
+    @property
+    def cache_seqlens(self) -> list[int]:
+        """Tokens stored per row; empty before first use."""
+        return list(self.state.pool.lengths)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks in use, each counted once however many rows share it."""
+        return self.state.pool.capacity - self.state.pool.num_free
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.state.pool.lengths) or -1
+
+    @property
+    def _paged_layers(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    def rewind(self, lengths: list[int]) -> None:
+        """Shortens row b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
+
+        Afterwards `get_seq_length()` is the longest row, and a 2-D mask, if one is given, has the shorter rows at the
+        right (padding on the left).
+        """
+        self.state.check_consumed()
+        self.state.rewind([int(length) for length in lengths])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` columns (a number <= 0) of all rows."""
+        self.state.check_consumed()
+        self.state.crop(int(tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was. Copies nothing: rows that come from the same one share its blocks."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows of `indices` (int64 indices, or a bool mask over the rows)."""
+        self.state.check_consumed()
+        if self.state.pool.lengths:
+            indices = torch.as_tensor(indices).cpu()
+            self.state.select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times; the copies share their blocks."""
+        rows = torch.arange(len(self.state.pool.lengths))
+        self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Forgets everything, also the tensors and the batch size."""
+        self.state.reset()
+        for layer in self._paged_layers:
+            layer.forget()
+
+    def __deepcopy__(self, memo):
+        self.state.check_consumed()
+        memo[id(self.state.config)] = self.state.config  # still the model's own
+        duplicate = memo[id(self)] = type(self).__new__(type(self))
+        duplicate.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return duplicate
+
+
+def _layer_types(config, decoder) -> list[str]:
+    """The kind of every layer of the decoder. Raises ValueError for those that this cache cannot hold."""
+    name = type(config).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"config={name}: PagedCache holds decoder-only models, not encoder-decoder ones")
+    if getattr(decoder, "num_attention_heads", None) is None:
+        raise ValueError(f"config={name}: PagedCache holds attention layers, and this model has none")
+    layer_types = getattr(decoder, "layer_types", None) or ["full_attention"] * decoder.num_hidden_layers
+    sharing = getattr(decoder, "kv_sharing_modes", None) or [None] * len(layer_types)
+    layer_types = ["dummy" if mode == "reuse" else kind for kind, mode in zip(layer_types, sharing)]
+    unknown = sorted({kind for kind in layer_types if kind not in _LAYER_TYPES + _NO_LAYER_TYPES})
+    if unknown:
+        raise ValueError(f"config={name}: PagedCache cannot hold layers of type {unknown}, only {list(_LAYER_TYPES)}")
+    return layer_types

@@ -1,0 +1,265 @@
+"""The bookkeeping of a paged cache between forwards (`CacheState`) and the plan of one forward (`Step`): made by the
+first layer, used by all of them."""
+
+import torch
+
+from hf_efficient.cache.block_pool import BlockPool, StorageChange
+from hf_efficient.kernels.attention import ATTENTION_NAMES, visibility
+
+
+class Step:
+    """One forward that appends tokens to the rows: where they go, and what the attention may read.
+
+    starts, lengths: tokens of each row before and after. valid: bool [B, S], or None when every one of the S new
+    columns is a token. Tensors are made when first asked for, once per device.
+    """
+
+    def __init__(
+        self, pool: BlockPool, change: StorageChange, starts: list[int], valid: torch.Tensor | None, width: int
+    ):
+        self.block_size = pool.block_size
+        self.change = change
+        self.starts, self.lengths = starts, pool.lengths
+        self.valid = valid
+        self.width = width  # S
+        self.max_length = max(self.lengths)
+        self.tables = pool.tables
+        self.is_even = min(starts) == max(starts) and valid is None  # every row has the same tokens before and after
+        self.run = self._run(pool)
+        self._tensors: dict = {}
+
+    def _run(self, pool: BlockPool) -> tuple[int, int] | None:
+        """(first token, tokens from row to row) when the rows lie evenly spaced and unbroken in the pool, else None."""
+        if not all(pool.is_run) or not all(self.tables):
+            return None
+        first = [table[0] for table in self.tables]
+        room = first[1] - first[0] if len(first) > 1 else pool.capacity
+        if any(b - a != room for a, b in zip(first, first[1:])) or room <= 0:
+            return None
+        if first[-1] + pool.blocks_for(self.max_length) > pool.capacity:
+            return None
+        return first[0] * self.block_size, room * self.block_size
+
+    def _cached(self, key, make):
+        if key not in self._tensors:
+            self._tensors[key] = make()
+        return self._tensors[key]
+
+    def slot_mapping(self, device) -> torch.Tensor:
+        """int64 [new tokens]: block * block_size + offset of every new token, row after row."""
+        return self._cached(("slots", device), lambda: torch.tensor(self._slots(), dtype=torch.long, device=device))
+
+    def _slots(self) -> list[int]:
+        size = self.block_size
+        return [
+            table[token // size] * size + token % size
+            for table, start, length in zip(self.tables, self.starts, self.lengths)
+            for token in range(start, length)
+        ]
+
+    def block_table(self, device, padding: int = -1) -> torch.Tensor:
+        """int32 [B, longest]: the blocks of each row, filled up with `padding`."""
+
+        def make():
+            longest = max(map(len, self.tables))
+            rows = [table + [padding] * (longest - len(table)) for table in self.tables]
+            return torch.tensor(rows, dtype=torch.int32, device=device).view(len(rows), longest)
+
+        return self._cached(("table", padding, device), make)
+
+    def cache_seqlens(self, device, before: bool = False) -> torch.Tensor:
+        """int32 [B]: tokens of each row after (or before) this step."""
+        values = self.starts if before else self.lengths
+        return self._cached(
+            ("seqlens", before, device), lambda: torch.tensor(values, dtype=torch.int32, device=device)
+        )
+
+    def cu_seqlens(self, device, new: bool) -> torch.Tensor:
+        """int32 [B + 1]: cumulative number of new tokens, or of all tokens of the rows."""
+
+        def make():
+            seqlens = self.cache_seqlens(device)
+            seqlens = seqlens - self.cache_seqlens(device, before=True) if new else seqlens
+            return torch.nn.functional.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+
+        return self._cached(("cu", new, device), make)
+
+    @property
+    def max_new(self) -> int:
+        return max(length - start for start, length in zip(self.starts, self.lengths))
+
+    def token_indices(self, device) -> torch.Tensor | None:
+        """int64 [new tokens]: the tokens among the B * S new columns; None when all are."""
+        if self.valid is None:
+            return None
+        return self._cached(("tokens", device), lambda: self.valid.flatten().nonzero().flatten().to(device))
+
+    def attention_mask(self, causal: bool, window: tuple[int, int], dtype, device) -> torch.Tensor | None:
+        """Additive mask [B or 1, 1, S, longest row], or None where SDPA needs none (see `needs_no_mask`)."""
+        return self._cached((causal, window, dtype, device), lambda: self._make_mask(causal, window, dtype, device))
+
+    def _make_mask(self, causal, window, dtype, device):
+        left, right = window
+        unbounded = (left < 0 or left >= self.max_length - 1) and (right < 0 or causal or right >= self.max_length - 1)
+        if self.is_even and unbounded and (not causal or self.width == 1 or self.starts[0] == 0):
+            return None
+        starts = torch.tensor(self.starts, device=device)
+        if self.valid is None:
+            positions = starts[:, None] + torch.arange(self.width, device=device)
+        else:  # padding is at -1, where nothing is visible
+            ranks = starts[:, None] + self.valid.to(device).cumsum(1) - 1
+            positions = ranks.masked_fill(~self.valid.to(device), -1)
+        lengths = torch.tensor(self.lengths, device=device)
+        seen = visibility(positions, lengths, self.max_length, causal, window)
+        if self.is_even:
+            seen = seen[:1]
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
+
+    def needs_causal_flag(self, causal: bool) -> bool:
+        """Whether a None mask means SDPA's `is_causal`."""
+        return causal and self.width > 1
+
+
+class CacheState:
+    """What all layers of a `PagedCache` share. `columns` counts what transformers calls the sequence length: tokens and,
+    under the paged attention, the padding that the 2-D masks showed; `column_mask` (bool [B, columns] or None for no
+    padding) says which of them are tokens."""
+
+    def __init__(self, config, block_size: int, num_blocks: int | None):
+        self.config = config
+        self.pool = BlockPool(block_size, num_blocks)
+        # attention over compressed latents expands them after `update`, so it cannot read pages
+        self.has_latents = getattr(config, "kv_lora_rank", None) is not None
+        self.reset()
+
+    def reset(self) -> None:
+        self.pool.reset()
+        self.columns = self.previous_columns = 0
+        self.column_mask: torch.Tensor | None = None
+        self.steps = 0
+        self.step: Step | None = None
+        self.pending = None
+
+    @property
+    def reads_pages(self) -> bool:
+        return self.config._attn_implementation in ATTENTION_NAMES and not self.has_latents
+
+    @property
+    def is_ragged(self) -> bool:
+        lengths = self.pool.lengths
+        return bool(lengths) and min(lengths) != max(lengths)
+
+    def check_consumed(self) -> None:
+        """Raises RuntimeError when the keys and values of the last `update` never reached the paged attention."""
+        if self.pending is not None:
+            layer = self.pending.layer.layer_idx
+            self.pending = None
+            raise RuntimeError(
+                f"PagedCache under attn_implementation={self.config._attn_implementation!r}: the keys that update() gave "
+                f"to layer {layer} never reached that attention function (the model changed them, or ran another "
+                "attention function), so they were not stored. Call reset() on this cache and use "
+                'model.set_attn_implementation("sdpa") with it.'
+            )
+
+    def check_batch(self, batch: int) -> None:
+        if not self.pool.lengths:
+            self.pool.add_rows(batch)
+        elif len(self.pool.lengths) != batch:
+            raise ValueError(
+                f"PagedCache holds {len(self.pool.lengths)} rows and cannot take a batch of {batch}: call reset(), "
+                "batch_repeat_interleave() or batch_select_indices() first."
+            )
+
+    def plan_columns(self, batch: int, width: int) -> Step:
+        """Plans a forward of any other attention implementation: every column is stored, padding too."""
+        if self.column_mask is not None and not bool(self.column_mask.all()):
+            raise RuntimeError(
+                "PagedCache was filled by the paged attention, which stores no padding, and cannot be continued by "
+                f"attn_implementation={self.config._attn_implementation!r}, which expects it. Call reset() first, or "
+                "keep the implementation."
+            )
+        self.check_batch(batch)
+        return self._append([width] * batch, None, width, None)
+
+    def plan_tokens(self, batch: int, width: int, mask: torch.Tensor | None) -> Step:
+        """Plans a forward of the paged attention. `mask`: bool or int [B, columns + width], 0 is padding; or None.
+
+        Raises ValueError when the mask contradicts what the cache holds.
+        """
+        if mask is None:
+            self.check_batch(batch)
+            column_mask = self.column_mask
+            if column_mask is not None:
+                column_mask = torch.nn.functional.pad(column_mask, (0, width), value=True)
+            return self._append([width] * batch, None, width, column_mask)
+        if mask.dim() != 2 or tuple(mask.shape) != (batch, self.columns + width):
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)}: the paged attention takes a 2-D mask of shape "
+                f"{(batch, self.columns + width)} (batch, columns in the cache + new ones), or None. For other masks use "
+                'attn_implementation="sdpa".'
+            )
+        mask = mask.bool()
+        if self.columns:
+            seen = mask[:, : self.columns]
+            stored = self.column_mask
+            if stored is None:  # rows of unequal length stand at the right
+                lengths = torch.tensor(self.pool.lengths, device=mask.device)
+                stored = torch.arange(self.columns, device=mask.device) >= self.columns - lengths[:, None]
+            if not torch.equal(seen, stored):
+                raise ValueError(
+                    "attention_mask contradicts the cache: of the columns that PagedCache has seen it marks "
+                    f"{seen.sum(1).tolist()} as tokens, at other places or in other number than the "
+                    f"{self.pool.lengths} that are stored. A token cannot be hidden later: use rewind() or crop(), or "
+                    'attn_implementation="sdpa".'
+                )
+        self.check_batch(batch)
+        valid = mask[:, self.columns :]
+        counts = valid.sum(1).tolist()
+        if min(counts) == width:
+            valid = None
+        return self._append(counts, valid, width, mask)
+
+    def _append(self, counts, valid, width, column_mask) -> Step:
+        starts = self.pool.lengths
+        change = self.pool.append(counts)
+        if self.pool.lengths is starts:  # changed in place
+            starts = [length - count for length, count in zip(starts, counts)]
+        self.column_mask = column_mask
+        self.previous_columns = self.columns
+        self.columns += width
+        self.steps += 1
+        self.step = Step(self.pool, change, starts, valid, width)
+        return self.step
+
+    def rewind(self, lengths: list[int]) -> None:
+        held = self.pool.lengths
+        if len(lengths) != len(held) or any(not 0 <= new <= now for new, now in zip(lengths, held)):
+            raise ValueError(f"rewind(lengths={lengths}): needs one length per row, each from 0 to the row's {held}")
+        self.pool.rewind(lengths)
+        self.column_mask = None
+        self.columns = max(lengths, default=0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): give the number of columns to remove as a negative number, as transformers "
+                "does since version 5"
+            )
+        removed = min(-tokens_to_remove, self.columns)
+        if removed == 0:
+            return
+        kept = self.columns - removed
+        if self.column_mask is None:
+            lengths = [max(length - removed, 0) for length in self.pool.lengths]
+        else:
+            tokens = self.column_mask[:, kept:].sum(1).tolist()
+            lengths = [length - count for length, count in zip(self.pool.lengths, tokens)]
+            self.column_mask = self.column_mask[:, :kept]
+        self.pool.rewind(lengths)
+        self.columns = kept
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Row i becomes row `rows[i]` (int64 [new batch])."""
+        self.pool.fork(rows.tolist())
+        if self.column_mask is not None:
+            self.column_mask = self.column_mask.index_select(0, rows.to(self.column_mask.device))
