@@ -1,0 +1,114 @@
+"""The device functions that the forward and the decode kernel share: where keys lie, loading, scores, online softmax.
+
+Scores are kept in powers of two: the launcher folds log2(e) into the softmax scale (see `score_scales`).
+"""
+
+import math
+import os
+
+import triton
+import triton.language as tl
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# tl.dot on bfloat16 is silently wrong in the interpreter (triton 3.6 to 3.9), so only there operands are widened.
+_WIDEN_BF16 = tl.constexpr(INTERPRETED)
+
+
+def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
+    """The factors that `scores` and `softmax_step` apply: (scale, cap), in powers of two."""
+    log2e = math.log2(math.e)
+    if softcap:
+        return 2 * log2e * softmax_scale / softcap, log2e * softcap
+    return log2e * softmax_scale, 0.0
+
+
+@triton.jit
+def dot(a, b):
+    if _WIDEN_BF16 and a.dtype == tl.bfloat16:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def locate_keys(
+    k,
+    v,
+    block_table,
+    start,
+    length,
+    stride_kb,
+    stride_kt,
+    stride_vb,
+    stride_vt,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Pointers to the rows of keys and values start..start+BLOCK_N of a sequence, and which of them exist.
+
+    k and v point to the head's first key (PAGE_SIZE 0: keys follow each other) or to the head in page 0. `start` is
+    below `length` and a multiple of BLOCK_N. Table entries of -1 are never followed: their keys do not exist.
+    """
+    offsets = tl.arange(0, BLOCK_N)
+    present = start + offsets < length
+    if PAGE_SIZE == 0:
+        k_rows = k + tl.cast(start, tl.int64) * stride_kt + offsets * stride_kt
+        v_rows = v + tl.cast(start, tl.int64) * stride_vt + offsets * stride_vt
+    elif PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(block_table + start // PAGE_SIZE).to(tl.int64)
+        slot = start % PAGE_SIZE
+        k_rows = k + page * stride_kb + slot * stride_kt + offsets * stride_kt
+        v_rows = v + page * stride_vb + slot * stride_vt + offsets * stride_vt
+        present = present & (page >= 0)
+    else:
+        page = tl.load(block_table + (start + offsets) // PAGE_SIZE, mask=present, other=-1).to(tl.int64)
+        slot = (start + offsets) % PAGE_SIZE
+        k_rows = k + page * stride_kb + slot * stride_kt
+        v_rows = v + page * stride_vb + slot * stride_vt
+        present = page >= 0
+    return k_rows, v_rows, present
+
+
+@triton.jit
+def load_rows(rows, present, CHECK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """[rows, BLOCK_DIM] from row pointers; zero beyond DIM and, where CHECK, in rows that are not `present`."""
+    column = tl.arange(0, BLOCK_DIM)
+    pointers = rows[:, None] + column[None, :]
+    if DIM == BLOCK_DIM:
+        if CHECK:
+            tile = tl.load(pointers, mask=present[:, None], other=0.0)
+        else:
+            tile = tl.load(pointers)
+    elif CHECK:
+        tile = tl.load(pointers, mask=present[:, None] & (column < DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=(column < DIM)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def scores(q, k, scale, cap, SOFTCAP: tl.constexpr):
+    """q [M, D] times k [N, D] transposed: with SOFTCAP capped and in powers of two, else still to be scaled."""
+    s = dot(q, tl.trans(k))
+    if SOFTCAP:
+        s = cap - 2 * cap / (1 + tl.exp2(s * scale))  # cap * tanh, exact at both ends
+    return s
+
+
+@triton.jit
+def softmax_step(s, v, acc, total, maximum, scale, SOFTCAP: tl.constexpr):
+    """One step of the online softmax (https://arxiv.org/abs/1805.02867): scores s [M, N] and values v [N, Dv] join the
+    sums acc [M, Dv] and total [M], both relative to 2**maximum [M]."""
+    if SOFTCAP:
+        higher = tl.maximum(maximum, tl.max(s, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s - base[:, None])
+    else:
+        higher = tl.maximum(maximum, tl.max(s, 1) * scale)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s * scale - base[:, None])
+    shrink = tl.exp2(maximum - base)
+    total = total * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None] + dot(p.to(v.dtype), v)
+    return acc, total, higher
