@@ -1,0 +1,96 @@
+"""Fused expert weights of mixture-of-experts models, compressed."""
+
+import functools
+
+import torch
+from torch import nn
+
+from hf_efficient.formats import AffineFormat
+from hf_efficient.layers import CompressedModule, CompressedWeight, apply_layout
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Whether `module` is one of transformers' experts modules (`use_experts_implementation`) with 3-D weights."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and len(expert_weight_names(module)) == 2
+
+
+def expert_weight_names(module: nn.Module) -> list[str]:
+    """The names of the 3-D weights, up projection first."""
+    names = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+    return [name for name in names if getattr(getattr(module, name, None), "ndim", 0) == 3]
+
+
+class EfficientExperts(CompressedModule):
+    """Mixed into an experts class of transformers by `compress_experts`: keeps its gate, activation and biases, computes
+    with compressed weights `<name>_qweight` [E, N, ...], `<name>_scale`, `<name>_zero_point` for `<name>` in gate_up_proj
+    (or up_proj) and down_proj; N is the output width, whether or not the original is transposed.
+
+    `<name>` itself is one zero in the compute dtype, as `EfficientLinear.weight` is.
+    """
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+        """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H]. Runs only the experts that have
+        tokens; on a GPU their number is read back."""
+        tokens, chosen = top_k_index.shape
+        order = top_k_index.flatten().argsort(stable=True)
+        counts = torch.bincount(top_k_index.flatten(), minlength=self.num_experts)[: self.num_experts].tolist()
+        rows = hidden_states[order // chosen]
+        up_name, down_name = self._expert_names
+        up, down = (self.layouts(name + "_", hidden_states.dtype) for name in self._expert_names)
+        outputs, start = [], 0
+        for expert, count in enumerate(counts):
+            if count == 0:
+                continue
+            h = apply_layout(up[expert], rows[start : start + count], self._expert_bias(up_name, expert))
+            h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+            h = apply_layout(down[expert], h, self._expert_bias(down_name, expert))
+            outputs.append(self.post_expert_norm(h) if self.has_post_expert_norm else h)
+            start += count
+        weighted = torch.cat(outputs) * top_k_weights.flatten()[order, None].to(outputs[0].dtype)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return weighted[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+
+    def _expert_bias(self, name: str, expert: int) -> torch.Tensor | None:
+        return getattr(self, name + "_bias")[expert] if self.has_bias else None
+
+    def extra_repr(self) -> str:
+        described = (
+            f"{w.prefix[:-1]}: {w.experts}x[{w.out_features}, {w.in_features}], bits={w.format.bits}, "
+            f"group_size={w.format.group_size}"
+            for w in self.compressed_weights()
+        )
+        return "\n".join(described)
+
+
+@functools.cache
+def _efficient_class(original: type) -> type:
+    return type(f"Efficient{original.__name__}", (EfficientExperts, original), {"__module__": original.__module__})
+
+
+def compress_experts(module: nn.Module, format: AffineFormat) -> None:
+    """Turns `module` (see `is_fused_experts`) into an `EfficientExperts` with uninitialized weights, in place."""
+    module._expert_names = expert_weight_names(module)
+    module.__class__ = _efficient_class(type(module))
+    weights = []
+    for name in module._expert_names:
+        original = getattr(module, name)
+        experts, out_features, in_features = original.transpose(1, 2).shape if module.is_transposed else original.shape
+        weights.append(CompressedWeight(name + "_", out_features, in_features, format, experts))
+        sentinel = torch.zeros(1, dtype=original.dtype, device=original.device)
+        setattr(module, name, nn.Parameter(sentinel, requires_grad=False))
+        dtype, device = original.dtype, original.device
+    module._declare(weights, dtype, device)
+
+
+def decompress_experts(module: EfficientExperts, dtype: torch.dtype) -> None:
+    """Turns `module` back into its original class with ordinary weights in `dtype`, in place."""
+    module.restore_canonical()
+    for weight in module.compressed_weights():
+        dense = module.dequantized(weight.prefix, dtype)
+        dense = dense.transpose(1, 2).contiguous() if module.is_transposed else dense
+        for parameter in weight.names().values():
+            delattr(module, parameter)
+        setattr(module, weight.prefix[:-1], nn.Parameter(dense))
+    module.__class__ = type(module).__bases__[1]
+    for attribute in ("_compressed", "_layouts", "_expert_names"):
+        delattr(module, attribute)

@@ -1,0 +1,341 @@
+"""Matrix products with a weight of integer codes: the torch implementation, and the layouts a device reads.
+
+Canonical tensors (what is saved) of a weight [N, K] in `bits` bits: `qweight` uint8 [N, K] (8 bit) or [N, ceil(K / 2)]
+(4 bit, even elements in the low nibble), `scale` [N, G], `zero_point` uint8 [N, G] or None (the middle of the grid);
+`w = (code - zero_point) * scale`. G = ceil(K / group_size), 1 for group_size -1; [1, 1] in all for group_size None.
+
+`device_layout` turns them into what the fastest operator of a device reads, and that back, bit for bit.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+
+# Beyond these numbers of rows (tokens) dequantizing the weight for one ordinary matmul beats torch's native operators.
+# Measured by benchmarks/cpu_linear_rows.py, see benchmarks/results/cpu_linear_rows.json.
+INT4_NATIVE_ROWS = 48
+INT8_NATIVE_ROWS = 16
+
+_INT4_GROUPS = (256, 128, 64, 32)  # what torch's CPU int4 operator accepts
+_int4_mm = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+_int8_mm = torch.ops.aten._weight_int8pack_mm.default
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes [..., N, K] -> canonical qweight."""
+    if bits == 8:
+        return codes
+    if codes.shape[-1] % 2:
+        codes = F.pad(codes, (0, 1))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_codes(qweight: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
+    """Canonical qweight -> uint8 codes [..., N, in_features]."""
+    if bits == 8:
+        return qweight
+    return torch.stack((qweight & 15, qweight >> 4), -1).flatten(-2)[..., :in_features]
+
+
+def expand_groups(values: torch.Tensor, group_size: int | None, in_features: int) -> torch.Tensor:
+    """Values per group [..., N, G] -> something that broadcasts against [..., N, in_features]."""
+    if values.shape[-1] == 1:
+        return values
+    return values.repeat_interleave(group_size, -1)[..., :in_features]
+
+
+def dequantize_weight(qweight, scale, zero_point, *, bits, group_size, in_features, dtype) -> torch.Tensor:
+    """Canonical tensors (with any leading dimensions) -> the weight [..., N, in_features] in `dtype`."""
+    weight = unpack_codes(qweight, bits, in_features).to(dtype)  # codes up to 255 are exact in bfloat16
+    zero = 2 ** (bits - 1) if zero_point is None else expand_groups(zero_point, group_size, in_features).to(dtype)
+    return weight.sub_(zero).mul_(expand_groups(scale.to(dtype), group_size, in_features))
+
+
+class DequantizedLinear:
+    """The path of every device and shape: dequantize the canonical tensors, then one ordinary matmul."""
+
+    replaces_qweight = False
+    tensors = {}
+
+    def __init__(self, qweight, scale, zero_point, *, bits, group_size, in_features, dtype):
+        self.canonical = (qweight, scale, zero_point)
+        self.arguments = dict(bits=bits, group_size=group_size, in_features=in_features, dtype=dtype)
+        self.dtype = dtype
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight [N, K]."""
+        return dequantize_weight(*self.canonical, **self.arguments)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, self.dequantize(), bias)
+
+
+class _PackedLinear:
+    """A layout that replaces `qweight`: a subclass sets in_features, out_features, dtype, native_rows and `tensors`."""
+
+    replaces_qweight = True
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])
+        if x.shape[0] <= self.native_rows:
+            y = self.native(x.contiguous())
+        else:
+            y = self.many_rows(x)
+        if bias is not None:
+            y += bias
+        return y.view(*shape[:-1], self.out_features)
+
+
+class Int8CpuLinear(_PackedLinear):
+    """Signed codes [N, K] for torch's CPU int8 operator: one scale per row; a zero point is a correction of rank one,
+    `y = (x @ (code - 128)^T + sum(x) * (128 - zero_point)) * scale`."""
+
+    native_rows = INT8_NATIVE_ROWS
+
+    def __init__(self, qweight, scale, zero_point, dtype):
+        self.out_features, self.in_features = qweight.shape
+        self.dtype = dtype
+        self.codes = qweight.bitwise_xor(128).view(torch.int8)
+        self.row_scale = scale.to(dtype).flatten().expand(self.out_features).contiguous()
+        self.tensors = {"packed": self.codes, "packed_scale": self.row_scale}
+        self.correction = None
+        if zero_point is not None:
+            self.correction = ((128 - zero_point.float()) * scale.float()).to(dtype).flatten()
+            self.correction = self.correction.expand(self.out_features)[None].contiguous()
+            self.tensors["packed_zero"] = self.correction
+
+    @staticmethod
+    def supports(out_features, in_features, group_size, dtype) -> bool:
+        """Groups as wide as the row only; other widths than multiples of 16 read out of bounds (torch 2.13, bfloat16)."""
+        per_row = group_size is None or group_size == -1 or group_size >= in_features
+        return per_row and in_features % 16 == 0 and dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+    def native(self, x):
+        y = _int8_mm(x, self.codes, self.row_scale)
+        return y if self.correction is None else y.addmm_(x.sum(-1, keepdim=True), self.correction)
+
+    def many_rows(self, x):
+        y = (x @ self.codes.to(self.dtype).t()).mul_(self.row_scale)
+        return y if self.correction is None else y.addmm_(x.sum(-1, keepdim=True), self.correction)
+
+    def dequantize(self):
+        weight = self.codes.to(self.dtype).mul_(self.row_scale[:, None])
+        return weight if self.correction is None else weight.add_(self.correction.t())
+
+    def qweight(self) -> torch.Tensor:
+        """The canonical qweight."""
+        return self.codes.view(torch.uint8).bitwise_xor(128)
+
+
+class Int4CpuLinear(_PackedLinear):
+    """Codes in the order of torch's CPU int4 operator, which depends on the instruction set: blocks of rows, in each block
+    the nibbles of `block` rows for one column after another. Groups the operator does not know become several it does."""
+
+    native_rows = INT4_NATIVE_ROWS
+
+    def __init__(self, qweight, scale, zero_point, group_size, in_features, dtype):
+        self.out_features, self.in_features, self.dtype = qweight.shape[0], in_features, dtype
+        self.group = _native_int4_group(group_size, in_features)
+        codes = unpack_codes(qweight, 4, in_features)
+        self.packed = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 2)
+        scale = scale.float()
+        zero = (8.0 - (8.0 if zero_point is None else zero_point.float())) * scale
+        groups = in_features // self.group
+        both = torch.stack([scale, zero.expand_as(scale)], -1)  # [N or 1, G, 2]
+        if both.shape[1] > 1:
+            both = both.repeat_interleave(group_size // self.group, 1)[:, :groups]
+        both = both.expand(self.out_features, groups, 2).transpose(0, 1)
+        self.scale_zero = both.contiguous().to(dtype)  # [K / group, N, 2]: w = (code - 8) * scale + zero
+        self.tensors = {"packed": self.packed, "packed_scale": self.scale_zero}
+
+    @staticmethod
+    def supports(out_features, in_features, group_size, dtype) -> bool:
+        return (
+            out_features % 16 == 0
+            and _native_int4_group(group_size, in_features) is not None
+            and dtype in (torch.bfloat16, torch.float16, torch.float32)
+            and _int4_layout_is_known(out_features)
+        )
+
+    def native(self, x):
+        return _int4_mm(x, self.packed, self.group, self.scale_zero)
+
+    def _dequantized_blocks(self):
+        """For each run of equal blocks: rows (first, last), the row of each nibble and the weight [blocks, K, block]."""
+        for first, last, block in _int4_runs(self.out_features):
+            bytes_ = self.packed.view(-1)[first * self.in_features // 2 : last * self.in_features // 2]
+            bytes_ = bytes_.view(-1, self.in_features, block // 2)
+            low_high = _int4_nibble_rows(block)
+            weight = bytes_.new_empty(bytes_.shape[0], self.in_features, 2, block // 2, dtype=self.dtype)
+            weight[:, :, 0].copy_(bytes_ & 15)
+            weight[:, :, 1].copy_(bytes_ >> 4)
+            scale, zero = self.scale_zero[:, first:last].unflatten(1, (-1, block))[:, :, low_high].unbind(-1)
+            scale, zero = (t.transpose(0, 1).unsqueeze(2) for t in (scale, zero - 8 * scale.float()))
+            weight = weight.view(len(bytes_), self.in_features // self.group, self.group, block)
+            weight = torch.addcmul(zero.to(self.dtype), weight, scale, out=weight)
+            yield first, last, low_high, weight.view(-1, self.in_features, block)
+
+    def many_rows(self, x):
+        y = x.new_empty(x.shape[0], self.out_features)
+        for first, last, low_high, weight in self._dequantized_blocks():
+            blocks = torch.matmul(x, weight)  # [blocks, rows, block], columns in nibble order
+            y[:, first:last] = blocks[:, :, torch.argsort(low_high)].transpose(0, 1).flatten(1)
+        return y
+
+    def dequantize(self):
+        runs = [w[:, :, torch.argsort(p)].transpose(1, 2).flatten(0, 1) for _, _, p, w in self._dequantized_blocks()]
+        return torch.cat(runs)
+
+    def qweight(self) -> torch.Tensor:
+        """The canonical qweight."""
+        return pack_codes(_unpack_int4_cpu(self.packed, self.in_features), 4)
+
+
+def _native_int4_group(group_size: int | None, in_features: int) -> int | None:
+    """The largest group of the native operator that divides the row and whose borders include those of `group_size`."""
+    whole_row = group_size is None or group_size == -1 or group_size >= in_features
+    for group in _INT4_GROUPS:
+        if in_features % group == 0 and (whole_row or group_size % group == 0):
+            return group
+    return None
+
+
+@functools.cache
+def _int4_block() -> int | None:
+    """Rows of a block in torch's packed int4 layout on this machine, None if the layout is none that is understood."""
+    for block in (64, 32, 16):
+        rows = 2 * block + 16
+        codes = torch.randint(16, (rows, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+        packed = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
+        if torch.equal(_unpack_int4_cpu(packed, 64, block), codes.to(torch.uint8)):
+            return block
+    return None
+
+
+@functools.cache
+def _int4_layout_is_known(rows: int) -> bool:
+    """Whether codes of so many rows come back from the packed layout bit for bit (tried once a height)."""
+    if _int4_block() is None:
+        return False
+    codes = torch.randint(16, (rows, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    packed = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
+    return torch.equal(_unpack_int4_cpu(packed, 64), codes.to(torch.uint8))
+
+
+@functools.cache
+def _int4_nibble_rows(block: int) -> torch.Tensor:
+    """int64 [block]: the row within a block of each nibble of one column, all low nibbles first. Found by packing the
+    digits of the row numbers, so it holds for any instruction set."""
+    digits = []
+    for shift in (0, 4):
+        codes = (torch.arange(block, dtype=torch.int32) >> shift & 15)[:, None].expand(block, 2).contiguous()
+        packed = torch._convert_weight_to_int4pack_for_cpu(codes, 2).view(-1)[: block // 2]
+        digits.append(torch.cat((packed & 15, packed >> 4)).long())
+    return digits[0] + 16 * digits[1]
+
+
+def _int4_runs(rows: int, block: int | None = None) -> list[tuple[int, int, int]]:
+    """(first row, last row + 1, block) of the runs of equal blocks: the full blocks, then the rest."""
+    block = block or _int4_block()
+    full = rows // block * block
+    return [run for run in ((0, full, block), (full, rows, rows - full)) if run[1] > run[0]]
+
+
+def _unpack_int4_cpu(packed: torch.Tensor, in_features: int, block: int | None = None) -> torch.Tensor:
+    """torch's packed layout -> uint8 codes [N, K]."""
+    runs = []
+    for first, last, size in _int4_runs(packed.numel() * 2 // in_features, block):
+        bytes_ = packed.view(-1)[first * in_features // 2 : last * in_features // 2].view(-1, in_features, size // 2)
+        nibbles = torch.cat((bytes_ & 15, bytes_ >> 4), -1)[:, :, torch.argsort(_int4_nibble_rows(size))]
+        runs.append(nibbles.transpose(1, 2).reshape(-1, in_features))
+    return torch.cat(runs)
+
+
+class TritonLinear(_PackedLinear):
+    """The layout of the Triton kernel (CUDA, ROCm); any number of rows goes through the kernel."""
+
+    native_rows = float("inf")
+
+    def __init__(self, qweight, scale, zero_point, bits, group_size, in_features, dtype):
+        from hf_efficient.kernels.efficient_linear import pack_weight
+
+        self.out_features, self.in_features, self.dtype = qweight.shape[0], in_features, dtype
+        self.bits, self.group_size, self.scale, self.zero_point = bits, group_size, scale, zero_point
+        self.packed = pack_weight(qweight, bits, group_size)
+        self.tensors = {"packed": self.packed}
+
+    def native(self, x):
+        return torch.ops.hf_efficient.weight_only_linear(
+            x, self.packed, self.scale, self.zero_point, None, self.bits, self.group_size, self.in_features
+        )
+
+    def dequantize(self):
+        return dequantize_weight(
+            self.qweight(),
+            self.scale,
+            self.zero_point,
+            bits=self.bits,
+            group_size=self.group_size,
+            in_features=self.in_features,
+            dtype=self.dtype,
+        )
+
+    def qweight(self) -> torch.Tensor:
+        """The canonical qweight."""
+        from hf_efficient.kernels.efficient_linear import unpack_weight
+
+        return unpack_weight(self.packed, self.in_features, self.bits, self.group_size)
+
+
+def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, dtype):
+    """The layout for `dtype` inputs on the device of `qweight`: an object to call with (x [..., K], bias [N] or None),
+    with `tensors` (what it keeps allocated), `replaces_qweight`, `qweight()` (its inverse) and `dequantize()`."""
+    out_features = qweight.shape[0]
+    if qweight.device.type == "cuda":
+        return TritonLinear(qweight, scale, zero_point, bits, group_size, in_features, dtype)
+    if qweight.device.type == "cpu":
+        if bits == 8 and Int8CpuLinear.supports(out_features, in_features, group_size, dtype):
+            return Int8CpuLinear(qweight, scale, zero_point, dtype)
+        if bits == 4 and Int4CpuLinear.supports(out_features, in_features, group_size, dtype):
+            return Int4CpuLinear(qweight, scale, zero_point, group_size, in_features, dtype)
+    return DequantizedLinear(
+        qweight, scale, zero_point, bits=bits, group_size=group_size, in_features=in_features, dtype=dtype
+    )
+
+
+_library = torch.library.Library("hf_efficient", "FRAGMENT")
+_library.define(
+    "weight_only_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? bias, int bits, "
+    "int? group_size, int in_features) -> Tensor"
+)
+
+
+def _triton_linear(x, packed, scale, zero_point, bias, bits, group_size, in_features):
+    from hf_efficient.kernels.efficient_linear import weight_only_linear
+
+    return weight_only_linear(
+        x, packed, scale, zero_point, bias, bits=bits, group_size=group_size, in_features=in_features
+    )
+
+
+def _reference_linear(x, packed, scale, zero_point, bias, bits, group_size, in_features):
+    from hf_efficient.kernels.efficient_linear import unpack_weight
+
+    qweight = unpack_weight(packed, in_features, bits, group_size)
+    weight = dequantize_weight(
+        qweight, scale, zero_point, bits=bits, group_size=group_size, in_features=in_features, dtype=x.dtype
+    )
+    return F.linear(x, weight, bias)
+
+
+_library.impl("weight_only_linear", _triton_linear, "CUDA")
+_library.impl("weight_only_linear", _reference_linear, "CPU")
+
+
+@torch.library.register_fake("hf_efficient::weight_only_linear", lib=_library)
+def _fake_linear(x, packed, scale, zero_point, bias, bits, group_size, in_features):
+    rows = packed.shape[0] if scale.shape[0] == 1 else scale.shape[0]
+    return x.new_empty(x.shape[0], rows)

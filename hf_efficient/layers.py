@@ -1,0 +1,226 @@
+"""Modules that hold compressed weights: `EfficientLinear` here, fused experts in `hf_efficient.experts`."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_efficient.formats import AffineFormat
+from hf_efficient.kernels.linear import DequantizedLinear, device_layout
+
+
+@dataclass(frozen=True)
+class CompressedWeight:
+    """One weight [out_features, in_features] (or `experts` of them, stacked) of a module, in `format`. Its tensors are the
+    Parameters `<prefix>qweight`, `<prefix>scale` and, when asymmetric, `<prefix>zero_point`."""
+
+    prefix: str
+    out_features: int
+    in_features: int
+    format: AffineFormat
+    experts: int | None = None
+
+    def names(self) -> dict[str, str]:
+        """Canonical tensor -> name of its Parameter."""
+        return {name: self.prefix + name for name in self.format.shapes(self.out_features, self.in_features)}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name of a Parameter -> its shape."""
+        leading = () if self.experts is None else (self.experts,)
+        shapes = self.format.shapes(self.out_features, self.in_features)
+        return {self.prefix + name: leading + shape for name, shape in shapes.items()}
+
+
+class CompressedModule(nn.Module):
+    """What modules with compressed weights share: canonical Parameters to load, save and move; a device layout derived
+    from them on first use, which replaces `qweight` in memory and turns back into it when the module is saved, moved or
+    dequantized. Scales keep their dtype when the module is cast: the numbers stay the ones that were quantized.
+
+    A module that accelerate offloads computes from the canonical tensors, since those are what it brings in.
+    """
+
+    def _declare(self, weights: list[CompressedWeight], dtype: torch.dtype, device) -> None:
+        """Makes the (uninitialized) canonical Parameters of `weights`."""
+        self._compressed = {weight.prefix: weight for weight in weights}
+        self._layouts = {}
+        for weight in weights:
+            dtypes = weight.format.dtypes(dtype)
+            for name, parameter in weight.names().items():
+                tensor = torch.empty(weight.shapes()[parameter], dtype=dtypes[name], device=device)
+                self.register_parameter(parameter, nn.Parameter(tensor, requires_grad=False))
+
+    def compressed_weights(self) -> list[CompressedWeight]:
+        """What this module holds in compressed form."""
+        return list(self._compressed.values())
+
+    def canonical(self, prefix: str = "") -> dict[str, torch.Tensor | None]:
+        """The canonical tensors {"qweight", "scale", "zero_point" or absent} of a weight, whatever layout is in memory."""
+        weight = self._compressed[prefix]
+        tensors = {name: self._parameters[parameter] for name, parameter in weight.names().items()}
+        if tensors["qweight"] is None:
+            parts = [layout.qweight() for layout in self._layouts[prefix]]
+            tensors["qweight"] = parts[0] if weight.experts is None else torch.stack(parts)
+        return tensors
+
+    def dequantized(self, prefix: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight [out_features, in_features] (experts in front) in `dtype`, by default that of its scale."""
+        weight, tensors = self._compressed[prefix], self.canonical(prefix)
+        return weight.format.dequantize(tensors, weight.in_features, dtype or tensors["scale"].dtype)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether accelerate holds this module's weights elsewhere between forwards."""
+        hook = getattr(self, "_hf_hook", None)
+        return any(getattr(h, "offload", False) for h in getattr(hook, "hooks", (hook,)))
+
+    @torch.no_grad()
+    def derive_layouts(self, dtype: torch.dtype) -> None:
+        """Derives the layouts for inputs of `dtype` on the device the weights are on, and drops `qweight` where the layout
+        replaces it. Does nothing when they are there already or the weights are elsewhere."""
+        for prefix, weight in self._compressed.items():
+            if prefix in self._layouts or self.is_offloaded or self._parameters[prefix + "qweight"].is_meta:
+                continue
+            layouts = list(self._split(weight, dtype, device_layout))
+            self._layouts[prefix] = layouts
+            if layouts[0].replaces_qweight:
+                self._parameters[prefix + "qweight"] = None
+                for index, layout in enumerate(layouts):
+                    suffix = "" if weight.experts is None else f"_{index}"
+                    for name, tensor in layout.tensors.items():
+                        self.register_buffer(prefix + name + suffix, tensor, persistent=False)
+
+    def restore_canonical(self) -> None:
+        """Turns every layout back into canonical Parameters."""
+        for prefix, weight in self._compressed.items():
+            if self._parameters[prefix + "qweight"] is None:
+                qweight = self.canonical(prefix)["qweight"]
+                self._parameters[prefix + "qweight"] = nn.Parameter(qweight, requires_grad=False)
+                for index, layout in enumerate(self._layouts[prefix]):
+                    suffix = "" if weight.experts is None else f"_{index}"
+                    for name in layout.tensors:
+                        delattr(self, prefix + name + suffix)
+        self._layouts = {}
+
+    def _split(self, weight: CompressedWeight, dtype: torch.dtype, make):
+        """`make` applied to the weight, or to that of each expert."""
+        tensors = self.canonical(weight.prefix)
+        arguments = dict(
+            bits=weight.format.bits,
+            group_size=weight.format.group_size,
+            in_features=weight.in_features,
+            dtype=dtype,
+        )
+        for index in (...,) if weight.experts is None else range(weight.experts):
+            zero_point = tensors["zero_point"].data[index] if "zero_point" in tensors else None
+            yield make(tensors["qweight"].data[index], tensors["scale"].data[index], zero_point, **arguments)
+
+    def layouts(self, prefix: str, dtype: torch.dtype) -> list:
+        """The layout of a weight (one for each expert) for inputs of `dtype`, derived when it is missing."""
+        if prefix not in self._layouts:
+            self.derive_layouts(dtype)
+        layouts = self._layouts.get(prefix)
+        if layouts is None:  # offloaded: made for this call only
+            return list(self._split(self._compressed[prefix], dtype, DequantizedLinear))
+        return layouts
+
+    def _apply(self, fn, recurse=True):
+        self.restore_canonical()
+        scales = [weight.prefix + "scale" for weight in self.compressed_weights()]
+        dtypes = {name: self._parameters[name].dtype for name in scales}
+        for name in scales:  # seen as bytes, a cast to another float dtype passes them by
+            self._parameters[name] = nn.Parameter(self._parameters[name].data.view(torch.uint8), requires_grad=False)
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            for name in scales:
+                scale = self._parameters[name].data.view(dtypes[name])
+                self._parameters[name] = nn.Parameter(scale, requires_grad=False)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for weight in self.compressed_weights():
+            name = weight.prefix + "qweight"
+            if self._parameters[name] is None:
+                destination[prefix + name] = self.canonical(weight.prefix)["qweight"]
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        self.restore_canonical()
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """y = x @ W^T for a frozen compressed W: the fast forward, and a gradient for x (adapters train through it)."""
+
+    @staticmethod
+    def forward(ctx, x, layout):
+        ctx.layout = layout
+        return layout(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.layout.dequantize().to(grad.dtype), None
+
+
+def apply_layout(layout, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in_features] @ W^T + bias through `layout`, whatever dtype `x` has and whether or not it needs a gradient."""
+    if x.requires_grad and torch.is_grad_enabled():
+        y = _FrozenLinear.apply(x, layout) if x.dtype is layout.dtype else x @ layout.dequantize().to(x.dtype).t()
+        return y if bias is None else y + bias.to(y.dtype)
+    if x.dtype is layout.dtype:
+        return layout(x, bias)
+    return nn.functional.linear(x, layout.dequantize().to(x.dtype), bias)
+
+
+class EfficientLinear(CompressedModule, nn.Linear):
+    """A linear layer with a frozen compressed weight [out_features, in_features] and an ordinary bias.
+
+    Parameters: `qweight`, `scale`, `zero_point` (see `hf_efficient.kernels.linear`), `bias`, and `weight`, one zero in
+    the compute dtype: it tells other code the layer's dtype and device, and in a checkpoint its shape makes every loader
+    without hf_efficient fail instead of running on garbage. Derives from `nn.Linear` so that PEFT takes it.
+    `transposed`: it stands for a `Conv1D`, whose weight is [in_features, out_features].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        format: AffineFormat,
+        dtype: torch.dtype | None = None,
+        device=None,
+        transposed: bool = False,
+    ):
+        nn.Module.__init__(self)
+        dtype = dtype or torch.get_default_dtype()
+        self.in_features, self.out_features, self.transposed = in_features, out_features, transposed
+        self.weight = nn.Parameter(torch.zeros(1, dtype=dtype, device=device), requires_grad=False)
+        bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        self.register_parameter("bias", bias)
+        self._declare([CompressedWeight("", out_features, in_features, format)], dtype, device)
+        self._layout = None
+
+    @property
+    def format(self) -> AffineFormat:
+        """How the weight is stored."""
+        return self._compressed[""].format
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layout = self._layout
+        if layout is None or x.requires_grad or x.dtype is not layout.dtype:
+            return apply_layout(self.layouts("", x.dtype)[0], x, self.bias)
+        return layout(x, self._parameters["bias"])
+
+    def derive_layouts(self, dtype: torch.dtype) -> None:
+        super().derive_layouts(dtype)
+        self._layout = self._layouts[""][0] if "" in self._layouts else None
+
+    def restore_canonical(self) -> None:
+        self._layout = None
+        super().restore_canonical()
+
+    def extra_repr(self) -> str:
+        f = self.format
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"bits={f.bits}, group_size={f.group_size}, symmetric={f.symmetric}"
+        )

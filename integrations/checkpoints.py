@@ -1,0 +1,90 @@
+"""Saved checkpoints: what must be in one before it is read, and a save that cannot damage what it replaces."""
+
+import os
+import shutil
+import tempfile
+import types
+
+from safetensors import safe_open
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from hf_efficient.layers import CompressedWeight
+
+
+def part_name(name: str, weight: CompressedWeight, part: str) -> str:
+    """Full name of the canonical tensor `part` ("qweight", "scale", "zero_point") of the weight called `name`."""
+    return (name.removesuffix("weight") if weight.experts is None else name + "_") + part
+
+
+def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions, model) -> None:
+    """Compares the headers of safetensors `files` with the tensors that `weights` (full name -> weight) need.
+
+    Raises:
+        ValueError: tensors are missing or have another shape; names them, before any weight is read.
+    """
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        return
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    expected = {}
+    for name, (weight, _) in weights.items():
+        for parameter, shape in weight.shapes().items():
+            expected[part_name(name, weight, parameter.removeprefix(weight.prefix))] = shape
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():
+                renamed, _ = rename_source_key(key, renamings, [], model.base_model_prefix, expected)
+                if renamed in expected:
+                    found[renamed] = tuple(opened.get_slice(key).get_shape())
+    missing = sorted(set(expected) - set(found))
+    if missing:
+        raise ValueError(
+            f"the quantized checkpoint lacks {len(missing)} of {len(expected)} tensors that its quantization_config "
+            f"promises, for example {missing[:3]}: it is incomplete, or its config is that of another model"
+        )
+    wrong = [f"{k}: {found[k]} instead of {tuple(shape)}" for k, shape in expected.items() if found[k] != tuple(shape)]
+    if wrong:
+        raise ValueError(
+            f"{len(wrong)} tensors of the quantized checkpoint do not have the shape that its quantization_config and "
+            f"architecture give, for example {'; '.join(wrong[:3])}"
+        )
+
+
+def save_beside_then_move(model) -> None:
+    """Makes `model.save_pretrained` write into a folder beside the target and move the files when all are written, so that
+    a save that fails leaves what was there. A push to the Hub keeps transformers' own way."""
+    model.save_pretrained = types.MethodType(_save_pretrained, model)
+
+
+def restore_save(model) -> None:
+    """Gives the model transformers' `save_pretrained` back."""
+    model.__dict__.pop("save_pretrained", None)
+
+
+def _save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
+    original = type(self).save_pretrained
+    target = os.path.abspath(os.fspath(save_directory))
+    if kwargs.get("push_to_hub") or not is_main_process or os.path.isfile(target):
+        return original(self, save_directory, is_main_process, *args, **kwargs)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    beside = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-", dir=os.path.dirname(target))
+    try:
+        original(self, beside, is_main_process, *args, **kwargs)
+        os.makedirs(target, exist_ok=True)
+        written = os.listdir(beside)
+        weights = [name for name in written if name.endswith((".safetensors", ".safetensors.index.json"))]
+        for name in written:
+            os.replace(os.path.join(beside, name), os.path.join(target, name))
+        if weights:
+            _remove_stale_weights(target, set(weights))
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _remove_stale_weights(target: str, written: set[str]) -> None:
+    """Removes shards and indices of an earlier save that the new one did not write."""
+    stem = min(written, key=len).split(".safetensors")[0].split("-0")[0]
+    for name in os.listdir(target):
+        is_weights = name.endswith((".safetensors", ".safetensors.index.json")) and name.startswith(stem)
+        if is_weights and name not in written:
+            os.remove(os.path.join(target, name))

@@ -1,0 +1,330 @@
+"""The quantizer that transformers' `from_pretrained`, `save_pretrained` and `dequantize` call for our configs."""
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter, _IdentityOp
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer, auto
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import get_module_from_name
+
+from hf_efficient.configs import WeightOnlyConfig, module_matches
+from hf_efficient.experts import (
+    EfficientExperts,
+    compress_experts,
+    decompress_experts,
+    expert_weight_names,
+    is_fused_experts,
+)
+from hf_efficient.formats import format_of
+from hf_efficient.integrations import checkpoints
+from hf_efficient.layers import CompressedModule, CompressedWeight, EfficientLinear
+from hf_efficient.methods import get_method
+
+
+def register() -> None:
+    """Registers the config and the quantizer with transformers, and lets `from_pretrained(quantization_config=...)` ask
+    for `dequantize=True` on a quantized checkpoint, which transformers allows a closed tuple of configs. Idempotent."""
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING["efficient_weight_only"] = WeightOnlyConfig
+    auto.AUTO_QUANTIZER_MAPPING["efficient_weight_only"] = EfficientQuantizer
+    if WeightOnlyConfig not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
+        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (WeightOnlyConfig,)
+
+
+class EfficientQuantizer(HfQuantizer):
+    """Swaps modules on the meta device, quantizes each weight as it arrives, and derives the layouts the device reads."""
+
+    requires_calibration = False
+    is_trainable = True  # adapters; the compressed weights are frozen
+    is_compileable = True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def validate_environment(self, *args, **kwargs):
+        if self.quantization_config.dequantize and not self.pre_quantized:
+            raise ValueError(
+                "dequantize=True is for a checkpoint that is already quantized: this one is not; drop the argument, or "
+                "call model.dequantize() after loading"
+            )
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
+        distributed = getattr(model.config, "distributed_config", None)
+        if distributed is not None and (getattr(distributed, "tp_size", None) or 1) > 1:
+            raise ValueError(
+                f"distributed_config={distributed} asks for tensor parallelism, which WeightOnlyConfig does not support "
+                "yet: load without it, for example with device_map='auto'"
+            )
+        self._checkpoint_files, self._uses_device_map = checkpoint_files, device_map is not None
+        self._arrived, self._tied_head = set(), None
+        self._prepare_head(model)
+        self._weights = {}  # full name of a weight -> (CompressedWeight, whether the original is transposed)
+        dequantize = self.pre_quantized and self.quantization_config.dequantize
+        for name, module, config in self._targets(model):
+            format = format_of(config)
+            if isinstance(module, (nn.Linear, Conv1D)):
+                transposed = isinstance(module, Conv1D)
+                width = (module.nx, module.nf) if transposed else (module.in_features, module.out_features)
+                has_bias, dtype = module.bias is not None, module.weight.dtype
+                self._weights[f"{name}.weight"] = CompressedWeight("", width[1], width[0], format), transposed
+                if not dequantize:
+                    new = EfficientLinear(*width, has_bias, format, dtype, "meta", transposed)
+                    model.set_submodule(name, new)
+            else:
+                shapes = {p: getattr(module, p).shape for p in expert_weight_names(module)}
+                for parameter, (experts, rows, columns) in shapes.items():
+                    n, k = (columns, rows) if module.is_transposed else (rows, columns)
+                    weight = CompressedWeight(parameter + "_", n, k, format, experts)
+                    self._weights[f"{name}.{parameter}"] = weight, module.is_transposed
+                if not dequantize:
+                    compress_experts(module, format)
+        if not self._weights:
+            raise ValueError(
+                f"{type(model).__name__} has no weight that WeightOnlyConfig(modules_to_not_convert="
+                f"{self.quantization_config.modules_to_not_convert}, overrides={self.quantization_config.overrides}) "
+                "would quantize: it needs nn.Linear, Conv1D or fused expert weights that are not excluded"
+            )
+
+    def _prepare_head(self, model) -> None:
+        """Names what is kept by default; unties an output embedding that is to be quantized."""
+        kept = {key.removesuffix(".weight").removesuffix(".bias") for key in get_keys_to_not_convert(model)}
+        kept |= set(model._keep_in_fp32_modules or ()) | set(model._keep_in_fp32_modules_strict or ())
+        head = model.get_output_embeddings()
+        if self.quantization_config.quantize_lm_head:
+            if head is None:
+                raise ValueError(f"quantize_lm_head=True, but {type(model).__name__} has no output embedding")
+            name = next(n for n, module in model.named_modules() if module is head)
+            source = model.all_tied_weights_keys.pop(f"{name}.weight", None)
+            if source is not None:
+                kept.discard(source.removesuffix(".weight"))
+                self._tied_head = source, f"{name}.weight"
+                for config in (model.config, model.config.get_text_config()):
+                    config.tie_word_embeddings = False
+            kept.discard(name)
+        self._kept = kept
+
+    def _targets(self, model) -> list[tuple[str, nn.Module, WeightOnlyConfig]]:
+        """(name, module, its config) of everything to quantize."""
+        config, targets = self.quantization_config, []
+        excluded = list(config.modules_to_not_convert or ())
+        names = [name for name, _ in model.named_modules() if name]
+        if not self.pre_quantized:
+            for argument, patterns in (("modules_to_not_convert", excluded), ("overrides", config.overrides)):
+                for pattern in patterns:
+                    if not any(module_matches(pattern, name) for name in names):
+                        raise ValueError(
+                            f"{argument}: {pattern!r} matches no module of {type(model).__name__}; names look like "
+                            f"{[n for n, m in model.named_modules() if type(m) is nn.Linear][:3]}"
+                        )
+        for name, module in model.named_modules():
+            if any(name == kept or module_matches(kept, name) for kept in self._kept):
+                continue
+            if any(module_matches(pattern, name) for pattern in excluded):
+                continue
+            own = config.for_module(name)
+            if own is None:
+                continue
+            if type(module) in (nn.Linear, Conv1D) or is_fused_experts(module):
+                targets.append((name, module, own))
+            elif any(p.ndim == 3 for p in module.parameters(recurse=False)) and "Experts" in type(module).__name__:
+                raise ValueError(
+                    f"{name} ({type(module).__name__}) holds expert weights in a form that WeightOnlyConfig cannot "
+                    f"quantize; to leave them as they are, pass modules_to_not_convert=[{name.split('.')[-1]!r}]"
+                )
+        return targets
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        if self.pre_quantized:
+            return False
+        return param_name in self._weights or (self._tied_head is not None and param_name == self._tied_head[0])
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _QuantizeOnArrival(self)
+
+    def quantize(self, name: str, tensor: torch.Tensor, config: WeightOnlyConfig) -> dict[str, torch.Tensor]:
+        """The tensors that replace the weight `name`."""
+        weight, transposed = self._weights[name]
+        method = get_method(config.method)
+        dense = tensor.transpose(-1, -2) if transposed else tensor
+        if weight.experts is None:
+            parts = method.quantize(dense, weight.format)
+        else:
+            each = [method.quantize(expert, weight.format) for expert in dense]
+            parts = {part: torch.stack([tensors[part] for tensors in each]) for part in each[0]}
+        self._arrived.add(name)
+        base = name.removesuffix("weight") if weight.experts is None else name + "_"
+        return {name: tensor.new_zeros(1), **{base + part: value for part, value in parts.items()}}
+
+    def get_new_dtype(self, converter, param, dtype):
+        target = converter.target_patterns[0]
+        if target in self._scale_names():
+            return None  # scales keep the dtype that the codes were chosen for
+        return super().get_new_dtype(converter, param, dtype)
+
+    def _scale_names(self) -> set[str]:
+        if not hasattr(self, "_scales"):
+            self._scales = {
+                checkpoints.part_name(name, weight, "scale") for name, (weight, _) in self._weights.items()
+            }
+        return self._scales
+
+    def update_weight_conversions(self, weight_conversions, model):
+        leaves = sorted({name.rpartition(".")[2] for name in self._weights}, key=lambda leaf: leaf != "weight")
+        self._expert_conversions = [
+            c
+            for c in weight_conversions
+            if isinstance(c, WeightConverter)
+            and any(t.rpartition(".")[2] in leaves and t.rpartition(".")[2] != "weight" for t in c.target_patterns)
+        ]
+        if self.pre_quantized:
+            checkpoints.check(self._checkpoint_files, self._weights, weight_conversions, model)
+            if not self.quantization_config.dequantize:
+                return weight_conversions
+            return weight_conversions + [_dequantizer(self, leaf) for leaf in leaves]
+        if not self._uses_device_map:
+            return weight_conversions
+        # A weight that goes to disk is written there again only if a converter made it
+        return weight_conversions + [WeightConverter("." + leaf, "." + leaf, [_Resave()]) for leaf in leaves]
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        if self.pre_quantized and self.quantization_config.dequantize:
+            return model
+        if not self.pre_quantized:
+            missing = sorted(set(self._weights) - self._arrived)
+            if missing:
+                raise ValueError(
+                    f"the checkpoint has no weights for {len(missing)} of the {len(self._weights)} weights to quantize, "
+                    f"for example {missing[:3]}: is its config that of another architecture?"
+                )
+        # Quantized experts are saved as they are, fused; their converters would split what is no longer a weight
+        own = (_Resave, _QuantizeOnArrival)
+        model._weight_conversions = [
+            c
+            for c in model._weight_conversions or []
+            if not any(isinstance(op, own) for op in getattr(c, "operations", ()))
+            and not any(
+                isinstance(c, WeightConverter) and c._original_target_patterns == e._original_target_patterns
+                for e in self._expert_conversions
+            )
+        ]
+        for module in model.modules():
+            if isinstance(module, CompressedModule):
+                for weight in module.compressed_weights():
+                    for name in (*weight.names().values(), weight.prefix[:-1] or "weight"):
+                        module._parameters[name].requires_grad_(False)
+                module.derive_layouts(module._parameters[weight.prefix[:-1] or "weight"].dtype)
+        checkpoints.save_beside_then_move(model)
+        return model
+
+    def _dequantize(self, model, dtype=None):
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        offloaded = [n for n, m in model.named_modules() if isinstance(m, CompressedModule) and m.is_offloaded]
+        if offloaded:
+            raise ValueError(
+                f"dequantize() needs every weight in memory, but {len(offloaded)} modules are offloaded, for example "
+                f"{offloaded[:3]}: load with a device_map without 'disk' or cpu offload, or pass dequantize=True when loading"
+            )
+        for name, module in list(model.named_modules()):
+            if isinstance(module, EfficientLinear):
+                model.set_submodule(name, _dense_linear(module, dtype or module.weight.dtype))
+            elif isinstance(module, EfficientExperts):
+                decompress_experts(module, dtype or module._parameters[module._expert_names[0]].dtype)
+        model._weight_conversions = (getattr(model, "_weight_conversions", None) or []) + self._expert_conversions
+        checkpoints.restore_save(model)
+        return model
+
+
+def _dense_linear(module: EfficientLinear, dtype: torch.dtype) -> nn.Module:
+    """The ordinary layer that `module` stands for, with its hook."""
+    weight = module.dequantized(dtype=dtype)
+    if module.transposed:
+        new = Conv1D(module.out_features, module.in_features)
+        new.weight = nn.Parameter(weight.t().contiguous())
+        new.bias = module.bias
+    else:
+        new = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta", dtype=dtype)
+        new.weight, new.bias = nn.Parameter(weight), module.bias
+    if new.bias is not None:
+        new.bias.data = new.bias.data.to(dtype)
+    new.train(module.training)
+    if hasattr(module, "_hf_hook"):
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(new, module._hf_hook)
+    return new
+
+
+class _Resave(ConversionOps):
+    """Changes nothing; its presence makes transformers write an offloaded weight anew."""
+
+    def convert(self, input_dict, **kwargs):
+        return input_dict
+
+    @property
+    def reverse_op(self):
+        return _IdentityOp()
+
+
+class _QuantizeOnArrival(ConversionOps):
+    """Replaces each weight of {full name: tensor} by its quantized tensors."""
+
+    def __init__(self, quantizer: EfficientQuantizer):
+        self.hf_quantizer = quantizer
+
+    @torch.no_grad()
+    def convert(self, input_dict, model=None, **kwargs):
+        quantizer, out = self.hf_quantizer, {}
+        for name in list(input_dict):
+            tensor = input_dict.pop(name)  # and forget it: peak memory is the quantized model and one weight
+            tensor = tensor[0] if isinstance(tensor, list) else tensor
+            if quantizer._tied_head is not None and name == quantizer._tied_head[0]:
+                out[name] = tensor
+                name = quantizer._tied_head[1]
+            if name in quantizer._weights:
+                config = quantizer.quantization_config.for_module(name.rpartition(".")[0])
+                out.update(quantizer.quantize(name, tensor, config))
+            else:
+                out[name] = tensor
+            del tensor
+        return out
+
+    @property
+    def reverse_op(self):
+        return _IdentityOp()
+
+
+def _dequantizer(quantizer: EfficientQuantizer, leaf: str) -> WeightConverter:
+    """Collects the tensors that stand for a weight called `leaf` and makes the weight of them."""
+    prefix = "" if leaf == "weight" else leaf + "_"
+    sources = ["." + leaf] + [f".{prefix}{part}" for part in ("qweight", "scale", "zero_point")]
+    return WeightConverter(sources, "." + leaf, [_DequantizeOnArrival(quantizer)])
+
+
+class _DequantizeOnArrival(ConversionOps):
+    """{pattern: [tensor]} of one weight -> the weight in the dtype its parameter has."""
+
+    def __init__(self, quantizer: EfficientQuantizer):
+        self.hf_quantizer = quantizer
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict, source_patterns=None, target_patterns=None, full_layer_name=None, model=None, **kwargs
+    ):
+        module, leaf = get_module_from_name(model, full_layer_name)
+        dtype = getattr(module, leaf).dtype
+        parts = {pattern: t[0] if isinstance(t, list) else t for pattern, t in input_dict.items()}
+        found = {
+            part: tensor
+            for part in ("qweight", "scale", "zero_point")
+            for pattern, tensor in parts.items()
+            if pattern.endswith(part)
+        }
+        if "qweight" not in found:
+            return {target_patterns[0]: next(iter(parts.values())).to(dtype)}
+        weight, transposed = self.hf_quantizer._weights[full_layer_name]
+        dense = weight.format.dequantize(found, weight.in_features, dtype)
+        return {target_patterns[0]: dense.transpose(-1, -2).contiguous() if transposed else dense}
+
+    @property
+    def reverse_op(self):
+        return _IdentityOp()
