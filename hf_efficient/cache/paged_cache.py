@@ -6,11 +6,12 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from hf_efficient.cache.step import CacheState, Step
-from hf_efficient.kernels import attention
+from hf_efficient.kernels import attention, attention_cpu
 
 
 PAGES = "_hf_efficient_pages"  # the attribute of a key tensor by which the attention function finds the blocks
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_MAX_DECODE_QUERIES = 16  # so many new columns or fewer: one kernel that appends and attends
 _NO_LAYER_TYPES = ("dummy", "moe", "mlp")
 
 
@@ -46,7 +47,7 @@ class PageHandle:
             layer.write(step, key, value)
         keys, values = layer.read(step)
         mask = step.attention_mask(causal, window_size, query.dtype, query.device)
-        return attention.attend_cpu(
+        return attention_cpu.attend(
             query, keys, values, mask=mask, causal=mask is None and step.needs_causal_flag(causal), **options
         )
 
@@ -56,7 +57,7 @@ class PageHandle:
         tokens = step.token_indices(device)
         if key is not None:
             key, value = key.transpose(1, 2), value.transpose(1, 2)
-        if tokens is None and step.width <= attention.MAX_DECODE_QUERIES:
+        if tokens is None and step.width <= _MAX_DECODE_QUERIES:
             seqlens = step.cache_seqlens(device, before=key is not None)
             return attention.flash_attn_with_kvcache(
                 query, layer.keys, layer.values, key, value if key is not None else None, cache_seqlens=seqlens,

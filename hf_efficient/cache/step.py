@@ -4,7 +4,8 @@ first layer, used by all of them."""
 import torch
 
 from hf_efficient.cache.block_pool import BlockPool, StorageChange
-from hf_efficient.kernels.attention import ATTENTION_NAMES, visibility
+from hf_efficient.kernels.attention import ATTENTION_NAMES
+from hf_efficient.kernels.attention_cpu import additive, visibility
 
 
 class Step:
@@ -111,9 +112,7 @@ class Step:
             positions = ranks.masked_fill(~self.valid.to(device), -1)
         lengths = torch.tensor(self.lengths, device=device)
         seen = visibility(positions, lengths, self.max_length, causal, window)
-        if self.is_even:
-            seen = seen[:1]
-        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
+        return additive(seen[:1] if self.is_even else seen, dtype)
 
     def needs_causal_flag(self, causal: bool) -> bool:
         """Whether a None mask means SDPA's `is_causal`."""

@@ -1,0 +1,200 @@
+"""`attn_implementation="flash_paged"` for every transformers model whose attention goes through `AttentionInterface`.
+
+Touches the insides of transformers in two places, because it has no registry for them: `_lazy_imports` resolves every
+attention name with "flash" in it, and some models redirect every such name to a kernel of the Hub.
+"""
+
+import functools
+import inspect
+
+import torch
+
+from hf_efficient.cache.paged_cache import PAGES
+from hf_efficient.kernels import attention
+
+
+_SUPPORTED = "transformers 5.17 to 5.23"
+_PLAIN_MASKS = {  # the mask patterns that a flash kernel expresses, by where transformers defines them
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay.<locals>.inner_mask",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+    "packed_sequence_mask_function.<locals>.inner_mask",
+}
+_WRAPPED_MASKS = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
+
+
+def flash_paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    cache=None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """The attention function transformers calls: query [B, Hq, S, D], key and value [B, Hk, n, D]; `attention_mask` bool
+    [B, n] or None. Returns ([B, S, Hq, Dv], None).
+
+    Keys marked by a `PagedCache` are read from its blocks. Anything else goes through transformers' own handling of
+    padding, packed sequences and continuous batching, which ends in the functions of `hf_efficient.kernels.attention`.
+    """
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask with {attention_mask.dim()} dimensions: flash_paged takes 2-D masks (batch, length); use "
+            'attn_implementation="sdpa" for others'
+        )
+    is_causal = module.is_causal if is_causal is None else is_causal
+    query, key_, value = _same_dtype(query, key, value)
+    handle = getattr(key, PAGES, None)
+    if handle is not None:
+        attention.check_inputs(query.transpose(1, 2), key_.transpose(1, 2), value.transpose(1, 2), dropout)
+        if not handle.written:
+            _refuse_packed(kwargs.get("position_ids"), query, handle)
+        window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
+        output = handle.attend(
+            query, key_, value, attention_mask, softmax_scale=scaling, causal=is_causal, window_size=window,
+            softcap=softcap or 0.0, s_aux=s_aux,
+        )  # fmt: skip
+        return output, None
+    utils, paged_attention_cache = _transformers()
+    if isinstance(cache, paged_attention_cache):
+        key_, value = cache.update(key_states=key_, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    output = utils._flash_attention_forward(
+        query.transpose(1, 2),
+        key_.transpose(1, 2),
+        value.transpose(1, 2),
+        attention_mask,
+        query_length=query.shape[2],
+        is_causal=is_causal,
+        dropout=dropout,
+        softmax_scale=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        s_aux=s_aux,
+        attn_implementation=module.config._attn_implementation,
+        **kwargs,
+    )
+    return output, None
+
+
+def _same_dtype(query, key, value):
+    """Rotary embeddings or norms in float32 leave queries and keys in float32; the values keep the model's dtype."""
+    if query.dtype == key.dtype == value.dtype:
+        return query, key, value
+    return query.to(value.dtype), key.to(value.dtype), value
+
+
+def _refuse_packed(position_ids, query, handle) -> None:
+    """Several sequences packed into one row would see each other in a cache."""
+    if query.shape[0] != 1 or query.shape[2] == 1 or position_ids is None or position_ids.dim() != 2:
+        return
+    if bool((position_ids[:, 1:] < position_ids[:, :-1]).any()):
+        raise ValueError(
+            "position_ids restart, so several sequences are packed into one row: a PagedCache keeps one sequence per row. "
+            "Use use_cache=False, or a batch."
+        )
+
+
+@functools.cache
+def _transformers():
+    from transformers import modeling_flash_attention_utils
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    return modeling_flash_attention_utils, PagedAttentionCache
+
+
+def flash_paged_mask(*args, mask_function=None, **kwargs):
+    """transformers' 2-D mask for flash attention, for the patterns such a mask can express.
+
+    Raises ValueError for others (chunked attention, blocks of image tokens that see each other, custom masks), which
+    transformers would drop without a word.
+    """
+    from transformers.masking_utils import flash_attention_mask
+
+    if mask_function is not None:
+        _check_pattern(mask_function)
+    return flash_attention_mask(*args, **kwargs)
+
+
+def _check_pattern(function) -> None:
+    name = getattr(function, "__qualname__", repr(function))
+    if name in _PLAIN_MASKS:
+        return
+    if name not in _WRAPPED_MASKS:
+        raise ValueError(
+            f"the model asks for a mask pattern ({name}) that flash_paged cannot express: it does causal, "
+            'bidirectional, sliding-window and packed masks. Use attn_implementation="sdpa".'
+        )
+    for part in inspect.getclosurevars(function).nonlocals.values():
+        for inner in part if isinstance(part, tuple) else (part,):
+            if callable(inner) and not isinstance(inner, torch.Tensor):
+                _check_pattern(inner)
+
+
+def register() -> None:
+    """Registers the attention under its names. Idempotent; transformers.modeling_utils must be imported or importable.
+
+    Raises ImportError when transformers lacks an inside that this needs, naming the versions that have it.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers import modeling_flash_attention_utils as utils
+
+    for owner, name in (
+        (utils, "_lazy_imports"),
+        (utils, "_flash_attention_forward"),
+        (utils, "_pad_input"),
+        (utils, "_unpad_input"),
+        (PreTrainedModel, "_check_and_adjust_attn_implementation"),
+    ):
+        if not hasattr(owner, name):
+            import transformers
+
+            raise ImportError(
+                f"hf_efficient's attention needs {owner.__name__}.{name}, which transformers {transformers.__version__} "
+                f"does not have. Supported: {_SUPPORTED}."
+            )
+    for name in attention.ATTENTION_NAMES:
+        AttentionInterface.register(name, flash_paged_attention_forward)
+        AttentionMaskInterface.register(name, flash_paged_mask)
+    if not hasattr(utils._lazy_imports, "_hf_efficient"):
+        utils._lazy_imports = _answer_for_our_names(utils._lazy_imports, utils)
+    if not hasattr(PreTrainedModel._check_and_adjust_attn_implementation, "_hf_efficient"):
+        PreTrainedModel._check_and_adjust_attn_implementation = _allow_our_names(
+            PreTrainedModel._check_and_adjust_attn_implementation
+        )
+
+
+def _answer_for_our_names(original, utils):
+    @functools.wraps(original)
+    def _lazy_imports(implementation, *args, **kwargs):
+        if implementation in attention.ATTENTION_NAMES:
+            functions = attention.flash_attn_func, attention.flash_attn_varlen_func, attention.flash_attn_with_kvcache
+            return *functions, utils._pad_input, utils._unpad_input
+        return original(implementation, *args, **kwargs)
+
+    _lazy_imports._hf_efficient = True
+    return _lazy_imports
+
+
+def _allow_our_names(original):
+    @functools.wraps(original)
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        compatible = getattr(self, "_compatible_flash_implementations", None)
+        if attn_implementation in attention.ATTENTION_NAMES and compatible is not None:
+            if not any("attn" in name or name.startswith("flash_attention") for name in compatible):
+                raise ValueError(
+                    f"attn_implementation={attn_implementation!r}: {type(self).__name__} needs a kernel of its own "
+                    f'({compatible}). Use one of these, "sdpa" or "eager".'
+                )
+            type(self)._compatible_flash_implementations = [*compatible, *attention.ATTENTION_NAMES]
+        return original(self, attn_implementation, *args, **kwargs)
+
+    _check_and_adjust_attn_implementation._hf_efficient = True
+    return _check_and_adjust_attn_implementation
