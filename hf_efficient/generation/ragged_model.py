@@ -108,6 +108,7 @@ class RaggedModel:
         """Keeps only these rows, in the cache too."""
         index = torch.tensor(rows, device=self.position.device)
         self.cache.batch_select_indices(index)
+        self.cache.rewind(self.cache.cache_seqlens)  # get_seq_length() follows the longest row that is left
         batch_size, self.prompt = len(self.prompt), [self.prompt[row] for row in rows]
         self.position = self.position.index_select(-2, index)
         self.mask = None if self.mask is None else self.mask[index]
