@@ -184,7 +184,7 @@ class EfficientQuantizer(HfQuantizer):
         if not self._uses_device_map:
             return weight_conversions
         # A weight that goes to disk is written there again only if a converter made it
-        return weight_conversions + [WeightConverter("." + leaf, "." + leaf, [_Resave()]) for leaf in leaves]
+        return weight_conversions + [WeightConverter(rf"\.{leaf}", f".{leaf}", [_Resave()]) for leaf in leaves]
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.pre_quantized and self.quantization_config.dequantize:
@@ -257,8 +257,8 @@ def _dense_linear(module: EfficientLinear, dtype: torch.dtype) -> nn.Module:
 class _Resave(ConversionOps):
     """Changes nothing; its presence makes transformers write an offloaded weight anew."""
 
-    def convert(self, input_dict, **kwargs):
-        return input_dict
+    def convert(self, input_dict, target_patterns=None, **kwargs):
+        return {target_patterns[0]: tensor for tensor in input_dict.values()}
 
     @property
     def reverse_op(self):
@@ -296,8 +296,8 @@ class _QuantizeOnArrival(ConversionOps):
 def _dequantizer(quantizer: EfficientQuantizer, leaf: str) -> WeightConverter:
     """Collects the tensors that stand for a weight called `leaf` and makes the weight of them."""
     prefix = "" if leaf == "weight" else leaf + "_"
-    sources = ["." + leaf] + [f".{prefix}{part}" for part in ("qweight", "scale", "zero_point")]
-    return WeightConverter(sources, "." + leaf, [_DequantizeOnArrival(quantizer)])
+    sources = [rf"\.{name}" for name in (leaf, *(prefix + part for part in ("qweight", "scale", "zero_point")))]
+    return WeightConverter(sources, f".{leaf}", [_DequantizeOnArrival(quantizer)])
 
 
 class _DequantizeOnArrival(ConversionOps):
