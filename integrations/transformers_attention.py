@@ -152,6 +152,8 @@ def register() -> None:
         (utils, "_pad_input"),
         (utils, "_unpad_input"),
         (PreTrainedModel, "_check_and_adjust_attn_implementation"),
+        (PreTrainedModel, "_can_set_attn_implementation"),
+        (PreTrainedModel, "_supports_flash_attn"),
     ):
         if not hasattr(owner, name):
             import transformers
@@ -187,7 +189,16 @@ def _allow_our_names(original):
     @functools.wraps(original)
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         compatible = getattr(self, "_compatible_flash_implementations", None)
-        if attn_implementation in attention.ATTENTION_NAMES and compatible is not None:
+        if attn_implementation not in attention.ATTENTION_NAMES:
+            return original(self, attn_implementation, *args, **kwargs)
+        # transformers checks these for its own names only
+        if not self._supports_flash_attn or not type(self)._can_set_attn_implementation():
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r}: {type(self).__name__} does not support flash attention "
+                '(its attention cannot be replaced, or needs masks or biases that such kernels lack). Use "sdpa" or '
+                '"eager".'
+            )
+        if compatible is not None and attn_implementation not in compatible:
             if not any("attn" in name or name.startswith("flash_attention") for name in compatible):
                 raise ValueError(
                     f"attn_implementation={attn_implementation!r}: {type(self).__name__} needs a kernel of its own "
