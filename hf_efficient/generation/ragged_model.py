@@ -19,7 +19,7 @@ class RaggedModel:
     Args:
         model: a decoder-only causal LM; `check` says which.
         cache: its cache; already filled when a generation is continued.
-        max_new_tokens: no row grows beyond this many; positions of filler stay below.
+        max_new_tokens: no row grows beyond this many; positions of filler stay below too.
         max_position: largest position id given to the model, None for no limit (a draft may know fewer positions).
     """
 
@@ -79,7 +79,7 @@ class RaggedModel:
         width, device = tokens.shape[1], tokens.device
         columns = [prompt + index for prompt, index in zip(self.prompt, first)]
         offset = torch.tensor(first, device=device)[:, None] + torch.arange(width, device=device)
-        positions = self.position + 1 + offset.clamp(max=self.max_new_tokens - 1)
+        positions = self.position + 1 + offset.clamp(max=self.max_new_tokens - 2)  # the last one is never fed
         if self.max_position is not None:
             positions = positions.clamp(max=self.max_position)
         extra = {

@@ -58,7 +58,10 @@ class AssistantDrafter(Drafter):
         limit = getattr(config, "max_position_embeddings", None)
         self.sequences = sequences
         self.runner = RaggedModel(
-            self.model, PagedCache(self.model.config), sequences.max_length - sequences.prompt_length, limit and limit - 1
+            self.model,
+            PagedCache(self.model.config),
+            sequences.max_length - sequences.prompt_length,
+            limit and limit - 1,
         )
         device = self.model.device
         prompts = sequences.tokens[sequences.live, : sequences.prompt_length].to(device)
