@@ -1,0 +1,48 @@
+"""Which kernel and which tile for which number of tokens: one table, no autotuning at run time.
+
+The numbers follow from instruction counts and the memory formulas; `benchmarks/gpu_kernels.py` measures around each of them on a
+GPU, and a measured table replaces them here.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One program: BLOCK_N rows of the weight (16 a warp: every warp then holds its own matrix-instruction operands) times
+    BLOCK_M tokens. `programs_per_processor`: how many programs a multiprocessor should get, by splitting K; 0 = K not split."""
+
+    block_n: int
+    block_m: int
+    num_warps: int
+    num_stages: int
+    programs_per_processor: int = 0
+
+
+# Most tokens -> tile. Up to 64 tokens one program has all of them, so weights are read once.
+SIXTEEN_BIT_INPUT = {
+    16: Tile(64, 16, 4, 4, 4),
+    32: Tile(64, 32, 4, 4, 4),
+    64: Tile(64, 64, 4, 3, 3),
+    256: Tile(128, 64, 8, 3),
+}
+# float32 has no exact matrix instruction: plain multiply-adds, small tiles, for comparison rather than for speed
+FLOAT32_INPUT = {64: Tile(32, 16, 4, 2, 4), 256: Tile(32, 32, 4, 2)}
+
+# From so many tokens on the weight is dequantized once and multiplied by torch. Expected, to be measured: at 256 tokens a bf16 matrix
+# product is bound by arithmetic (PERFORMANCE table, section 0) and reading packed weights no longer pays.
+DEQUANTIZE_ABOVE = 256
+
+FEWEST_STEPS_PER_SPLIT = 4  # of 128 columns: shorter splits spend their time filling the pipeline
+
+
+def choose_tile(tokens: int, float32: bool) -> Tile:
+    """The tile for 1 .. DEQUANTIZE_ABOVE tokens."""
+    table = FLOAT32_INPUT if float32 else SIXTEEN_BIT_INPUT
+    return next(tile for most, tile in table.items() if tokens <= most)
+
+
+def choose_steps_per_split(tile: Tile, programs: int, steps: int, processors: int) -> int:
+    """How many of the `steps` of K one program takes, when there are `programs` tiles and `processors` multiprocessors."""
+    splits = max(1, min(tile.programs_per_processor * processors // programs, steps // FEWEST_STEPS_PER_SPLIT))
+    return -(-steps // splits)

@@ -1,0 +1,216 @@
+"""Weight-only quantized linear layers on Triton: checks, choice of kernel, launch."""
+
+import functools
+import os
+
+import torch
+import triton
+
+from .fragments import MAGIC_BFLOAT16, MAGIC_FLOAT16
+from .launch_configs import DEQUANTIZE_ABOVE, choose_steps_per_split, choose_tile
+from .packing import COLUMNS, check_layout, check_packed, number_of_groups
+from .weight_only_kernels import dequantize_kernel, few_tokens_kernel, many_tokens_kernel
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _check_device(packed: torch.Tensor) -> None:
+    if packed.device.type != "cuda" and not INTERPRETED:
+        raise ValueError(
+            f"packed is on {packed.device}: the Triton kernels run on CUDA and ROCm devices; on a CPU use "
+            "weight_only_linear_reference, or hf_efficient's own operators"
+        )
+
+
+def _check_scales(packed, scale, zero_point, bits, group_size, in_features) -> None:
+    check_layout(bits, group_size)
+    check_packed(packed, in_features, bits)
+    rows = 1 if group_size is None else packed.shape[0]
+    shape = (rows, number_of_groups(in_features, group_size))
+    for name, tensor, dtypes in (("scale", scale, DTYPES), ("zero_point", zero_point, (torch.uint8,))):
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed is one of {dtypes}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}: group_size={group_size} and a weight "
+                f"[{packed.shape[0]}, {in_features}] need {shape}"
+            )
+        if tensor.device != packed.device:
+            raise ValueError(f"{name} is on {tensor.device}, packed on {packed.device}: allowed is one device")
+
+
+def _scale_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Strides by row and group; 0 along a dimension of size 1, which is read by everybody."""
+    if tensor is None:
+        return 0, 0
+    return tuple(stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape))
+
+
+def _kernel_group(group_size: int | None) -> int:
+    return 0 if group_size in (None, -1) else group_size
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_arrivals: dict[tuple, torch.Tensor] = {}
+
+
+def _arrival_counters(count: int, device: torch.device) -> torch.Tensor:
+    """int32 [>= count] of zeros that the kernel leaves zero. One buffer a device and stream, as launches on one stream do not overlap;
+    a CUDA graph gets its own (zeroed in the graph), because graphs captured on one stream may be replayed on several."""
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _arrivals or _arrivals[key].numel() < count:
+        _arrivals[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+    return _arrivals[key]
+
+
+def dequantize(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None = None,
+    *,
+    bits: int,
+    group_size: int | None,
+    in_features: int,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The weight [N, in_features] in `dtype` (default: that of scale): (code - zero point) * scale in float32, rounded once.
+    Arguments and errors as `weight_only_linear`."""
+    _check_scales(packed, scale, zero_point, bits, group_size, in_features)
+    _check_device(packed)
+    dtype = scale.dtype if dtype is None else dtype
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype={dtype}: allowed is one of {DTYPES}")
+    out = torch.empty(packed.shape[0], in_features, dtype=dtype, device=packed.device)
+    block_n = 64
+    with _on(packed.device):
+        dequantize_kernel[(triton.cdiv(packed.shape[0], block_n), triton.cdiv(in_features, COLUMNS))](
+            packed,
+            scale,
+            zero_point,
+            out,
+            packed.shape[0],
+            in_features,
+            *_scale_strides(scale),
+            *_scale_strides(zero_point),
+            BITS=bits,
+            GROUP=_kernel_group(group_size),
+            ASYMMETRIC=zero_point is not None,
+            BLOCK_N=block_n,
+            num_warps=4,
+        )
+    return out
+
+
+def _on(device: torch.device):
+    """Triton launches on the current device."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def weight_only_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    bits: int,
+    group_size: int | None,
+    in_features: int,
+) -> torch.Tensor:
+    """x times the transpose of a packed 4- or 8-bit weight, plus bias.
+
+    x: [M, K] float16, bfloat16 or float32, K = in_features contiguous, rows at any stride.
+    packed: int32 [N, W] from `pack_weight`.
+    scale: [N, G], G = ceil(K / group_size), float of any kind, any strides (column-major reads a little faster); [N, 1] for
+        group_size -1, [1, 1] for group_size None.
+    zero_point: uint8 like scale, values up to 2^bits - 1; None = 2^(bits - 1).
+    bias: [N], float of any kind, or None.
+    bits: 4 or 8. group_size: 32, 64, a multiple of 128, -1 (one group a row) or None (one scale for the tensor).
+
+    Returns [M, N] in the dtype of x. Products are added in float32 and weights are not rounded, except above 256 tokens
+    (launch_configs.DEQUANTIZE_ABOVE), where (code - zero point) * scale is rounded to the dtype of x and torch multiplies. Results do
+    not depend on the order in which programs run; no synchronisation, so it can be captured in a CUDA graph. float32 products use
+    no TF32.
+
+    Raises TypeError for dtypes, ValueError for shapes, strides, devices, bits and group sizes that are not served.
+    """
+    _check_scales(packed, scale, zero_point, bits, group_size, in_features)
+    out_features = packed.shape[0]
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x has dtype {x.dtype}: allowed is one of {DTYPES}")
+    if x.dim() != 2 or x.shape[1] != in_features:
+        raise ValueError(f"x has shape {tuple(x.shape)}: allowed is [M, {in_features}]")
+    if x.stride(1) != 1 and in_features > 1:
+        raise ValueError(f"x has strides {x.stride()}: allowed is a contiguous last dimension")
+    if bias is not None:
+        if bias.dtype not in DTYPES:
+            raise TypeError(f"bias has dtype {bias.dtype}: allowed is one of {DTYPES}")
+        if bias.shape != (out_features,) or (out_features > 1 and bias.stride(0) != 1):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is a contiguous [{out_features}]")
+    for name, tensor in (("x", x), ("bias", bias)):
+        if tensor is not None and tensor.device != packed.device:
+            raise ValueError(f"{name} is on {tensor.device}, packed on {packed.device}: allowed is one device")
+    _check_device(packed)
+
+    tokens = x.shape[0]
+    if tokens > DEQUANTIZE_ABOVE:
+        layout = dict(bits=bits, group_size=group_size, in_features=in_features)
+        weight = dequantize(packed, scale, zero_point, dtype=x.dtype, **layout)
+        return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+    out = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    tile = choose_tile(tokens, x.dtype == torch.float32)
+    row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
+    sizes = (tokens, out_features, in_features, x.stride(0), *_scale_strides(scale), *_scale_strides(zero_point))
+    options = dict(
+        magic=MAGIC_FLOAT16 if x.dtype == torch.float16 else MAGIC_BFLOAT16,
+        BITS=bits,
+        GROUP=_kernel_group(group_size),
+        ASYMMETRIC=zero_point is not None,
+        HAS_BIAS=bias is not None,
+        EVEN_K=in_features % COLUMNS == 0,
+        BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m,
+        UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    with _on(x.device):
+        if not tile.programs_per_processor:
+            grid = (row_blocks * token_blocks,)
+            many_tokens_kernel[grid](x, packed, scale, zero_point, bias, out, *sizes, **options)
+            return out
+        steps = triton.cdiv(in_features, COLUMNS)
+        per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(x.device))
+        splits = triton.cdiv(steps, per_split)
+        partial = arrivals = None
+        if splits > 1:
+            partial = torch.empty(splits, tokens, out_features, dtype=torch.float32, device=x.device)
+            arrivals = _arrival_counters(row_blocks * token_blocks, x.device)
+        few_tokens_kernel[(row_blocks, token_blocks, splits)](
+            x,
+            packed,
+            scale,
+            zero_point,
+            bias,
+            out,
+            partial,
+            arrivals,
+            *sizes,
+            per_split,
+            SPLIT=splits > 1,
+            **options,
+        )
+    return out
