@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.layers import CompressedModule, CompressedWeight, apply_layout
+from hf_efficient.layers import CompressedModule, CompressedWeight, apply_layout, placeholder
 
 
 def is_fused_experts(module: nn.Module) -> bool:
@@ -25,7 +25,7 @@ class EfficientExperts(CompressedModule):
     with compressed weights `<name>_qweight` [E, N, ...], `<name>_scale`, `<name>_zero_point` for `<name>` in gate_up_proj
     (or up_proj) and down_proj; N is the output width, whether or not the original is transposed.
 
-    `<name>` itself is one zero in the compute dtype, as `EfficientLinear.weight` is.
+    `<name>` itself is a `placeholder`, as `EfficientLinear.weight` is.
     """
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
@@ -76,8 +76,7 @@ def compress_experts(module: nn.Module, format: AffineFormat) -> None:
         original = getattr(module, name)
         experts, out_features, in_features = original.transpose(1, 2).shape if module.is_transposed else original.shape
         weights.append(CompressedWeight(name + "_", out_features, in_features, format, experts))
-        sentinel = torch.zeros(1, dtype=original.dtype, device=original.device)
-        setattr(module, name, nn.Parameter(sentinel, requires_grad=False))
+        setattr(module, name, placeholder(original.dtype, original.device))
         dtype, device = original.dtype, original.device
     module._declare(weights, dtype, device)
 

@@ -9,6 +9,17 @@ from hf_efficient.formats import AffineFormat
 from hf_efficient.kernels.linear import DequantizedLinear, device_layout
 
 
+# What stands where a plain module has its weight. Neither empty (savers take empty tensors for one shared tensor) nor of
+# one element (that broadcasts, so code that adds to a weight it believes dense would compute garbage).
+PLACEHOLDER_SHAPE = (3,)
+
+
+def placeholder(dtype: torch.dtype, device) -> nn.Parameter:
+    """Tells other code a layer's dtype and device; in a checkpoint its shape makes every loader without hf_efficient fail
+    instead of running on garbage."""
+    return nn.Parameter(torch.zeros(PLACEHOLDER_SHAPE, dtype=dtype, device=device), requires_grad=False)
+
+
 @dataclass(frozen=True)
 class CompressedWeight:
     """One weight [out_features, in_features] (or `experts` of them, stacked) of a module, in `format`. Its tensors are the
@@ -56,7 +67,7 @@ class CompressedModule(nn.Module):
     def canonical(self, prefix: str = "") -> dict[str, torch.Tensor | None]:
         """The canonical tensors {"qweight", "scale", "zero_point" or absent} of a weight, whatever layout is in memory."""
         weight = self._compressed[prefix]
-        tensors = {name: self._parameters[parameter] for name, parameter in weight.names().items()}
+        tensors = {name: self._parameters.get(parameter) for name, parameter in weight.names().items()}
         if tensors["qweight"] is None:
             parts = [layout.qweight() for layout in self._layouts[prefix]]
             tensors["qweight"] = parts[0] if weight.experts is None else torch.stack(parts)
@@ -83,7 +94,7 @@ class CompressedModule(nn.Module):
             layouts = list(self._split(weight, dtype, device_layout))
             self._layouts[prefix] = layouts
             if layouts[0].replaces_qweight:
-                self._parameters[prefix + "qweight"] = None
+                del self._parameters[prefix + "qweight"]  # gone, not None: PEFT asks hasattr
                 for index, layout in enumerate(layouts):
                     suffix = "" if weight.experts is None else f"_{index}"
                     for name, tensor in layout.tensors.items():
@@ -92,7 +103,7 @@ class CompressedModule(nn.Module):
     def restore_canonical(self) -> None:
         """Turns every layout back into canonical Parameters."""
         for prefix, weight in self._compressed.items():
-            if self._parameters[prefix + "qweight"] is None:
+            if prefix + "qweight" not in self._parameters:
                 qweight = self.canonical(prefix)["qweight"]
                 self._parameters[prefix + "qweight"] = nn.Parameter(qweight, requires_grad=False)
                 for index, layout in enumerate(self._layouts[prefix]):
@@ -140,7 +151,7 @@ class CompressedModule(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for weight in self.compressed_weights():
             name = weight.prefix + "qweight"
-            if self._parameters[name] is None:
+            if name not in self._parameters:
                 destination[prefix + name] = self.canonical(weight.prefix)["qweight"]
 
     def _load_from_state_dict(self, *args, **kwargs):
@@ -174,9 +185,8 @@ def apply_layout(layout, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
 class EfficientLinear(CompressedModule, nn.Linear):
     """A linear layer with a frozen compressed weight [out_features, in_features] and an ordinary bias.
 
-    Parameters: `qweight`, `scale`, `zero_point` (see `hf_efficient.kernels.linear`), `bias`, and `weight`, one zero in
-    the compute dtype: it tells other code the layer's dtype and device, and in a checkpoint its shape makes every loader
-    without hf_efficient fail instead of running on garbage. Derives from `nn.Linear` so that PEFT takes it.
+    Parameters: `qweight`, `scale`, `zero_point` (see `hf_efficient.kernels.linear`), `bias`, and `weight`, a `placeholder`
+    in the compute dtype. Derives from `nn.Linear` so that PEFT takes it.
     `transposed`: it stands for a `Conv1D`, whose weight is [in_features, out_features].
     """
 
@@ -193,7 +203,7 @@ class EfficientLinear(CompressedModule, nn.Linear):
         nn.Module.__init__(self)
         dtype = dtype or torch.get_default_dtype()
         self.in_features, self.out_features, self.transposed = in_features, out_features, transposed
-        self.weight = nn.Parameter(torch.zeros(1, dtype=dtype, device=device), requires_grad=False)
+        self.weight = placeholder(dtype, device)
         bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         self.register_parameter("bias", bias)
         self._declare([CompressedWeight("", out_features, in_features, format)], dtype, device)

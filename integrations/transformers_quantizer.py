@@ -18,7 +18,7 @@ from hf_efficient.experts import (
 )
 from hf_efficient.formats import format_of
 from hf_efficient.integrations import checkpoints
-from hf_efficient.layers import CompressedModule, CompressedWeight, EfficientLinear
+from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear
 from hf_efficient.methods import get_method
 
 
@@ -153,7 +153,7 @@ class EfficientQuantizer(HfQuantizer):
             parts = {part: torch.stack([tensors[part] for tensors in each]) for part in each[0]}
         self._arrived.add(name)
         base = name.removesuffix("weight") if weight.experts is None else name + "_"
-        return {name: tensor.new_zeros(1), **{base + part: value for part, value in parts.items()}}
+        return {name: tensor.new_zeros(PLACEHOLDER_SHAPE), **{base + part: value for part, value in parts.items()}}
 
     def get_new_dtype(self, converter, param, dtype):
         target = converter.target_patterns[0]
