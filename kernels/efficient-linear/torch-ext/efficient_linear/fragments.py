@@ -1,18 +1,18 @@
 """Device code shared by the kernels: packed words (layout: packing.py) to numbers.
 
-The 16-bit formats are made without conversion instructions: an integer u in the low mantissa bits of 128 (bfloat16, ulp 1) or
-1024 (float16, ulp 1) is the number 128 + u or 1024 + u. For a zero point z, u = code + 2^bits - z is made by an integer addition
-to both halves of a word at once (0 < u < 2^(bits + 1), nothing is carried), and the constant 128 + 2^bits or 1024 + 2^bits is
-subtracted from the number: every step is exact. 8-bit codes do not fit below bfloat16's 128; they go, as for float32, through
-2^23 in float32, and code minus zero point is exact in bfloat16.
+The 16-bit formats are made without conversion instructions: an integer u in the low mantissa bits of 128 (bfloat16,
+ulp 1) or 1024 (float16, ulp 1) is the number 128 + u or 1024 + u. For a zero point z, u = code + 2^bits - z is made by
+an integer addition to both halves of a word at once (0 < u < 2^(bits + 1), nothing is carried), and the constant 128 +
+2^bits or 1024 + 2^bits is subtracted from the number: every step is exact. 8-bit codes do not fit below bfloat16's
+128; they go, as for float32, through 2^23 in float32, and code minus zero point is exact in bfloat16.
 """
 
 import triton
 import triton.language as tl
 
 
-# The bits of 128 (bfloat16) and 1024 (float16) in both halves of a word. Handed to the kernels as a run-time argument, because one
-# machine instruction does (a & immediate) | register, but not (a & immediate) | immediate.
+# The bits of 128 (bfloat16) and 1024 (float16) in both halves of a word. Handed to the kernels as a run-time argument,
+# because one machine instruction does (a & immediate) | register, but not (a & immediate) | immediate.
 MAGIC_BFLOAT16 = 0x43004300
 MAGIC_FLOAT16 = 0x64006400
 
@@ -37,8 +37,8 @@ def plane(
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Codes of matrix instruction J minus zero points: words [..., 4] -> DTYPE [..., 4, 2]. UPCAST: the arithmetic is done in
-    float32 (the interpreter has none in bfloat16)."""
+    """Codes of matrix instruction J minus zero points: words [..., 4] -> DTYPE [..., 4, 2]. UPCAST: the arithmetic is
+    done in float32 (the interpreter has none in bfloat16)."""
     MASK: tl.constexpr = 0x000F000F if BITS == 4 else 0x00FF00FF
     CENTRE: tl.constexpr = 1 << BITS if ASYMMETRIC else 1 << (BITS - 1)
     word = (words >> (BITS * J)) & MASK
@@ -73,8 +73,9 @@ def unpack(
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """words int32 [C, T, 32, 4], bias int32 [1, T, 32, 4] (of the row of each word; read when ASYMMETRIC) -> codes minus zero
-    points of the matrix instructions FIRST .. FIRST + PLANES - 1 (PLANES 2 or 4) of every chunk: DTYPE [16 T, 16 PLANES C].
+    """words int32 [C, T, 32, 4], bias int32 [1, T, 32, 4] (of the row of each word; read when ASYMMETRIC) -> codes
+    minus zero points of the matrix instructions FIRST .. FIRST + PLANES - 1 (PLANES 2 or 4) of every chunk: DTYPE [16
+    T, 16 PLANES C].
 
     Only names of registers and lanes change here: what every lane has is what the matrix instruction wants from it."""
     C: tl.constexpr = words.shape[0]

@@ -1,7 +1,7 @@
 """Which kernel and which tile for which number of tokens: one table, no autotuning at run time.
 
-The numbers follow from instruction counts and the memory formulas; `benchmarks/gpu_kernels.py` measures around each of them on a
-GPU, and a measured table replaces them here.
+The numbers follow from instruction counts and the memory formulas; `benchmarks/gpu_kernels.py` measures around each of
+them on a GPU, and a measured table replaces them here.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """One program: BLOCK_N rows of the weight (16 a warp: every warp then holds its own matrix-instruction operands) times
-    BLOCK_M tokens. `programs_per_processor`: how many programs a multiprocessor should get, by splitting K; 0 = K not split."""
+    """One program: BLOCK_N rows of the weight (16 a warp: every warp then holds its own matrix-instruction operands)
+    times BLOCK_M tokens. `programs_per_processor`: how many programs a multiprocessor should get, by splitting K; 0 =
+    K not split."""
 
     block_n: int
     block_m: int
@@ -29,8 +30,9 @@ SIXTEEN_BIT_INPUT = {
 # float32 has no exact matrix instruction: plain multiply-adds, small tiles, for comparison rather than for speed
 FLOAT32_INPUT = {64: Tile(32, 16, 4, 2, 4), 256: Tile(32, 32, 4, 2)}
 
-# From so many tokens on the weight is dequantized once and multiplied by torch. Expected, to be measured: at 256 tokens a bf16 matrix
-# product is bound by arithmetic (PERFORMANCE table, section 0) and reading packed weights no longer pays.
+# From so many tokens on the weight is dequantized once and multiplied by torch. Expected, to be measured: at 256
+# tokens a bf16 matrix product is bound by arithmetic (PERFORMANCE table, section 0) and reading packed weights no
+# longer pays.
 DEQUANTIZE_ABOVE = 256
 
 FEWEST_STEPS_PER_SPLIT = 4  # of 128 columns: shorter splits spend their time filling the pipeline
@@ -43,6 +45,7 @@ def choose_tile(tokens: int, float32: bool) -> Tile:
 
 
 def choose_steps_per_split(tile: Tile, programs: int, steps: int, processors: int) -> int:
-    """How many of the `steps` of K one program takes, when there are `programs` tiles and `processors` multiprocessors."""
+    """How many of the `steps` of K one program takes, when there are `programs` tiles and `processors`
+    multiprocessors."""
     splits = max(1, min(tile.programs_per_processor * processors // programs, steps // FEWEST_STEPS_PER_SPLIT))
     return -(-steps // splits)

@@ -1,20 +1,21 @@
 """The layout the Triton kernels read: weights in the order in which matrix instructions want them in registers.
 
-A weight [N, K] is cut into tiles of 16 rows, a tile into chunks of 16 * (16 / bits) columns (64 for 4 bits, 32 for 8), a
-chunk into 32 lanes of 4 words of 32 bits: 16 bytes a lane, so that one 128-bit load brings a lane exactly its part of the
-first operand of 16 / bits matrix instructions m16n8k16 (or of one warp's part of wgmma m64nNk16), and nothing has to be
-moved between lanes. With r = lane // 4, t = lane % 4, word i, instruction j = 0 .. 16/bits - 1 and half h = 0, 1, the code
-of row r + 8 * (i % 2) and column 16 * j + 8 * (i // 2) + 2 * t + h stands at bit 16 * h + bits * j:
+A weight [N, K] is cut into tiles of 16 rows, a tile into chunks of 16 * (16 / bits) columns (64 for 4 bits, 32 for 8),
+a chunk into 32 lanes of 4 words of 32 bits: 16 bytes a lane, so that one 128-bit load brings a lane exactly its part
+of the first operand of 16 / bits matrix instructions m16n8k16 (or of one warp's part of wgmma m64nNk16), and nothing
+has to be moved between lanes. With r = lane // 4, t = lane % 4, word i, instruction j = 0 .. 16/bits - 1 and half h =
+0, 1, the code of row r + 8 * (i % 2) and column 16 * j + 8 * (i // 2) + 2 * t + h stands at bit 16 * h + bits * j:
 
     (word >> bits * j) & (0x000F000F for 4 bits, 0x00FF00FF for 8)
 
 are two codes of neighbouring columns in the two halves of a register; an OR with the bits of 128 (bfloat16) or 1024
-(float16) makes both a number, without any conversion instruction. Example, 4 bits, lane 5 (r = 1, t = 1), word 2 of the first
-chunk: row 1, its hexadecimal digits from the lowest are columns 10, 26, 42, 58, 11, 27, 43, 59.
+(float16) makes both a number, without any conversion instruction. Example, 4 bits, lane 5 (r = 1, t = 1), word 2 of
+the first chunk: row 1, its hexadecimal digits from the lowest are columns 10, 26, 42, 58, 11, 27, 43, 59.
 
-Words lie in the order tile, chunk, lane, word; rows are padded to a multiple of 16 and columns to one of 128 with code 0.
-The result is int32 [N, W], contiguous: the rows do not correspond to rows of the weight, they only keep N in the shape and
-spread the ceil(N/16) * 16 * Kp * bits / 32 words evenly (W is exact when 16 divides N, else the last words are 0).
+Words lie in the order tile, chunk, lane, word; rows are padded to a multiple of 16 and columns to one of 128 with code
+0. The result is int32 [N, W], contiguous: the rows do not correspond to rows of the weight, they only keep N in the
+shape and spread the ceil(N/16) * 16 * Kp * bits / 32 words evenly (W is exact when 16 divides N, else the last words
+are 0).
 """
 
 import torch
@@ -25,16 +26,16 @@ COLUMNS = 128  # K is padded to a multiple of this: what one step of the kernels
 
 
 def check_layout(bits: int, group_size: int | None) -> None:
-    """Raises ValueError for what the kernels cannot read; allowed: bits 4 and 8, group_size 32, 64, a multiple of 128, -1
-    (one group a row) and None (one scale for the tensor)."""
+    """Raises ValueError for what the kernels cannot read; allowed: bits 4 and 8, group_size 32, 64, a multiple of 128,
+    -1 (one group a row) and None (one scale for the tensor)."""
     if bits not in (4, 8):
         raise ValueError(f"bits={bits!r}: allowed are 4 and 8")
     if group_size in (None, -1, 32, 64):
         return
     if not isinstance(group_size, int) or group_size <= 0 or group_size % COLUMNS:
         raise ValueError(
-            f"group_size={group_size!r}: allowed are 32, 64, a multiple of {COLUMNS}, -1 (one group a row) and None (one "
-            "scale for the tensor)"
+            f"group_size={group_size!r}: allowed are 32, 64, a multiple of {COLUMNS}, -1 (one group a row) and "
+            "None (one scale for the tensor)"
         )
 
 
@@ -54,10 +55,11 @@ def packed_width(out_features: int, in_features: int, bits: int) -> int:
 
 
 def pack_weight(qweight: torch.Tensor, bits: int, group_size: int | None) -> torch.Tensor:
-    """Canonical codes uint8 ([N, K] for 8 bits, [N, ceil(K/2)] for 4, even columns in the low nibble) -> int32 [N, W] in
-    the layout above, on the same device. The layout does not depend on group_size, which is only checked.
+    """Canonical codes uint8 ([N, K] for 8 bits, [N, ceil(K/2)] for 4, even columns in the low nibble) -> int32 [N, W]
+    in the layout above, on the same device. The layout does not depend on group_size, which is only checked.
 
-    Raises TypeError or ValueError for another dtype, another rank, no rows or columns, bits or group_size not served."""
+    Raises TypeError or ValueError for another dtype, another rank, no rows or columns, bits or group_size not
+    served."""
     check_layout(bits, group_size)
     if qweight.dtype != torch.uint8:
         raise TypeError(f"qweight has dtype {qweight.dtype}: allowed is torch.uint8")
@@ -100,7 +102,8 @@ def unpack_codes(packed: torch.Tensor, in_features: int, bits: int) -> torch.Ten
 
 
 def unpack_weight(packed: torch.Tensor, in_features: int, bits: int, group_size: int | None) -> torch.Tensor:
-    """The inverse of `pack_weight`, bit for bit: int32 [N, W] -> canonical uint8 ([N, K] for 8 bits, [N, ceil(K/2)] for 4).
+    """The inverse of `pack_weight`, bit for bit: int32 [N, W] -> canonical uint8 ([N, K] for 8 bits, [N, ceil(K/2)]
+    for 4).
 
     Raises ValueError when `packed` cannot be a weight of in_features columns."""
     check_layout(bits, group_size)
@@ -122,5 +125,6 @@ def check_packed(packed: torch.Tensor, in_features: int, bits: int) -> None:
     expected = (packed.shape[0], packed_width(packed.shape[0], in_features, bits))
     if packed.shape != expected:
         raise ValueError(
-            f"packed has shape {tuple(packed.shape)}: a weight of in_features={in_features}, bits={bits} has {expected}"
+            f"packed has shape {tuple(packed.shape)}: "
+            f"a weight of in_features={in_features}, bits={bits} has {expected}"
         )

@@ -63,8 +63,9 @@ _arrivals: dict[tuple, torch.Tensor] = {}
 
 
 def _arrival_counters(count: int, device: torch.device) -> torch.Tensor:
-    """int32 [>= count] of zeros that the kernel leaves zero. One buffer a device and stream, as launches on one stream do not overlap;
-    a CUDA graph gets its own (zeroed in the graph), because graphs captured on one stream may be replayed on several."""
+    """int32 [>= count] of zeros that the kernel leaves zero. One buffer a device and stream, as launches on one stream
+    do not overlap; a CUDA graph gets its own (zeroed in the graph), because graphs captured on one stream may be
+    replayed on several."""
     if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = (device, torch.cuda.current_stream(device).cuda_stream)
@@ -83,8 +84,8 @@ def dequantize(
     in_features: int,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The weight [N, in_features] in `dtype` (default: that of scale): (code - zero point) * scale in float32, rounded once.
-    Arguments and errors as `weight_only_linear`."""
+    """The weight [N, in_features] in `dtype` (default: that of scale): (code - zero point) * scale in float32, rounded
+    once. Arguments and errors as `weight_only_linear`."""
     _check_scales(packed, scale, zero_point, bits, group_size, in_features)
     _check_device(packed)
     dtype = scale.dtype if dtype is None else dtype
@@ -131,16 +132,16 @@ def weight_only_linear(
 
     x: [M, K] float16, bfloat16 or float32, K = in_features contiguous, rows at any stride.
     packed: int32 [N, W] from `pack_weight`.
-    scale: [N, G], G = ceil(K / group_size), float of any kind, any strides (column-major reads a little faster); [N, 1] for
-        group_size -1, [1, 1] for group_size None.
+    scale: [N, G], G = ceil(K / group_size), float of any kind, any strides (column-major reads a little faster);
+        [N, 1] for group_size -1, [1, 1] for group_size None.
     zero_point: uint8 like scale, values up to 2^bits - 1; None = 2^(bits - 1).
     bias: [N], float of any kind, or None.
     bits: 4 or 8. group_size: 32, 64, a multiple of 128, -1 (one group a row) or None (one scale for the tensor).
 
-    Returns [M, N] in the dtype of x. Products are added in float32 and weights are not rounded, except above 256 tokens
-    (launch_configs.DEQUANTIZE_ABOVE), where (code - zero point) * scale is rounded to the dtype of x and torch multiplies. Results do
-    not depend on the order in which programs run; no synchronisation, so it can be captured in a CUDA graph. float32 products use
-    no TF32.
+    Returns [M, N] in the dtype of x. Products are added in float32 and weights are not rounded, except above 256
+    tokens (launch_configs.DEQUANTIZE_ABOVE), where (code - zero point) * scale is rounded to the dtype of x and torch
+    multiplies. Results do not depend on the order in which programs run; no synchronisation, so it can be captured in
+    a CUDA graph. float32 products use no TF32.
 
     Raises TypeError for dtypes, ValueError for shapes, strides, devices, bits and group sizes that are not served.
     """

@@ -1,8 +1,8 @@
 """The matrix products with packed 4- and 8-bit weights: weights are the wide operand, tokens the narrow one.
 
-Both kernels compute a tile [BLOCK_N rows of the weight, BLOCK_M tokens] of the transposed output with `accumulate`. Codes minus
-zero points are exact in the dtype of x; their products with x are added in float32 and multiplied by the group's scale in
-float32, so a weight is never rounded.
+Both kernels compute a tile [BLOCK_N rows of the weight, BLOCK_M tokens] of the transposed output with `accumulate`.
+Codes minus zero points are exact in the dtype of x; their products with x are added in float32 and multiplied by the
+group's scale in float32, so a weight is never rounded.
 """
 
 import triton
@@ -65,7 +65,8 @@ def accumulate(
     BLOCK_M: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Sum over the steps first_step .. last_step - 1 of STEP columns: float32 [BLOCK_N, BLOCK_M]. GROUP 0 = one group a row."""
+    """Sum over the steps first_step .. last_step - 1 of STEP columns: float32 [BLOCK_N, BLOCK_M]. GROUP 0 = one group
+    a row."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     CHUNK: tl.constexpr = 16 * (16 // BITS)
     PART: tl.constexpr = GROUP if GROUP > 0 and GROUP < STEP else STEP  # columns with one scale
@@ -159,9 +160,9 @@ def few_tokens_kernel(
     BLOCK_M: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid (row blocks, token blocks, splits of K). With SPLIT every program stores its sum in partial float32 [splits, M, N];
-    whoever arrives last at arrivals int32 [row blocks * token blocks] (0 before and after) adds the sums in the order of the
-    splits, so the result does not depend on the order of arrival."""
+    """Grid (row blocks, token blocks, splits of K). With SPLIT every program stores its sum in partial float32
+    [splits, M, N]; whoever arrives last at arrivals int32 [row blocks * token blocks] (0 before and after) adds the
+    sums in the order of the splits, so the result does not depend on the order of arrival."""
     row_block, token_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_step = split * steps_per_split
     last_step = tl.minimum(first_step + steps_per_split, (K + STEP - 1) // STEP)
@@ -236,8 +237,8 @@ def many_tokens_kernel(
     BLOCK_M: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid (row blocks * token blocks,): token blocks of one row block are neighbours in time, so that its packed weights are
-    read from memory once and then found in the L2 cache."""
+    """Grid (row blocks * token blocks,): token blocks of one row block are neighbours in time, so that its packed
+    weights are read from memory once and then found in the L2 cache."""
     token_blocks = tl.cdiv(M, BLOCK_M)
     row_block, token_block = tl.program_id(0) // token_blocks, tl.program_id(0) % token_blocks
     result = accumulate(
@@ -288,7 +289,8 @@ def dequantize_kernel(
     ASYMMETRIC: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid (row blocks, steps of 128 columns): out [N, K] = (code - zero point) * scale, computed in float32 and rounded once."""
+    """Grid (row blocks, steps of 128 columns): out [N, K] = (code - zero point) * scale, computed in float32 and
+    rounded once."""
     PLANES: tl.constexpr = 16 // BITS
     CHUNKS: tl.constexpr = STEP // (16 * PLANES)
     T: tl.constexpr = BLOCK_N // 16
