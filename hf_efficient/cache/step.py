@@ -107,11 +107,12 @@ class Step:
         starts = torch.tensor(self.starts, device=device)
         if self.valid is None:
             positions = starts[:, None] + torch.arange(self.width, device=device)
-        else:  # padding is at -1, where nothing is visible
-            ranks = starts[:, None] + self.valid.to(device).cumsum(1) - 1
-            positions = ranks.masked_fill(~self.valid.to(device), -1)
+        else:
+            positions = starts[:, None] + self.valid.to(device).cumsum(1) - 1
         lengths = torch.tensor(self.lengths, device=device)
         seen = visibility(positions, lengths, self.max_length, causal, window)
+        if self.valid is not None:
+            seen = seen & self.valid.to(device)[..., None]
         return additive(seen[:1] if self.is_even else seen, dtype)
 
     def needs_causal_flag(self, causal: bool) -> bool:

@@ -5,11 +5,11 @@ import torch.nn.functional as F
 
 
 def visibility(positions, lengths, width: int, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
-    """bool [B, S, width]: whether the query at `positions` [B, S] of its row sees key j. A negative position sees
-    nothing, nothing sees keys at or beyond `lengths` [B], and a negative window bound is no bound."""
+    """bool [B, S, width]: whether the query at `positions` [B, S] of its row sees key j. Nothing sees keys at or beyond
+    `lengths` [B], and a negative window bound is no bound."""
     keys = torch.arange(width, device=positions.device)
     queries = positions[..., None]
-    seen = (keys < lengths[:, None, None]) & (queries >= 0)
+    seen = (keys < lengths[:, None, None]).expand(*positions.shape, width)
     left, right = window_size
     if causal or right >= 0:
         seen = seen & (keys <= queries + (0 if causal else right))
@@ -123,10 +123,7 @@ def flash_attn_with_kvcache_cpu(
     table = block_table[:, : -(-longest // size)].clamp_min(0).long()
     keys, values = (pages[table].flatten(1, 2)[:, :longest].transpose(1, 2) for pages in (k_cache, v_cache))
     positions = torch.arange(width) + lengths[:, None] - width
-    positions = positions.masked_fill(~present[:, None], -1)
-    # not causal: a query sees the whole row, wherever it stands
-    seen = visibility(positions if causal else positions.clamp_min(0), lengths, longest, causal, (left, right))
-    mask = additive(seen & present[:, None, None], q.dtype)
+    mask = additive(visibility(positions, lengths, longest, causal, (left, right)), q.dtype)
     query = q.transpose(1, 2)
     out = attend(query, keys, values, mask=mask, softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux)
     return out.contiguous()
