@@ -41,7 +41,7 @@ def measure(variant: dict, progress: bool) -> dict:
     if variant["efficient"]:
         options["attn_implementation"] = "flash_paged"
     if variant["quantization"]:
-        options["quantization_config"] = quantization_config(variant["quantization"])
+        options["quantization_config"] = variant["quantization"]
     start = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(variant["model"], **options)
     load_seconds = time.perf_counter() - start
@@ -79,13 +79,6 @@ def measure(variant: dict, progress: bool) -> dict:
     windows = load_file(variant["tokens"])["windows"]
     result["nll"] = perplexity.negative_log_likelihood(model, windows, progress).tolist()
     return result
-
-
-def quantization_config(arguments: dict):
-    """The config object for `arguments` (a dict with `quant_method`), through transformers' own registry."""
-    from transformers.quantizers.auto import AutoQuantizationConfig
-
-    return AutoQuantizationConfig.from_dict(arguments)
 
 
 def _speed(model, inputs: dict, variant: dict, progress: bool, **options) -> dict:
