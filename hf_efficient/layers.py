@@ -179,7 +179,7 @@ def apply_layout(layout, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
         return y if bias is None else y + bias.to(y.dtype)
     if x.dtype is layout.dtype:
         return layout(x, bias)
-    return nn.functional.linear(x, layout.dequantize().to(x.dtype), bias)
+    return nn.functional.linear(x, layout.dequantize().to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 class EfficientLinear(CompressedModule, nn.Linear):

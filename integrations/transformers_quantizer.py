@@ -258,7 +258,7 @@ class _Resave(ConversionOps):
     """Changes nothing; its presence makes transformers write an offloaded weight anew."""
 
     def convert(self, input_dict, target_patterns=None, **kwargs):
-        return {target_patterns[0]: tensor for tensor in input_dict.values()}
+        return {target_patterns[0]: next(iter(input_dict.values()))}
 
     @property
     def reverse_op(self):
