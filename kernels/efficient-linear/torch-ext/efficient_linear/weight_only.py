@@ -190,8 +190,7 @@ def weight_only_linear(
     )
     with _on(x.device):
         if not tile.programs_per_processor:
-            grid = (row_blocks * token_blocks,)
-            many_tokens_kernel[grid](x, packed, scale, zero_point, bias, out, *sizes, **options)
+            many_tokens_kernel[(token_blocks, row_blocks)](x, packed, scale, zero_point, bias, out, *sizes, **options)
             return out
         steps = triton.cdiv(in_features, COLUMNS)
         per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(x.device))
