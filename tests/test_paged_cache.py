@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from hf_efficient import PagedCache
-from hf_efficient.cache.paged_cache import PAGES
+from hf_efficient.cache.paged_cache import PAGES, PageHandle
+from hf_efficient.kernels import attention
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,33 @@ def test_beams_share_the_blocks_of_their_prompt(llama):
     assert cache.num_used_blocks <= 10
     cache.batch_repeat_interleave(3)
     assert cache.num_used_blocks <= 10 and len(cache.cache_seqlens) == 12
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_the_calls_of_the_kernels(name, monkeypatch):
+    """What runs on CUDA: appending and attending in one kernel for few columns, writing first for many. The functions
+    are those of the kernels, in torch."""
+    monkeypatch.setattr(PageHandle, "_attend_cpu", PageHandle._attend_kernels)
+    calls = []
+    for function in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
+        original = getattr(attention, function)
+
+        def spy(*args, original=original, function=function, **kwargs):
+            calls.append((function, kwargs.get("block_table") is not None))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(attention, function, spy)
+    model = tiny_model(name)
+    padded, even = left_padded_batch((5, 30, 8)), left_padded_batch((40, 40))
+    for inputs, kwargs in ((padded, {}), (padded, dict(num_beams=3)), (even, dict(prefill_chunk_size=20))):
+        model.set_attn_implementation("eager")
+        expected = generate(model, inputs, 10, **kwargs)
+        model.set_attn_implementation("flash_paged")
+        cache = PagedCache(model.config, block_size=8)
+        assert torch.equal(generate(model, inputs, 10, past_key_values=cache, **kwargs), expected)
+    assert set(calls) == {
+        ("flash_attn_with_kvcache", True), ("flash_attn_varlen_func", False), ("flash_attn_varlen_func", True)
+    }  # fmt: skip
 
 
 def steps(model, cache, tokens, **kwargs):

@@ -46,9 +46,9 @@ class PageHandle:
         if key is not None:
             layer.write(step, key, value)
         keys, values = layer.read(step)
-        mask = step.attention_mask(causal, window_size, query.dtype, query.device)
+        mask = step.attention_mask(causal, window_size, query.device)
         return attention_cpu.attend(
-            query, keys, values, mask=mask, causal=mask is None and step.needs_causal_flag(causal), **options
+            query, keys, values, mask=mask, causal=causal and mask is None and step.width > 1, **options
         )
 
     def _attend_kernels(self, query, key, value, **options):
@@ -63,17 +63,18 @@ class PageHandle:
                 query, layer.keys, layer.values, key, value if key is not None else None, cache_seqlens=seqlens,
                 block_table=step.block_table(device), **options,
             )  # fmt: skip
+        keys, values, table = layer.keys, layer.values, step.block_table(device)
         if key is not None:
             flat_key, flat_value = key.flatten(0, 1), value.flatten(0, 1)
             if tokens is not None:
                 flat_key, flat_value = flat_key[tokens], flat_value[tokens]
-            attention.reshape_and_cache(
-                flat_key, flat_value, layer.keys, layer.values, slot_mapping=step.slot_mapping(device)
-            )
+            attention.reshape_and_cache(flat_key, flat_value, keys, values, slot_mapping=step.slot_mapping(device))
+            if not any(step.starts):  # nothing but the new tokens to see
+                keys, values, table = flat_key, flat_value, None
         flat_query = query.flatten(0, 1) if tokens is None else query.flatten(0, 1)[tokens]
         output = attention.flash_attn_varlen_func(
-            flat_query, layer.keys, layer.values, step.cu_seqlens(device, new=True), step.cu_seqlens(device, new=False),
-            step.max_new, step.max_length, block_table=step.block_table(device), **options,
+            flat_query, keys, values, step.cu_seqlens(device, new=True), step.cu_seqlens(device, new=False),
+            step.max_new, step.max_length, block_table=table, **options,
         )  # fmt: skip
         if tokens is not None:
             padded = output.new_zeros(query.shape[0] * query.shape[1], *output.shape[1:])

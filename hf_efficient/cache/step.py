@@ -51,12 +51,14 @@ class Step:
         return self._cached(("slots", device), lambda: torch.tensor(self._slots(), dtype=torch.long, device=device))
 
     def _slots(self) -> list[int]:
-        size = self.block_size
-        return [
-            table[token // size] * size + token % size
-            for table, start, length in zip(self.tables, self.starts, self.lengths)
-            for token in range(start, length)
-        ]
+        size, slots = self.block_size, []
+        for table, start, length in zip(self.tables, self.starts, self.lengths):
+            while start < length:  # block by block
+                end = min(length, (start // size + 1) * size)
+                first = table[start // size] * size + start % size
+                slots.extend(range(first, first + end - start))
+                start = end
+        return slots
 
     def block_table(self, device, padding: int = -1) -> torch.Tensor:
         """int32 [B, longest]: the blocks of each row, filled up with `padding`."""
@@ -95,11 +97,11 @@ class Step:
             return None
         return self._cached(("tokens", device), lambda: self.valid.flatten().nonzero().flatten().to(device))
 
-    def attention_mask(self, causal: bool, window: tuple[int, int], dtype, device) -> torch.Tensor | None:
-        """Additive mask [B or 1, 1, S, longest row], or None where SDPA needs none (see `needs_no_mask`)."""
-        return self._cached((causal, window, dtype, device), lambda: self._make_mask(causal, window, dtype, device))
+    def attention_mask(self, causal: bool, window: tuple[int, int], device) -> torch.Tensor | None:
+        """Additive float32 mask [B or 1, 1, S, longest row]; None where SDPA needs none, or only its `is_causal`."""
+        return self._cached((causal, window, device), lambda: self._make_mask(causal, window, device))
 
-    def _make_mask(self, causal, window, dtype, device):
+    def _make_mask(self, causal, window, device):
         left, right = window
         unbounded = (left < 0 or left >= self.max_length - 1) and (right < 0 or causal or right >= self.max_length - 1)
         if self.is_even and unbounded and (not causal or self.width == 1 or self.starts[0] == 0):
@@ -113,11 +115,7 @@ class Step:
         seen = visibility(positions, lengths, self.max_length, causal, window)
         if self.valid is not None:
             seen = seen & self.valid.to(device)[..., None]
-        return additive(seen[:1] if self.is_even else seen, dtype)
-
-    def needs_causal_flag(self, causal: bool) -> bool:
-        """Whether a None mask means SDPA's `is_causal`."""
-        return causal and self.width > 1
+        return additive(seen[:1] if self.is_even else seen)
 
 
 class CacheState:

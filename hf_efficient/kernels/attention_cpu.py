@@ -18,9 +18,9 @@ def visibility(positions, lengths, width: int, causal: bool, window_size: tuple[
     return seen
 
 
-def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Mask [B, 1, S, n] of zeros and -inf from bool [B, S, n]."""
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
+def additive(seen: torch.Tensor) -> torch.Tensor:
+    """Mask [B, 1, S, n] of zeros and -inf from bool [B, S, n]; float32, the only dtype SDPA need not convert."""
+    return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, float("-inf"))[:, None]
 
 
 def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, softcap=0.0, s_aux=None):
@@ -80,7 +80,7 @@ def _attend_rows(query, key, value, causal, window_size, softmax_scale, softcap,
         return attend(query, key, value, causal=causal and width > 1, **options).contiguous()
     positions = torch.arange(length - width, length, device=query.device)[None]
     seen = visibility(positions, torch.tensor([length], device=query.device), length, causal, window_size)
-    return attend(query, key, value, mask=additive(seen, query.dtype), **options).contiguous()
+    return attend(query, key, value, mask=additive(seen), **options).contiguous()
 
 
 def flash_attn_cpu(q, k, v, softmax_scale, causal, left, right, softcap, s_aux):
@@ -123,7 +123,7 @@ def flash_attn_with_kvcache_cpu(
     table = block_table[:, : -(-longest // size)].clamp_min(0).long()
     keys, values = (pages[table].flatten(1, 2)[:, :longest].transpose(1, 2) for pages in (k_cache, v_cache))
     positions = torch.arange(width) + lengths[:, None] - width
-    mask = additive(visibility(positions, lengths, longest, causal, (left, right)), q.dtype)
+    mask = additive(visibility(positions, lengths, longest, causal, (left, right)))
     query = q.transpose(1, 2)
     out = attend(query, keys, values, mask=mask, softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux)
     return out.contiguous()
