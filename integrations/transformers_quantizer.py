@@ -50,11 +50,13 @@ class EfficientQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
         distributed = getattr(model.config, "distributed_config", None)
-        if distributed is not None and (getattr(distributed, "tp_size", None) or 1) > 1:
-            raise ValueError(
-                f"distributed_config={distributed} asks for tensor parallelism, which WeightOnlyConfig does not support "
-                "yet: load without it, for example with device_map='auto'"
-            )
+        for axis in ("tp_size", "ep_size", "pp_size", "fsdp_size"):
+            size = getattr(distributed, axis, None)
+            if size is not None and size > 1:
+                raise ValueError(
+                    f"distributed_config: {axis}={size} shards weights over processes, which WeightOnlyConfig does not "
+                    "support: it must be 1; for several devices in one process use device_map='auto'"
+                )
         self._checkpoint_files, self._uses_device_map = checkpoint_files, device_map is not None
         self._arrived, self._tied_head = set(), None
         self._prepare_head(model)

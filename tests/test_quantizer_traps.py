@@ -1,0 +1,365 @@
+"""What goes wrong with quantizers of third parties in transformers, one test (at least) a trap; T4 is in test_offload.py."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from helpers import assert_close, tiny_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.core_model_loading import WeightConverter
+from transformers.quantizers import auto
+
+from hf_efficient import WeightOnlyConfig
+from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer, register
+from hf_efficient.layers import CompressedModule, EfficientLinear
+
+
+INT4 = dict(bits=4, group_size=32)
+
+
+def logits(model):
+    ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def load(path, dtype=torch.float32, **config):
+    options = {"quantization_config": WeightOnlyConfig(**config)} if config else {}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """plain(name): folder of a tiny model."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            tiny_model(name).save_pretrained(made[name])
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def saved(plain, tmp_path_factory):
+    """Folder of a quantized tiny Llama."""
+    path = tmp_path_factory.mktemp("quantized")
+    load(plain("llama"), **INT4).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def damaged(saved, tmp_path):
+    """damaged(change_tensors=None, **config fields): a copy of `saved` with another content."""
+
+    def make(change=None, **fields):
+        shutil.copytree(saved, tmp_path / "d")
+        if change is not None:
+            tensors = load_file(tmp_path / "d" / "model.safetensors")
+            change(tensors)
+            save_file(tensors, tmp_path / "d" / "model.safetensors", {"format": "pt"})
+        config = json.loads((tmp_path / "d" / "config.json").read_text())
+        config["quantization_config"].update(fields)
+        (tmp_path / "d" / "config.json").write_text(json.dumps(config))
+        return tmp_path / "d"
+
+    return make
+
+
+T1 = """
+import sys
+from transformers import AutoModelForCausalLM
+for path in sys.argv[1:]:
+    try:
+        AutoModelForCausalLM.from_pretrained(path)
+    except RuntimeError as error:
+        print("REFUSED", path, type(error).__name__)
+    else:
+        print("LOADED", path)
+assert "hf_efficient" not in sys.modules
+"""
+
+
+def test_t1_without_the_plugin_a_checkpoint_is_refused(plain, saved, tmp_path):
+    paths = [saved]
+    for name, config in (
+        ("gpt2", INT4),
+        ("mixtral", {**INT4, "modules_to_not_convert": ["self_attn"]}),  # only the fused experts are compressed
+        ("gpt_oss", {**INT4, "modules_to_not_convert": ["self_attn"]}),
+        ("llama_tied", {**INT4, "quantize_lm_head": True, "modules_to_not_convert": ["layers"]}),  # only the head
+    ):
+        load(plain(name), **config).save_pretrained(tmp_path / name)
+        paths.append(tmp_path / name)
+    done = subprocess.run([sys.executable, "-c", T1, *map(str, paths)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("REFUSED") == len(paths), done.stdout
+    assert "MISMATCH" in done.stderr, "the report must show why"
+
+
+def test_t2_dequantize_reaches_a_saved_checkpoint(saved, plain):
+    assert WeightOnlyConfig in auto.LOADING_ATTRIBUTES_CONFIG_TYPES
+    expected = load(saved)
+    expected.dequantize()
+    for options in (
+        dict(quantization_config=WeightOnlyConfig(dequantize=True)),
+        dict(config=_config_asking_to_dequantize(saved)),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, **options)
+        assert not any(isinstance(m, CompressedModule) for m in model.modules())
+        assert torch.equal(logits(model), logits(expected))
+
+
+def _config_asking_to_dequantize(path):
+    config = AutoConfig.from_pretrained(path)
+    config.quantization_config["dequantize"] = True
+    return config
+
+
+def test_t3_nothing_compressed_is_trainable(plain, saved, tmp_path):
+    load(plain("mixtral"), **INT4).save_pretrained(tmp_path)
+    for model in (load(plain("llama"), **INT4), load(saved), load(plain("mixtral"), **INT4), load(tmp_path)):
+        for module in model.modules():
+            if isinstance(module, CompressedModule):
+                trainable = [n for n, p in module.named_parameters() if p.requires_grad]
+                assert not trainable or set(trainable) <= {"bias", "gate_up_proj_bias", "down_proj_bias"}
+                for weight in module.compressed_weights():  # Parameters, not buffers: accelerate offloads only those
+                    assert all(name in module.state_dict() for name in weight.names().values())
+
+
+def test_t5_a_tied_head_is_kept_unless_asked_for(plain, tmp_path):
+    kept = load(plain("llama_tied"), **INT4)
+    assert type(kept.lm_head) is nn.Linear and kept.lm_head.weight is kept.model.embed_tokens.weight
+    kept.save_pretrained(tmp_path / "kept")
+    assert torch.equal(logits(load(tmp_path / "kept")), logits(kept))
+
+    asked = load(plain("llama_tied"), **INT4, quantize_lm_head=True)
+    assert type(asked.lm_head) is EfficientLinear and type(asked.model.embed_tokens) is nn.Embedding
+    embedding = asked.model.embed_tokens.weight
+    step = asked.lm_head.scale.max().item()
+    assert (asked.lm_head.dequantized() - embedding).abs().max() <= 0.51 * step, "the head is the embedding, rounded"
+    asked.save_pretrained(tmp_path / "asked")
+    again = load(tmp_path / "asked")
+    assert torch.equal(logits(again), logits(asked)) and not again.config.tie_word_embeddings
+    again.tie_weights()
+    assert type(again.lm_head) is EfficientLinear and torch.equal(logits(again), logits(asked))
+    again.dequantize()
+    assert_close(logits(again), logits(asked), 2e-5, 1e-3, "the same weights through other operators")
+
+
+def test_t6_names_below_a_prefix_are_excluded(tmp_path):
+    vision = dict(
+        model_type="clip_vision_model",
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+        projection_dim=32,
+    )
+    text = dict(
+        model_type="llama",
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=127)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    options = dict(dtype=torch.float32)
+    excluded = WeightOnlyConfig(**INT4, modules_to_not_convert=["vision_tower"])
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=excluded, **options)
+    kinds = {n: type(m) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert any("vision_tower" in n for n in kinds)
+    assert all((kind is nn.Linear) == ("vision_tower" in n or n == "lm_head") for n, kind in kinds.items())
+    model.save_pretrained(tmp_path / "q")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "q", **options)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_t7_declared_shapes_are_the_loaded_ones(plain):
+    """A weight of another architecture's shape is a mismatch, not something quantized into place."""
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(
+            plain("llama"),
+            config=AutoConfig.from_pretrained(plain("llama"), intermediate_size=128),
+            quantization_config=WeightOnlyConfig(**INT4),
+        )
+
+
+def test_config_of_another_architecture_is_refused(plain, tmp_path):
+    with pytest.raises(
+        ValueError, match="the checkpoint has no weights for 14 of the 14 weights.*another architecture"
+    ):
+        AutoModelForCausalLM.from_pretrained(
+            plain("gpt2"),
+            config=AutoConfig.from_pretrained(plain("llama")),
+            quantization_config=WeightOnlyConfig(**INT4),
+        )
+
+
+def test_t8_an_error_while_quantizing_is_not_swallowed(plain, monkeypatch):
+    from hf_efficient.methods import rtn
+
+    def fails(weight, format):
+        raise ArithmeticError("method failed")
+
+    monkeypatch.setattr(rtn, "quantize", fails)
+    with pytest.raises((RuntimeError, ValueError)):
+        load(plain("llama"), **INT4)
+
+
+NAME = "model.layers.0.mlp.up_proj."
+
+
+@pytest.mark.parametrize(
+    "change, fields, named",
+    [
+        (lambda t: t.pop(NAME + "scale"), {}, ["lacks 1 of 42 tensors", NAME + "scale"]),
+        (lambda t: t.pop(NAME + "qweight"), {}, [NAME + "qweight"]),
+        (lambda t: t.update({NAME + "scale": torch.ones(96, 3)}), {}, [NAME + "scale: (96, 3) instead of (96, 2)"]),
+        (None, dict(bits=8), ["14 tensors", "do not have the shape", "q_proj.qweight: (64, 32) instead of (64, 64)"]),
+        (None, dict(group_size=64), ["scale: (64, 2) instead of (64, 1)"]),
+        (None, dict(version=99), ["version=99", "version 1"]),
+        (None, dict(bits=5), ["bits=5"]),
+        (None, dict(method="later"), ["method='later'"]),
+        (None, dict(outliers=3), ["'outliers'"]),
+    ],
+)
+def test_t8_damaged_checkpoints_name_the_damage(change, fields, named, damaged):
+    with pytest.raises(ValueError) as error:
+        load(damaged(change, **fields))
+    for part in named:
+        assert part in str(error.value)
+
+
+def test_t9_dequantize_after_a_save(plain, tmp_path):
+    model = load(plain("llama"), **INT4)
+    model.save_pretrained(tmp_path)
+    assert isinstance(model.config.dtype, str), "the trap is gone from transformers: simplify _dequantize"
+    model.dequantize()
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    other = load(tmp_path)
+    other.dequantize(torch.bfloat16)
+    assert other.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    with pytest.raises(ValueError):
+        model.dequantize()
+
+
+def test_t10_casting_a_model_keeps_codes_and_scales(plain, tmp_path):
+    model = load(plain("llama"), torch.bfloat16, **INT4)
+    before = model.state_dict()
+    with pytest.raises(ValueError):
+        model.half()
+    model.to(torch.float16)
+    after = model.state_dict()
+    assert model.dtype == torch.float16 and after["model.norm.weight"].dtype == torch.float16
+    packed = [k for k in before if k.endswith(("qweight", "scale", "zero_point"))]
+    assert packed and all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in packed)
+    expected = logits(load(plain("llama"), torch.bfloat16, **INT4).to(torch.float32))
+    assert_close(logits(model).float(), expected, 0.05, 0.5, "float16 activations over the same weights")
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, torch.float16).state_dict()
+    assert all(torch.equal(again[k], after[k]) and again[k].dtype == after[k].dtype for k in after)
+
+
+def test_t11_attributes_of_a_config_do_not_reach_the_json(plain, tmp_path):
+    config = WeightOnlyConfig(**INT4)
+    config.tokenizer = object()
+    model = AutoModelForCausalLM.from_pretrained(plain("llama"), quantization_config=config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+
+
+def test_t12_hooks_survive_dequantize(plain):
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = load(plain("llama"), **INT4)
+    hook = AlignDevicesHook(execution_device="cpu")
+    add_hook_to_module(model.model.layers[0].mlp.up_proj, hook)
+    before = logits(model)
+    model.dequantize()
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear and model.model.layers[0].mlp.up_proj._hf_hook is hook
+    assert_close(logits(model), before, 2e-5, 1e-3, "the same weights through other operators")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_t13_memory_is_planned_for_the_compressed_size(name, plain):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(plain(name)), dtype=torch.bfloat16)
+        quantizer = EfficientQuantizer(WeightOnlyConfig(**INT4), pre_quantized=False)
+        quantizer.preprocess_model(model=model)
+    planned = sum(quantizer.param_element_size(model, n, p) * p.numel() for n, p in model.named_parameters())
+    loaded = load(plain(name), torch.bfloat16, **INT4)
+    tensors = {t.data_ptr(): t.nbytes for t in loaded.state_dict().values()}
+    assert planned == sum(tensors.values())
+
+
+def test_t14_experts_do_not_depend_on_the_experts_implementation(plain):
+    model = load(plain("mixtral"), **INT4)
+    before = logits(model)
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        assert torch.equal(logits(model), before)
+    model.set_experts_implementation("eager")
+    model.dequantize()
+    assert model.config._experts_implementation == "eager"
+    assert_close(logits(model), before, 2e-5, 1e-3, "the same weights through other operators")
+
+
+def test_tensor_parallelism_is_refused(plain):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(plain("llama")))
+    model.config.distributed_config = transformers.distributed.DistributedConfig(tp_size=2)
+    with pytest.raises(ValueError, match="tp_size=2.*device_map"):
+        EfficientQuantizer(WeightOnlyConfig(**INT4), pre_quantized=False).preprocess_model(model=model)
+
+
+def test_unknown_expert_modules_are_refused(plain):
+    class ForeignExperts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel = nn.Parameter(torch.zeros(4, 8, 8))
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(plain("llama")))
+        model.model.layers[0].mlp.experts = ForeignExperts()
+    quantizer = EfficientQuantizer(WeightOnlyConfig(**INT4), pre_quantized=False)
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.experts \(ForeignExperts\).*modules_to_not_convert=\['experts'\]"
+    ):
+        quantizer.preprocess_model(model=model)
+
+
+def test_what_is_relied_on_in_transformers(plain):
+    """Each of these is private to transformers; when one changes, the quantizer has to follow."""
+    register()
+    assert auto.AUTO_QUANTIZER_MAPPING["efficient_weight_only"] is EfficientQuantizer
+    assert auto.LOADING_ATTRIBUTES_CONFIG_TYPES.count(WeightOnlyConfig) == 1, "registering twice changes nothing"
+    converter = WeightConverter(r"\.a", ".b", [transformers.core_model_loading.Transpose()])
+    assert converter._original_target_patterns == [".b"]
+    model = load(plain("mixtral"), **INT4)
+    assert isinstance(model._weight_conversions, list)
+    assert not any(isinstance(c, WeightConverter) for c in model._weight_conversions)
+    assert isinstance(model.all_tied_weights_keys, dict)
+
+
+def test_nothing_is_written_by_hand_into_the_environment():
+    """Loading leaves no trace in the process: a model that does not ask is not changed."""
+    code = (
+        "import hf_efficient, transformers.modeling_utils as m, torch; "
+        "assert m.PreTrainedModel.save_pretrained.__module__ == 'transformers.modeling_utils'; "
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
