@@ -37,7 +37,7 @@ def plane(
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Codes of matrix instruction J minus zero points: words [..., 4] -> DTYPE [..., 4, 2]. UPCAST: the arithmetic is
+    """Codes of matrix instruction J minus zero points: words [C T, 128] -> DTYPE [C T, 128, 2]. UPCAST: the arithmetic is
     done in float32 (the interpreter has none in bfloat16)."""
     MASK: tl.constexpr = 0x000F000F if BITS == 4 else 0x00FF00FF
     CENTRE: tl.constexpr = 1 << BITS if ASYMMETRIC else 1 << (BITS - 1)
@@ -66,6 +66,7 @@ def unpack(
     words,
     bias,
     magic,
+    C: tl.constexpr,
     FIRST: tl.constexpr,
     PLANES: tl.constexpr,
     BITS: tl.constexpr,
@@ -73,13 +74,12 @@ def unpack(
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """words int32 [C, T, 32, 4], bias int32 [1, T, 32, 4] (of the row of each word; read when ASYMMETRIC) -> codes
-    minus zero points of the matrix instructions FIRST .. FIRST + PLANES - 1 (PLANES 2 or 4) of every chunk: DTYPE [16
-    T, 16 PLANES C].
+    """words int32 [C T, 128] (chunk slowest) and bias of the row of each word, alike (read when ASYMMETRIC) -> codes
+    minus zero points of the matrix instructions FIRST .. FIRST + PLANES - 1 (PLANES 2 or 4) of every chunk: DTYPE
+    [16 T, 16 PLANES C].
 
     Only names of registers and lanes change here: what every lane has is what the matrix instruction wants from it."""
-    C: tl.constexpr = words.shape[0]
-    T: tl.constexpr = words.shape[1]
+    T: tl.constexpr = words.shape[0] // C
     numbers = tl.join(
         plane(words, bias, magic, FIRST, BITS, ASYMMETRIC, DTYPE, UPCAST),
         plane(words, bias, magic, FIRST + 1, BITS, ASYMMETRIC, DTYPE, UPCAST),
@@ -96,23 +96,30 @@ def unpack(
     return tl.reshape(numbers, (T * 16, C * PLANES * 16))
 
 
+# The shapes below are chosen for the layout that the compiler gives a load of such a shape: 32 lanes by 4 words, warps
+# over tiles. In three or four dimensions Triton 3.6 and 3.7 order the dimensions differently, and the weights would have
+# to change lanes.
+
+
 @triton.jit
-def word_offsets(C: tl.constexpr, T: tl.constexpr):
-    """Offsets of the words of C chunks within their tiles: int32 [C, T, 32, 4]."""
-    inner = (tl.arange(0, 32) * 4)[:, None] + tl.arange(0, 4)[None, :]
-    chunk = (tl.arange(0, C) * 128)[:, None, None, None] + tl.zeros((1, T, 1, 1), tl.int32)
-    return chunk + inner[None, None, :, :]
+def load_words(packed_ptr, first_tile, tiles, words_in_tile, chunk, C: tl.constexpr, T: tl.constexpr):
+    """C chunks of T tiles, from tile first_tile (the last of `tiles` again where there are fewer): int32 [C T, 128]."""
+    index = tl.arange(0, C * T)
+    tile = tl.minimum(first_tile + index % T, tiles - 1).to(tl.int64)
+    at = packed_ptr + (tile * words_in_tile + (chunk + index // T) * 128)[:, None]
+    return tl.load(at + tl.arange(0, 128)[None, :])
 
 
 @triton.jit
 def rows_of_lanes(T: tl.constexpr):
-    """The first of the two rows (the other is 8 further) within 16 T rows that each lane has: int32 [1, T, 32]."""
-    return (tl.arange(0, T) * 16)[None, :, None] + (tl.arange(0, 32) // 4)[None, None, :]
+    """The first of the two rows (the other is 8 further) within 16 T rows that each lane has: int32 [32 T]."""
+    return tl.arange(0, T * 32) // 4 % 8 + tl.arange(0, T * 32) // 32 * 16
 
 
 @triton.jit
-def words_from_rows(upper, lower):
-    """Values of both rows of each lane, [1, T, 32], to values of each of its words: [1, T, 32, 4]."""
-    T: tl.constexpr = upper.shape[1]
-    both = tl.expand_dims(tl.join(upper, lower), 3)
-    return tl.reshape(tl.broadcast_to(both, (1, T, 32, 2, 2)), (1, T, 32, 4))
+def words_from_rows(upper, lower, C: tl.constexpr):
+    """Values of both rows of each lane, [32 T], to values of each word: [C T, 128]."""
+    T: tl.constexpr = upper.shape[0] // 32
+    both = tl.expand_dims(tl.join(upper, lower), 1)
+    words = tl.reshape(tl.broadcast_to(both, (T * 32, 2, 2)), (1, T, 128))
+    return tl.reshape(tl.broadcast_to(words, (C, T, 128)), (C * T, 128))

@@ -8,7 +8,7 @@ group's scale in float32, so a weight is never rounded.
 import triton
 import triton.language as tl
 
-from .fragments import bias_of_zero_points, rows_of_lanes, unpack, word_offsets, words_from_rows
+from .fragments import bias_of_zero_points, load_words, rows_of_lanes, unpack, words_from_rows
 
 
 STEP = tl.constexpr(128)  # columns a loop iteration takes; packing.COLUMNS
@@ -26,13 +26,15 @@ def load_bias(
     BITS: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
     DTYPE: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
+    """For every word of CHUNKS chunks the bias of its row and group: int32 [CHUNKS T, 128]."""
     if ASYMMETRIC:
         at = zero_ptr + group * stride_zg
         upper = tl.load(at + tl.minimum(rows, N - 1).to(tl.int64) * stride_zn).to(tl.int32)
         lower = tl.load(at + tl.minimum(rows + 8, N - 1).to(tl.int64) * stride_zn).to(tl.int32)
         return words_from_rows(
-            bias_of_zero_points(upper, magic, BITS, DTYPE), bias_of_zero_points(lower, magic, BITS, DTYPE)
+            bias_of_zero_points(upper, magic, BITS, DTYPE), bias_of_zero_points(lower, magic, BITS, DTYPE), CHUNKS
         )
     else:
         return 0
@@ -76,9 +78,8 @@ def accumulate(
     PLANES: tl.constexpr = 16 // BITS // SHARERS
     T: tl.constexpr = BLOCK_N // 16
 
-    tile = tl.minimum(row_block * T + tl.arange(0, T), (N + 15) // 16 - 1)
+    tiles = (N + 15) // 16
     words_in_tile = (K + STEP - 1) // STEP * (STEP * BITS * 16 // 32)
-    words_at = packed_ptr + (tile.to(tl.int64) * words_in_tile)[None, :, None, None] + word_offsets(CHUNKS, T)
     rows = tl.minimum(row_block * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     lane_rows = row_block * BLOCK_N + rows_of_lanes(T)
     tokens = tl.minimum(token_block * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
@@ -88,18 +89,20 @@ def accumulate(
 
     group = first_step * STEP // GROUP if GROUP > 0 else 0
     scale = tl.load(scale_ptr + rows * stride_sn + group * stride_sg).to(tl.float32)
-    bias = load_bias(zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE)
+    bias = load_bias(zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE, CHUNKS)
     result = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(first_step, last_step):
         for part in tl.static_range(PARTS):
             column = step * STEP + part * PART
             if part % SHARERS == 0:
-                words = tl.load(words_at + column // CHUNK * 128)
+                words = load_words(packed_ptr, row_block * T, tiles, words_in_tile, column // CHUNK, CHUNKS, T)
             if EVEN_K:
                 x = tl.load(x_at + column)
             else:
                 x = tl.load(x_at + column, mask=(columns < K - column)[:, None], other=0.0)
-            weight = unpack(words, bias, magic, part % SHARERS * PLANES, PLANES, BITS, ASYMMETRIC, DTYPE, UPCAST)
+            weight = unpack(
+                words, bias, magic, CHUNKS, part % SHARERS * PLANES, PLANES, BITS, ASYMMETRIC, DTYPE, UPCAST
+            )
             if UPCAST:
                 weight = weight.to(tl.float32)
                 x = x.to(tl.float32)
@@ -108,7 +111,7 @@ def accumulate(
                 group = tl.minimum((column + PART) // GROUP, last_group)
                 next_scale = tl.load(scale_ptr + rows * stride_sn + group * stride_sg).to(tl.float32)
                 next_bias = load_bias(
-                    zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE
+                    zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE, CHUNKS
                 )
                 result += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
                 scale = next_scale
@@ -293,11 +296,10 @@ def dequantize_kernel(
     PLANES: tl.constexpr = 16 // BITS
     CHUNKS: tl.constexpr = STEP // (16 * PLANES)
     T: tl.constexpr = BLOCK_N // 16
-    tile = tl.minimum(tl.program_id(0) * T + tl.arange(0, T), (N + 15) // 16 - 1)
     words_in_tile = (K + STEP - 1) // STEP * (STEP * BITS * 16 // 32)
-    words_at = packed_ptr + (tile.to(tl.int64) * words_in_tile)[None, :, None, None] + word_offsets(CHUNKS, T)
-    words = tl.load(words_at + tl.program_id(1) * CHUNKS * 128)
-    numbers = unpack(words, 0, 0, 0, PLANES, BITS, False, tl.float32, False)
+    first_tile, chunk = tl.program_id(0) * T, tl.program_id(1) * CHUNKS
+    words = load_words(packed_ptr, first_tile, (N + 15) // 16, words_in_tile, chunk, CHUNKS, T)
+    numbers = unpack(words, 0, 0, CHUNKS, 0, PLANES, BITS, False, tl.float32, False)
 
     rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
     columns = (tl.program_id(1) * STEP + tl.arange(0, STEP))[None, :]
