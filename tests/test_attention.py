@@ -152,6 +152,12 @@ def test_ops_are_well_registered():
     )
 
 
+def test_compiles_into_one_graph():
+    q, k = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 2, 16)
+    compiled = torch.compile(attention.flash_attn_func, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, k, causal=True), attention.flash_attn_func(q, k, k, causal=True))
+
+
 def test_what_it_cannot_do_is_said():
     q, k = torch.randn(1, 3, 4, 8), torch.randn(1, 3, 2, 8)
     with pytest.raises(RuntimeError, match='no backward.*torch.no_grad.*"sdpa"'):

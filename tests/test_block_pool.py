@@ -18,7 +18,7 @@ class Storage:
         change = self.pool.append([len(row) for row in tokens])
         size = self.pool.block_size
         if change.moves is not None:
-            places = dict(change.moves)
+            places = {old + i: new + i for old, new, number in change.moves for i in range(number)}
             assert len(set(places.values())) == len(places)
             self.slots = {places[s // size] * size + s % size: t for s, t in self.slots.items() if s // size in places}
         for source, destination in change.copies:

@@ -419,6 +419,16 @@ def test_bad_operations(llama):
         llama(torch.ones(1, 1, dtype=torch.long), past_key_values=PagedCache(llama.config))
 
 
+def test_filled_in_inference_mode_and_used_outside(llama):
+    for implementation in ("flash_paged", "sdpa"):
+        llama.set_attn_implementation(implementation)
+        inputs = left_padded_batch((40, 40))
+        cache = PagedCache(llama.config, block_size=8)
+        with torch.inference_mode():
+            llama(inputs["input_ids"][:, :30], past_key_values=cache)
+        assert torch.equal(generate(llama, inputs, 40, past_key_values=cache), generate(llama, inputs, 40))
+
+
 def test_memory_is_freed_with_the_cache(llama):
     import gc
     import weakref

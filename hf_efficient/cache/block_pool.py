@@ -11,7 +11,7 @@ class StorageChange(NamedTuple):
     """What the tensors have to do before the tokens of an `append` are written, in this order."""
 
     capacity: int  # blocks that must exist
-    moves: list[tuple[int, int]] | None  # (old, new) place of every used block, or None: all stay where they are
+    moves: list[tuple[int, int, int]] | None  # (old, new, number) of the used blocks, or None: all stay where they are
     copies: list[tuple[int, int]]  # (source, destination) of shared blocks that are written to
 
 
@@ -92,7 +92,7 @@ class BlockPool:
             self.lengths[row] += count
         return StorageChange(self.capacity, moves, copies)
 
-    def _grow(self, demand: list[int], required: int) -> tuple[list[tuple[int, int]] | None, dict[int, int]]:
+    def _grow(self, demand: list[int], required: int) -> tuple[list[tuple[int, int, int]] | None, dict[int, int]]:
         """Makes at least `required` blocks free, and places the rows apart where that is worth it. Returns the moves,
         and the block to begin with for each empty row."""
         used = self.capacity - self.num_free
@@ -120,7 +120,14 @@ class BlockPool:
                 before = [list(table) for table in self.tables]
                 room = 1 << longest.bit_length()
                 starts = self._place_apart(room * len(self.tables), room)
-                return [pair for old, new in zip(before, self.tables) for pair in zip(old, new)], starts
+                moves = []
+                for old, new in zip(before, self.tables):
+                    first = 0
+                    for last in range(1, len(old) + 1):  # piece by piece
+                        if last == len(old) or old[last] != old[last - 1] + 1:
+                            moves.append((old[first], new[first], last - first))
+                            first = last
+                return moves, starts
         if self.num_free < required:
             capacity = max(2 * self.capacity, total)
             self._resize(self.references + [0] * (capacity - self.capacity))

@@ -3,7 +3,8 @@
 import copy
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_efficient.cache.step import CacheState, Step
 from hf_efficient.kernels import attention, attention_cpu
@@ -104,8 +105,9 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         size, capacity = self.state.pool.block_size, self.state.pool.capacity
-        self.keys = key_states.new_zeros(capacity, size, key_states.shape[1], key_states.shape[3])
-        self.values = value_states.new_zeros(capacity, size, value_states.shape[1], value_states.shape[3])
+        with torch.inference_mode(False):  # else they could not be written to outside of inference mode
+            self.keys = key_states.new_zeros(capacity, size, key_states.shape[1], key_states.shape[3])
+            self.values = value_states.new_zeros(capacity, size, value_states.shape[1], value_states.shape[3])
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
@@ -219,14 +221,12 @@ class PagedLayer(CacheLayerMixin):
         raise RuntimeError("the layers of a PagedCache share their blocks: call reorder_cache() on the cache")
 
 
-def _grown(pages: torch.Tensor, capacity: int, moves: list[tuple[int, int]] | None) -> torch.Tensor:
+def _grown(pages: torch.Tensor, capacity: int, moves: list[tuple[int, int, int]] | None) -> torch.Tensor:
     """`pages` with at least `capacity` blocks, the used ones at their new places."""
-    grown = pages.new_zeros(max(capacity, pages.shape[0]), *pages.shape[1:])
-    if moves is None:
-        grown[: pages.shape[0]] = pages
-    elif moves:
-        old, new = torch.tensor(moves, device=pages.device).T
-        grown[new] = pages[old]
+    with torch.inference_mode(False):
+        grown = pages.new_zeros(max(capacity, pages.shape[0]), *pages.shape[1:])
+        for old, new, number in [(0, 0, pages.shape[0])] if moves is None else moves:
+            grown[new : new + number] = pages[old : old + number]
     return grown
 
 
@@ -260,8 +260,10 @@ class PagedCache(Cache):
             raise ValueError(f"config={type(config).__name__}: must be a transformers config, such as model.config")
         decoder = config.get_text_config(decoder=True)
         self.state = CacheState(decoder, block_size, num_blocks)
+        # older transformers have no placeholder: there a layer that is never updated stands for it
+        placeholder = getattr(cache_utils, "DummyLayer", lambda: PagedLayer(self.state, -1))
         layers = [
-            DummyLayer() if kind in _NO_LAYER_TYPES else PagedLayer(self.state, index)
+            placeholder() if kind in _NO_LAYER_TYPES else PagedLayer(self.state, index)
             for index, kind in enumerate(_layer_types(config, decoder))
         ]
         super().__init__(layers=layers)
@@ -296,8 +298,8 @@ class PagedCache(Cache):
     def rewind(self, lengths: list[int]) -> None:
         """Shortens row b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
 
-        Afterwards `get_seq_length()` is the longest row, and a 2-D mask, if one is given, has the shorter rows at the
-        right (padding on the left).
+        Afterwards `get_seq_length()` is the longest row. When the rows differ, the next forward needs `position_ids` of
+        its own, and a 2-D mask, if one is given, has the shorter rows at the right (padding on the left).
         """
         self.state.check_consumed()
         self.state.rewind([int(length) for length in lengths])
