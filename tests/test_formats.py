@@ -7,7 +7,7 @@ from helpers import assert_close
 from hf_efficient.configs import available_methods
 from hf_efficient.formats import AffineFormat
 from hf_efficient.kernels import linear
-from hf_efficient.kernels.linear import DequantizedLinear, Int4CpuLinear, Int8CpuLinear, device_layout
+from hf_efficient.kernels.linear import DequantizedLinear, Int4CpuLinear, Int8CpuLinear, TritonLinear, device_layout
 from hf_efficient.methods import get_method
 
 
@@ -174,7 +174,12 @@ def test_int4_layout_is_inverted_for_any_block(block, monkeypatch):
         return torch.cat(chunks).to(torch.uint8).view(codes.shape[0], -1)
 
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack_for_cpu", pack)
-    caches = (linear._int4_block, linear._int4_layout_is_known, linear._int4_nibble_rows)
+    caches = (
+        linear._int4_block,
+        linear._int4_layout_is_known,
+        linear._int4_nibble_rows,
+        linear._int4_row_runs,
+    )
     try:
         for cache in caches:
             cache.cache_clear()
@@ -184,3 +189,40 @@ def test_int4_layout_is_inverted_for_any_block(block, monkeypatch):
     finally:
         for cache in caches:
             cache.cache_clear()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size, symmetric", [(64, False), (-1, True), (None, False), (96, False), (128, True)])
+def test_the_layout_of_the_gpu_on_the_cpu(bits, group_size, symmetric):
+    """What a GPU would read, through the same torch op, whose CPU implementation is the kernel's reference."""
+    format, w = AffineFormat(bits, group_size, symmetric), weight(33, 200)
+    tensors = get_method("rtn").quantize(w, format)
+    canonical = tensors["qweight"], tensors["scale"], tensors.get("zero_point")
+    layout = TritonLinear(*canonical, bits, group_size, 200, torch.bfloat16)
+    assert torch.equal(layout.qweight(), tensors["qweight"])
+    dense = format.dequantize(tensors, 200, torch.bfloat16)
+    assert torch.equal(layout.dequantize(), dense)
+    x, bias = torch.randn(2, 3, 200).bfloat16(), torch.randn(33).bfloat16()
+    expected = x.double() @ dense.double().t() + bias.double()
+    assert_close(layout(x, bias), expected, 0.01, 0.3, "one rounding of weights and one of the result to bfloat16")
+    group = layout.group_size
+    arguments = (x.flatten(0, 1), layout.packed, layout.scale, layout.zero_point, bias, bits, group, 200)
+    torch.library.opcheck(torch.ops.hf_efficient.weight_only_linear, arguments)
+    assert not TritonLinear.supports(48, torch.bfloat16) and TritonLinear.supports(96, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits, group_size, symmetric, rows, columns, kind", CASES)
+def test_layouts_on_a_gpu(bits, group_size, symmetric, rows, columns, kind):
+    format = AffineFormat(bits, group_size, symmetric)
+    tensors = {k: t.cuda() for k, t in get_method("rtn").quantize(weight(rows, columns), format).items()}
+    canonical = tensors["qweight"], tensors["scale"], tensors.get("zero_point")
+    arguments = dict(bits=bits, group_size=group_size, in_features=columns, dtype=torch.bfloat16)
+    layout = device_layout(*canonical, **arguments)
+    assert type(layout) is (DequantizedLinear if group_size == 48 else TritonLinear)
+    dense = format.dequantize(tensors, columns, torch.float64)
+    for count in (1, 7, 300):
+        x = torch.randn(count, columns, dtype=torch.bfloat16, device="cuda")
+        assert_close(layout(x), x.double() @ dense.t(), 0.01, 0.5, "bfloat16 results of float32 sums")
+    if layout.replaces_qweight:
+        assert torch.equal(layout.qweight(), tensors["qweight"])

@@ -15,9 +15,12 @@ import torch.nn.functional as F
 
 # Beyond these numbers of rows (tokens) dequantizing the weight for one ordinary matmul beats torch's native operators.
 # Measured by benchmarks/cpu_linear_rows.py, see benchmarks/results/cpu_linear_rows.json.
-INT4_NATIVE_ROWS = 48
-INT8_NATIVE_ROWS = 16
+INT4_NATIVE_ROWS = 96
+INT8_NATIVE_ROWS = 24
 
+_ELEMENTS_AT_ONCE = (
+    1 << 20
+)  # of a weight that is dequantized: a larger temporary costs more in page faults than it saves
 _INT4_GROUPS = (256, 128, 64, 32)  # what torch's CPU int4 operator accepts
 _int4_mm = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 _int8_mm = torch.ops.aten._weight_int8pack_mm.default
@@ -118,7 +121,9 @@ class Int8CpuLinear(_PackedLinear):
         return y if self.correction is None else y.addmm_(x.sum(-1, keepdim=True), self.correction)
 
     def many_rows(self, x):
-        y = (x @ self.codes.to(self.dtype).t()).mul_(self.row_scale)
+        step = max(1, _ELEMENTS_AT_ONCE // self.in_features)
+        parts = [F.linear(x, codes.to(self.dtype)) for codes in self.codes.split(step)]
+        y = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mul_(self.row_scale)
         return y if self.correction is None else y.addmm_(x.sum(-1, keepdim=True), self.correction)
 
     def dequantize(self):
@@ -164,30 +169,40 @@ class Int4CpuLinear(_PackedLinear):
         return _int4_mm(x, self.packed, self.group, self.scale_zero)
 
     def _dequantized_blocks(self):
-        """For each run of equal blocks: rows (first, last), the row of each nibble and the weight [blocks, K, block]."""
-        for first, last, block in _int4_runs(self.out_features):
-            bytes_ = self.packed.view(-1)[first * self.in_features // 2 : last * self.in_features // 2]
-            bytes_ = bytes_.view(-1, self.in_features, block // 2)
-            low_high = _int4_nibble_rows(block)
-            weight = bytes_.new_empty(bytes_.shape[0], self.in_features, 2, block // 2, dtype=self.dtype)
-            weight[:, :, 0].copy_(bytes_ & 15)
-            weight[:, :, 1].copy_(bytes_ >> 4)
-            scale, zero = self.scale_zero[:, first:last].unflatten(1, (-1, block))[:, :, low_high].unbind(-1)
-            scale, zero = (t.transpose(0, 1).unsqueeze(2) for t in (scale, zero - 8 * scale.float()))
-            weight = weight.view(len(bytes_), self.in_features // self.group, self.group, block)
-            weight = torch.addcmul(zero.to(self.dtype), weight, scale, out=weight)
-            yield first, last, low_high, weight.view(-1, self.in_features, block)
+        """Rows (first, last) and their weight [blocks, K, block] in nibble order, few enough at a time for the cache."""
+        for start, end, block in _int4_runs(self.out_features):
+            step = block * max(1, _ELEMENTS_AT_ONCE // (block * self.in_features))
+            for first in range(start, end, step):
+                last = min(end, first + step)
+                bytes_ = self.packed.view(-1)[first * self.in_features // 2 : last * self.in_features // 2]
+                bytes_ = bytes_.view(-1, self.in_features, block // 2)
+                weight = bytes_.new_empty(len(bytes_), self.in_features, 2, block // 2, dtype=self.dtype)
+                for half, codes in enumerate((bytes_ & 15, bytes_ >> 4)):
+                    weight[:, :, half].copy_(codes.view(torch.int8).sub_(8))
+                scale_zero = self.scale_zero[:, first:last].unflatten(1, (-1, block))
+                if _int4_row_runs(block)[0] != block:
+                    scale_zero = scale_zero[:, :, _int4_nibble_rows(block)]
+                scale, zero = scale_zero.permute(3, 1, 0, 2).unsqueeze(3).contiguous()  # [blocks, K / group, 1, block]
+                weight = weight.view(len(bytes_), -1, self.group, block)
+                torch.addcmul(zero, weight, scale, out=weight)
+                yield first, last, block, weight.view(-1, self.in_features, block)
 
     def many_rows(self, x):
         y = x.new_empty(x.shape[0], self.out_features)
-        for first, last, low_high, weight in self._dequantized_blocks():
-            blocks = torch.matmul(x, weight)  # [blocks, rows, block], columns in nibble order
-            y[:, first:last] = blocks[:, :, torch.argsort(low_high)].transpose(0, 1).flatten(1)
+        for first, last, block, weight in self._dequantized_blocks():
+            run, order = _int4_row_runs(block)
+            blocks = torch.matmul(x, weight).transpose(0, 1)  # [rows, blocks, block], columns in nibble order
+            if run != block:
+                blocks = blocks.unflatten(-1, (-1, run))[:, :, order].flatten(2)
+            y[:, first:last] = blocks.flatten(1)
         return y
 
     def dequantize(self):
-        runs = [w[:, :, torch.argsort(p)].transpose(1, 2).flatten(0, 1) for _, _, p, w in self._dequantized_blocks()]
-        return torch.cat(runs)
+        weight = self.packed.new_empty(self.out_features, self.in_features, dtype=self.dtype)
+        for first, last, block, chunk in self._dequantized_blocks():
+            rows = torch.argsort(_int4_nibble_rows(block))
+            weight[first:last] = chunk[:, :, rows].transpose(1, 2).flatten(0, 1)
+        return weight
 
     def qweight(self) -> torch.Tensor:
         """The canonical qweight."""
@@ -237,6 +252,16 @@ def _int4_nibble_rows(block: int) -> torch.Tensor:
     return digits[0] + 16 * digits[1]
 
 
+@functools.cache
+def _int4_row_runs(block: int) -> tuple[int, torch.Tensor]:
+    """(length of the runs of neighbouring rows in nibble order, where each run comes from)."""
+    rows = _int4_nibble_rows(block)
+    run = block
+    while not (rows.view(-1, run).diff(dim=1) == 1).all():
+        run = next(length for length in range(run - 1, 0, -1) if block % length == 0)
+    return run, torch.argsort(rows.view(-1, run)[:, 0])
+
+
 def _int4_runs(rows: int, block: int | None = None) -> list[tuple[int, int, int]]:
     """(first row, last row + 1, block) of the runs of equal blocks: the full blocks, then the rest."""
     block = block or _int4_block()
@@ -255,33 +280,46 @@ def _unpack_int4_cpu(packed: torch.Tensor, in_features: int, block: int | None =
 
 
 class TritonLinear(_PackedLinear):
-    """The layout of the Triton kernel (CUDA, ROCm); any number of rows goes through the kernel."""
-
-    native_rows = float("inf")
+    """The layout of the Triton kernels (CUDA, ROCm); any number of rows goes through them."""
 
     def __init__(self, qweight, scale, zero_point, bits, group_size, in_features, dtype):
         from hf_efficient.kernels.efficient_linear import pack_weight
 
+        if group_size is not None and group_size > 64 and group_size % 128:  # two or more groups of 32 for one
+            repeats, groups = group_size // 32, -(-in_features // 32)
+            scale, zero_point = (
+                None if t is None else t.repeat_interleave(repeats, 1)[:, :groups] for t in (scale, zero_point)
+            )
+            group_size = 32
         self.out_features, self.in_features, self.dtype = qweight.shape[0], in_features, dtype
         self.bits, self.group_size, self.scale, self.zero_point = bits, group_size, scale, zero_point
         self.packed = pack_weight(qweight, bits, group_size)
         self.tensors = {"packed": self.packed}
 
-    def native(self, x):
-        return torch.ops.hf_efficient.weight_only_linear(
-            x, self.packed, self.scale, self.zero_point, None, self.bits, self.group_size, self.in_features
-        )
+    @staticmethod
+    def supports(group_size, dtype) -> bool:
+        floats = (torch.bfloat16, torch.float16, torch.float32)
+        return dtype in floats and (group_size in (None, -1) or group_size % 32 == 0)
 
-    def dequantize(self):
-        return dequantize_weight(
-            self.qweight(),
+    def __call__(self, x, bias=None):
+        y = torch.ops.hf_efficient.weight_only_linear(
+            x.reshape(-1, self.in_features),
+            self.packed,
             self.scale,
             self.zero_point,
-            bits=self.bits,
-            group_size=self.group_size,
-            in_features=self.in_features,
-            dtype=self.dtype,
+            bias,
+            self.bits,
+            self.group_size,
+            self.in_features,
         )
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def dequantize(self):
+        from hf_efficient.kernels import efficient_linear
+
+        dequantize = efficient_linear.dequantize if self.packed.is_cuda else efficient_linear.dequantize_reference
+        arguments = dict(bits=self.bits, group_size=self.group_size, in_features=self.in_features)
+        return dequantize(self.packed, self.scale, self.zero_point, **arguments).to(self.dtype)
 
     def qweight(self) -> torch.Tensor:
         """The canonical qweight."""
@@ -294,7 +332,7 @@ def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, 
     """The layout for `dtype` inputs on the device of `qweight`: an object to call with (x [..., K], bias [N] or None),
     with `tensors` (what it keeps allocated), `replaces_qweight`, `qweight()` (its inverse) and `dequantize()`."""
     out_features = qweight.shape[0]
-    if qweight.device.type == "cuda":
+    if qweight.device.type == "cuda" and TritonLinear.supports(group_size, dtype):
         return TritonLinear(qweight, scale, zero_point, bits, group_size, in_features, dtype)
     if qweight.device.type == "cpu":
         if bits == 8 and Int8CpuLinear.supports(out_features, in_features, group_size, dtype):
@@ -322,13 +360,10 @@ def _triton_linear(x, packed, scale, zero_point, bias, bits, group_size, in_feat
 
 
 def _reference_linear(x, packed, scale, zero_point, bias, bits, group_size, in_features):
-    from hf_efficient.kernels.efficient_linear import unpack_weight
+    from hf_efficient.kernels.efficient_linear import weight_only_linear_reference
 
-    qweight = unpack_weight(packed, in_features, bits, group_size)
-    weight = dequantize_weight(
-        qweight, scale, zero_point, bits=bits, group_size=group_size, in_features=in_features, dtype=x.dtype
-    )
-    return F.linear(x, weight, bias)
+    arguments = dict(bits=bits, group_size=group_size, in_features=in_features)
+    return weight_only_linear_reference(x, packed, scale, zero_point, bias, **arguments).to(x.dtype)
 
 
 _library.impl("weight_only_linear", _triton_linear, "CUDA")
@@ -337,5 +372,4 @@ _library.impl("weight_only_linear", _reference_linear, "CPU")
 
 @torch.library.register_fake("hf_efficient::weight_only_linear", lib=_library)
 def _fake_linear(x, packed, scale, zero_point, bias, bits, group_size, in_features):
-    rows = packed.shape[0] if scale.shape[0] == 1 else scale.shape[0]
-    return x.new_empty(x.shape[0], rows)
+    return x.new_empty(x.shape[0], packed.shape[0])
