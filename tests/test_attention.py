@@ -363,6 +363,39 @@ def test_decode_fast_path_of_continuous_batching(monkeypatch):
     assert len(calls) >= 2 * 8
 
 
+def test_older_continuous_batching_is_refused(monkeypatch):
+    monkeypatch.setattr(transformers_attention, "_has_paged_names", lambda: True)
+    with pytest.raises(ValueError, match=r"continuous batching with 'flash_paged' needs a transformers.*5.23"):
+        tiny_model("llama").set_attn_implementation("paged|flash_paged")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_on_the_accelerator(name):
+    """The Triton kernels behind the same names: prefill of a left-padded batch and ten decode steps, read from pages and
+    without a paged cache."""
+    model = tiny_model(name, dtype=torch.bfloat16).cuda()
+    batch = {key: tensor.cuda() for key, tensor in left_padded_batch((5, 40, 8)).items()}
+    tokens = batch["attention_mask"].bool()
+    expected = logits(model, "eager", **batch)[tokens]
+    new = torch.randint(3, 128, (3, 10), device="cuda")
+    for make in (lambda: PagedCache(model.config), lambda: transformers.DynamicCache(config=model.config)):
+        cache, mask = make(), batch["attention_mask"]
+        bf16 = dict(rms=0.03, maximum=2.0, reason="bfloat16 through two layers")
+        assert_close(logits(model, "flash_paged", **batch, past_key_values=cache)[tokens], expected, **bf16)
+        for step in range(10):
+            mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+            positions = mask.cumsum(1)[:, -1:] - 1
+            last = logits(
+                model, "flash_paged", input_ids=new[:, step : step + 1], attention_mask=mask, position_ids=positions,
+                past_key_values=cache,
+            )  # fmt: skip
+        everything = torch.cat([batch["input_ids"], new], 1)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        full = logits(model, "eager", input_ids=everything, attention_mask=mask, position_ids=positions)
+        assert_close(last[:, -1], full[:, -1], **bf16)
+
+
 def test_serve_takes_the_alias():
     """Trap A4: `transformers serve` only takes its own names and those that look like a kernel of the Hub."""
     from transformers.modeling_utils import is_kernel
