@@ -94,12 +94,15 @@ class TestAssistant:
         drafter.check(model)
         drafter.begin(sequences)
         rows = [prompt + [token] for prompt, token in zip(prompts, [11, 12, 13])]
-        # all, none, some accepted; then two rows at different lengths; then a row that is near its end
+        # all, none, some accepted; then two rows at different lengths; then a row near its end; then one alone
         for accepted, kept, limits in (
             ([3, 0, 1], [0, 1, 2], [9, 9, 9]),
             ([3, 0, 3], [0, 2], [9, 9, 9]),
             ([0, 3], [0, 1], [1, 9]),
-            ([2, 1], [0, 1], [9, 9]),
+            ([2, 1], [1], [9, 9]),
+            ([1], [0], [9]),
+            ([2], [0], [9]),
+            ([0], [0], [9]),
         ):
             proposal = drafter.propose(limits)
             expected = self.greedy(model, rows, 3)

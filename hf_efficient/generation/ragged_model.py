@@ -26,6 +26,7 @@ class RaggedModel:
     def __init__(self, model, cache: PagedCache, max_new_tokens: int, max_position: int | None = None):
         self.model, self.cache = model, cache
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
+        self.limits_logits = model._supports_logits_to_keep()
 
     @staticmethod
     def check(model, batch_size: int, argument: str) -> None:
@@ -62,8 +63,10 @@ class RaggedModel:
         outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
         self.prompt = list(self.cache.cache_seqlens)  # tokens of each row's prompt in the cache
         rows = len(input_ids)
-        self.position = position_ids[..., -1:].expand(*position_ids.shape[:-2], rows, 1)  # of the prompt's last token
-        self.mask = None if attention_mask is None or self.cache.reads_pages else attention_mask.bool()
+        device = self.model.device
+        position = position_ids[..., -1:].to(device)
+        self.position = position.expand(*position_ids.shape[:-2], rows, 1)  # of the prompt's last token
+        self.mask = None if attention_mask is None or self.cache.reads_pages else attention_mask.bool().to(device)
         handled = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
         self.extra = {key: value for key, value in model_kwargs.items() if key not in handled and value is not None}
         if "token_type_ids" in self.extra:
@@ -86,7 +89,7 @@ class RaggedModel:
             key: value.expand(-1, width) if key.endswith("token_type_ids") else value
             for key, value in self.extra.items()
         }
-        if self.model._supports_logits_to_keep():
+        if self.limits_logits:
             extra["logits_to_keep"] = keep or width
         inputs = self.model.prepare_inputs_for_generation(
             tokens,

@@ -69,7 +69,7 @@ class AssistantDrafter(Drafter):
         ones = torch.ones_like(prompts) if mask is None else mask.long()
         positions = (ones.cumsum(1) - 1).clamp(min=0, max=limit and limit - 1)
         kwargs = {"attention_mask": mask, "position_ids": positions}
-        if self.model._supports_logits_to_keep():
+        if self.runner.limits_logits:
             kwargs["logits_to_keep"] = 1
         self.runner.prefill(prompts, self.generation_config, kwargs)
         self.cached = [0] * len(prompts)  # generated tokens of each row that the draft's cache holds

@@ -1,0 +1,205 @@
+"""The ways into speculation, and what is refused before anything is computed."""
+
+import copy
+import pickle
+from threading import Thread
+
+import pytest
+import speculation
+import torch
+import transformers
+from helpers import left_padded_batch, tiny_model
+from speculation import NEW, counting, drafting
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
+
+from hf_efficient import SpeculativeGenerationMixin, enable_speculation, speculative_generate
+
+
+llama = pytest.fixture(speculation.llama)
+
+
+def test_custom_generate_is_the_same_loop(llama):
+    target, draft, batch, plain = llama
+    stock = tiny_model("llama")
+    assert not isinstance(stock, SpeculativeGenerationMixin)
+    options = dict(**batch, custom_generate=speculative_generate, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(stock.generate(**options, draft_model=draft), plain)
+    output = stock.generate(**options, prompt_lookup_num_tokens=3, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain) and output.num_steps > 0
+    single = stock.generate(batch["input_ids"][1:2], draft_model=draft, num_return_sequences=2, **{
+        **{k: v for k, v in options.items() if k not in batch}, "do_sample": True, "top_k": 1
+    })  # fmt: skip
+    assert torch.equal(single, plain[1:2].expand(2, -1))
+
+
+def test_enabling_keeps_the_class_to_the_outside(tmp_path):
+    model = tiny_model("llama")
+    cls = type(model)
+    assert enable_speculation(model) is model and enable_speculation(model) is model
+    assert isinstance(model, cls) and type(model).__mro__.count(SpeculativeGenerationMixin) == 1
+    assert (type(model).__name__, type(model).__module__) == (cls.__name__, cls.__module__)
+    model.save_pretrained(tmp_path)
+    reloaded = cls.from_pretrained(tmp_path)
+    assert reloaded.config.architectures == ["LlamaForCausalLM"]
+    batch = left_padded_batch()
+    expected = reloaded.generate(**batch, max_new_tokens=4, do_sample=False)
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(duplicate, SpeculativeGenerationMixin)
+        output = duplicate.generate(**batch, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2)
+        assert torch.equal(output, expected)
+    with pytest.raises(TypeError, match="enable_speculation takes a transformers model"):
+        enable_speculation(torch.nn.Linear(2, 2))
+
+
+def character_tokenizer():
+    characters = {"<pad>": 0, "<s>": 1, "</s>": 2, **{chr(i + 29): i for i in range(3, 128)}}
+    tokenizer = Tokenizer(WordLevel(characters, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
+
+
+def test_pipeline_text_streamer_and_stop_strings(llama):
+    target, draft, _, _ = llama
+    tokenizer = character_tokenizer()
+    prompts = ["To be or", "not to be that"]
+    expected = pipeline("text-generation", model=tiny_model("llama"), tokenizer=tokenizer)
+    speculative = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
+    options = dict(max_new_tokens=8, do_sample=False, batch_size=2)
+    texts = expected(prompts, **options)
+    assert speculative(prompts, **options) == texts
+
+    inputs = tokenizer(prompts[:1], return_tensors="pt", return_token_type_ids=False)
+    text = texts[0][0]["generated_text"]
+    stop = text[len(prompts[0]) + 3]
+    short = target.generate(
+        **inputs, stop_strings=[stop], tokenizer=tokenizer, max_new_tokens=8, do_sample=False, assistant_model=draft
+    )
+    assert tokenizer.decode(short[0]) == text[: text.index(stop, len(prompts[0])) + 1]
+
+    streamer = TextIteratorStreamer(tokenizer, timeout=20)
+    keywords = dict(**inputs, max_new_tokens=8, do_sample=False, assistant_model=draft, streamer=streamer)
+    thread = Thread(target=target.generate, kwargs=keywords)
+    thread.start()
+    assert "".join(streamer) == text
+    thread.join()
+
+
+def test_other_kinds_of_drafting_stay_with_transformers(llama):
+    """Early exit drafts with the target's own first layers, over transformers' own cache."""
+    target, _, batch, plain = llama
+    options = dict(max_new_tokens=NEW, do_sample=False, assistant_early_exit=1)
+    output = target.generate(batch["input_ids"][1:2], **options, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain[1:2]) and not hasattr(output, "num_steps")
+
+
+# --- what is refused, before anything is computed ---
+
+
+class Vocabulary:
+    def __init__(self, size: int, shift: int = 0):
+        self.size, self.shift = size, shift
+
+    def get_vocab(self):
+        return {f"w{i + self.shift}": i for i in range(self.size)}
+
+
+@pytest.mark.parametrize("size", [96, 160])
+def test_differently_padded_vocabularies_need_the_tokenizers(size, llama):
+    target, _, batch, plain = llama
+    draft = drafting(tiny_model("llama", vocab_size=size, seed=5))
+    batch = {**batch, "input_ids": batch["input_ids"] % 96}
+    options = dict(**batch, max_new_tokens=NEW, do_sample=False)
+    expected = target.generate(**options)
+    with pytest.raises(ValueError, match="different tokenizers"):  # transformers' own words
+        target.generate(**options, assistant_model=draft)
+    same = dict(tokenizer=Vocabulary(90), assistant_tokenizer=Vocabulary(90))
+    if expected.max() < size:
+        assert torch.equal(target.generate(**options, assistant_model=draft, **same), expected)
+        torch.manual_seed(0)
+        target.generate(**{**options, "do_sample": True, "top_k": 0}, assistant_model=draft, **same)
+    with pytest.raises(ValueError, match=f"vocab_size=128, the assistant vocab_size={size}"):
+        target.generate(**options, custom_generate=speculative_generate, draft_model=draft)
+    with pytest.raises(ValueError, match="the same vocabulary and token ids"):
+        other = dict(tokenizer=Vocabulary(90), assistant_tokenizer=Vocabulary(90, shift=1))
+        target.generate(**options, assistant_model=draft, **other)
+
+
+REFUSED = {
+    "beams": (dict(num_beams=2), "num_beams=2: speculation is greedy or sampled"),
+    "no_cache": (dict(use_cache=False), "use_cache=False"),
+    "static": (dict(cache_implementation="static"), "cache_implementation='static'"),
+    "quantized": (dict(cache_implementation="offloaded"), "cache_implementation='offloaded'"),
+    "lookup_too": (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens=3 and an assistant model were both"),
+    "hidden_states": (dict(output_hidden_states=True, return_dict_in_generate=True), "output_hidden_states=True"),
+    "attentions": (dict(output_attentions=True, return_dict_in_generate=True), "output_attentions=True"),
+    "ensemble": (dict(assistant_ensemble_weight=0.5), "assistant_ensemble_weight=0.5"),
+    "synced": (dict(synced_gpus=True), "synced_gpus=True"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refusals_name_the_argument(kind, llama, monkeypatch):
+    target, draft, batch, _ = llama
+    target.set_attn_implementation("eager" if kind == "attentions" else "sdpa")
+    shapes = counting(target, monkeypatch)
+    options, message = REFUSED[kind]
+    with pytest.raises(ValueError, match=message):
+        target.generate(**batch, assistant_model=draft, max_new_tokens=4, **options)
+    assert shapes == []
+
+
+def test_custom_generate_refusals(llama):
+    target, draft, batch, _ = llama
+    options = dict(**batch, custom_generate=speculative_generate, max_new_tokens=4)
+    with pytest.raises(ValueError, match="nothing to draft with"):
+        target.generate(**options)
+    with pytest.raises(ValueError, match="num_beams=2"):
+        target.generate(**options, draft_model=draft, num_beams=2)
+    with pytest.raises(ValueError, match="remembers its last call"):
+        target.generate(**options, draft_model=draft, guidance_scale=1.5)
+    embeds = target.get_input_embeddings()(batch["input_ids"])
+    with pytest.raises(ValueError, match="cannot start from inputs_embeds alone"):
+        target.generate(
+            inputs_embeds=embeds, custom_generate=speculative_generate, draft_model=draft, max_new_tokens=4
+        )
+
+
+def test_foreign_caches_and_models_are_refused(llama, monkeypatch):
+    target, draft, batch, _ = llama
+    with pytest.raises(ValueError, match="past_key_values=DynamicCache: speculation runs on a PagedCache"):
+        target.generate(
+            **batch, past_key_values=DynamicCache(config=target.config), assistant_model=draft, max_new_tokens=4
+        )
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=128, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
+    t5.generation_config.decoder_start_token_id = 0
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        enable_speculation(t5).generate(batch["input_ids"], prompt_lookup_num_tokens=2, max_new_tokens=4)
+    bloom = transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=128, hidden_size=16, n_layer=1, n_head=2)
+    )
+    with pytest.raises(ValueError, match="takes no position_ids"):
+        enable_speculation(bloom).generate(**batch, prompt_lookup_num_tokens=2, max_new_tokens=4)
+    with pytest.raises(ValueError, match="assistant_model=BloomForCausalLM"):
+        target.generate(**batch, assistant_model=bloom, max_new_tokens=4)
+    flex = enable_speculation(tiny_model("llama"))
+    flex.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="attn_implementation='flex_attention'"):
+        flex.generate(**batch, prompt_lookup_num_tokens=2, max_new_tokens=4)
+
+
+def test_bad_draft_settings_are_refused(llama):
+    target, _, batch, _ = llama
+    draft = drafting(copy.deepcopy(target), 0)
+    with pytest.raises(ValueError, match="num_assistant_tokens=0"):
+        target.generate(**batch, assistant_model=draft, max_new_tokens=4)
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens=0"):
+        target.generate(**batch, prompt_lookup_num_tokens=0, max_new_tokens=4)
