@@ -377,6 +377,7 @@ def test_on_the_accelerator(name):
     model = tiny_model(name, dtype=torch.bfloat16).cuda()
     batch = {key: tensor.cuda() for key, tensor in left_padded_batch((5, 40, 8)).items()}
     tokens = batch["attention_mask"].bool()
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
     expected = logits(model, "eager", **batch)[tokens]
     new = torch.randint(3, 128, (3, 10), device="cuda")
     for make in (lambda: PagedCache(model.config), lambda: transformers.DynamicCache(config=model.config)):
