@@ -118,6 +118,20 @@ def test_a_poisoned_neighbour_does_not_reach_other_tokens(kernel_device):
     assert torch.isfinite(out[1]).all() and out[0].isnan().all()
 
 
+def test_gradients_of_input_and_bias(kernel_device):
+    packed, scale, zero_point, layout = problem(40, 200, 4, 64, False, torch.float32, kernel_device)
+    inputs = [torch.randn(5, 200, device=kernel_device), torch.randn(40, device=kernel_device)]
+    grads = []
+    for linear in (efficient_linear.weight_only_linear, efficient_linear.weight_only_linear_reference):
+        x, bias = (tensor.clone().requires_grad_() for tensor in inputs)
+        linear(x, packed, scale, zero_point, bias, **layout).square().sum().backward()
+        grads.append((x.grad, bias.grad))
+    for actual, expected in zip(*grads):
+        assert_close(actual, expected, 2e-6, 1e-5 * expected.abs().max().item(), "float32 all the way")
+    with pytest.raises(RuntimeError, match="scale requires grad"):
+        efficient_linear.weight_only_linear(inputs[0], packed, scale.requires_grad_(), zero_point, **layout)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 16, 64, 200])
 def test_native_is_deterministic_and_replays_in_a_graph(tokens):

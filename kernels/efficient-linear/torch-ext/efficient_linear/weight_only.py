@@ -143,7 +143,10 @@ def weight_only_linear(
     multiplies. Results do not depend on the order in which programs run; no synchronisation, so it can be captured in
     a CUDA graph. float32 products use no TF32.
 
-    Raises TypeError for dtypes, ValueError for shapes, strides, devices, bits and group sizes that are not served.
+    x and bias may require grad (the backward pass dequantizes the weight and multiplies with torch); the scale may not.
+
+    Raises TypeError for dtypes, ValueError for shapes, strides, devices, bits and group sizes that are not served, and
+    RuntimeError when scale requires grad while grad is enabled.
     """
     _check_scales(packed, scale, zero_point, bits, group_size, in_features)
     out_features = packed.shape[0]
@@ -163,6 +166,38 @@ def weight_only_linear(
             raise ValueError(f"{name} is on {tensor.device}, packed on {packed.device}: allowed is one device")
     _check_device(packed)
 
+    layout = dict(bits=bits, group_size=group_size, in_features=in_features)
+    if torch.is_grad_enabled():
+        if scale.requires_grad:
+            raise RuntimeError("scale requires grad: allowed are gradients of x and bias, the weight is frozen")
+        if x.requires_grad or (bias is not None and bias.requires_grad):
+            return _WeightOnlyLinear.apply(x, bias, packed, scale, zero_point, layout)
+    return _multiply(x, packed, scale, zero_point, bias, **layout)
+
+
+class _WeightOnlyLinear(torch.autograd.Function):
+    """weight_only_linear with the gradients of x and bias."""
+
+    @staticmethod
+    def forward(ctx, x, bias, packed, scale, zero_point, layout):
+        ctx.save_for_backward(packed, scale, zero_point)
+        ctx.layout, ctx.dtypes = layout, (x.dtype, None if bias is None else bias.dtype)
+        return _multiply(x, packed, scale, zero_point, bias, **layout)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_dtype, bias_dtype = ctx.dtypes
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ dequantize(*ctx.saved_tensors, dtype=x_dtype, **ctx.layout)
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad.sum(0).to(bias_dtype)
+        return grad_x, grad_bias, None, None, None, None
+
+
+def _multiply(x, packed, scale, zero_point, bias, *, bits, group_size, in_features) -> torch.Tensor:
+    """weight_only_linear of checked arguments: chooses the kernel by the number of tokens and launches it."""
+    out_features = packed.shape[0]
     tokens = x.shape[0]
     if tokens > DEQUANTIZE_ABOVE:
         layout = dict(bits=bits, group_size=group_size, in_features=in_features)
