@@ -79,8 +79,14 @@ class StopAfter(StoppingCriteria):
 
 
 def allowed(batch_index: int, ids: torch.Tensor) -> list[int]:
-    """Depends on the row, on the length and on the last token."""
-    return [t for t in range(3, 128) if (t + batch_index + len(ids) + int(ids[-1])) % 3]
+    """Depends on the row, on the length and on the last token; fails on ids that it would not have allowed."""
+
+    def allows(token: int, length: int) -> bool:
+        return token >= 3 and (token + batch_index + length + int(ids[length - 1])) % 3 > 0
+
+    for length in range(left_padded_batch()["input_ids"].shape[1], len(ids)):
+        assert allows(int(ids[length]), length), "asked about ids that were excluded before"
+    return [token for token in range(128) if allows(token, len(ids))]
 
 
 POSITION_DEPENDENT = {

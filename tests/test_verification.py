@@ -83,7 +83,9 @@ def test_sampling_leaves_the_distribution_of_the_target():
         for counts in (2, 1):  # with one real draft the second is filler and must not matter
             pairs, exact = sample_chain(one_hot, counts=counts)
             excess = chi_square_excess(pairs, exact)
-            assert excess < 4, f"one_hot={one_hot}, counts={counts}: chi-square {excess:.1f} standard deviations too large"
+            assert excess < 4, (
+                f"one_hot={one_hot}, counts={counts}: chi-square {excess:.1f} standard deviations too large"
+            )
 
 
 def test_the_chi_square_test_sees_a_wrong_distribution():

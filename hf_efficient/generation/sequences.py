@@ -30,13 +30,20 @@ STATEFUL = (
 )
 
 
+def _kind(processor) -> str:
+    if type(processor) is processors_of.PrefixConstrainedLogitsProcessor:
+        return "constraint"
+    return "pointwise" if type(processor) in POINTWISE else "by length"
+
+
 class Sequences:
     """Prompts [batch, prompt_length] (left-padded, all rows equally wide) and their continuations of unequal length.
 
     `live` lists the rows still decoding (indices into the batch); every other argument called rows or starts is in the
     order of `live`. `generated[b]` counts the tokens of batch row b after its prompt. Processors and stopping criteria
     are called once for each distinct length, with the ids of the *whole* batch cut or right-padded to that length (as
-    plain generation pads finished rows), so that they see the row indices and shapes of plain generation.
+    plain generation pads finished rows), so that they see the row indices and shapes of plain generation; what they
+    answer for rows without a token at that length is not used.
 
     Args:
         input_ids: int64 [batch, prompt_length].
@@ -72,10 +79,8 @@ class Sequences:
         self.stopped_at: list[int | None] = [None] * self.batch_size  # length at which a row stopped
         self._index = torch.arange(self.batch_size, device=self.device)  # `live` on the device
 
-        self.processors = [
-            (every, list(group)) for every, group in groupby(processors, lambda p: type(p) in POINTWISE)
-        ]
-        self.processors_read_ids = any(not pointwise for pointwise, _ in self.processors)
+        self.processors = [(kind, list(group)) for kind, group in groupby(processors, _kind)]
+        self.processors_read_ids = any(kind != "pointwise" for kind, _ in self.processors)
         self.max_length = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
         self.eos = {int(t) for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten()}
         self.criteria = StoppingCriteriaList(
@@ -128,14 +133,18 @@ class Sequences:
         """Scores after the processors, float32 [rows, width, vocabulary]. `logits[:, i]` is for the token `offset + i`
         places after each row's last one; drafted tokens before it must have been written with `write`."""
         scores = logits.float()
-        for pointwise, group in self.processors:
-            if pointwise:
+        for kind, group in self.processors:
+            if kind == "pointwise":
                 flat = scores.flatten(0, 1)
                 for processor in group:
                     flat = processor(None, flat)
                 scores = flat.view_as(scores)
                 continue
             group, scores = LogitsProcessorList(group), scores.clone()
+            if kind == "constraint":
+                for processor in group:
+                    self._constrain(processor, scores, offset)
+                continue
             for length, places in self._places([scores.shape[1]] * len(self.live), offset).items():
                 live, position = zip(*places)
                 rows = [self.live[row] for row in live]
@@ -196,6 +205,19 @@ class Sequences:
             if collected is not None:
                 del collected[longest:]
         return self.tokens[:, : self.prompt_length + longest]
+
+    def _constrain(self, processor, scores: torch.Tensor, offset: int) -> None:
+        """`prefix_allowed_tokens_fn` on `scores` in place, row by row: it is asked only about ids that it allowed itself,
+        so it is not asked about what follows a drafted token that it excludes."""
+        allowed = processor._prefix_allowed_tokens_fn
+        for row, (b, length) in enumerate(zip(self.live, self.lengths)):
+            own = processors_of.PrefixConstrainedLogitsProcessor(lambda _, ids, b=b: allowed(b, ids), num_beams=1)
+            for position in range(scores.shape[1]) if self.unfinished(b) else ():
+                place = length + offset + position
+                scores[row, position] = own(self._ids(place)[b : b + 1], scores[row, position][None])[0]
+                drafted = self.tokens[b, place : place + 1]
+                if scores[row, position, drafted].isneginf().any():
+                    break
 
     def _places(self, counts: list[int], offset: int = 0) -> dict[int, list[tuple[int, int]]]:
         """length -> the (row, position) pairs whose token has that many tokens before it, shortest first."""
