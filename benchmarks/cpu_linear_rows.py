@@ -46,6 +46,7 @@ def measure(out_features: int, in_features: int) -> list[dict]:
         codes[:, ::2].contiguous(),
         torch.rand(groups).bfloat16(),
         torch.randint(0, 16, groups, dtype=torch.uint8),
+        4,
         64,
         in_features,
         torch.bfloat16,

@@ -104,6 +104,9 @@ class WeightOnlyConfig(QuantizationConfigMixin):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field}={getattr(self, field)!r} is not supported: it must be True or False")
 
+    def __eq__(self, other) -> bool:
+        return type(other) is type(self) and other.to_dict() == self.to_dict() and other.dequantize == self.dequantize
+
     def for_module(self, name: str) -> "WeightOnlyConfig | None":
         """The config of the module called `name`, with the first matching override applied; None: leave it as it is."""
         for pattern, fields in self.overrides.items():

@@ -50,6 +50,9 @@ class EfficientExperts(CompressedModule):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
 
+    def __reduce_ex__(self, protocol):
+        return _blank_experts, (type(self).__bases__[1],), self.__getstate__()
+
     def _expert_bias(self, name: str, expert: int) -> torch.Tensor | None:
         return getattr(self, name + "_bias")[expert] if self.has_bias else None
 
@@ -65,6 +68,12 @@ class EfficientExperts(CompressedModule):
 @functools.cache
 def _efficient_class(original: type) -> type:
     return type(f"Efficient{original.__name__}", (EfficientExperts, original), {"__module__": original.__module__})
+
+
+def _blank_experts(original: type) -> EfficientExperts:
+    """What copying and unpickling fill: an instance of the class that `compress_experts` makes of `original`."""
+    cls = _efficient_class(original)
+    return cls.__new__(cls)
 
 
 def compress_experts(module: nn.Module, format: AffineFormat) -> None:

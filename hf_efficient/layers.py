@@ -95,22 +95,26 @@ class CompressedModule(nn.Module):
             self._layouts[prefix] = layouts
             if layouts[0].replaces_qweight:
                 del self._parameters[prefix + "qweight"]  # gone, not None: PEFT asks hasattr
-                for index, layout in enumerate(layouts):
-                    suffix = "" if weight.experts is None else f"_{index}"
-                    for name, tensor in layout.tensors.items():
-                        self.register_buffer(prefix + name + suffix, tensor, persistent=False)
+                for name, tensor in self._layout_tensors(prefix).items():
+                    self.register_buffer(name, tensor, persistent=False)
 
     def restore_canonical(self) -> None:
         """Turns every layout back into canonical Parameters."""
-        for prefix, weight in self._compressed.items():
+        for prefix in self._compressed:
             if prefix + "qweight" not in self._parameters:
                 qweight = self.canonical(prefix)["qweight"]
                 self._parameters[prefix + "qweight"] = nn.Parameter(qweight, requires_grad=False)
-                for index, layout in enumerate(self._layouts[prefix]):
-                    suffix = "" if weight.experts is None else f"_{index}"
-                    for name in layout.tensors:
-                        delattr(self, prefix + name + suffix)
+                for name in self._layout_tensors(prefix):
+                    delattr(self, name)
         self._layouts = {}
+
+    def _layout_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Buffer name -> tensor of the layouts of a weight: registered, so that they are counted as this module's memory."""
+        return {
+            f"{prefix}{name}" if self._compressed[prefix].experts is None else f"{prefix}{name}_{index}": tensor
+            for index, layout in enumerate(self._layouts[prefix])
+            for name, tensor in layout.tensors.items()
+        }
 
     def _split(self, weight: CompressedWeight, dtype: torch.dtype, make):
         """`make` applied to the weight, or to that of each expert."""
@@ -153,6 +157,24 @@ class CompressedModule(nn.Module):
             name = weight.prefix + "qweight"
             if name not in self._parameters:
                 destination[prefix + name] = self.canonical(weight.prefix)["qweight"]
+
+    def __getstate__(self):
+        """Copies and pickles hold canonical tensors: another machine may want another layout."""
+        state = {
+            **self.__dict__,
+            "_parameters": dict(self._parameters),
+            "_buffers": dict(self._buffers),
+            "_layouts": {},
+        }
+        state["_non_persistent_buffers_set"] = set(self._non_persistent_buffers_set)
+        for prefix in self._layouts:
+            if prefix + "qweight" not in self._parameters:
+                qweight = nn.Parameter(self.canonical(prefix)["qweight"], requires_grad=False)
+                state["_parameters"][prefix + "qweight"] = qweight
+                for name in self._layout_tensors(prefix):
+                    del state["_buffers"][name]
+                    state["_non_persistent_buffers_set"].discard(name)
+        return state
 
     def _load_from_state_dict(self, *args, **kwargs):
         self.restore_canonical()
@@ -227,6 +249,9 @@ class EfficientLinear(CompressedModule, nn.Linear):
     def restore_canonical(self) -> None:
         self._layout = None
         super().restore_canonical()
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "_layout": None}
 
     def extra_repr(self) -> str:
         f = self.format

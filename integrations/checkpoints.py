@@ -50,10 +50,10 @@ def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions,
         )
 
 
-def save_beside_then_move(model) -> None:
-    """Makes `model.save_pretrained` write into a folder beside the target and move the files when all are written, so that
-    a save that fails leaves what was there. A push to the Hub keeps transformers' own way."""
-    model.save_pretrained = types.MethodType(_save_pretrained, model)
+def save_aside_then_move(model) -> None:
+    """Makes `model.save_pretrained` write into a folder of its own and move the files when all are written, so that a save
+    that fails leaves what was there. A push to the Hub keeps transformers' own way."""
+    model.save_pretrained = types.MethodType(save_pretrained, model)
 
 
 def restore_save(model) -> None:
@@ -61,24 +61,27 @@ def restore_save(model) -> None:
     model.__dict__.pop("save_pretrained", None)
 
 
-def _save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
+def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
+    """What `save_aside_then_move` installs; the name is the method's, by which pickle finds the class's own."""
     original = type(self).save_pretrained
     target = os.path.abspath(os.fspath(save_directory))
     if kwargs.get("push_to_hub") or not is_main_process or os.path.isfile(target):
         return original(self, save_directory, is_main_process, *args, **kwargs)
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    beside = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-", dir=os.path.dirname(target))
+    existed = os.path.isdir(target)
+    os.makedirs(target, exist_ok=True)
+    aside = tempfile.mkdtemp(prefix=".saving-", dir=target)  # inside: moving must not cross a file system
     try:
-        original(self, beside, is_main_process, *args, **kwargs)
-        os.makedirs(target, exist_ok=True)
-        written = os.listdir(beside)
-        weights = [name for name in written if name.endswith((".safetensors", ".safetensors.index.json"))]
+        original(self, aside, is_main_process, *args, **kwargs)
+        written = os.listdir(aside)
         for name in written:
-            os.replace(os.path.join(beside, name), os.path.join(target, name))
+            os.replace(os.path.join(aside, name), os.path.join(target, name))
+        weights = [name for name in written if name.endswith((".safetensors", ".safetensors.index.json"))]
         if weights:
             _remove_stale_weights(target, set(weights))
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        if not existed and not os.listdir(target):
+            os.rmdir(target)
 
 
 def _remove_stale_weights(target: str, written: set[str]) -> None:

@@ -215,7 +215,7 @@ class EfficientQuantizer(HfQuantizer):
                     for name in (*weight.names().values(), weight.prefix[:-1] or "weight"):
                         module._parameters[name].requires_grad_(False)
                 module.derive_layouts(module._parameters[weight.prefix[:-1] or "weight"].dtype)
-        checkpoints.save_beside_then_move(model)
+        checkpoints.save_aside_then_move(model)
         return model
 
     def _dequantize(self, model, dtype=None):

@@ -62,6 +62,7 @@ def test_json_round_trip_keeps_the_order_of_overrides():
     assert (back.bits, back.group_size, back.modules_to_not_convert) == (8, None, ["x"])
     assert "tokenizer" not in text and back.dequantize is False
     assert back.to_dict() == config.to_dict()
+    assert back != config and back == AutoQuantizationConfig.from_dict(json.loads(text)) != WeightOnlyConfig()
 
 
 def test_overrides_first_match_counts_and_inherits():

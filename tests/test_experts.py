@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -72,6 +73,16 @@ def test_experts_without_tokens_do_not_run(monkeypatch):
     )
     compressed(torch.randn(5, 64), index, weights)
     assert len(ran) == 4 and up[1] not in ran and up[2] not in ran
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_and_pickles(duplicate):
+    _, compressed, state = experts_of("qwen3_moe", FORMATS[0])
+    x, (index, weights) = torch.randn(5, 64), routed(5)
+    expected = compressed(x, index, weights)
+    other = duplicate(compressed)
+    assert type(other) is type(compressed) and torch.equal(other(x, index, weights), expected)
+    assert all(torch.equal(t, state[name]) for name, t in other.state_dict().items())
 
 
 def test_gradient_reaches_the_tokens():

@@ -6,7 +6,7 @@ from helpers import assert_close
 
 from hf_efficient.configs import available_methods
 from hf_efficient.formats import AffineFormat
-from hf_efficient.kernels import linear
+from hf_efficient.kernels import int4_layout
 from hf_efficient.kernels.linear import DequantizedLinear, Int4CpuLinear, Int8CpuLinear, TritonLinear, device_layout
 from hf_efficient.methods import get_method
 
@@ -117,7 +117,10 @@ CASES = [  # bits, group, symmetric, N, K, the layout that must take it
     (8, None, False, 64, 96, Int8CpuLinear),
     (8, 64, False, 16, 48, Int8CpuLinear),  # one short group is the row
     (8, -1, True, 64, 72, DequantizedLinear),  # torch's operator reads out of bounds
-    (8, 32, False, 64, 64, DequantizedLinear),
+    (8, 32, False, 64, 64, Int4CpuLinear),  # groups: two planes of 4 bits
+    (8, 64, True, 144, 576, Int4CpuLinear),
+    (8, 128, False, 48, 576, Int4CpuLinear),
+    (8, 32, False, 40, 64, DequantizedLinear),
 ]
 
 
@@ -155,10 +158,10 @@ def test_layouts_compute_the_product_and_turn_back(bits, group_size, symmetric, 
 
 
 def test_int4_layout_that_is_not_understood_is_not_used(monkeypatch):
-    monkeypatch.setattr(linear, "_int4_block", lambda: None)
-    linear._int4_layout_is_known.cache_clear()
+    monkeypatch.setattr(int4_layout, "block_rows", lambda: None)
+    int4_layout.layout_is_known.cache_clear()
     assert not Int4CpuLinear.supports(64, 64, 32, torch.bfloat16)
-    linear._int4_layout_is_known.cache_clear()
+    int4_layout.layout_is_known.cache_clear()
 
 
 @pytest.mark.parametrize("block", [64, 32, 16])
@@ -175,17 +178,17 @@ def test_int4_layout_is_inverted_for_any_block(block, monkeypatch):
 
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack_for_cpu", pack)
     caches = (
-        linear._int4_block,
-        linear._int4_layout_is_known,
-        linear._int4_nibble_rows,
-        linear._int4_row_runs,
+        int4_layout.block_rows,
+        int4_layout.layout_is_known,
+        int4_layout.nibble_rows,
+        int4_layout.row_runs,
     )
     try:
         for cache in caches:
             cache.cache_clear()
-        assert linear._int4_block() == block and linear._int4_layout_is_known(208)
+        assert int4_layout.block_rows() == block and int4_layout.layout_is_known(208)
         codes = torch.randint(16, (208, 64), dtype=torch.int32)
-        assert torch.equal(linear._unpack_int4_cpu(pack(codes, 2), 64), codes.to(torch.uint8))
+        assert torch.equal(int4_layout.unpack(pack(codes, 2), 64), codes.to(torch.uint8))
     finally:
         for cache in caches:
             cache.cache_clear()

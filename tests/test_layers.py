@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ from hf_efficient.methods import get_method
 
 
 INT4 = AffineFormat(4, 64, False)
-FORMATS = [INT4, AffineFormat(8, -1, True), AffineFormat(8, -1, False), AffineFormat(4, 48, False)]
+FORMATS = [
+    INT4,
+    AffineFormat(8, -1, True),
+    AffineFormat(8, -1, False),
+    AffineFormat(8, 64, False),
+    AffineFormat(4, 48, False),
+]
 
 
 def make(format=INT4, dtype=torch.bfloat16, bias=True, rows=96, columns=192):
@@ -93,6 +100,17 @@ def test_copies_and_loads_are_independent():
     changed = {k: (v ^ 255 if k == "qweight" else v) for k, v in state.items()}
     other.load_state_dict(changed)
     assert not torch.equal(other(x), y) and torch.equal(layer(x), y) and same(other.state_dict(), changed)
+
+
+def test_pickle_holds_canonical_tensors():
+    """A layout is for one instruction set, a pickle may be opened on another."""
+    layer, dense, state = make()
+    x = torch.randn(2, 192).bfloat16()
+    y = layer(x)
+    assert any("packed" in name for name, _ in layer.named_buffers())
+    other = pickle.loads(pickle.dumps(layer))
+    assert not list(other.buffers()) and same(other.state_dict(), state)
+    assert torch.equal(other(x), y) and torch.equal(layer(x), y)
 
 
 @pytest.mark.parametrize("rows", [3, INT4_NATIVE_ROWS + 1])

@@ -1,7 +1,9 @@
 """The whole way of a model: from_pretrained quantizes, generate runs, save_pretrained and reload give the same bits."""
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -281,6 +283,15 @@ def test_peak_memory_is_the_quantized_model_and_one_weight(folder, tmp_path):
     print(f"peak {peak >> 20} MiB, quantized {size >> 20}, dense {dense >> 20}")
     assert size < 0.42 * dense, f"{size / dense:.3f}"
     assert peak < size + largest + constant < 0.75 * dense, f"peak {peak >> 20} MiB, quantized {size >> 20} MiB"
+
+
+def test_a_loaded_model_can_be_copied_and_pickled(folder, tmp_path):
+    model = load(folder("mixtral"), **INT4)
+    before = logits(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(other), before)
+        other.save_pretrained(tmp_path / "copy")
+        assert torch.equal(logits(load(tmp_path / "copy")), before)
 
 
 def test_experts_are_compressed_too(folder):

@@ -7,10 +7,10 @@ Canonical tensors (what is saved) of a weight [N, K] in `bits` bits: `qweight` u
 `device_layout` turns them into what the fastest operator of a device reads, and that back, bit for bit.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
+
+from hf_efficient.kernels import int4_layout
 
 
 # Beyond these numbers of rows (tokens) dequantizing the weight for one ordinary matmul beats torch's native operators.
@@ -21,7 +21,6 @@ INT8_NATIVE_ROWS = 24
 _ELEMENTS_AT_ONCE = (
     1 << 20
 )  # of a weight that is dequantized: a larger temporary costs more in page faults than it saves
-_INT4_GROUPS = (256, 128, 64, 32)  # what torch's CPU int4 operator accepts
 _int4_mm = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 _int8_mm = torch.ops.aten._weight_int8pack_mm.default
 
@@ -136,61 +135,84 @@ class Int8CpuLinear(_PackedLinear):
 
 
 class Int4CpuLinear(_PackedLinear):
-    """Codes in the order of torch's CPU int4 operator, which depends on the instruction set: blocks of rows, in each block
-    the nibbles of `block` rows for one column after another. Groups the operator does not know become several it does."""
+    """Codes in the order of torch's CPU int4 operator (see `int4_layout`). Groups the operator does not know become several
+    it does. 8-bit codes are two planes of 4 bits, `w = 16 * scale * high + scale * low + zero`: twice the operator, which
+    still beats everything else torch has for 8 bits in groups."""
 
     native_rows = INT4_NATIVE_ROWS
 
-    def __init__(self, qweight, scale, zero_point, group_size, in_features, dtype):
-        self.out_features, self.in_features, self.dtype = qweight.shape[0], in_features, dtype
-        self.group = _native_int4_group(group_size, in_features)
-        codes = unpack_codes(qweight, 4, in_features)
-        self.packed = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 2)
-        scale = scale.float()
-        zero = (8.0 - (8.0 if zero_point is None else zero_point.float())) * scale
-        groups = in_features // self.group
-        both = torch.stack([scale, zero.expand_as(scale)], -1)  # [N or 1, G, 2]
-        if both.shape[1] > 1:
-            both = both.repeat_interleave(group_size // self.group, 1)[:, :groups]
-        both = both.expand(self.out_features, groups, 2).transpose(0, 1)
-        self.scale_zero = both.contiguous().to(dtype)  # [K / group, N, 2]: w = (code - 8) * scale + zero
-        self.tensors = {"packed": self.packed, "packed_scale": self.scale_zero}
+    def __init__(self, qweight, scale, zero_point, bits, group_size, in_features, dtype):
+        self.out_features, self.in_features, self.dtype, self.bits = qweight.shape[0], in_features, dtype, bits
+        self.group = int4_layout.native_group(group_size, in_features)
+        codes = unpack_codes(qweight, bits, in_features)
+        planes = [codes] if bits == 4 else [codes >> 4, codes & 15]
+        scale = self._native_groups(scale.float(), group_size)
+        if zero_point is None:
+            zero_point = torch.full_like(scale, 2 ** (bits - 1))
+        else:
+            zero_point = self._native_groups(zero_point.float(), group_size)
+        centre = sum(8 * 16**digit for digit in range(len(planes)))  # the operator subtracts 8 from each plane
+        rest = (centre - zero_point) * scale
+        self.planes, self.tensors = [], {}
+        for index, plane in enumerate(planes):
+            packed = torch._convert_weight_to_int4pack_for_cpu(plane.int(), 2)
+            zero = rest.to(dtype)
+            rest = rest - zero.float()  # what the rounding lost; the low plane, if there is one, adds it
+            scale_zero = torch.stack([(scale * 16 ** (len(planes) - 1 - index)).to(dtype), zero], -1)
+            self.planes.append((packed, scale_zero))  # w = (code - 8) * scale + zero, [K / group, N, 2]
+            self.tensors |= {f"packed{index or ''}": packed, f"packed_scale{index or ''}": scale_zero}
+
+    def _native_groups(self, values: torch.Tensor, group_size: int | None) -> torch.Tensor:
+        """float [N or 1, G] -> contiguous [K / group, N] with the operator's groups."""
+        groups = self.in_features // self.group
+        if values.shape[1] > 1:
+            values = values.repeat_interleave(group_size // self.group, 1)[:, :groups]
+        return values.expand(self.out_features, groups).t().contiguous()
 
     @staticmethod
     def supports(out_features, in_features, group_size, dtype) -> bool:
         return (
             out_features % 16 == 0
-            and _native_int4_group(group_size, in_features) is not None
+            and int4_layout.native_group(group_size, in_features) is not None
             and dtype in (torch.bfloat16, torch.float16, torch.float32)
-            and _int4_layout_is_known(out_features)
+            and int4_layout.layout_is_known(out_features)
         )
 
     def native(self, x):
-        return _int4_mm(x, self.packed, self.group, self.scale_zero)
+        packed, scale_zero = self.planes[0]
+        y = _int4_mm(x, packed, self.group, scale_zero)
+        for packed, scale_zero in self.planes[1:]:
+            y += _int4_mm(x, packed, self.group, scale_zero)
+        return y
 
-    def _dequantized_blocks(self):
-        """Rows (first, last) and their weight [blocks, K, block] in nibble order, few enough at a time for the cache."""
-        for start, end, block in _int4_runs(self.out_features):
+    def _slices(self):
+        """(first row, last row + 1, block, weight [blocks, K, block] in nibble order), few enough at a time for the cache."""
+        for start, end, block in int4_layout.block_runs(self.out_features):
             step = block * max(1, _ELEMENTS_AT_ONCE // (block * self.in_features))
             for first in range(start, end, step):
                 last = min(end, first + step)
-                bytes_ = self.packed.view(-1)[first * self.in_features // 2 : last * self.in_features // 2]
-                bytes_ = bytes_.view(-1, self.in_features, block // 2)
-                weight = bytes_.new_empty(len(bytes_), self.in_features, 2, block // 2, dtype=self.dtype)
-                for half, codes in enumerate((bytes_ & 15, bytes_ >> 4)):
-                    weight[:, :, half].copy_(codes.view(torch.int8).sub_(8))
-                scale_zero = self.scale_zero[:, first:last].unflatten(1, (-1, block))
-                if _int4_row_runs(block)[0] != block:
-                    scale_zero = scale_zero[:, :, _int4_nibble_rows(block)]
-                scale, zero = scale_zero.permute(3, 1, 0, 2).unsqueeze(3).contiguous()  # [blocks, K / group, 1, block]
-                weight = weight.view(len(bytes_), -1, self.group, block)
-                torch.addcmul(zero, weight, scale, out=weight)
-                yield first, last, block, weight.view(-1, self.in_features, block)
+                weight = self._plane_slice(*self.planes[0], first, last, block)
+                for plane in self.planes[1:]:
+                    weight += self._plane_slice(*plane, first, last, block)
+                yield first, last, block, weight
+
+    def _plane_slice(self, packed, scale_zero, first, last, block):
+        bytes_ = packed.view(-1)[first * self.in_features // 2 : last * self.in_features // 2]
+        bytes_ = bytes_.view(-1, self.in_features, block // 2)
+        weight = bytes_.new_empty(len(bytes_), self.in_features, 2, block // 2, dtype=self.dtype)
+        for half, codes in enumerate((bytes_ & 15, bytes_ >> 4)):
+            weight[:, :, half].copy_(codes.view(torch.int8).sub_(8))
+        scale_zero = scale_zero[:, first:last].unflatten(1, (-1, block))
+        if int4_layout.row_runs(block)[0] != block:
+            scale_zero = scale_zero[:, :, int4_layout.nibble_rows(block)]
+        scale, zero = scale_zero.permute(3, 1, 0, 2).unsqueeze(3).contiguous()  # [blocks, K / group, 1, block] each
+        weight = weight.view(len(bytes_), -1, self.group, block)
+        return torch.addcmul(zero, weight, scale, out=weight).view(-1, self.in_features, block)
 
     def many_rows(self, x):
         y = x.new_empty(x.shape[0], self.out_features)
-        for first, last, block, weight in self._dequantized_blocks():
-            run, order = _int4_row_runs(block)
+        for first, last, block, weight in self._slices():
+            run, order = int4_layout.row_runs(block)
             blocks = torch.matmul(x, weight).transpose(0, 1)  # [rows, blocks, block], columns in nibble order
             if run != block:
                 blocks = blocks.unflatten(-1, (-1, run))[:, :, order].flatten(2)
@@ -198,85 +220,16 @@ class Int4CpuLinear(_PackedLinear):
         return y
 
     def dequantize(self):
-        weight = self.packed.new_empty(self.out_features, self.in_features, dtype=self.dtype)
-        for first, last, block, chunk in self._dequantized_blocks():
-            rows = torch.argsort(_int4_nibble_rows(block))
-            weight[first:last] = chunk[:, :, rows].transpose(1, 2).flatten(0, 1)
+        weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
+        for first, last, block, slice_ in self._slices():
+            rows = torch.argsort(int4_layout.nibble_rows(block))
+            weight[first:last] = slice_[:, :, rows].transpose(1, 2).flatten(0, 1)
         return weight
 
     def qweight(self) -> torch.Tensor:
         """The canonical qweight."""
-        return pack_codes(_unpack_int4_cpu(self.packed, self.in_features), 4)
-
-
-def _native_int4_group(group_size: int | None, in_features: int) -> int | None:
-    """The largest group of the native operator that divides the row and whose borders include those of `group_size`."""
-    whole_row = group_size is None or group_size == -1 or group_size >= in_features
-    for group in _INT4_GROUPS:
-        if in_features % group == 0 and (whole_row or group_size % group == 0):
-            return group
-    return None
-
-
-@functools.cache
-def _int4_block() -> int | None:
-    """Rows of a block in torch's packed int4 layout on this machine, None if the layout is none that is understood."""
-    for block in (64, 32, 16):
-        rows = 2 * block + 16
-        codes = torch.randint(16, (rows, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-        packed = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
-        if torch.equal(_unpack_int4_cpu(packed, 64, block), codes.to(torch.uint8)):
-            return block
-    return None
-
-
-@functools.cache
-def _int4_layout_is_known(rows: int) -> bool:
-    """Whether codes of so many rows come back from the packed layout bit for bit (tried once a height)."""
-    if _int4_block() is None:
-        return False
-    codes = torch.randint(16, (rows, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
-    packed = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
-    return torch.equal(_unpack_int4_cpu(packed, 64), codes.to(torch.uint8))
-
-
-@functools.cache
-def _int4_nibble_rows(block: int) -> torch.Tensor:
-    """int64 [block]: the row within a block of each nibble of one column, all low nibbles first. Found by packing the
-    digits of the row numbers, so it holds for any instruction set."""
-    digits = []
-    for shift in (0, 4):
-        codes = (torch.arange(block, dtype=torch.int32) >> shift & 15)[:, None].expand(block, 2).contiguous()
-        packed = torch._convert_weight_to_int4pack_for_cpu(codes, 2).view(-1)[: block // 2]
-        digits.append(torch.cat((packed & 15, packed >> 4)).long())
-    return digits[0] + 16 * digits[1]
-
-
-@functools.cache
-def _int4_row_runs(block: int) -> tuple[int, torch.Tensor]:
-    """(length of the runs of neighbouring rows in nibble order, where each run comes from)."""
-    rows = _int4_nibble_rows(block)
-    run = block
-    while not (rows.view(-1, run).diff(dim=1) == 1).all():
-        run = next(length for length in range(run - 1, 0, -1) if block % length == 0)
-    return run, torch.argsort(rows.view(-1, run)[:, 0])
-
-
-def _int4_runs(rows: int, block: int | None = None) -> list[tuple[int, int, int]]:
-    """(first row, last row + 1, block) of the runs of equal blocks: the full blocks, then the rest."""
-    block = block or _int4_block()
-    full = rows // block * block
-    return [run for run in ((0, full, block), (full, rows, rows - full)) if run[1] > run[0]]
-
-
-def _unpack_int4_cpu(packed: torch.Tensor, in_features: int, block: int | None = None) -> torch.Tensor:
-    """torch's packed layout -> uint8 codes [N, K]."""
-    runs = []
-    for first, last, size in _int4_runs(packed.numel() * 2 // in_features, block):
-        bytes_ = packed.view(-1)[first * in_features // 2 : last * in_features // 2].view(-1, in_features, size // 2)
-        nibbles = torch.cat((bytes_ & 15, bytes_ >> 4), -1)[:, :, torch.argsort(_int4_nibble_rows(size))]
-        runs.append(nibbles.transpose(1, 2).reshape(-1, in_features))
-    return torch.cat(runs)
+        planes = [int4_layout.unpack(packed, self.in_features) for packed, _ in self.planes]
+        return pack_codes(planes[0], 4) if self.bits == 4 else planes[0] << 4 | planes[1]
 
 
 class TritonLinear(_PackedLinear):
@@ -337,8 +290,8 @@ def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, 
     if qweight.device.type == "cpu":
         if bits == 8 and Int8CpuLinear.supports(out_features, in_features, group_size, dtype):
             return Int8CpuLinear(qweight, scale, zero_point, dtype)
-        if bits == 4 and Int4CpuLinear.supports(out_features, in_features, group_size, dtype):
-            return Int4CpuLinear(qweight, scale, zero_point, group_size, in_features, dtype)
+        if Int4CpuLinear.supports(out_features, in_features, group_size, dtype):
+            return Int4CpuLinear(qweight, scale, zero_point, bits, group_size, in_features, dtype)
     return DequantizedLinear(
         qweight, scale, zero_point, bits=bits, group_size=group_size, in_features=in_features, dtype=dtype
     )
