@@ -2,11 +2,12 @@
 
     python benchmarks/gpu_kernels.py [--only linear|attention] [--quick] [--output benchmarks/results/gpu_kernels.json]
 
-Every case is first checked against the float32 reference, then timed by replaying a CUDA graph of calls that rotate over
-copies of the weights (or of keys and values) of more than 200 MB together, so that nothing is found in the L2 cache; data is
-random. Times are the median, the smallest and the largest of 15 replays, in microseconds a call. In the same run: the
-bandwidth of a device copy (bytes read plus bytes written) and the rate of a bf16 matrix product 8192^3, beside which GB/s and
-TFLOP/s are to be read. A case that fails or is wrong is recorded as such, and the exit status is then 1.
+Every case is first checked against the float32 reference, then timed by replaying a CUDA graph of calls that rotate
+over copies of the weights (or of keys and values) of more than 200 MB together, so that nothing is found in the L2
+cache; data is random. Times are the median, the smallest and the largest of 15 replays, in microseconds a call. In the
+same run: the bandwidth of a device copy (bytes read plus bytes written) and the rate of a bf16 matrix product 8192^3,
+beside which GB/s and TFLOP/s are to be read. A case that fails or is wrong is recorded as such, and the exit status is
+then 1.
 """
 
 import argparse
@@ -88,7 +89,8 @@ def limits() -> dict:
 
 
 def record(results: list, case: dict, call, variants: int, bytes_: float, flops: float, check=None, allowed=1e-2):
-    """Checks (`check()` is the error against the reference; peers have none) and times one case, prints and appends it."""
+    """Checks (`check()` is the error against the reference; peers have none) and times one case, prints and appends
+    it."""
     line = dict(case)
     try:
         if check is not None:

@@ -1,5 +1,5 @@
-"""efficient_linear's kernels compiled for GPUs that are not here: they build, nothing spills, and the machine code has the loads
-and matrix instructions it was written for."""
+"""efficient_linear's kernels compiled for GPUs that are not here: they build, nothing spills, and the machine code has
+the loads and matrix instructions it was written for."""
 
 import re
 
@@ -17,7 +17,8 @@ MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "tcgen05.mma"
 
 
 def compile_linear(kernel, tile, target, dtype="bf16", bits=4, group=64, asymmetric=True, **constants):
-    """As weight_only_linear launches it for even K, with bias, K split; `constants` replaces run-time arguments by values."""
+    """As weight_only_linear launches it for even K, with bias, K split; `constants` replaces run-time arguments by
+    values."""
     types = {
         "x_ptr": f"*{dtype}",
         "packed_ptr": "*i32",
@@ -56,8 +57,8 @@ def test_four_bits(target, kernel, tile, dtype):
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("bits, group", [(4, 32), (4, 64), (4, 0), (8, 32), (8, 128)])
 def test_weights_go_straight_to_the_registers_of_hopper_matrix_instructions(bits, group, asymmetric):
-    """In the loop over K nothing is written to shared memory but by the asynchronous copies, nothing moves between lanes, and
-    there are the two barriers of the pipeline."""
+    """In the loop over K nothing is written to shared memory but by the asynchronous copies, nothing moves between
+    lanes, and there are the two barriers of the pipeline."""
     compiled = compile_linear(*FEW, "sm_90", bits=bits, group=group, asymmetric=asymmetric)
     assert compiled.local_bytes == 0
     loop = main_loop(compiled.machine_code)

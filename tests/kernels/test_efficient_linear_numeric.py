@@ -8,12 +8,14 @@ from hf_efficient.kernels import efficient_linear
 from hf_efficient.kernels.efficient_linear import launch_configs, weight_only
 
 
-# (out_features, in_features): odd columns, a short last group, rows that fill no tile, K split over programs (1100), one element
+# (out_features, in_features): odd columns, a short last group, rows that fill no tile, K split over programs (1100),
+# one element
 SHAPES = [(40, 200), (17, 333), (70, 1100), (64, 576), (1, 1)]
 
 # dtype -> (rms error ratio, largest error relative to the largest output). Inside, products are exact and added in
-# float32, so the error is that of rounding the output: half a unit in the last place, at most 2^-11 in float16 and 2^-8 in
-# bfloat16 (a whole unit, 2^-7, in the interpreter, which truncates), and 2^-24 times the terms of the sum in float32.
+# float32, so the error is that of rounding the output: half a unit in the last place, at most 2^-11 in float16 and
+# 2^-8 in bfloat16 (a whole unit, 2^-7, in the interpreter, which truncates), and 2^-24 times the terms of the sum in
+# float32.
 BFLOAT16 = 2**-7 if weight_only.INTERPRETED else 2**-8
 TOLERANCES = {torch.float16: (4e-4, 2**-10), torch.bfloat16: (BFLOAT16, BFLOAT16), torch.float32: (2e-6, 1e-5)}
 REASON = "only the output is rounded"

@@ -37,8 +37,8 @@ def plane(
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Codes of matrix instruction J minus zero points: words [C T, 128] -> DTYPE [C T, 128, 2]. UPCAST: the arithmetic is
-    done in float32 (the interpreter has none in bfloat16)."""
+    """Codes of matrix instruction J minus zero points: words [C T, 128] -> DTYPE [C T, 128, 2]. UPCAST: the arithmetic
+    is done in float32 (the interpreter has none in bfloat16)."""
     MASK: tl.constexpr = 0x000F000F if BITS == 4 else 0x00FF00FF
     CENTRE: tl.constexpr = 1 << BITS if ASYMMETRIC else 1 << (BITS - 1)
     word = (words >> (BITS * J)) & MASK
@@ -97,13 +97,14 @@ def unpack(
 
 
 # The shapes below are chosen for the layout that the compiler gives a load of such a shape: 32 lanes by 4 words, warps
-# over tiles. In three or four dimensions Triton 3.6 and 3.7 order the dimensions differently, and the weights would have
-# to change lanes.
+# over tiles. In three or four dimensions Triton 3.6 and 3.7 order the dimensions differently, and the weights would
+# have to change lanes.
 
 
 @triton.jit
 def load_words(packed_ptr, first_tile, tiles, words_in_tile, chunk, C: tl.constexpr, T: tl.constexpr):
-    """C chunks of T tiles, from tile first_tile (the last of `tiles` again where there are fewer): int32 [C T, 128]."""
+    """C chunks of T tiles, from tile first_tile (the last of `tiles` again where there are fewer): int32 [C T,
+    128]."""
     index = tl.arange(0, C * T)
     tile = tl.minimum(first_tile + index % T, tiles - 1).to(tl.int64)
     at = packed_ptr + (tile * words_in_tile + (chunk + index // T) * 128)[:, None]

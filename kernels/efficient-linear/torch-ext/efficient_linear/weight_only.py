@@ -143,7 +143,8 @@ def weight_only_linear(
     multiplies. Results do not depend on the order in which programs run; no synchronisation, so it can be captured in
     a CUDA graph. float32 products use no TF32.
 
-    x and bias may require grad (the backward pass dequantizes the weight and multiplies with torch); the scale may not.
+    x and bias may require grad (the backward pass dequantizes the weight and multiplies with torch); the scale may
+    not.
 
     Raises TypeError for dtypes, ValueError for shapes, strides, devices, bits and group sizes that are not served, and
     RuntimeError when scale requires grad while grad is enabled.

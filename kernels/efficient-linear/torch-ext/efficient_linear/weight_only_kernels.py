@@ -240,8 +240,8 @@ def many_tokens_kernel(
     BLOCK_M: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid (token blocks, row blocks): token blocks of one row block are neighbours in time, so that its packed weights
-    are read from memory once and then found in the L2 cache."""
+    """Grid (token blocks, row blocks): token blocks of one row block are neighbours in time, so that its packed
+    weights are read from memory once and then found in the L2 cache."""
     token_block, row_block = tl.program_id(0), tl.program_id(1)
     result = accumulate(
         x_ptr,
