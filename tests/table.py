@@ -33,9 +33,8 @@ SPECULATION = {
 }
 
 # (architecture, attention) -> the error, as a pattern; transformers' own refusals are listed too
+_NO_SDPA = "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention"
 REFUSALS = {
-    (
-        "gpt_oss",
-        "sdpa",
-    ): "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention",
+    ("gemma2", "sdpa"): _NO_SDPA,
+    ("gpt_oss", "sdpa"): _NO_SDPA,
 }

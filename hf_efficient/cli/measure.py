@@ -82,14 +82,18 @@ def measure(variant: dict, progress: bool) -> dict:
 
 
 def _speed(model, inputs: dict, variant: dict, progress: bool, **options) -> dict:
-    def generate(tokens: int):
-        if variant["efficient"]:
-            from hf_efficient import PagedCache
+    from hf_efficient import PagedCache
 
-            options["past_key_values"] = PagedCache(model.config)
+    def generate(tokens: int):
+        cache = {}
+        if (
+            variant["efficient"] and not options
+        ):  # speculation makes a PagedCache of its own, which finished rows leave
+            cache["past_key_values"] = PagedCache(model.config)
         return model.generate(
             **inputs,
             **options,
+            **cache,
             do_sample=False,
             max_new_tokens=tokens,
             min_new_tokens=tokens,
