@@ -36,7 +36,11 @@ class EfficientQuantizer(HfQuantizer):
 
     requires_calibration = False
     is_trainable = True  # adapters; the compressed weights are frozen
-    is_compileable = True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile the model by itself: not with experts, which read token counts back."""
+        return all(weight.experts is None for weight, _ in self._weights.values())
 
     def is_serializable(self) -> bool:
         return True

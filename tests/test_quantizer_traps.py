@@ -135,15 +135,16 @@ def test_t3_nothing_compressed_is_trainable(plain, saved, tmp_path):
                     assert all(name in module.state_dict() for name in weight.names().values())
 
 
-def test_t5_a_tied_head_is_kept_unless_asked_for(plain, tmp_path):
-    kept = load(plain("llama_tied"), **INT4)
-    assert type(kept.lm_head) is nn.Linear and kept.lm_head.weight is kept.model.embed_tokens.weight
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+def test_t5_a_tied_head_is_kept_unless_asked_for(name, plain, tmp_path):
+    kept = load(plain(name), **INT4)
+    assert type(kept.lm_head) is nn.Linear and kept.lm_head.weight is kept.get_input_embeddings().weight
     kept.save_pretrained(tmp_path / "kept")
     assert torch.equal(logits(load(tmp_path / "kept")), logits(kept))
 
-    asked = load(plain("llama_tied"), **INT4, quantize_lm_head=True)
-    assert type(asked.lm_head) is EfficientLinear and type(asked.model.embed_tokens) is nn.Embedding
-    embedding = asked.model.embed_tokens.weight
+    asked = load(plain(name), **INT4, quantize_lm_head=True)
+    assert type(asked.lm_head) is EfficientLinear and type(asked.get_input_embeddings()) is nn.Embedding
+    embedding = asked.get_input_embeddings().weight
     step = asked.lm_head.scale.max().item()
     assert (asked.lm_head.dequantized() - embedding).abs().max() <= 0.51 * step, "the head is the embedding, rounded"
     asked.save_pretrained(tmp_path / "asked")
