@@ -1,4 +1,4 @@
-"""Tile sizes by head dim, dtype and GPU: one table, no autotuning. Also what the launchers ask about the device."""
+"""Tile sizes by head dim, dtype and maker of the GPU: one table, no autotuning. Also what the launchers ask about the device."""
 
 import contextlib
 from dataclasses import dataclass, replace
@@ -15,52 +15,61 @@ class Config:
     num_stages: int
 
 
-# (largest head dim, bytes an element) -> configuration, for GPUs with much shared memory (A100, H100, B200) ...
+# backend -> (largest head dim, bytes an element) -> configuration. NVIDIA: as large as fits the registers of sm_80 and sm_90
+# without spills. AMD (gfx942): 64 KiB of shared memory a block and wavefronts of 64 threads.
 _FORWARD = {
-    (64, 2): Config(128, 64, 4, 3),
-    (128, 2): Config(128, 64, 8, 3),
-    (256, 2): Config(64, 32, 4, 2),
-    (64, 4): Config(32, 32, 4, 2),
-    (128, 4): Config(32, 32, 4, 2),
-    (256, 4): Config(16, 16, 4, 2),
+    "nvidia": {
+        (64, 2): Config(128, 64, 8, 3),
+        (128, 2): Config(128, 64, 8, 3),
+        (256, 2): Config(64, 32, 8, 2),
+        (64, 4): Config(32, 32, 4, 2),
+        (128, 4): Config(32, 16, 4, 2),
+        (256, 4): Config(16, 16, 4, 2),
+    },
+    "amd": {
+        (64, 2): Config(128, 32, 4, 2),
+        (128, 2): Config(128, 32, 4, 2),
+        (256, 2): Config(64, 32, 4, 1),
+        (64, 4): Config(32, 32, 4, 2),
+        (128, 4): Config(32, 32, 4, 2),
+        (256, 4): Config(16, 16, 4, 2),
+    },
 }
 _DECODE = {
-    (64, 2): Config(64, 64, 4, 3),
-    (128, 2): Config(64, 64, 4, 3),
-    (256, 2): Config(32, 32, 4, 2),
-    (64, 4): Config(32, 32, 4, 2),
-    (128, 4): Config(32, 32, 4, 2),
-    (256, 4): Config(16, 16, 4, 2),
+    "nvidia": {
+        (64, 2): Config(64, 64, 4, 3),
+        (128, 2): Config(64, 64, 4, 3),
+        (256, 2): Config(32, 32, 4, 2),
+        (64, 4): Config(32, 32, 4, 2),
+        (128, 4): Config(16, 16, 4, 2),
+        (256, 4): Config(16, 16, 4, 2),
+    },
+    "amd": {
+        (64, 2): Config(64, 32, 4, 2),
+        (128, 2): Config(64, 32, 4, 2),
+        (256, 2): Config(32, 32, 4, 2),
+        (64, 4): Config(32, 32, 4, 2),
+        (128, 4): Config(32, 16, 4, 2),
+        (256, 4): Config(16, 16, 4, 2),
+    },
 }
-# ... and what shrinks on the others (gfx942 has 64 KiB a block, consumer GPUs 99 KiB).
-_SMALL_SHARED_MEMORY = {(128, 2): {"num_stages": 1}}
 
 
-def _lookup(table: dict, device: torch.device, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
+def _lookup(table: dict, dtype: torch.dtype, head_dim: int, rows: int, backend: str | None) -> Config:
     bucket = next(limit for limit in (64, 128, 256) if head_dim <= limit), dtype.itemsize
-    config = table[bucket]
-    if shared_memory(device) < 128 * 1024:
-        config = replace(config, num_stages=min(2, config.num_stages))
-    block_m = min(config.block_m, max(16, triton.next_power_of_2(rows)))
-    return replace(config, block_m=block_m, num_warps=4 if block_m <= 64 else config.num_warps)
+    config = table[backend or ("amd" if torch.version.hip else "nvidia")][bucket]
+    block_m = max(16, triton.next_power_of_2(rows))
+    return config if block_m >= config.block_m else replace(config, block_m=block_m, num_warps=4)
 
 
-def forward_config(device: torch.device, dtype: torch.dtype, head_dim: int, queries: int) -> Config:
+def forward_config(dtype: torch.dtype, head_dim: int, queries: int, backend: str | None = None) -> Config:
     """For `forward_kernel`; head_dim is the larger of key and value head dim, queries the longest row."""
-    return _lookup(_FORWARD, device, dtype, head_dim, queries)
+    return _lookup(_FORWARD, dtype, head_dim, queries, backend)
 
 
-def decode_config(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
+def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | None = None) -> Config:
     """For `decode_kernel`; rows is queries times query heads per key head."""
-    return _lookup(_DECODE, device, dtype, head_dim, rows)
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory one block can have (the interpreter: as an H100)."""
-    if device.type != "cuda":
-        return 227 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
+    return _lookup(_DECODE, dtype, head_dim, rows, backend)
 
 
 def processors(device: torch.device) -> int:

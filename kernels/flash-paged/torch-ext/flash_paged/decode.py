@@ -211,7 +211,7 @@ def attend_few(
     if out.numel() == 0:
         return out
     group = heads // kv_heads
-    config = decode_config(q.device, q.dtype, max(head_dim, value_dim), queries * group)
+    config = decode_config(q.dtype, max(head_dim, value_dim), queries * group)
     tiles = triton.cdiv(queries * group, config.block_m)
     paged = block_table is not None
     capacity = block_table.shape[1] * k.shape[1] if paged else k.shape[1]

@@ -215,7 +215,7 @@ def attend(
     rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if out.numel() == 0 or rows == 0 or max_seqlen_q == 0:
         return out
-    config = forward_config(q.device, q.dtype, max(head_dim, value_dim), max_seqlen_q)
+    config = forward_config(q.dtype, max(head_dim, value_dim), max_seqlen_q)
     tiles = triton.cdiv(max_seqlen_q, config.block_m)
     scale, cap = score_scales(softmax_scale, softcap)
     paged = block_table is not None
