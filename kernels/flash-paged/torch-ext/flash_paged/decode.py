@@ -177,10 +177,10 @@ def combine_kernel(
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for start in tl.range(0, splits, STEP):
         part = start + tl.arange(0, STEP)
-        lse = tl.load(partial_lse + index * splits + part, mask=part < splits, other=float("-inf"))
-        inside = (lse > float("-inf"))[:, None] & (column < VALUE_DIM)[None, :]
+        part_lse = tl.load(partial_lse + index * splits + part, mask=part < splits, other=float("-inf"))
+        inside = (part_lse > float("-inf"))[:, None] & (column < VALUE_DIM)[None, :]
         pointers = partial + ((index * splits + part) * VALUE_DIM)[:, None] + column[None, :]
-        acc += tl.sum(tl.load(pointers, mask=inside, other=0.0) * tl.exp2(lse - maximum)[:, None], 0)
+        acc += tl.sum(tl.load(pointers, mask=inside, other=0.0) * tl.exp2(part_lse - maximum)[:, None], 0)
     acc = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out + index * VALUE_DIM + column, acc.to(out.dtype.element_ty), mask=column < VALUE_DIM)
 
