@@ -9,8 +9,6 @@ from hf_efficient.kernels.flash_paged import cache_write, config, decode, forwar
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-# gfx942 keeps a few bytes of lane state in scratch at some sizes (no vector register is spilled): up to 24 bytes a thread.
-ALLOWED_LOCAL = {"sm_80": 0, "sm_90": 0, "sm_100": 0, "gfx942": 24}
 
 
 def build(kernel, arguments, constexprs, pointers, target, tile):
@@ -60,7 +58,7 @@ def attention(target, kernel, dim, dtype="bf16", page_size=0, rows=999, options=
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_forward(page_size, dim, target):
     compiled = attention(target, forward.forward_kernel, dim, page_size=page_size, packed=page_size > 0)
-    assert compiled.local_bytes <= ALLOWED_LOCAL[target], compiled
+    assert compiled.local_bytes == 0, compiled
     assert compiled.count(MATRIX_INSTRUCTION[target]) > 0
     assert compiled.shared <= (64 if target == "gfx942" else 160) * 1024
     if target == "sm_90":
