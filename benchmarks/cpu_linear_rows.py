@@ -9,6 +9,7 @@ INT4_NATIVE_ROWS and INT8_NATIVE_ROWS in that module come from it.
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -91,7 +92,12 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     result = {
         "question": "microseconds (median) of a linear layer on CPU: torch's native operator or dequantize and matmul",
-        "hardware": {"cpu": model, "threads": options.threads, "machine": platform.machine(), "shared": True},
+        "hardware": {
+            "cpu": model,
+            "threads": options.threads,
+            "machine": platform.machine(),
+            "load_average": os.getloadavg(),
+        },
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "commit": commit,
         "command": " ".join(["python", *sys.argv]),
