@@ -13,7 +13,7 @@ from hf_efficient.cache.paged_cache import PAGES
 from hf_efficient.kernels import attention
 
 
-_SUPPORTED = "transformers 5.17 to 5.23"
+_SUPPORTED = "transformers 5.23"
 _PLAIN_MASKS = {  # the mask patterns that a flash kernel expresses, by where transformers defines them
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -185,23 +185,10 @@ def _answer_for_our_names(original, utils):
     return _lazy_imports
 
 
-def _has_paged_names() -> bool:
-    """Older transformers look for a second attention function for continuous batching, which this one is not."""
-    from transformers import AttentionInterface
-
-    return "paged|flash_attention_2" in AttentionInterface._global_mapping
-
-
 def _allow_our_names(original):
     @functools.wraps(original)
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         compatible = getattr(self, "_compatible_flash_implementations", None)
-        bare = attn_implementation.removeprefix("paged|") if isinstance(attn_implementation, str) else None
-        if bare != attn_implementation and bare in attention.ATTENTION_NAMES and _has_paged_names():
-            raise ValueError(
-                f"continuous batching with {bare!r} needs a transformers without {attn_implementation!r} names, such as "
-                "5.23: update it, or use another attn_implementation for generate_batch"
-            )
         if attn_implementation not in attention.ATTENTION_NAMES:
             return original(self, attn_implementation, *args, **kwargs)
         # transformers checks these for its own names only

@@ -188,12 +188,6 @@ def test_decode_fast_path_of_continuous_batching(monkeypatch):
     assert len(calls) >= 2 * 8
 
 
-def test_older_continuous_batching_is_refused(monkeypatch):
-    monkeypatch.setattr(transformers_attention, "_has_paged_names", lambda: True)
-    with pytest.raises(ValueError, match=r"continuous batching with 'flash_paged' needs a transformers.*5.23"):
-        tiny_model("llama").set_attn_implementation("paged|flash_paged")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_on_the_accelerator(name):

@@ -3,8 +3,7 @@
 import copy
 
 import torch
-from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from hf_efficient.cache.step import CacheState, Step
 from hf_efficient.kernels import attention, attention_cpu
@@ -260,10 +259,8 @@ class PagedCache(Cache):
             raise ValueError(f"config={type(config).__name__}: must be a transformers config, such as model.config")
         decoder = config.get_text_config(decoder=True)
         self.state = CacheState(decoder, block_size, num_blocks)
-        # older transformers have no placeholder: there a layer that is never updated stands for it
-        placeholder = getattr(cache_utils, "DummyLayer", lambda: PagedLayer(self.state, -1))
         layers = [
-            placeholder() if kind in _NO_LAYER_TYPES else PagedLayer(self.state, index)
+            DummyLayer() if kind in _NO_LAYER_TYPES else PagedLayer(self.state, index)
             for index, kind in enumerate(_layer_types(config, decoder))
         ]
         super().__init__(layers=layers)
