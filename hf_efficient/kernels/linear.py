@@ -21,8 +21,8 @@ INT8_NATIVE_ROWS = 24
 _ELEMENTS_AT_ONCE = (
     1 << 20
 )  # of a weight that is dequantized: a larger temporary costs more in page faults than it saves
-_int4_mm = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-_int8_mm = torch.ops.aten._weight_int8pack_mm.default
+_int4_mm = torch._weight_int4pack_mm_for_cpu  # the bindings of torch.*: a microsecond less than torch.ops.aten
+_int8_mm = torch._weight_int8pack_mm
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -80,15 +80,11 @@ class _PackedLinear:
     replaces_qweight = True
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        shape = x.shape
-        x = x.reshape(-1, shape[-1])
-        if x.shape[0] <= self.native_rows:
-            y = self.native(x.contiguous())
-        else:
-            y = self.many_rows(x)
+        rows = x.reshape(-1, self.in_features).contiguous()
+        y = self.native(rows) if len(rows) <= self.native_rows else self.many_rows(rows)
         if bias is not None:
             y += bias
-        return y.view(*shape[:-1], self.out_features)
+        return y.view(*x.shape[:-1], self.out_features)
 
 
 class Int8CpuLinear(_PackedLinear):
@@ -179,10 +175,10 @@ class Int4CpuLinear(_PackedLinear):
         )
 
     def native(self, x):
-        packed, scale_zero = self.planes[0]
-        y = _int4_mm(x, packed, self.group, scale_zero)
-        for packed, scale_zero in self.planes[1:]:
-            y += _int4_mm(x, packed, self.group, scale_zero)
+        y = None
+        for packed, scale_zero in self.planes:
+            part = _int4_mm(x, packed, self.group, scale_zero)
+            y = part if y is None else y.add_(part)
         return y
 
     def _slices(self):
