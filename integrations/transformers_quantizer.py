@@ -18,6 +18,7 @@ from hf_efficient.experts import (
 )
 from hf_efficient.formats import format_of
 from hf_efficient.integrations import checkpoints
+from hf_efficient.integrations.heap import HeapTrimmer
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear
 from hf_efficient.methods import get_method
 
@@ -62,7 +63,7 @@ class EfficientQuantizer(HfQuantizer):
                     "support: it must be 1; for several devices in one process use device_map='auto'"
                 )
         self._checkpoint_files, self._uses_device_map = checkpoint_files, device_map is not None
-        self._arrived, self._tied_head = set(), None
+        self._arrived, self._tied_head, self._heap = set(), None, HeapTrimmer()
         self._prepare_head(model)
         self._weights = {}  # full name of a weight -> (CompressedWeight, whether the original is transposed)
         dequantize = self.pre_quantized and self.quantization_config.dequantize
@@ -158,6 +159,7 @@ class EfficientQuantizer(HfQuantizer):
             each = [method.quantize(expert, weight.format) for expert in dense]
             parts = {part: torch.stack([tensors[part] for tensors in each]) for part in each[0]}
         self._arrived.add(name)
+        self._heap.count(tensor.nbytes)
         base = name.removesuffix("weight") if weight.experts is None else name + "_"
         return {name: tensor.new_zeros(PLACEHOLDER_SHAPE), **{base + part: value for part, value in parts.items()}}
 
@@ -218,7 +220,9 @@ class EfficientQuantizer(HfQuantizer):
                 for weight in module.compressed_weights():
                     for name in (*weight.names().values(), weight.prefix[:-1] or "weight"):
                         module._parameters[name].requires_grad_(False)
+                    self._heap.count(module._parameters[weight.names()["qweight"]].nbytes)
                 module.derive_layouts(module._parameters[weight.prefix[:-1] or "weight"].dtype)
+        self._heap.flush()
         checkpoints.save_aside_then_move(model)
         return model
 
