@@ -9,6 +9,11 @@ import ctypes
 
 _TRIM_EVERY = 1 << 24  # bytes of weights
 
+try:
+    _malloc_trim = ctypes.CDLL(None).malloc_trim
+except (AttributeError, OSError, TypeError):  # another C library, another system
+    _malloc_trim = None
+
 
 class HeapTrimmer:
     """Counts the bytes of the weights that were worked on, and returns free heap pages every 16 MB of them. Does nothing
@@ -16,10 +21,6 @@ class HeapTrimmer:
 
     def __init__(self):
         self.pending = 0
-        try:
-            self._trim = ctypes.CDLL(None).malloc_trim
-        except (AttributeError, OSError, TypeError):  # another C library, another system
-            self._trim = lambda keep: None
 
     def count(self, nbytes: int) -> None:
         self.pending += nbytes
@@ -29,4 +30,5 @@ class HeapTrimmer:
     def flush(self) -> None:
         """Returns free heap pages now."""
         self.pending = 0
-        self._trim(0)
+        if _malloc_trim is not None:
+            _malloc_trim(0)

@@ -31,7 +31,7 @@ def test_python_examples_run_one_after_another(sample_model, tmp_path, monkeypat
     assert "Paris" in capsys.readouterr().out
     assert type(namespace["plain"].model.layers[0].mlp.up_proj).__name__ == "Linear", "dequantize() gave plain layers"
     assert len(namespace["answers"]) == 2
-    assert namespace["mixed"].model.layers[1].mlp.down_proj.bits == 8
+    assert namespace["mixed"].model.layers[1].mlp.down_proj.format.bits == 8
 
 
 @pytest.mark.slow

@@ -10,10 +10,13 @@ from hf_efficient.evaluation import memory, perplexity, samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# arguments -> (largest share of bf16's bytes with the embedding kept, largest rise of the mean nll in nat)
+# arguments -> (largest share of bf16's bytes with the embedding kept, largest rise of the mean nll in nat). Over 24 windows
+# of 1,024 tokens (benchmarks/results/weight_only_perplexity.json) 8 bits cost at most 0.003 and 4 bits 0.25; a few windows
+# of another text scatter around that by a few thousandths.
 PROMISES = {
-    "int8": (dict(bits=8, group_size=-1, symmetric=True), 0.62, 0.003),  # 0.3 % of perplexity
-    "int4": (dict(bits=4, group_size=64), 0.46, 0.30),  # 0.25 over 24 windows of 1,024 tokens
+    "int8": (dict(bits=8, group_size=-1, symmetric=True), 0.62, 0.009),
+    "int8_asymmetric": (dict(bits=8, group_size=-1), 0.62, 0.009),
+    "int4": (dict(bits=4, group_size=64), 0.46, 0.30),
 }
 
 
