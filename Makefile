@@ -26,3 +26,13 @@ quality: $(STAMP)
 style: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/cpu_linear_rows.py
+	$(BIN)/python benchmarks/weight_only_perplexity.py
+	$(BIN)/hf-efficient demo --output output/demo
+	cp output/demo/report.json benchmarks/results/demo_cpu.json
+
+cards: $(STAMP)
+	$(BIN)/hf-efficient demo --output output/demo
+	cp output/demo/model_card.md model_cards/SmolLM2-135M-Instruct-int4-group-64.md

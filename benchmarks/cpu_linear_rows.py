@@ -10,15 +10,13 @@ INT4_NATIVE_ROWS and INT8_NATIVE_ROWS in that module come from it.
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
 
+from hf_efficient.evaluation import environment
 from hf_efficient.kernels.linear import Int4CpuLinear, Int8CpuLinear
 
 
@@ -86,21 +84,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     records = [record for shape in SHAPES for record in measure(*shape)]
-    model = (
-        next((line for line in open("/proc/cpuinfo") if line.startswith("model name")), "").partition(":")[2].strip()
-    )
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     result = {
         "question": "microseconds (median) of a linear layer on CPU: torch's native operator or dequantize and matmul",
-        "hardware": {
-            "cpu": model,
-            "threads": options.threads,
-            "machine": platform.machine(),
-            "load_average": os.getloadavg(),
-        },
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "commit": commit,
-        "command": " ".join(["python", *sys.argv]),
+        "environment": environment.describe(),
+        "load_average": os.getloadavg(),
         "native_up_to_rows": {name: crossing(records, name) for name in ("int4", "int8")},
         "microseconds": records,
     }

@@ -1,6 +1,7 @@
 """Saved checkpoints: what must be in one before it is read, and a save that cannot damage what it replaces."""
 
 import os
+import re
 import shutil
 import tempfile
 import types
@@ -86,8 +87,8 @@ def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs)
 
 def _remove_stale_weights(target: str, written: set[str]) -> None:
     """Removes shards and indices of an earlier save that the new one did not write."""
-    stem = min(written, key=len).split(".safetensors")[0].split("-0")[0]
+    stem = re.escape(re.split(r"-\d{5}-of-|\.safetensors", min(written, key=len))[0])
+    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
     for name in os.listdir(target):
-        is_weights = name.endswith((".safetensors", ".safetensors.index.json")) and name.startswith(stem)
-        if is_weights and name not in written:
+        if ours.fullmatch(name) and name not in written:
             os.remove(os.path.join(target, name))

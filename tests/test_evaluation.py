@@ -124,6 +124,7 @@ def content() -> dict:
     quantization = {"bits": 4, "group_size": 64, "symmetric": False, "method": "rtn", "quant_method": "x"}
     return {
         "model": "org/model",
+        "model_source": "rounded before",
         "text": "a text",
         "windows": [2, 1024],
         "prompts": 4,
@@ -156,6 +157,8 @@ def test_report_files_hold_the_measured_numbers(tmp_path):
         b"WeightOnlyConfig(bits=4",
         b"28.50",
         b"+0.2500 nat",
+        b"huggingface.co/org/model",
+        b"rounded before.",
     ):
         assert part in card
     assert paths[1].read_bytes().startswith(b"\x89PNG")

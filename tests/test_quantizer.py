@@ -122,8 +122,12 @@ def test_sharded_save(folder, tmp_path):
     shards = [f for f in os.listdir(tmp_path) if f.endswith(".safetensors")]
     assert len(shards) > 3 and (tmp_path / "model.safetensors.index.json").exists()
     assert torch.equal(logits(load(tmp_path, torch.bfloat16)), before)
-    model.save_pretrained(tmp_path)  # over it, in one file: no stale shard or index may stay
-    assert [f for f in os.listdir(tmp_path) if "safetensors" in f] == ["model.safetensors"]
+    (tmp_path / "model_of_mine.safetensors").touch()
+    model.save_pretrained(tmp_path)  # over it, in one file: no stale shard or index may stay, other files must
+    assert {f for f in os.listdir(tmp_path) if "safetensors" in f} == {
+        "model.safetensors",
+        "model_of_mine.safetensors",
+    }
     assert torch.equal(logits(load(tmp_path, torch.bfloat16)), before)
 
 

@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> None:
         results = [_measure({**variant, **shared}, scratch) for variant in bar]
     content = {
         "model": samples.SAMPLE_MODEL if is_sample else model,
+        "model_source": samples.SAMPLE_MODEL_SOURCE if is_sample else None,
         "text": text_file or "Wikipedia articles of gensim's test data",
         "windows": [options.windows, WINDOW_LENGTH],
         "prompts": len(prompts),

