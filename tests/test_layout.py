@@ -114,7 +114,6 @@ def python(code: str, **environment: str) -> str:
 
 
 def test_kernels_is_the_package_from_pypi_in_the_repository_root():
-    pytest.importorskip("kernels", reason="PyPI's kernels is an optional dependency of transformers")
     assert "site-packages" in python("import kernels; print(kernels.__file__)")
 
 

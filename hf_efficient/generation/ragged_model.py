@@ -5,7 +5,7 @@ import inspect
 import torch
 from torch.nn.functional import pad
 
-from ..cache.paged_cache import PagedCache
+from hf_efficient.cache.paged_cache import PagedCache
 
 
 class RaggedModel:

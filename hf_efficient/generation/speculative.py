@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache.paged_cache import PagedCache
-from .drafters.assistant import AssistantDrafter
-from .drafters.base import Drafter
-from .drafters.prompt_lookup import PromptLookupDrafter
-from .ragged_model import RaggedModel
-from .sequences import Sequences
-from .verification import verify
+from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.generation.drafters.assistant import AssistantDrafter
+from hf_efficient.generation.drafters.base import Drafter
+from hf_efficient.generation.drafters.prompt_lookup import PromptLookupDrafter
+from hf_efficient.generation.ragged_model import RaggedModel
+from hf_efficient.generation.sequences import Sequences
+from hf_efficient.generation.verification import verify
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 import torch
 
-from ...cache.paged_cache import PagedCache
-from ..ragged_model import RaggedModel
-from ..sequences import Sequences
-from .base import Drafter, Proposal
+from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.generation.drafters.base import Drafter, Proposal
+from hf_efficient.generation.ragged_model import RaggedModel
+from hf_efficient.generation.sequences import Sequences
 
 
 class AssistantDrafter(Drafter):

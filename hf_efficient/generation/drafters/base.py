@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..sequences import Sequences
+from hf_efficient.generation.sequences import Sequences
 
 
 @dataclass

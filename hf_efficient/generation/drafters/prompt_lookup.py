@@ -2,8 +2,8 @@
 
 import torch
 
-from ..sequences import Sequences
-from .base import Drafter, Proposal
+from hf_efficient.generation.drafters.base import Drafter, Proposal
+from hf_efficient.generation.sequences import Sequences
 
 
 class PromptLookupDrafter(Drafter):
