@@ -182,7 +182,7 @@ def _model_card(content: dict, licence: str | None) -> str:
         or value
         and key in ("overrides", "modules_to_not_convert")
     }
-    recipe = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    recipe = ", ".join(f"{key}={value!r}" for key, value in arguments.items()).replace("'", '"')
     template = importlib.resources.files("hf_efficient.model_cards") / "TEMPLATE.md"
     card = ModelCard.from_template(
         data,
