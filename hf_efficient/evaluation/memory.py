@@ -17,5 +17,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The peak of allocated device memory (CUDA), or of the process's resident memory (CPU), since it started."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":  # ru_maxrss would count the process that started this one
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
