@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .config import decode_config, launch_device, processors
+from .kv_formats import QuantizedKV
 from .tiles import load_rows, locate_keys, score_scales, scores, softmax_step
 
 
@@ -199,17 +200,24 @@ def attend_few(
     window: tuple[int, int],
     softcap: float,
     s_aux: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None,
     appended: int = 0,
     block_table: torch.Tensor | None = None,
-) -> torch.Tensor:
+    return_lse: bool = False,
+    quantized: QuantizedKV | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launches `decode_kernel` and, when keys are split, `combine_kernel` on checked arguments. q [B, Sq, Hq, D]; k and v
-    are [B, Sk, Hk, D], or pages with block_table; cache_seqlens None means Sk keys in every row. window -1 is no limit."""
+    are [B, Sk, Hk, D], or pages with block_table; cache_seqlens None means Sk keys in every row. window -1 is no limit.
+    Returns out [B, Sq, Hq, Dv] in the dtype of q and, with return_lse, the float32 [B, Hq, Sq] log-sum-exp of the scores."""
+    if alibi_slopes is not None or tree_mask is not None or return_lse or quantized is not None:
+        raise NotImplementedError("alibi_slopes, tree_mask, return_lse and quantized caches")
     rows, queries, heads, head_dim = q.shape
     kv_heads, value_dim = k.shape[2], v.shape[3]
     out = torch.empty((rows, queries, heads, value_dim), dtype=q.dtype, device=q.device)
     if out.numel() == 0:
-        return out
+        return out, None
     group = heads // kv_heads
     config = decode_config(q.dtype, max(head_dim, value_dim), queries * group)
     tiles = triton.cdiv(queries * group, config.block_m)
@@ -277,4 +285,4 @@ def attend_few(
                 STEP=min(16, triton.next_power_of_2(splits)),
                 num_warps=4,
             )
-    return out
+    return out, None

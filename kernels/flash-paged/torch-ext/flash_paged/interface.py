@@ -50,7 +50,7 @@ def flash_attn_func(
         raise ValueError(f"k has batch size {k.shape[0]}, expected {q.shape[0]} as q")
     options = check_options(q, dropout_p, softmax_scale, causal, window_size, softcap, s_aux)
     if is_decode(q.shape[1], q.shape[2] // k.shape[2]):
-        return attend_few(q, k, v, **options)
+        return attend_few(q, k, v, **options)[0]
     return attend(q, k, v, q.shape[1], **options)
 
 
@@ -151,7 +151,7 @@ def flash_attn_with_kvcache(
         write(k, v, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table)
     where = {"cache_seqlens": cache_seqlens, "appended": appended, "block_table": block_table}
     if is_decode(q.shape[1], q.shape[2] // k_cache.shape[2]):
-        return attend_few(q, k_cache, v_cache, **where, **options)
+        return attend_few(q, k_cache, v_cache, **where, **options)[0]
     return attend(q, k_cache, v_cache, q.shape[1], **where, **options)
 
 
