@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .config import forward_config, launch_device
-from .tiles import load_rows, locate_keys, score_scales, scores, softmax_step
+from .tiles import load_rows, locate_keys, score_scales, scores, softmax_step, subtract_alibi
 
 
 @triton.jit
@@ -32,8 +32,11 @@ def _walk(
     stride_vt,
     scale,
     cap,
+    slope,
+    position,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -49,14 +52,16 @@ def _walk(
             k, v, block_table, start, length, stride_kb, stride_kt, stride_vb, stride_vt, PAGE_SIZE, BLOCK_N
         )
         s = scores(q, load_rows(k_rows, present, CHECK, HEAD_DIM, BLOCK_D), scale, cap, SOFTCAP)
+        key = start + tl.arange(0, BLOCK_N)
+        if ALIBI:
+            s = subtract_alibi(s, slope, position, key, scale, SOFTCAP)
         if MASKED:
-            key = start + tl.arange(0, BLOCK_N)
             seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]) & present[None, :]
             s = tl.where(seen, s, float("-inf"))
         elif PAGE_SIZE > 0:
             s = tl.where(present[None, :], s, float("-inf"))
         tile = load_rows(v_rows, present, CHECK, VALUE_DIM, BLOCK_DV)
-        acc, total, maximum = softmax_step(s, tile, acc, total, maximum, scale, SOFTCAP)
+        acc, total, maximum = softmax_step(s, tile, acc, total, maximum, scale, SOFTCAP or ALIBI)
     return acc, total, maximum
 
 
@@ -66,7 +71,9 @@ def forward_kernel(
     k,
     v,
     out,
+    lse,
     sinks,
+    slopes,
     cu_seqlens_q,
     cu_seqlens_k,
     cache_seqlens,
@@ -84,6 +91,9 @@ def forward_kernel(
     stride_ot,
     stride_oh,
     stride_table,
+    stride_lb,
+    stride_lh,
+    stride_slopes,
     seqlen_q,
     seqlen_k,
     appended,
@@ -162,6 +172,9 @@ def forward_kernel(
     outer = tl.maximum(outer // BLOCK_N * BLOCK_N, begin)
     inner = tl.minimum(inner, outer)
 
+    slope = 0.0
+    if slopes is not None:
+        slope = tl.load(slopes + row * stride_slopes + head) * 1.4426950408889634
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -171,21 +184,25 @@ def forward_kernel(
     if HAS_LEFT:
         acc, total, maximum = _walk(
             query, k, v, block_table, acc, total, maximum, begin, inner, length, low, high,
-            stride_kb, stride_kt, stride_vb, stride_vt, scale, cap,
-            True, SOFTCAP, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PAGE_SIZE,
+            stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, slope, m + shift,
+            True, SOFTCAP, slopes is not None, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PAGE_SIZE,
         )  # fmt: skip
     acc, total, maximum = _walk(
         query, k, v, block_table, acc, total, maximum, inner, outer, length, low, high,
-        stride_kb, stride_kt, stride_vb, stride_vt, scale, cap,
-        False, SOFTCAP, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PAGE_SIZE,
+        stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, slope, m + shift,
+        False, SOFTCAP, slopes is not None, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PAGE_SIZE,
     )  # fmt: skip
     acc, total, maximum = _walk(
         query, k, v, block_table, acc, total, maximum, outer, end, length, low, high,
-        stride_kb, stride_kt, stride_vb, stride_vt, scale, cap,
-        True, SOFTCAP, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PAGE_SIZE,
+        stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, slope, m + shift,
+        True, SOFTCAP, slopes is not None, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PAGE_SIZE,
     )  # fmt: skip
 
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    divisor = tl.where(total == 0.0, 1.0, total)
+    if lse is not None:
+        lse += row * stride_lb + tl.cast(first_q, tl.int64) + head.to(tl.int64) * stride_lh
+        tl.store(lse + m, (maximum + tl.log2(divisor)) * 0.6931471805599453, mask=m < seqlen_q)
+    acc = acc / divisor[:, None]
     out += row * stride_ob + tl.cast(first_q + first_m, tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
     column = tl.arange(0, BLOCK_DV)
     pointers = out + (tl.arange(0, BLOCK_M) * stride_ot)[:, None] + column[None, :]
@@ -202,19 +219,28 @@ def attend(
     window: tuple[int, int],
     softcap: float,
     s_aux: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None,
     appended: int = 0,
     block_table: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Launches `forward_kernel` on checked arguments. q is [B, Sq, Hq, D], or [Tq, Hq, D] with cu_seqlens_q; k and v are
-    [B, Sk, Hk, D], [Tk, Hk, D] with cu_seqlens_k, or pages with block_table. window -1 is no limit."""
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Launches `forward_kernel` on checked arguments -> (out, softmax_lse or None).
+
+    q is [B, Sq, Hq, D], or [Tq, Hq, D] with cu_seqlens_q; k and v are [B, Sk, Hk, D], [Tk, Hk, D] with cu_seqlens_k, or
+    pages with block_table. window -1 is no limit. alibi_slopes: float32 [Hq] or [B, Hq]. softmax_lse: float32 [B, Hq, Sq],
+    or [Hq, Tq] with cu_seqlens_q, natural logarithm, sinks included, -inf for a query that sees nothing."""
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     heads, kv_heads, head_dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    lse = None
+    if return_lse:
+        shape = (heads, q.shape[0]) if q.dim() == 3 else (rows, heads, q.shape[1])
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if out.numel() == 0 or rows == 0 or max_seqlen_q == 0:
-        return out
+        return out, lse
     config = forward_config(q.dtype, max(head_dim, value_dim), max_seqlen_q)
     tiles = triton.cdiv(max_seqlen_q, config.block_m)
     scale, cap = score_scales(softmax_scale, softcap)
@@ -225,7 +251,9 @@ def attend(
             k,
             v,
             out,
+            lse,
             s_aux,
+            alibi_slopes,
             cu_seqlens_q,
             cu_seqlens_k,
             cache_seqlens,
@@ -235,6 +263,8 @@ def attend(
             *((0, *v.stride()[:2]) if v.dim() == 3 else v.stride()[:3]),
             *((0, *out.stride()[:2]) if out.dim() == 3 else out.stride()[:3]),
             block_table.stride(0) if paged else 0,
+            *((0, lse.stride(0)) if q.dim() == 3 else lse.stride()[:2]) if return_lse else (0, 0),
+            alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
             max_seqlen_q,
             block_table.shape[1] * k.shape[1] if paged else k.shape[-3],
             appended,
@@ -257,4 +287,4 @@ def attend(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-    return out
+    return out, lse

@@ -51,7 +51,7 @@ def flash_attn_func(
     options = check_options(q, dropout_p, softmax_scale, causal, window_size, softcap, s_aux)
     if is_decode(q.shape[1], q.shape[2] // k.shape[2]):
         return attend_few(q, k, v, **options)[0]
-    return attend(q, k, v, q.shape[1], **options)
+    return attend(q, k, v, q.shape[1], **options)[0]
 
 
 def flash_attn_varlen_func(
@@ -101,7 +101,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
         **options,
-    )
+    )[0]
 
 
 def flash_attn_with_kvcache(
@@ -152,7 +152,7 @@ def flash_attn_with_kvcache(
     where = {"cache_seqlens": cache_seqlens, "appended": appended, "block_table": block_table}
     if is_decode(q.shape[1], q.shape[2] // k_cache.shape[2]):
         return attend_few(q, k_cache, v_cache, **where, **options)[0]
-    return attend(q, k_cache, v_cache, q.shape[1], **where, **options)
+    return attend(q, k_cache, v_cache, q.shape[1], **where, **options)[0]
 
 
 def reshape_and_cache(

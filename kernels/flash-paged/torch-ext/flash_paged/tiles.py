@@ -97,9 +97,18 @@ def scores(q, k, scale, cap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def subtract_alibi(s, slope, position, key, scale, SOFTCAP: tl.constexpr):
+    """ALiBi (https://arxiv.org/abs/2108.12409): the scores [M, N] of `scores` minus slope (in powers of two, a number or
+    [M, 1]) times the distance of position [M] and key [N]. The result is scaled: softmax_step takes it as with SOFTCAP."""
+    if not SOFTCAP:
+        s = s * scale
+    return s - slope * tl.abs(position[:, None] - key[None, :]).to(tl.float32)
+
+
+@triton.jit
 def softmax_step(s, v, acc, total, maximum, scale, SOFTCAP: tl.constexpr):
     """One step of the online softmax (https://arxiv.org/abs/1805.02867): scores s [M, N] and values v [N, Dv] join the
-    sums acc [M, Dv] and total [M], both relative to 2**maximum [M]."""
+    sums acc [M, Dv] and total [M], both relative to 2**maximum [M]. SOFTCAP: s is scaled (softcap or ALiBi)."""
     if SOFTCAP:
         higher = tl.maximum(maximum, tl.max(s, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
