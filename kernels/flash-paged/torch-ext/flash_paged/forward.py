@@ -2,6 +2,9 @@
 
 FlashAttention-2 (https://arxiv.org/abs/2307.08691): online softmax, no [Sq, Sk] matrix in memory. Blocks of keys that no
 query of the tile sees are never visited; only blocks at an edge (causal, window, end) pay for masks.
+
+Head dims that are no power of two are computed in two parts (96 = 64 + 32, see `split_dim`), so that the matrix units
+multiply few zeros.
 """
 
 import torch
@@ -9,16 +12,30 @@ import triton
 import triton.language as tl
 
 from .config import forward_config, launch_device
-from .tiles import load_rows, locate_keys, score_scales, scores, softmax_step, subtract_alibi
+from .tiles import (
+    cap_scores,
+    dot,
+    load_rows,
+    locate_keys,
+    score_scales,
+    softmax_weights,
+    split_dim,
+    subtract_alibi,
+)
+
+
+_L2_BYTES = 32 * 2**20  # keys and values that programs running side by side should share, as in FlashAttention-3
 
 
 @triton.jit
 def _walk(
     q,
+    q_rest,
     k,
     v,
     block_table,
     acc,
+    acc_rest,
     total,
     maximum,
     first,
@@ -26,14 +43,14 @@ def _walk(
     length,
     low,
     high,
+    position,
+    slope,
     stride_kb,
     stride_kt,
     stride_vb,
     stride_vt,
     scale,
     cap,
-    slope,
-    position,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
@@ -41,7 +58,9 @@ def _walk(
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
     """The keys first..last in steps of BLOCK_N. MASKED: row r sees only keys in [low[r], high[r])."""
@@ -51,8 +70,12 @@ def _walk(
         k_rows, v_rows, present = locate_keys(
             k, v, block_table, start, length, stride_kb, stride_kt, stride_vb, stride_vt, PAGE_SIZE, BLOCK_N
         )
-        s = scores(q, load_rows(k_rows, present, CHECK, HEAD_DIM, BLOCK_D), scale, cap, SOFTCAP)
+        s = dot(q, tl.trans(load_rows(k_rows, present, CHECK, min(HEAD_DIM, BLOCK_D), BLOCK_D)))
+        if REST_D:
+            s = dot(q_rest, tl.trans(load_rows(k_rows + BLOCK_D, present, CHECK, HEAD_DIM - BLOCK_D, REST_D)), s)
         key = start + tl.arange(0, BLOCK_N)
+        if SOFTCAP:
+            s = cap_scores(s, scale, cap)
         if ALIBI:
             s = subtract_alibi(s, slope, position, key, scale, SOFTCAP)
         if MASKED:
@@ -60,12 +83,25 @@ def _walk(
             s = tl.where(seen, s, float("-inf"))
         elif PAGE_SIZE > 0:
             s = tl.where(present[None, :], s, float("-inf"))
-        tile = load_rows(v_rows, present, CHECK, VALUE_DIM, BLOCK_DV)
-        acc, total, maximum = softmax_step(s, tile, acc, total, maximum, scale, SOFTCAP or ALIBI)
-    return acc, total, maximum
+        p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, SOFTCAP or ALIBI)
+        p = p.to(v.dtype.element_ty)
+        acc = dot(p, load_rows(v_rows, present, CHECK, min(VALUE_DIM, BLOCK_DV), BLOCK_DV), acc * shrink[:, None])
+        if REST_DV:
+            tile = load_rows(v_rows + BLOCK_DV, present, CHECK, VALUE_DIM - BLOCK_DV, REST_DV)
+            acc_rest = dot(p, tile, acc_rest * shrink[:, None])
+    return acc, acc_rest, total, maximum
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "heads"])
+@triton.jit
+def _store_rows(rows, tile, present, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    column = tl.arange(0, BLOCK_DIM)
+    mask = present[:, None] & (column < DIM)[None, :]
+    tl.store(rows[:, None] + column[None, :], tile.to(rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "heads", "pairs", "section"]
+)
 def forward_kernel(
     q,
     k,
@@ -99,6 +135,8 @@ def forward_kernel(
     appended,
     heads,
     tiles,
+    pairs,
+    section,
     scale,
     cap,
     left,
@@ -109,18 +147,27 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     """Query lengths: cu_seqlens_q or seqlen_q. Key lengths: cache_seqlens plus `appended`, cu_seqlens_k or seqlen_k;
-    with pages seqlen_k is what a row of the block table holds. Absent pointers are None."""
+    with pages seqlen_k is what a row of the block table holds. Absent pointers are None.
+
+    Programs: sections of `section` of the `pairs` (row, head) follow each other; within a section the last tiles of all
+    pairs come first, because under a causal mask they are the longest."""
     program = tl.program_id(0)
-    tile = tiles - 1 - program % tiles  # under a causal mask the last tile is the longest: it starts first
-    head = (program // tiles) % heads
-    row = (program // tiles // heads).to(tl.int64)
+    first_pair = program // (tiles * section) * section
+    place = program - first_pair * tiles
+    width = tl.minimum(section, pairs - first_pair)
+    tile = tiles - 1 - place // width
+    pair = first_pair + place % width
+    head = pair % heads
+    row = (pair // heads).to(tl.int64)
 
     first_q = 0
     if cu_seqlens_q is not None:
@@ -151,9 +198,14 @@ def forward_kernel(
     else:
         block_table += row * stride_table
     q += row * stride_qb + tl.cast(first_q + first_m, tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
-    query = load_rows(q + tl.arange(0, BLOCK_M) * stride_qt, m < seqlen_q, True, HEAD_DIM, BLOCK_D)
+    rows = q + tl.arange(0, BLOCK_M) * stride_qt
+    query = load_rows(rows, m < seqlen_q, True, min(HEAD_DIM, BLOCK_D), BLOCK_D)
+    query_rest = query
+    if REST_D:
+        query_rest = load_rows(rows + BLOCK_D, m < seqlen_q, True, HEAD_DIM - BLOCK_D, REST_D)
 
     # Row r sees the keys [low, high). The tile visits [begin, end), of which all rows see all of [inner, outer).
+    position = m + length - seqlen_q
     shift = length - seqlen_q
     low = tl.zeros([BLOCK_M], tl.int32)
     high = tl.zeros([BLOCK_M], tl.int32) + length
@@ -162,11 +214,11 @@ def forward_kernel(
     inner = 0
     outer = length
     if HAS_LEFT:
-        low = tl.maximum(m + shift - left, 0)
+        low = tl.maximum(position - left, 0)
         begin = tl.maximum(first_m + shift - left, 0) // BLOCK_N * BLOCK_N
         inner = tl.cdiv(tl.maximum(first_m + BLOCK_M - 1 + shift - left, 0), BLOCK_N) * BLOCK_N
     if HAS_RIGHT:
-        high = tl.minimum(m + shift + right + 1, length)
+        high = tl.minimum(position + right + 1, length)
         end = tl.minimum(tl.minimum(first_m + BLOCK_M, seqlen_q) + shift + right, length)
         outer = tl.minimum(tl.maximum(first_m + shift + right + 1, 0), length)
     outer = tl.maximum(outer // BLOCK_N * BLOCK_N, begin)
@@ -178,35 +230,33 @@ def forward_kernel(
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc_rest = acc
+    if REST_DV:
+        acc_rest = tl.zeros([BLOCK_M, REST_DV], tl.float32)
     if sinks is not None:
         maximum = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         total += 1.0
-    if HAS_LEFT:
-        acc, total, maximum = _walk(
-            query, k, v, block_table, acc, total, maximum, begin, inner, length, low, high,
-            stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, slope, m + shift,
-            True, SOFTCAP, slopes is not None, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PAGE_SIZE,
-        )  # fmt: skip
-    acc, total, maximum = _walk(
-        query, k, v, block_table, acc, total, maximum, inner, outer, length, low, high,
-        stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, slope, m + shift,
-        False, SOFTCAP, slopes is not None, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PAGE_SIZE,
-    )  # fmt: skip
-    acc, total, maximum = _walk(
-        query, k, v, block_table, acc, total, maximum, outer, end, length, low, high,
-        stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, slope, m + shift,
-        True, SOFTCAP, slopes is not None, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PAGE_SIZE,
-    )  # fmt: skip
+    # before the window's edge has passed all rows, between the edges, and from the first row's last key on
+    for part in tl.static_range(3):
+        if HAS_LEFT or part > 0:
+            acc, acc_rest, total, maximum = _walk(
+                query, query_rest, k, v, block_table, acc, acc_rest, total, maximum,
+                begin if part == 0 else (inner if part == 1 else outer),
+                inner if part == 0 else (outer if part == 1 else end),
+                length, low, high, position, slope, stride_kb, stride_kt, stride_vb, stride_vt, scale, cap,
+                part != 1, SOFTCAP, slopes is not None,
+                HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, REST_D, BLOCK_DV, REST_DV, PAGE_SIZE,
+            )  # fmt: skip
 
     divisor = tl.where(total == 0.0, 1.0, total)
     if lse is not None:
-        lse += row * stride_lb + tl.cast(first_q, tl.int64) + head.to(tl.int64) * stride_lh
+        lse += row * stride_lb + head.to(tl.int64) * stride_lh + first_q
         tl.store(lse + m, (maximum + tl.log2(divisor)) * 0.6931471805599453, mask=m < seqlen_q)
-    acc = acc / divisor[:, None]
     out += row * stride_ob + tl.cast(first_q + first_m, tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
-    column = tl.arange(0, BLOCK_DV)
-    pointers = out + (tl.arange(0, BLOCK_M) * stride_ot)[:, None] + column[None, :]
-    tl.store(pointers, acc.to(out.dtype.element_ty), mask=(m < seqlen_q)[:, None] & (column < VALUE_DIM)[None, :])
+    rows = out + tl.arange(0, BLOCK_M) * stride_ot
+    _store_rows(rows, acc / divisor[:, None], m < seqlen_q, min(VALUE_DIM, BLOCK_DV), BLOCK_DV)
+    if REST_DV:
+        _store_rows(rows + BLOCK_DV, acc_rest / divisor[:, None], m < seqlen_q, VALUE_DIM - BLOCK_DV, REST_DV)
 
 
 def attend(
@@ -231,7 +281,8 @@ def attend(
 
     q is [B, Sq, Hq, D], or [Tq, Hq, D] with cu_seqlens_q; k and v are [B, Sk, Hk, D], [Tk, Hk, D] with cu_seqlens_k, or
     pages with block_table. window -1 is no limit. alibi_slopes: float32 [Hq] or [B, Hq]. softmax_lse: float32 [B, Hq, Sq],
-    or [Hq, Tq] with cu_seqlens_q, natural logarithm, sinks included, -inf for a query that sees nothing."""
+    or [Hq, Tq] with cu_seqlens_q, natural logarithm, sinks included, -inf for a query that sees nothing.
+    """
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     heads, kv_heads, head_dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -241,10 +292,18 @@ def attend(
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if out.numel() == 0 or rows == 0 or max_seqlen_q == 0:
         return out, lse
+    paged = block_table is not None
+    keys = block_table.shape[1] * k.shape[1] if paged else k.shape[-3]
     config = forward_config(q.dtype, max(head_dim, value_dim), max_seqlen_q)
     tiles = triton.cdiv(max_seqlen_q, config.block_m)
+    section = 1
+    if window[1] >= 0:
+        keys_a_row = keys if k.dim() == 4 else triton.cdiv(keys, rows)
+        bytes_a_head = max(1, keys_a_row * (head_dim + value_dim) * q.element_size())
+        section = min(max(1, _L2_BYTES // bytes_a_head) * (heads // kv_heads), rows * heads)
     scale, cap = score_scales(softmax_scale, softcap)
-    paged = block_table is not None
+    block_d, rest_d = split_dim(head_dim)
+    block_dv, rest_dv = split_dim(value_dim)
     with launch_device(q):
         forward_kernel[(tiles * heads * rows,)](
             q,
@@ -263,13 +322,15 @@ def attend(
             *((0, *v.stride()[:2]) if v.dim() == 3 else v.stride()[:3]),
             *((0, *out.stride()[:2]) if out.dim() == 3 else out.stride()[:3]),
             block_table.stride(0) if paged else 0,
-            *((0, lse.stride(0)) if q.dim() == 3 else lse.stride()[:2]) if return_lse else (0, 0),
+            *((0, 0) if lse is None else (0, lse.stride(0)) if lse.dim() == 2 else lse.stride()[:2]),
             alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
             max_seqlen_q,
-            block_table.shape[1] * k.shape[1] if paged else k.shape[-3],
+            keys,
             appended,
             heads,
             tiles,
+            rows * heads,
+            section,
             scale,
             cap,
             *window,
@@ -278,8 +339,10 @@ def attend(
             VALUE_DIM=value_dim,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-            BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
+            BLOCK_D=block_d,
+            REST_D=rest_d,
+            BLOCK_DV=block_dv,
+            REST_DV=rest_dv,
             PAGE_SIZE=k.shape[1] if paged else 0,
             HAS_LEFT=window[0] >= 0,
             HAS_RIGHT=window[1] >= 0,

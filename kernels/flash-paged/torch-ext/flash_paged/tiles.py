@@ -23,12 +23,21 @@ def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
     return log2e * softmax_scale, 0.0
 
 
+def split_dim(dim: int) -> tuple[int, int]:
+    """The powers of two, at least 16 (the second may be 0), whose sum covers a head dim: 96 is (64, 32), 128 is (128, 0)."""
+    whole = max(16, triton.next_power_of_2(dim))
+    half = whole // 2
+    rest = max(16, triton.next_power_of_2(dim - half)) if dim > half >= 16 else half
+    return (half, rest) if rest < half else (whole, 0)
+
+
 @triton.jit
-def dot(a, b):
+def dot(a, b, acc=None):
+    """a [M, K] times b [K, N] in float32 (IEEE for float32 operands), plus acc [M, N] where given."""
     if _WIDEN_BF16 and a.dtype == tl.bfloat16:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -88,11 +97,17 @@ def load_rows(rows, present, CHECK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: 
 
 
 @triton.jit
+def cap_scores(s, scale, cap):
+    """cap * tanh(s / cap), with the factors of `score_scales`: in powers of two, exact at both ends."""
+    return cap - 2 * cap / (1 + tl.exp2(s * scale))
+
+
+@triton.jit
 def scores(q, k, scale, cap, SOFTCAP: tl.constexpr):
     """q [M, D] times k [N, D] transposed: with SOFTCAP capped and in powers of two, else still to be scaled."""
     s = dot(q, tl.trans(k))
     if SOFTCAP:
-        s = cap - 2 * cap / (1 + tl.exp2(s * scale))  # cap * tanh, exact at both ends
+        s = cap_scores(s, scale, cap)
     return s
 
 
@@ -106,10 +121,11 @@ def subtract_alibi(s, slope, position, key, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, v, acc, total, maximum, scale, SOFTCAP: tl.constexpr):
-    """One step of the online softmax (https://arxiv.org/abs/1805.02867): scores s [M, N] and values v [N, Dv] join the
-    sums acc [M, Dv] and total [M], both relative to 2**maximum [M]. SOFTCAP: s is scaled (softcap or ALiBi)."""
-    if SOFTCAP:
+def softmax_weights(s, total, maximum, scale, SCALED: tl.constexpr):
+    """One step of the online softmax (https://arxiv.org/abs/1805.02867): scores s [M, N] join the sum total [M], which is
+    relative to 2**maximum [M]. Gives their weights [M, N], the factor [M] of what was summed before, total and maximum.
+    SCALED: s is in powers of two already (softcap or ALiBi)."""
+    if SCALED:
         higher = tl.maximum(maximum, tl.max(s, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(s - base[:, None])
@@ -118,6 +134,11 @@ def softmax_step(s, v, acc, total, maximum, scale, SOFTCAP: tl.constexpr):
         base = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(s * scale - base[:, None])
     shrink = tl.exp2(maximum - base)
-    total = total * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None] + dot(p.to(v.dtype), v)
-    return acc, total, higher
+    return p, shrink, total * shrink + tl.sum(p, 1), higher
+
+
+@triton.jit
+def softmax_step(s, v, acc, total, maximum, scale, SCALED: tl.constexpr):
+    """`softmax_weights`, and the values v [N, Dv] with these weights join acc [M, Dv]."""
+    p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, SCALED)
+    return acc * shrink[:, None] + dot(p.to(v.dtype), v), total, maximum
