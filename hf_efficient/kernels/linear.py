@@ -19,7 +19,7 @@ INT4_NATIVE_ROWS = 96
 INT8_NATIVE_ROWS = 24
 
 _ELEMENTS_AT_ONCE = (
-    1 << 20
+    1 << 21
 )  # of a weight that is dequantized: a larger temporary costs more in page faults than it saves
 _int4_mm = torch._weight_int4pack_mm_for_cpu  # the bindings of torch.*: a microsecond less than torch.ops.aten
 _int8_mm = torch._weight_int8pack_mm
@@ -181,45 +181,40 @@ class Int4CpuLinear(_PackedLinear):
             y = part if y is None else y.add_(part)
         return y
 
-    def _slices(self):
-        """(first row, last row + 1, block, weight [blocks, K, block] in nibble order), few enough at a time for the cache."""
+    def _tiles(self):
+        """(first row, last row + 1, the transposed weight [K, rows]), so few rows at a time that they stay in the cache."""
         for start, end, block in int4_layout.block_runs(self.out_features):
             step = block * max(1, _ELEMENTS_AT_ONCE // (block * self.in_features))
             for first in range(start, end, step):
                 last = min(end, first + step)
-                weight = self._plane_slice(*self.planes[0], first, last, block)
+                weight = self._plane_tile(*self.planes[0], first, last, block)
                 for plane in self.planes[1:]:
-                    weight += self._plane_slice(*plane, first, last, block)
-                yield first, last, block, weight
+                    weight += self._plane_tile(*plane, first, last, block)
+                yield first, last, weight
 
-    def _plane_slice(self, packed, scale_zero, first, last, block):
+    def _plane_tile(self, packed, scale_zero, first, last, block):
         bytes_ = packed.view(-1)[first * self.in_features // 2 : last * self.in_features // 2]
         bytes_ = bytes_.view(-1, self.in_features, block // 2)
-        weight = bytes_.new_empty(len(bytes_), self.in_features, 2, block // 2, dtype=self.dtype)
+        weight = bytes_.new_empty(self.in_features, len(bytes_), 2, block // 2, dtype=self.dtype)
         for half, codes in enumerate((bytes_ & 15, bytes_ >> 4)):
-            weight[:, :, half].copy_(codes.view(torch.int8).sub_(8))
-        scale_zero = scale_zero[:, first:last].unflatten(1, (-1, block))
+            weight[:, :, half].copy_(codes.view(torch.int8).sub_(8).transpose(0, 1))
+        weight = weight.view(self.in_features, -1, block)
         if int4_layout.row_runs(block)[0] != block:
-            scale_zero = scale_zero[:, :, int4_layout.nibble_rows(block)]
-        scale, zero = scale_zero.permute(3, 1, 0, 2).unsqueeze(3).contiguous()  # [blocks, K / group, 1, block] each
-        weight = weight.view(len(bytes_), -1, self.group, block)
-        return torch.addcmul(zero, weight, scale, out=weight).view(-1, self.in_features, block)
+            weight = weight[:, :, torch.argsort(int4_layout.nibble_rows(block))]
+        scale, zero = scale_zero[:, first:last].permute(2, 0, 1).unsqueeze(2).contiguous()  # [K / group, 1, rows] each
+        weight = weight.view(-1, self.group, last - first)
+        return torch.addcmul(zero, weight, scale, out=weight).view(self.in_features, last - first)
 
     def many_rows(self, x):
         y = x.new_empty(x.shape[0], self.out_features)
-        for first, last, block, weight in self._slices():
-            run, order = int4_layout.row_runs(block)
-            blocks = torch.matmul(x, weight).transpose(0, 1)  # [rows, blocks, block], columns in nibble order
-            if run != block:
-                blocks = blocks.unflatten(-1, (-1, run))[:, :, order].flatten(2)
-            y[:, first:last] = blocks.flatten(1)
+        for first, last, weight in self._tiles():
+            torch.mm(x, weight, out=y[:, first:last])
         return y
 
     def dequantize(self):
         weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
-        for first, last, block, slice_ in self._slices():
-            rows = torch.argsort(int4_layout.nibble_rows(block))
-            weight[first:last] = slice_[:, :, rows].transpose(1, 2).flatten(0, 1)
+        for first, last, tile in self._tiles():
+            weight[first:last] = tile.t()
         return weight
 
     def qweight(self) -> torch.Tensor:
