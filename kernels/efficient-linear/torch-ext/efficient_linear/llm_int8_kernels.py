@@ -1,0 +1,46 @@
+"""Which columns of x are outliers, and the int8 codes of the others: found on the device, for the device."""
+
+import triton
+import triton.language as tl
+
+from .activation_quant_kernels import TINY, largest_magnitude, round_to_integer
+
+
+@triton.jit
+def outlier_columns_kernel(x_ptr, flags_ptr, M, K, stride_x, threshold, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Grid (row blocks, column blocks): flags int32 [K] (0 before) become 1 where |x| reaches the threshold."""
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = (rows < M)[:, None] & (columns < K)[None, :]
+    x = tl.load(x_ptr + (rows * stride_x)[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    reached = tl.max((tl.abs(x) >= threshold).to(tl.int32), axis=0)
+    tl.atomic_or(flags_ptr + columns, reached, mask=reached > 0)
+
+
+@triton.jit
+def quantize_inliers_kernel(
+    x_ptr, flags_ptr, codes_ptr, scale_ptr, columns_ptr, count_ptr, M, K, stride_x, BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+):  # fmt: skip
+    """Grid (M + 1,). Programs 0 .. M - 1: codes of a row, 0 in the flagged columns, with one scale; program M: the
+    flagged columns in ascending order and their count."""
+    if tl.program_id(0) == M:
+        found = 0
+        for start in range(0, K, SCAN):
+            columns = start + tl.arange(0, SCAN)
+            flags = tl.load(flags_ptr + columns, mask=columns < K, other=0)
+            tl.store(columns_ptr + found + tl.cumsum(flags) - 1, columns, mask=flags > 0)
+            found += tl.sum(flags)
+        tl.store(count_ptr, found)
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.arange(0, BLOCK)
+        inside = columns < K
+        inlier = tl.load(flags_ptr + columns, mask=inside, other=1) == 0
+        x = tl.load(x_ptr + row * stride_x + columns, mask=inlier, other=0.0).to(tl.float32)
+        scale = largest_magnitude(x[None, :]) * (1 / 127)
+        scale = tl.where(scale < TINY, TINY, scale)
+        tl.store(scale_ptr + row + tl.arange(0, 1), scale)
+        inverse = tl.div_rn(tl.full((1,), 1.0, tl.float32), scale)
+        codes = round_to_integer(tl.clamp(x * inverse, -128.0, 127.0)).to(tl.int8)
+        tl.store(codes_ptr + row * K + columns, codes, mask=inside)

@@ -1,0 +1,206 @@
+"""Products of int8 weights and int8 activations: checks and launch (the launch serves float8 and LLM.int8() too)."""
+
+import torch
+import triton
+
+from .launch_configs import choose_steps_per_split
+from .w8a8_configs import STAGES_ON_ROCM, choose_tile
+from .w8a8_kernels import STEP, w8a8_kernel
+from .weight_only import DTYPES, INTERPRETED, _arrival_counters, _on, _processors
+
+
+def check_codes(x_codes, w_codes, dtype) -> None:
+    for name, tensor in (("x_codes", x_codes), ("w_codes", w_codes)):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}: allowed is {dtype}")
+        if tensor.dim() != 2 or tensor.shape[1] == 0:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: allowed is [rows, K] with K >= 1")
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}: allowed is a contiguous last dimension")
+    if x_codes.shape[1] != w_codes.shape[1]:
+        raise ValueError(f"x_codes has {x_codes.shape[1]} columns, w_codes {w_codes.shape[1]}: allowed is one number")
+    if w_codes.shape[0] == 0:
+        raise ValueError("w_codes has no rows: allowed is [N, K] with N >= 1")
+    if w_codes.device.type != "cuda" and not INTERPRETED:
+        raise ValueError(f"w_codes is on {w_codes.device}: the Triton kernels run on CUDA and ROCm devices")
+
+
+def check_out(bias, out_dtype, w_codes) -> None:
+    if out_dtype not in DTYPES:
+        raise TypeError(f"out_dtype={out_dtype}: allowed is one of {DTYPES}")
+    if bias is None:
+        return
+    if bias.dtype not in DTYPES:
+        raise TypeError(f"bias has dtype {bias.dtype}: allowed is one of {DTYPES}")
+    if bias.shape != w_codes.shape[:1] or (bias.numel() > 1 and bias.stride(0) != 1):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is a contiguous [{w_codes.shape[0]}]")
+
+
+def check_devices(device, **tensors) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, w_codes on {device}: allowed is one device")
+
+
+def check_per_row(name, tensor, rows, dtype) -> None:
+    """One value for the tensor, or [rows, 1] or [rows]."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}: allowed is {dtype}")
+    if tensor.numel() != 1 and tuple(tensor.shape) not in ((rows, 1), (rows,)):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: allowed is one value, [{rows}, 1] or [{rows}]")
+
+
+def row_stride(tensor: torch.Tensor | None) -> int:
+    """0 for one value that every row reads."""
+    return 0 if tensor is None or tensor.numel() == 1 else tensor.stride(0)
+
+
+def launch(
+    kind,
+    x_codes,
+    w_codes,
+    x_scale,
+    w_scale,
+    bias,
+    out_dtype,
+    *,
+    block_scales=False,
+    x_zero_point=None,
+    w_zero_point=None,
+    x_sums=None,
+    w_sums=None,
+    outlier_x=None,
+    outlier_columns=None,
+    outlier_count=None,
+) -> torch.Tensor:
+    """Checked arguments -> out [M, N]."""
+    (tokens, in_features), out_features, device = x_codes.shape, w_codes.shape[0], w_codes.device
+    out = torch.empty(tokens, out_features, dtype=out_dtype, device=device)
+    if tokens == 0:
+        return out
+    tile = choose_tile(tokens, kind == "fp8_as_fp16")
+    row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
+    steps = triton.cdiv(in_features, STEP.value)
+    per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(device))
+    splits = triton.cdiv(steps, per_split)
+    partial = arrivals = None
+    if splits > 1:
+        sums = torch.int32 if kind == "int8" else torch.float32
+        partial = torch.empty(splits, tokens, out_features, dtype=sums, device=device)
+        arrivals = _arrival_counters(row_blocks * token_blocks, device)
+    with _on(device):
+        w8a8_kernel[(row_blocks * token_blocks, splits)](
+            x_codes,
+            w_codes,
+            x_scale,
+            w_scale,
+            x_zero_point,
+            w_zero_point,
+            x_sums,
+            w_sums,
+            bias,
+            outlier_x,
+            outlier_columns,
+            outlier_count,
+            out,
+            partial,
+            arrivals,
+            tokens,
+            out_features,
+            in_features,
+            x_codes.stride(0),
+            w_codes.stride(0),
+            x_scale.stride(0) if block_scales else row_stride(x_scale),
+            x_scale.stride(1) if block_scales else 0,
+            w_scale.stride(0) if block_scales else row_stride(w_scale),
+            w_scale.stride(1) if block_scales else 0,
+            row_stride(x_zero_point),
+            row_stride(w_zero_point),
+            0 if outlier_x is None else outlier_x.stride(0),
+            per_split,
+            KIND=kind,
+            BLOCK_SCALES=block_scales,
+            EVEN_K=in_features % STEP.value == 0,
+            SPLIT=splits > 1,
+            BLOCK_N=tile.block_n,
+            BLOCK_M=tile.block_m,
+            UPCAST=INTERPRETED,
+            num_warps=tile.num_warps,
+            num_stages=min(tile.num_stages, STAGES_ON_ROCM) if torch.version.hip else tile.num_stages,
+        )
+    return out
+
+
+def w8a8_linear(
+    x_codes: torch.Tensor,
+    w_codes: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    x_zero_point: torch.Tensor | None = None,
+    w_zero_point: torch.Tensor | None = None,
+    w_sums: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """(x_codes - x_zero_point) times the transpose of (w_codes - w_zero_point), times both scales, plus bias.
+
+    x_codes: int8 [M, K]; w_codes: int8 [N, K]; columns contiguous, rows at any stride (multiples of 16 are read 16
+        bytes at a time).
+    x_scale: float32, one value or [M, 1] or [M]; w_scale: one value or [N, 1] or [N]. x_zero_point, w_zero_point: int8
+        alike, None = 0.
+    w_sums: int32 [N], `w_codes.sum(1, dtype=torch.int32)`, which x_zero_point needs: computed when it is not given,
+        for a pass over the weight.
+    bias: [N], float of any kind. out_dtype: float16, bfloat16 or float32.
+
+    Returns [M, N]. The products are added exactly in int32, the rest is float32, rounded once at the end. No
+    synchronisation; the result does not depend on the order in which programs run. The codes are integers: gradients
+    are the business of who made them.
+
+    Raises TypeError or ValueError for dtypes, shapes, strides and devices that are not served, and for a K whose sum
+    could exceed int32 (66051 with one zero point, 133144 without: 16-bit counts).
+    """
+    check_codes(x_codes, w_codes, torch.int8)
+    check_out(bias, out_dtype, w_codes)
+    tokens, in_features = x_codes.shape
+    for name, tensor, rows, dtype in (
+        ("x_scale", x_scale, tokens, torch.float32),
+        ("w_scale", w_scale, len(w_codes), torch.float32),
+        ("x_zero_point", x_zero_point, tokens, torch.int8),
+        ("w_zero_point", w_zero_point, len(w_codes), torch.int8),
+    ):
+        if tensor is not None:
+            check_per_row(name, tensor, rows, dtype)
+    if w_sums is not None and (w_sums.dtype != torch.int32 or w_sums.shape != w_codes.shape[:1]):
+        raise ValueError(f"w_sums is {w_sums.dtype} {tuple(w_sums.shape)}: allowed is int32 [{len(w_codes)}]")
+    check_devices(
+        w_codes.device,
+        x_codes=x_codes,
+        x_scale=x_scale,
+        w_scale=w_scale,
+        bias=bias,
+        x_zero_point=x_zero_point,
+        w_zero_point=w_zero_point,
+        w_sums=w_sums,
+    )
+    largest = (255 if x_zero_point is not None else 128) * (255 if w_zero_point is not None else 128)
+    if in_features * largest >= 2**31:
+        raise ValueError(f"K = {in_features}: allowed is at most {(2**31 - 1) // largest}, or the sum overflows int32")
+    x_sums = None
+    if x_zero_point is not None and w_sums is None:
+        w_sums = w_codes.sum(1, dtype=torch.int32)
+    if w_zero_point is not None:
+        x_sums = x_codes.sum(1, dtype=torch.int32)
+    return launch(
+        "int8",
+        x_codes,
+        w_codes,
+        x_scale,
+        w_scale,
+        bias,
+        out_dtype,
+        x_zero_point=x_zero_point,
+        w_zero_point=w_zero_point,
+        x_sums=x_sums,
+        w_sums=w_sums,
+    )

@@ -1,0 +1,35 @@
+"""Which tile for which number of tokens in the products of 8-bit weights and activations; no autotuning at run time.
+
+Nothing here is measured: the numbers follow from register and shared memory counts of the compiled kernels and from
+the memory formulas; `benchmarks/gpu_kernels.py` is where they are to be measured.
+"""
+
+from .launch_configs import Tile
+
+
+# Most tokens -> tile. Up to 64 tokens one program has all of them, so weights are read once.
+TILES = {
+    16: Tile(64, 16, 4, 4, 4),
+    32: Tile(64, 32, 4, 4, 4),
+    64: Tile(64, 64, 4, 4, 3),
+    128: Tile(128, 64, 8, 4, 2),
+    float("inf"): Tile(128, 128, 8, 4),
+}
+# float8 codes that become float16 in registers, on GPUs without float8
+CONVERTED_TILES = {
+    16: Tile(64, 16, 4, 4, 4),
+    32: Tile(64, 32, 4, 4, 4),
+    64: Tile(64, 64, 4, 3, 3),
+    float("inf"): Tile(128, 64, 8, 3),
+}
+FEWEST_STEPS_PER_SPLIT = 4  # of 128 columns
+STAGES_ON_ROCM = 2  # 64 KB of shared memory
+
+# scales ("tensor", "channel") -> from so many tokens on torch._scaled_mm takes the float8 product; None = never, until
+# a measurement says where it is faster.
+SCALED_MM_FROM = {"tensor": None, "channel": None}
+
+
+def choose_tile(tokens: int, converted: bool) -> Tile:
+    table = CONVERTED_TILES if converted else TILES
+    return next(tile for most, tile in table.items() if tokens <= most)
