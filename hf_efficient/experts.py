@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hf_efficient.formats import AffineFormat
+from hf_efficient.kernels.grouped_linear import GroupedTritonLinear
 from hf_efficient.layers import CompressedModule, CompressedWeight, apply_layout, placeholder
 
 
@@ -29,31 +30,46 @@ class EfficientExperts(CompressedModule):
     """
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-        """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H]. Runs only the experts that have
-        tokens; on a GPU their number is read back."""
+        """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H]. On a GPU the products of all
+        experts are one launch each and nothing is read back; elsewhere only the experts that have tokens run."""
         tokens, chosen = top_k_index.shape
-        order = top_k_index.flatten().argsort(stable=True)
-        counts = torch.bincount(top_k_index.flatten(), minlength=self.num_experts)[: self.num_experts].tolist()
-        rows = hidden_states[order // chosen]
+        index = top_k_index.flatten()
+        order = index.argsort(stable=True)
+        counts = torch.zeros(self.num_experts, dtype=torch.long, device=index.device)
+        counts.scatter_add_(0, index, torch.ones_like(index, dtype=torch.long))
+        outputs = self._run(hidden_states[order // chosen], counts)
+        weighted = outputs * top_k_weights.flatten()[order, None].to(outputs.dtype)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return weighted[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+
+    def _run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """rows [R, H] sorted by expert, counts int64 [E] -> [R, H]."""
         up_name, down_name = self._expert_names
-        up, down = (self.layouts(name + "_", hidden_states.dtype) for name in self._expert_names)
+        up, down = (self.layouts(name + "_", rows.dtype) for name in self._expert_names)
+        trains = rows.requires_grad and torch.is_grad_enabled()
+        if isinstance(up, GroupedTritonLinear) and rows.dtype is up.dtype and not trains:
+            offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+            h = self._activate(up(rows, offsets, self._expert_bias(up_name)))
+            h = down(h, offsets, self._expert_bias(down_name))
+            return self.post_expert_norm(h) if self.has_post_expert_norm else h
+        up, down = (getattr(layouts, "experts", layouts) for layouts in (up, down))
         outputs, start = [], 0
-        for expert, count in enumerate(counts):
+        for expert, count in enumerate(counts.tolist()):
             if count == 0:
                 continue
             h = apply_layout(up[expert], rows[start : start + count], self._expert_bias(up_name, expert))
-            h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-            h = apply_layout(down[expert], h, self._expert_bias(down_name, expert))
+            h = apply_layout(down[expert], self._activate(h), self._expert_bias(down_name, expert))
             outputs.append(self.post_expert_norm(h) if self.has_post_expert_norm else h)
             start += count
-        weighted = torch.cat(outputs) * top_k_weights.flatten()[order, None].to(outputs[0].dtype)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return weighted[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+        return torch.cat(outputs)
+
+    def _activate(self, h: torch.Tensor) -> torch.Tensor:
+        return self._apply_gate(h) if self.has_gate else self.act_fn(h)
 
     def __reduce_ex__(self, protocol):
         return _blank_experts, (type(self).__bases__[1],), self.__getstate__()
 
-    def _expert_bias(self, name: str, expert: int) -> torch.Tensor | None:
+    def _expert_bias(self, name: str, expert: int | slice = slice(None)) -> torch.Tensor | None:
         return getattr(self, name + "_bias")[expert] if self.has_bias else None
 
     def extra_repr(self) -> str:

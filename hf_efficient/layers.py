@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hf_efficient.formats import AffineFormat
+from hf_efficient.kernels.grouped_linear import GroupedTritonLinear
 from hf_efficient.kernels.linear import DequantizedLinear, device_layout
 
 
@@ -69,8 +70,11 @@ class CompressedModule(nn.Module):
         weight = self._compressed[prefix]
         tensors = {name: self._parameters.get(parameter) for name, parameter in weight.names().items()}
         if tensors["qweight"] is None:
-            parts = [layout.qweight() for layout in self._layouts[prefix]]
-            tensors["qweight"] = parts[0] if weight.experts is None else torch.stack(parts)
+            layouts = self._layouts[prefix]
+            if weight.experts is None or isinstance(layouts, GroupedTritonLinear):
+                tensors["qweight"] = self._as_list(layouts)[0].qweight()
+            else:
+                tensors["qweight"] = torch.stack([layout.qweight() for layout in layouts])
         return tensors
 
     def dequantized(self, prefix: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -91,9 +95,8 @@ class CompressedModule(nn.Module):
         for prefix, weight in self._compressed.items():
             if prefix in self._layouts or self.is_offloaded or self._parameters[prefix + "qweight"].is_meta:
                 continue
-            layouts = list(self._split(weight, dtype, device_layout))
-            self._layouts[prefix] = layouts
-            if layouts[0].replaces_qweight:
+            layouts = self._layouts[prefix] = self._derive(weight, dtype)
+            if self._as_list(layouts)[0].replaces_qweight:
                 del self._parameters[prefix + "qweight"]  # gone, not None: PEFT asks hasattr
                 for name, tensor in self._layout_tensors(prefix).items():
                     self.register_buffer(name, tensor, persistent=False)
@@ -112,25 +115,36 @@ class CompressedModule(nn.Module):
         """Buffer name -> tensor of the layouts of a weight: registered, so that they are counted as this module's memory."""
         return {
             f"{prefix}{name}" if self._compressed[prefix].experts is None else f"{prefix}{name}_{index}": tensor
-            for index, layout in enumerate(self._layouts[prefix])
+            for index, layout in enumerate(self._as_list(self._layouts[prefix]))
             for name, tensor in layout.tensors.items()
         }
 
+    @staticmethod
+    def _as_list(layouts) -> list:
+        return layouts if isinstance(layouts, list) else [layouts]
+
+    def _derive(self, weight: CompressedWeight, dtype: torch.dtype):
+        """One layout for each expert (or for the weight), or one for all experts together."""
+        device = self._parameters[weight.prefix + "qweight"].device
+        if weight.experts is not None and GroupedTritonLinear.supports(device, weight.format.group_size, dtype):
+            tensors = {name: tensor.data for name, tensor in self.canonical(weight.prefix).items()}
+            return GroupedTritonLinear(**{"zero_point": None, **tensors}, **self._layout_arguments(weight, dtype))
+        return list(self._split(weight, dtype, device_layout))
+
+    @staticmethod
+    def _layout_arguments(weight: CompressedWeight, dtype: torch.dtype) -> dict:
+        format = weight.format
+        return dict(bits=format.bits, group_size=format.group_size, in_features=weight.in_features, dtype=dtype)
+
     def _split(self, weight: CompressedWeight, dtype: torch.dtype, make):
         """`make` applied to the weight, or to that of each expert."""
-        tensors = self.canonical(weight.prefix)
-        arguments = dict(
-            bits=weight.format.bits,
-            group_size=weight.format.group_size,
-            in_features=weight.in_features,
-            dtype=dtype,
-        )
+        tensors, arguments = self.canonical(weight.prefix), self._layout_arguments(weight, dtype)
         for index in (...,) if weight.experts is None else range(weight.experts):
             zero_point = tensors["zero_point"].data[index] if "zero_point" in tensors else None
             yield make(tensors["qweight"].data[index], tensors["scale"].data[index], zero_point, **arguments)
 
-    def layouts(self, prefix: str, dtype: torch.dtype) -> list:
-        """The layout of a weight (one for each expert) for inputs of `dtype`, derived when it is missing."""
+    def layouts(self, prefix: str, dtype: torch.dtype) -> "list | GroupedTritonLinear":
+        """The layout of a weight (of experts: one for each, or one for all) for inputs of `dtype`, derived when missing."""
         if prefix not in self._layouts:
             self.derive_layouts(dtype)
         layouts = self._layouts.get(prefix)

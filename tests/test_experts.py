@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from hf_efficient import WeightOnlyConfig
 from hf_efficient.experts import EfficientExperts, compress_experts, expert_weight_names, is_fused_experts
 from hf_efficient.formats import AffineFormat
+from hf_efficient.kernels.grouped_linear import GroupedTritonLinear
 from hf_efficient.methods import get_method
 
 
@@ -61,6 +62,42 @@ def test_same_as_the_original_module_with_the_same_weights(name, format):
         assert_close(compressed(x, index, weights), original(x, index, weights), 2e-6, 1e-4, "float32 on both sides")
     after = compressed.state_dict()
     assert after.keys() == state.keys() and all(torch.equal(after[k], state[k]) for k in state)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The layouts and ops that a GPU gets; on a CPU the op is the kernel's reference."""
+    monkeypatch.setattr(GroupedTritonLinear, "supports", lambda device, group_size, dtype: group_size != 24)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_all_experts_in_one_product(name, format, as_on_a_gpu, monkeypatch):
+    original, compressed, state = experts_of(name, format)
+    calls = []
+    run = GroupedTritonLinear.__call__
+    monkeypatch.setattr(GroupedTritonLinear, "__call__", lambda *args: calls.append(args) or run(*args))
+    for tokens, only in ((1, None), (7, [1, 2]), (40, None)):
+        index, weights = routed(tokens, only=only)
+        x = torch.randn(tokens, 64)
+        assert_close(compressed(x, index, weights), original(x, index, weights), 2e-6, 1e-4, "float32 on both sides")
+    assert len(calls) == (0 if format.group_size == 24 else 6), "one product up and one down a forward"
+    after = compressed.state_dict()
+    assert after.keys() == state.keys() and all(torch.equal(after[k], state[k]) for k in state)
+    x = torch.randn(6, 64).requires_grad_()
+    compressed(x, *routed(6)).sum().backward()  # gradients go one expert at a time, over the same memory
+    assert torch.isfinite(x.grad).all()
+    assert all(torch.equal(t, state[k]) for k, t in copy.deepcopy(compressed).state_dict().items())
+
+
+def test_the_op_has_a_fake_that_agrees():
+    format = AffineFormat(4, 32, False)
+    parts = [get_method("rtn").quantize(torch.randn(24, 70), format) for _ in range(3)]
+    tensors = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    layout = GroupedTritonLinear(**tensors, bits=4, group_size=32, in_features=70, dtype=torch.float32)
+    offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    arguments = (torch.randn(5, 70), layout.packed, layout.scale, layout.zero_point, None, offsets, *layout.layout)
+    torch.library.opcheck(torch.ops.hf_efficient.grouped_linear.default, arguments)
 
 
 def test_experts_without_tokens_do_not_run(monkeypatch):

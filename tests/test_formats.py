@@ -201,7 +201,7 @@ def test_the_layout_of_the_gpu_on_the_cpu(bits, group_size, symmetric):
     format, w = AffineFormat(bits, group_size, symmetric), weight(33, 200)
     tensors = get_method("rtn").quantize(w, format)
     canonical = tensors["qweight"], tensors["scale"], tensors.get("zero_point")
-    layout = TritonLinear(*canonical, bits, group_size, 200, torch.bfloat16)
+    layout = TritonLinear.pack(*canonical, bits, group_size, 200, torch.bfloat16)
     assert torch.equal(layout.qweight(), tensors["qweight"])
     dense = format.dequantize(tensors, 200, torch.bfloat16)
     assert torch.equal(layout.dequantize(), dense)

@@ -7,6 +7,8 @@ Canonical tensors (what is saved) of a weight [N, K] in `bits` bits: `qweight` u
 `device_layout` turns them into what the fastest operator of a device reads, and that back, bit for bit.
 """
 
+import importlib
+
 import torch
 import torch.nn.functional as F
 
@@ -223,22 +225,25 @@ class Int4CpuLinear(_PackedLinear):
         return pack_codes(planes[0], 4) if self.bits == 4 else planes[0] << 4 | planes[1]
 
 
+def _efficient_linear():
+    return importlib.import_module("hf_efficient.kernels.efficient_linear")
+
+
 class TritonLinear(_PackedLinear):
     """The layout of the Triton kernels (CUDA, ROCm); any number of rows goes through them."""
 
-    def __init__(self, qweight, scale, zero_point, bits, group_size, in_features, dtype):
-        from hf_efficient.kernels.efficient_linear import pack_weight
-
-        if group_size is not None and group_size > 64 and group_size % 128:  # two or more groups of 32 for one
-            repeats, groups = group_size // 32, -(-in_features // 32)
-            scale, zero_point = (
-                None if t is None else t.repeat_interleave(repeats, 1)[:, :groups] for t in (scale, zero_point)
-            )
-            group_size = 32
-        self.out_features, self.in_features, self.dtype = qweight.shape[0], in_features, dtype
+    def __init__(self, packed, scale, zero_point, bits, group_size, in_features, dtype):
+        self.out_features, self.in_features, self.dtype = packed.shape[0], in_features, dtype
         self.bits, self.group_size, self.scale, self.zero_point = bits, group_size, scale, zero_point
-        self.packed = pack_weight(qweight, bits, group_size)
-        self.tensors = {"packed": self.packed}
+        self.packed = packed
+        self.tensors = {"packed": packed}
+
+    @classmethod
+    def pack(cls, qweight, scale, zero_point, bits, group_size, in_features, dtype):
+        """From canonical tensors."""
+        scale, zero_point, group_size = triton_groups(scale, zero_point, group_size, in_features)
+        packed = _efficient_linear().pack_weight(qweight, bits, group_size)
+        return cls(packed, scale, zero_point, bits, group_size, in_features, dtype)
 
     @staticmethod
     def supports(group_size, dtype) -> bool:
@@ -259,17 +264,23 @@ class TritonLinear(_PackedLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def dequantize(self):
-        from hf_efficient.kernels import efficient_linear
-
-        dequantize = efficient_linear.dequantize if self.packed.is_cuda else efficient_linear.dequantize_reference
+        kernels = _efficient_linear()
+        dequantize = kernels.dequantize if self.packed.is_cuda else kernels.dequantize_reference
         arguments = dict(bits=self.bits, group_size=self.group_size, in_features=self.in_features)
         return dequantize(self.packed, self.scale, self.zero_point, **arguments).to(self.dtype)
 
     def qweight(self) -> torch.Tensor:
         """The canonical qweight."""
-        from hf_efficient.kernels.efficient_linear import unpack_weight
+        return _efficient_linear().unpack_weight(self.packed, self.in_features, self.bits, self.group_size)
 
-        return unpack_weight(self.packed, self.in_features, self.bits, self.group_size)
+
+def triton_groups(scale, zero_point, group_size, in_features):
+    """(scale, zero_point, group_size) in groups that the Triton kernels serve: several groups of 32 for one of another
+    multiple."""
+    if group_size is None or group_size <= 64 or group_size % 128 == 0:
+        return scale, zero_point, group_size
+    repeats, groups = group_size // 32, -(-in_features // 32)
+    return *(None if t is None else t.repeat_interleave(repeats, -1)[..., :groups] for t in (scale, zero_point)), 32
 
 
 def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, dtype):
@@ -277,7 +288,7 @@ def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, 
     with `tensors` (what it keeps allocated), `replaces_qweight`, `qweight()` (its inverse) and `dequantize()`."""
     out_features = qweight.shape[0]
     if qweight.device.type == "cuda" and TritonLinear.supports(group_size, dtype):
-        return TritonLinear(qweight, scale, zero_point, bits, group_size, in_features, dtype)
+        return TritonLinear.pack(qweight, scale, zero_point, bits, group_size, in_features, dtype)
     if qweight.device.type == "cpu":
         if bits == 8 and Int8CpuLinear.supports(out_features, in_features, group_size, dtype):
             return Int8CpuLinear(qweight, scale, zero_point, dtype)
@@ -296,18 +307,14 @@ _library.define(
 
 
 def _triton_linear(x, packed, scale, zero_point, bias, bits, group_size, in_features):
-    from hf_efficient.kernels.efficient_linear import weight_only_linear
-
-    return weight_only_linear(
-        x, packed, scale, zero_point, bias, bits=bits, group_size=group_size, in_features=in_features
-    )
+    arguments = dict(bits=bits, group_size=group_size, in_features=in_features)
+    return _efficient_linear().weight_only_linear(x, packed, scale, zero_point, bias, **arguments)
 
 
 def _reference_linear(x, packed, scale, zero_point, bias, bits, group_size, in_features):
-    from hf_efficient.kernels.efficient_linear import weight_only_linear_reference
-
     arguments = dict(bits=bits, group_size=group_size, in_features=in_features)
-    return weight_only_linear_reference(x, packed, scale, zero_point, bias, **arguments).to(x.dtype)
+    reference = _efficient_linear().weight_only_linear_reference
+    return reference(x, packed, scale, zero_point, bias, **arguments).to(x.dtype)
 
 
 _library.impl("weight_only_linear", _triton_linear, "CUDA")
