@@ -1,4 +1,4 @@
-"""The float32 references of flash_paged against torch's own attention, and the errors for what the kernels cannot do."""
+"""The float64 references of flash_paged against torch's own attention, and the errors for what the kernels cannot do."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from hf_efficient.kernels import flash_paged as fp
 from hf_efficient.kernels.flash_paged import checks
 
 
-SAME = (1e-6, 5e-6, "float32 on both sides: only the order of additions differs")
+SAME = (1e-6, 5e-6, "float64 against float32 of the same formula")
 
 
 def heads_first(*tensors):
@@ -133,7 +133,8 @@ TABLE = torch.zeros(2, 3, dtype=torch.int32)
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"cache_seqlens": None}, TypeError, "cache_seqlens must be a torch.int32 tensor, got NoneType"),
+        ({"cache_seqlens": None, "k": KV, "v": KV}, ValueError, "cache_seqlens is missing"),
+        ({"cache_seqlens": 2.0}, TypeError, "cache_seqlens must be a torch.int32 tensor, got float"),
         ({"cache_seqlens": SEQLENS.long()}, TypeError, "cache_seqlens has dtype torch.int64"),
         ({"cache_seqlens": SEQLENS[:1]}, ValueError, "cache_seqlens has shape"),
         ({"block_table": TABLE[0]}, ValueError, "block_table has shape"),

@@ -21,20 +21,23 @@ def check_device(q: torch.Tensor) -> None:
         )
 
 
-def check_tensor(name: str, tensor, dims: int, like: torch.Tensor, head_dim: bool = True) -> None:
-    """`tensor` has `dims` dimensions, the dtype and device of `like` (which is q or k) and a contiguous last dimension."""
+def check_tensor(name: str, tensor, dims: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """`tensor` has `dims` dimensions, the device of `like` (which is q or k), its dtype or `dtype`, and a contiguous last
+    dimension, the head dim."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
-    if tensor.dtype not in DTYPES or tensor.dtype != like.dtype:
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}: allowed is {dtype}")
+    if dtype is None and (tensor.dtype not in DTYPES or tensor.dtype != like.dtype):
         allowed = "float16, bfloat16 or float32, the same for all of them"
         raise TypeError(f"{name} has dtype {tensor.dtype} beside {like.dtype}: allowed are {allowed}")
     if tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}, expected {like.device} as the first tensor")
-    if head_dim and not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
+    if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"{name} has head dim {tensor.shape[-1]}: allowed are 1 to {MAX_HEAD_DIM}")
-    if head_dim and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
         raise ValueError(
             f"the last dimension of {name} has stride {tensor.stride(-1)}: it must be contiguous (stride 1); "
             "call .contiguous()"
@@ -49,9 +52,18 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tu
         )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"{names[0]} has head dim {k.shape[-1]}, expected {q.shape[-1]} as q")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"q has {q.shape[-2]} heads: allowed are multiples of the {k.shape[-2]} heads of {names[0]}")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    check_heads(q, k.shape[-2], names[0])
+    check_no_grad(q, k, v)
+
+
+def check_heads(q: torch.Tensor, heads: int, name: str) -> None:
+    """The query heads fall into groups, one a key head."""
+    if heads == 0 or q.shape[-2] % heads:
+        raise ValueError(f"q has {q.shape[-2]} heads: allowed are multiples of the {heads} heads of {name}")
+
+
+def check_no_grad(*tensors: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise RuntimeError(
             "flash_paged has no backward pass, but an input requires grad: use torch.no_grad() to run the model, or train "
             'it with attn_implementation="sdpa"'
@@ -75,8 +87,10 @@ def check_integers(
         raise ValueError(f"the last dimension of {name} has stride {tensor.stride(-1)}: it must be contiguous")
 
 
-def check_options(q, dropout_p, softmax_scale, causal, window_size, softcap, s_aux) -> dict:
-    """The options as the launchers take them: softmax_scale, window (-1 is no limit), softcap, s_aux."""
+def check_options(
+    q, rows, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_lse
+) -> dict:
+    """The options as the launchers take them: softmax_scale, window (-1 is no limit), softcap, alibi_slopes, s_aux."""
     if dropout_p:
         raise ValueError(f"dropout_p is {dropout_p}: allowed is 0.0, flash_paged has no dropout")
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
@@ -92,15 +106,38 @@ def check_options(q, dropout_p, softmax_scale, causal, window_size, softcap, s_a
         )
     if not softcap >= 0:
         raise ValueError(f"softcap is {softcap}: allowed are positive numbers, or 0.0 for none")
-    if s_aux is not None:
-        if not isinstance(s_aux, torch.Tensor) or s_aux.shape != q.shape[-2:-1] or not s_aux.is_floating_point():
-            given = f"{s_aux.dtype} {tuple(s_aux.shape)}" if isinstance(s_aux, torch.Tensor) else type(s_aux).__name__
-            raise ValueError(
-                f"s_aux is {given}: allowed is a floating point tensor [{q.shape[-2]}], one per query head"
-            )
-        if s_aux.device != q.device:
-            raise ValueError(f"s_aux is on {s_aux.device}, expected {q.device} as q")
-        s_aux = s_aux.contiguous()
+    heads = q.shape[-2]
+    s_aux = _check_per_head("s_aux", s_aux, q, [(heads,)], "a floating point tensor")
+    alibi_slopes = _check_per_head("alibi_slopes", alibi_slopes, q, [(heads,), (rows, heads)], "a float32 tensor")
     left, right = (-1 if w < 0 or w >= _UNLIMITED else w for w in window_size)
-    window = (left, 0 if causal else right)
-    return {"softmax_scale": softmax_scale, "window": window, "softcap": float(softcap), "s_aux": s_aux}
+    return {
+        "softmax_scale": softmax_scale,
+        "window": (left, 0 if causal else right),
+        "softcap": float(softcap),
+        "alibi_slopes": alibi_slopes,
+        "s_aux": s_aux,
+        "return_lse": bool(return_lse),
+    }
+
+
+def _check_per_head(name: str, tensor, q: torch.Tensor, shapes: list[tuple], kind: str) -> torch.Tensor | None:
+    """`tensor`, contiguous, if it is None or a tensor of a `kind` in one of `shapes`."""
+    if tensor is None:
+        return None
+    right = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) in shapes
+    if not right or not (tensor.dtype == torch.float32 or (kind != "a float32 tensor" and tensor.is_floating_point())):
+        given = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        allowed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} is {given}: allowed is {kind} {allowed}, one number per query head")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}, expected {q.device} as q")
+    return tensor.contiguous()
+
+
+def check_tree(tree_mask, q: torch.Tensor) -> None:
+    """int64 [B, Sq] with at most 64 queries, one bit each."""
+    if q.shape[1] > 64:
+        raise ValueError(f"q has {q.shape[1]} queries: allowed are at most 64 with a tree_mask, one bit each")
+    check_integers("tree_mask", tree_mask, 2, q, torch.int64, length=q.shape[0])
+    if tree_mask.shape[1] != q.shape[1]:
+        raise ValueError(f"tree_mask has shape {tuple(tree_mask.shape)}, expected {tuple(q.shape[:2])}")

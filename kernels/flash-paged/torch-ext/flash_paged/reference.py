@@ -1,9 +1,11 @@
-"""What the kernels of this folder must compute, in plain torch and float32, one sequence at a time. Slow on purpose.
+"""What the attention kernels must compute, in plain torch and float64, one sequence at a time. Slow on purpose.
 
-Every function has the signature of the kernel function without `_reference`; results come back in the dtype of `q`.
+Every function has the signature and the returns of the kernel function without `_reference`; out has the dtype of `q`.
 """
 
 import torch
+
+from .quantized_reference import dequantize_cache, gather_row, quantize_tokens
 
 
 def attention_reference(
@@ -14,37 +16,54 @@ def attention_reference(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
     visible: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """One sequence: q [Sq, Hq, D], k [Sk, Hk, D], v [Sk, Hk, Dv], visible bool [Sk] -> float32 [Sq, Hq, Dv].
+    tree_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence: q [Sq, Hq, D], k [Sk, Hk, D], v [Sk, Hk, Dv], alibi_slopes [Hq], visible bool [Sk], tree_mask int64
+    [Sq] -> out float64 [Sq, Hq, Dv] and log-sum-exp float32 [Hq, Sq].
 
     Query i stands at position i + Sk - Sq (bottom-right aligned) and sees key j when
-    position - left <= j <= position + right; `causal` makes right 0 and -1 means no limit. A query that sees no key gives 0.
+    position - left <= j <= position + right; `causal` makes right 0 and -1 means no limit. With tree_mask the last Sq keys
+    are nodes of a tree, whose positions count their ancestors. A query that sees no key gives 0.
     """
     queries, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q.float(), k) * (
-        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    )
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = torch.einsum("ihd,jhd->hij", q.double(), k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     left, right = window_size[0], 0 if causal else window_size[1]
-    position = torch.arange(queries, device=q.device)[:, None] + keys - queries
-    key = torch.arange(keys, device=q.device)[None, :]
+    first = keys - queries
+    key = torch.arange(keys, device=q.device)
+    position = torch.arange(queries, device=q.device) + first
     mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+    if tree_mask is not None:
+        right = -1
+        ancestors = (tree_mask[:, None] >> torch.arange(queries, device=q.device)) & 1
+        position = first + ancestors.sum(1) - 1
+        node = (key - first).clamp(min=0)
+        mask = (key < first) | ancestors[:, node].bool()
+        key = torch.where(key < first, key, position[node])
     if left >= 0:
-        mask &= key >= position - left
+        mask = mask & (key >= position[:, None] - left)
     if right >= 0:
-        mask &= key <= position + right
+        mask = mask & (key <= position[:, None] + right)
     if visible is not None:
-        mask &= visible
+        mask = mask & visible
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[:, None, None] * (position[:, None] - key).abs()
     scores = scores.masked_fill(~mask, float("-inf"))
     if s_aux is None:
         s_aux = torch.full((q.shape[1],), float("-inf"), device=q.device)
-    scores = torch.cat([scores, s_aux.float()[:, None, None].expand(-1, queries, 1)], dim=-1)
+    scores = torch.cat([scores, s_aux.double()[:, None, None].expand(-1, queries, 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., :-1].masked_fill(~mask, 0.0)
-    return torch.einsum("hij,jhd->ihd", weights, v)
+    return torch.einsum("hij,jhd->ihd", weights, v), torch.logsumexp(scores, dim=-1).float()
+
+
+def _slopes(alibi_slopes, row):
+    return alibi_slopes[row] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
 
 
 def flash_attn_func_reference(
@@ -56,26 +75,20 @@ def flash_attn_func_reference(
     causal=False,
     window_size=(-1, -1),
     softcap=0.0,
+    alibi_slopes=None,
     deterministic=False,
+    return_attn_probs=False,
     s_aux=None,
 ):
     """q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv] -> [B, Sq, Hq, Dv]."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     for row in range(q.shape[0]):
-        out[row] = attention_reference(q[row], k[row], v[row], softmax_scale, causal, window_size, softcap, s_aux)
-    return out
-
-
-def gather_pages(cache, block_table, length):
-    """The first `length` entries of one row: cache [num_blocks, block_size, Hk, D], block_table int32 [max_blocks] ->
-    [length, Hk, D] and the bool [length] that is False (and the entry 0) where the table says -1."""
-    block_size = cache.shape[1]
-    slots = torch.arange(length, device=cache.device)
-    blocks = block_table[slots // block_size].long()
-    visible = blocks >= 0
-    gathered = cache.new_zeros((length, *cache.shape[2:]))
-    gathered[visible] = cache[blocks[visible], (slots % block_size)[visible]]
-    return gathered, visible
+        slopes = _slopes(alibi_slopes, row)
+        out[row], lse[row] = attention_reference(
+            q[row], k[row], v[row], softmax_scale, causal, window_size, softcap, slopes, s_aux
+        )
+    return (out, lse, None) if return_attn_probs else out
 
 
 def flash_attn_varlen_func_reference(
@@ -91,25 +104,29 @@ def flash_attn_varlen_func_reference(
     causal=False,
     window_size=(-1, -1),
     softcap=0.0,
+    alibi_slopes=None,
     deterministic=False,
-    s_aux=None,
+    return_attn_probs=False,
     block_table=None,
+    s_aux=None,
 ):
     """q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], or pages k [num_blocks, block_size, Hk, D] with block_table
     [B, max_blocks] -> [Tq, Hq, Dv]."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for row in range(len(starts_q) - 1):
         queries, keys = slice(*starts_q[row : row + 2]), slice(*starts_k[row : row + 2])
         if block_table is None:
             row_k, row_v, visible = k[keys], v[keys], None
         else:
-            row_k, visible = gather_pages(k, block_table[row], keys.stop - keys.start)
-            row_v, _ = gather_pages(v, block_table[row], keys.stop - keys.start)
-        out[queries] = attention_reference(
-            q[queries], row_k, row_v, softmax_scale, causal, window_size, softcap, s_aux, visible
+            row_k, visible = gather_row(k, block_table[row], keys.stop - keys.start)
+            row_v, _ = gather_row(v, block_table[row], keys.stop - keys.start)
+        slopes = _slopes(alibi_slopes, row)
+        out[queries], lse[:, queries] = attention_reference(
+            q[queries], row_k, row_v, softmax_scale, causal, window_size, softcap, slopes, s_aux, visible
         )
-    return out
+    return (out, lse, None) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache_reference(
@@ -124,34 +141,67 @@ def flash_attn_with_kvcache_reference(
     causal=False,
     window_size=(-1, -1),
     softcap=0.0,
+    alibi_slopes=None,
+    return_softmax_lse=False,
     s_aux=None,
+    tree_mask=None,
+    k_scale=None,
+    v_scale=None,
+    k_min=None,
+    v_min=None,
+    k_tail=None,
+    v_tail=None,
+    quantized_seqlens=None,
 ):
     """q [B, Sq, Hq, D], k_cache [num_blocks, block_size, Hk, D], v_cache [..., Dv], k and v [B, Sn, Hk, D or Dv] appended
     in place, cache_seqlens [B], block_table [B, max_blocks] (None: row b is block b) -> [B, Sq, Hq, Dv]."""
     if block_table is None:
         block_table = torch.arange(q.shape[0], device=q.device)[:, None]
-    block_size = k_cache.shape[1]
-    out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
-    for row, length in enumerate(cache_seqlens.tolist()):
-        if length < 0:
-            continue
-        for new in range(0 if k is None else k.shape[1]):
-            block = int(block_table[row, length // block_size])
-            if block >= 0:
-                k_cache[block, length % block_size] = k[row, new]
-                v_cache[block, length % block_size] = v[row, new]
-            length += 1
-        row_k, visible = gather_pages(k_cache, block_table[row], length)
-        row_v, _ = gather_pages(v_cache, block_table[row], length)
-        out[row] = attention_reference(
-            q[row], row_k, row_v, softmax_scale, causal, window_size, softcap, s_aux, visible
+    capacity = block_table.shape[1] * k_cache.shape[1] + (0 if k_tail is None else k_tail.shape[1])
+    if cache_seqlens is None:
+        cache_seqlens = capacity
+    lengths = [cache_seqlens] * q.shape[0] if isinstance(cache_seqlens, int) else cache_seqlens.tolist()
+    quantized = [0] * q.shape[0] if quantized_seqlens is None else quantized_seqlens.tolist()
+    appended = 0 if k is None else k.shape[1]
+    for row, length in enumerate(lengths):
+        for new in range(appended if length >= 0 else 0):
+            if k_tail is not None:
+                k_tail[row, (length + new) % k_tail.shape[1]] = k[row, new]
+                v_tail[row, (length + new) % v_tail.shape[1]] = v[row, new]
+            elif length + new < capacity:
+                page, offset = divmod(length + new, k_cache.shape[1])
+                if block_table[row, page] >= 0:
+                    _write(k[row, new], k_cache, k_scale, block_table[row, page], offset)
+                    _write(v[row, new], v_cache, v_scale, block_table[row, page], offset)
+    pages = dequantize_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min)
+
+    head_dim = v_cache.shape[-1] if v_tail is None else v_tail.shape[-1]
+    out = q.new_zeros((*q.shape[:-1], head_dim))
+    lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    for row, length in enumerate(lengths):
+        length = min(length + appended, capacity) if length >= 0 else 0
+        tails = [None if tail is None else tail[row] for tail in (k_tail, v_tail)]
+        (row_k, visible), (row_v, _) = (
+            gather_row(cache, block_table[row], length, tail, quantized[row]) for cache, tail in zip(pages, tails)
         )
-    return out
+        out[row], lse[row] = attention_reference(
+            q[row],
+            row_k,
+            row_v,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            _slopes(alibi_slopes, row),
+            s_aux,
+            visible,
+            None if tree_mask is None else tree_mask[row],
+        )
+    return (out, lse) if return_softmax_lse else out
 
 
-def reshape_and_cache_reference(k, v, k_cache, v_cache, slot_mapping):
-    """k [T, Hk, D] and v [T, Hk, Dv] written in place to slot block * block_size + offset; slot -1 is skipped."""
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            k_cache[slot // k_cache.shape[1], slot % k_cache.shape[1]] = k[token]
-            v_cache[slot // k_cache.shape[1], slot % k_cache.shape[1]] = v[token]
+def _write(x, cache, scale, block, offset):
+    if scale is None:
+        cache[block, offset] = x
+    else:
+        cache[block, offset], scale[block, offset] = quantize_tokens(x, cache.dtype)
