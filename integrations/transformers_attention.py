@@ -1,7 +1,8 @@
 """`attn_implementation="flash_paged"` for every transformers model whose attention goes through `AttentionInterface`.
 
 Touches the insides of transformers in two places, because it has no registry for them: `_lazy_imports` resolves every
-attention name with "flash" in it, and some models redirect every such name to a kernel of the Hub.
+attention name with "flash" in it, and some models redirect every such name to a kernel of the Hub. Continuous batching has
+a file of its own.
 """
 
 import functools
@@ -10,6 +11,7 @@ import inspect
 import torch
 
 from hf_efficient.cache.paged_cache import PAGES
+from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
 from hf_efficient.kernels import attention
 
 
@@ -45,26 +47,22 @@ def flash_paged_attention_forward(
     Keys marked by a `PagedCache` are read from its blocks. Anything else goes through transformers' own handling of
     padding, packed sequences and continuous batching, which ends in the functions of `hf_efficient.kernels.attention`.
     """
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask with {attention_mask.dim()} dimensions: flash_paged takes 2-D masks (batch, length); use "
-            'attn_implementation="sdpa" for others'
-        )
+    _refuse(attention_mask, dropout, kwargs.get("output_attentions"))
     is_causal = module.is_causal if is_causal is None else is_causal
     query, key_, value = _same_dtype(query, key, value)
+    window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
+    options = dict(softmax_scale=scaling, causal=is_causal, window_size=window, softcap=softcap or 0.0, s_aux=s_aux)
     handle = getattr(key, PAGES, None)
     if handle is not None:
         attention.check_inputs(query.transpose(1, 2), key_.transpose(1, 2), value.transpose(1, 2), dropout)
         if not handle.written:
             _refuse_packed(kwargs.get("position_ids"), query, handle)
-        window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
-        output = handle.attend(
-            query, key_, value, attention_mask, softmax_scale=scaling, causal=is_causal, window_size=window,
-            softcap=softcap or 0.0, s_aux=s_aux,
-        )  # fmt: skip
-        return output, None
+        return handle.attend(query, key_, value, attention_mask, **options), None
     utils, paged_attention_cache = _transformers()
     if isinstance(cache, paged_attention_cache):
+        output = continuous_batching.attend_pages(cache, module.layer_idx, query, key_, value, **options, **kwargs)
+        if output is not None:
+            return output, None
         key_, value = cache.update(key_states=key_, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     output = utils._flash_attention_forward(
         query.transpose(1, 2),
@@ -82,6 +80,24 @@ def flash_paged_attention_forward(
         **kwargs,
     )
     return output, None
+
+
+def _refuse(attention_mask, dropout, output_attentions) -> None:
+    """Raises ValueError for what a model may ask of its attention and flash_paged cannot give."""
+    if output_attentions:
+        raise ValueError(
+            'output_attentions=True: flash_paged never holds the attention weights; use attn_implementation="eager"'
+        )
+    if dropout:
+        raise ValueError(
+            f"attention dropout {dropout}: flash_paged has none; call model.eval(), or train with "
+            'attn_implementation="sdpa"'
+        )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask with {attention_mask.dim()} dimensions: flash_paged takes 2-D masks (batch, length); use "
+            'attn_implementation="sdpa" for others'
+        )
 
 
 def _same_dtype(query, key, value):
@@ -119,7 +135,10 @@ def flash_paged_mask(*args, mask_function=None, **kwargs):
     from transformers.masking_utils import flash_attention_mask
 
     if mask_function is not None:
-        _check_pattern(mask_function)
+        if torch.compiler.is_compiling():
+            _check_traced_pattern(mask_function, kwargs.get("config"))
+        else:
+            _check_pattern(mask_function)
     return flash_attention_mask(*args, **kwargs)
 
 
@@ -138,6 +157,15 @@ def _check_pattern(function) -> None:
                 _check_pattern(inner)
 
 
+def _check_traced_pattern(function, config) -> None:
+    """`_check_pattern` where torch.compile cannot look into closures: by the outermost name and the config."""
+    known = ("causal_mask_function", "bidirectional_mask_function", "and_mask")
+    if function.__name__ not in known or getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"flash_paged cannot express the mask pattern {function.__name__}: run it without torch.compile"
+        )
+
+
 def register() -> None:
     """Registers the attention under its names. Idempotent; transformers.modeling_utils must be imported or importable.
 
@@ -154,6 +182,7 @@ def register() -> None:
         (PreTrainedModel, "_check_and_adjust_attn_implementation"),
         (PreTrainedModel, "_can_set_attn_implementation"),
         (PreTrainedModel, "_supports_flash_attn"),
+        *continuous_batching.insides(),
     ):
         if not hasattr(owner, name):
             import transformers
@@ -171,6 +200,7 @@ def register() -> None:
         PreTrainedModel._check_and_adjust_attn_implementation = _allow_our_names(
             PreTrainedModel._check_and_adjust_attn_implementation
         )
+    continuous_batching.register()
 
 
 def _answer_for_our_names(original, utils):

@@ -1,0 +1,115 @@
+"""Continuous batching (`generate_batch`, `ContinuousBatchingManager`) under `attn_implementation="flash_paged"`: attention
+on transformers' own pages, written and read in place.
+
+Touches the insides of transformers in two places: the layout of its `PagedAttentionCache`, and the gate of its decode path,
+which finds flash implementations by a version digit in their names.
+"""
+
+import functools
+
+import torch
+
+from hf_efficient.kernels import attention
+
+
+_SHARED = "_hf_efficient_shared"
+
+
+@torch.compiler.disable  # as transformers' own update of these pages: they are views of one tensor of bytes
+def attend_pages(
+    cache, layer_idx: int, query, key, value, *, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, read_index,
+    write_index, block_table=None, softmax_scale, causal, window_size, softcap, s_aux, **kwargs,
+) -> torch.Tensor | None:  # fmt: skip
+    """Writes the new `key` and `value` [1, Hk, T, D] into the pages of layer `layer_idx` and attends `query`
+    [1, Hq, T, D] over them; the other arguments are those with which transformers calls the model. Returns [1, T, Hq, D].
+
+    Returns None, and writes nothing, where pages are of no use: no row has tokens in the cache, or the layer has a sliding
+    window, whose tokens lie in a ring of `window` slots. A ring begins in the middle of a page, and new tokens may overwrite
+    what their own queries still see, so transformers gathers it (less than `window` tokens a row) before writing.
+
+    Raises ValueError for layers whose keys and values transformers' pages do not fit (multi-head latent attention).
+    """
+    allocator = cache.layer_to_allocator[layer_idx]
+    stored = allocator.num_key_value_heads, allocator.head_dim
+    for name, new in (("keys", key), ("values", value)):
+        if (new.shape[1], new.shape[3]) != stored:
+            raise ValueError(
+                f"transformers' continuous batching stores {stored[0]} heads of dim {stored[1]}, and layer {layer_idx} "
+                f"has {name} of {new.shape[1]} heads of dim {new.shape[3]}: use generate() for this model"
+            )
+    reads = read_index[allocator.index]
+    if not allocator.supports_block_table or (block_table is None and reads.numel() == 0):
+        return None
+    k_pages, v_pages = allocator.get_cache_for_block_table(layer_idx)
+    starts = cu_seq_lens_k[allocator.layer_type]
+    is_first = layer_idx == allocator.layer_indices[0]
+    options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, s_aux=s_aux)
+    if block_table is not None:  # one new token a row
+        query, key, value = (new.permute(2, 0, 1, 3) for new in (query, key, value))
+        seqlens = _shared(starts, is_first, lambda: starts.diff() - 1)  # -1 for the empty rows of a padded batch
+        output = attention.flash_attn_with_kvcache(
+            query, k_pages, v_pages, key, value, cache_seqlens=seqlens, block_table=block_table[allocator.index], **options
+        )  # fmt: skip
+        return output.transpose(0, 1)
+    query, key, value = (new[0].transpose(0, 1) for new in (query, key, value))
+    attention.reshape_and_cache(key, value, k_pages, v_pages, write_index[allocator.index])
+    longest = max_length_k[allocator.layer_type]
+    table = _shared(starts, is_first, lambda: block_table_of(reads, starts, longest, allocator.tokens_per_page))
+    output = attention.flash_attn_varlen_func(
+        query, k_pages, v_pages, cu_seq_lens_q, starts, max_length_q, longest, block_table=table, **options
+    )
+    return output[None]
+
+
+def block_table_of(reads: torch.Tensor, starts: torch.Tensor, longest: int, page_size: int) -> torch.Tensor:
+    """int32 [B, ceil(longest / page_size)]: the page of every `page_size` tokens of each row, -1 beyond its end.
+
+    reads int64 [tokens]: the slots (page * page_size + offset) of the rows' tokens, laid end to end at `starts` int32
+    [B + 1]; every row begins at the beginning of a page. Never waits for the device.
+    """
+    firsts = starts[:-1, None] + torch.arange(0, longest, page_size, device=reads.device)
+    pages = reads[firsts.clamp_max(reads.numel() - 1)] // page_size
+    return torch.where(firsts < starts[1:, None], pages, -1).to(torch.int32)
+
+
+def _shared(owner: torch.Tensor, is_first: bool, make):
+    """`make()` once per forward and group of layers, kept on `owner`, a tensor of the batch that all layers are given. The
+    first layer always makes it: a CUDA graph is captured with a batch that has already run once, and must contain it."""
+    made = None if is_first else getattr(owner, _SHARED, None)
+    if made is None:
+        made = make()
+        setattr(owner, _SHARED, made)
+    return made
+
+
+def insides() -> tuple[tuple[object, str], ...]:
+    """What this module needs of transformers, as (owner, name)."""
+    from transformers.generation.continuous_batching import PagedAttentionCache, cache_allocators, initialization
+
+    full = cache_allocators.FullAttentionCacheAllocator
+    return (
+        (initialization, "is_flash_attention_requested"),
+        (PagedAttentionCache, "update"),
+        (cache_allocators.CacheAllocator, "get_cache_for_block_table"),
+        (full, "supports_block_table"),
+        (full, "layer_type"),
+    )
+
+
+def register() -> None:
+    """Opens transformers' decode path by block table to our names. Idempotent."""
+    from transformers.generation.continuous_batching import initialization
+
+    if not hasattr(initialization.is_flash_attention_requested, "_hf_efficient"):
+        initialization.is_flash_attention_requested = _count_our_names(initialization.is_flash_attention_requested)
+
+
+def _count_our_names(original):
+    @functools.wraps(original)
+    def is_flash_attention_requested(config=None, *args, **kwargs):
+        if getattr(config, "_attn_implementation", None) in attention.ATTENTION_NAMES:
+            return True  # of any version: what differs between them does not matter where this is called
+        return original(config, *args, **kwargs)
+
+    is_flash_attention_requested._hf_efficient = True
+    return is_flash_attention_requested
