@@ -135,6 +135,13 @@ def quantize_values_kernel(
         tl.store(rows[:, None] + byte[None, :], packed.to(tl.uint8), mask=inside)
 
 
+def tiles(tokens: int, k_width: int, v_width: int) -> tuple[int, int]:
+    """Tokens a program of the values and bytes a program of the keys: about `_TILE` numbers each."""
+    padded = triton.next_power_of_2(tokens)
+    block_t = min(padded, max(1, _TILE // triton.next_power_of_2(v_width)))
+    return block_t, min(triton.next_power_of_2(k_width), max(16, _TILE // padded))
+
+
 def quantize_groups(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -151,11 +158,8 @@ def quantize_groups(
         return
     count, tokens, heads, head_dim = k.shape
     bits = 8 * k_cache.shape[-1] // head_dim
-    padded = triton.next_power_of_2(tokens)
     where = {"groups": k_cache.shape[1] // tokens, "blocks": k_cache.shape[0]}
-    k_width, v_width = (triton.next_power_of_2(cache.shape[-1]) for cache in (k_cache, v_cache))
-    block_w = min(k_width, max(16, _TILE // padded))
-    block_t = min(padded, max(1, _TILE // v_width))
+    block_t, block_w = tiles(tokens, k_cache.shape[-1], v_cache.shape[-1])
     with launch_device(k):
         quantize_keys_kernel[(count, heads, triton.cdiv(k_cache.shape[-1], block_w))](
             k,
@@ -171,7 +175,7 @@ def quantize_groups(
             BITS=bits,
             TOKENS=tokens,
             WIDTH=k_cache.shape[-1],
-            BLOCK_T=padded,
+            BLOCK_T=triton.next_power_of_2(tokens),
             BLOCK_W=block_w,
             num_warps=4,
         )
@@ -191,6 +195,6 @@ def quantize_groups(
             WIDTH=v_cache.shape[-1],
             CHANNEL_GROUPS=v_scale.shape[-1],
             BLOCK_T=block_t,
-            BLOCK_W=v_width,
+            BLOCK_W=triton.next_power_of_2(v_cache.shape[-1]),
             num_warps=4,
         )
