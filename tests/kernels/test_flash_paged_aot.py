@@ -4,7 +4,7 @@ import aot
 import pytest
 import torch
 
-from hf_efficient.kernels.flash_paged import cache_write, config, decode, forward
+from hf_efficient.kernels.flash_paged import cache_write, config, forward
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -23,11 +23,9 @@ def build(kernel, arguments, constexprs, pointers, target, tile):
 
 
 def attention(target, kernel, dim, dtype="bf16", page_size=0, rows=999, options=False, packed=False):
-    """The forward or decode kernel as launched for head dim `dim`: causal, or with every option; on dense or packed keys
-    (page_size 0) or pages."""
-    decoding = kernel is decode.decode_kernel
-    chosen = decode.decode_config if decoding else config.forward_config
-    tile = chosen(DTYPES[dtype], dim, rows, "amd" if target == "gfx942" else "nvidia")
+    """The forward kernel as launched for head dim `dim`: causal, or with every option; on dense or packed keys (page_size 0)
+    or pages."""
+    tile = config.forward_config(DTYPES[dtype], dim, rows, "amd" if target == "gfx942" else "nvidia")
     pointers = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}")
     pointers["sinks"] = "*fp32" if options else None
     pointers["block_table"] = "*i32" if page_size else None
@@ -45,11 +43,7 @@ def attention(target, kernel, dim, dtype="bf16", page_size=0, rows=999, options=
         "HAS_RIGHT": True,
         "SOFTCAP": options,
     }
-    if decoding:
-        pointers["partial"] = pointers["partial_lse"] = None if options else "*fp32"
-        constexprs["SPLIT"] = not options
-    else:
-        pointers["cu_seqlens_q"] = pointers["cu_seqlens_k"] = "*i32" if packed else None
+    pointers["cu_seqlens_q"] = pointers["cu_seqlens_k"] = "*i32" if packed else None
     return build(kernel, kernel.arg_names, constexprs, pointers, target, tile)
 
 
@@ -65,33 +59,16 @@ def test_forward(page_size, dim, target):
         assert compiled.count("HMMA") == 0, "half of the matrix throughput of Hopper"
 
 
-@pytest.mark.parametrize("target", aot.TARGETS)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_decode(page_size, dim, target):
-    compiled = attention(target, decode.decode_kernel, dim, page_size=page_size, rows=4)
-    assert compiled.local_bytes == 0, compiled
-    # 16 rows are too few for the matrix instructions of warp groups: mma.sync on every NVIDIA GPU
-    assert compiled.count("v_mfma" if target == "gfx942" else "HMMA") > 0
-    if target != "gfx942":
-        assert compiled.count("LDGSTS") > 0, "keys are not prefetched"
-
-
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("kernel", [forward.forward_kernel, decode.decode_kernel], ids=["forward", "decode"])
 @pytest.mark.parametrize("dim, dtype", [(64, "fp16"), (80, "bf16"), (192, "bf16"), (32, "fp32")])
-def test_options_and_other_head_dims_build(dim, dtype, kernel, target):
-    compiled = attention(target, kernel, dim, dtype, page_size=16, options=True)
+def test_options_and_other_head_dims_build(dim, dtype, target):
+    compiled = attention(target, forward.forward_kernel, dim, dtype, page_size=16, options=True)
     assert compiled.shared <= (64 if target == "gfx942" else 160) * 1024
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
-def test_small_kernels_build(target):
+def test_writing_builds(target):
     tile = config.Config(0, 0, 4, 3)
-    pointers = {"partial": "*fp32", "partial_lse": "*fp32", "out": "*bf16", "sinks": "*fp32"}
-    constexprs = {"VALUE_DIM": 128, "BLOCK_DV": 128, "BLOCK_S": 64, "STEP": 16}
-    arguments = decode.combine_kernel.arg_names
-    assert build(decode.combine_kernel, arguments, constexprs, pointers, target, tile).local_bytes == 0
     pointers = dict.fromkeys(("k", "v", "k_cache", "v_cache"), "*bf16")
     constexprs = {"HEAD_DIM": 128, "VALUE_DIM": 128, "BLOCK_H": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
     arguments = cache_write.write_kernel.arg_names

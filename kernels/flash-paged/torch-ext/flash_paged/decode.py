@@ -1,8 +1,9 @@
 """Attention of few queries over many keys: the query heads that share a key head are the rows of one matrix product, and
-the keys of a row are split over programs (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+the keys of a row are split over programs (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html), in one
+launch: decode_schedule.py says who reads what, decode_combine.py how parts become results.
 
-The grid follows from shapes alone, the share of each split from the lengths on the device: a CUDA graph can be replayed
-while lengths grow.
+Results do not depend on the order in which programs run. They depend, in the last bits, on the lengths of the other rows and
+on the number of processors, because these decide where keys are split.
 """
 
 import torch
@@ -10,23 +11,34 @@ import triton
 import triton.language as tl
 
 from .config import decode_config, launch_device, processors
+from .decode_combine import arrival_counters, finish_lane
+from .decode_grouped import decode_grouped_kernel
+from .decode_quantized import FP8_FACTOR, widen
+from .decode_schedule import MIN_KEYS, program_share, row_tiles
+from .decode_scores import locate, query_positions, visible_scores
 from .kv_formats import QuantizedKV
-from .tiles import load_rows, locate_keys, score_scales, scores, softmax_step
+from .tiles import dot, load_rows, score_scales, softmax_weights
 
 
-MAX_SPLITS = 128
-_KEYS_PER_SPLIT = 128  # a split with fewer keys costs more to combine than it saves
+_PROGRAMS_PER_PROCESSOR = 2
+_COMBINED_AT_ONCE = 8192  # float32 numbers of parts in the registers of a program
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "splits", "kv_heads"])
+@triton.jit(do_not_specialize=["rows", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads"])
 def decode_kernel(
     q,
     k,
     v,
+    k_scale,
+    v_scale,
     out,
+    lse,
     partial,
-    partial_lse,
+    statistics,
+    arrivals,
     sinks,
+    slopes,
+    tree_mask,
     cache_seqlens,
     block_table,
     stride_qb,
@@ -38,13 +50,17 @@ def decode_kernel(
     stride_vb,
     stride_vt,
     stride_vh,
+    stride_sb,
+    stride_st,
+    stride_sh,
+    stride_slopes,
     stride_table,
+    rows,
     seqlen_q,
     seqlen_k,
     appended,
     kv_heads,
     tiles,
-    splits,
     scale,
     cap,
     left,
@@ -56,134 +72,92 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
 ):
-    """One tile of rows (query i, head g of the group: row i * GROUP + g) over one split of the keys they see. out is
-    contiguous [B, Sq, Hq, Dv]; with SPLIT the parts go to float32 partial [B, Sq, Hq, splits, Dv] and partial_lse
-    [B, Sq, Hq, splits] (log2) for `combine_kernel`."""
-    program = tl.program_id(0)
-    split = tl.program_id(1)
-    tile = program % tiles
-    kv_head = program // tiles % kv_heads
-    row = (program // tiles // kv_heads).to(tl.int64)
-
-    length = seqlen_k
-    if cache_seqlens is not None:
-        length = tl.load(cache_seqlens + row)
-        length = tl.minimum(tl.where(length < 0, 0, length + appended), seqlen_k)
-
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = m < seqlen_q * GROUP
-    query_index = m // GROUP
-    head = kv_head * GROUP + m % GROUP
-
-    # Row r sees the keys [low, high); the tile visits [begin, end) and this program its share [first, last) of them.
-    shift = length - seqlen_q
-    low = tl.zeros([BLOCK_M], tl.int32)
-    high = tl.zeros([BLOCK_M], tl.int32) + length
-    begin = 0
-    end = length
-    if HAS_LEFT:
-        low = tl.maximum(query_index + shift - left, 0)
-        begin = tl.maximum(tile * BLOCK_M // GROUP + shift - left, 0) // BLOCK_N * BLOCK_N
-    if HAS_RIGHT:
-        high = tl.minimum(query_index + shift + right + 1, length)
-        last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, seqlen_q - 1)
-        end = tl.minimum(last_query + shift + right + 1, length)
-    share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N), splits) * BLOCK_N
-    first = begin + split * share
-    last = tl.minimum(first + share, end)
-
-    k += tl.cast(kv_head, tl.int64) * stride_kh
-    v += tl.cast(kv_head, tl.int64) * stride_vh
-    if PAGE_SIZE == 0:
-        k += row * stride_kb
-        v += row * stride_vb
-    else:
-        block_table += row * stride_table
-    rows = q + row * stride_qb + query_index.to(tl.int64) * stride_qt + head * stride_qh
-    query = load_rows(rows, valid, True, HEAD_DIM, BLOCK_D)
-
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for start in tl.range(first, last, BLOCK_N):
-        start = tl.multiple_of(start, BLOCK_N)
-        k_rows, v_rows, present = locate_keys(
-            k, v, block_table, start, length, stride_kb, stride_kt, stride_vb, stride_vt, PAGE_SIZE, BLOCK_N
+    """Plain keys and values, or with k_scale and v_scale codes of 8 bits (fp8 where IS_FLOAT). A lane is one key head and one
+    tile of rows: row i * GROUP + g is query i of head g of the group. tree_mask is contiguous [B, Sq]; k_scale and v_scale
+    have the same strides. For the other pointers see `attend_few`; absent ones are None."""
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    TREE: tl.constexpr = tree_mask is not None
+    lanes = kv_heads * tiles
+    share, position, stop, first_lane, end_lane, row_start = program_share(
+        rows, lanes, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N, BLOCK_B
+    )
+    for lane in tl.range(first_lane, end_lane):
+        row = (lane // lanes).to(tl.int64)
+        length, begin, lane_tiles = row_tiles(
+            row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N
         )
-        s = scores(query, load_rows(k_rows, present, True, HEAD_DIM, BLOCK_D), scale, cap, SOFTCAP)
-        key = start + tl.arange(0, BLOCK_N)
-        seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]) & present[None, :]
-        s = tl.where(seen, s, float("-inf"))
-        values = load_rows(v_rows, present, True, VALUE_DIM, BLOCK_DV)
-        acc, total, maximum = softmax_step(s, values, acc, total, maximum, scale, SOFTCAP)
+        lane_start = row_start + lane % lanes * lane_tiles
+        first = tl.maximum(position - lane_start, 0)
+        last = tl.minimum(stop - lane_start, lane_tiles)
+        kv_head = (lane % lanes // tiles).to(tl.int64)
+        tile = lane % tiles
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        valid = m < seqlen_q * GROUP
+        query_index = m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        query_rows = q + row * stride_qb + query_index.to(tl.int64) * stride_qt + head * stride_qh
+        query = load_rows(query_rows, valid, True, HEAD_DIM, BLOCK_D)
 
-    index = (row * seqlen_q + query_index) * (kv_heads * GROUP) + head
-    column = tl.arange(0, BLOCK_DV)
-    inside = valid[:, None] & (column < VALUE_DIM)[None, :]
-    if SPLIT:
-        index = index * splits + split
-        divisor = tl.where(total == 0.0, 1.0, total)
-        lse = tl.where(total == 0.0, float("-inf"), maximum + tl.log2(divisor))
-        tl.store(partial_lse + index, lse, mask=valid)
-        acc = acc / divisor[:, None]
-        if first < last:
-            tl.store(partial + (index * VALUE_DIM)[:, None] + column[None, :], acc, mask=inside)
-    else:
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
-            base = tl.maximum(maximum, sink)
-            base = tl.where(base == float("-inf"), 0.0, base)
-            shrink = tl.exp2(maximum - base)
-            acc = acc * shrink[:, None]
-            total = total * shrink + tl.exp2(sink - base)
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        pointers = out + (index * VALUE_DIM)[:, None] + column[None, :]
-        tl.store(pointers, acc.to(out.dtype.element_ty), mask=inside)
+        shift = length - seqlen_q
+        row_tree = tree_mask
+        if TREE:
+            row_tree = tree_mask + row * seqlen_q
+        query_position, tree = query_positions(query_index, valid, shift, row_tree, TREE)
+        slope = tl.zeros([BLOCK_M], tl.float32)
+        if slopes is not None:
+            slope = tl.load(slopes + row * stride_slopes + head, mask=valid, other=0.0) * 1.4426950408889634
+        k_head = k + kv_head * stride_kh
+        v_head = v + kv_head * stride_vh
+        row_table = block_table
+        if PAGE_SIZE > 0:
+            row_table = block_table + row * stride_table
 
+        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        first_key = (begin + first) * BLOCK_N
+        last_key = tl.minimum((begin + last) * BLOCK_N, length)
+        for start in tl.range(first_key, last_key, BLOCK_N):
+            start = tl.multiple_of(start, BLOCK_N)
+            page, slot, offset, present = locate(row_table, row, start, length, PAGE_SIZE, BLOCK_N)
+            key_rows = k_head + page * stride_kb + slot * stride_kt + offset * stride_kt
+            value_rows = v_head + page * stride_vb + slot * stride_vt + offset * stride_vt
+            keys = load_rows(key_rows, present, True, HEAD_DIM, BLOCK_D)
+            values = load_rows(value_rows, present, True, VALUE_DIM, BLOCK_DV)
+            if k_scale is None:
+                s = dot(query, tl.trans(keys))
+            else:
+                at = page * stride_sb + slot * stride_st + offset * stride_st + kv_head * stride_sh
+                key_scale = tl.load(k_scale + at, mask=present, other=0.0).to(tl.float32)
+                value_scale = tl.load(v_scale + at, mask=present, other=0.0).to(tl.float32)
+                if IS_FLOAT:
+                    key_scale *= FP8_FACTOR
+                    value_scale *= FP8_FACTOR
+                values = widen(values, DTYPE, IS_FLOAT)
+                s = dot(query, tl.trans(widen(keys, DTYPE, IS_FLOAT))) * key_scale[None, :]
+            s = visible_scores(
+                s, start, present, query_position, tree, row_tree, slope, shift, seqlen_q, left, right, scale, cap,
+                HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
+            )  # fmt: skip
+            p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, True)
+            if k_scale is not None:
+                p = p * value_scale[None, :]
+            acc = acc * shrink[:, None] + dot(p.to(DTYPE), values)
 
-@triton.jit(do_not_specialize=["splits", "heads"])
-def combine_kernel(
-    partial,
-    partial_lse,
-    out,
-    sinks,
-    splits,
-    heads,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """One query and head: the parts of all splits weighted by their share of the softmax sum. Parts whose lse is -inf saw
-    no key and are not read."""
-    index = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_S)
-    lse = tl.load(partial_lse + index * splits + split, mask=split < splits, other=float("-inf"))
-    maximum = tl.max(lse, 0)
-    if sinks is not None:
-        sink = tl.load(sinks + index % heads).to(tl.float32) * 1.4426950408889634
-        maximum = tl.maximum(maximum, sink)
-    maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
-    total = tl.sum(tl.exp2(lse - maximum), 0)
-    if sinks is not None:
-        total += tl.exp2(sink - maximum)
-
-    column = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    for start in tl.range(0, splits, STEP):
-        part = start + tl.arange(0, STEP)
-        part_lse = tl.load(partial_lse + index * splits + part, mask=part < splits, other=float("-inf"))
-        inside = (part_lse > float("-inf"))[:, None] & (column < VALUE_DIM)[None, :]
-        pointers = partial + ((index * splits + part) * VALUE_DIM)[:, None] + column[None, :]
-        acc += tl.sum(tl.load(pointers, mask=inside, other=0.0) * tl.exp2(part_lse - maximum)[:, None], 0)
-    acc = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + index * VALUE_DIM + column, acc.to(out.dtype.element_ty), mask=column < VALUE_DIM)
+        finish_lane(
+            out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, row, kv_head, tile, lane_start, lane_tiles,
+            first, last, share, seqlen_q, kv_heads, tl.arange(0, BLOCK_DV), GROUP, VALUE_DIM, ROWS, STEP,
+        )  # fmt: skip
+        row_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)
 
 
 def is_decode(queries: int, group: int) -> bool:
@@ -208,81 +182,147 @@ def attend_few(
     return_lse: bool = False,
     quantized: QuantizedKV | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launches `decode_kernel` and, when keys are split, `combine_kernel` on checked arguments. q [B, Sq, Hq, D]; k and v
-    are [B, Sk, Hk, D], or pages with block_table; cache_seqlens None means Sk keys in every row. window -1 is no limit.
-    Returns out [B, Sq, Hq, Dv] in the dtype of q and, with return_lse, the float32 [B, Hq, Sq] log-sum-exp of the scores."""
-    if alibi_slopes is not None or tree_mask is not None or return_lse or quantized is not None:
-        raise NotImplementedError("alibi_slopes, tree_mask, return_lse and quantized caches")
+    """Launches a decode kernel on checked arguments: out [B, Sq, Hq, Dv] in the dtype of q and, with return_lse, float32
+    [B, Hq, Sq], the natural logarithm of the softmax sums (sink included; -inf without keys and sink).
+
+    q [B, Sq, Hq, D]; k and v are [B, Sk, Hk, D or Dv], or with block_table (int32 [B, max_blocks]) pages; with `quantized`
+    they are codes. cache_seqlens (int32 [B], None: Sk keys in every row) plus `appended` are the keys of a row. window -1 is
+    no limit. alibi_slopes float32 [Hq] or [B, Hq]; tree_mask int64 [B, Sq] (then the right window is not looked at).
+
+    Raises ValueError for quantized tensors whose layout the kernels do not serve."""
     rows, queries, heads, head_dim = q.shape
-    kv_heads, value_dim = k.shape[2], v.shape[3]
+    kv_heads, page_size = k.shape[2], k.shape[1]
+    grouped = quantized is not None and quantized.bits < 8
+    value_dim = quantized.v_tail.shape[3] if grouped else v.shape[3]
     out = torch.empty((rows, queries, heads, value_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((rows, heads, queries), dtype=torch.float32, device=q.device) if return_lse else None
     if out.numel() == 0:
-        return out, None
+        return out, lse
     group = heads // kv_heads
-    config = decode_config(q.dtype, max(head_dim, value_dim), queries * group)
-    tiles = triton.cdiv(queries * group, config.block_m)
     paged = block_table is not None
-    capacity = block_table.shape[1] * k.shape[1] if paged else k.shape[1]
-    programs = rows * kv_heads * tiles
-    splits = min(triton.cdiv(2 * processors(q.device), programs), triton.cdiv(capacity, _KEYS_PER_SPLIT), MAX_SPLITS)
-    splits = max(splits, 1)
-    partial = partial_lse = None
-    if splits > 1:
-        partial = torch.empty((rows, queries, heads, splits, value_dim), dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty((rows, queries, heads, splits), dtype=torch.float32, device=q.device)
-    scale, cap = score_scales(softmax_scale, softcap)
-    block_dv = max(16, triton.next_power_of_2(value_dim))
+    capacity = page_size * (block_table.shape[1] if paged else 1)
+    config = decode_config(q.dtype, max(head_dim, value_dim), queries * group)
+    block_n = config.block_n
+    if quantized is None:
+        kernel, arrays, strides, options = decode_kernel, (k, v, None, None), (0, 0, 0), {"IS_FLOAT": False}
+    elif not grouped:
+        kernel = decode_kernel
+        arrays, strides, options = _eight_bits(k, v, quantized)
+    else:
+        kernel, block_n = decode_grouped_kernel, _grouped_block_n(k, quantized, block_n)
+        capacity += quantized.k_tail.shape[1]
+        arrays, strides, options = _grouped(k, v, head_dim, value_dim, quantized)
+
+    tiles = triton.cdiv(queries * group, config.block_m)
+    visited = min(capacity, window[0] + queries + 2 * block_n) if window[0] >= 0 else capacity
+    work = rows * kv_heads * tiles * triton.cdiv(max(visited, 1), MIN_KEYS.value)
+    programs = min(_PROGRAMS_PER_PROCESSOR * processors(q.device), work)
+    block_d, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    real_rows = min(config.block_m, triton.next_power_of_2(queries * group))
+    partial = torch.empty((2 * programs, real_rows, block_dv), dtype=torch.float32, device=q.device)
+    statistics = torch.empty((2 * programs, real_rows, 2), dtype=torch.float32, device=q.device)
+    slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     with launch_device(q):
-        decode_kernel[(programs, splits)](
+        kernel[(programs,)](
             q,
-            k,
-            v,
+            *arrays,
             out,
+            lse,
             partial,
-            partial_lse,
+            statistics,
+            arrival_counters(programs, q.device),
             s_aux,
+            slopes,
+            None if tree_mask is None else tree_mask.contiguous(),
             cache_seqlens,
             block_table,
             *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
+            *arrays[0].stride()[:3],
+            *arrays[1].stride()[:3],
+            *strides,
+            slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
             block_table.stride(0) if paged else 0,
+            rows,
             queries,
             capacity,
             appended,
             kv_heads,
             tiles,
-            splits,
-            scale,
-            cap,
+            *score_scales(softmax_scale, softcap),
             *window,
             GROUP=group,
             HEAD_DIM=head_dim,
             VALUE_DIM=value_dim,
             BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
             BLOCK_DV=block_dv,
-            PAGE_SIZE=k.shape[1] if paged else 0,
+            BLOCK_B=min(1024, max(32, triton.next_power_of_2(rows))),
+            ROWS=real_rows,
+            STEP=max(1, min(32, _COMBINED_AT_ONCE // (real_rows * block_dv))),
+            PAGE_SIZE=page_size if paged else 0,
             HAS_LEFT=window[0] >= 0,
             HAS_RIGHT=window[1] >= 0,
             SOFTCAP=softcap > 0,
-            SPLIT=splits > 1,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **options,
         )
-        if splits > 1:
-            combine_kernel[(rows * queries * heads,)](
-                partial,
-                partial_lse,
-                out,
-                s_aux,
-                splits,
-                heads,
-                VALUE_DIM=value_dim,
-                BLOCK_DV=block_dv,
-                BLOCK_S=triton.next_power_of_2(splits),
-                STEP=min(16, triton.next_power_of_2(splits)),
-                num_warps=4,
+    return out, lse
+
+
+def _eight_bits(k: torch.Tensor, v: torch.Tensor, quantized: QuantizedKV) -> tuple[tuple, tuple, dict]:
+    """The tensors, strides and options of `decode_kernel` for codes of 8 bits."""
+    k_scale, v_scale = quantized.k_scale, quantized.v_scale
+    _check_same_strides(k_scale=k_scale, v_scale=v_scale)
+    return (
+        (k.view(torch.int8), v.view(torch.int8), k_scale, v_scale),
+        k_scale.stride(),
+        {"IS_FLOAT": quantized.is_float},
+    )
+
+
+def _grouped_block_n(k: torch.Tensor, quantized: QuantizedKV, block_n: int) -> int:
+    """Keys a step: all in one group, a group being whole steps."""
+    tokens = k.shape[1] // quantized.k_scale.shape[1]
+    if tokens % 16:
+        raise ValueError(f"k_scale has groups of {tokens} tokens: allowed are multiples of 16")
+    return min(block_n, tokens & -tokens)
+
+
+def _grouped(k: torch.Tensor, v: torch.Tensor, head_dim: int, value_dim: int, quantized: QuantizedKV) -> tuple:
+    """The tensors, strides and options of `decode_grouped_kernel`."""
+    whole = 32 // quantized.bits
+    for name, codes, dim in (("k_cache", k, head_dim), ("v_cache", v, value_dim)):
+        if dim % whole or any(stride % 4 for stride in codes.stride()[:3]) or codes.data_ptr() % 4:
+            raise ValueError(
+                f"{name} holds {quantized.bits}-bit codes of head dim {dim} with strides {codes.stride()}: the kernels read 4 "
+                f"bytes at once, so that head dims must be multiples of {whole}, addresses and strides multiples of 4"
             )
-    return out, None
+    _check_same_strides(k_scale=quantized.k_scale, k_min=quantized.k_min)
+    _check_same_strides(v_scale=quantized.v_scale, v_min=quantized.v_min)
+    arrays = (
+        k.view(torch.int32),
+        v.view(torch.int32),
+        quantized.k_scale,
+        quantized.k_min,
+        quantized.v_scale,
+        quantized.v_min,
+        quantized.k_tail,
+        quantized.v_tail,
+        quantized.quantized_seqlens,
+    )
+    beside = (quantized.k_scale, quantized.v_scale, quantized.k_tail, quantized.v_tail)
+    options = {
+        "BITS": quantized.bits,
+        "TOKENS": k.shape[1] // quantized.k_scale.shape[1],
+        "CHANNEL_GROUPS": quantized.v_scale.shape[3],
+        "RING": quantized.k_tail.shape[1],
+    }
+    return arrays, tuple(stride for tensor in beside for stride in tensor.stride()[:3]), options
+
+
+def _check_same_strides(**tensors: torch.Tensor) -> None:
+    (name, first), (other_name, second) = tensors.items()
+    if first.stride() != second.stride():
+        raise ValueError(f"{other_name} has strides {second.stride()}, expected those of {name}, {first.stride()}")

@@ -1,0 +1,164 @@
+"""Results of the decode kernels: written at once where one program has seen all keys of a lane, else put together by the
+program that arrives last.
+
+A part is float32: acc [ROWS, BLOCK_DV] and total [ROWS], both relative to 2**maximum [ROWS]. Program p has room for two: part
+2 p of a lane that began in a program before it, part 2 p + 1 of a lane that begins in it. Parts are added in the order of the
+programs, whoever arrives last.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+_counters: dict[tuple, torch.Tensor] = {}
+
+
+def arrival_counters(programs: int, device: torch.device) -> torch.Tensor:
+    """int32 [>= programs] of zeros that the kernels leave zero. One buffer a device and stream, as launches on one stream do
+    not overlap; a CUDA graph gets its own (zeroed in the graph), because graphs captured on one stream may be replayed on
+    several."""
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(programs, dtype=torch.int32, device=device)
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _counters or _counters[key].numel() < programs:
+        _counters[key] = torch.zeros(max(programs, 1024), dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+@triton.jit
+def store_part(partial, statistics, part, acc, total, maximum, ROWS: tl.constexpr):
+    """acc [BLOCK_M, BLOCK_DV], of which the first ROWS rows are real."""
+    row = tl.arange(0, acc.shape[0])
+    column = tl.arange(0, acc.shape[1])
+    real = row < ROWS
+    at = part * ROWS + row
+    tl.store(partial + (at * acc.shape[1])[:, None] + column[None, :], acc, mask=real[:, None])
+    tl.store(statistics + at * 2, maximum, mask=real)
+    tl.store(statistics + at * 2 + 1, total, mask=real)
+
+
+@triton.jit
+def arrives_last(arrivals, first, last):
+    """Whether this program is the last of programs first..last to store its part of the lane that begins in `first`."""
+    tl.debug_barrier()  # every thread's part is written before one thread says so
+    before = tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu")
+    is_last = before == last - first
+    if is_last:
+        tl.store(arrivals + first, 0)
+    return is_last
+
+
+@triton.jit
+def add_parts(partial, statistics, first, last, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, STEP: tl.constexpr):
+    """acc, total, maximum of ROWS rows from the parts of programs first..last, STEP at once."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_DV)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    for start in tl.range(first, last + 1, STEP):
+        program = start + tl.arange(0, STEP)
+        there = (program <= last)[:, None] & (row >= 0)[None, :]
+        at = (2 * program + (program == first))[:, None] * ROWS + row[None, :]
+        part_maximum = tl.load(statistics + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part_total = tl.load(statistics + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        pointers = partial + (at * BLOCK_DV)[:, :, None] + column[None, None, :]
+        part = tl.load(pointers, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(maximum, tl.max(part_maximum, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(part_maximum - base[None, :])
+        shrink = tl.exp2(maximum - base)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        total = total * shrink + tl.sum(part_total * weight, 0)
+        maximum = higher
+    return acc, total, maximum
+
+
+@triton.jit
+def write_rows(
+    out,
+    lse,
+    sinks,
+    acc,
+    total,
+    maximum,
+    row,
+    kv_head,
+    m,
+    seqlen_q,
+    kv_heads,
+    channel,
+    GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """Rows m (query m // GROUP, head m % GROUP of the group) of the result: out is contiguous [B, Sq, Hq, Dv], lse float32
+    [B, Hq, Sq] or None. channel [BLOCK_DV]: where the columns of acc belong; VALUE_DIM and above: nowhere."""
+    valid = m < seqlen_q * GROUP
+    query = m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    heads = kv_heads * GROUP
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(maximum, sink)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(maximum - base)
+        acc = acc * shrink[:, None]
+        total = total * shrink + tl.exp2(sink - base)
+        maximum = higher
+    divisor = tl.where(total == 0.0, 1.0, total)
+    if lse is not None:
+        value = tl.where(total == 0.0, float("-inf"), (maximum + tl.log2(divisor)) * 0.6931471805599453)
+        tl.store(lse + (row * heads + head) * seqlen_q + query, value, mask=valid)
+    pointers = out + (((row * seqlen_q + query) * heads + head) * VALUE_DIM)[:, None] + channel[None, :]
+    result = (acc / divisor[:, None]).to(out.dtype.element_ty)
+    tl.store(pointers, result, mask=valid[:, None] & (channel < VALUE_DIM)[None, :])
+
+
+@triton.jit
+def finish_lane(
+    out,
+    lse,
+    sinks,
+    partial,
+    statistics,
+    arrivals,
+    acc,
+    total,
+    maximum,
+    row,
+    kv_head,
+    tile,
+    lane_start,
+    lane_tiles,
+    first,
+    last,
+    share,
+    seqlen_q,
+    kv_heads,
+    channel,
+    GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """What this program makes of the sums over its key tiles first..last of a lane (query tile `tile` of a key head) that
+    has lane_tiles of them, from lane_start in the sequence of all."""
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_DV: tl.constexpr = acc.shape[1]
+    if last - first == lane_tiles:
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        write_rows(
+            out, lse, sinks, acc, total, maximum, row, kv_head, m, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM
+        )
+    else:
+        first_program = lane_start // share
+        last_program = (lane_start + lane_tiles - 1) // share
+        part = 2 * tl.program_id(0).to(tl.int64) + (first == 0)
+        store_part(partial, statistics, part, acc, total, maximum, ROWS)
+        if arrives_last(arrivals, first_program, last_program):
+            sums = add_parts(partial, statistics, first_program, last_program, ROWS, BLOCK_DV, STEP)
+            m = tile * BLOCK_M + tl.arange(0, ROWS)
+            write_rows(
+                out, lse, sinks, sums[0], sums[1], sums[2], row, kv_head, m, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM
+            )  # fmt: skip

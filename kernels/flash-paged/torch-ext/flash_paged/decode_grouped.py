@@ -1,0 +1,210 @@
+"""`decode_kernel` for KIVI caches (https://arxiv.org/abs/2402.02750): pages of int4 or int2 codes, then a tail in full precision.
+
+With x = min + code * scale for every channel of a group of keys, q . x = (q * scale) . code + q . min: the group's scale joins
+the query, the minimum is one number a query. With x = min + code * scale for a value of weight p, sum p x = sum (p * scale)
+code + sum p * min: the scale joins the weight, the minimum is one number a query. Codes come as offset_of(DTYPE) + code, which
+the same numbers take back.
+"""
+
+import triton
+import triton.language as tl
+
+from .decode_combine import finish_lane
+from .decode_quantized import channels, offset_of, unpack
+from .decode_schedule import program_share, row_tiles
+from .decode_scores import locate, query_positions, visible_scores
+from .tiles import dot, softmax_weights
+
+
+@triton.jit
+def _load_channels(rows, present, channel, DIM: tl.constexpr):
+    """[rows, channels] in the order of `channel`; zero where not `present` and where there is no channel."""
+    return tl.load(rows[:, None] + channel[None, :], mask=present[:, None] & (channel < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_words(rows, present, BITS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """int32 [rows, BLOCK_DIM / codes a word] from row pointers; zero where there is none."""
+    word = tl.arange(0, BLOCK_DIM * BITS // 32)
+    mask = present[:, None] & (word < DIM * BITS // 32)[None, :]
+    return tl.load(rows[:, None] + word[None, :], mask=mask, other=0)
+
+
+@triton.jit(do_not_specialize=["rows", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads"])
+def decode_grouped_kernel(
+    q,
+    k,
+    v,
+    k_scale,
+    k_min,
+    v_scale,
+    v_min,
+    k_tail,
+    v_tail,
+    quantized_seqlens,
+    out,
+    lse,
+    partial,
+    statistics,
+    arrivals,
+    sinks,
+    slopes,
+    tree_mask,
+    cache_seqlens,
+    block_table,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_ksb,
+    stride_ksg,
+    stride_ksh,
+    stride_vsb,
+    stride_vst,
+    stride_vsh,
+    stride_ktb,
+    stride_ktt,
+    stride_kth,
+    stride_vtb,
+    stride_vtt,
+    stride_vth,
+    stride_slopes,
+    stride_table,
+    rows,
+    seqlen_q,
+    seqlen_k,
+    appended,
+    kv_heads,
+    tiles,
+    scale,
+    cap,
+    left,
+    right,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNEL_GROUPS: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """As `decode_kernel`; k and v point to int32 words of codes (strides in words), TOKENS share a key scale (a multiple of
+    BLOCK_N), the tail has RING slots; k_min and v_min have the strides of k_scale and v_scale. PAGE_SIZE 0: block b is
+    the only page of row b."""
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    TREE: tl.constexpr = tree_mask is not None
+    OFFSET: tl.constexpr = offset_of(DTYPE)
+    k_channel = channels(HEAD_DIM, BLOCK_D, BITS)
+    v_channel = channels(VALUE_DIM, BLOCK_DV, BITS)
+    lanes = kv_heads * tiles
+    share, position, stop, first_lane, end_lane, row_start = program_share(
+        rows, lanes, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N, BLOCK_B
+    )
+    for lane in tl.range(first_lane, end_lane):
+        row = (lane // lanes).to(tl.int64)
+        length, begin, lane_tiles = row_tiles(
+            row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N
+        )
+        lane_start = row_start + lane % lanes * lane_tiles
+        first = tl.maximum(position - lane_start, 0)
+        last = tl.minimum(stop - lane_start, lane_tiles)
+        kv_head = (lane % lanes // tiles).to(tl.int64)
+        tile = lane % tiles
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        valid = m < seqlen_q * GROUP
+        query_index = m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        query_rows = q + row * stride_qb + query_index.to(tl.int64) * stride_qt + head * stride_qh
+        query = _load_channels(query_rows, valid, k_channel, HEAD_DIM)
+        wide_query = query.to(tl.float32)
+
+        shift = length - seqlen_q
+        row_tree = tree_mask
+        if TREE:
+            row_tree = tree_mask + row * seqlen_q
+        query_position, tree = query_positions(query_index, valid, shift, row_tree, TREE)
+        slope = tl.zeros([BLOCK_M], tl.float32)
+        if slopes is not None:
+            slope = tl.load(slopes + row * stride_slopes + head, mask=valid, other=0.0) * 1.4426950408889634
+        row_table = block_table
+        if PAGE_SIZE > 0:
+            row_table = block_table + row * stride_table
+
+        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        first_key = (begin + first) * BLOCK_N
+        last_key = tl.minimum((begin + last) * BLOCK_N, length)
+        first_in_tail = tl.load(quantized_seqlens + row) // BLOCK_N * BLOCK_N
+        for start in tl.range(first_key, tl.minimum(last_key, first_in_tail), BLOCK_N):
+            start = tl.multiple_of(start, BLOCK_N)
+            page, slot, offset, present = locate(row_table, row, start, length, PAGE_SIZE, BLOCK_N)
+            key_rows = k + page * stride_kb + kv_head * stride_kh + slot * stride_kt + offset * stride_kt
+            value_rows = v + page * stride_vb + kv_head * stride_vh + slot * stride_vt + offset * stride_vt
+            keys = unpack(_load_words(key_rows, present, BITS, HEAD_DIM, BLOCK_D), BITS, DTYPE)
+            values = unpack(_load_words(value_rows, present, BITS, VALUE_DIM, BLOCK_DV), BITS, DTYPE)
+
+            at = page * stride_ksb + slot // TOKENS * stride_ksg + kv_head * stride_ksh
+            there = (page >= 0) & (k_channel < HEAD_DIM)
+            key_scale = tl.load(k_scale + at + k_channel, mask=there, other=0.0).to(tl.float32)
+            key_min = tl.load(k_min + at + k_channel, mask=there, other=0.0).to(tl.float32)
+            scaled_query = (wide_query * key_scale[None, :]).to(DTYPE)
+            correction = tl.sum(wide_query * key_min[None, :] - OFFSET * scaled_query.to(tl.float32), 1)
+            s = dot(scaled_query, tl.trans(keys)) + correction[:, None]
+            s = visible_scores(
+                s, start, present, query_position, tree, row_tree, slope, shift, seqlen_q, left, right, scale, cap,
+                HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
+            )  # fmt: skip
+            p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, True)
+            acc = acc * shrink[:, None]
+            at = page * stride_vsb + slot * stride_vst + offset * stride_vst + kv_head * stride_vsh
+            if CHANNEL_GROUPS == 1:
+                value_scale = tl.load(v_scale + at, mask=present, other=0.0).to(tl.float32)
+                value_min = tl.load(v_min + at, mask=present, other=0.0).to(tl.float32)
+                scaled_p = (p * value_scale[None, :]).to(DTYPE)
+                correction = tl.sum(p * value_min[None, :] - OFFSET * scaled_p.to(tl.float32), 1)
+                acc += dot(scaled_p, values) + correction[:, None]
+            else:
+                group = at[:, None] + (v_channel // (VALUE_DIM // CHANNEL_GROUPS))[None, :]
+                there = present[:, None] & (v_channel < VALUE_DIM)[None, :]
+                value_scale = tl.load(v_scale + group, mask=there, other=0.0).to(tl.float32)
+                value_min = tl.load(v_min + group, mask=there, other=0.0).to(tl.float32)
+                acc += dot(p.to(DTYPE), ((values.to(tl.float32) - OFFSET) * value_scale + value_min).to(DTYPE))
+
+        for start in tl.range(tl.maximum(first_key, first_in_tail), last_key, BLOCK_N):
+            start = tl.multiple_of(start, BLOCK_N)
+            offset = tl.arange(0, BLOCK_N)
+            present = start + offset < length
+            slot = start % RING + offset
+            key_rows = k_tail + row * stride_ktb + kv_head * stride_kth + slot * stride_ktt
+            value_rows = v_tail + row * stride_vtb + kv_head * stride_vth + slot * stride_vtt
+            s = dot(query, tl.trans(_load_channels(key_rows, present, k_channel, HEAD_DIM)))
+            s = visible_scores(
+                s, start, present, query_position, tree, row_tree, slope, shift, seqlen_q, left, right, scale, cap,
+                HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
+            )  # fmt: skip
+            p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, True)
+            values = _load_channels(value_rows, present, v_channel, VALUE_DIM)
+            acc = acc * shrink[:, None] + dot(p.to(DTYPE), values)
+
+        finish_lane(
+            out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, row, kv_head, tile, lane_start, lane_tiles,
+            first, last, share, seqlen_q, kv_heads, v_channel, GROUP, VALUE_DIM, ROWS, STEP,
+        )  # fmt: skip
+        row_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)

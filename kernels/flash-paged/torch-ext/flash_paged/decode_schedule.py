@@ -1,0 +1,100 @@
+"""Who reads which keys when few queries are decoded: every program takes an equal share of all key tiles of the batch.
+
+The work is one sequence of key tiles: rows one after the other, in a row its lanes (key head, query tile), in a lane the
+key tiles that its queries see. Program p takes tiles p * share to (p + 1) * share, whatever rows and lanes they belong to
+(stream-K, https://arxiv.org/abs/2301.03598): a batch of very different lengths is spread as evenly as one of equal lengths.
+The number of programs follows from shapes, the share from the lengths on the device: a CUDA graph can be replayed while
+lengths grow.
+"""
+
+import triton
+import triton.language as tl
+
+
+MAX_PARTS = tl.constexpr(128)  # of a lane: one program adds them all
+MIN_KEYS = tl.constexpr(128)  # of a program: fewer cost more to combine than they save
+
+
+@triton.jit
+def row_tiles(
+    row,
+    rows,
+    cache_seqlens,
+    seqlen_q,
+    seqlen_k,
+    appended,
+    left,
+    HAS_LEFT: tl.constexpr,
+    TREE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Of one row or a vector of them: its keys, the first key tile that any query sees, and how many tiles a lane has from
+    there on. A row without keys has one (empty) tile, so that somebody writes its output; a row beyond `rows` has none."""
+    length = (row * 0).to(tl.int32) + seqlen_k
+    if cache_seqlens is not None:
+        length = tl.load(cache_seqlens + row, mask=row < rows, other=-1)
+        length = tl.minimum(tl.where(length < 0, 0, length + appended), seqlen_k)
+    begin = length * 0
+    if HAS_LEFT:  # a node of a tree without ancestors stands one before the first node
+        begin = tl.maximum(length - seqlen_q - left - (1 if TREE else 0), 0) // BLOCK_N
+    tiles = tl.maximum(tl.cdiv(length, BLOCK_N) - begin, 1)
+    return length, begin, tl.where(row < rows, tiles, 0)
+
+
+@triton.jit
+def _find(position, ends, before):
+    """The rows that end at or before tile `position` among those with these ends, and the last of the ends, if any."""
+    passed = ends <= position
+    return tl.sum(passed.to(tl.int32), 0), tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
+
+
+@triton.jit
+def program_share(
+    rows,
+    lanes,
+    cache_seqlens,
+    seqlen_q,
+    seqlen_k,
+    appended,
+    left,
+    HAS_LEFT: tl.constexpr,
+    TREE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """What this program does: the tiles of a share, its own tiles position..stop, its own lanes first..end among the
+    rows * lanes of the batch, and the first tile of the first lane's row. BLOCK_B rows are looked at at once."""
+    total = tl.zeros([BLOCK_B], tl.int32)
+    longest = tl.zeros([BLOCK_B], tl.int32)
+    for start in tl.range(0, rows, BLOCK_B):
+        row = start + tl.arange(0, BLOCK_B)
+        _, _, tiles = row_tiles(row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N)
+        total += tiles
+        longest = tl.maximum(longest, tiles)
+    all_tiles = tl.sum(total, 0) * lanes
+    share = tl.maximum(tl.cdiv(all_tiles, tl.num_programs(0)), tl.cdiv(tl.max(longest, 0), MAX_PARTS))
+    share = tl.maximum(share, MIN_KEYS // BLOCK_N)
+    position = tl.minimum(tl.program_id(0) * share, all_tiles)
+    stop = tl.minimum(position + share, all_tiles)
+
+    first_row = 0
+    first_start = 0
+    last_row = 0
+    last_start = 0
+    end = 0
+    for start in tl.range(0, rows, BLOCK_B):
+        row = start + tl.arange(0, BLOCK_B)
+        _, _, tiles = row_tiles(row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N)
+        ends = end + tl.cumsum(tiles, 0) * lanes
+        passed, first_start = _find(position, tl.where(row < rows, ends, 2147483647), first_start)
+        first_row += passed
+        passed, last_start = _find(stop - 1, tl.where(row < rows, ends, 2147483647), last_start)
+        last_row += passed
+        end = tl.max(ends, 0)
+    _, _, tiles = row_tiles(
+        first_row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N
+    )
+    first_lane = first_row * lanes + (position - first_start) // tl.maximum(tiles, 1)
+    _, _, tiles = row_tiles(last_row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N)
+    end_lane = last_row * lanes + (stop - 1 - last_start) // tl.maximum(tiles, 1) + 1
+    return share, position, stop, first_lane, tl.where(position < stop, end_lane, first_lane), first_start

@@ -1,0 +1,96 @@
+"""What the decode kernels share beside the tiles of the forward kernel: where keys lie and which queries see them."""
+
+import triton
+import triton.language as tl
+
+from .tiles import cap_scores
+
+
+@triton.jit
+def locate(block_table, row, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the keys start..start+BLOCK_N of a row lie: page (a number, or one a key), first slot, slots after that one; and
+    which of them exist: table entries of -1 are not followed, their keys do not exist. `start` is below `length` and a
+    multiple of BLOCK_N. Without a block_table (PAGE_SIZE 0) the row is a page of its own."""
+    offset = tl.arange(0, BLOCK_N)
+    present = start + offset < length
+    page = row
+    slot = tl.cast(start, tl.int64)
+    if PAGE_SIZE > 0:
+        if PAGE_SIZE % BLOCK_N == 0:
+            page = tl.load(block_table + start // PAGE_SIZE).to(tl.int64)
+            slot = tl.cast(start % PAGE_SIZE, tl.int64)
+        else:
+            page = tl.load(block_table + (start + offset) // PAGE_SIZE, mask=present, other=-1).to(tl.int64)
+            offset = (start + offset) % PAGE_SIZE
+            slot = tl.cast(0, tl.int64)
+        present = present & (page >= 0)
+    return page, slot, offset, present
+
+
+@triton.jit
+def popcount(x):
+    """The number of bits set in int64 x."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((x * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def query_positions(query, valid, shift, tree_mask, TREE: tl.constexpr):
+    """Positions of the queries [M] of a row, and with TREE their masks; tree_mask points to the row's masks."""
+    tree = tl.zeros_like(query).to(tl.int64)
+    position = query + shift
+    if TREE:
+        tree = tl.load(tree_mask + query, mask=valid, other=0)
+        position = shift + popcount(tree) - 1
+    return position, tree
+
+
+@triton.jit
+def visible_scores(
+    s,
+    start,
+    present,
+    position,
+    tree,
+    tree_mask,
+    slope,
+    shift,
+    seqlen_q,
+    left,
+    right,
+    scale,
+    cap,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    TREE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+):
+    """Products s [M, N] of queries and keys start..start+N to scores in powers of two: scaled, capped, less ALiBi's slope
+    [M] times distance (https://arxiv.org/abs/2108.12409), -inf where a query does not see a key.
+
+    With TREE the last seqlen_q keys (from `shift` on) are nodes of a tree: a query sees those of its mask, and they stand at
+    the position of the query of the same node. Else query i at `position` i + shift sees up to `right` keys after it."""
+    if SOFTCAP:
+        s = cap_scores(s, scale, cap)
+    else:
+        s = s * scale
+    key = start + tl.arange(0, s.shape[1])
+    key_position = key
+    seen = present[None, :]
+    if TREE:
+        node = key - shift
+        if HAS_LEFT or ALIBI:
+            masks = tl.load(tree_mask + node, mask=(node >= 0) & (node < seqlen_q), other=0)
+            key_position = tl.where(node >= 0, shift + popcount(masks) - 1, key)
+        bit = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
+        seen = seen & ((node < 0)[None, :] | (((tree[:, None] >> bit[None, :]) & 1) != 0))
+    elif HAS_RIGHT:
+        seen = seen & (key[None, :] <= (position + right)[:, None])
+    if HAS_LEFT:
+        seen = seen & (key_position[None, :] >= (position - left)[:, None])
+    if ALIBI:
+        s -= slope[:, None] * tl.abs(position[:, None] - key_position[None, :]).to(tl.float32)
+    return tl.where(seen, s, float("-inf"))
