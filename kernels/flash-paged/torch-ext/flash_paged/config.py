@@ -1,6 +1,7 @@
 """Tile sizes by head dim, dtype and maker of the GPU: one table, no autotuning. Also what the launchers ask about the device."""
 
 import contextlib
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,26 +16,44 @@ class Config:
     num_stages: int
 
 
-# backend -> (largest head dim, bytes an element) -> configuration. NVIDIA: as large as fits the registers of sm_80 and sm_90
-# without spills. AMD (gfx942): 64 KiB of shared memory a block and wavefronts of 64 threads.
+# kind of GPU -> (largest head dim, bytes an element) -> configuration for `forward_kernel`. As large as fits the registers
+# without spills. "sm_80": also sm_86, sm_89 and sm_120, so that 99 KiB of shared memory must do; "sm_90": also sm_100, with
+# 227 KiB; "amd" (gfx942): 64 KiB and wavefronts of 64 threads.
+_FORWARD_FLOAT32 = {
+    (64, 4): Config(32, 16, 4, 2),
+    (128, 4): Config(32, 16, 8, 2),
+    (192, 4): Config(16, 16, 8, 2),
+    (256, 4): Config(16, 16, 8, 2),
+}
 _FORWARD = {
-    "nvidia": {
+    "sm_80": {
         (64, 2): Config(128, 64, 8, 3),
         (128, 2): Config(128, 64, 8, 3),
+        (192, 2): Config(128, 64, 8, 2),
         (256, 2): Config(64, 32, 8, 2),
-        (64, 4): Config(32, 32, 4, 2),
-        (128, 4): Config(32, 16, 4, 2),
-        (256, 4): Config(16, 16, 4, 2),
+        **_FORWARD_FLOAT32,
+    },
+    "sm_90": {
+        (64, 2): Config(128, 64, 8, 3),
+        (128, 2): Config(128, 64, 8, 3),
+        (192, 2): Config(128, 64, 8, 2),
+        (256, 2): Config(128, 32, 8, 2),
+        **_FORWARD_FLOAT32,
     },
     "amd": {
         (64, 2): Config(128, 32, 4, 2),
         (128, 2): Config(128, 32, 4, 2),
+        (192, 2): Config(128, 32, 4, 1),
         (256, 2): Config(64, 32, 4, 1),
         (64, 4): Config(32, 32, 4, 2),
         (128, 4): Config(32, 32, 4, 2),
+        (192, 4): Config(16, 16, 4, 2),
         (256, 4): Config(16, 16, 4, 2),
     },
 }
+# kind of GPU -> what forward.attend runs where it can: "portable", or the "tma" or "warp_specialized" kernel of
+# forward_hopper.py. No GPU could measure those here, so nothing chooses them yet; benchmarks name them.
+FORWARD_VARIANT = {"sm_80": "portable", "sm_90": "portable", "amd": "portable"}
 _DECODE = {
     "nvidia": {
         (64, 2): Config(64, 64, 4, 3),
@@ -62,9 +81,26 @@ def _lookup(table: dict, dtype: torch.dtype, head_dim: int, rows: int, backend: 
     return config if block_m >= config.block_m else replace(config, block_m=block_m, num_warps=4)
 
 
-def forward_config(dtype: torch.dtype, head_dim: int, queries: int, backend: str | None = None) -> Config:
+@functools.lru_cache
+def gpu_kind(device: torch.device) -> str:
+    """The row of the forward tables for `device` (the interpreter's CPU: "sm_80")."""
+    if torch.version.hip:
+        return "amd"
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return "sm_90" if hopper else "sm_80"
+
+
+def forward_config(dtype: torch.dtype, head_dim: int, queries: int, paged: bool, kind: str) -> Config:
     """For `forward_kernel`; head_dim is the larger of key and value head dim, queries the longest row."""
-    return _lookup(_FORWARD, dtype, head_dim, queries, backend)
+    limit = next(limit for limit in (64, 128, 192, 256) if head_dim <= limit)
+    config = _FORWARD[kind][limit, dtype.itemsize]
+    block_m = max(16, triton.next_power_of_2(queries))
+    if block_m < config.block_m:
+        num_warps = 8 if head_dim > 128 and kind != "amd" else 4
+        config = replace(config, block_m=block_m, block_n=min(config.block_n, 32), num_warps=num_warps)
+    if paged and kind == "sm_90":  # one stage goes to the page numbers
+        config = replace(config, num_stages=config.num_stages + 1)
+    return config
 
 
 def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | None = None) -> Config:

@@ -11,20 +11,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .config import forward_config, launch_device
+from .config import FORWARD_VARIANT, forward_config, gpu_kind, launch_device
+from .forward_hopper import VARIANTS, attend_hopper, obstacle
+from .forward_launch import lse_strides, pairs_a_section, token_strides
 from .tiles import (
     cap_scores,
     dot,
     load_rows,
     locate_keys,
+    program_tile,
     score_scales,
     softmax_weights,
     split_dim,
     subtract_alibi,
 )
-
-
-_L2_BYTES = 32 * 2**20  # keys and values that programs running side by side should share, as in FlashAttention-3
 
 
 @triton.jit
@@ -156,16 +156,8 @@ def forward_kernel(
     SOFTCAP: tl.constexpr,
 ):
     """Query lengths: cu_seqlens_q or seqlen_q. Key lengths: cache_seqlens plus `appended`, cu_seqlens_k or seqlen_k;
-    with pages seqlen_k is what a row of the block table holds. Absent pointers are None.
-
-    Programs: sections of `section` of the `pairs` (row, head) follow each other; within a section the last tiles of all
-    pairs come first, because under a causal mask they are the longest."""
-    program = tl.program_id(0)
-    first_pair = program // (tiles * section) * section
-    place = program - first_pair * tiles
-    width = tl.minimum(section, pairs - first_pair)
-    tile = tiles - 1 - place // width
-    pair = first_pair + place % width
+    with pages seqlen_k is what a row of the block table holds. Absent pointers are None."""
+    tile, pair = program_tile(tl.program_id(0), tiles, pairs, section)
     head = pair % heads
     row = (pair // heads).to(tl.int64)
 
@@ -276,13 +268,18 @@ def attend(
     appended: int = 0,
     block_table: torch.Tensor | None = None,
     return_lse: bool = False,
+    variant: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launches `forward_kernel` on checked arguments -> (out, softmax_lse or None).
+    """Launches a forward kernel on checked arguments -> (out, softmax_lse or None).
 
     q is [B, Sq, Hq, D], or [Tq, Hq, D] with cu_seqlens_q; k and v are [B, Sk, Hk, D], [Tk, Hk, D] with cu_seqlens_k, or
     pages with block_table. window -1 is no limit. alibi_slopes: float32 [Hq] or [B, Hq]. softmax_lse: float32 [B, Hq, Sq],
     or [Hq, Tq] with cu_seqlens_q, natural logarithm, sinks included, -inf for a query that sees nothing.
+    variant: "portable" (`forward_kernel`), "tma" or "warp_specialized" (forward_hopper.py; ValueError where it cannot);
+    None is what config.py chooses, and the portable kernel where that cannot.
     """
+    if variant not in (None, "portable", *VARIANTS):
+        raise ValueError(f"variant is {variant!r}: allowed are 'portable', {VARIANTS} or None")
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     heads, kv_heads, head_dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -293,14 +290,21 @@ def attend(
     if out.numel() == 0 or rows == 0 or max_seqlen_q == 0:
         return out, lse
     paged = block_table is not None
+    kind = gpu_kind(q.device)
+    chosen = variant or FORWARD_VARIANT[kind]
+    if chosen != "portable":
+        plain = not softcap and s_aux is None and alibi_slopes is None and cache_seqlens is None and not paged
+        reason = obstacle(q, k, v, window, plain)
+        if reason is None:
+            lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+            options = {"variant": chosen, "softmax_scale": softmax_scale, "causal": window[1] == 0}
+            attend_hopper(q, k, v, out, lse, max_seqlen_q, **options, **lengths)
+            return out, lse
+        if variant is not None:
+            raise ValueError(f"variant {variant!r} cannot compute this: {reason}")
     keys = block_table.shape[1] * k.shape[1] if paged else k.shape[-3]
-    config = forward_config(q.dtype, max(head_dim, value_dim), max_seqlen_q)
+    config = forward_config(q.dtype, max(head_dim, value_dim), max_seqlen_q, paged, kind)
     tiles = triton.cdiv(max_seqlen_q, config.block_m)
-    section = 1
-    if window[1] >= 0:
-        keys_a_row = keys if k.dim() == 4 else triton.cdiv(keys, rows)
-        bytes_a_head = max(1, keys_a_row * (head_dim + value_dim) * q.element_size())
-        section = min(max(1, _L2_BYTES // bytes_a_head) * (heads // kv_heads), rows * heads)
     scale, cap = score_scales(softmax_scale, softcap)
     block_d, rest_d = split_dim(head_dim)
     block_dv, rest_dv = split_dim(value_dim)
@@ -317,12 +321,12 @@ def attend(
             cu_seqlens_k,
             cache_seqlens,
             block_table,
-            *((0, *q.stride()[:2]) if q.dim() == 3 else q.stride()[:3]),
-            *((0, *k.stride()[:2]) if k.dim() == 3 else k.stride()[:3]),
-            *((0, *v.stride()[:2]) if v.dim() == 3 else v.stride()[:3]),
-            *((0, *out.stride()[:2]) if out.dim() == 3 else out.stride()[:3]),
+            *token_strides(q),
+            *token_strides(k),
+            *token_strides(v),
+            *token_strides(out),
             block_table.stride(0) if paged else 0,
-            *((0, 0) if lse is None else (0, lse.stride(0)) if lse.dim() == 2 else lse.stride()[:2]),
+            *lse_strides(lse),
             alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
             max_seqlen_q,
             keys,
@@ -330,7 +334,7 @@ def attend(
             heads,
             tiles,
             rows * heads,
-            section,
+            pairs_a_section(q, k, v, rows, keys) if window[1] >= 0 else 1,
             scale,
             cap,
             *window,

@@ -32,6 +32,16 @@ def split_dim(dim: int) -> tuple[int, int]:
 
 
 @triton.jit
+def program_tile(program, tiles, pairs, section):
+    """Which tile of queries of which (row, head) pair a program computes. Sections of `section` pairs follow each other;
+    within one the last tiles of all pairs come first, because under a causal mask they are the longest."""
+    first_pair = program // (tiles * section) * section
+    place = program - first_pair * tiles
+    width = tl.minimum(section, pairs - first_pair)
+    return tiles - 1 - place // width, first_pair + place % width
+
+
+@triton.jit
 def dot(a, b, acc=None):
     """a [M, K] times b [K, N] in float32 (IEEE for float32 operands), plus acc [M, N] where given."""
     if _WIDEN_BF16 and a.dtype == tl.bfloat16:
