@@ -209,9 +209,10 @@ def attend_few(
         kernel = decode_kernel
         arrays, strides, options = _eight_bits(k, v, quantized)
     else:
-        kernel, block_n = decode_grouped_kernel, _grouped_block_n(k, quantized, block_n)
-        capacity += quantized.k_tail.shape[1]
+        kernel = decode_grouped_kernel
         arrays, strides, options = _grouped(k, v, head_dim, value_dim, quantized)
+        block_n = _grouped_block_n(options["TOKENS"], block_n)
+        capacity += options["RING"]
 
     tiles = triton.cdiv(queries * group, config.block_m)
     visited = min(capacity, window[0] + queries + 2 * block_n) if window[0] >= 0 else capacity
@@ -282,12 +283,9 @@ def _eight_bits(k: torch.Tensor, v: torch.Tensor, quantized: QuantizedKV) -> tup
     )
 
 
-def _grouped_block_n(k: torch.Tensor, quantized: QuantizedKV, block_n: int) -> int:
-    """Keys a step: all in one group, a group being whole steps."""
-    tokens = k.shape[1] // quantized.k_scale.shape[1]
-    if tokens % 16:
-        raise ValueError(f"k_scale has groups of {tokens} tokens: allowed are multiples of 16")
-    return min(block_n, tokens & -tokens)
+def _grouped_block_n(tokens: int, block_n: int) -> int:
+    """Keys a step: of one group of tokens, where groups are not smaller than a matrix instruction."""
+    return min(block_n, tokens & -tokens) if tokens % 16 == 0 else 16
 
 
 def _grouped(k: torch.Tensor, v: torch.Tensor, head_dim: int, value_dim: int, quantized: QuantizedKV) -> tuple:

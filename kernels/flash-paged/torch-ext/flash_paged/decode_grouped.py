@@ -104,9 +104,11 @@ def decode_grouped_kernel(
     CHANNEL_GROUPS: tl.constexpr,
     RING: tl.constexpr,
 ):
-    """As `decode_kernel`; k and v point to int32 words of codes (strides in words), TOKENS share a key scale (a multiple of
-    BLOCK_N), the tail has RING slots; k_min and v_min have the strides of k_scale and v_scale. PAGE_SIZE 0: block b is
-    the only page of row b."""
+    """As `decode_kernel`; k and v point to int32 words of codes (strides in words), TOKENS share a key scale, the tail has
+    RING slots; k_min and v_min have the strides of k_scale and v_scale."""
+    ONE_GROUP: tl.constexpr = (
+        TOKENS % BLOCK_N == 0
+    )  # a key tile lies in one group (and one page), else numbers are widened
     DTYPE: tl.constexpr = q.dtype.element_ty
     TREE: tl.constexpr = tree_mask is not None
     OFFSET: tl.constexpr = offset_of(DTYPE)
@@ -151,22 +153,28 @@ def decode_grouped_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         first_key = (begin + first) * BLOCK_N
         last_key = tl.minimum((begin + last) * BLOCK_N, length)
-        first_in_tail = tl.load(quantized_seqlens + row) // BLOCK_N * BLOCK_N
-        for start in tl.range(first_key, tl.minimum(last_key, first_in_tail), BLOCK_N):
+        quantized = tl.minimum(tl.load(quantized_seqlens + row), length)
+        for start in tl.range(first_key, tl.minimum(last_key, quantized), BLOCK_N):
             start = tl.multiple_of(start, BLOCK_N)
-            page, slot, offset, present = locate(row_table, row, start, length, PAGE_SIZE, BLOCK_N)
+            page, slot, offset, present = locate(row_table, row, start, quantized, PAGE_SIZE, BLOCK_N)
             key_rows = k + page * stride_kb + kv_head * stride_kh + slot * stride_kt + offset * stride_kt
             value_rows = v + page * stride_vb + kv_head * stride_vh + slot * stride_vt + offset * stride_vt
             keys = unpack(_load_words(key_rows, present, BITS, HEAD_DIM, BLOCK_D), BITS, DTYPE)
             values = unpack(_load_words(value_rows, present, BITS, VALUE_DIM, BLOCK_DV), BITS, DTYPE)
 
-            at = page * stride_ksb + slot // TOKENS * stride_ksg + kv_head * stride_ksh
-            there = (page >= 0) & (k_channel < HEAD_DIM)
-            key_scale = tl.load(k_scale + at + k_channel, mask=there, other=0.0).to(tl.float32)
-            key_min = tl.load(k_min + at + k_channel, mask=there, other=0.0).to(tl.float32)
-            scaled_query = (wide_query * key_scale[None, :]).to(DTYPE)
-            correction = tl.sum(wide_query * key_min[None, :] - OFFSET * scaled_query.to(tl.float32), 1)
-            s = dot(scaled_query, tl.trans(keys)) + correction[:, None]
+            if ONE_GROUP:
+                at = page * stride_ksb + slot // TOKENS * stride_ksg + kv_head * stride_ksh
+                there = (page >= 0) & (k_channel < HEAD_DIM)
+                key_scale = tl.load(k_scale + at + k_channel, mask=there, other=0.0).to(tl.float32)
+                key_min = tl.load(k_min + at + k_channel, mask=there, other=0.0).to(tl.float32)
+                scaled_query = (wide_query * key_scale[None, :]).to(DTYPE)
+                correction = tl.sum(wide_query * key_min[None, :] - OFFSET * scaled_query.to(tl.float32), 1)
+                s = dot(scaled_query, tl.trans(keys)) + correction[:, None]
+            else:
+                at = page * stride_ksb + (slot + offset) // TOKENS * stride_ksg + kv_head * stride_ksh
+                key_scale = _load_channels(k_scale + at, present, k_channel, HEAD_DIM).to(tl.float32)
+                key_min = _load_channels(k_min + at, present, k_channel, HEAD_DIM).to(tl.float32)
+                s = dot(query, tl.trans(((keys.to(tl.float32) - OFFSET) * key_scale + key_min).to(DTYPE)))
             s = visible_scores(
                 s, start, present, query_position, tree, row_tree, slope, shift, seqlen_q, left, right, scale, cap,
                 HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
@@ -181,17 +189,16 @@ def decode_grouped_kernel(
                 correction = tl.sum(p * value_min[None, :] - OFFSET * scaled_p.to(tl.float32), 1)
                 acc += dot(scaled_p, values) + correction[:, None]
             else:
-                group = at[:, None] + (v_channel // (VALUE_DIM // CHANNEL_GROUPS))[None, :]
-                there = present[:, None] & (v_channel < VALUE_DIM)[None, :]
-                value_scale = tl.load(v_scale + group, mask=there, other=0.0).to(tl.float32)
-                value_min = tl.load(v_min + group, mask=there, other=0.0).to(tl.float32)
+                group = v_channel // (VALUE_DIM // CHANNEL_GROUPS)
+                value_scale = _load_channels(v_scale + at, present, group, CHANNEL_GROUPS).to(tl.float32)
+                value_min = _load_channels(v_min + at, present, group, CHANNEL_GROUPS).to(tl.float32)
                 acc += dot(p.to(DTYPE), ((values.to(tl.float32) - OFFSET) * value_scale + value_min).to(DTYPE))
 
-        for start in tl.range(tl.maximum(first_key, first_in_tail), last_key, BLOCK_N):
+        for start in tl.range(tl.maximum(first_key, quantized // BLOCK_N * BLOCK_N), last_key, BLOCK_N):
             start = tl.multiple_of(start, BLOCK_N)
-            offset = tl.arange(0, BLOCK_N)
-            present = start + offset < length
-            slot = start % RING + offset
+            key = start + tl.arange(0, BLOCK_N)
+            present = (key >= quantized) & (key < length)
+            slot = key % RING
             key_rows = k_tail + row * stride_ktb + kv_head * stride_kth + slot * stride_ktt
             value_rows = v_tail + row * stride_vtb + kv_head * stride_vth + slot * stride_vtt
             s = dot(query, tl.trans(_load_channels(key_rows, present, k_channel, HEAD_DIM)))
