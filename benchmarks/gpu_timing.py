@@ -1,0 +1,163 @@
+"""What the benchmarks of GPU kernels share: timing by CUDA graph replay, the limits of the machine, and the record.
+
+Every case of ours is first checked against the reference, then timed by replaying a CUDA graph of calls that rotate over
+copies of their data of more than 200 MB together, so that nothing is found in the L2 cache; data is random. Times are the
+median, the smallest and the largest of 15 replays, in microseconds a call. In the same run: the bandwidth of a device
+copy (bytes read plus bytes written) and the rate of a bf16 matrix product 8192^3, beside which GB/s and TFLOP/s are to
+be read. A case that fails or is wrong is recorded as such.
+
+`--tiny` runs the same code on small sizes under the Triton interpreter where there is no GPU: it tests the script, its
+times mean nothing, and the record says so.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from hf_efficient.evaluation import environment
+
+
+ROTATE_BYTES = 200e6
+REPLAYS = 15
+RESULTS = Path(__file__).parent / "results"
+
+
+class Benchmark:
+    """One run: `record` its cases, then `finish` with the goals."""
+
+    def __init__(self, name: str, doc: str, arguments: list[str] | None = None):
+        parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--quick", action="store_true", help="one shape of each kind")
+        parser.add_argument(
+            "--tiny", action="store_true", help="small sizes under TRITON_INTERPRET=1: tests the script"
+        )
+        parser.add_argument("--output", type=Path, default=RESULTS / f"gpu_{name}.json")
+        options = parser.parse_args(arguments)
+        self.quick, self.tiny, self.output = options.quick, options.tiny, options.output
+        if not self.tiny and not torch.cuda.is_available():
+            print(
+                f"{name}.py needs a CUDA or ROCm device, and torch sees none: nothing was measured.", file=sys.stderr
+            )
+            sys.exit(2)
+        self.device = "cpu" if self.tiny else "cuda"
+        self.dtype = torch.float16 if self.tiny else torch.bfloat16  # the interpreter's bf16 products are wrong
+        self.results: list[dict] = []
+        torch.manual_seed(0)
+        self.limits = self._limits()
+        print({key: round(value, 3) for key, value in self.limits.items()}, flush=True)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def copies_of(self, bytes_each: float) -> int:
+        return 2 if self.tiny else max(2, int(ROTATE_BYTES // bytes_each) + 1)
+
+    def time(self, call, variants: int) -> dict:
+        """call(i) for i in range(variants), in turn -> microseconds a call {median, min, max}."""
+        if self.tiny:
+            start = time.perf_counter()
+            call(0)
+            once = (time.perf_counter() - start) * 1e6
+            return {"median": once, "min": once, "max": once}
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for i in range(min(3, variants)):
+                call(i)
+        torch.cuda.current_stream().wait_stream(stream)
+        order = [i % variants for i in range(max(variants, 20))]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in order:
+                call(i)
+        graph.replay()
+        times = []
+        for _ in range(REPLAYS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / len(order))
+        return {"median": statistics.median(times), "min": min(times), "max": max(times)}
+
+    def _limits(self) -> dict:
+        """Device copy in GB/s (read plus written) and the matrix product in TFLOP/s."""
+        size, side = (2**16, 64) if self.tiny else (2**30, 8192)
+        source = torch.randint(0, 127, (size,), dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        copy = self.time(lambda i: target.copy_(source), 2)["median"]
+        a, b = self.random(side, side), self.random(side, side)
+        product = self.time(lambda i: a @ b, 2)["median"]
+        return {"copy_gb_s": 2 * size / copy / 1e3, "matmul_tflop_s": 2 * side**3 / product / 1e6}
+
+    def record(self, case: dict, call, variants: int, bytes_: float, flops: float, check=None, allowed=1e-2) -> dict:
+        """Checks (`check()` is the error against the reference; peers have none) and times one case, prints and appends
+        it. `case` names the kernel and everything that was varied."""
+        line = dict(case)
+        try:
+            if check is not None:
+                line["error"] = check()
+                line["correct"] = line["error"] <= allowed
+            line["us"] = self.time(call, variants)
+            line["gb_s"], line["tflop_s"] = bytes_ / line["us"]["median"] / 1e3, flops / line["us"]["median"] / 1e6
+            line["of_copy"] = line["gb_s"] / self.limits["copy_gb_s"]
+            line["of_matmul"] = line["tflop_s"] / self.limits["matmul_tflop_s"]
+            text = f"{line['us']['median']:9.1f} us {line['gb_s']:7.0f} GB/s {line['tflop_s']:6.1f} TFLOP/s"
+            if check is not None:
+                text += f"  error {line['error']:.1e}{'' if line['correct'] else '  WRONG'}"
+        except Exception as reason:  # a peer that does not take this shape, or a kernel of ours that fails
+            if not self.tiny:
+                torch.cuda.synchronize()
+            line["failed"] = text = f"{type(reason).__name__}: {str(reason)[:200]}"
+        self.results.append(line)
+        print(f"{' '.join(str(value) for value in case.values()):72s} {text}", flush=True)
+        return line
+
+    def find(self, **case) -> list[dict]:
+        """The measured lines that agree with `case`."""
+        return [line for line in self.results if "us" in line and all(line.get(key) == case[key] for key in case)]
+
+    def finish(self, goals: list[dict]) -> int:
+        """Writes the record. goals: {goal, at_least, measured} (None: not measured in this run). Returns the exit
+        status: 1 when a kernel of ours failed or was wrong."""
+        for goal in goals:
+            measured = goal["measured"]
+            goal["reached"] = None if measured is None or self.tiny else measured >= goal["at_least"]
+            print(f"{goal['goal']:72s} at least {goal['at_least']}: {measured and round(measured, 3)}")
+        report = {
+            "environment": environment.describe(),
+            "limits": self.limits,
+            "goals": goals,
+            "results": self.results,
+        }
+        if self.tiny:
+            report["warning"] = "tiny sizes under the Triton interpreter: no time here means anything"
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.output.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"written to {self.output}")
+        ours = [line for line in self.results if line["ours"]]
+        return int(any("failed" in line or line.get("correct") is False for line in ours))
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """RMS of the difference over RMS of the expected values; infinite when something is not finite."""
+    if not torch.isfinite(actual).all():
+        return float("inf")
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def lowest(lines: list[dict], key: str) -> float | None:
+    return min((line[key] for line in lines), default=None)
+
+
+def speedup(lines: list[dict], others: list[dict], same: tuple[str, ...]) -> float | None:
+    """The smallest ratio of the others' time to ours over the cases that agree in `same`."""
+    times = {tuple(line[key] for key in same): line["us"]["median"] for line in others}
+    ratios = [times[at] / line["us"]["median"] for line in lines if (at := tuple(line[key] for key in same)) in times]
+    return min(ratios, default=None)
