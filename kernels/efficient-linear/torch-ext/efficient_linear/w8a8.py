@@ -78,7 +78,7 @@ def launch(
     out = torch.empty(tokens, out_features, dtype=out_dtype, device=device)
     if tokens == 0:
         return out
-    tile = choose_tile(tokens, kind == "fp8_as_fp16")
+    tile = choose_tile(tokens, block_scales or kind == "fp8_as_fp16")
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     steps = triton.cdiv(in_features, STEP.value)
     per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(device))

@@ -15,14 +15,14 @@ TILES = {
     128: Tile(128, 64, 8, 4, 2),
     float("inf"): Tile(128, 128, 8, 4),
 }
-# float8 codes that become float16 in registers, on GPUs without float8
-CONVERTED_TILES = {
+# Kernels that need more registers: float8 codes that become float16 in them (GPUs without float8), and block scales,
+# whose float32 sums stand beside those of the matrix instructions (128x128 spills on sm_100)
+TILES_OF_MANY_REGISTERS = {
     16: Tile(64, 16, 4, 4, 4),
     32: Tile(64, 32, 4, 4, 4),
     64: Tile(64, 64, 4, 3, 3),
     float("inf"): Tile(128, 64, 8, 3),
 }
-FEWEST_STEPS_PER_SPLIT = 4  # of 128 columns
 STAGES_ON_ROCM = 2  # 64 KB of shared memory
 
 # scales ("tensor", "channel") -> from so many tokens on torch._scaled_mm takes the float8 product; None = never, until
@@ -30,6 +30,6 @@ STAGES_ON_ROCM = 2  # 64 KB of shared memory
 SCALED_MM_FROM = {"tensor": None, "channel": None}
 
 
-def choose_tile(tokens: int, converted: bool) -> Tile:
-    table = CONVERTED_TILES if converted else TILES
+def choose_tile(tokens: int, many_registers: bool) -> Tile:
+    table = TILES_OF_MANY_REGISTERS if many_registers else TILES
     return next(tile for most, tile in table.items() if tokens <= most)

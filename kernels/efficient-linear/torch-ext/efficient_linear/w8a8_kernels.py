@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .split_k import arrive, sum_of_parts
+
 
 STEP = tl.constexpr(128)  # columns a loop iteration takes, and columns and rows of a block with one scale
 TOKEN_BLOCKS_TOGETHER = tl.constexpr(
@@ -143,14 +145,9 @@ def w8a8_kernel(
         inside = (row_ids < N)[:, None] & (token_ids < M)[None, :]
         partial_at = partial_ptr + token_ids.to(tl.int64)[None, :] * N + row_ids[:, None]
         split_stride = tl.cast(M, tl.int64) * N
-        tl.store(partial_at + tl.program_id(1) * split_stride, result, mask=inside)
-        tl.debug_barrier()  # every thread's partial sums are written before one thread says so
-        arrivals_ptr += tl.program_id(0)
-        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
-            total = tl.zeros((BLOCK_N, BLOCK_M), SUM)
-            for other in range(tl.num_programs(1)):
-                total += tl.load(partial_at + other * split_stride, mask=inside, other=0, cache_modifier=".cg")
+        split, splits = tl.program_id(1), tl.num_programs(1)
+        if arrive(result, partial_at, split_stride, inside, arrivals_ptr + tl.program_id(0), split, splits):
+            total = sum_of_parts(partial_at, split_stride, inside, splits, BLOCK_N, BLOCK_M)
             finish(total, *arguments, KIND, BLOCK_SCALES, BLOCK_N, BLOCK_M, UPCAST)
-            tl.store(arrivals_ptr, 0)
     else:
         finish(result, *arguments, KIND, BLOCK_SCALES, BLOCK_N, BLOCK_M, UPCAST)

@@ -1,0 +1,88 @@
+"""The operations of activation_linear.py with torch's native operators: bit for bit the codes of the Triton kernels."""
+
+import torch
+import torch.nn.functional as F
+
+
+GROUP = 128
+TINY = 2.0**-100  # smallest scale
+E4M3_MAX = 448.0
+
+
+def quantize(x, format, scale, zero_point) -> list[torch.Tensor]:
+    """Codes, and what is not given of scale and zero point."""
+    rows = x.float()
+    if format == "fp8_block":
+        padded = F.pad(rows, (0, -x.shape[1] % GROUP)).view(-1, GROUP)
+        codes, scale = quantize(padded, "fp8", None, None)
+        return [codes.view(len(x), -1)[:, : x.shape[1]].contiguous(), scale.view(len(x), -1)]
+    new = []
+    if scale is None:
+        if format == "int8_asymmetric":
+            low, high = rows.aminmax(dim=1, keepdim=True)
+            low, high = low.clamp_(max=0), high.clamp_(min=0)
+            scale = ((high - low) * (1 / 255)).clamp_(min=TINY)
+            zero_point = ((-low * (1 / scale)).clamp_(0, 255).round_() - 128).to(torch.int8)
+        else:
+            largest = 127 if format == "int8" else E4M3_MAX
+            scale = (rows.abs().amax(1, keepdim=True) * (1 / largest)).clamp_(min=TINY)
+        new = [scale] if zero_point is None else [scale, zero_point]
+    scaled = rows * (1 / scale)
+    if format == "fp8":
+        return [scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), *new]
+    if format == "int8_asymmetric":
+        scaled = scaled.clamp_(-512, 512).round_().add_(zero_point)
+    return [scaled.clamp_(-128, 127).round_().to(torch.int8), *new]
+
+
+def rms_norm(x, weight, eps, residual) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + residual in the dtype of x, its RMS norm times weight in float32)."""
+    x = x if residual is None else x + residual
+    return x, F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+
+
+def int8_product(x_codes, w_codes, x_scale, w_scale, bias, x_zero_point, w_zero_point, w_sums, out_dtype):
+    sums = torch._int_mm(x_codes, w_codes.t())
+    if x_zero_point is not None:
+        w_sums = w_codes.sum(1, dtype=torch.int32) if w_sums is None else w_sums
+        sums -= x_zero_point.reshape(-1, 1).int() * w_sums
+    if w_zero_point is not None:
+        x_sums = x_codes.sum(1, dtype=torch.int32)[:, None]
+        if x_zero_point is not None:
+            x_sums = x_sums - x_codes.shape[1] * x_zero_point.reshape(-1, 1).int()
+        sums -= x_sums * w_zero_point.reshape(1, -1).int()
+    y = sums.float().mul_(x_scale.reshape(-1, 1)).mul_(w_scale.reshape(1, -1))
+    return (y if bias is None else y.add_(bias)).to(out_dtype)
+
+
+def fp8_product(x_codes, w_codes, x_scale, w_scale, bias, out_dtype):
+    """One ordinary product of the dequantized operands, in bfloat16 for that output and float32 for others."""
+    dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    x, w = dequantize(x_codes, x_scale, None, dtype), dequantize(w_codes, w_scale, None, dtype)
+    return F.linear(x, w, None if bias is None else bias.to(dtype)).to(out_dtype)
+
+
+def llm_int8_product(x, w_codes, w_scale, bias, threshold):
+    outliers = (x.abs() >= threshold).any(0)
+    codes, scale = quantize(x.float().masked_fill(outliers, 0.0), "int8", None, None)
+    y = int8_product(codes, w_codes, scale, w_scale, bias, None, None, None, torch.float32)
+    columns = outliers.nonzero()[:, 0]
+    if len(columns):
+        product = F.linear(x[:, columns].float(), w_codes[:, columns].float())
+        y.add_(product.mul_(w_scale.reshape(1, -1)))
+    return y.to(x.dtype)
+
+
+def dequantize(codes, scale, zero_point, dtype) -> torch.Tensor:
+    """(codes [rows, columns] - zero point) * scale, rounded once to `dtype`; scale and zero point: one value, [rows],
+    [rows, 1], or scales of blocks 1x128 or 128x128. On any device."""
+    rows, columns = codes.shape
+    numbers = codes.float()
+    if zero_point is not None:
+        numbers -= zero_point.reshape(-1, 1)
+    scale = scale.reshape(-1, 1) if scale.dim() < 2 else scale
+    if scale.shape[1] > 1:
+        scale = scale.repeat_interleave(GROUP, 1)[:, :columns]
+    if scale.shape[0] not in (1, rows):
+        scale = scale.repeat_interleave(GROUP, 0)[:rows]
+    return (numbers * scale).to(dtype)
