@@ -1,8 +1,8 @@
 """`attn_implementation="flash_paged"` for every transformers model whose attention goes through `AttentionInterface`.
 
-Touches the insides of transformers in two places, because it has no registry for them: `_lazy_imports` resolves every
-attention name with "flash" in it, and some models redirect every such name to a kernel of the Hub. Continuous batching has
-a file of its own.
+Touches the insides of transformers in three places, because it has no registry for them: `_lazy_imports` resolves every
+attention name with "flash" in it, some models redirect every such name to a kernel of the Hub, and `_active_collector` knows
+whether attention weights are asked for. Continuous batching has a file of its own.
 """
 
 import functools
@@ -47,7 +47,7 @@ def flash_paged_attention_forward(
     Keys marked by a `PagedCache` are read from its blocks. Anything else goes through transformers' own handling of
     padding, packed sequences and continuous batching, which ends in the functions of `hf_efficient.kernels.attention`.
     """
-    _refuse(attention_mask, dropout, kwargs.get("output_attentions"))
+    _refuse(attention_mask, dropout, kwargs)
     is_causal = module.is_causal if is_causal is None else is_causal
     query, key_, value = _same_dtype(query, key, value)
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
@@ -58,12 +58,14 @@ def flash_paged_attention_forward(
         if not handle.written:
             _refuse_packed(kwargs.get("position_ids"), query, handle)
         return handle.attend(query, key_, value, attention_mask, **options), None
-    utils, paged_attention_cache = _transformers()
+    utils, paged_attention_cache, _ = _transformers()
     if isinstance(cache, paged_attention_cache):
         output = continuous_batching.attend_pages(cache, module.layer_idx, query, key_, value, **options, **kwargs)
         if output is not None:
             return output, None
         key_, value = cache.update(key_states=key_, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    if attention_mask is not None and not is_causal and sliding_window is None:
+        return _attend_all_queries(query, key_, value, attention_mask, **options), None
     output = utils._flash_attention_forward(
         query.transpose(1, 2),
         key_.transpose(1, 2),
@@ -82,9 +84,27 @@ def flash_paged_attention_forward(
     return output, None
 
 
-def _refuse(attention_mask, dropout, output_attentions) -> None:
+def _attend_all_queries(query, key, value, mask, **options):
+    """For a `mask` of keys only: transformers drops the queries where it is 0, as if they always were the padding of an
+    encoder, and so loses tokens of a decoder whose cross attention looks at a padded one."""
+    batch, width, length = query.shape[0], query.shape[2], mask.shape[1]
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2)[:, :length], value.transpose(1, 2)[:, :length]
+    key, indices, starts, longest, _ = _transformers()[0]._unpad_input(key, mask)
+    firsts = torch.arange(0, (batch + 1) * width, width, dtype=torch.int32, device=query.device)
+    output = attention.flash_attn_varlen_func(
+        query.flatten(0, 1), key, value.flatten(0, 1)[indices], firsts, starts, width, longest, **options
+    )
+    return output.unflatten(0, (batch, width))
+
+
+def _refuse(attention_mask, dropout, kwargs) -> None:
     """Raises ValueError for what a model may ask of its attention and flash_paged cannot give."""
-    if output_attentions:
+    # Some models keep output_attentions to themselves: then what transformers is about to collect tells (torch.compile
+    # cannot trace that question).
+    wanted = kwargs.get("output_attentions")
+    if not wanted and not torch.compiler.is_compiling():
+        wanted = any(name.endswith("attentions") for name in _transformers()[2].get() or ())
+    if wanted:
         raise ValueError(
             'output_attentions=True: flash_paged never holds the attention weights; use attn_implementation="eager"'
         )
@@ -122,8 +142,9 @@ def _refuse_packed(position_ids, query, handle) -> None:
 def _transformers():
     from transformers import modeling_flash_attention_utils
     from transformers.generation.continuous_batching import PagedAttentionCache
+    from transformers.utils import output_capturing
 
-    return modeling_flash_attention_utils, PagedAttentionCache
+    return modeling_flash_attention_utils, PagedAttentionCache, output_capturing._active_collector
 
 
 def flash_paged_mask(*args, mask_function=None, **kwargs):
@@ -173,6 +194,7 @@ def register() -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers import modeling_flash_attention_utils as utils
+    from transformers.utils import output_capturing
 
     for owner, name in (
         (utils, "_lazy_imports"),
@@ -182,6 +204,7 @@ def register() -> None:
         (PreTrainedModel, "_check_and_adjust_attn_implementation"),
         (PreTrainedModel, "_can_set_attn_implementation"),
         (PreTrainedModel, "_supports_flash_attn"),
+        (output_capturing, "_active_collector"),
         *continuous_batching.insides(),
     ):
         if not hasattr(owner, name):

@@ -1,0 +1,231 @@
+"""Models under flash_paged against eager attention in float32, and what users are told where it cannot serve.
+
+Greedy decoding of every architecture with every cache stands in `test_matrix.py`, continuous batching in
+`test_continuous_batching.py`.
+"""
+
+import pytest
+import torch
+import transformers
+from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
+from transformers import AutoModelForCausalLM
+
+from hf_efficient import PagedCache
+
+
+FLOAT32 = dict(rms=1e-5, maximum=1e-4, reason="float32 sums in another order")
+GREEDY = dict(max_new_tokens=10, do_sample=False)
+
+
+def logits(model, implementation, **inputs):
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def random_weights(model, scale=1.5):
+    """Weights large enough that greedy decoding does not settle on one token."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.copy_(torch.randn(parameter.shape) * scale / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_logits(name):
+    """Of a left-padded batch, without a cache, with transformers' own and with one that is read in place."""
+    model, batch = tiny_model(name), left_padded_batch()
+    tokens = batch["attention_mask"].bool()
+    expected = logits(model, "eager", **batch)[tokens]
+    for cache in (dict(use_cache=False), {}, dict(past_key_values=PagedCache(model.config, block_size=8))):
+        assert_close(logits(model, "flash_paged", **batch, **cache)[tokens], expected, **FLOAT32)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_packed_sequences(name):
+    """Positions that restart begin another sequence: as if each had been alone."""
+    model = tiny_model(name)
+    parts = [torch.randint(3, 128, (1, length)) for length in (4, 9, 6)]
+    positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    packed = dict(input_ids=torch.cat(parts, 1), position_ids=positions, use_cache=False)
+    alone = torch.cat([logits(model, "eager", input_ids=part) for part in parts], 1)
+    assert_close(logits(model, "flash_paged", **packed), alone, **FLOAT32)
+    with pytest.raises(ValueError, match="position_ids restart.*use_cache=False"):
+        logits(model, "flash_paged", **{**packed, "use_cache": True}, past_key_values=PagedCache(model.config))
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_beam_search(name):
+    model, batch = tiny_model(name), left_padded_batch()
+    options = dict(**GREEDY, num_beams=3, num_return_sequences=2)
+    model.set_attn_implementation("eager")
+    expected = model.generate(**batch, **options)
+    model.set_attn_implementation("flash_paged")
+    assert torch.equal(model.generate(**batch, **options), expected)
+
+
+MLA = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+    n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+    qk_nope_head_dim=16, v_head_dim=12, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3"])
+def test_latent_attention(name):
+    """Keys of head dim 24, values of 12; transformers' cache and ours hold the latents, which become keys and values later."""
+    config = getattr(transformers, f"{name}Config")(**MLA)
+    model, batch = random_weights(AutoModelForCausalLM.from_config(config)), left_padded_batch()
+    tokens = batch["attention_mask"].bool()
+    expected = logits(model, "eager", **batch)[tokens]
+    assert_close(logits(model, "flash_paged", **batch)[tokens], expected, **FLOAT32)
+    model.set_attn_implementation("eager")
+    expected = model.generate(**batch, **GREEDY)
+    model.set_attn_implementation("flash_paged")
+    for cache in (None, PagedCache(model.config)):
+        assert torch.equal(model.generate(**batch, **GREEDY, past_key_values=cache), expected)
+
+
+SIZES = dict(
+    vocab_size=128, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=64, decoder_ffn_dim=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, decoder_start_token_id=2,
+)  # fmt: skip
+ENCODER_DECODERS = {
+    "BartForConditionalGeneration": ("BartConfig", dict(max_position_embeddings=64, forced_eos_token_id=None)),
+    "MarianMTModel": ("MarianConfig", dict(max_position_embeddings=64, forced_eos_token_id=None)),
+    "WhisperForConditionalGeneration": (
+        "WhisperConfig",
+        dict(
+            num_mel_bins=8, max_source_positions=20, max_target_positions=32, suppress_tokens=None,
+            begin_suppress_tokens=None,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_encoder_decoders(name):
+    """Padding at the right of the encoder and of the decoder; attention that is not causal, and cross attention, whose
+    queries are all tokens however the keys are padded (transformers' own flash attention drops some)."""
+    config, extra = ENCODER_DECODERS[name]
+    model = random_weights(getattr(transformers, name)(getattr(transformers, config)(**SIZES, **extra)))
+    if name.startswith("Whisper"):
+        inputs = dict(input_features=torch.randn(3, 8, 40))
+    else:
+        inputs = {key: tensor.flip(1) for key, tensor in left_padded_batch().items()}
+    for lengths in ((6, 4, 5), (4, 11, 9)):  # the second as wide as the encoder's
+        decoder = left_padded_batch(lengths, seed=1)
+        mask = decoder["attention_mask"].flip(1)
+        targets = dict(decoder_input_ids=decoder["input_ids"].flip(1), decoder_attention_mask=mask)
+        expected = logits(model, "eager", **inputs, **targets)[mask.bool()]
+        assert_close(logits(model, "flash_paged", **inputs, **targets)[mask.bool()], expected, **FLOAT32)
+    for options in (GREEDY, dict(**GREEDY, num_beams=2)):
+        model.set_attn_implementation("eager")
+        expected = model.generate(**inputs, **options)
+        model.set_attn_implementation("flash_paged")
+        assert torch.equal(model.generate(**inputs, **options), expected)
+
+
+def test_encoders():
+    config = transformers.BertConfig(
+        vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
+    )
+    model, batch = random_weights(transformers.BertModel(config)), left_padded_batch()
+    tokens, states = batch["attention_mask"].bool(), {}
+    for name in ("eager", "flash_paged"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            states[name] = model(**batch).last_hidden_state[tokens]
+    assert_close(states["flash_paged"], states["eager"], **FLOAT32)
+
+
+# Attention that transformers adds a bias to (T5, ALiBi) without asking a registered implementation.
+@pytest.mark.parametrize(
+    "name", ["T5ForConditionalGeneration", "BloomForCausalLM", "MptForCausalLM", "FalconForCausalLM"]
+)
+def test_models_with_attention_of_their_own_are_refused(name):
+    config = getattr(transformers, name.split("For")[0] + "Config")()
+    with torch.device("meta"), pytest.raises(ValueError, match=rf'{name} does not support flash attention.*"eager"'):
+        getattr(transformers, name)._from_config(config, attn_implementation="flash_paged")
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_attention_weights_are_refused(name):
+    model, batch = tiny_model(name), left_padded_batch()
+    model.set_attn_implementation("flash_paged")
+    for cache in (None, PagedCache(model.config)):
+        with pytest.raises(ValueError, match='output_attentions=True.*attn_implementation="eager"'):
+            logits(model, "flash_paged", **batch, output_attentions=True, past_key_values=cache)
+    with pytest.raises(ValueError, match='output_attentions=True.*attn_implementation="eager"'):
+        model.generate(**batch, **GREEDY, output_attentions=True, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="'eager'"):
+        model.config.output_attentions = True
+
+
+def test_attention_weights_of_encoders_are_refused():
+    config, extra = ENCODER_DECODERS["BartForConditionalGeneration"]
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**SIZES, **extra)).eval()
+    model.set_attn_implementation("flash_paged")
+    ids = torch.ones(1, 4, dtype=torch.long)
+    for asked in (model, model.get_encoder()):
+        with torch.no_grad(), pytest.raises(ValueError, match='output_attentions=True.*"eager"'):
+            asked(input_ids=ids, output_attentions=True)
+
+
+# gpt2 has attention dropout by default.
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_training_names_what_can(name):
+    """Also with gradient checkpointing, whose first forward runs without gradients when reentrant."""
+    model, batch = tiny_model(name).train(), left_padded_batch()
+    model.set_attn_implementation("flash_paged")
+    for checkpointing in (None, dict(use_reentrant=False), dict(use_reentrant=True)):
+        if checkpointing is not None:
+            model.activation_checkpointing_enable(checkpointing)
+            model.enable_input_require_grads()
+        with pytest.raises((RuntimeError, ValueError), match='train with attn_implementation="sdpa"'):
+            model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
+
+
+def test_training_through_trainer(tmp_path):
+    """`train` names what can, `evaluate` works."""
+    model, batch = tiny_model("llama"), left_padded_batch((8, 8))
+    rows = [{"input_ids": row, "labels": row} for row in batch["input_ids"]]
+    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True)
+    losses = {}
+    for name in ("eager", "flash_paged"):
+        model.set_attn_implementation(name)
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        losses[name] = trainer.evaluate()["eval_loss"]
+    assert losses["flash_paged"] == pytest.approx(losses["eager"], rel=1e-5)
+    with pytest.raises(RuntimeError, match='train with attn_implementation="sdpa"'):
+        trainer.train()
+
+
+def test_frozen_models_run_in_training_mode():
+    """Without gradients to compute nothing stands in the way, but dropout does."""
+    model, batch = tiny_model("llama").train().requires_grad_(False), left_padded_batch()
+    model.set_attn_implementation("flash_paged")
+    assert model(**batch, labels=batch["input_ids"]).loss.isfinite()
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r'attention dropout 0.1: flash_paged has none; call model.eval\(\).*"sdpa"'):
+        model(**batch)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # one mask for all layers, one for each kind
+def test_masks_of_four_dimensions_are_refused(name):
+    model, batch = tiny_model(name), left_padded_batch()
+    mask = torch.ones(3, 1, 11, 11, dtype=torch.bool).tril()
+    if name == "gemma2":
+        mask = {"full_attention": mask, "sliding_attention": mask}
+    with pytest.raises(ValueError, match='attention_mask with 4 dimensions.*"sdpa"'):
+        logits(model, "flash_paged", input_ids=batch["input_ids"], attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_head_masks_are_ignored_as_by_every_implementation(name):
+    model, batch = tiny_model(name), left_padded_batch()
+    tokens, mask = batch["attention_mask"].bool(), torch.zeros(2, 4)
+    expected = logits(model, "eager", **batch, head_mask=mask)[tokens]
+    assert_close(logits(model, "flash_paged", **batch, head_mask=mask)[tokens], expected, **FLOAT32)
