@@ -56,7 +56,7 @@ def test_random_operations_keep_every_row_and_leak_nothing(trial, num_blocks):
     pool = BlockPool(rng.choice([2, 4, 8]), num_blocks)
     storage, expected, token = Storage(pool), [[] for _ in range(rng.randint(1, 4))], 0
     pool.add_rows(len(expected))
-    refused = 0
+    mirror, refused = {}, 0  # (row, place) -> block, as told by table_changes
     for _ in range(60):
         operation = rng.choice(["append"] * 4 + ["decode"] * 6 + ["rewind", "fork", "fork"])
         if operation in ("append", "decode"):
@@ -87,6 +87,10 @@ def test_random_operations_keep_every_row_and_leak_nothing(trial, num_blocks):
             pool.fork(rows)
             expected = [list(expected[row]) for row in rows]
         check_invariants(pool)
+        if rng.random() < 0.5:
+            mirror.update({(row, place): block for row, place, block in pool.table_changes()})
+            for row, table in enumerate(pool.tables):
+                assert [mirror[row, place] for place in range(len(table))] == table
         assert [storage.row(row) for row in range(len(expected))] == expected
     pool.rewind([0] * len(expected))
     assert pool.num_free == pool.capacity
@@ -104,6 +108,18 @@ def test_rows_that_share_a_block_copy_it_only_when_they_write():
     assert len(change.copies) == 2  # the last of the three keeps the block
     assert pool.capacity - pool.num_free == 5
     assert len({table[-1] for table in pool.tables}) == 3 and len({table[0] for table in pool.tables}) == 1
+
+
+def test_only_what_changed_in_the_tables_is_told():
+    pool = BlockPool(8, num_blocks=10)
+    pool.add_rows(2)
+    pool.append([8, 12])
+    assert [change[:2] for change in pool.table_changes()] == [(0, 0), (1, 0), (1, 1)]
+    pool.append([1, 1])
+    assert pool.table_changes() == [(0, 1, pool.tables[0][1])]
+    pool.rewind([9, 8])
+    pool.append([0, 1])
+    assert pool.table_changes() == [(1, 1, pool.tables[1][1])]
 
 
 def test_full_blocks_are_never_copied():

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from hf_efficient import PagedCache
-from hf_efficient.cache.paged_cache import PAGES, PageHandle
+from hf_efficient.cache.page_handle import PAGES, PageHandle
 from hf_efficient.kernels import attention
 
 
@@ -219,6 +219,23 @@ def test_operations_equal_those_of_dynamic_cache(llama, implementation):
             results.append((logits, cache.get_seq_length()))
         assert results[0][1] == results[1][1], label
         torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-4, msg=lambda m: f"{label}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_paged"])
+def test_the_length_follows_the_rows_that_are_left(llama, implementation):
+    """Without a mask no column is padding: the positions that the model counts are those of the rows left."""
+    llama.set_attn_implementation(implementation)
+    ids = torch.randint(3, 128, (3, 20))
+    cache = PagedCache(llama.config)
+    steps(llama, cache, ids)
+    cache.rewind([20, 7, 7])
+    cache.batch_select_indices(torch.tensor([2, 1]))
+    assert cache.get_seq_length() == 7 and cache.get_mask_sizes(1, 0) == (8, 0)
+    token = torch.tensor([[5], [6]])
+    expected = steps(llama, None, torch.cat([ids[[2, 1], :7], token], 1), use_cache=False)[:, -1:]
+    torch.testing.assert_close(steps(llama, cache, token), expected, rtol=1e-4, atol=1e-4)
+    cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+    assert cache.get_seq_length() == 0
 
 
 def test_reset_and_reuse_with_another_batch(llama):

@@ -41,18 +41,25 @@ MORE_MODELS = {  # keys shared between layers, two head dims in one model, compr
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MORE_MODELS)
-def test_unusual_layers(name):
+def unusual_model(name):
+    """A random model of one of `MORE_MODELS`, with weights large enough for attention that is far from uniform."""
     config_class, arguments = MORE_MODELS[name]
     config = config_class(
         **{"num_key_value_heads": 2, **arguments}, vocab_size=128, hidden_size=64, num_attention_heads=4, pad_token_id=0,
         max_position_embeddings=256,
     )  # fmt: skip
-    model, inputs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), left_padded_batch()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn_like(parameter) * 1.5 / parameter.shape[-1] ** 0.5)
+    return model
+
+
+@pytest.mark.parametrize("name", MORE_MODELS)
+def test_unusual_layers(name):
+    model, inputs = unusual_model(name), left_padded_batch()
     model.set_attn_implementation("eager")
     options = dict(max_new_tokens=24, do_sample=False)
     expected = model.generate(**inputs, **options)

@@ -1,2 +1,3 @@
-"""Key-value caches. `block_pool` is the bookkeeping (which blocks belong to which row; pure Python, no tensors),
-`step` is the plan of one forward over it, `paged_cache` is the transformers `Cache` with the tensors."""
+"""Key-value caches. `block_pool` is the bookkeeping (which blocks belong to which row; pure Python, no tensors), `step` is
+the plan of one forward over it and `device_tables` what kernels see of it, `paged_cache` is the transformers `Cache` with the
+tensors and `page_handle` how the attention gets at them."""

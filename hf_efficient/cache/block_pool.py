@@ -36,6 +36,7 @@ class BlockPool:
         self.tables: list[list[int]] = []  # row -> its blocks, in order
         self.lengths: list[int] = []  # row -> its tokens
         self.is_run: list[bool] = []  # row -> whether its blocks follow one another
+        self._reported: list[int] = []  # row -> leading blocks of its table that `table_changes` has told already
         self._resize([0] * (self.num_blocks or 0))
 
     def _resize(self, references: list[int]) -> None:
@@ -54,6 +55,7 @@ class BlockPool:
             self.tables.append([])
             self.lengths.append(0)
             self.is_run.append(True)
+            self._reported.append(0)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens take."""
@@ -82,6 +84,7 @@ class BlockPool:
                 source, destination = table[-1], self._take(None)
                 self.references[source] -= 1
                 table[-1] = destination
+                self._reported[row] = min(self._reported[row], len(table) - 1)
                 self.is_run[row] = len(table) == 1 or (self.is_run[row] and destination == table[-2] + 1)
                 copies.append((source, destination))
             for _ in range(demand[row]):
@@ -138,6 +141,7 @@ class BlockPool:
         references = [0] * capacity
         for row, table in enumerate(self.tables):
             table[:] = range(row * room, row * room + len(table))
+            self._reported[row] = 0
             self.is_run[row] = True
             for block in table:
                 references[block] = 1
@@ -170,6 +174,7 @@ class BlockPool:
             while len(table) > self.blocks_for(length):
                 self._release(table.pop())
             self.lengths[row] = length
+            self._reported[row] = min(self._reported[row], len(table))
             self.is_run[row] = self.is_run[row] or len(table) < 2
 
     def fork(self, rows: list[int]) -> None:
@@ -184,3 +189,14 @@ class BlockPool:
         self.lengths = [self.lengths[row] for row in rows]
         self.is_run = [self.is_run[row] for row in rows]
         self.tables = tables
+        self._reported = [0] * len(tables)
+
+    def table_changes(self) -> list[tuple[int, int, int]]:
+        """(row, place, block) of every block in the tables that was not there at the last call, or at another place."""
+        changes = [
+            (row, place, table[place])
+            for row, (table, first) in enumerate(zip(self.tables, self._reported))
+            for place in range(first, len(table))
+        ]
+        self._reported = [len(table) for table in self.tables]
+        return changes

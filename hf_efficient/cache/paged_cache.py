@@ -1,85 +1,19 @@
 """`PagedCache`: a transformers cache whose keys and values lie in blocks of a pool."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
-from hf_efficient.cache.step import CacheState, Step
-from hf_efficient.kernels import attention, attention_cpu
+from hf_efficient.cache.device_tables import DeviceTables, to_device
+from hf_efficient.cache.page_handle import PAGES, PageHandle
+from hf_efficient.cache.step import CacheState, PlannedForward, Step
 
 
-PAGES = "_hf_efficient_pages"  # the attribute of a key tensor by which the attention function finds the blocks
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_MAX_DECODE_QUERIES = 16  # so many new columns or fewer: one kernel that appends and attends
 _NO_LAYER_TYPES = ("dummy", "moe", "mlp")
-
-
-class PageHandle:
-    """What `update` hands to the paged attention instead of all keys and values. The first attention call writes the new
-    tokens, since only it knows the mask; later ones (layers that share keys and values) only read."""
-
-    __slots__ = ("layer", "step", "written")
-
-    def __init__(self, layer: "PagedLayer"):
-        self.layer = layer
-        self.step: Step | None = None
-        self.written = False
-
-    def attend(self, query, key, value, attention_mask, *, softmax_scale, causal, window_size, softcap, s_aux):
-        """Attention of `query` [B, Hq, S, D] over the blocks, after writing `key`, `value` [B, Hk, S, D] there.
-        Returns [B, S, Hq, Dv]; zeros at padding."""
-        if not self.written:
-            self.layer.state.pending = None
-            self.step = self.layer.join_step(key.shape[0], key.shape[2], attention_mask)
-            self.layer.prepare(self.step, key, value)
-        new, self.written = not self.written, True
-        options = dict(
-            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, s_aux=s_aux
-        )
-        if query.device.type == "cpu":
-            return self._attend_cpu(query, key if new else None, value, **options)
-        return self._attend_kernels(query, key if new else None, value, **options)
-
-    def _attend_cpu(self, query, key, value, *, causal, window_size, **options):
-        layer, step = self.layer, self.step
-        if key is not None:
-            layer.write(step, key, value)
-        keys, values = layer.read(step)
-        mask = step.attention_mask(causal, window_size, query.device)
-        return attention_cpu.attend(
-            query, keys, values, mask=mask, causal=causal and mask is None and step.width > 1, **options
-        )
-
-    def _attend_kernels(self, query, key, value, **options):
-        layer, step, device = self.layer, self.step, query.device
-        query = query.transpose(1, 2)  # [B, S, Hq, D]
-        tokens = step.token_indices(device)
-        if key is not None:
-            key, value = key.transpose(1, 2), value.transpose(1, 2)
-        if tokens is None and step.width <= _MAX_DECODE_QUERIES:
-            seqlens = step.cache_seqlens(device, before=key is not None)
-            return attention.flash_attn_with_kvcache(
-                query, layer.keys, layer.values, key, value if key is not None else None, cache_seqlens=seqlens,
-                block_table=step.block_table(device), **options,
-            )  # fmt: skip
-        keys, values, table = layer.keys, layer.values, step.block_table(device)
-        if key is not None:
-            flat_key, flat_value = key.flatten(0, 1), value.flatten(0, 1)
-            if tokens is not None:
-                flat_key, flat_value = flat_key[tokens], flat_value[tokens]
-            attention.reshape_and_cache(flat_key, flat_value, keys, values, slot_mapping=step.slot_mapping(device))
-            if not any(step.starts):  # nothing but the new tokens to see
-                keys, values, table = flat_key, flat_value, None
-        flat_query = query.flatten(0, 1) if tokens is None else query.flatten(0, 1)[tokens]
-        output = attention.flash_attn_varlen_func(
-            flat_query, keys, values, step.cu_seqlens(device, new=True), step.cu_seqlens(device, new=False),
-            step.max_new, step.max_length, block_table=table, **options,
-        )  # fmt: skip
-        if tokens is not None:
-            padded = output.new_zeros(query.shape[0] * query.shape[1], *output.shape[1:])
-            output = padded.index_copy_(0, tokens, output)
-        return output.view(*query.shape[:2], *output.shape[1:])
 
 
 class PagedLayer(CacheLayerMixin):
@@ -98,6 +32,7 @@ class PagedLayer(CacheLayerMixin):
     def forget(self) -> None:
         """Drops the tensors."""
         self.keys = self.values = None
+        self.tables: DeviceTables | None = None  # of a planned forward, on this layer's device
         self.steps = 0  # how many of the cache's steps this layer took part in
         self.is_initialized = False
 
@@ -124,6 +59,8 @@ class PagedLayer(CacheLayerMixin):
                 "(use_cache=False)."
             )
         if state.reads_pages:
+            if state.planned is None and torch.compiler.is_compiling():
+                raise RuntimeError("PagedCache: call a compiled model under `with cache.decode_step():`")
             handle = state.pending = PageHandle(self)
             setattr(key_states, PAGES, handle)
             return key_states, value_states
@@ -132,7 +69,7 @@ class PagedLayer(CacheLayerMixin):
         self.write(step, key_states, value_states)
         keys, values = self.read(step)
         if state.is_ragged:
-            lengths = torch.tensor(step.lengths, device=keys.device)
+            lengths = to_device(step.lengths, torch.int64, keys.device)
             beyond = (torch.arange(step.max_length, device=keys.device) >= lengths[:, None])[:, None, :, None]
             keys, values = keys.masked_fill(beyond, 0), values.masked_fill(beyond, 0)
         return keys.contiguous(), values.contiguous()
@@ -164,12 +101,15 @@ class PagedLayer(CacheLayerMixin):
                 f"{tuple(self.keys.shape[2:])} and was given {key.dtype}, {(key.shape[1], key.shape[3])}: call reset() "
                 "before using it with another model or dtype."
             )
+        self.make_room(step)
+
+    def make_room(self, step: Step) -> None:
         capacity, moves, copies = step.change
         if moves is not None or capacity > self.keys.shape[0]:
             self.keys = _grown(self.keys, capacity, moves)
             self.values = _grown(self.values, capacity, moves)
         if copies:
-            source, destination = torch.tensor(copies, device=key.device).T
+            source, destination = to_device(copies, torch.int64, self.keys.device).T
             self.keys[destination] = self.keys[source]
             self.values[destination] = self.values[source]
 
@@ -197,17 +137,22 @@ class PagedLayer(CacheLayerMixin):
                 size = (len(step.lengths), heads, step.max_length, dim)
                 result.append(pages.as_strided(size, (room * heads * dim, dim, heads * dim, 1), offset * heads * dim))
             else:
-                table = step.block_table(pages.device, padding=0)
+                table = step.block_table(pages.device)
                 gathered = pages.index_select(0, table.flatten()).view(table.shape[0], -1, heads, dim)
                 result.append(gathered[:, : step.max_length].transpose(1, 2))
         return result[0], result[1]
 
-    def get_seq_length(self) -> int:
-        """Columns seen: tokens and, under the paged attention, padding."""
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Columns seen: tokens and, under the paged attention, padding. In a planned forward an int64 [] tensor, which a
+        compiled graph reads anew every time."""
         state = self.state
+        if state.planned is not None:
+            return self.tables.columns
         return state.previous_columns if self.steps == state.steps - 1 else state.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.state.planned is not None:  # a number that stays the same, and that no mask has
+            return self.tables.block_table.shape[1] * self.state.pool.block_size + query_length, 0
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -235,6 +180,19 @@ class PagedCache(Cache):
     Under `attn_implementation="flash_paged"` the attention reads the blocks directly and left padding takes no memory;
     under any other implementation `update` returns ordinary contiguous keys and values. Rows that share a beginning
     (beam search, `num_return_sequences`) share its blocks until one writes.
+
+    A loop of one's own can compile its decode step, once for all lengths, or capture it in a CUDA graph:
+
+    >>> cache = PagedCache(model.config, num_blocks=64)
+    >>> decode = torch.compile(model.forward, fullgraph=True)
+    >>> with torch.no_grad():
+    ...     logits = model(input_ids, past_key_values=cache).logits  # the prompt, as usual
+    ...     for _ in range(20):
+    ...         input_ids = logits[:, -1:].argmax(-1)
+    ...         with cache.decode_step() as position_ids:
+    ...             logits = decode(input_ids, position_ids=position_ids, past_key_values=cache).logits
+    >>> cache.cache_seqlens
+    [25, 25]
 
     Args:
         config: the model's own config object (`model.config`): its attention implementation is read at every forward.
@@ -292,18 +250,65 @@ class PagedCache(Cache):
     def _paged_layers(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
+    @contextmanager
+    def decode_step(self, width: int = 1) -> Iterator[torch.Tensor]:
+        """Does the bookkeeping for one forward of `width` new tokens in every row before that forward runs, which then
+        only touches tensors that stay where they are: it can be compiled with `fullgraph=True`, once, and nothing in it
+        or here waits for the device.
+
+        Gives the new tokens' positions, int64 [B, width]. Run exactly one forward inside, compiled or a replayed CUDA
+        graph of it, without `attention_mask`; when it raises, the cache is as before.
+
+        A pool of fixed size (`num_blocks`) never changes its tensors. A growing one replaces them now and then: a
+        compiled forward is compiled again, a captured CUDA graph is not valid any more.
+
+        Raises RuntimeError before the first forward (run the prompt as usual), and when the model's attention does not
+        read pages; ValueError when a pool of fixed size is full, with nothing changed.
+        """
+        state, layers = self.state, self._paged_layers
+        state.check_idle()
+        if not state.reads_pages:
+            raise RuntimeError(
+                f"decode_step() needs attn_implementation='flash_paged' and a model whose attention reads pages, not "
+                f"{state.config._attn_implementation!r}"
+            )
+        if not all(layer.is_initialized for layer in layers):
+            raise RuntimeError("decode_step() continues a filled cache: run the prompt through the model first")
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            raise ValueError(f"width={width!r}: must be a positive integer")
+        rows = len(state.pool.lengths)
+        step = state.plan_tokens(rows, width, None)
+        for layer in layers:
+            layer.steps = state.steps
+        try:
+            for layer in layers:
+                layer.make_room(step)
+                tables = layer.tables = state.tables_on(layer.device)
+                for tensor in (layer.keys, layer.values, tables.block_table, tables.cache_seqlens, tables.columns):
+                    torch._dynamo.mark_static_address(tensor, guard=False)  # or CUDA graphs would copy it
+            position_ids = layers[0].tables.position_ids(width)
+            torch._dynamo.mark_static_address(position_ids, guard=False)
+            state.planned = PlannedForward(rows, width)
+            yield position_ids
+        except BaseException:
+            state.planned = state.pending = None
+            state.crop(-width)
+            raise
+        state.planned = None
+        state.check_consumed()
+
     def rewind(self, lengths: list[int]) -> None:
         """Shortens row b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
 
         Afterwards `get_seq_length()` is the longest row. When the rows differ, the next forward needs `position_ids` of
         its own, and a 2-D mask, if one is given, has the shorter rows at the right (padding on the left).
         """
-        self.state.check_consumed()
+        self.state.check_idle()
         self.state.rewind([int(length) for length in lengths])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` columns (a number <= 0) of all rows."""
-        self.state.check_consumed()
+        self.state.check_idle()
         self.state.crop(int(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -312,7 +317,7 @@ class PagedCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows of `indices` (int64 indices, or a bool mask over the rows)."""
-        self.state.check_consumed()
+        self.state.check_idle()
         if self.state.pool.lengths:
             indices = torch.as_tensor(indices).cpu()
             self.state.select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
@@ -329,7 +334,7 @@ class PagedCache(Cache):
             layer.forget()
 
     def __deepcopy__(self, memo):
-        self.state.check_consumed()
+        self.state.check_idle()
         memo[id(self.state.config)] = self.state.config  # still the model's own
         duplicate = memo[id(self)] = type(self).__new__(type(self))
         duplicate.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})

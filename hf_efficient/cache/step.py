@@ -1,9 +1,13 @@
 """The bookkeeping of a paged cache between forwards (`CacheState`) and the plan of one forward (`Step`): made by the
 first layer, used by all of them."""
 
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 
 from hf_efficient.cache.block_pool import BlockPool, StorageChange
+from hf_efficient.cache.device_tables import DeviceTables, to_device
 from hf_efficient.kernels.attention import ATTENTION_NAMES
 from hf_efficient.kernels.attention_cpu import additive, visibility
 
@@ -48,7 +52,7 @@ class Step:
 
     def slot_mapping(self, device) -> torch.Tensor:
         """int64 [new tokens]: block * block_size + offset of every new token, row after row."""
-        return self._cached(("slots", device), lambda: torch.tensor(self._slots(), dtype=torch.long, device=device))
+        return self._cached(("slots", device), lambda: to_device(self._slots(), torch.int64, device))
 
     def _slots(self) -> list[int]:
         size, slots = self.block_size, []
@@ -60,32 +64,22 @@ class Step:
                 start = end
         return slots
 
-    def block_table(self, device, padding: int = -1) -> torch.Tensor:
-        """int32 [B, longest]: the blocks of each row, filled up with `padding`."""
+    def block_table(self, device) -> torch.Tensor:
+        """int64 [B, longest]: the blocks of each row, filled up with 0."""
 
         def make():
             longest = max(map(len, self.tables))
-            rows = [table + [padding] * (longest - len(table)) for table in self.tables]
-            return torch.tensor(rows, dtype=torch.int32, device=device).view(len(rows), longest)
+            rows = [table + [0] * (longest - len(table)) for table in self.tables]
+            return to_device(rows, torch.int64, device).view(len(rows), longest)
 
-        return self._cached(("table", padding, device), make)
-
-    def cache_seqlens(self, device, before: bool = False) -> torch.Tensor:
-        """int32 [B]: tokens of each row after (or before) this step."""
-        values = self.starts if before else self.lengths
-        return self._cached(
-            ("seqlens", before, device), lambda: torch.tensor(values, dtype=torch.int32, device=device)
-        )
+        return self._cached(("table", device), make)
 
     def cu_seqlens(self, device, new: bool) -> torch.Tensor:
         """int32 [B + 1]: cumulative number of new tokens, or of all tokens of the rows."""
-
-        def make():
-            seqlens = self.cache_seqlens(device)
-            seqlens = seqlens - self.cache_seqlens(device, before=True) if new else seqlens
-            return torch.nn.functional.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
-
-        return self._cached(("cu", new, device), make)
+        starts = self.starts if new else [0] * len(self.starts)
+        counts = (length - start for start, length in zip(starts, self.lengths))
+        values = list(accumulate(counts, initial=0))
+        return self._cached(("cu", new, device), lambda: to_device(values, torch.int32, device))
 
     @property
     def max_new(self) -> int:
@@ -95,7 +89,11 @@ class Step:
         """int64 [new tokens]: the tokens among the B * S new columns; None when all are."""
         if self.valid is None:
             return None
-        return self._cached(("tokens", device), lambda: self.valid.flatten().nonzero().flatten().to(device))
+
+        def make():
+            return to_device(self.valid.flatten().nonzero().flatten().tolist(), torch.int64, device)
+
+        return self._cached(("tokens", device), make)
 
     def attention_mask(self, causal: bool, window: tuple[int, int], device) -> torch.Tensor | None:
         """Additive float32 mask [B or 1, 1, S, longest row]; None where SDPA needs none, or only its `is_causal`."""
@@ -118,6 +116,23 @@ class Step:
         return additive(seen[:1] if self.is_even else seen)
 
 
+class PlannedForward(NamedTuple):
+    """A forward whose bookkeeping is done before it runs, so that it can be compiled."""
+
+    rows: int
+    width: int
+
+    def check(self, rows: int, width: int, mask: torch.Tensor | None) -> None:
+        """Raises ValueError when the forward is not the one that was planned."""
+        if (rows, width) != self:
+            raise ValueError(
+                f"decode_step(width={self.width}) of a PagedCache with {self.rows} rows, but the forward has {rows} rows "
+                f"of {width} columns"
+            )
+        if mask is not None:
+            raise ValueError("decode_step() takes no attention_mask: every new column is a token; leave it out")
+
+
 class CacheState:
     """What all layers of a `PagedCache` share. `columns` counts what transformers calls the sequence length: tokens and,
     under the paged attention, the padding that the 2-D masks showed; `column_mask` (bool [B, columns] or None for no
@@ -137,6 +152,8 @@ class CacheState:
         self.steps = 0
         self.step: Step | None = None
         self.pending = None
+        self.planned: PlannedForward | None = None
+        self.tables: dict[torch.device, DeviceTables] = {}
 
     @property
     def reads_pages(self) -> bool:
@@ -158,6 +175,12 @@ class CacheState:
                 "attention function), so they were not stored. Call reset() on this cache and use "
                 'model.set_attn_implementation("sdpa") with it.'
             )
+
+    def check_idle(self) -> None:
+        """Raises RuntimeError when a forward is planned that has not run, or keys of the last one were lost."""
+        if self.planned is not None:
+            raise RuntimeError("PagedCache: only the forward itself may use the cache inside decode_step()")
+        self.check_consumed()
 
     def check_batch(self, batch: int) -> None:
         if not self.pool.lengths:
@@ -182,27 +205,28 @@ class CacheState:
     def plan_tokens(self, batch: int, width: int, mask: torch.Tensor | None) -> Step:
         """Plans a forward of the paged attention. `mask`: bool or int [B, columns + width], 0 is padding; or None.
 
-        Raises ValueError when the mask contradicts what the cache holds.
+        Raises ValueError when the mask contradicts what the cache holds. Of a mask on an accelerator that adds one column
+        to a filled cache only the shape is looked at, since reading it would wait for the device at every token.
         """
-        if mask is None:
-            self.check_batch(batch)
-            column_mask = self.column_mask
-            if column_mask is not None:
-                column_mask = torch.nn.functional.pad(column_mask, (0, width), value=True)
-            return self._append([width] * batch, None, width, column_mask)
-        if mask.dim() != 2 or tuple(mask.shape) != (batch, self.columns + width):
+        if mask is not None and (mask.dim() != 2 or tuple(mask.shape) != (batch, self.columns + width)):
             raise ValueError(
                 f"attention_mask of shape {tuple(mask.shape)}: the paged attention takes a 2-D mask of shape "
                 f"{(batch, self.columns + width)} (batch, columns in the cache + new ones), or None. For other masks use "
                 'attn_implementation="sdpa".'
             )
-        mask = mask.bool()
+        if mask is None or (mask.device.type != "cpu" and self.columns and width == 1):
+            self.check_batch(batch)
+            column_mask = self.column_mask
+            if column_mask is not None:
+                column_mask = torch.nn.functional.pad(column_mask, (0, width), value=True)
+            return self._append([width] * batch, None, width, column_mask)
+        mask = mask.bool().cpu()
         if self.columns:
             seen = mask[:, : self.columns]
             stored = self.column_mask
             if stored is None:  # rows of unequal length stand at the right
-                lengths = torch.tensor(self.pool.lengths, device=mask.device)
-                stored = torch.arange(self.columns, device=mask.device) >= self.columns - lengths[:, None]
+                lengths = torch.tensor(self.pool.lengths)
+                stored = torch.arange(self.columns) >= self.columns - lengths[:, None]
             if not torch.equal(seen, stored):
                 raise ValueError(
                     "attention_mask contradicts the cache: of the columns that PagedCache has seen it marks "
@@ -227,7 +251,19 @@ class CacheState:
         self.columns += width
         self.steps += 1
         self.step = Step(self.pool, change, starts, valid, width)
+        changes = self.pool.table_changes()
+        for device, tables in self.tables.items():
+            if tables.fits(self.pool):
+                tables.update(changes, starts, self.previous_columns)
+            else:
+                self.tables[device] = DeviceTables(self.pool, starts, self.previous_columns, device)
         return self.step
+
+    def tables_on(self, device) -> DeviceTables:
+        """The tables of the current step."""
+        if device not in self.tables:
+            self.tables[device] = DeviceTables(self.pool, self.step.starts, self.previous_columns, device)
+        return self.tables[device]
 
     def rewind(self, lengths: list[int]) -> None:
         held = self.pool.lengths
@@ -260,4 +296,6 @@ class CacheState:
         """Row i becomes row `rows[i]` (int64 [new batch])."""
         self.pool.fork(rows.tolist())
         if self.column_mask is not None:
-            self.column_mask = self.column_mask.index_select(0, rows.to(self.column_mask.device))
+            self.column_mask = self.column_mask[rows]
+        else:  # no column belongs to padding alone
+            self.columns = max(self.pool.lengths, default=0)
