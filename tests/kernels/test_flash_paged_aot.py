@@ -1,80 +1,100 @@
-"""The flash_paged kernels compiled for four GPUs: they build, do not spill and use the matrix instructions."""
+"""The prefill kernels of flash_paged compiled for four GPUs with the tile sizes of the table: they build, spill nothing, fit
+the shared memory and use the matrix instructions."""
 
 import aot
 import pytest
 import torch
 
-from hf_efficient.kernels.flash_paged import cache_write, config, forward
+from hf_efficient.kernels.flash_paged import config, forward, forward_hopper, tiles
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+KIND = {"sm_80": "sm_80", "sm_90": "sm_90", "sm_100": "sm_100", "gfx942": "amd"}
+# KiB of shared memory a block; the sm_80 row of the table also serves sm_86, sm_89 and sm_120, which have 99
+SHARED = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 
 
-def build(kernel, arguments, constexprs, pointers, target, tile):
-    """Compiles with the types the launcher gives: pointers by name (None: absent), "stride_*" and lengths i32."""
+def build(kernel, constexprs, pointers, target, tile):
+    """Compiles with the types the launcher gives: pointers by name (None: absent), strides and lengths i32."""
     signature = {name: kind for name, kind in pointers.items() if kind is not None}
     constexprs = {**constexprs, **{name: None for name, kind in pointers.items() if kind is None}}
-    for name in arguments:
+    for name in kernel.arg_names:
         if name not in signature and name not in constexprs:
             signature[name] = "fp32" if name in ("scale", "cap") else "i32"
-    aligned = tuple(name for name in arguments if name.startswith("stride_") and name != "stride_table")
+    small = ("stride_table", "stride_lb", "stride_lh", "stride_slopes")
+    aligned = tuple(name for name in kernel.arg_names if name.startswith("stride_") and name not in small)
     return aot.compile_kernel(kernel, signature, constexprs, target, tile.num_warps, tile.num_stages, aligned)
 
 
-def attention(target, kernel, dim, dtype="bf16", page_size=0, rows=999, options=False, packed=False):
-    """The forward kernel as launched for head dim `dim`: causal, or with every option; on dense or packed keys (page_size 0)
-    or pages."""
-    tile = config.forward_config(DTYPES[dtype], dim, rows, "amd" if target == "gfx942" else "nvidia")
+def compile_forward(target, dim, value_dim=None, dtype="bf16", page_size=0, queries=999, options=False, packed=False):
+    """`forward_kernel` as launched: causal, or with every option; on dense or packed keys (page_size 0) or pages."""
+    value_dim = value_dim or dim
+    tile = config.forward_config(DTYPES[dtype], max(dim, value_dim), queries, page_size > 0, KIND[target])
     pointers = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}")
-    pointers["sinks"] = "*fp32" if options else None
+    pointers["lse"] = pointers["sinks"] = pointers["slopes"] = "*fp32" if options else None
     pointers["block_table"] = "*i32" if page_size else None
     pointers["cache_seqlens"] = "*i32" if page_size and not packed else None
+    pointers["cu_seqlens_q"] = pointers["cu_seqlens_k"] = "*i32" if packed else None
     constexprs = {
         "GROUP": 4,
         "HEAD_DIM": dim,
-        "VALUE_DIM": dim,
+        "VALUE_DIM": value_dim,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "BLOCK_D": 1 << (dim - 1).bit_length(),
-        "BLOCK_DV": 1 << (dim - 1).bit_length(),
         "PAGE_SIZE": page_size,
         "HAS_LEFT": options,
         "HAS_RIGHT": True,
         "SOFTCAP": options,
     }
-    pointers["cu_seqlens_q"] = pointers["cu_seqlens_k"] = "*i32" if packed else None
-    return build(kernel, kernel.arg_names, constexprs, pointers, target, tile)
+    constexprs["BLOCK_D"], constexprs["REST_D"] = tiles.split_dim(dim)
+    constexprs["BLOCK_DV"], constexprs["REST_DV"] = tiles.split_dim(value_dim)
+    return build(forward.forward_kernel, constexprs, pointers, target, tile)
 
 
-@pytest.mark.parametrize("target", aot.TARGETS)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_forward(page_size, dim, target):
-    compiled = attention(target, forward.forward_kernel, dim, page_size=page_size, packed=page_size > 0)
+def check(compiled):
     assert compiled.local_bytes == 0, compiled
-    assert compiled.count(MATRIX_INSTRUCTION[target]) > 0
-    assert compiled.shared <= (64 if target == "gfx942" else 160) * 1024
-    if target == "sm_90":
+    assert compiled.shared <= SHARED[compiled.target] * 1024, compiled
+    if compiled.target == "sm_90":
         assert compiled.count("HMMA") == 0, "half of the matrix throughput of Hopper"
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("dim, dtype", [(64, "fp16"), (80, "bf16"), (192, "bf16"), (32, "fp32")])
-def test_options_and_other_head_dims_build(dim, dtype, target):
-    compiled = attention(target, forward.forward_kernel, dim, dtype, page_size=16, options=True)
-    assert compiled.shared <= (64 if target == "gfx942" else 160) * 1024
-
-
 @pytest.mark.parametrize("target", aot.TARGETS)
-def test_writing_builds(target):
-    tile = config.Config(0, 0, 4, 3)
-    pointers = dict.fromkeys(("k", "v", "k_cache", "v_cache"), "*bf16")
-    constexprs = {"HEAD_DIM": 128, "VALUE_DIM": 128, "BLOCK_H": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
-    arguments = cache_write.write_kernel.arg_names
-    for given in ({"slot_mapping": "*i64"}, {"cache_seqlens": "*i32", "block_table": "*i32"}):
-        absent = dict.fromkeys({"slot_mapping", "cache_seqlens", "block_table"} - set(given))
-        compiled = build(
-            cache_write.write_kernel, arguments, constexprs, {**pointers, **given, **absent}, target, tile
-        )
-        assert compiled.local_bytes == 0
+@pytest.mark.parametrize("dim, value_dim", [(64, 64), (128, 128), (192, 128)])
+def test_forward(dim, value_dim, target):
+    compiled = compile_forward(target, dim, value_dim)
+    check(compiled)
+    assert compiled.count(MATRIX_INSTRUCTION[target]) > 0
+    if target in ("sm_80", "sm_90"):
+        assert compiled.count("LDGSTS") > 0, "keys are not prefetched"
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_widest_heads(target):
+    check(compile_forward(target, 256))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_pages_are_prefetched(target):
+    compiled = compile_forward(target, 128, page_size=16, packed=True)
+    check(compiled)
+    assert compiled.count("LDGSTS") > 0, "keys are not prefetched"
+
+
+@pytest.mark.parametrize("target, dim, dtype, page_size", [("sm_90", 80, "fp16", 16), ("sm_80", 64, "fp32", 0)])
+def test_every_option(target, dim, dtype, page_size):
+    check(compile_forward(target, dim, dtype=dtype, page_size=page_size, options=True))
+
+
+@pytest.mark.parametrize("variant, dim", [("tma", 128), ("warp_specialized", 64), ("warp_specialized", 128)])
+def test_hopper(variant, dim):
+    tile, specialized = forward_hopper.CONFIGS[variant], variant == "warp_specialized"
+    pointers = {**dict.fromkeys(("q", "k", "v", "out"), "*bf16"), "lse": "*fp32"}
+    pointers["cu_seqlens_q"] = pointers["cu_seqlens_k"] = "*i32"
+    constexprs = {"GROUP": 4, "HEAD_DIM": dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    constexprs.update(CAUSAL=True, MASKED=True, WARP_SPECIALIZE=specialized)
+    compiled = build(forward_hopper.hopper_kernel, constexprs, pointers, "sm_90", tile)
+    check(compiled)
+    assert compiled.count("HGMMA") > 0 and compiled.count("UTMALDG") > 0
+    assert compiled.count("LDGSTS") == 0, "all tiles come through the TMA"
+    assert (compiled.count("USETMAXREG") > 0) == specialized, "registers move from the loading to the computing warps"

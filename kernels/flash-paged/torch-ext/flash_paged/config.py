@@ -17,8 +17,8 @@ class Config:
 
 
 # kind of GPU -> (largest head dim, bytes an element) -> configuration for `forward_kernel`. As large as fits the registers
-# without spills. "sm_80": also sm_86, sm_89 and sm_120, so that 99 KiB of shared memory must do; "sm_90": also sm_100, with
-# 227 KiB; "amd" (gfx942): 64 KiB and wavefronts of 64 threads.
+# without spills. "sm_80": also sm_86, sm_89 and sm_120, so that 99 KiB of shared memory must do; sm_90 and sm_100 have 227;
+# "amd" (gfx942): 64 KiB and wavefronts of 64 threads.
 _FORWARD_FLOAT32 = {
     (64, 4): Config(32, 16, 4, 2),
     (128, 4): Config(32, 16, 8, 2),
@@ -29,12 +29,19 @@ _FORWARD = {
     "sm_80": {
         (64, 2): Config(128, 64, 8, 3),
         (128, 2): Config(128, 64, 8, 3),
-        (192, 2): Config(128, 64, 8, 2),
+        (192, 2): Config(128, 32, 8, 2),
         (256, 2): Config(64, 32, 8, 2),
         **_FORWARD_FLOAT32,
     },
     "sm_90": {
         (64, 2): Config(128, 64, 8, 3),
+        (128, 2): Config(128, 64, 8, 3),
+        (192, 2): Config(128, 64, 8, 2),
+        (256, 2): Config(128, 32, 8, 2),
+        **_FORWARD_FLOAT32,
+    },
+    "sm_100": {
+        (64, 2): Config(128, 64, 8, 2),
         (128, 2): Config(128, 64, 8, 3),
         (192, 2): Config(128, 64, 8, 2),
         (256, 2): Config(128, 32, 8, 2),
@@ -53,7 +60,7 @@ _FORWARD = {
 }
 # kind of GPU -> what forward.attend runs where it can: "portable", or the "tma" or "warp_specialized" kernel of
 # forward_hopper.py. No GPU could measure those here, so nothing chooses them yet; benchmarks name them.
-FORWARD_VARIANT = {"sm_80": "portable", "sm_90": "portable", "amd": "portable"}
+FORWARD_VARIANT = {"sm_80": "portable", "sm_90": "portable", "sm_100": "portable", "amd": "portable"}
 _DECODE = {
     "nvidia": {
         (64, 2): Config(64, 64, 4, 3),
@@ -86,8 +93,8 @@ def gpu_kind(device: torch.device) -> str:
     """The row of the forward tables for `device` (the interpreter's CPU: "sm_80")."""
     if torch.version.hip:
         return "amd"
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return "sm_90" if hopper else "sm_80"
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
+    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
 
 def forward_config(dtype: torch.dtype, head_dim: int, queries: int, paged: bool, kind: str) -> Config:
@@ -98,7 +105,7 @@ def forward_config(dtype: torch.dtype, head_dim: int, queries: int, paged: bool,
     if block_m < config.block_m:
         num_warps = 8 if head_dim > 128 and kind != "amd" else 4
         config = replace(config, block_m=block_m, block_n=min(config.block_n, 32), num_warps=num_warps)
-    if paged and kind == "sm_90":  # one stage goes to the page numbers
+    if paged and kind in ("sm_90", "sm_100"):  # one stage goes to the page numbers
         config = replace(config, num_stages=config.num_stages + 1)
     return config
 

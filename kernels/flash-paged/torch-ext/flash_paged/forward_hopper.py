@@ -145,8 +145,8 @@ def hopper_kernel(
     tl.store(pointers, (acc / divisor[:, None]).to(query.dtype), mask=valid[:, None])
 
 
-_CONFIGS = {"tma": Config(128, 128, 8, 2), "warp_specialized": Config(128, 128, 4, 2)}
-VARIANTS = tuple(_CONFIGS)
+CONFIGS = {"tma": Config(128, 128, 8, 2), "warp_specialized": Config(128, 128, 4, 2)}
+VARIANTS = tuple(CONFIGS)
 
 
 def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: tuple[int, int], plain: bool) -> str | None:
@@ -182,7 +182,7 @@ def attend_hopper(
     """Launches `hopper_kernel` for tensors without an `obstacle`, shaped as in forward.attend; writes out and lse."""
     heads, kv_heads, head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
     rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    config = _CONFIGS[variant]
+    config = CONFIGS[variant]
     tiles = triton.cdiv(max_seqlen_q, config.block_m)
     if not INTERPRETED:
         triton.set_allocator(_scratch)
