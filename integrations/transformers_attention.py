@@ -50,6 +50,14 @@ def flash_paged_attention_forward(
     _refuse(attention_mask, dropout, kwargs)
     is_causal = module.is_causal if is_causal is None else is_causal
     query, key_, value = _same_dtype(query, key, value)
+    if (
+        not is_causal
+        and sliding_window is not None
+        and sliding_window == getattr(module.config, "sliding_window", None)
+    ):
+        # transformers' bidirectional masks see up to distance sliding_window, flash attention less than that: models pass
+        # it one more, but T5Gemma forgets.
+        sliding_window += 1
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     options = dict(softmax_scale=scaling, causal=is_causal, window_size=window, softcap=softcap or 0.0, s_aux=s_aux)
     handle = getattr(key, PAGES, None)
@@ -130,8 +138,6 @@ def _same_dtype(query, key, value):
 def _refuse_packed(position_ids, query, handle) -> None:
     """Several sequences packed into one row would see each other in a cache."""
     if query.shape[0] != 1 or query.shape[2] == 1 or position_ids is None or position_ids.dim() != 2:
-        return
-    if handle.layer.state.planned is not None:  # its positions are the cache's own, and reading them ends a graph
         return
     if bool((position_ids[:, 1:] < position_ids[:, :-1]).any()):
         raise ValueError(

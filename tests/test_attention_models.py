@@ -92,25 +92,33 @@ SIZES = dict(
     vocab_size=128, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
     encoder_ffn_dim=64, decoder_ffn_dim=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, decoder_start_token_id=2,
 )  # fmt: skip
+WHISPER = dict(
+    num_mel_bins=8, max_source_positions=20, max_target_positions=32, suppress_tokens=None, begin_suppress_tokens=None
+)  # fmt: skip
+T5GEMMA = dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, num_key_value_heads=2, head_dim=16,
+    sliding_window=4,
+)  # fmt: skip
 ENCODER_DECODERS = {
-    "BartForConditionalGeneration": ("BartConfig", dict(max_position_embeddings=64, forced_eos_token_id=None)),
-    "MarianMTModel": ("MarianConfig", dict(max_position_embeddings=64, forced_eos_token_id=None)),
-    "WhisperForConditionalGeneration": (
-        "WhisperConfig",
-        dict(
-            num_mel_bins=8, max_source_positions=20, max_target_positions=32, suppress_tokens=None,
-            begin_suppress_tokens=None,
-        ),
+    "BartForConditionalGeneration": (
+        "BartConfig",
+        dict(**SIZES, max_position_embeddings=64, forced_eos_token_id=None),
     ),
-}  # fmt: skip
+    "MarianMTModel": ("MarianConfig", dict(**SIZES, max_position_embeddings=64, forced_eos_token_id=None)),
+    "WhisperForConditionalGeneration": ("WhisperConfig", {**SIZES, **WHISPER}),
+    "T5GemmaForConditionalGeneration": (
+        "T5GemmaConfig",
+        dict(encoder=T5GEMMA, decoder=T5GEMMA, vocab_size=128, bos_token_id=1, eos_token_id=2, pad_token_id=0),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
 def test_encoder_decoders(name):
     """Padding at the right of the encoder and of the decoder; attention that is not causal, and cross attention, whose
     queries are all tokens however the keys are padded (transformers' own flash attention drops some)."""
-    config, extra = ENCODER_DECODERS[name]
-    model = random_weights(getattr(transformers, name)(getattr(transformers, config)(**SIZES, **extra)))
+    config, arguments = ENCODER_DECODERS[name]
+    model = random_weights(getattr(transformers, name)(getattr(transformers, config)(**arguments)))
     if name.startswith("Whisper"):
         inputs = dict(input_features=torch.randn(3, 8, 40))
     else:
@@ -128,11 +136,19 @@ def test_encoder_decoders(name):
         assert torch.equal(model.generate(**inputs, **options), expected)
 
 
-def test_encoders():
-    config = transformers.BertConfig(
-        vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
-    )
-    model, batch = random_weights(transformers.BertModel(config)), left_padded_batch()
+@pytest.mark.parametrize(
+    "name, extra",
+    [
+        ("Bert", {}),
+        ("ModernBert", dict(local_attention=8, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)),
+    ],
+)
+def test_encoders(name, extra):
+    """Attention to everything, and within a window on both sides."""
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=128, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96, pad_token_id=0, **extra
+    )  # fmt: skip
+    model, batch = random_weights(getattr(transformers, f"{name}Model")(config)), left_padded_batch((5, 30, 17))
     tokens, states = batch["attention_mask"].bool(), {}
     for name in ("eager", "flash_paged"):
         model.set_attn_implementation(name)
@@ -165,8 +181,8 @@ def test_attention_weights_are_refused(name):
 
 
 def test_attention_weights_of_encoders_are_refused():
-    config, extra = ENCODER_DECODERS["BartForConditionalGeneration"]
-    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**SIZES, **extra)).eval()
+    config = transformers.BartConfig(**ENCODER_DECODERS["BartForConditionalGeneration"][1])
+    model = transformers.BartForConditionalGeneration(config).eval()
     model.set_attn_implementation("flash_paged")
     ids = torch.ones(1, 4, dtype=torch.long)
     for asked in (model, model.get_encoder()):
