@@ -45,9 +45,9 @@ def silu_mul_reference(gate, up):
 
 
 def expand_scale(scale, rows, columns):
-    """A scale that is a scalar, [rows, 1], [rows, ceil(columns / 128)] (1x128 blocks) or [ceil(rows / 128),
+    """A scale that is one value, [rows], [rows, 1], [rows, ceil(columns / 128)] (1x128 blocks) or [ceil(rows / 128),
     ceil(columns / 128)] -> float32 that broadcasts against [rows, columns]."""
-    scale = scale.float().reshape(1, 1) if scale.dim() < 2 else scale.float()
+    scale = scale.float().reshape(-1, 1) if scale.dim() < 2 else scale.float()
     if scale.shape[1] != 1:
         scale = scale.repeat_interleave(GROUP, 1)[:, :columns]
     if scale.shape[0] not in (1, rows):
@@ -59,7 +59,7 @@ def dequantize_codes(codes, scale, zero_point=None, dtype=torch.float32):
     """(codes [rows, columns] - zero point) * scale, computed in float32 and rounded once to `dtype`."""
     numbers = codes.float()
     if zero_point is not None:
-        numbers = numbers - (zero_point.float() if zero_point.dim() == 2 else zero_point.float().reshape(1, 1))
+        numbers = numbers - zero_point.float().reshape(-1, 1)
     return (numbers * expand_scale(scale, *codes.shape)).to(dtype)
 
 

@@ -32,10 +32,9 @@ def outlier_product(
         at = start + tl.arange(0, OUTLIERS)
         columns = tl.load(columns_ptr + at, mask=at < count, other=0)
         x = tl.load(x_ptr + (tokens * stride_x)[None, :] + columns[:, None], mask=(at < count)[:, None], other=0.0)
-        w = tl.load(w_ptr + (rows * stride_w)[:, None] + columns[None, :]).to(x.dtype)
-        if UPCAST:
+        if UPCAST:  # the interpreter neither converts int8 to bfloat16 nor multiplies bfloat16
             x = x.to(tl.float32)
-            w = w.to(tl.float32)
+        w = tl.load(w_ptr + (rows * stride_w)[:, None] + columns[None, :]).to(x.dtype)
         result = tl.dot(w, x, result, input_precision="ieee")
     return result
 
@@ -120,8 +119,8 @@ def w8a8_kernel(
             w = tl.load(w_at + step * STEP)
         else:
             left = columns < K - step * STEP
-            x = tl.load(x_at + step * STEP, mask=left[:, None], other=0)
-            w = tl.load(w_at + step * STEP, mask=left[None, :], other=0)
+            x = tl.load(x_at + step * STEP, mask=left[:, None], other=0.0)
+            w = tl.load(w_at + step * STEP, mask=left[None, :], other=0.0)
         if KIND == "fp8_as_fp16":
             x = e4m3_to_float16(x)
             w = e4m3_to_float16(w)

@@ -1,0 +1,125 @@
+"""efficient_linear's kernels with 8-bit activations compiled for GPUs that are not here: they build, nothing spills, and
+the machine code has the loads and matrix instructions it was written for."""
+
+import pytest
+from aot import compile_kernel
+
+from hf_efficient.kernels.efficient_linear import (
+    activation_quant_kernels,
+    llm_int8_kernels,
+    w8a8,
+    w8a8_configs,
+    w8a8_kernels,
+)
+
+
+SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+
+
+def compile_product(target, kind, tokens, block_scales=False, outliers=False):
+    """As w8a8.launch launches it for K a multiple of 128, with bias; int8 with zero points or outliers."""
+    kernel = w8a8_kernels.w8a8_kernel
+    tile = w8a8_configs.choose_tile(tokens, block_scales or kind == "fp8_as_fp16")
+    codes = {"int8": "*i8", "fp8": "*fp8e4nv", "fp8_as_fp16": "*u8"}[kind]
+    types = dict.fromkeys(("x_ptr", "w_ptr"), codes) | dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
+    types |= dict.fromkeys(("x_zero_ptr", "w_zero_ptr"), "*i8") | dict.fromkeys(("x_sum_ptr", "w_sum_ptr"), "*i32")
+    types |= dict.fromkeys(("bias_ptr", "out_ptr", "outlier_x_ptr"), "*bf16")
+    types |= dict.fromkeys(("outlier_columns_ptr", "outlier_count_ptr", "arrivals_ptr"), "*i32")
+    types["partial_ptr"] = "*i32" if kind == "int8" else "*fp32"
+    split = tile.programs_per_processor > 0
+    absent = [] if split else ["partial_ptr", "arrivals_ptr"]
+    if kind != "int8" or outliers:
+        absent += ["x_zero_ptr", "w_zero_ptr", "x_sum_ptr", "w_sum_ptr"]
+    if not outliers:
+        absent += ["outlier_x_ptr", "outlier_columns_ptr", "outlier_count_ptr"]
+    constexprs = dict(KIND=kind, BLOCK_SCALES=block_scales, EVEN_K=True, SPLIT=split, UPCAST=False)
+    constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m) | dict.fromkeys(absent)
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
+    stages = min(tile.num_stages, w8a8_configs.STAGES_ON_ROCM) if target == "gfx942" else tile.num_stages
+    return compile_kernel(
+        kernel, signature, constexprs, target, tile.num_warps, stages, ("N", "K", "stride_x", "stride_w")
+    )
+
+
+# Triton has no tcgen05 for int8 on sm_100: mma.sync there
+PRODUCTS = [
+    ("sm_80", "int8", 4096, {"outliers": True}, "IMMA"),
+    ("sm_80", "fp8_as_fp16", 4096, {"block_scales": True}, "HMMA"),
+    ("sm_90", "int8", 16, {"outliers": True}, "IGMMA"),
+    ("sm_90", "int8", 128, {}, "IGMMA"),
+    ("sm_90", "int8", 4096, {"outliers": True}, "IGMMA"),
+    ("sm_90", "fp8", 4096, {}, "QGMMA"),
+    ("sm_90", "fp8", 64, {"block_scales": True}, "QGMMA"),
+    ("sm_100", "int8", 64, {}, "IMMA"),
+    ("sm_100", "fp8", 4096, {}, "tcgen05.mma"),
+    ("sm_100", "fp8", 4096, {"block_scales": True}, "tcgen05.mma"),
+    ("gfx942", "int8", 4096, {"outliers": True}, "v_mfma_i32"),
+    ("gfx942", "fp8_as_fp16", 64, {"block_scales": True}, "v_mfma_f32"),
+]
+
+
+@pytest.mark.parametrize("target, kind, tokens, options, instruction", PRODUCTS)
+def test_product(target, kind, tokens, options, instruction):
+    compiled = compile_product(target, kind, tokens, **options)
+    assert compiled.local_bytes == 0
+    assert compiled.count(instruction) > 0
+    assert compiled.shared <= SHARED_MEMORY[target]
+    if target == "gfx942":
+        assert compiled.count("global_load_dwordx4") + compiled.count("buffer_load_dwordx4") > 0
+    else:
+        assert compiled.count("LDGSTS.E.BYPASS.128") > 0
+    if target == "sm_90" and not options:
+        assert compiled.count("HMMA") + compiled.count("IMMA") + compiled.count("HGMMA") == 0
+
+
+def compile_quantize(target, source, format, columns):
+    kernel = activation_quant_kernels.quantize_rows_kernel
+    types = dict.fromkeys(("x_ptr", "other_ptr", "weight_ptr", "residual_ptr", "normalised_ptr"), "*bf16")
+    types |= dict(codes_ptr="*u8" if "fp8" in format else "*i8", scale_ptr="*fp32", zero_ptr="*i8", eps="fp32")
+    absent = ["static_scale_ptr", "static_zero_ptr", "normalised_ptr"]
+    if source == "silu_mul":
+        absent += ["weight_ptr", "residual_ptr"]
+    native = target in ("sm_90", "sm_100")
+    constexprs = dict(SOURCE=source, FORMAT=format, NATIVE_FP8=native, BLOCK=columns) | dict.fromkeys(absent)
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
+    warps = min(max(columns // 512, 1), 16)
+    return compile_kernel(kernel, signature, constexprs, target, warps, 3, ("K", "stride_x", "stride_other"))
+
+
+@pytest.mark.parametrize(
+    "target, source, format, columns",
+    [
+        ("sm_80", "rms_norm", "fp8_block", 8192),
+        ("sm_90", "rms_norm", "int8", 4096),
+        ("sm_90", "silu_mul", "int8_asymmetric", 32768),
+        ("gfx942", "silu_mul", "fp8", 16384),
+    ],
+)
+def test_quantize(target, source, format, columns):
+    compiled = compile_quantize(target, source, format, columns)
+    assert compiled.local_bytes == 0
+    if target == "gfx942":
+        assert compiled.count("global_load_dwordx4") + compiled.count("buffer_load_dwordx4") > 0
+    else:
+        assert compiled.count("LDG.E.128") > 0 and compiled.count("STG.E.128") > 0
+
+
+def test_outlier_columns():
+    kernel = llm_int8_kernels.outlier_columns_kernel
+    signature = dict(x_ptr="*bf16", flags_ptr="*i32", M="i32", K="i32", stride_x="i32", threshold="fp32")
+    compiled = compile_kernel(kernel, signature, dict(BLOCK_M=64, BLOCK_K=128), "sm_90", aligned=("K", "stride_x"))
+    assert compiled.local_bytes == 0 and compiled.count("LDG.E.128") > 0
+    kernel = llm_int8_kernels.quantize_inliers_kernel
+    types = dict(x_ptr="*bf16", codes_ptr="*i8", scale_ptr="*fp32", M="i32", K="i32", stride_x="i32")
+    constexprs = dict(BLOCK=16384, SCAN=1024)
+    signature = {name: types.get(name, "*i32") for name in kernel.arg_names if name not in constexprs}
+    compiled = compile_kernel(kernel, signature, constexprs, "sm_90", 16, aligned=("K", "stride_x"))
+    assert compiled.local_bytes == 0 and compiled.count("STG.E.128") > 0
+
+
+def test_every_tile_fits_rocm():
+    """Two stages of a tile of codes, or of float16 made of them."""
+    for table, size in ((w8a8_configs.TILES, 1), (w8a8_configs.TILES_OF_MANY_REGISTERS, 2)):
+        for tile in table.values():
+            assert (tile.block_n + tile.block_m) * w8a8.STEP.value * size <= SHARED_MEMORY["gfx942"]
+            assert w8a8.STEP.value % tile.block_n == 0, "a tile lies in one block of weight scales"
