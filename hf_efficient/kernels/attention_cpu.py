@@ -1,33 +1,24 @@
-"""Attention on CPU by torch operations: SDPA where it can, plain float32 operations for softcap and sinks."""
+"""Attention on CPU by torch operations: SDPA where it can, plain float32 operations for softcap, sinks and log-sum-exp."""
 
 import torch
 import torch.nn.functional as F
 
-
-def visibility(positions, lengths, width: int, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
-    """bool [B, S, width]: whether the query at `positions` [B, S] of its row sees key j. Nothing sees keys at or beyond
-    `lengths` [B], and a negative window bound is no bound."""
-    keys = torch.arange(width, device=positions.device)
-    queries = positions[..., None]
-    seen = (keys < lengths[:, None, None]).expand(*positions.shape, width)
-    left, right = window_size
-    if causal or right >= 0:
-        seen = seen & (keys <= queries + (0 if causal else right))
-    if left >= 0:
-        seen = seen & (keys >= queries - left)
-    return seen
+from hf_efficient.kernels.attention_cpu_formats import Pages, check_blocks, read_row, write_tokens
+from hf_efficient.kernels.attention_cpu_masks import QueryRows, additive, visibility
+from hf_efficient.kernels.attention_cpu_pages import attend_pages
 
 
-def additive(seen: torch.Tensor) -> torch.Tensor:
-    """Mask [B, 1, S, n] of zeros and -inf from bool [B, S, n]; float32, the only dtype SDPA need not convert."""
-    return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, float("-inf"))[:, None]
+__all__ = ["additive", "attend", "visibility"]  # what the cache uses
+
+_FEW_QUERIES = 16  # read pages in place up to so many, else gather them for SDPA
+_SCORES = 1 << 24  # numbers of a score matrix that is held at a time
 
 
 def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, softcap=0.0, s_aux=None):
     """Attention of `query` [B, Hq, S, D] over `key` [B, Hk, n, D], `value` [B, Hk, n, Dv], any strides: with an additive
-    `mask` [B or 1, 1, S, n], or `causal` where S = n. Returns [B, S, Hq, Dv]; zeros where nothing is visible."""
+    `mask` [B or 1, 1 or Hq, S, n], or `causal` where S = n. Returns [B, S, Hq, Dv]; zeros where nothing is visible."""
     if softcap or s_aux is not None:
-        return _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux)
+        return _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux)[0]
     batch, heads, width, dim = query.shape
     group = heads // key.shape[1]
     if group == 1 or causal:
@@ -37,13 +28,16 @@ def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, so
         return out.transpose(1, 2)
     # The queries of a group as one block of rows: torch would read every key once per query head.
     query = query.reshape(batch, key.shape[1], group * width, dim)
-    if mask is not None and width > 1:
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.reshape(mask.shape[0], key.shape[1], group * width, -1)
+    elif mask is not None and width > 1:
         mask = mask.repeat(1, 1, group, 1)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=softmax_scale)
     return out.reshape(batch, heads, width, value.shape[-1]).transpose(1, 2)
 
 
 def _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux):
+    """As `attend`; returns the log-sum-exp float32 [B, Hq, S] too."""
     batch, heads, width, dim = query.shape
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     grouped = query.float().reshape(batch, key.shape[1], -1, width, dim)
@@ -54,84 +48,166 @@ def _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~seen, float("-inf"))
     if mask is not None:
-        scores = scores + mask[:, None]
-    highest = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
-    if s_aux is not None:
+        scores = scores + mask.reshape(
+            mask.shape[0], *((1, 1) if mask.shape[1] == 1 else scores.shape[1:3]), width, -1
+        )
+    if s_aux is None:
+        sinks = scores.new_full((), float("-inf"))
+    else:
         sinks = s_aux.float().view(1, key.shape[1], -1, 1, 1)
-        highest = torch.maximum(highest, sinks)
+    highest = torch.maximum(scores.amax(-1, keepdim=True), sinks).clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(scores - highest)
-    total = weights.sum(-1, keepdim=True)
-    total = total + torch.exp(sinks - highest) if s_aux is not None else total.clamp_min(1e-30)
-    out = torch.einsum("bhgsn,bhnd->bhgsd", weights / total, value.float())
-    return out.reshape(batch, heads, width, -1).transpose(1, 2).to(query.dtype)
+    total = weights.sum(-1, keepdim=True) + torch.exp(sinks - highest)
+    out = torch.einsum("bhgsn,bhnd->bhgsd", weights / total.clamp_min(1e-30), value.float())
+    out = out.reshape(batch, heads, width, -1).transpose(1, 2).to(query.dtype)
+    return out, (highest + total.log()).reshape(batch, heads, width)
 
 
-def _attend_rows(query, key, value, causal, window_size, softmax_scale, softcap, s_aux):
-    """[B, Sq, Hq, D] over [B, Sk, Hk, D], causal aligned to the bottom right."""
-    batch, width = query.shape[:2]
-    length = key.shape[1]
-    left, right = window_size
-    unbounded = (left < 0 or left >= length - 1) and (causal or right < 0 or right >= length - 1)
-    options = dict(softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux)
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if length == 0:
-        return query.new_zeros(batch, width, query.shape[1], value.shape[-1])
-    if unbounded and (not causal or width == 1 or width == length):
-        return attend(query, key, value, causal=causal and width > 1, **options).contiguous()
-    positions = torch.arange(length - width, length, device=query.device)[None]
-    seen = visibility(positions, torch.tensor([length], device=query.device), length, causal, window_size)
-    return attend(query, key, value, mask=additive(seen), **options).contiguous()
+def _attend_rows(q, k, v, queries: QueryRows, softmax_scale, softcap, s_aux, return_lse, present=None):
+    """q [B, S, Hq, D] over k [B, n, Hk, D], v [B, n, Hk, Dv] of which bool `present` [n] exist. Returns [B, S, Hq, Dv] and
+    the log-sum-exp float32 [B, Hq, S], empty unless asked for."""
+    batch, width, heads, _ = q.shape
+    length, position = k.shape[1], k.shape[1] - width
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    left, right, options = queries.left, queries.right, dict(softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux)
+    everything = queries.ancestors is None and queries.slopes is None and present is None and not return_lse
+    everything = everything and length > 0 and (left < 0 or left >= length - 1)
+    if everything and (right < 0 or right >= length - 1 or (right == 0 and width == 1)):
+        return attend(q, k, v, **options).contiguous(), q.new_empty(0, dtype=torch.float32)
+    if everything and right == 0 and width == length and not softcap and s_aux is None:
+        return attend(q, k, v, causal=True, **options).contiguous(), q.new_empty(0, dtype=torch.float32)
+    out = q.new_zeros(batch, width, heads, v.shape[-1])
+    lse = torch.full((batch, heads, width), float("-inf"))
+    if s_aux is not None:
+        lse[:] = s_aux.float()[:, None]
+    step = max(1, _SCORES // (batch * heads * max(length, 1)))
+    for start in range(0, width, step):
+        stop = min(start + step, width)
+        low = max(position + start - left, 0) if left >= 0 else 0
+        high = min(position + stop + right, length) if right >= 0 else length
+        if low >= high:
+            continue
+        chunk = queries._replace(positions=queries.positions[:, start:stop])
+        numbers = torch.arange(low, high).expand(batch, -1)
+        seen = chunk.sees(numbers)
+        mask = additive(seen if present is None else seen & present[low:high])
+        mask = mask if queries.slopes is None else mask + chunk.bias(numbers)
+        part = q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]
+        if return_lse:
+            out[:, start:stop], lse[..., start:stop] = _attend_plain(*part, mask, False, **options)
+        else:
+            out[:, start:stop] = attend(*part, mask=mask, **options)
+    return out, lse if return_lse else lse.new_empty(0)
 
 
-def flash_attn_cpu(q, k, v, softmax_scale, causal, left, right, softcap, s_aux):
-    return _attend_rows(q, k, v, causal, (left, right), softmax_scale, softcap, s_aux)
+def flash_attn_cpu(q, k, v, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux, return_lse):
+    lengths = torch.full((q.shape[0],), k.shape[1])
+    queries = QueryRows.aligned(lengths, q.shape[1], causal, left, right, slopes=alibi_slopes)
+    return _attend_rows(q, k, v, queries, softmax_scale, softcap, s_aux, return_lse)
 
 
 def flash_attn_varlen_cpu(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal, left, right, softcap, s_aux, block_table
-):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux,
+    return_lse, block_table,
+):  # fmt: skip
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
+    lse = torch.full((q.shape[1], len(q) if return_lse else 0), float("-inf"))
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    keys, values = Pages.of_cache(k, v)
     for row, (first, last) in enumerate(zip(starts_q, starts_q[1:])):
         if first == last:
             continue
-        begin, end = starts_k[row], starts_k[row + 1]
+        begin, end, present = starts_k[row], starts_k[row + 1], None
         if block_table is None:
-            keys, values = k[begin:end], v[begin:end]
+            row_keys, row_values = k[begin:end], v[begin:end]
         else:
-            blocks = block_table[row, : -(-(end - begin) // k.shape[1])]
-            keys, values = (pages[blocks].flatten(0, 1)[: end - begin] for pages in (k, v))
-        out[first:last] = _attend_rows(
-            q[None, first:last], keys[None], values[None], causal, (left, right), softmax_scale, softcap, s_aux
-        )[0]
-    return out
+            table = _used_blocks(block_table, row, end - begin, keys, "cu_seqlens_k")
+            (row_keys, present), (row_values, _) = (read_row(pages, table, end - begin) for pages in (keys, values))
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[row]
+        queries = QueryRows.aligned(torch.tensor([end - begin]), last - first, causal, left, right, slopes=slopes)
+        out[first:last], row_lse = _attend_rows(
+            q[None, first:last], row_keys[None], row_values[None], queries, softmax_scale, softcap, s_aux, return_lse,
+            present,
+        )  # fmt: skip
+        if return_lse:
+            lse[:, first:last] = row_lse[0]
+    return out, lse if return_lse else lse.new_empty(0)
+
+
+def _used_blocks(block_table, row: int, length: int, pages: Pages, name: str) -> torch.Tensor:
+    """The blocks of the first `length` tokens of a row. Raises ValueError where it has not so many."""
+    size = pages.data.shape[1]
+    if length > block_table.shape[1] * size:
+        raise ValueError(
+            f"{name}: row {row} has {length} tokens, allowed are {block_table.shape[1] * size}, {block_table.shape[1]} "
+            f"blocks of {size} in block_table"
+        )
+    table = block_table[row, : -(-length // size)]
+    check_blocks(table, pages)
+    return table
 
 
 def flash_attn_with_kvcache_cpu(
-    q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal, left, right, softcap, s_aux
-):
-    size, width = k_cache.shape[1], q.shape[1]
-    lengths = cache_seqlens.long()
-    present = lengths >= 0
-    if k is not None:
-        tokens = lengths[:, None] + torch.arange(k.shape[1])
-        blocks = block_table.gather(1, (tokens // size).clamp(0, block_table.shape[1] - 1)).long()
-        slots = torch.where(present[:, None] & (blocks >= 0), blocks * size + tokens % size, -1)
-        reshape_and_cache_cpu(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots.flatten())
-        lengths = torch.where(present, lengths + k.shape[1], lengths)
-    longest = max(int(lengths.max()), 1)
-    table = block_table[:, : -(-longest // size)].clamp_min(0).long()
-    keys, values = (pages[table].flatten(1, 2)[:, :longest].transpose(1, 2) for pages in (k_cache, v_cache))
-    positions = torch.arange(width) + lengths[:, None] - width
-    mask = additive(visibility(positions, lengths, longest, causal, (left, right)))
-    query = q.transpose(1, 2)
-    out = attend(query, keys, values, mask=mask, softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux)
-    return out.contiguous()
+    q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux,
+    return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
+):  # fmt: skip
+    batch, width = q.shape[:2]
+    keys, values = Pages.of_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min)
+    table = torch.arange(batch)[:, None] if block_table is None else block_table
+    appended = 0 if k is None else k.shape[1]
+    lengths = torch.where(cache_seqlens >= 0, cache_seqlens.long() + appended, 0)
+    stored = lengths if k_tail is None else torch.where(lengths > 0, quantized_seqlens.long(), 0)
+    _check_lengths(cache_seqlens, appended, table.shape[1] * k_cache.shape[1], lengths, stored, k_tail)
+    if appended:
+        _append(k, v, keys, values, cache_seqlens, table, k_tail, v_tail)
+    queries = QueryRows.aligned(lengths, width, causal, left, right, tree_mask, alibi_slopes)
+    if block_table is not None and (width <= _FEW_QUERIES or tree_mask is not None):
+        tails = None if k_tail is None else (k_tail, v_tail, stored)
+        out, lse = attend_pages(q, keys, values, queries, table, softmax_scale, softcap, s_aux, tails)
+        return out, lse if return_lse else lse.new_empty(0)
+    out = q.new_zeros(*q.shape[:3], values.dim)
+    lse = torch.zeros(batch, q.shape[2], width if return_lse else 0)
+    for row, (length, quantized) in enumerate(zip(lengths.tolist(), stored.tolist())):
+        if block_table is None and k_scale is None:
+            (row_keys, present), row_values = (k_cache[row, :length], None), v_cache[row, :length]
+        else:
+            blocks = _used_blocks(table, row, quantized, keys, "cache_seqlens")
+            tails = (None, None) if k_tail is None else (k_tail[row], v_tail[row])
+            (row_keys, present), (row_values, _) = (
+                read_row(pages, blocks, length, tail, quantized) for pages, tail in zip((keys, values), tails)
+            )
+        out[row : row + 1], row_lse = _attend_rows(
+            q[row : row + 1], row_keys[None].to(q.dtype), row_values[None].to(q.dtype),
+            queries.select(torch.tensor([row])), softmax_scale, softcap, s_aux, return_lse, present,
+        )  # fmt: skip
+        if return_lse:
+            lse[row] = row_lse[0]
+    return out, lse if return_lse else lse.new_empty(0)
 
 
-def reshape_and_cache_cpu(k, v, k_cache, v_cache, slot_mapping):
-    kept = slot_mapping >= 0
-    slots = slot_mapping[kept]
-    size = k_cache.shape[1]
-    k_cache[slots // size, slots % size] = k[kept]
-    v_cache[slots // size, slots % size] = v[kept]
+def _check_lengths(cache_seqlens, appended: int, capacity: int, lengths, stored, k_tail) -> None:
+    """Raises ValueError for rows that hold more than there is room for."""
+    if k_tail is not None:
+        beyond, room, what = lengths - stored, k_tail.shape[1], "minus quantized_seqlens tokens: a ring has room for"
+        wrong = (beyond > room) | (beyond < 0) | (stored > capacity)
+    else:
+        room, what, wrong = capacity, "tokens: block_table has room for", lengths > capacity
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"cache_seqlens[{row}] = {int(cache_seqlens[row])} + {appended} new {what} {room}"
+            + ("" if k_tail is None else f", and quantized_seqlens[{row}] = {int(stored[row])} must be in the pages")
+        )
+
+
+def _append(k, v, keys: Pages, values: Pages, cache_seqlens, table, k_tail, v_tail) -> None:
+    """k [B, n, Hk, D], v [B, n, Hk, Dv] behind the tokens that the rows have, into the pages or the rings."""
+    tokens, size = cache_seqlens.long()[:, None] + torch.arange(k.shape[1]), keys.data.shape[1]
+    if k_tail is None:
+        blocks = table.gather(1, (tokens // size).clamp(0, table.shape[1] - 1)).long()
+        check_blocks(blocks, keys)
+    else:
+        keys, values, size = Pages(k_tail, k.shape[-1]), Pages(v_tail, v.shape[-1]), k_tail.shape[1]
+        blocks = torch.arange(len(k_tail))[:, None]
+    slots = torch.where((cache_seqlens[:, None] >= 0) & (blocks >= 0), blocks * size + tokens % size, -1)
+    write_tokens(k.flatten(0, 1), v.flatten(0, 1), keys, values, slots.flatten())

@@ -1,0 +1,80 @@
+"""Which keys a query sees, and how far away they are."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class QueryRows(NamedTuple):
+    """The queries of each row, and what they see.
+
+    positions: int64 [B, S]. lengths: int64 [B], keys of the row. left, right: the window, -1 is no limit (causal is right
+    0). ancestors: bool [B, S, S] or None; with it the last S keys are the nodes of a token tree, and query i sees node j
+    where ancestors[b, i, j]. slopes: float32 [B, Hq] or None (ALiBi, https://arxiv.org/abs/2108.12409).
+    """
+
+    positions: torch.Tensor
+    lengths: torch.Tensor
+    left: int
+    right: int
+    ancestors: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+    @classmethod
+    def aligned(cls, lengths, width: int, causal: bool, left: int, right: int, tree_mask=None, slopes=None):
+        """The last query stands at the last key of its row; in a tree, a query stands behind its ancestors."""
+        first = (lengths - width)[:, None]
+        if slopes is not None:
+            slopes = slopes.expand(lengths.shape[0], -1)
+        if tree_mask is None:
+            return cls(first + torch.arange(width), lengths, left, 0 if causal else right, None, slopes)
+        ancestors = (tree_mask[..., None] >> torch.arange(width)) & 1
+        return cls(first + ancestors.sum(-1) - 1, lengths, left, -1, ancestors.bool(), slopes)
+
+    def select(self, rows: torch.Tensor) -> "QueryRows":
+        """The rows of these numbers, int64 [n]."""
+        return QueryRows(*(x[rows] if isinstance(x, torch.Tensor) else x for x in self))
+
+    def _nodes(self, keys):
+        """Tree node of each key [B, n], negative for keys before the tree, and its number within the tree."""
+        node = keys - (self.lengths - self.positions.shape[1])[:, None]
+        return node, node.clamp(0, self.positions.shape[1] - 1)
+
+    def key_positions(self, keys: torch.Tensor) -> torch.Tensor:
+        """int64 [B, n] of the keys of these numbers [B, n]."""
+        if self.ancestors is None:
+            return keys
+        node, inside = self._nodes(keys)
+        return torch.where(node < 0, keys, self.positions.gather(1, inside))
+
+    def sees(self, keys: torch.Tensor) -> torch.Tensor:
+        """bool [B, S, n]: which of the keys of these numbers [B, n] each query sees."""
+        seen = (keys < self.lengths[:, None])[:, None].expand(*self.positions.shape, keys.shape[-1])
+        if self.ancestors is not None:
+            node, inside = self._nodes(keys)
+            listed = self.ancestors.gather(2, inside[:, None].expand(*self.positions.shape, -1))
+            seen = seen & (listed | (node < 0)[:, None])
+        at, keys = self.positions[..., None], self.key_positions(keys)[:, None]
+        if self.left >= 0:
+            seen = seen & (keys >= at - self.left)
+        if self.right >= 0:
+            seen = seen & (keys <= at + self.right)
+        return seen
+
+    def bias(self, keys: torch.Tensor) -> torch.Tensor:
+        """float32 [B, Hq, S, n]: what ALiBi adds to the scores."""
+        distance = (self.positions[..., None] - self.key_positions(keys)[:, None]).abs()
+        return distance[:, None] * -self.slopes[..., None, None]
+
+
+def visibility(positions, lengths, width: int, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
+    """bool [B, S, width]: whether the query at `positions` [B, S] of its row sees key j. Nothing sees keys at or beyond
+    `lengths` [B], and a negative window bound is no bound."""
+    left, right = window_size
+    rows = QueryRows(positions, lengths, left, 0 if causal else right)
+    return rows.sees(torch.arange(width, device=positions.device).expand(len(lengths), width))
+
+
+def additive(seen: torch.Tensor) -> torch.Tensor:
+    """Mask [B, 1, S, n] of zeros and -inf from bool [B, S, n]; float32, the only dtype SDPA need not convert."""
+    return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, float("-inf"))[:, None]
