@@ -139,6 +139,8 @@ def _refuse_packed(position_ids, query, handle) -> None:
     """Several sequences packed into one row would see each other in a cache."""
     if query.shape[0] != 1 or query.shape[2] == 1 or position_ids is None or position_ids.dim() != 2:
         return
+    if handle.layer.state.planned is not None:  # its positions are the cache's own, and reading them ends a graph
+        return
     if bool((position_ids[:, 1:] < position_ids[:, :-1]).any()):
         raise ValueError(
             "position_ids restart, so several sequences are packed into one row: a PagedCache keeps one sequence per row. "
