@@ -1,0 +1,209 @@
+"""The prefill kernels against float64 where sequences are longer than a tile of queries and a block of keys: blocks at the
+edges and between them, pages smaller and larger than a block, the order of programs, and the kernels for Hopper."""
+
+import pytest
+import torch
+from helpers import assert_close
+from paged_caches import filled_cache
+
+from hf_efficient.kernels import flash_paged as fp
+from hf_efficient.kernels.flash_paged import forward, forward_launch, tiles
+
+
+pytestmark = pytest.mark.usefixtures("nan_poison")
+
+TOLERANCE = {
+    torch.float32: (2e-6, 1e-5, "float32 against float64: products and sums are rounded"),
+    torch.float16: (1e-3, 4e-3, "float16: weights and output are rounded"),
+    torch.bfloat16: (8e-3, 3e-2, "bfloat16: weights and output are rounded (truncated by the interpreter)"),
+}
+LSE = (2e-6, 1e-5, "log-sum-exp of exact products: float32 against float64")
+
+# shared [Hq] slopes, slopes of each row [B, Hq]; windows narrower and wider than a block of 64 keys and a tile of 128 queries
+OPTIONS = {
+    "full": {},
+    "causal": {"causal": True, "s_aux": True},
+    "narrow_window": {"causal": True, "window_size": (30, 0), "alibi_slopes": 1},
+    "wide_window": {"window_size": (200, 10), "softcap": 2.0},
+    "alibi": {"alibi_slopes": 1},
+    "alibi_per_row": {"causal": True, "alibi_slopes": 2, "window_size": (210, 0)},
+    "everything": {"causal": True, "window_size": (150, 0), "softcap": 3.0, "s_aux": True, "alibi_slopes": 2},
+}
+
+
+def random(*shape, dtype, device):
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def options(name, heads, rows, device):
+    """The options of that name with real sinks and slopes."""
+    chosen = dict(OPTIONS[name])
+    if "s_aux" in chosen:
+        chosen["s_aux"] = torch.linspace(-2, 6, heads, device=device)
+    if "alibi_slopes" in chosen:
+        slopes = torch.linspace(0.02, 0.5, heads, device=device)
+        per_row = torch.linspace(1, 0.1, rows, device=device)[:, None] * slopes
+        chosen["alibi_slopes"] = slopes if chosen["alibi_slopes"] == 1 else per_row
+    return chosen
+
+
+def check(actual, expected):
+    """out and log-sum-exp; the latter is -inf for the same queries."""
+    assert_close(actual[0].float(), expected[0].float(), *TOLERANCE[actual[0].dtype])
+    nothing = expected[1] == float("-inf")
+    assert actual[1].dtype == torch.float32
+    assert torch.equal(actual[1] == float("-inf"), nothing), "another set of queries sees nothing"
+    assert_close(actual[1].masked_fill(nothing, 0), expected[1].masked_fill(nothing, 0), *LSE)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("queries, keys", [(300, 300), (140, 320), (260, 100)])
+def test_blocks_at_and_between_the_edges(kernel_device, queries, keys, name):
+    made = {"dtype": torch.float16, "device": kernel_device}
+    q, k, v = random(1, queries, 2, 16, **made), random(1, keys, 1, 16, **made), random(1, keys, 1, 32, **made)
+    chosen = {**options(name, 2, 1, kernel_device), "return_attn_probs": True}
+    expected = fp.flash_attn_func_reference(q.double(), k, v, **chosen)
+    check(fp.flash_attn_func(q, k, v, **chosen), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim, value_dim", [(80, 96), (192, 128), (48, 144)])
+def test_head_dims_in_two_parts(kernel_device, dim, value_dim, dtype):
+    made = {"dtype": dtype, "device": kernel_device}
+    q, k = random(1, 140, 1, dim, **made), random(1, 70, 1, dim, **made)
+    v = random(1, 70, 1, value_dim, **made)
+    chosen = {"causal": True, "return_attn_probs": True}
+    check(fp.flash_attn_func(q, k, v, **chosen), fp.flash_attn_func_reference(q.double(), k, v, **chosen))
+
+
+def test_split_dim_covers_every_head_dim():
+    for dim in range(1, 257):
+        whole, rest = tiles.split_dim(dim)
+        assert dim <= whole + rest < 2 * max(dim, 8) + 16 and (rest == 0 or 16 <= rest < whole < dim)
+        assert all(part & (part - 1) == 0 for part in (whole, rest))
+    assert [tiles.split_dim(dim) for dim in (64, 80, 96, 112, 192)] == [
+        (64, 0),
+        (64, 16),
+        (64, 32),
+        (128, 0),
+        (128, 64),
+    ]
+
+
+LENGTHS_Q, LENGTHS_K = (0, 1, 64, 150, 7, 129), (5, 1, 64, 256, 0, 131)
+
+
+def cumulative(lengths, device):
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "alibi_per_row", "everything"])
+def test_varlen(kernel_device, name):
+    """Without queries, without keys, one token, exactly a block, exactly four, and odd ones."""
+    made = {"dtype": torch.float16, "device": kernel_device}
+    q = random(sum(LENGTHS_Q), 2, 16, **made)
+    k, v = random(sum(LENGTHS_K), 1, 16, **made), random(sum(LENGTHS_K), 1, 16, **made)
+    lengths = cumulative(LENGTHS_Q, kernel_device), cumulative(LENGTHS_K, kernel_device), 150, 256
+    chosen = {**options(name, 2, len(LENGTHS_Q), kernel_device), "return_attn_probs": True}
+    expected = fp.flash_attn_varlen_func_reference(q.double(), k, v, *lengths, **chosen)
+    check(fp.flash_attn_varlen_func(q, k, v, *lengths, **chosen), expected)
+
+
+@pytest.mark.parametrize("page", [16, 48, 64, 128, 256])
+@pytest.mark.parametrize("name", ["causal", "alibi_per_row"])
+def test_chunks_over_pages(kernel_device, name, page):
+    """One chunk of each prompt against its pages: the first chunk, one that ends at a page, one that begins there, odd ones;
+    NaN wherever no token lies."""
+    queries, keys = (130, 64, 64, 31, 1), (130, 256, 320, 97, 257)
+    (k, v, table), _ = filled_cache("full", keys, page, 1, 16, 32, kernel_device)
+    q = random(sum(queries), 2, 16, dtype=torch.float16, device=kernel_device)
+    lengths = cumulative(queries, kernel_device), cumulative(keys, kernel_device), 130, 320
+    chosen = {**options(name, 2, len(keys), kernel_device), "block_table": table, "return_attn_probs": True}
+    expected = fp.flash_attn_varlen_func_reference(q.double(), k, v, *lengths, **chosen)
+    check(fp.flash_attn_varlen_func(q, k, v, *lengths, **chosen), expected)
+
+
+@pytest.mark.parametrize("heads_that_fit", [0, 2, 100])
+def test_order_of_programs(kernel_device, monkeypatch, heads_that_fit):
+    """Whatever fits the L2 cache, every tile is computed once; here also with a last section that is smaller."""
+    made = {"dtype": torch.float16, "device": kernel_device}
+    q, k, v = random(1, 270, 6, 16, **made), random(1, 270, 3, 16, **made), random(1, 270, 3, 16, **made)
+    monkeypatch.setattr(forward_launch, "_L2_BYTES", heads_that_fit * 270 * 32 * 2)
+    assert forward_launch.pairs_a_section(q, k, v, 1, 270) == {0: 2, 2: 4, 100: 6}[heads_that_fit]
+    chosen = {"causal": True, "return_attn_probs": True}
+    check(fp.flash_attn_func(q, k, v, **chosen), fp.flash_attn_func_reference(q.double(), k, v, **chosen))
+
+
+def launch(q, k, v, queries, causal, variant, **others):
+    """forward.attend with neither windows nor softcap nor sinks unless `others` say so."""
+    plain = {"softmax_scale": 0.2, "window": (-1, 0 if causal else -1), "softcap": 0.0, "s_aux": None}
+    return forward.attend(q, k, v, queries, **{**plain, **others}, return_lse=True, variant=variant)
+
+
+def hopper_or_skip(device):
+    if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the device is not of compute capability 9")
+
+
+@pytest.mark.parametrize("variant", ["tma", "warp_specialized"])
+@pytest.mark.parametrize(
+    "queries, keys, dim, causal, dtype",
+    [
+        (300, 300, 64, True, torch.float16),
+        (130, 256, 64, False, torch.float16),  # whole blocks of keys: no masks
+        (200, 70, 64, True, torch.float16),
+        (20, 150, 128, False, torch.bfloat16),
+    ],
+)
+def test_hopper(kernel_device, queries, keys, dim, causal, dtype, variant):
+    hopper_or_skip(kernel_device)
+    made = {"dtype": dtype, "device": kernel_device}
+    q, k, v = random(2, queries, 2, dim, **made), random(2, keys, 1, dim, **made), random(2, keys, 1, dim, **made)
+    chosen = {"softmax_scale": 0.2, "causal": causal, "return_attn_probs": True}
+    check(launch(q, k, v, queries, causal, variant), fp.flash_attn_func_reference(q.double(), k, v, **chosen))
+
+
+@pytest.mark.parametrize("variant", ["tma", "warp_specialized"])
+def test_hopper_varlen(kernel_device, variant):
+    hopper_or_skip(kernel_device)
+    made = {"dtype": torch.float16, "device": kernel_device}
+    q = random(sum(LENGTHS_Q), 1, 64, **made)
+    k, v = random(sum(LENGTHS_K), 1, 64, **made), random(sum(LENGTHS_K), 1, 64, **made)
+    starts = {
+        "cu_seqlens_q": cumulative(LENGTHS_Q, kernel_device),
+        "cu_seqlens_k": cumulative(LENGTHS_K, kernel_device),
+    }
+    chosen = {"softmax_scale": 0.2, "causal": True, "return_attn_probs": True}
+    expected = fp.flash_attn_varlen_func_reference(q.double(), k, v, *starts.values(), 150, 256, **chosen)
+    check(launch(q, k, v, 150, True, variant, **starts), expected)
+
+
+def test_hopper_says_what_it_cannot(kernel_device):
+    hopper_or_skip(kernel_device)
+    q = torch.zeros(1, 128, 2, 64, dtype=torch.float16, device=kernel_device)
+    for message, tensors, others in (
+        ("16-bit", [q.float()] * 3, {}),
+        ("head dim", [q[..., :32]] * 3, {}),
+        ("16 bytes", [q.new_zeros(1, 128, 2, 68)[..., 4:]] * 3, {}),
+        ("window", [q] * 3, {"window": (5, 0)}),
+        ("portable", [q] * 3, {"softcap": 1.0}),
+        ("portable", [q] * 3, {"alibi_slopes": torch.ones(2, device=kernel_device)}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            launch(*tensors, 128, True, "tma", **others)
+    with pytest.raises(ValueError, match="allowed are"):
+        launch(q, q, q, 128, True, "cutlass")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["portable", "tma", "warp_specialized"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_native_sizes(kernel_device, dim, causal, variant):
+    """Sizes where loads are pipelined and programs race: too slow to interpret."""
+    if variant != "portable":
+        hopper_or_skip(kernel_device)
+    made = {"dtype": torch.bfloat16, "device": kernel_device}
+    q, k, v = random(2, 2100, 8, dim, **made), random(2, 2100, 2, dim, **made), random(2, 2100, 2, dim, **made)
+    chosen = {"softmax_scale": 0.2, "causal": causal, "return_attn_probs": True}
+    check(launch(q, k, v, 2100, causal, variant), fp.flash_attn_func_reference(q.double(), k, v, **chosen))
