@@ -47,13 +47,15 @@ def filled_cache(
     group=None,
     ring=None,
     channel_groups=1,
+    spare=0,
 ):
     """A cache of format `name` ("full": in `dtype`) with random tokens in rows of these lengths, poisoned wherever there is
-    no token; pages in random order and -1 behind the last. Of int4 and int2 rows all but the last `ring` / 2 tokens or
-    fewer are quantized. As arguments of the functions: k_cache, v_cache, block_table and the rest by name."""
+    no token; pages in random order, with room for `spare` more tokens, and -1 behind the last. Of int4 and int2 rows all
+    but the last `ring` / 2 tokens or fewer are quantized. As arguments of the functions: k_cache, v_cache, block_table and
+    the rest by name."""
     held = [max(length, 0) for length in lengths]
     quantized = [max(0, -(-(length - ring // 2) // group) * group) for length in held] if ring else held
-    blocks = [-(-length // block_size) + 1 for length in held]
+    blocks = [-(-(length + spare) // block_size) if length >= 0 else 0 for length in lengths]
     order = torch.randperm(sum(blocks) + 2).tolist()
     table = torch.full((len(lengths), max(blocks) + 1), -1, dtype=torch.int32)
     for row, count in enumerate(blocks):
@@ -94,6 +96,6 @@ CACHES = {
     "full": {},
     "int8": {},
     "fp8": {},
-    "int4": {"group": 8, "ring": 24},
-    "int2": {"group": 16, "ring": 32},
+    "int4": {"group": 8, "ring": 48},
+    "int2": {"group": 16, "ring": 48},
 }

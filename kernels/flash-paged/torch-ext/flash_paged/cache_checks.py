@@ -34,6 +34,12 @@ def _half(name: str, tensor, shape: tuple, like: torch.Tensor) -> None:
         raise ValueError(f"the last dimension of {name} has stride {tensor.stride(-1)}: it must be contiguous")
 
 
+def _same_strides(**tensors: torch.Tensor) -> None:
+    (name, first), (other, second) = tensors.items()
+    if first.stride() != second.stride():
+        raise ValueError(f"{other} has strides {second.stride()}, expected those of {name}, {first.stride()}")
+
+
 def check_quantized(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -57,6 +63,7 @@ def check_quantized(
             raise ValueError(f"k_min and v_min are given for a cache of {k_cache.dtype}: only int4 and int2 have them")
         _half("k_scale", k_scale, tuple(k_cache.shape[:3]), k_cache)
         _half("v_scale", v_scale, tuple(k_cache.shape[:3]), v_cache)
+        _same_strides(k_scale=k_scale, v_scale=v_scale)
         return QuantizedKV(8, k_cache.dtype != torch.int8, k_scale, v_scale)
 
     blocks, block_size, heads, packed = k_cache.shape
@@ -71,6 +78,12 @@ def check_quantized(
             f"v_cache has {v_cache.shape[-1]} bytes a head: expected {value_dim} / {parts}, as many bits as the keys"
         )
     value_dim = parts * v_cache.shape[-1]
+    for name, cache, dim in (("k_cache", k_cache, head_dim), ("v_cache", v_cache, value_dim)):
+        if dim % (4 * parts) or any(stride % 4 for stride in cache.stride()[:3]) or cache.data_ptr() % 4:
+            raise ValueError(
+                f"{name} has codes of head dim {dim} with strides {cache.stride()}: 4 bytes are read at once, so that head "
+                f"dims must be multiples of {4 * parts}, strides and addresses of 4"
+            )
     groups = k_scale.shape[1] if isinstance(k_scale, torch.Tensor) and k_scale.dim() == 4 else 1
     if groups == 0 or block_size % groups:
         raise ValueError(f"k_scale has {groups} groups in a block of {block_size} tokens: they must divide it")
@@ -81,6 +94,8 @@ def check_quantized(
         _half(name, tensor, (blocks, groups, heads, head_dim), k_cache)
     for name, tensor in (("v_scale", v_scale), ("v_min", v_min)):
         _half(name, tensor, (blocks, block_size, heads, channel_groups), v_cache)
+    _same_strides(k_scale=k_scale, k_min=k_min)
+    _same_strides(v_scale=v_scale, v_min=v_min)
     return QuantizedKV(8 // parts, False, k_scale, v_scale, k_min, v_min)
 
 
@@ -107,10 +122,12 @@ def check_tails(
         check_tensor(name, tensor, 4, k_cache, dtype=dtype or getattr(k_tail, "dtype", None))
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {tensor.dtype}: allowed are float16, bfloat16 and float32")
+        if name == "k_tail" and (tensor.shape[1] == 0 or tensor.shape[1] % group):
+            raise ValueError(
+                f"k_tail has room for {tensor.shape[1]} tokens: allowed are multiples of the group, {group}"
+            )
         expected = (rows, k_tail.shape[1], heads, parts * cache.shape[-1])
         if tuple(tensor.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
-    if k_tail.shape[1] == 0 or k_tail.shape[1] % group:
-        raise ValueError(f"k_tail has room for {k_tail.shape[1]} tokens: allowed are multiples of the group, {group}")
     check_integers("quantized_seqlens", quantized_seqlens, 1, k_cache, length=rows)
     return kv._replace(k_tail=k_tail, v_tail=v_tail, quantized_seqlens=quantized_seqlens)

@@ -65,9 +65,8 @@ def quantize_and_cache(
     check_tensor("k", k, 4, k)
     check_tensor("v", v, 4, k)
     check_no_grad(k, v)
-    check_cache(k_cache, v_cache, torch.uint8, k)
-    if k_cache.dtype != torch.uint8:
-        raise TypeError(f"k_cache has dtype {k_cache.dtype}: allowed is torch.uint8 (int4, int2)")
+    check_tensor("k_cache", k_cache, 4, k, dtype=torch.uint8)
+    check_cache(k_cache, v_cache, None, k)
     check_quantized(k_cache, v_cache, k.shape[-1], v.shape[-1], k_scale, v_scale, k_min, v_min)
     group, heads = k_cache.shape[1] // k_scale.shape[1], k_cache.shape[2]
     if k.shape[1:3] != (group, heads) or v.shape[:3] != k.shape[:3]:
