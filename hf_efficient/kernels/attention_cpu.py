@@ -121,8 +121,9 @@ def flash_attn_varlen_cpu(
         if block_table is None:
             row_keys, row_values = k[begin:end], v[begin:end]
         else:
-            table = _used_blocks(block_table, row, end - begin, keys, "cu_seqlens_k")
-            (row_keys, present), (row_values, _) = (read_row(pages, table, end - begin) for pages in (keys, values))
+            (row_keys, present), (row_values, _) = (
+                read_row(pages, block_table, row, end - begin) for pages in (keys, values)
+            )
         slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[row]
         queries = QueryRows.aligned(torch.tensor([end - begin]), last - first, causal, left, right, slopes=slopes)
         out[first:last], row_lse = _attend_rows(
@@ -132,19 +133,6 @@ def flash_attn_varlen_cpu(
         if return_lse:
             lse[:, first:last] = row_lse[0]
     return out, lse if return_lse else lse.new_empty(0)
-
-
-def _used_blocks(block_table, row: int, length: int, pages: Pages, name: str) -> torch.Tensor:
-    """The blocks of the first `length` tokens of a row. Raises ValueError where it has not so many."""
-    size = pages.data.shape[1]
-    if length > block_table.shape[1] * size:
-        raise ValueError(
-            f"{name}: row {row} has {length} tokens, allowed are {block_table.shape[1] * size}, {block_table.shape[1]} "
-            f"blocks of {size} in block_table"
-        )
-    table = block_table[row, : -(-length // size)]
-    check_blocks(table, pages)
-    return table
 
 
 def flash_attn_with_kvcache_cpu(
@@ -171,10 +159,9 @@ def flash_attn_with_kvcache_cpu(
         if block_table is None and k_scale is None:
             (row_keys, present), row_values = (k_cache[row, :length], None), v_cache[row, :length]
         else:
-            blocks = _used_blocks(table, row, quantized, keys, "cache_seqlens")
-            tails = (None, None) if k_tail is None else (k_tail[row], v_tail[row])
             (row_keys, present), (row_values, _) = (
-                read_row(pages, blocks, length, tail, quantized) for pages, tail in zip((keys, values), tails)
+                read_row(pages, table, row, length, tail, quantized)
+                for pages, tail in ((keys, k_tail), (values, v_tail))
             )
         out[row : row + 1], row_lse = _attend_rows(
             q[row : row + 1], row_keys[None].to(q.dtype), row_values[None].to(q.dtype),

@@ -138,17 +138,24 @@ def check_blocks(table: torch.Tensor, pages: Pages) -> None:
         )
 
 
-def read_row(pages: Pages, table: torch.Tensor, length: int, tail=None, quantized: int = 0):
-    """The first `length` tokens of a row with block table [max_blocks], from token `quantized` on those of the ring `tail`
-    [R, Hk, D]. Returns [length, Hk, D] and bool [length], where False (and 0) says that the table has -1, or None when
-    there are all."""
+def read_row(pages: Pages, block_table: torch.Tensor, row: int, length: int, tail=None, quantized: int = 0):
+    """The first `length` tokens of a row, through block_table [B, max_blocks]; from token `quantized` on those of the ring
+    in `tail` [B, R, Hk, D], if there is one. Returns [length, Hk, D] and bool [length], where False (and 0) says that the
+    table has -1, or None when there are all. Raises ValueError for more tokens than the table has room for."""
     size = pages.data.shape[1]
     stored = length if tail is None else min(quantized, length)
-    blocks = table[: -(-stored // size)].long()
+    if stored > block_table.shape[1] * size:
+        raise ValueError(
+            f"row {row} has {stored} tokens: allowed are {block_table.shape[1] * size}, {block_table.shape[1]} blocks of "
+            f"{size} in block_table"
+        )
+    table = block_table[row, : -(-stored // size)]
+    check_blocks(table, pages)
+    blocks = table.long()
     present = blocks >= 0
     tokens = pages.read(blocks.clamp_min(0)).flatten(0, 1)[:stored]
     if tail is not None:
-        ring = tail[torch.arange(stored, length) % len(tail)]
+        ring = tail[row, torch.arange(stored, length) % tail.shape[1]]
         tokens = torch.cat([tokens, ring.to(tokens.dtype)])
     if bool(present.all()):
         return tokens, None
@@ -166,7 +173,6 @@ def gather_cache_cpu(
     for pages, tail in zip(Pages.of_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min), (k_tail, v_tail)):
         gathered = pages.data.new_zeros(num_tokens, pages.data.shape[2], pages.dim, dtype=dtype)
         for row, (start, end) in enumerate(zip(starts, starts[1:])):
-            ring = None if tail is None else tail[row]
-            gathered[start:end] = read_row(pages, block_table[row], end - start, ring, quantized[row])[0]
+            gathered[start:end] = read_row(pages, block_table, row, end - start, tail, quantized[row])[0]
         results.append(gathered)
     return tuple(results)
