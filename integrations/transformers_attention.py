@@ -167,7 +167,7 @@ def flash_paged_mask(*args, mask_function=None, **kwargs):
 
     if mask_function is not None:
         if torch.compiler.is_compiling():
-            _check_traced_pattern(mask_function, kwargs.get("config"))
+            _check_traced_pattern(mask_function, **kwargs)
         else:
             _check_pattern(mask_function)
     return flash_attention_mask(*args, **kwargs)
@@ -188,10 +188,11 @@ def _check_pattern(function) -> None:
                 _check_pattern(inner)
 
 
-def _check_traced_pattern(function, config) -> None:
-    """`_check_pattern` where torch.compile cannot look into closures: by the outermost name and the config."""
+def _check_traced_pattern(function, config=None, use_vmap=False, **kwargs) -> None:
+    """`_check_pattern` where torch.compile cannot look into closures: by the outermost name, the config, and `use_vmap`,
+    which transformers sets for the functions that a model adds."""
     known = ("causal_mask_function", "bidirectional_mask_function", "and_mask")
-    if function.__name__ not in known or getattr(config, "attention_chunk_size", None):
+    if function.__name__ not in known or use_vmap or getattr(config, "attention_chunk_size", None):
         raise ValueError(
             f"flash_paged cannot express the mask pattern {function.__name__}: run it without torch.compile"
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, masking_utils
 
 from hf_efficient import PagedCache
 
@@ -245,3 +245,24 @@ def test_head_masks_are_ignored_as_by_every_implementation(name):
     tokens, mask = batch["attention_mask"].bool(), torch.zeros(2, 4)
     expected = logits(model, "eager", **batch, head_mask=mask)[tokens]
     assert_close(logits(model, "flash_paged", **batch, head_mask=mask)[tokens], expected, **FLOAT32)
+
+
+def test_masks_of_a_model_are_refused_inside_a_compiled_graph():
+    """There closures cannot be looked into. Without fullgraph transformers runs the mask uncompiled, and the error says why."""
+    config = tiny_model("mistral").config
+    config._attn_implementation = "flash_paged"
+
+    def mask(embeddings, **extra):
+        return masking_utils.create_sliding_window_causal_mask(
+            config=config, inputs_embeds=embeddings, attention_mask=None, past_key_values=None, **extra
+        )
+
+    def own(batch, head, query, key):
+        return key > 0
+
+    embeddings = torch.zeros(1, 6, 64)
+    assert torch.compile(mask, backend="eager", fullgraph=True)(embeddings) is None
+    for fullgraph, error in ((True, torch._dynamo.exc.Unsupported), (False, ValueError)):
+        with pytest.raises(error, match="flash_paged cannot express"):
+            torch.compile(mask, backend="eager", fullgraph=fullgraph)(embeddings, and_mask_function=own)
+    torch._dynamo.reset()

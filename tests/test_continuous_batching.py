@@ -45,7 +45,10 @@ def one_by_one(model, prompts=PROMPTS):
     """Greedy tokens of each prompt alone, under eager attention."""
     model.set_attn_implementation("eager")
     options = dict(max_new_tokens=NEW_TOKENS, do_sample=False)
-    tokens = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+    tokens = [
+        model.generate(torch.tensor([prompt], device=model.device), **options)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
     model.set_attn_implementation("flash_paged")
     return tokens
 
@@ -127,7 +130,17 @@ def test_decode_path(name, calls, decode_path, padded):
     model = tiny_model(name)
     expected = one_by_one(model)
     assert generate_batch(model, max_blocks_per_request=8, max_requests_per_batch=4) == expected
-    assert calls["decode"] > 0 and calls["gathered full_attention"] == 0
+    assert calls["decode"] > 0 and calls["pages"] > 0 and calls["gathered full_attention"] == 0
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_padded_batches_with_windows(name, calls, padded):
+    """Empty rows and trash slots in batches that mix prompts and decoding, as for CUDA graphs."""
+    model, (full, sliding) = tiny_model(name), LAYERS[name]
+    expected = one_by_one(model)
+    assert generate_batch(model, max_requests_per_batch=8) == expected
+    assert (calls["pages"] > 0) == (full > 0) and calls["gathered full_attention"] == 0
+    assert (calls["gathered sliding_attention"] > 0) == (sliding > 0)
 
 
 @pytest.mark.parametrize("config", [dict(bits=8, group_size=-1, symmetric=True), dict(bits=4, group_size=32)])
@@ -246,3 +259,14 @@ def test_a_transformers_that_changed_is_named(monkeypatch):
             patch.delattr(owner, name)
             with pytest.raises(ImportError, match=rf"needs .*{name}, which transformers .* Supported: transformers"):
                 transformers_attention.register()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_on_the_accelerator(name, calls):
+    """With transformers' defaults for CUDA: graphs for both paths, the next batch prepared while one runs."""
+    model, (full, sliding) = tiny_model(name).cuda(), LAYERS.get(name, (2, 0))
+    expected = one_by_one(model)
+    assert generate_batch(model, page_size=16, max_requests_per_batch=4) == expected
+    assert (calls["decode"] > 0) == (sliding == 0) and (calls["pages"] > 0) == (full > 0)
+    assert calls["gathered full_attention"] == 0
