@@ -250,6 +250,13 @@ def quantized(bits):
         (4, {"k_tail": torch.zeros(2, 12, 2, 16)}, ValueError, "room for 12 tokens: allowed are multiples of .* 8"),
         (4, {"v_tail": torch.zeros(2, 24, 2, 32)}, ValueError, "v_cache has 8 bytes a head: expected 32 / 2"),
         (4, {"k_tail": torch.zeros(2, 24, 2, 16).half()}, TypeError, "k_tail has dtype torch.float16"),
+        (
+            4,
+            {"k": torch.zeros(2, 25, 2, 16), "v": torch.zeros(2, 25, 2, 16)},
+            ValueError,
+            "k has 25 new tokens: .* most 24",
+        ),
+        (4, {"k_scale": None}, TypeError, "k_scale must be a float16 tensor with 4 dimensions"),
         (4, {"quantized_seqlens": SEQLENS.long()}, TypeError, "quantized_seqlens has dtype torch.int64"),
     ],
 )

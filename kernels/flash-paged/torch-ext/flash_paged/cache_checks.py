@@ -66,6 +66,12 @@ def check_quantized(
         _same_strides(k_scale=k_scale, v_scale=v_scale)
         return QuantizedKV(8, k_cache.dtype != torch.int8, k_scale, v_scale)
 
+    for name, tensor in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
+            given = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(
+                f"{name} must be a float16 tensor with 4 dimensions for a cache of torch.uint8, got {given}"
+            )
     blocks, block_size, heads, packed = k_cache.shape
     parts = head_dim // packed if packed else 0
     if parts not in (2, 4) or parts * packed != head_dim:
@@ -84,10 +90,9 @@ def check_quantized(
                 f"{name} has codes of head dim {dim} with strides {cache.stride()}: 4 bytes are read at once, so that head "
                 f"dims must be multiples of {4 * parts}, strides and addresses of 4"
             )
-    groups = k_scale.shape[1] if isinstance(k_scale, torch.Tensor) and k_scale.dim() == 4 else 1
+    groups, channel_groups = k_scale.shape[1], v_scale.shape[-1]
     if groups == 0 or block_size % groups:
         raise ValueError(f"k_scale has {groups} groups in a block of {block_size} tokens: they must divide it")
-    channel_groups = v_scale.shape[-1] if isinstance(v_scale, torch.Tensor) and v_scale.dim() == 4 else 1
     if channel_groups == 0 or value_dim % channel_groups:
         raise ValueError(f"v_scale has {channel_groups} channel groups: they must divide the {value_dim} channels")
     for name, tensor in (("k_scale", k_scale), ("k_min", k_min)):

@@ -97,7 +97,8 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """Attention of B packed sequences: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> [Tq, Hq, Dv].
 
-    cu_seqlens_q, cu_seqlens_k: int32 [B + 1], sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1].
+    cu_seqlens_q, cu_seqlens_k: int32 [B + 1], sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1]; rows of the result
+    behind the last sequence are not written.
     max_seqlen_q: the longest of the query lengths or more (a tensor works, but reading it waits for the GPU);
     max_seqlen_k is not needed.
     block_table: int32 [B, max_blocks]; then k and v are pages [num_blocks, block_size, Hk, D or Dv], cu_seqlens_k gives
@@ -222,6 +223,8 @@ def flash_attn_with_kvcache(
         if k.shape[0] != q.shape[0]:
             raise ValueError(f"k has batch size {k.shape[0]}, expected {q.shape[0]} as q")
         appended = k.shape[1]
+        if tails[0] is k_tail and appended > k_tail.shape[1]:
+            raise ValueError(f"k has {appended} new tokens: allowed are at most {k_tail.shape[1]}, the room of k_tail")
     _check_ranges(k_cache, cache_seqlens, appended, block_table, quantized)
     if appended:
         _append(k, v, k_cache, v_cache, cache_seqlens, block_table, quantized)
