@@ -197,8 +197,8 @@ def forward_kernel(
         query_rest = load_rows(rows + BLOCK_D, m < seqlen_q, True, HEAD_DIM - BLOCK_D, REST_D)
 
     # Row r sees the keys [low, high). The tile visits [begin, end), of which all rows see all of [inner, outer).
-    position = m + length - seqlen_q
     shift = length - seqlen_q
+    position = m + shift
     low = tl.zeros([BLOCK_M], tl.int32)
     high = tl.zeros([BLOCK_M], tl.int32) + length
     begin = 0
