@@ -17,8 +17,8 @@ class Config:
 
 
 # kind of GPU -> (largest head dim, bytes an element) -> configuration for `forward_kernel`. As large as fits the registers
-# without spills in causal attention (triton 3.7.1). "sm_80": also sm_86, sm_89 and sm_120, so that 99 KiB of shared memory must do; sm_90 and sm_100 have 227;
-# "amd" (gfx942): 64 KiB and wavefronts of 64 threads.
+# without spills in causal attention (triton 3.7.1). "sm_80": also sm_86, sm_89 and sm_120, so that 99 KiB of shared memory
+# must do; sm_90 and sm_100 have 227; "amd" (gfx942): 64 KiB and wavefronts of 64 threads.
 _FORWARD_FLOAT32 = {
     (64, 4): Config(32, 16, 4, 2),
     (128, 4): Config(32, 16, 8, 2),
@@ -86,13 +86,6 @@ _DECODE = {
         (256, 32): (Config(16, 16, 4, 2),),
     },
 }
-
-
-def _lookup(table: dict, dtype: torch.dtype, head_dim: int, rows: int, backend: str | None) -> Config:
-    bucket = next(limit for limit in (64, 128, 256) if head_dim <= limit), dtype.itemsize
-    config = table[backend or ("amd" if torch.version.hip else "nvidia")][bucket]
-    block_m = max(16, triton.next_power_of_2(rows))
-    return config if block_m >= config.block_m else replace(config, block_m=block_m, num_warps=4)
 
 
 @functools.lru_cache
