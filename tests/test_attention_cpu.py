@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import assert_close
 
-from hf_efficient.kernels import attention, flash_paged
+from hf_efficient.kernels import attention, attention_cpu, attention_cpu_pages, flash_paged
 
 
 FLOAT32 = dict(rms=1e-5, maximum=1e-4, reason="float32 sums in another order")
@@ -24,6 +24,13 @@ OPTIONS = {
 }
 LENGTHS = [0, 1, 129, 256, 300]  # none, one, beyond a segment, the end of a page and of a segment, ragged
 FORMATS = [torch.float32, torch.int8, torch.float8_e4m3fn, 4, 2]
+
+
+@pytest.fixture(params=["gathered", "in segments"])
+def way(request, monkeypatch):
+    """Caches as small as those here would always be gathered."""
+    if request.param == "in segments":
+        monkeypatch.setattr(attention_cpu, "_SMALL", 0)
 
 
 def options_for(label):
@@ -110,8 +117,8 @@ def same_attention(actual, expected, tolerance):
 
 
 @pytest.mark.parametrize("label", OPTIONS)
-@pytest.mark.parametrize("width", [1, 3, 20])  # 20 queries take the gathered path
-def test_pages(label, width, nan_poison):
+@pytest.mark.parametrize("width", [1, 3])
+def test_pages(label, width, way, nan_poison):
     options = options_for(label)
     cache = Cache(LENGTHS, size=16)
     q = torch.randn(len(LENGTHS), width, 4, 16)
@@ -126,7 +133,7 @@ def test_pages(label, width, nan_poison):
     "size", [8, 48, 64, 256]
 )  # pages shorter and longer than a segment, and that do not divide one
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_page_sizes_and_dtypes(size, dtype, nan_poison):
+def test_page_sizes_and_dtypes(size, dtype, way, nan_poison):
     cache = Cache([700, 0, 33], size, dtype, value_dim=8 if size == 48 else 16)
     q = torch.randn(3, 2, 6, 16).to(dtype)
     same_attention(
@@ -138,8 +145,7 @@ def test_page_sizes_and_dtypes(size, dtype, nan_poison):
 
 def test_many_chunks_and_blocks_in_order(nan_poison, monkeypatch):
     """Several chunks a call, of which some are read in place because their blocks follow one another."""
-    from hf_efficient.kernels import attention_cpu_pages
-
+    monkeypatch.setattr(attention_cpu, "_SMALL", 0)
     monkeypatch.setattr(attention_cpu_pages, "_CHUNK", 2 * 128 * 2 * 16)
     cache = Cache([1500, 700], 64)
     cache.table[0, :9] = torch.arange(9)
@@ -154,7 +160,7 @@ def test_many_chunks_and_blocks_in_order(nan_poison, monkeypatch):
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("width", [1, 18])
-def test_formats_append_and_attend(kind, width, nan_poison):
+def test_formats_append_and_attend(kind, width, way, nan_poison):
     """New tokens go into the pages (int8 and fp8 quantized) or the ring; row 1 is padding and row 4 crosses a page."""
     cache = Cache([40, -1, 0, 257, 30], 16, kind, spare=width)
     other = cache.clone()
@@ -180,17 +186,18 @@ def test_trees(window, kind, nan_poison):
     )
 
 
-def test_evicted_blocks_are_never_looked_up(nan_poison):
+@pytest.mark.parametrize("width", [2, 18])
+def test_evicted_blocks_are_never_looked_up(width, way, nan_poison):
     """Behind a window the table may hold anything."""
     cache = Cache([100, 300], 16)
-    q, options = torch.randn(2, 2, 4, 16), dict(causal=True, window_size=(20, 0), s_aux=torch.randn(4))
+    q, options = torch.randn(2, width, 4, 16), dict(causal=True, window_size=(20, 0), s_aux=torch.randn(4))
     expected = cache.attend(flash_paged.flash_attn_with_kvcache_reference, q, **options)
-    cache.table[0, :4] = cache.table[1, :17] = 10**6
+    cache.table[0, :3] = cache.table[1, :16] = 10**6
     same_attention(cache.attend(attention.flash_attn_with_kvcache, q, **options), expected, FLOAT32)
 
 
 @pytest.mark.parametrize("width", [1, 18])
-def test_missing_blocks_are_not_seen(width, nan_poison):
+def test_missing_blocks_are_not_seen(width, way, nan_poison):
     cache = Cache([100, 200], 16)
     cache.table[0, 2] = cache.table[1, 0] = -1
     q = torch.randn(2, width, 4, 16)
@@ -220,8 +227,6 @@ def test_without_a_block_table(lengths, kind, nan_poison):
 
 @pytest.mark.parametrize("label", OPTIONS)
 def test_contiguous_and_packed_with_log_sum_exp(label, nan_poison, monkeypatch):
-    from hf_efficient.kernels import attention_cpu
-
     monkeypatch.setattr(attention_cpu, "_SCORES", 1000)  # a few queries at a time
     options = options_for(label)
     lengths = [(3, 3), (0, 4), (1, 8), (2, 0), (9, 150)]  # queries, keys

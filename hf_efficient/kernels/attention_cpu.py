@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from hf_efficient.kernels.attention_cpu_formats import Pages, check_blocks, read_row, write_tokens
+from hf_efficient.kernels.attention_cpu_formats import Pages, check_blocks, read_row, read_rows, write_tokens
 from hf_efficient.kernels.attention_cpu_masks import QueryRows, additive, visibility
 from hf_efficient.kernels.attention_cpu_pages import attend_pages
 
@@ -11,6 +11,7 @@ from hf_efficient.kernels.attention_cpu_pages import attend_pages
 __all__ = ["additive", "attend", "visibility"]  # what the cache uses
 
 _FEW_QUERIES = 16  # read pages in place up to so many, else gather them for SDPA
+_SMALL = 1 << 20  # numbers of keys, padded: with so few, gathering them all costs less than cutting them up
 _SCORES = 1 << 24  # numbers of a score matrix that is held at a time
 
 
@@ -64,10 +65,10 @@ def _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux
 
 
 def _attend_rows(q, k, v, queries: QueryRows, softmax_scale, softcap, s_aux, return_lse, present=None):
-    """q [B, S, Hq, D] over k [B, n, Hk, D], v [B, n, Hk, Dv] of which bool `present` [n] exist. Returns [B, S, Hq, Dv] and
+    """q [B, S, Hq, D] over k [B, n, Hk, D], v [B, n, Hk, Dv] of which bool `present` [n] or [B, n] exist. Returns [B, S, Hq, Dv] and
     the log-sum-exp float32 [B, Hq, S], empty unless asked for."""
     batch, width, heads, _ = q.shape
-    length, position = k.shape[1], k.shape[1] - width
+    length = k.shape[1]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     left, right, options = queries.left, queries.right, dict(softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux)
     everything = queries.ancestors is None and queries.slopes is None and present is None and not return_lse
@@ -80,17 +81,17 @@ def _attend_rows(q, k, v, queries: QueryRows, softmax_scale, softcap, s_aux, ret
     lse = torch.full((batch, heads, width), float("-inf"))
     if s_aux is not None:
         lse[:] = s_aux.float()[:, None]
-    step = max(1, _SCORES // (batch * heads * max(length, 1)))
+    step = width if queries.ancestors is not None else max(1, _SCORES // (batch * heads * max(length, 1)))
     for start in range(0, width, step):
         stop = min(start + step, width)
-        low = max(position + start - left, 0) if left >= 0 else 0
-        high = min(position + stop + right, length) if right >= 0 else length
+        chunk = queries._replace(positions=queries.positions[:, start:stop])
+        low = max(int(chunk.positions.min()) - left, 0) if left >= 0 else 0
+        high = min(int(chunk.positions.max()) + right + 1, length) if right >= 0 else length
         if low >= high:
             continue
-        chunk = queries._replace(positions=queries.positions[:, start:stop])
         numbers = torch.arange(low, high).expand(batch, -1)
         seen = chunk.sees(numbers)
-        mask = additive(seen if present is None else seen & present[low:high])
+        mask = additive(seen if present is None else seen & present[..., None, low:high])
         mask = mask if queries.slopes is None else mask + chunk.bias(numbers)
         part = q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]
         if return_lse:
@@ -118,14 +119,14 @@ def flash_attn_varlen_cpu(
         if first == last:
             continue
         begin, end, present = starts_k[row], starts_k[row + 1], None
+        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[row]
+        queries = QueryRows.aligned(torch.tensor([end - begin]), last - first, causal, left, right, slopes=slopes)
         if block_table is None:
             row_keys, row_values = k[begin:end], v[begin:end]
         else:
             (row_keys, present), (row_values, _) = (
-                read_row(pages, block_table, row, end - begin) for pages in (keys, values)
+                read_row(pages, block_table, row, end - begin, int(queries.first_seen)) for pages in (keys, values)
             )
-        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[row]
-        queries = QueryRows.aligned(torch.tensor([end - begin]), last - first, causal, left, right, slopes=slopes)
         out[first:last], row_lse = _attend_rows(
             q[None, first:last], row_keys[None], row_values[None], queries, softmax_scale, softcap, s_aux, return_lse,
             present,
@@ -149,18 +150,28 @@ def flash_attn_with_kvcache_cpu(
     if appended:
         _append(k, v, keys, values, cache_seqlens, table, k_tail, v_tail)
     queries = QueryRows.aligned(lengths, width, causal, left, right, tree_mask, alibi_slopes)
+    longest = int(lengths.max()) if batch else 0
+    if block_table is not None and k_tail is None and tree_mask is None and width <= _FEW_QUERIES:
+        if batch * longest * k_cache.shape[2] * max(keys.dim, values.dim) <= _SMALL:
+            (row_keys, present), (row_values, _) = (
+                read_rows(pages, table, lengths, longest, queries.first_seen) for pages in (keys, values)
+            )
+            return _attend_rows(
+                q, row_keys.to(q.dtype), row_values.to(q.dtype), queries, softmax_scale, softcap, s_aux, return_lse, present
+            )  # fmt: skip
     if block_table is not None and (width <= _FEW_QUERIES or tree_mask is not None):
         tails = None if k_tail is None else (k_tail, v_tail, stored)
         out, lse = attend_pages(q, keys, values, queries, table, softmax_scale, softcap, s_aux, tails)
         return out, lse if return_lse else lse.new_empty(0)
     out = q.new_zeros(*q.shape[:3], values.dim)
     lse = torch.zeros(batch, q.shape[2], width if return_lse else 0)
-    for row, (length, quantized) in enumerate(zip(lengths.tolist(), stored.tolist())):
+    firsts = queries.first_seen.tolist()
+    for row, (length, quantized, first) in enumerate(zip(lengths.tolist(), stored.tolist(), firsts)):
         if block_table is None and k_scale is None:
             (row_keys, present), row_values = (k_cache[row, :length], None), v_cache[row, :length]
         else:
             (row_keys, present), (row_values, _) = (
-                read_row(pages, table, row, length, tail, quantized)
+                read_row(pages, table, row, length, first, tail, quantized)
                 for pages, tail in ((keys, k_tail), (values, v_tail))
             )
         out[row : row + 1], row_lse = _attend_rows(

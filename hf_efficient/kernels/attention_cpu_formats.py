@@ -138,10 +138,11 @@ def check_blocks(table: torch.Tensor, pages: Pages) -> None:
         )
 
 
-def read_row(pages: Pages, block_table: torch.Tensor, row: int, length: int, tail=None, quantized: int = 0):
-    """The first `length` tokens of a row, through block_table [B, max_blocks]; from token `quantized` on those of the ring
-    in `tail` [B, R, Hk, D], if there is one. Returns [length, Hk, D] and bool [length], where False (and 0) says that the
-    table has -1, or None when there are all. Raises ValueError for more tokens than the table has room for."""
+def read_row(pages: Pages, block_table, row: int, length: int, first: int = 0, tail=None, quantized: int = 0):
+    """The first `length` tokens of a row, through block_table [B, max_blocks] from the block of token `first` on; from token
+    `quantized` on those of the ring in `tail` [B, R, Hk, D], if there is one. Returns [length, Hk, D] and bool [length],
+    where False (and 0) says that nothing was read or the table has -1, or None when there are all. Raises ValueError for
+    more tokens than the table has room for."""
     size = pages.data.shape[1]
     stored = length if tail is None else min(quantized, length)
     if stored > block_table.shape[1] * size:
@@ -149,9 +150,9 @@ def read_row(pages: Pages, block_table: torch.Tensor, row: int, length: int, tai
             f"row {row} has {stored} tokens: allowed are {block_table.shape[1] * size}, {block_table.shape[1]} blocks of "
             f"{size} in block_table"
         )
-    table = block_table[row, : -(-stored // size)]
-    check_blocks(table, pages)
-    blocks = table.long()
+    blocks = block_table[row, : -(-stored // size)].long()
+    blocks = torch.where(torch.arange(len(blocks)) < first // size, -1, blocks)
+    check_blocks(blocks, pages)
     present = blocks >= 0
     tokens = pages.read(blocks.clamp_min(0)).flatten(0, 1)[:stored]
     if tail is not None:
@@ -161,6 +162,22 @@ def read_row(pages: Pages, block_table: torch.Tensor, row: int, length: int, tai
         return tokens, None
     present = torch.nn.functional.pad(present.repeat_interleave(size)[:stored], (0, length - stored), value=True)
     return tokens.masked_fill(~present[:, None, None], 0), present
+
+
+def read_rows(pages: Pages, block_table: torch.Tensor, stored: torch.Tensor, longest: int, first: torch.Tensor):
+    """All rows at once: the first `stored` (int64 [B]) tokens of each, from the block of token `first` (int64 [B]) on:
+    [B, longest, Hk, D] and bool [B, longest], where False (and 0) says that nothing was read, or None when there are all."""
+    size = pages.data.shape[1]
+    table = block_table[:, : -(-longest // size)].long()
+    places = torch.arange(table.shape[1])
+    present = (places * size < stored[:, None]) & (places >= first[:, None] // size) & (table >= 0)
+    table = torch.where(present, table, 0)
+    check_blocks(table, pages)
+    tokens = pages.read(table.flatten()).unflatten(0, table.shape).flatten(1, 2)[:, :longest]
+    if bool(present.all()) and int(stored.min()) == longest:
+        return tokens, None
+    present = present.repeat_interleave(size, 1)[:, :longest] & (torch.arange(longest) < stored[:, None])
+    return tokens.masked_fill_(~present[..., None, None], 0), present
 
 
 def gather_cache_cpu(
@@ -173,6 +190,6 @@ def gather_cache_cpu(
     for pages, tail in zip(Pages.of_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min), (k_tail, v_tail)):
         gathered = pages.data.new_zeros(num_tokens, pages.data.shape[2], pages.dim, dtype=dtype)
         for row, (start, end) in enumerate(zip(starts, starts[1:])):
-            gathered[start:end] = read_row(pages, block_table, row, end - start, tail, quantized[row])[0]
+            gathered[start:end] = read_row(pages, block_table, row, end - start, 0, tail, quantized[row])[0]
         results.append(gathered)
     return tuple(results)

@@ -35,6 +35,13 @@ class QueryRows(NamedTuple):
         """The rows of these numbers, int64 [n]."""
         return QueryRows(*(x[rows] if isinstance(x, torch.Tensor) else x for x in self))
 
+    @property
+    def first_seen(self) -> torch.Tensor:
+        """int64 [B]: no query of the row sees a key before this one."""
+        if self.left < 0:
+            return torch.zeros_like(self.lengths)
+        return (self.lengths - self.positions.shape[1] - self.left).clamp_min(0)
+
     def _nodes(self, keys):
         """Tree node of each key [B, n], negative for keys before the tree, and its number within the tree."""
         node = keys - (self.lengths - self.positions.shape[1])[:, None]

@@ -37,9 +37,7 @@ def cut(queries: QueryRows, stored: torch.Tensor, block_table: torch.Tensor, pag
     """The segments that anyone sees of the first `stored` (int64 [B]) tokens of each row, in the order of their blocks."""
     size, width = pages.data.shape[1], queries.positions.shape[1]
     length = max(1, _SEGMENT // size) * size
-    first = torch.zeros_like(stored)
-    if queries.left >= 0:
-        first = (queries.lengths - width - queries.left).clamp_min(0) // size * size
+    first = queries.first_seen // size * size
     count = (stored - first + length - 1).clamp_min(0) // length
     rows = torch.repeat_interleave(count)
     keys = first[rows] + (torch.arange(len(rows)) - (count.cumsum(0) - count)[rows]) * length
@@ -106,7 +104,7 @@ class _Parts:
     def add(self, rows, keys, values, numbers: torch.Tensor, present: torch.Tensor) -> None:
         """The same with values [n, Hk, T, Dv], int64 numbers of the keys [n, T], and bool [n, T]: keys that exist."""
         queries = self.queries.select(rows)
-        scores = self.query[rows].matmul(keys.transpose(2, 3)).mul_(self.scale)
+        scores = self.query[rows].matmul(keys.contiguous().transpose(2, 3)).mul_(self.scale)
         if self.softcap:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
         split = scores.unflatten(2, (-1, queries.positions.shape[1]))  # [n, Hk, G, S, T]
@@ -116,7 +114,9 @@ class _Parts:
         split.masked_fill_(~seen[:, None, None], float("-inf"))
         highest = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).min)
         total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
-        values = values.masked_fill(~seen.any(1)[:, None, :, None], 0.0)  # not even a NaN gets in from an unseen slot
+        # Not even a NaN gets in from a slot that nobody sees. `bitwise_and` is vectorized, `masked_fill` is not.
+        visible = seen.any(1).int().neg_()[:, None, :, None]
+        values = values.view(torch.int32).bitwise_and(visible).view(torch.float32).contiguous()
         self.rows.append(rows)
         self.lse.append((highest + total.log()).squeeze(-1))
         self.out.append(scores.matmul(values).div_(total.clamp_min(1e-30)))
