@@ -93,6 +93,30 @@ def test_zero_points_of_both_operands():
         assert_close(actual, expected, 1e-6, 1e-5 * expected.abs().max().item(), "int32 sums are exact")
 
 
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="pack_int8 changes nothing without VNNI")
+@pytest.mark.parametrize("format", FORMATS[:2])
+def test_packed_codes(format):
+    codes, scale = weight_codes("int8", 37, 301)
+    codes[0], codes[1] = 127, -128
+    packed, sums = activation_linear.pack_int8(codes), codes.sum(1, dtype=torch.int32)
+    assert packed.is_mkldnn and torch.equal(activation_linear.unpack_int8(packed), codes)
+    for rows in (1, 5, 130):
+        x = torch.randn(rows, 301, requires_grad=True)
+        expected = activation_linear.quantized_linear(x, codes, scale, format=format)
+        for arguments in ({}, {"w_sums": sums}):
+            actual = activation_linear.quantized_linear(x, packed, scale, format=format, **arguments)
+            assert_close(actual, expected, *FLOAT32[:1], 1e-5 * expected.abs().max().item(), FLOAT32[2])
+    grad = torch.autograd.grad(actual.sum(), x)[0]
+    assert_close(grad, torch.autograd.grad(expected.sum(), x)[0], *FLOAT32)
+    compiled = torch.compile(
+        lambda x: activation_linear.quantized_linear(x, packed, scale, format=format, w_sums=sums),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    y = compiled(x)
+    assert torch.equal(y, actual) and torch.equal(torch.autograd.grad(y.sum(), x)[0], grad)
+
+
 def test_outlier_columns_are_not_rounded():
     x = torch.randn(6, 301).clamp(-5, 5)
     x[:, 17], x[2, 200] = 40.0, -6.0
@@ -156,6 +180,7 @@ def samples():
     rows = activation_linear.quantize(x, "int8_asymmetric")
     yield OPS.w8a8_linear, (rows.codes, codes, rows.scale, scale, None, rows.zero_point, None, None, torch.bfloat16)
     yield OPS.quantize_activation, (x, "int8_asymmetric", torch.ones(1), torch.zeros(1, dtype=torch.int8))
+    yield OPS.dequantize_codes, (codes, scale, None, torch.float16, 150)
     yield OPS.llm_int8_linear, (x.clone().requires_grad_(), codes, scale, torch.randn(37), 2.0)
 
 

@@ -41,10 +41,31 @@ def rms_norm(x, weight, eps, residual) -> tuple[torch.Tensor, torch.Tensor]:
     return x, F.rms_norm(x.float(), weight.shape, weight.float(), eps)
 
 
+def pack_int8(w_codes: torch.Tensor) -> torch.Tensor:
+    """int8 [N, K] -> the same codes in the opaque order of oneDNN, [K, N], which `int8_product` reads without reordering
+    them at every call; on a CPU without VNNI instructions, where uint8 x int8 products may saturate: w_codes itself."""
+    return torch.ops.onednn.qlinear_prepack(w_codes, None) if torch.cpu._is_vnni_supported() else w_codes
+
+
+def unpack_int8(w_codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_int8`; plain codes stay as they are."""
+    return w_codes.to_dense().t() if w_codes.is_mkldnn else w_codes
+
+
+def _packed_sums(x_codes, packed) -> torch.Tensor:
+    """Sums of code products, added in int32 and returned in float32 [M, N]. oneDNN is only fast for unsigned x."""
+    unsigned = x_codes.bitwise_xor(-128).view(torch.uint8)
+    ones = torch.ones(packed.shape[1])
+    no_zero_points = torch.zeros(packed.shape[1], dtype=torch.int32)
+    return torch.ops.onednn.qlinear_pointwise(
+        unsigned, 1.0, 128, packed, ones, no_zero_points, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+
+
 def int8_product(x_codes, w_codes, x_scale, w_scale, bias, x_zero_point, w_zero_point, w_sums, out_dtype):
-    sums = torch._int_mm(x_codes, w_codes.t())
+    sums = _packed_sums(x_codes, w_codes) if w_codes.is_mkldnn else torch._int_mm(x_codes, w_codes.t())
     if x_zero_point is not None:
-        w_sums = w_codes.sum(1, dtype=torch.int32) if w_sums is None else w_sums
+        w_sums = unpack_int8(w_codes).sum(1, dtype=torch.int32) if w_sums is None else w_sums
         sums -= x_zero_point.reshape(-1, 1).int() * w_sums
     if w_zero_point is not None:
         x_sums = x_codes.sum(1, dtype=torch.int32)[:, None]
@@ -76,6 +97,7 @@ def llm_int8_product(x, w_codes, w_scale, bias, threshold):
 def dequantize(codes, scale, zero_point, dtype) -> torch.Tensor:
     """(codes [rows, columns] - zero point) * scale, rounded once to `dtype`; scale and zero point: one value, [rows],
     [rows, 1], or scales of blocks 1x128 or 128x128. On any device."""
+    codes = unpack_int8(codes)
     rows, columns = codes.shape
     numbers = codes.float()
     if zero_point is not None:

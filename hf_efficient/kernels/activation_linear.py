@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hf_efficient.kernels import activation_cpu
+from hf_efficient.kernels.activation_cpu import pack_int8, unpack_int8  # noqa: F401
 
 
 FORMATS = ("int8", "int8_asymmetric", "fp8", "fp8_block")
@@ -56,7 +57,11 @@ def multiply(x: Quantized, w_codes, w_scale, bias=None, *, w_zero_point=None, w_
 
     w_scale float32: one value, [N, 1] or [N]; [ceil(N / 128), ceil(K / 128)] for x in "fp8_block". int8 only:
     w_zero_point int8 like w_scale; w_sums int32 [N], `w_codes.sum(1, dtype=torch.int32)`, saves computing them for x in
-    "int8_asymmetric"."""
+    "int8_asymmetric"; on a CPU w_codes may be what `pack_int8` made of them."""
+    if x.codes.dtype != w_codes.dtype or w_codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise TypeError(
+            f"codes of x are {x.codes.dtype}, of the weight {w_codes.dtype}: allowed are int8 or float8_e4m3fn for both"
+        )
     if x.codes.dtype == torch.int8:
         return torch.ops.hf_efficient.w8a8_linear(
             x.codes, w_codes, x.scale, w_scale, bias, x.zero_point, w_zero_point, w_sums, out_dtype
@@ -75,7 +80,7 @@ def quantized_linear(
     y = torch.ops.hf_efficient.quantized_linear(
         rows, w_codes, w_scale, bias, format, scale, zero_point, w_zero_point, w_sums
     )
-    return y.view(*x.shape[:-1], w_codes.shape[0])
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 def llm_int8_linear(x, w_codes, w_scale, bias=None, *, threshold=6.0):
@@ -84,7 +89,7 @@ def llm_int8_linear(x, w_codes, w_scale, bias=None, *, threshold=6.0):
     dtype of x, differentiable with respect to x and bias."""
     rows = x.reshape(-1, x.shape[-1])
     y = torch.ops.hf_efficient.llm_int8_linear(rows, w_codes, w_scale, bias, threshold)
-    return y.view(*x.shape[:-1], w_codes.shape[0])
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 def _check(format, *inputs) -> None:
@@ -123,6 +128,9 @@ _library.define(
     f"quantized_linear(Tensor x, Tensor w_codes, Tensor w_scale, Tensor? bias, {_STATIC}, Tensor? w_zero_point, "
     "Tensor? w_sums) -> Tensor"
 )
+_library.define(
+    "dequantize_codes(Tensor w_codes, Tensor w_scale, Tensor? w_zero_point, ScalarType dtype, int in_features) -> Tensor"
+)
 _library.define("llm_int8_linear(Tensor x, Tensor w_codes, Tensor w_scale, Tensor? bias, float threshold) -> Tensor")
 
 
@@ -132,7 +140,7 @@ def _made(quantized, scale) -> list[torch.Tensor]:
     return [tensor for tensor in kept if tensor is not None]
 
 
-def _quantize_cuda(x, format, scale, zero_point):
+def _quantize_activation_cuda(x, format, scale, zero_point):
     from hf_efficient.kernels import efficient_linear
 
     return _made(efficient_linear.quantize(x, format, scale, zero_point), scale)
@@ -197,6 +205,10 @@ def _quantized_linear(x, w_codes, w_scale, bias, format, scale, zero_point, w_ze
     return multiply(quantized, w_codes, w_scale, bias, **arguments)
 
 
+def _dequantize_codes(w_codes, w_scale, w_zero_point, dtype, in_features):
+    return activation_cpu.dequantize(w_codes, w_scale, w_zero_point, dtype)
+
+
 def _llm_int8_linear_cuda(x, w_codes, w_scale, bias, threshold):
     from hf_efficient.kernels import efficient_linear
 
@@ -204,16 +216,23 @@ def _llm_int8_linear_cuda(x, w_codes, w_scale, bias, threshold):
 
 
 for _name, _cuda, _cpu in (
-    ("quantize_activation", _quantize_cuda, activation_cpu.quantize),
+    ("quantize_activation", _quantize_activation_cuda, activation_cpu.quantize),
     ("rms_norm_quantize", _rms_norm_quantize_cuda, _rms_norm_quantize_cpu),
     ("silu_mul_quantize", _silu_mul_quantize_cuda, _silu_mul_quantize_cpu),
     ("w8a8_linear", _w8a8_linear_cuda, activation_cpu.int8_product),
     ("fp8_linear", _fp8_linear_cuda, activation_cpu.fp8_product),
     ("quantized_linear", _quantized_linear, _quantized_linear),
+    ("dequantize_codes", _dequantize_codes, _dequantize_codes),
     ("llm_int8_linear", _llm_int8_linear_cuda, activation_cpu.llm_int8_product),
 ):
     _library.impl(_name, _cuda, "CUDA")
     _library.impl(_name, _cpu, "CPU")
+for _name, _cpu in (
+    ("w8a8_linear", activation_cpu.int8_product),
+    ("quantized_linear", _quantized_linear),
+    ("dequantize_codes", _dequantize_codes),
+):
+    _library.impl(_name, _cpu, "MkldnnCPU")  # weights from pack_int8
 
 
 @torch.library.register_fake("hf_efficient::quantize_activation", lib=_library)
@@ -239,9 +258,14 @@ def _fake_silu_mul_quantize(gate, up, format, scale, zero_point):
     return _fake_quantize(gate, format, scale, zero_point)
 
 
+def _out_features(w_codes, in_features) -> int:
+    """Of codes [N, K], or [K, N] from pack_int8: a fake tensor does not tell which."""
+    return w_codes.shape[0] if w_codes.shape[1] == in_features else w_codes.shape[1]
+
+
 @torch.library.register_fake("hf_efficient::w8a8_linear", lib=_library)
 def _fake_w8a8_linear(x_codes, w_codes, x_scale, w_scale, bias, x_zero_point, w_zero_point, w_sums, out_dtype):
-    return x_codes.new_empty(x_codes.shape[0], w_codes.shape[0], dtype=out_dtype)
+    return x_codes.new_empty(x_codes.shape[0], _out_features(w_codes, x_codes.shape[1]), dtype=out_dtype)
 
 
 @torch.library.register_fake("hf_efficient::fp8_linear", lib=_library)
@@ -251,7 +275,12 @@ def _fake_fp8_linear(x_codes, w_codes, x_scale, w_scale, bias, out_dtype):
 
 @torch.library.register_fake("hf_efficient::quantized_linear", lib=_library)
 def _fake_quantized_linear(x, w_codes, w_scale, bias, format, scale, zero_point, w_zero_point, w_sums):
-    return x.new_empty(x.shape[0], w_codes.shape[0])
+    return x.new_empty(x.shape[0], _out_features(w_codes, x.shape[1]))
+
+
+@torch.library.register_fake("hf_efficient::dequantize_codes", lib=_library)
+def _fake_dequantize_codes(w_codes, w_scale, w_zero_point, dtype, in_features):
+    return w_scale.new_empty(_out_features(w_codes, in_features), in_features, dtype=dtype)
 
 
 @torch.library.register_fake("hf_efficient::llm_int8_linear", lib=_library)
@@ -261,7 +290,8 @@ def _fake_llm_int8_linear(x, w_codes, w_scale, bias, threshold):
 
 def _save_weight(ctx, inputs, output):
     """For quantized_linear and llm_int8_linear, whose arguments begin alike: x, w_codes, w_scale, bias."""
-    _, w_codes, w_scale, bias, *others = inputs
+    x, w_codes, w_scale, bias, *others = inputs
+    ctx.in_features = x.shape[1]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.others = len(others)
     w_zero_point = others[3] if len(others) == 5 else None
@@ -274,7 +304,9 @@ def _backward(ctx, grad):
         raise RuntimeError("w_scale requires grad: gradients are of x and bias, the weight is frozen")
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = grad @ activation_cpu.dequantize(w_codes, w_scale, w_zero_point, grad.dtype)
+        grad_x = grad @ torch.ops.hf_efficient.dequantize_codes(
+            w_codes, w_scale, w_zero_point, grad.dtype, ctx.in_features
+        )
     if ctx.needs_input_grad[3]:
         grad_bias = grad.sum(0).to(ctx.bias_dtype)
     return grad_x, None, None, grad_bias, *[None] * ctx.others

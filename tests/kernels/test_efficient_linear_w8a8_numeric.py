@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import assert_close
 
-from hf_efficient.kernels import efficient_linear
+from hf_efficient.kernels import activation_linear, efficient_linear
 from hf_efficient.kernels.efficient_linear import activation_quant, activation_reference, w8a8
 
 
@@ -227,7 +227,7 @@ def test_bad_arguments_are_named(kernel_device):
     x, x_scale = codes_and_scale(3, 200, False, kernel_device)
     w, w_scale = codes_and_scale(40, 200, False, kernel_device)
     rows = torch.randn(3, 200, device=kernel_device)
-    wide = torch.zeros(1, 66052, dtype=torch.int8, device=kernel_device)
+    wide = torch.zeros(1, 65794, dtype=torch.int8, device=kernel_device)
     linear, quantize = efficient_linear.w8a8_linear, efficient_linear.quantize
     for error, message, call in (
         (TypeError, "x_codes has dtype", lambda: linear(rows, w, x_scale, w_scale)),
@@ -252,6 +252,44 @@ def test_bad_arguments_are_named(kernel_device):
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+def op(name, device):
+    """The op on CUDA; interpreted, its CUDA implementation."""
+    return getattr(torch.ops.hf_efficient, name) if device == "cuda" else getattr(activation_linear, f"_{name}_cuda")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_ops_on_cuda_and_cpu_agree(format, kernel_device, nan_poison):
+    """What an op gives on CUDA is bit for bit what it gives on a CPU; products and norms to float32 accuracy."""
+    x, weight = torch.randn(3, 200), torch.rand(200)
+    scale = torch.tensor([0.02]) if format != "fp8_block" else None
+    zero = torch.tensor([5], dtype=torch.int8) if format == "int8_asymmetric" else None
+    if format == "fp8_block":
+        w, w_scale = REFERENCE(torch.randn(40, 200), "fp8")[0], torch.rand(1, 2)
+    else:
+        w, w_scale, _ = REFERENCE(torch.randn(40, 200), "fp8" if format == "fp8" else "int8")
+    rows = activation_linear.quantize(x, format)
+    calls = [
+        ("quantize_activation", (x, format, None, None)),
+        ("quantize_activation", (x, format, scale, zero)),
+        ("rms_norm_quantize", (x, weight, x, 1e-6, format, scale, zero, True)),
+        ("silu_mul_quantize", (x, x, format, scale, zero)),
+    ]
+    if "fp8" in format:
+        calls.append(("fp8_linear", (rows.codes, w, rows.scale, w_scale, None, torch.float32)))
+    else:
+        arguments = (rows.codes, w, rows.scale, w_scale, None, rows.zero_point, None, None, torch.float32)
+        calls += [("w8a8_linear", arguments), ("llm_int8_linear", (x, w, w_scale, None, 2.5))]
+    for name, arguments in calls:
+        on_device = [t.to(kernel_device) if isinstance(t, torch.Tensor) else t for t in arguments]
+        actual, expected = op(name, kernel_device)(*on_device), getattr(torch.ops.hf_efficient, name)(*arguments)
+        if isinstance(expected, torch.Tensor):
+            check(actual.cpu(), expected, TOLERANCES[torch.float32] if "fp8" not in name else (2**-12, 2**-11))
+            continue
+        assert [(t.dtype, t.shape) for t in actual] == [(t.dtype, t.shape) for t in expected]
+        if name == "quantize_activation":
+            assert all(torch.equal(one.cpu().float(), other.float()) for one, other in zip(actual, expected))
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Activations to 8-bit codes, alone or with the operation before them: checks and launch."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ class Quantized(NamedTuple):
     zero_point: torch.Tensor | None
 
 
+@functools.cache
 def has_fp8(device: torch.device) -> bool:
     """Whether Triton has float8_e4m3fn conversions and products on this device (NVIDIA from compute capability 8.9)."""
     if device.type != "cuda" or torch.version.hip is not None:

@@ -52,7 +52,7 @@ def fp8_linear(
 
     Raises TypeError or ValueError for dtypes, shapes, strides and devices that are not served.
     """
-    check_codes(x_codes, w_codes, torch.float8_e4m3fn)
+    check_codes(torch.float8_e4m3fn, x_codes=x_codes, w_codes=w_codes)
     check_out(bias, out_dtype, w_codes)
     check_devices(w_codes.device, x_codes=x_codes, x_scale=x_scale, w_scale=w_scale, bias=bias)
     (tokens, in_features), out_features = x_codes.shape, w_codes.shape[0]

@@ -35,7 +35,7 @@ def llm_int8_linear(
     when w_scale requires grad while grad is enabled.
     """
     check_rows("x", x)
-    check_codes(w_codes[:0], w_codes, torch.int8)
+    check_codes(torch.int8, w_codes=w_codes)
     if not 1 <= x.shape[1] <= WIDEST or x.shape[1] != w_codes.shape[1]:
         raise ValueError(
             f"x has {x.shape[1]} columns: allowed are those of w_codes, {w_codes.shape[1]}, up to {WIDEST}"

@@ -9,15 +9,17 @@ from .w8a8_kernels import STEP, w8a8_kernel
 from .weight_only import DTYPES, INTERPRETED, _arrival_counters, _on, _processors
 
 
-def check_codes(x_codes, w_codes, dtype) -> None:
-    for name, tensor in (("x_codes", x_codes), ("w_codes", w_codes)):
+def check_codes(dtype: torch.dtype, **codes: torch.Tensor) -> None:
+    """w_codes [N, K] and maybe x_codes [M, K], by name."""
+    for name, tensor in codes.items():
         if tensor.dtype != dtype:
             raise TypeError(f"{name} has dtype {tensor.dtype}: allowed is {dtype}")
         if tensor.dim() != 2 or tensor.shape[1] == 0:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: allowed is [rows, K] with K >= 1")
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}: allowed is a contiguous last dimension")
-    if x_codes.shape[1] != w_codes.shape[1]:
+    x_codes, w_codes = codes.get("x_codes"), codes["w_codes"]
+    if x_codes is not None and x_codes.shape[1] != w_codes.shape[1]:
         raise ValueError(f"x_codes has {x_codes.shape[1]} columns, w_codes {w_codes.shape[1]}: allowed is one number")
     if w_codes.shape[0] == 0:
         raise ValueError("w_codes has no rows: allowed is [N, K] with N >= 1")
@@ -158,9 +160,9 @@ def w8a8_linear(
     are the business of who made them.
 
     Raises TypeError or ValueError for dtypes, shapes, strides and devices that are not served, and for a K whose sum
-    could exceed int32 (66051 with one zero point, 133144 without: 16-bit counts).
+    could exceed int32 (131071 without zero points, 65793 with one, 33025 with two).
     """
-    check_codes(x_codes, w_codes, torch.int8)
+    check_codes(torch.int8, x_codes=x_codes, w_codes=w_codes)
     check_out(bias, out_dtype, w_codes)
     tokens, in_features = x_codes.shape
     for name, tensor, rows, dtype in (

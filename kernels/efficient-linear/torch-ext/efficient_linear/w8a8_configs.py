@@ -1,7 +1,7 @@
 """Which tile for which number of tokens in the products of 8-bit weights and activations; no autotuning at run time.
 
 Nothing here is measured: the numbers follow from register and shared memory counts of the compiled kernels and from
-the memory formulas; `benchmarks/gpu_kernels.py` is where they are to be measured.
+the memory formulas. A table measured on a GPU is to replace them.
 """
 
 from .launch_configs import Tile
