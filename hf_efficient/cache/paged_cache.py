@@ -59,8 +59,13 @@ class PagedLayer(CacheLayerMixin):
                 "(use_cache=False)."
             )
         if state.reads_pages:
-            if state.planned is None and torch.compiler.is_compiling():
-                raise RuntimeError("PagedCache: call a compiled model under `with cache.decode_step():`")
+            if state.planned is None and (
+                torch.compiler.is_compiling() or (key_states.is_cuda and torch.cuda.is_current_stream_capturing())
+            ):
+                raise RuntimeError(
+                    "PagedCache: a forward that is compiled or captured in a CUDA graph must run under "
+                    "`with cache.decode_step():`, which does its bookkeeping outside"
+                )
             handle = state.pending = PageHandle(self)
             setattr(key_states, PAGES, handle)
             return key_states, value_states
@@ -181,6 +186,9 @@ class PagedCache(Cache):
     under any other implementation `update` returns ordinary contiguous keys and values. Rows that share a beginning
     (beam search, `num_return_sequences`) share its blocks until one writes.
 
+    A 2-D mask must agree with what is stored, which is checked, except that on an accelerator the mask of a forward of
+    one new column is taken to be right: reading it would wait for the device at every token.
+
     A loop of one's own can compile its decode step, once for all lengths, or capture it in a CUDA graph:
 
     >>> cache = PagedCache(model.config, num_blocks=64)
@@ -259,8 +267,8 @@ class PagedCache(Cache):
         Gives the new tokens' positions, int64 [B, width]. Run exactly one forward inside, compiled or a replayed CUDA
         graph of it, without `attention_mask`; when it raises, the cache is as before.
 
-        A pool of fixed size (`num_blocks`) never changes its tensors. A growing one replaces them now and then: a
-        compiled forward is compiled again, a captured CUDA graph is not valid any more.
+        A pool of fixed size (`num_blocks`) keeps its tensors until `reset()` (`rewind` to zeros keeps them). A growing one
+        replaces them now and then: a compiled forward is compiled again, a captured CUDA graph is not valid any more.
 
         Raises RuntimeError before the first forward (run the prompt as usual), and when the model's attention does not
         read pages; ValueError when a pool of fixed size is full, with nothing changed.
