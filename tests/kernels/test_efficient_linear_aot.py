@@ -6,46 +6,52 @@ import re
 import pytest
 from aot import TARGETS, compile_kernel
 
-from hf_efficient.kernels.efficient_linear import launch_configs, weight_only_kernels
+from hf_efficient.kernels.efficient_linear import gate_up_kernels, launch_configs, weight_only_kernels
+from hf_efficient.kernels.efficient_linear.codebook_fragments import GATHER, PERMUTE
 
 
-FEW, MANY = (
-    (weight_only_kernels.few_tokens_kernel, launch_configs.SIXTEEN_BIT_INPUT[16]),
-    (weight_only_kernels.many_tokens_kernel, launch_configs.SIXTEEN_BIT_INPUT[256]),
-)
+FEW, MANY = weight_only_kernels.few_tokens_kernel, weight_only_kernels.many_tokens_kernel
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 
 
-def compile_linear(kernel, tile, target, dtype="bf16", bits=4, group=64, asymmetric=True, **constants):
+def compile_linear(
+    target,
+    tokens=16,
+    kernel=None,
+    dtype="bf16",
+    bits=4,
+    group=64,
+    asymmetric=True,
+    lookup=0,
+    per_row=False,
+    **constants,
+):
     """As weight_only_linear launches it for even K, with bias, K split; `constants` replaces run-time arguments by
     values."""
-    types = {
-        "x_ptr": f"*{dtype}",
-        "packed_ptr": "*i32",
-        "scale_ptr": f"*{dtype}",
-        "zero_ptr": "*u8",
-        "bias_ptr": f"*{dtype}",
-        "out_ptr": f"*{dtype}",
-        "partial_ptr": "*fp32",
-        "arrivals_ptr": "*i32",
-    }
+    tile = launch_configs.choose_tile(tokens, dtype == "fp32", bits)
+    kernel = kernel or (FEW if tile.programs_per_processor else MANY)
     constexprs = dict(BITS=bits, GROUP=group, ASYMMETRIC=asymmetric, HAS_BIAS=True, EVEN_K=True, SPLIT=True)
+    constexprs |= dict(LOOKUP=lookup, PER_ROW=per_row, PTX=target != "gfx942")
     constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False)
     constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names} | constants
-    if not asymmetric:
-        constexprs["zero_ptr"] = None
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
-    aligned = tuple(name for name in ("N", "K", "stride_x") if name not in constexprs and name in kernel.arg_names)
-    return compile_kernel(kernel, signature, constexprs, target, tile.num_warps, tile.num_stages, aligned)
+    types = {"packed": "*i32", "zero": "*u8", "partial": "*fp32", "arrivals": "*i32"}
+    signature = {}
+    for name in kernel.arg_names:
+        if (name.startswith("zero") and not asymmetric) or (name == "codebook_ptr" and not lookup):
+            constexprs[name] = None
+        elif name not in constexprs:
+            signature[name] = types.get(name.split("_")[0], f"*{dtype}") if name.endswith("_ptr") else "i32"
+    aligned = tuple(name for name in ("N", "K", "stride_x") if name in signature)
+    stages = launch_configs.stages(tile, bits)
+    return compile_kernel(kernel, signature, constexprs, target, tile.num_warps, stages, aligned)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("kernel, tile", [FEW, MANY], ids=["few", "many"])
-@pytest.mark.parametrize("target", TARGETS)
-def test_four_bits(target, kernel, tile, dtype):
-    compiled = compile_linear(kernel, tile, target, dtype)
+@pytest.mark.parametrize("target, dtype", [*((target, "bf16") for target in TARGETS), ("sm_90", "fp16")])
+@pytest.mark.parametrize("tokens", [16, 256])
+def test_four_bits(target, tokens, dtype):
+    compiled = compile_linear(target, tokens, dtype=dtype)
     assert compiled.local_bytes == 0
-    assert compiled.registers <= (256 if kernel is MANY[0] else 128), "two or more programs fit a multiprocessor"
+    assert compiled.registers <= (128 if tokens == 16 else 256), "two or more programs fit a multiprocessor"
     assert compiled.count(MATRIX_INSTRUCTION[target]) > 0
     if target == "gfx942":
         assert compiled.count("global_load_dwordx4") + compiled.count("buffer_load_dwordx4") > 0
@@ -54,19 +60,60 @@ def test_four_bits(target, kernel, tile, dtype):
         assert compiled.count("I2F") == 0, "codes become numbers without conversion instructions"
 
 
-@pytest.mark.parametrize("asymmetric", [False, True])
-@pytest.mark.parametrize("bits, group", [(4, 32), (4, 64), (4, 0), (8, 32), (8, 128)])
-def test_weights_go_straight_to_the_registers_of_hopper_matrix_instructions(bits, group, asymmetric):
-    """In the loop over K nothing is written to shared memory but by the asynchronous copies, nothing moves between
-    lanes, and there are the two barriers of the pipeline."""
-    compiled = compile_linear(*FEW, "sm_90", bits=bits, group=group, asymmetric=asymmetric)
+def check_hopper_loop(compiled, bits, group, instructions):
+    """In the loop over K packed words come by asynchronous copies of 16 bytes a lane, nothing else is written to shared
+    memory, nothing moves between lanes, and there are the two barriers of the pipeline. At most `instructions` a weight."""
     assert compiled.local_bytes == 0
     loop = main_loop(compiled.machine_code)
-    assert sum(name.startswith("HGMMA") for name in loop) == 8, "64 rows by 128 columns: eight of 16 columns"
-    assert sum(name.startswith("LDGSTS.E.BYPASS.128") for name in loop) >= bits // 4 * 2
+    columns = 256 if bits == 3 else 128
+    assert sum(name.startswith("HGMMA") for name in loop) == columns // 16, "64 rows by 16 columns each"
+    blocks = columns * bits // 256
+    copies_of_x = 0 if group == 32 else columns * 16 * 2 // (128 * 16)  # 8 bytes a lane for 32 columns
+    assert sum(name.startswith("LDGSTS.E.BYPASS.128") for name in loop) == blocks + copies_of_x
     assert not [name for name in loop if name.startswith(("STS", "SHFL", "I2F"))]
     assert sum(name.startswith("BAR") for name in loop) == 2
-    assert len(loop) <= (9 if bits == 8 else 6) * 64, "instructions a thread, for its 64 weights"
+    assert len(loop) <= instructions * columns // 2, "64 rows by the step's columns, over 128 threads"
+
+
+@pytest.mark.parametrize(
+    "bits, group, asymmetric, instructions",
+    [
+        (2, 64, False, 3.5),
+        (2, 32, True, 4.5),
+        (3, 64, False, 3.5),
+        (3, 64, True, 4),
+        (4, 64, False, 3.7),
+        (4, 64, True, 4.2),
+        (4, 0, True, 3.7),
+        (8, 32, False, 7),
+        (8, 128, True, 6),
+    ],
+)
+def test_weights_go_straight_to_the_registers_of_hopper_matrix_instructions(bits, group, asymmetric, instructions):
+    compiled = compile_linear("sm_90", bits=bits, group=group, asymmetric=asymmetric)
+    check_hopper_loop(compiled, bits, group, instructions)
+
+
+@pytest.mark.parametrize("bits, per_row, instructions", [(2, True, 3.7), (3, False, 3.8), (4, True, 5.1)])
+def test_codebooks_stay_in_registers(bits, per_row, instructions):
+    compiled = compile_linear("sm_90", bits=bits, asymmetric=False, lookup=PERMUTE.value, per_row=per_row)
+    check_hopper_loop(compiled, bits, 64, instructions)
+    loads = sum(name.startswith("LDG.") for name in main_loop(compiled.machine_code))
+    assert loads == (8 if bits == 3 else 4), "scales of two rows for every group of 64 columns"
+
+
+@pytest.mark.parametrize("target, lookup", [("sm_80", PERMUTE), ("sm_100", PERMUTE), ("gfx942", GATHER)])
+def test_codebooks_elsewhere(target, lookup):
+    compiled = compile_linear(target, 64, asymmetric=False, lookup=lookup.value, per_row=True, group=128)
+    assert compiled.local_bytes == 0 and compiled.count(MATRIX_INSTRUCTION[target]) > 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+def test_gate_and_up(target):
+    compiled = compile_linear(target, 64, gate_up_kernels.gate_up_kernel)
+    assert compiled.local_bytes == 0 and compiled.count(MATRIX_INSTRUCTION[target]) > 0
+    if target == "sm_80":
+        assert compiled.count("LDGSTS.E.BYPASS.128") > 0
 
 
 def main_loop(sass: str) -> list[str]:
@@ -83,29 +130,32 @@ def main_loop(sass: str) -> list[str]:
 
 @pytest.mark.parametrize("tokens", sorted(launch_configs.SIXTEEN_BIT_INPUT))
 def test_every_tile_of_the_table_keeps_its_registers(tokens):
-    tile = launch_configs.SIXTEEN_BIT_INPUT[tokens]
-    kernel = FEW[0] if tile.programs_per_processor else MANY[0]
-    assert compile_linear(kernel, tile, "sm_80", bits=8, EVEN_K=False).local_bytes == 0
+    assert compile_linear("sm_80", tokens, bits=8, EVEN_K=False).local_bytes == 0
+
+
+@pytest.mark.parametrize("target, tokens, group", [("sm_80", 64, 64), ("sm_100", 256, 32), ("gfx942", 256, 128)])
+def test_the_long_steps_of_three_bits(target, tokens, group):
+    compiled = compile_linear(target, tokens, bits=3, group=group)
+    assert compiled.local_bytes == 0 and compiled.shared <= 64 * 1024
+    assert compiled.count(MATRIX_INSTRUCTION[target]) > 0
 
 
 @pytest.mark.parametrize("tokens", sorted(launch_configs.FLOAT32_INPUT))
 def test_float32(tokens):
-    tile = launch_configs.FLOAT32_INPUT[tokens]
-    kernel = FEW[0] if tile.programs_per_processor else MANY[0]
-    assert compile_linear(kernel, tile, "sm_90", "fp32").local_bytes == 0
+    assert compile_linear("sm_90", tokens, dtype="fp32").local_bytes == 0
 
 
 def test_specialised_to_one_row_and_column():
     """A launch turns arguments that are 1 into constants."""
     ones = dict(N=1, K=1, stride_x=1, stride_sn=1, stride_sg=1, stride_zn=1, stride_zg=1)
-    assert compile_linear(*FEW, "sm_90", EVEN_K=False, **ones).local_bytes == 0
+    assert compile_linear("sm_90", EVEN_K=False, **ones).local_bytes == 0
 
 
-@pytest.mark.parametrize("target, bits", [("sm_80", 8), ("sm_90", 4), ("sm_100", 8), ("gfx942", 4)])
+@pytest.mark.parametrize("target, bits", [("sm_80", 8), ("sm_90", 3), ("sm_100", 2), ("gfx942", 4)])
 def test_dequantize(target, bits):
     kernel = weight_only_kernels.dequantize_kernel
     types = {"packed_ptr": "*i32", "scale_ptr": "*bf16", "zero_ptr": "*u8", "out_ptr": "*bf16"}
-    constexprs = dict(BITS=bits, GROUP=64, ASYMMETRIC=True, BLOCK_N=64)
+    constexprs = dict(BITS=bits, GROUP=64, ASYMMETRIC=True, codebook_ptr=None, LOOKUP=0, PER_ROW=False, BLOCK_N=64)
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
     compiled = compile_kernel(kernel, signature, constexprs, target, aligned=("N", "K"))
     assert compiled.local_bytes == 0

@@ -24,8 +24,8 @@ REASON = "only the output is rounded"
 def problem(out_features, in_features, bits, group_size, symmetric, dtype, device):
     rows = 1 if group_size is None else out_features
     groups = 1 if group_size in (-1, None) else -(-in_features // group_size)
-    width = in_features if bits == 8 else (in_features + 1) // 2
-    qweight = torch.randint(0, 256, (out_features, width), dtype=torch.uint8, device=device)
+    codes = torch.randint(0, 2**bits, (out_features, in_features), dtype=torch.uint8, device=device)
+    qweight = efficient_linear.pack_canonical(codes, bits)
     scale = ((torch.rand(rows, groups, device=device) + 0.5) * 2.0 ** (1 - bits)).to(dtype)
     zero_point = torch.randint(0, 2**bits, (rows, groups), dtype=torch.uint8, device=device)
     layout = dict(bits=bits, group_size=group_size, in_features=in_features)
@@ -35,39 +35,60 @@ def problem(out_features, in_features, bits, group_size, symmetric, dtype, devic
 
 def check(x, packed, scale, zero_point, bias, layout, tolerances=None):
     actual = efficient_linear.weight_only_linear(x, packed, scale, zero_point, bias, **layout)
-    expected = efficient_linear.weight_only_linear_reference(x, packed, scale, zero_point, bias, **layout)
+    doubles = [None if t is None else t.double() for t in (x, bias)]
+    weight = efficient_linear.dequantize_reference(packed, scale, zero_point, **layout).double()
+    expected = torch.nn.functional.linear(doubles[0], weight, doubles[1])
     assert actual.dtype == x.dtype
     rms, maximum = tolerances or TOLERANCES[x.dtype]
     assert_close(actual, expected, rms, maximum * expected.abs().max().item(), REASON)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
+def few_tokens_case(bits, group_size, symmetric, dtype, number, device):
+    """Cases differ in shape, number of tokens and bias by `number`."""
+    out_features, in_features = SHAPES[number % len(SHAPES)]
+    packed, scale, zero_point, layout = problem(out_features, in_features, bits, group_size, symmetric, dtype, device)
+    x = torch.randn((1, 3, 16, 33)[number // 2 % 4], in_features, device=device).to(dtype)
+    bias = torch.randn(out_features, device=device).to(dtype) if number % 2 else None
+    check(x, packed, scale, zero_point, bias, layout)
+
+
+GROUPS = [32, 64, 128, 256, -1, None]
+
+
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1, None])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_few_tokens(bits, group_size, symmetric, dtype, kernel_device, nan_poison):
-    for number, tokens in enumerate((1, 3, 16, 33) if dtype == torch.float16 else (3, 33)):
-        out_features, in_features = SHAPES[(number + bits // 4 + symmetric + (group_size or 0) // 32) % len(SHAPES)]
-        packed, scale, zero_point, layout = problem(
-            out_features, in_features, bits, group_size, symmetric, dtype, kernel_device
-        )
-        x = torch.randn(tokens, in_features, device=kernel_device).to(dtype)
-        bias = torch.randn(out_features, device=kernel_device).to(dtype) if number % 2 else None
-        check(x, packed, scale, zero_point, bias, layout)
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_few_tokens(bits, group_size, symmetric, kernel_device, nan_poison):
+    number = bits + 3 * GROUPS.index(group_size) + symmetric
+    few_tokens_case(bits, group_size, symmetric, torch.float16, number, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_few_tokens_of_other_dtypes(bits, symmetric, dtype, kernel_device, nan_poison):
+    number = bits + 2 * symmetric
+    few_tokens_case(bits, GROUPS[number % len(GROUPS)], symmetric, dtype, number + 3, kernel_device)
 
 
 @pytest.mark.parametrize(
     "bits, group_size, dtype",
-    [(4, 32, torch.float16), (4, 128, torch.bfloat16), (8, 64, torch.float16), (8, -1, torch.float32)],
+    [
+        (2, 64, torch.bfloat16),
+        (3, 128, torch.float16),
+        (4, 128, torch.bfloat16),
+        (8, 64, torch.float16),
+        (8, -1, torch.float32),
+    ],
 )
 def test_many_tokens(bits, group_size, dtype, kernel_device, nan_poison):
     packed, scale, zero_point, layout = problem(140, 333, bits, group_size, False, dtype, kernel_device)
-    x = torch.randn(131 if dtype != torch.float32 else 65, 333, device=kernel_device).to(dtype)
+    x = torch.randn(65 if dtype == torch.float32 else 131, 333, device=kernel_device).to(dtype)
     check(x, packed, scale, zero_point, torch.randn(140, device=kernel_device), layout)
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
-@pytest.mark.parametrize("bits, group_size", [(4, 64), (8, 32), (4, None), (8, -1)])
+@pytest.mark.parametrize("bits, group_size", [(2, 32), (3, 64), (4, None), (8, -1)])
 def test_dequantize(bits, group_size, symmetric, kernel_device, nan_poison):
     packed, scale, zero_point, layout = problem(70, 333, bits, group_size, symmetric, torch.float16, kernel_device)
     expected = efficient_linear.dequantize_reference(packed, scale, zero_point, **layout)
@@ -134,10 +155,33 @@ def test_gradients_of_input_and_bias(kernel_device):
         efficient_linear.weight_only_linear(inputs[0], packed, scale.requires_grad_(), zero_point, **layout)
 
 
+@pytest.mark.parametrize("bits", [3, 4])
+def test_activation_order_is_resolved_when_loading(bits, kernel_device):
+    """The product with the weight of the definition: column k has the scale and zero point of group g_idx[k]."""
+    n, k, group = 20, 160, 64  # the last group has 32 columns
+    order = torch.randperm(k, device=kernel_device)
+    g_idx = torch.empty(k, dtype=torch.int32, device=kernel_device)
+    g_idx[order] = (torch.arange(k, device=kernel_device) // group).int()
+    codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, device=kernel_device)
+    scale = torch.rand(n, 3, device=kernel_device) + 0.5
+    zero_point = torch.randint(0, 2**bits, (n, 3), dtype=torch.uint8, device=kernel_device)
+    weight = (codes.double() - zero_point[:, g_idx.long()].double()) * scale[:, g_idx.long()].double()
+    layout = dict(bits=bits, group_size=group, in_features=k)
+    qweight = efficient_linear.pack_canonical(codes, bits)
+    permuted, permutation = efficient_linear.resolve_activation_order(qweight, g_idx, **layout)
+    packed = efficient_linear.pack_weight(permuted, bits, group)
+    x = torch.randn(2, k, device=kernel_device)
+    out = efficient_linear.weight_only_linear(x[:, permutation], packed, scale, zero_point, **layout)
+    expected = x.double() @ weight.t()
+    rms, maximum = TOLERANCES[torch.float32]
+    assert_close(out, expected, rms, maximum * expected.abs().max().item(), "float32 all the way")
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 200])
-def test_native_is_deterministic_and_replays_in_a_graph(tokens):
-    packed, scale, zero_point, layout = problem(4096, 4096, 4, 64, False, torch.bfloat16, "cuda")
+def test_native_is_deterministic_and_replays_in_a_graph(tokens, bits):
+    packed, scale, zero_point, layout = problem(4096, 4096, bits, 64, False, torch.bfloat16, "cuda")
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
 
     def call():

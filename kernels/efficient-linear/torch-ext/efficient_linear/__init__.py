@@ -1,24 +1,53 @@
-"""Linear layers with packed 4- and 8-bit weights, in Triton (CUDA and ROCm)."""
+"""Linear layers with packed weights of 2, 3, 4 and 8 bits, codebooks and 8-bit activations, in Triton (CUDA and ROCm)."""
 
+from .activation_order import resolve_activation_order
 from .activation_quant import Quantized, quantize, rms_norm_quantize, silu_mul_quantize
+from .codebook import FP4, NF4, codebook_linear, dequantize_codebook
 from .fp8 import fp8_linear
+from .gate_up import gate_up_silu
 from .llm_int8 import llm_int8_linear
-from .packing import pack_weight, unpack_weight
-from .reference import dequantize_reference, weight_only_linear_reference
+from .packing import (
+    pack_canonical,
+    pack_codebook_weight,
+    pack_weight,
+    unpack_canonical,
+    unpack_codebook_weight,
+    unpack_weight,
+)
+from .reference import (
+    codebook_linear_reference,
+    dequantize_codebook_reference,
+    dequantize_reference,
+    gate_up_silu_reference,
+    weight_only_linear_reference,
+)
 from .w8a8 import w8a8_linear
 from .weight_only import dequantize, weight_only_linear
 
 
 __all__ = [
+    "FP4",
+    "NF4",
     "Quantized",
+    "codebook_linear",
+    "codebook_linear_reference",
     "dequantize",
+    "dequantize_codebook",
+    "dequantize_codebook_reference",
     "dequantize_reference",
     "fp8_linear",
+    "gate_up_silu",
+    "gate_up_silu_reference",
     "llm_int8_linear",
+    "pack_canonical",
+    "pack_codebook_weight",
     "pack_weight",
     "quantize",
+    "resolve_activation_order",
     "rms_norm_quantize",
     "silu_mul_quantize",
+    "unpack_canonical",
+    "unpack_codebook_weight",
     "unpack_weight",
     "w8a8_linear",
     "weight_only_linear",

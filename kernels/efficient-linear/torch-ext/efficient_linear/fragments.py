@@ -1,10 +1,11 @@
 """Device code shared by the kernels: packed words (layout: packing.py) to numbers.
 
-The 16-bit formats are made without conversion instructions: an integer u in the low mantissa bits of 128 (bfloat16,
-ulp 1) or 1024 (float16, ulp 1) is the number 128 + u or 1024 + u. For a zero point z, u = code + 2^bits - z is made by
-an integer addition to both halves of a word at once (0 < u < 2^(bits + 1), nothing is carried), and the constant 128 +
-2^bits or 1024 + 2^bits is subtracted from the number: every step is exact. 8-bit codes do not fit below bfloat16's
-128; they go, as for float32, through 2^23 in float32, and code minus zero point is exact in bfloat16.
+The 16-bit formats are made without conversion instructions. bfloat16 holds integers in the low 7 bits of 128 (ulp 1),
+float16 in the low 10 of 1024: a code at bit p of these is the number 128 + 2^p code, and one multiply-add by 2^-p with
+-(128 * 2^-p + zero point) makes it code - zero point (for p = 0 a subtraction), every step exact. So one shift serves
+all the codes that lie in one such window (three of 2 bits or two of 3 in bfloat16, five, three or two of 2, 3 or 4 in
+float16) and a zero point costs no instruction. 8-bit codes do not fit below bfloat16's 128; they go, as for float32,
+through 2^23 in float32, and code minus zero point is exact in bfloat16.
 """
 
 import triton
@@ -18,82 +19,112 @@ MAGIC_FLOAT16 = 0x64006400
 
 
 @triton.jit
-def bias_of_zero_points(zero, magic, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """What to add to a word of two codes: the magic bits and 2^bits - zero point in both halves."""
-    bias = ((1 << BITS) - zero) * 0x10001
-    if DTYPE == tl.float16 or (DTYPE == tl.bfloat16 and BITS == 4):
-        bias = bias + magic
-    return bias
+def zero_point_word(zero, magic, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Zero points int32 -> the bits of what `plane` adds: -(128 + zero point) (bfloat16) or -(1024 + zero point)
+    (float16) in both halves of a word, or -(2^23 + zero point) (float32, and bfloat16 with 8 bits)."""
+    if DTYPE == tl.float16 or (DTYPE == tl.bfloat16 and BITS < 8):
+        return (zero * 0x10001) | (magic ^ -0x7FFF8000)
+    else:
+        return zero | -0x35000000
+
+
+@triton.jit
+def in_both_halves(value, DTYPE: tl.constexpr):
+    """The word with the DTYPE number `value` (a compile-time constant) in both halves."""
+    return (tl.full((1, 1), value, DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+
+
+@triton.jit
+def halves(word, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Two 16-bit numbers in each int32 of [T, 128] -> [T, 128, 2], in float32 when UPCAST (the interpreter has no
+    arithmetic in bfloat16)."""
+    low = word.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    if UPCAST:
+        low = low.to(tl.float32)
+        high = high.to(tl.float32)
+    return tl.join(low, high)
+
+
+@triton.jit
+def multiply_add(word, factor, addend, DTYPE: tl.constexpr):
+    """In both halves of the words, on CUDA. The compiler would do so by itself only where the addend is a constant."""
+    word, factor, addend = tl.broadcast(word, factor)[0], tl.broadcast(factor, word)[0], tl.broadcast(addend, word)[0]
+    if DTYPE == tl.float16:
+        return tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [word, factor, addend], tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [word, factor, addend], tl.int32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
 def plane(
     words,
-    bias,
+    zero,
     magic,
     J: tl.constexpr,
     BITS: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
     DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Codes of matrix instruction J minus zero points: words [C T, 128] -> DTYPE [C T, 128, 2]. UPCAST: the arithmetic
-    is done in float32 (the interpreter has none in bfloat16)."""
-    MASK: tl.constexpr = 0x000F000F if BITS == 4 else 0x00FF00FF
-    CENTRE: tl.constexpr = 1 << BITS if ASYMMETRIC else 1 << (BITS - 1)
-    word = (words >> (BITS * J)) & MASK
-    if ASYMMETRIC:
-        word = word + bias
-    if DTYPE == tl.float16 or (DTYPE == tl.bfloat16 and BITS == 4):
-        if not ASYMMETRIC:
-            word = word | magic
-        OFFSET: tl.constexpr = CENTRE + (1024 if DTYPE == tl.float16 else 128)
-        low = word.to(tl.int16).to(DTYPE, bitcast=True)
-        high = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-        if UPCAST:
-            low = low.to(tl.float32)
-            high = high.to(tl.float32)
-        pair = tl.join(low, high) - tl.full((1,), OFFSET, low.dtype)
+    """Codes of matrix instruction J of a step minus zero points: words, the step's blocks, each int32 [T, 128] -> DTYPE
+    [T, 128, 2]. zero: `zero_point_word` of the row of each word, alike (read when ASYMMETRIC)."""
+    MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7
+    WINDOW: tl.constexpr = MANTISSA // BITS if DTYPE != tl.float32 else 0  # codes that one number's mantissa holds
+    IN_WORD: tl.constexpr = 16 // BITS
+    FIELD: tl.constexpr = J % IN_WORD
+    P: tl.constexpr = FIELD % WINDOW * BITS if WINDOW > 0 else 0
+    if BITS == 3 and J == 15:
+        word = ((words[0] >> 15) & 0x00010001) | ((words[1] >> 14) & 0x00020002) | ((words[2] >> 13) & 0x00040004)
+    else:
+        word = (words[J // IN_WORD] >> (FIELD * BITS - P)) & (((1 << BITS) - 1 << P) * 0x10001)
+    CENTRE: tl.constexpr = 1 << (BITS - 1)
+    if WINDOW > 0:
+        word = word | magic
+        ONE: tl.constexpr = 1 << MANTISSA  # the number whose ulp is 1
+        if PTX:
+            if not ASYMMETRIC:
+                addend = in_both_halves(-(ONE >> P) - CENTRE, DTYPE)
+            elif P > 0:
+                addend = multiply_add(zero, in_both_halves(1.0, DTYPE), in_both_halves(ONE - (ONE >> P), DTYPE), DTYPE)
+            else:
+                addend = zero
+            return halves(multiply_add(word, in_both_halves(1.0 / (1 << P), DTYPE), addend, DTYPE), DTYPE, False)
+        else:
+            numbers = halves(word, DTYPE, UPCAST)
+            if ASYMMETRIC:
+                addend = halves(zero, DTYPE, UPCAST) + tl.full((1,), ONE - (ONE >> P), numbers.dtype)
+            else:
+                addend = tl.full((1,), -(ONE >> P) - CENTRE, numbers.dtype)
+            return tl.fma(numbers, tl.full((1,), 1.0 / (1 << P), numbers.dtype), addend).to(DTYPE)
     else:
         low = ((word & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
         high = ((word >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
-        pair = tl.join(low, high) - (8388608.0 + CENTRE)
-    return pair.to(DTYPE)
+        addend = zero.to(tl.float32, bitcast=True) if ASYMMETRIC else -8388608.0 - CENTRE
+        return tl.join(low + addend, high + addend).to(DTYPE)
 
 
 @triton.jit
-def unpack(
-    words,
-    bias,
-    magic,
-    C: tl.constexpr,
-    FIRST: tl.constexpr,
-    PLANES: tl.constexpr,
-    BITS: tl.constexpr,
-    ASYMMETRIC: tl.constexpr,
-    DTYPE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """words int32 [C T, 128] (chunk slowest) and bias of the row of each word, alike (read when ASYMMETRIC) -> codes
-    minus zero points of the matrix instructions FIRST .. FIRST + PLANES - 1 (PLANES 2 or 4) of every chunk: DTYPE
-    [16 T, 16 PLANES C].
+def join_planes(p0, p1, p2, p3, p4, p5, p6, p7, PLANES: tl.constexpr):
+    """The operand of PLANES (2, 4 or 8) matrix instructions, DTYPE [16 T, 16 PLANES], from their fragments [T, 128, 2]
+    (those past PLANES are not read).
 
     Only names of registers and lanes change here: what every lane has is what the matrix instruction wants from it."""
-    T: tl.constexpr = words.shape[0] // C
-    numbers = tl.join(
-        plane(words, bias, magic, FIRST, BITS, ASYMMETRIC, DTYPE, UPCAST),
-        plane(words, bias, magic, FIRST + 1, BITS, ASYMMETRIC, DTYPE, UPCAST),
-    )
-    if PLANES == 4:
-        more = tl.join(
-            plane(words, bias, magic, FIRST + 2, BITS, ASYMMETRIC, DTYPE, UPCAST),
-            plane(words, bias, magic, FIRST + 3, BITS, ASYMMETRIC, DTYPE, UPCAST),
-        )
-        numbers = tl.join(numbers, more)
-    # chunk, tile, r, t, column half, row half, h, low bit of j, high bit of j -> rows, columns
-    numbers = tl.reshape(numbers, (C, T, 8, 4, 2, 2, 2, 2, PLANES // 2))
-    numbers = tl.permute(numbers, (1, 5, 2, 0, 8, 7, 4, 3, 6))
-    return tl.reshape(numbers, (T * 16, C * PLANES * 16))
+    T: tl.constexpr = p0.shape[0]
+    numbers = tl.join(p0, p1)
+    if PLANES >= 4:
+        numbers = tl.join(numbers, tl.join(p2, p3))
+    if PLANES == 8:
+        numbers = tl.join(numbers, tl.join(tl.join(p4, p5), tl.join(p6, p7)))
+    # tile, r, t, column half, row half, h, bits of j from the lowest -> rows, columns
+    numbers = tl.reshape(numbers, (T, 8, 4, 2, 2, 2, 2, 2 if PLANES >= 4 else 1, 2 if PLANES == 8 else 1))
+    numbers = tl.permute(numbers, (0, 4, 1, 8, 7, 6, 3, 2, 5))
+    return tl.reshape(numbers, (T * 16, PLANES * 16))
 
 
 # The shapes below are chosen for the layout that the compiler gives a load of such a shape: 32 lanes by 4 words, warps
@@ -102,13 +133,26 @@ def unpack(
 
 
 @triton.jit
-def load_words(packed_ptr, first_tile, tiles, words_in_tile, chunk, C: tl.constexpr, T: tl.constexpr):
-    """C chunks of T tiles, from tile first_tile (the last of `tiles` again where there are fewer): int32 [C T,
-    128]."""
-    index = tl.arange(0, C * T)
-    tile = tl.minimum(first_tile + index % T, tiles - 1).to(tl.int64)
-    at = packed_ptr + (tile * words_in_tile + (chunk + index // T) * 128)[:, None]
-    return tl.load(at + tl.arange(0, 128)[None, :])
+def load_block(packed_ptr, first_tile, tiles, words_in_tile, block, T: tl.constexpr):
+    """One block of T tiles, from tile first_tile (the last of `tiles` again where there are fewer): int32 [T, 128]."""
+    tile = tl.minimum(first_tile + tl.arange(0, T), tiles - 1).to(tl.int64)
+    return tl.load(packed_ptr + (tile * words_in_tile + block * 128)[:, None] + tl.arange(0, 128)[None, :])
+
+
+@triton.jit
+def load_step(packed_ptr, first_tile, tiles, words_in_tile, step, T: tl.constexpr, BLOCKS: tl.constexpr):
+    """The BLOCKS (1 .. 4) blocks of a step; four, the last one again where there are fewer."""
+    w0 = load_block(packed_ptr, first_tile, tiles, words_in_tile, step * BLOCKS, T)
+    w1 = w0
+    w2 = w0
+    w3 = w0
+    if BLOCKS > 1:
+        w1 = load_block(packed_ptr, first_tile, tiles, words_in_tile, step * BLOCKS + 1, T)
+    if BLOCKS > 2:
+        w2 = load_block(packed_ptr, first_tile, tiles, words_in_tile, step * BLOCKS + 2, T)
+    if BLOCKS > 3:
+        w3 = load_block(packed_ptr, first_tile, tiles, words_in_tile, step * BLOCKS + 3, T)
+    return w0, w1, w2, w3
 
 
 @triton.jit
@@ -118,9 +162,8 @@ def rows_of_lanes(T: tl.constexpr):
 
 
 @triton.jit
-def words_from_rows(upper, lower, C: tl.constexpr):
-    """Values of both rows of each lane, [32 T], to values of each word: [C T, 128]."""
+def words_from_rows(upper, lower):
+    """Values of both rows of each lane, [32 T], to values of each word: [T, 128]."""
     T: tl.constexpr = upper.shape[0] // 32
     both = tl.expand_dims(tl.join(upper, lower), 1)
-    words = tl.reshape(tl.broadcast_to(both, (T * 32, 2, 2)), (1, T, 128))
-    return tl.reshape(tl.broadcast_to(words, (C, T, 128)), (C * T, 128))
+    return tl.reshape(tl.broadcast_to(both, (T * 32, 2, 2)), (T, 128))

@@ -4,7 +4,7 @@ The numbers follow from instruction counts and the memory formulas; `benchmarks/
 them on a GPU, and a measured table replaces them here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,18 @@ DEQUANTIZE_ABOVE = 256
 FEWEST_STEPS_PER_SPLIT = 4  # of 128 columns: shorter splits spend their time filling the pipeline
 
 
-def choose_tile(tokens: int, float32: bool) -> Tile:
+def choose_tile(tokens: int, float32: bool, bits: int = 4) -> Tile:
     """The tile for 1 .. DEQUANTIZE_ABOVE tokens."""
     table = FLOAT32_INPUT if float32 else SIXTEEN_BIT_INPUT
-    return next(tile for most, tile in table.items() if tokens <= most)
+    tile = next(tile for most, tile in table.items() if tokens <= most)
+    # a step of 3-bit weights is twice as long: with 64 tokens it takes more registers (sm_80) and tensor memory (sm_100)
+    # than there are
+    return replace(tile, block_m=min(tile.block_m, 32)) if bits == 3 else tile
+
+
+def stages(tile: Tile, bits: int) -> int:
+    """num_stages of the loop over K: a step of 3-bit weights is twice as long."""
+    return (tile.num_stages + 1) // 2 if bits == 3 else tile.num_stages
 
 
 def choose_steps_per_split(tile: Tile, programs: int, steps: int, processors: int) -> int:

@@ -1,8 +1,15 @@
 """What the kernels must compute, in plain float32 torch on any device."""
 
 import torch
+import torch.nn.functional as F
 
 from .packing import check_layout, check_packed, unpack_codes
+
+
+def _by_column(values: torch.Tensor, group_size: int | None, in_features: int) -> torch.Tensor:
+    """Values of groups [., G] -> float32 [., in_features]."""
+    groups = torch.arange(in_features, device=values.device)
+    return values.float()[:, groups // group_size if group_size not in (None, -1) else groups * 0]
 
 
 def dequantize_reference(
@@ -18,10 +25,8 @@ def dequantize_reference(
     check_layout(bits, group_size)
     check_packed(packed, in_features, bits)
     codes = unpack_codes(packed, in_features, bits).float()
-    groups = torch.arange(in_features, device=packed.device)
-    groups = groups // group_size if group_size not in (None, -1) else groups * 0
-    centre = 2.0 ** (bits - 1) if zero_point is None else zero_point.float()[:, groups]
-    return (codes - centre) * scale.float()[:, groups]
+    centre = 2.0 ** (bits - 1) if zero_point is None else _by_column(zero_point, group_size, in_features)
+    return (codes - centre) * _by_column(scale, group_size, in_features)
 
 
 def weight_only_linear_reference(
@@ -37,4 +42,49 @@ def weight_only_linear_reference(
 ) -> torch.Tensor:
     """x [M, K] times the transposed weight, plus bias: [M, N] in float32, whatever the dtypes given."""
     weight = dequantize_reference(packed, scale, zero_point, bits=bits, group_size=group_size, in_features=in_features)
-    return torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float())
+    return F.linear(x.float(), weight, None if bias is None else bias.float())
+
+
+def dequantize_codebook_reference(
+    packed: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    bits: int,
+    group_size: int | None,
+    in_features: int,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The weight float32 [N, K]: entries of the codebook, rounded to `dtype`, times the scale of their group; arguments as
+    in `codebook_linear`."""
+    check_layout(bits, group_size, (2, 3, 4))
+    check_packed(packed, in_features, bits)
+    codes = unpack_codes(packed, in_features, bits, codebook=True).long()
+    entries = codebook.to(dtype).float().expand(packed.shape[0], -1).gather(1, codes)
+    return entries * _by_column(scale, group_size, in_features)
+
+
+def codebook_linear_reference(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    codebook: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    bits: int,
+    group_size: int | None,
+    in_features: int,
+) -> torch.Tensor:
+    """x [M, K] times the transposed weight, whose entries are rounded to the dtype of x, plus bias: [M, N] in float32."""
+    layout = dict(bits=bits, group_size=group_size, in_features=in_features)
+    weight = dequantize_codebook_reference(packed, codebook, scale, dtype=x.dtype, **layout)
+    return F.linear(x.float(), weight, None if bias is None else bias.float())
+
+
+def gate_up_silu_reference(
+    x: torch.Tensor, gate: tuple, up: tuple, *, bits: int, group_size: int | None, in_features: int
+) -> torch.Tensor:
+    """silu of the product with `gate` times the product with `up`, tuples (packed, scale, zero_point, bias) as in
+    `weight_only_linear`: [M, N] in float32."""
+    layout = dict(bits=bits, group_size=group_size, in_features=in_features)
+    return F.silu(weight_only_linear_reference(x, *gate, **layout)) * weight_only_linear_reference(x, *up, **layout)

@@ -6,14 +6,16 @@ import os
 import torch
 import triton
 
+from .codebook_fragments import GATHER, PERMUTE
 from .fragments import MAGIC_BFLOAT16, MAGIC_FLOAT16
-from .launch_configs import DEQUANTIZE_ABOVE, choose_steps_per_split, choose_tile
-from .packing import COLUMNS, check_layout, check_packed, number_of_groups
+from .launch_configs import DEQUANTIZE_ABOVE, choose_steps_per_split, choose_tile, stages
+from .packing import COLUMNS, check_layout, check_packed, number_of_groups, step_columns
 from .weight_only_kernels import dequantize_kernel, few_tokens_kernel, many_tokens_kernel
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PTX = torch.version.hip is None and not INTERPRETED  # kernels may use instructions of NVIDIA GPUs
 
 
 def _check_device(packed: torch.Tensor) -> None:
@@ -40,6 +42,24 @@ def _check_scales(packed, scale, zero_point, bits, group_size, in_features) -> N
                 f"[{packed.shape[0]}, {in_features}] need {shape}"
             )
         if tensor.device != packed.device:
+            raise ValueError(f"{name} is on {tensor.device}, packed on {packed.device}: allowed is one device")
+
+
+def _check_input(x, bias, packed, in_features) -> None:
+    out_features = packed.shape[0]
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x has dtype {x.dtype}: allowed is one of {DTYPES}")
+    if x.dim() != 2 or x.shape[1] != in_features:
+        raise ValueError(f"x has shape {tuple(x.shape)}: allowed is [M, {in_features}]")
+    if x.stride(1) != 1 and in_features > 1:
+        raise ValueError(f"x has strides {x.stride()}: allowed is a contiguous last dimension")
+    if bias is not None:
+        if bias.dtype not in DTYPES:
+            raise TypeError(f"bias has dtype {bias.dtype}: allowed is one of {DTYPES}")
+        if bias.shape != (out_features,) or (out_features > 1 and bias.stride(0) != 1):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is a contiguous [{out_features}]")
+    for name, tensor in (("x", x), ("bias", bias)):
+        if tensor is not None and tensor.device != packed.device:
             raise ValueError(f"{name} is on {tensor.device}, packed on {packed.device}: allowed is one device")
 
 
@@ -87,6 +107,11 @@ def dequantize(
     """The weight [N, in_features] in `dtype` (default: that of scale): (code - zero point) * scale in float32, rounded
     once. Arguments and errors as `weight_only_linear`."""
     _check_scales(packed, scale, zero_point, bits, group_size, in_features)
+    layout = dict(bits=bits, group_size=group_size, in_features=in_features)
+    return _dequantize(packed, scale, zero_point, None, dtype, **layout)
+
+
+def _dequantize(packed, scale, zero_point, codebook, dtype, *, bits, group_size, in_features) -> torch.Tensor:
     _check_device(packed)
     dtype = scale.dtype if dtype is None else dtype
     if dtype not in DTYPES:
@@ -94,10 +119,11 @@ def dequantize(
     out = torch.empty(packed.shape[0], in_features, dtype=dtype, device=packed.device)
     block_n = 64
     with _on(packed.device):
-        dequantize_kernel[(triton.cdiv(packed.shape[0], block_n), triton.cdiv(in_features, COLUMNS))](
+        dequantize_kernel[(triton.cdiv(packed.shape[0], block_n), triton.cdiv(in_features, step_columns(bits)))](
             packed,
             scale,
             zero_point,
+            codebook,
             out,
             packed.shape[0],
             in_features,
@@ -106,6 +132,8 @@ def dequantize(
             BITS=bits,
             GROUP=_kernel_group(group_size),
             ASYMMETRIC=zero_point is not None,
+            LOOKUP=_lookup(codebook, torch.float32),
+            PER_ROW=codebook is not None and codebook.dim() == 2,
             BLOCK_N=block_n,
             num_warps=4,
         )
@@ -128,7 +156,7 @@ def weight_only_linear(
     group_size: int | None,
     in_features: int,
 ) -> torch.Tensor:
-    """x times the transpose of a packed 4- or 8-bit weight, plus bias.
+    """x times the transpose of a packed 2-, 3-, 4- or 8-bit weight, plus bias.
 
     x: [M, K] float16, bfloat16 or float32, K = in_features contiguous, rows at any stride.
     packed: int32 [N, W] from `pack_weight`.
@@ -136,7 +164,7 @@ def weight_only_linear(
         [N, 1] for group_size -1, [1, 1] for group_size None.
     zero_point: uint8 like scale, values up to 2^bits - 1; None = 2^(bits - 1).
     bias: [N], float of any kind, or None.
-    bits: 4 or 8. group_size: 32, 64, a multiple of 128, -1 (one group a row) or None (one scale for the tensor).
+    bits: 2, 3, 4 or 8. group_size: 32, 64, a multiple of 128, -1 (one group a row) or None (one scale for the tensor).
 
     Returns [M, N] in the dtype of x. Products are added in float32 and weights are not rounded, except above 256
     tokens (launch_configs.DEQUANTIZE_ABOVE), where (code - zero point) * scale is rounded to the dtype of x and torch
@@ -150,85 +178,69 @@ def weight_only_linear(
     RuntimeError when scale requires grad while grad is enabled.
     """
     _check_scales(packed, scale, zero_point, bits, group_size, in_features)
-    out_features = packed.shape[0]
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x has dtype {x.dtype}: allowed is one of {DTYPES}")
-    if x.dim() != 2 or x.shape[1] != in_features:
-        raise ValueError(f"x has shape {tuple(x.shape)}: allowed is [M, {in_features}]")
-    if x.stride(1) != 1 and in_features > 1:
-        raise ValueError(f"x has strides {x.stride()}: allowed is a contiguous last dimension")
-    if bias is not None:
-        if bias.dtype not in DTYPES:
-            raise TypeError(f"bias has dtype {bias.dtype}: allowed is one of {DTYPES}")
-        if bias.shape != (out_features,) or (out_features > 1 and bias.stride(0) != 1):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is a contiguous [{out_features}]")
-    for name, tensor in (("x", x), ("bias", bias)):
-        if tensor is not None and tensor.device != packed.device:
-            raise ValueError(f"{name} is on {tensor.device}, packed on {packed.device}: allowed is one device")
+    _check_input(x, bias, packed, in_features)
     _check_device(packed)
 
     layout = dict(bits=bits, group_size=group_size, in_features=in_features)
+    return _differentiable(x, bias, packed, scale, zero_point, None, layout)
+
+
+def _differentiable(x, bias, packed, scale, zero_point, codebook, layout) -> torch.Tensor:
+    """The product of checked arguments, with the gradients of x and bias."""
     if torch.is_grad_enabled():
-        if scale.requires_grad:
-            raise RuntimeError("scale requires grad: allowed are gradients of x and bias, the weight is frozen")
+        for name, tensor in (("scale", scale), ("codebook", codebook)):
+            if tensor is not None and tensor.requires_grad:
+                raise RuntimeError(f"{name} requires grad: allowed are gradients of x and bias, the weight is frozen")
         if x.requires_grad or (bias is not None and bias.requires_grad):
-            return _WeightOnlyLinear.apply(x, bias, packed, scale, zero_point, layout)
-    return _multiply(x, packed, scale, zero_point, bias, **layout)
+            return _WeightOnlyLinear.apply(x, bias, packed, scale, zero_point, codebook, layout)
+    return _multiply(x, packed, scale, zero_point, bias, codebook, **layout)
 
 
 class _WeightOnlyLinear(torch.autograd.Function):
-    """weight_only_linear with the gradients of x and bias."""
-
     @staticmethod
-    def forward(ctx, x, bias, packed, scale, zero_point, layout):
-        ctx.save_for_backward(packed, scale, zero_point)
+    def forward(ctx, x, bias, packed, scale, zero_point, codebook, layout):
+        ctx.save_for_backward(packed, scale, zero_point, codebook)
         ctx.layout, ctx.dtypes = layout, (x.dtype, None if bias is None else bias.dtype)
-        return _multiply(x, packed, scale, zero_point, bias, **layout)
+        return _multiply(x, packed, scale, zero_point, bias, codebook, **layout)
 
     @staticmethod
     def backward(ctx, grad):
         x_dtype, bias_dtype = ctx.dtypes
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ dequantize(*ctx.saved_tensors, dtype=x_dtype, **ctx.layout)
+            grad_x = grad @ _dequantize(*ctx.saved_tensors, x_dtype, **ctx.layout)
         if ctx.needs_input_grad[1]:
             grad_bias = grad.sum(0).to(bias_dtype)
-        return grad_x, grad_bias, None, None, None, None
+        return grad_x, grad_bias, None, None, None, None, None
 
 
-def _multiply(x, packed, scale, zero_point, bias, *, bits, group_size, in_features) -> torch.Tensor:
-    """weight_only_linear of checked arguments: chooses the kernel by the number of tokens and launches it."""
+def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_size, in_features) -> torch.Tensor:
+    """The product of checked arguments: chooses the kernel by the number of tokens and launches it."""
     out_features = packed.shape[0]
     tokens = x.shape[0]
     if tokens > DEQUANTIZE_ABOVE:
         layout = dict(bits=bits, group_size=group_size, in_features=in_features)
-        weight = dequantize(packed, scale, zero_point, dtype=x.dtype, **layout)
+        weight = _dequantize(packed, scale, zero_point, codebook, x.dtype, **layout)
         return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     out = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    tile = choose_tile(tokens, x.dtype == torch.float32)
+    tile = choose_tile(tokens, x.dtype == torch.float32, bits)
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
+    tensors = (x, packed, scale, zero_point, codebook, bias, out)
     sizes = (tokens, out_features, in_features, x.stride(0), *_scale_strides(scale), *_scale_strides(zero_point))
     options = dict(
-        magic=MAGIC_FLOAT16 if x.dtype == torch.float16 else MAGIC_BFLOAT16,
-        BITS=bits,
-        GROUP=_kernel_group(group_size),
-        ASYMMETRIC=zero_point is not None,
         HAS_BIAS=bias is not None,
-        EVEN_K=in_features % COLUMNS == 0,
-        BLOCK_N=tile.block_n,
-        BLOCK_M=tile.block_m,
-        UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        LOOKUP=_lookup(codebook, x.dtype),
+        PER_ROW=codebook is not None and codebook.dim() == 2,
+        **_options(tile, x.dtype, bits, group_size, in_features, zero_point),
     )
     with _on(x.device):
         if not tile.programs_per_processor:
-            many_tokens_kernel[(token_blocks, row_blocks)](x, packed, scale, zero_point, bias, out, *sizes, **options)
+            many_tokens_kernel[(token_blocks, row_blocks)](*tensors, *sizes, **options)
             return out
-        steps = triton.cdiv(in_features, COLUMNS)
+        steps = triton.cdiv(in_features, step_columns(bits))
         per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(x.device))
         splits = triton.cdiv(steps, per_split)
         partial = arrivals = None
@@ -236,17 +248,29 @@ def _multiply(x, packed, scale, zero_point, bias, *, bits, group_size, in_featur
             partial = torch.empty(splits, tokens, out_features, dtype=torch.float32, device=x.device)
             arrivals = _arrival_counters(row_blocks * token_blocks, x.device)
         few_tokens_kernel[(row_blocks, token_blocks, splits)](
-            x,
-            packed,
-            scale,
-            zero_point,
-            bias,
-            out,
-            partial,
-            arrivals,
-            *sizes,
-            per_split,
-            SPLIT=splits > 1,
-            **options,
+            *tensors, partial, arrivals, *sizes, per_split, SPLIT=splits > 1, **options
         )
     return out
+
+
+def _options(tile, dtype, bits, group_size, in_features, zero_point) -> dict:
+    """The arguments by keyword of every kernel that multiplies."""
+    return dict(
+        magic=MAGIC_FLOAT16 if dtype == torch.float16 else MAGIC_BFLOAT16,
+        BITS=bits,
+        GROUP=_kernel_group(group_size),
+        ASYMMETRIC=zero_point is not None,
+        EVEN_K=in_features % COLUMNS == 0,
+        PTX=PTX,
+        BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m,
+        UPCAST=INTERPRETED and dtype == torch.bfloat16,
+        num_warps=tile.num_warps,
+        num_stages=stages(tile, bits),
+    )
+
+
+def _lookup(codebook, dtype) -> int:
+    if codebook is None:
+        return 0
+    return (PERMUTE if dtype != torch.float32 and (PTX or INTERPRETED) else GATHER).value

@@ -1,21 +1,28 @@
-"""The matrix products with packed 4- and 8-bit weights: weights are the wide operand, tokens the narrow one.
+"""The matrix products with packed weights: weights are the wide operand, tokens the narrow one.
 
 Both kernels compute a tile [BLOCK_N rows of the weight, BLOCK_M tokens] of the transposed output with `accumulate`.
-Codes minus zero points are exact in the dtype of x; their products with x are added in float32 and multiplied by the
-group's scale in float32, so a weight is never rounded.
+Codes minus zero points are exact in the dtype of x (entries of a codebook are rounded to it); their products with x are
+added in float32 and multiplied by the group's scale in float32, so a weight is never rounded.
+
+Instructions in the loop for one weight (sm_90, bfloat16, 16 tokens, groups of 64, Triton 3.7): 3.2, 3.3, 3.5, 5.5 for 2,
+3, 4, 8 bits, 0.4 more with zero points; 3.5, 3.6, 4.9 for codebooks of 2, 3, 4 bits. Of these a zero point itself is
+none: the subtraction that removes the 128 removes it too. Taking both out of the products, as (128 + zero point) * sum(x),
+would save that subtraction, half an instruction a weight, but needs sums of x (a second matrix product of ones, an eighth
+of an instruction but as much work again for the matrix units, or a pass before this one), and the sum would lose five bits
+to cancellation (eight in float16): not done.
 """
 
 import triton
 import triton.language as tl
 
-from .fragments import bias_of_zero_points, load_words, rows_of_lanes, unpack, words_from_rows
-
-
-STEP = tl.constexpr(128)  # columns a loop iteration takes; packing.COLUMNS
+from .codebook_fragments import load_codebook
+from .decode import unpack
+from .fragments import load_step, rows_of_lanes, words_from_rows, zero_point_word
+from .split_k import arrive, sum_of_parts
 
 
 @triton.jit
-def load_bias(
+def load_zero(
     zero_ptr,
     rows,
     group,
@@ -26,16 +33,13 @@ def load_bias(
     BITS: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
     DTYPE: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ):
-    """For every word of CHUNKS chunks the bias of its row and group: int32 [CHUNKS T, 128]."""
+    """For every word of T tiles the `zero_point_word` of its row and group: [T, 128]."""
     if ASYMMETRIC:
         at = zero_ptr + group * stride_zg
         upper = tl.load(at + tl.minimum(rows, N - 1).to(tl.int64) * stride_zn).to(tl.int32)
         lower = tl.load(at + tl.minimum(rows + 8, N - 1).to(tl.int64) * stride_zn).to(tl.int32)
-        return words_from_rows(
-            bias_of_zero_points(upper, magic, BITS, DTYPE), bias_of_zero_points(lower, magic, BITS, DTYPE), CHUNKS
-        )
+        return words_from_rows(zero_point_word(upper, magic, BITS, DTYPE), zero_point_word(lower, magic, BITS, DTYPE))
     else:
         return 0
 
@@ -66,20 +70,23 @@ def accumulate(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     UPCAST: tl.constexpr,
+    codebook_ptr=None,
+    LOOKUP: tl.constexpr = 0,
+    PER_ROW: tl.constexpr = False,
+    PTX: tl.constexpr = False,
 ):
-    """Sum over the steps first_step .. last_step - 1 of STEP columns: float32 [BLOCK_N, BLOCK_M]. GROUP 0 = one group
-    a row."""
+    """Sum over the steps (packing.step_columns) first_step .. last_step - 1: float32 [BLOCK_N, BLOCK_M]. GROUP 0 = one
+    group a row. EVEN_K: 128 divides K. LOOKUP > 0: codes are of a codebook (codebook_fragments.py) with one table,
+    [2^BITS], or with one for every row (PER_ROW), [N, 2^BITS]."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    CHUNK: tl.constexpr = 16 * (16 // BITS)
-    PART: tl.constexpr = GROUP if GROUP > 0 and GROUP < STEP else STEP  # columns with one scale
-    PARTS: tl.constexpr = STEP // PART
-    CHUNKS: tl.constexpr = PART // CHUNK if PART > CHUNK else 1
-    SHARERS: tl.constexpr = CHUNK // PART if CHUNK > PART else 1  # parts in one chunk
-    PLANES: tl.constexpr = 16 // BITS // SHARERS
+    COLUMNS: tl.constexpr = 256 if BITS == 3 else 128  # packing.step_columns
+    BLOCKS: tl.constexpr = COLUMNS * BITS // 256
+    PART: tl.constexpr = GROUP if GROUP > 0 and GROUP < 128 else 128  # columns with one scale
     T: tl.constexpr = BLOCK_N // 16
 
     tiles = (N + 15) // 16
-    words_in_tile = (K + STEP - 1) // STEP * (STEP * BITS * 16 // 32)
+    steps = (K + COLUMNS - 1) // COLUMNS
+    words_in_tile = steps * (BLOCKS * 128)
     rows = tl.minimum(row_block * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
     lane_rows = row_block * BLOCK_N + rows_of_lanes(T)
     tokens = tl.minimum(token_block * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
@@ -87,21 +94,35 @@ def accumulate(
     x_at = x_ptr + (tokens * stride_x)[None, :] + columns[:, None]
     last_group = (K - 1) // GROUP if GROUP > 0 else 0
 
-    group = first_step * STEP // GROUP if GROUP > 0 else 0
+    group = first_step * COLUMNS // GROUP if GROUP > 0 else 0
     scale = tl.load(scale_ptr + rows * stride_sn + group * stride_sg).to(tl.float32)
-    bias = load_bias(zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE, CHUNKS)
+    zero = load_zero(zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE)
+    codebook_at, tables = 0, 0
+    if LOOKUP > 0:
+        codebook_at, tables = load_codebook(codebook_ptr, lane_rows, N, BITS, LOOKUP, PER_ROW, DTYPE)
     result = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in tl.range(first_step, last_step):
-        for part in tl.static_range(PARTS):
-            column = step * STEP + part * PART
-            if part % SHARERS == 0:
-                words = load_words(packed_ptr, row_block * T, tiles, words_in_tile, column // CHUNK, CHUNKS, T)
-            if EVEN_K:
+    for step in tl.range(first_step, tl.minimum(last_step, steps)):
+        words = load_step(packed_ptr, row_block * T, tiles, words_in_tile, step, T, BLOCKS)
+        for part in tl.static_range(COLUMNS // PART):
+            column = step * COLUMNS + part * PART
+            if EVEN_K and COLUMNS == 128:
                 x = tl.load(x_at + column)
             else:
                 x = tl.load(x_at + column, mask=(columns < K - column)[:, None], other=0.0)
             weight = unpack(
-                words, bias, magic, CHUNKS, part % SHARERS * PLANES, PLANES, BITS, ASYMMETRIC, DTYPE, UPCAST
+                words,
+                zero,
+                magic,
+                codebook_at,
+                tables,
+                part * (PART // 16),
+                PART // 16,
+                BITS,
+                ASYMMETRIC,
+                LOOKUP,
+                DTYPE,
+                PTX,
+                UPCAST,
             )
             if UPCAST:
                 weight = weight.to(tl.float32)
@@ -110,12 +131,12 @@ def accumulate(
                 # the scale and zero point of the next part are asked for before they are needed
                 group = tl.minimum((column + PART) // GROUP, last_group)
                 next_scale = tl.load(scale_ptr + rows * stride_sn + group * stride_sg).to(tl.float32)
-                next_bias = load_bias(
-                    zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE, CHUNKS
+                next_zero = load_zero(
+                    zero_ptr, lane_rows, group, N, stride_zn, stride_zg, magic, BITS, ASYMMETRIC, DTYPE
                 )
                 result += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
                 scale = next_scale
-                bias = next_bias
+                zero = next_zero
             else:
                 result = tl.dot(weight, x, result, input_precision="ieee")
     if GROUP == 0:
@@ -139,6 +160,7 @@ def few_tokens_kernel(
     packed_ptr,
     scale_ptr,
     zero_ptr,
+    codebook_ptr,
     bias_ptr,
     out_ptr,
     partial_ptr,
@@ -158,6 +180,9 @@ def few_tokens_kernel(
     ASYMMETRIC: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    PTX: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -168,7 +193,6 @@ def few_tokens_kernel(
     sums in the order of the splits, so the result does not depend on the order of arrival."""
     row_block, token_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_step = split * steps_per_split
-    last_step = tl.minimum(first_step + steps_per_split, (K + STEP - 1) // STEP)
     result = accumulate(
         x_ptr,
         packed_ptr,
@@ -177,7 +201,7 @@ def few_tokens_kernel(
         row_block,
         token_block,
         first_step,
-        last_step,
+        first_step + steps_per_split,
         M,
         N,
         K,
@@ -194,22 +218,21 @@ def few_tokens_kernel(
         BLOCK_N,
         BLOCK_M,
         UPCAST,
+        codebook_ptr,
+        LOOKUP,
+        PER_ROW,
+        PTX,
     )
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
     if SPLIT:
         inside = (rows < N)[:, None] & (tokens < M)[None, :]
         partial_at = partial_ptr + tokens.to(tl.int64)[None, :] * N + rows[:, None]
-        split_stride = tl.cast(M, tl.int64) * N
-        tl.store(partial_at + split * split_stride, result, mask=inside)
-        tl.debug_barrier()  # every thread's partial sums are written before one thread says so
-        arrivals_ptr += row_block * tl.num_programs(1) + token_block
-        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(2) - 1:
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for other in range(tl.num_programs(2)):
-                total += tl.load(partial_at + other * split_stride, mask=inside, other=0.0, cache_modifier=".cg")
+        part_stride = tl.cast(M, tl.int64) * N
+        arrivals_at = arrivals_ptr + row_block * tl.num_programs(1) + token_block
+        if arrive(result, partial_at, part_stride, inside, arrivals_at, split, tl.num_programs(2)):
+            total = sum_of_parts(partial_at, part_stride, inside, tl.num_programs(2), BLOCK_N, BLOCK_M)
             add_bias_and_store(out_ptr, bias_ptr, total, rows, tokens, M, N, HAS_BIAS)
-            tl.store(arrivals_ptr, 0)
     else:
         add_bias_and_store(out_ptr, bias_ptr, result, rows, tokens, M, N, HAS_BIAS)
 
@@ -220,6 +243,7 @@ def many_tokens_kernel(
     packed_ptr,
     scale_ptr,
     zero_ptr,
+    codebook_ptr,
     bias_ptr,
     out_ptr,
     M,
@@ -236,6 +260,9 @@ def many_tokens_kernel(
     ASYMMETRIC: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -251,7 +278,7 @@ def many_tokens_kernel(
         row_block,
         token_block,
         0,
-        (K + STEP - 1) // STEP,
+        (K + 127) // 128,  # or fewer
         M,
         N,
         K,
@@ -268,6 +295,10 @@ def many_tokens_kernel(
         BLOCK_N,
         BLOCK_M,
         UPCAST,
+        codebook_ptr,
+        LOOKUP,
+        PER_ROW,
+        PTX,
     )
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -279,6 +310,7 @@ def dequantize_kernel(
     packed_ptr,
     scale_ptr,
     zero_ptr,
+    codebook_ptr,
     out_ptr,
     N,
     K,
@@ -289,24 +321,32 @@ def dequantize_kernel(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    PER_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid (row blocks, steps of 128 columns): out [N, K] = (code - zero point) * scale, computed in float32 and
-    rounded once."""
-    PLANES: tl.constexpr = 16 // BITS
-    CHUNKS: tl.constexpr = STEP // (16 * PLANES)
+    """Grid (row blocks, steps): out [N, K] = (code - zero point) * scale or entry * scale, computed in float32 and
+    rounded once; entries, read from memory, are first rounded to the dtype of out."""
+    COLUMNS: tl.constexpr = 256 if BITS == 3 else 128  # packing.step_columns
+    BLOCKS: tl.constexpr = COLUMNS * BITS // 256
     T: tl.constexpr = BLOCK_N // 16
-    words_in_tile = (K + STEP - 1) // STEP * (STEP * BITS * 16 // 32)
-    first_tile, chunk = tl.program_id(0) * T, tl.program_id(1) * CHUNKS
-    words = load_words(packed_ptr, first_tile, (N + 15) // 16, words_in_tile, chunk, CHUNKS, T)
-    numbers = unpack(words, 0, 0, CHUNKS, 0, PLANES, BITS, False, tl.float32, False)
-
+    first_tile, step = tl.program_id(0) * T, tl.program_id(1)
+    words_in_tile = tl.num_programs(1) * (BLOCKS * 128)
+    words = load_step(packed_ptr, first_tile, (N + 15) // 16, words_in_tile, step, T, BLOCKS)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty if LOOKUP > 0 else tl.float32
+    codebook_at, tables = 0, 0
+    if LOOKUP > 0:
+        lane_rows = tl.program_id(0) * BLOCK_N + rows_of_lanes(T)
+        codebook_at, tables = load_codebook(codebook_ptr, lane_rows, N, BITS, LOOKUP, PER_ROW, DTYPE)
     rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-    columns = (tl.program_id(1) * STEP + tl.arange(0, STEP))[None, :]
-    groups = columns // GROUP if GROUP > 0 else columns * 0
-    inside = (rows < N) & (columns < K)
-    scale = tl.load(scale_ptr + rows * stride_sn + groups * stride_sg, mask=inside, other=0.0).to(tl.float32)
-    if ASYMMETRIC:
-        zero = tl.load(zero_ptr + rows * stride_zn + groups * stride_zg, mask=inside, other=0).to(tl.float32)
-        numbers += (1 << (BITS - 1)) - zero
-    tl.store(out_ptr + rows * K + columns, (numbers * scale).to(out_ptr.dtype.element_ty), mask=inside)
+    for part in tl.static_range(COLUMNS // 128):
+        numbers = unpack(words, 0, 0, codebook_at, tables, part * 8, 8, BITS, False, LOOKUP, DTYPE, False, False)
+        numbers = numbers.to(tl.float32)
+        columns = (step * COLUMNS + part * 128 + tl.arange(0, 128))[None, :]
+        groups = columns // GROUP if GROUP > 0 else columns * 0
+        inside = (rows < N) & (columns < K)
+        scale = tl.load(scale_ptr + rows * stride_sn + groups * stride_sg, mask=inside, other=0.0).to(tl.float32)
+        if ASYMMETRIC:
+            zero = tl.load(zero_ptr + rows * stride_zn + groups * stride_zg, mask=inside, other=0).to(tl.float32)
+            numbers += (1 << (BITS - 1)) - zero
+        tl.store(out_ptr + rows * K + columns, (numbers * scale).to(out_ptr.dtype.element_ty), mask=inside)
