@@ -16,10 +16,12 @@ from hf_efficient.kernels.efficient_linear import (
 SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 
 
-def compile_product(target, kind, tokens, block_scales=False, outliers=False):
+def compile_product(target, kind, tokens, block_scales=False, outliers=False, tma=False):
     """As w8a8.launch launches it for K a multiple of 128, with bias; int8 with zero points or outliers."""
     kernel = w8a8_kernels.w8a8_kernel
     tile = w8a8_configs.choose_tile(tokens, block_scales or kind == "fp8_as_fp16")
+    if tma:
+        tile = w8a8_configs.TMA_TILES[kind]
     codes = {"int8": "*i8", "fp8": "*fp8e4nv", "fp8_as_fp16": "*u8"}[kind]
     types = dict.fromkeys(("x_ptr", "w_ptr"), codes) | dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32")
     types |= dict.fromkeys(("x_zero_ptr", "w_zero_ptr"), "*i8") | dict.fromkeys(("x_sum_ptr", "w_sum_ptr"), "*i32")
@@ -28,11 +30,11 @@ def compile_product(target, kind, tokens, block_scales=False, outliers=False):
     types["partial_ptr"] = "*i32" if kind == "int8" else "*fp32"
     split = tile.programs_per_processor > 0
     absent = [] if split else ["partial_ptr", "arrivals_ptr"]
-    if kind != "int8" or outliers:
+    if kind != "int8" or outliers or tma:
         absent += ["x_zero_ptr", "w_zero_ptr", "x_sum_ptr", "w_sum_ptr"]
     if not outliers:
         absent += ["outlier_x_ptr", "outlier_columns_ptr", "outlier_count_ptr"]
-    constexprs = dict(KIND=kind, BLOCK_SCALES=block_scales, EVEN_K=True, SPLIT=split, UPCAST=False)
+    constexprs = dict(KIND=kind, BLOCK_SCALES=block_scales, EVEN_K=True, SPLIT=split, TMA=tma, UPCAST=False)
     constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m) | dict.fromkeys(absent)
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
     stages = min(tile.num_stages, w8a8_configs.STAGES_ON_ROCM) if target == "gfx942" else tile.num_stages
@@ -49,6 +51,8 @@ PRODUCTS = [
     ("sm_90", "int8", 128, {}, "IGMMA"),
     ("sm_90", "int8", 4096, {"outliers": True}, "IGMMA"),
     ("sm_90", "fp8", 4096, {}, "QGMMA"),
+    ("sm_90", "int8", 4096, {"tma": True}, "IGMMA"),
+    ("sm_90", "fp8", 4096, {"tma": True}, "QGMMA"),
     ("sm_90", "fp8", 64, {"block_scales": True}, "QGMMA"),
     ("sm_100", "int8", 64, {}, "IMMA"),
     ("sm_100", "fp8", 4096, {}, "tcgen05.mma"),
@@ -66,6 +70,8 @@ def test_product(target, kind, tokens, options, instruction):
     assert compiled.shared <= SHARED_MEMORY[target]
     if target == "gfx942":
         assert compiled.count("global_load_dwordx4") + compiled.count("buffer_load_dwordx4") > 0
+    elif options.get("tma"):
+        assert compiled.count("UTMALDG") > 0 and compiled.count("LDGSTS") == 0
     else:
         assert compiled.count("LDGSTS.E.BYPASS.128") > 0
     if target == "sm_90" and not options:

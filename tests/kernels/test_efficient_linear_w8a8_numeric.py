@@ -5,7 +5,7 @@ import torch
 from helpers import assert_close
 
 from hf_efficient.kernels import activation_linear, efficient_linear
-from hf_efficient.kernels.efficient_linear import activation_quant, activation_reference, w8a8
+from hf_efficient.kernels.efficient_linear import activation_quant, activation_reference, w8a8, w8a8_configs
 
 
 FORMATS = activation_quant.FORMATS
@@ -144,6 +144,29 @@ def test_product(tokens, out_features, in_features, x_zero, w_zero, per_tensor, 
         check(
             efficient_linear.w8a8_linear(x, w, x_scale, w_scale, bias, w_sums=sums, out_dtype=dtype, **zeros), expected
         )
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_tiles_through_the_tensor_memory_accelerator(kind, kernel_device, nan_poison, monkeypatch):
+    if not w8a8.INTERPRETED and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("this GPU has no tensor memory accelerator")
+    monkeypatch.setattr(w8a8_configs, "TMA_FROM", 1)
+    tokens, out_features, in_features = 260, 150, 304
+    x, x_scale = codes_and_scale(tokens, in_features, False, kernel_device)
+    w, w_scale = codes_and_scale(out_features, in_features, False, kernel_device)
+    if kind == "fp8":
+        x, w = ((codes.float() / 8).to(torch.float8_e4m3fn) for codes in (x, w))
+    served = []
+    monkeypatch.setattr(w8a8, "_serves_tma", lambda *a, real=w8a8._serves_tma: served.append(real(*a)) or served[-1])
+    if kind == "int8":
+        actual = efficient_linear.w8a8_linear(x, w, x_scale, w_scale, out_dtype=torch.float32)
+        check(actual, activation_reference.w8a8_linear_reference(x, w, x_scale, w_scale))
+    else:
+        actual = w8a8.launch("fp8", x, w, x_scale, w_scale, None, torch.float32)
+        check(actual, activation_reference.fp8_linear_reference(x, w, x_scale, w_scale), (2**-12, 2**-11))
+    assert served == [True]
+    x, w = x[:, :303], w[:, :303].contiguous()
+    assert not w8a8._serves_tma(kind, x, w), "rows of w do not start at multiples of 16 bytes"
 
 
 def test_sums_are_those_of_int64(kernel_device, nan_poison):

@@ -3,6 +3,7 @@
 import torch
 import triton
 
+from . import w8a8_configs
 from .launch_configs import choose_steps_per_split
 from .w8a8_configs import STAGES_ON_ROCM, choose_tile
 from .w8a8_kernels import STEP, w8a8_kernel
@@ -57,6 +58,25 @@ def row_stride(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or tensor.numel() == 1 else tensor.stride(0)
 
 
+def _serves_tma(kind, x_codes, w_codes) -> bool:
+    fewest = w8a8_configs.TMA_FROM
+    if fewest is None or len(x_codes) < fewest or kind not in w8a8_configs.TMA_TILES:
+        return False
+    if any(codes.stride(0) % 16 or codes.data_ptr() % 16 for codes in (x_codes, w_codes)):
+        return False
+    if INTERPRETED:
+        return True
+    if torch.version.hip or torch.cuda.get_device_capability(x_codes.device)[0] < 9:
+        return False
+    triton.set_allocator(_scratch)
+    return True
+
+
+def _scratch(size: int, alignment: int, stream) -> torch.Tensor:
+    """Where the descriptors made on the device lie."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 def launch(
     kind,
     x_codes,
@@ -80,7 +100,9 @@ def launch(
     out = torch.empty(tokens, out_features, dtype=out_dtype, device=device)
     if tokens == 0:
         return out
-    tile = choose_tile(tokens, block_scales or kind == "fp8_as_fp16")
+    plain = not block_scales and all(t is None for t in (x_zero_point, w_zero_point, outlier_x))
+    tma = plain and _serves_tma(kind, x_codes, w_codes)
+    tile = w8a8_configs.TMA_TILES[kind] if tma else choose_tile(tokens, block_scales or kind == "fp8_as_fp16")
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     steps = triton.cdiv(in_features, STEP.value)
     per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(device))
@@ -124,6 +146,7 @@ def launch(
             BLOCK_SCALES=block_scales,
             EVEN_K=in_features % STEP.value == 0,
             SPLIT=splits > 1,
+            TMA=tma,
             BLOCK_N=tile.block_n,
             BLOCK_M=tile.block_m,
             UPCAST=INTERPRETED,

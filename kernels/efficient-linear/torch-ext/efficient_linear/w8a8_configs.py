@@ -23,6 +23,11 @@ TILES_OF_MANY_REGISTERS = {
     64: Tile(64, 64, 4, 3, 3),
     float("inf"): Tile(128, 64, 8, 3),
 }
+# Tiles that come through the tensor memory accelerator (compute capability 9 and up; without registers to spare for
+# block scales, zero points and outliers), and from so many tokens on they do; None = never, until a measurement says
+# where that is faster.
+TMA_TILES = {"int8": Tile(128, 256, 8, 4), "fp8": Tile(128, 128, 8, 4)}
+TMA_FROM = None
 STAGES_ON_ROCM = 2  # 64 KB of shared memory
 
 # scales ("tensor", "channel") -> from so many tokens on torch._scaled_mm takes the float8 product; None = never, until

@@ -82,14 +82,16 @@ def w8a8_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, x_zero_ptr, w_zero_ptr, x_sum_ptr, w_sum_ptr, bias_ptr, outlier_x_ptr,
     outlier_columns_ptr, outlier_count_ptr, out_ptr, partial_ptr, arrivals_ptr, M, N, K, stride_x, stride_w,
     stride_xs, stride_xs_block, stride_ws, stride_ws_block, stride_xz, stride_wz, stride_outlier, steps_per_split,
-    KIND: tl.constexpr, BLOCK_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks * token blocks, splits of K).
 
     KIND: "int8" (int32 sums), "fp8" (pointers to float8_e4m3fn, matrix instructions of that type) or "fp8_as_fp16"
     (pointers to uint8; for GPUs whose float8 is another or none).
     BLOCK_SCALES: the product of 128 columns is multiplied by its scales and added in float32.
+    TMA: codes come through the tensor memory accelerator, which also fills in zeros past the edges; addresses and row
+    strides are multiples of 16.
     SPLIT: every program stores its sum in partial [splits, M, N]; whoever arrives last at arrivals int32 [row blocks *
     token blocks] (0 before and after) adds the sums in the order of the splits."""
     INTEGER: tl.constexpr = KIND == "int8"
@@ -110,11 +112,17 @@ def w8a8_kernel(
     if BLOCK_SCALES:
         x_scale_at = x_scale_ptr + tokens * stride_xs
         w_scale_at = w_scale_ptr + tl.cast(row_block * BLOCK_N // STEP, tl.int64) * stride_ws
+    if TMA:
+        x_tiles = tl.make_tensor_descriptor(x_ptr, [M, K], [stride_x, 1], [BLOCK_M, STEP])
+        w_tiles = tl.make_tensor_descriptor(w_ptr, [N, K], [stride_w, 1], [BLOCK_N, STEP])
     first_step = tl.program_id(1) * steps_per_split
     last_step = tl.minimum(first_step + steps_per_split, (K + STEP - 1) // STEP)
     result = tl.zeros((BLOCK_N, BLOCK_M), SUM)
     for step in tl.range(first_step, last_step):
-        if EVEN_K:
+        if TMA:
+            x = x_tiles.load([token_block * BLOCK_M, step * STEP]).T
+            w = w_tiles.load([row_block * BLOCK_N, step * STEP])
+        elif EVEN_K:
             x = tl.load(x_at + step * STEP)
             w = tl.load(w_at + step * STEP)
         else:
