@@ -44,17 +44,16 @@ def flash_paged_attention_forward(
     """The attention function transformers calls: query [B, Hq, S, D], key and value [B, Hk, n, D]; `attention_mask` bool
     [B, n] or None. Returns ([B, S, Hq, Dv], None).
 
-    Keys marked by a `PagedCache` are read from its blocks. Anything else goes through transformers' own handling of
-    padding, packed sequences and continuous batching, which ends in the functions of `hf_efficient.kernels.attention`.
+    Keys marked by a `PagedCache` are read from its blocks, those of continuous batching from transformers' pages. Anything
+    else goes through transformers' own handling of padding and packed sequences, which ends in the functions of
+    `hf_efficient.kernels.attention`.
+
+    Raises ValueError for attention weights, attention dropout and masks that are not 2-D, RuntimeError for gradients.
     """
     _refuse(attention_mask, dropout, kwargs)
     is_causal = module.is_causal if is_causal is None else is_causal
     query, key_, value = _same_dtype(query, key, value)
-    if (
-        not is_causal
-        and sliding_window is not None
-        and sliding_window == getattr(module.config, "sliding_window", None)
-    ):
+    if not is_causal and sliding_window and sliding_window == getattr(module.config, "sliding_window", None):
         # transformers' bidirectional masks see up to distance sliding_window, flash attention less than that: models pass
         # it one more, but T5Gemma forgets.
         sliding_window += 1
