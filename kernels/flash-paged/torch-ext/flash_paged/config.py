@@ -70,7 +70,7 @@ _DECODE = {
         (192, 16): (Config(16, 64, 4, 2), Config(32, 32, 8, 2)),
         (256, 16): (Config(16, 32, 4, 2), Config(32, 32, 8, 2)),
         (128, 8): (Config(16, 64, 4, 3), Config(32, 64, 8, 3)),
-        (256, 8): (Config(16, 32, 4, 3), Config(32, 32, 8, 2)),
+        (256, 8): (Config(16, 32, 8, 3), Config(32, 32, 8, 2)),
         (128, 4): (Config(16, 32, 4, 5), Config(32, 32, 4, 4)),
         (256, 4): (Config(16, 32, 8, 4),),
         (64, 32): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
@@ -97,16 +97,17 @@ def gpu_kind(device: torch.device) -> str:
     return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
 
-def forward_config(dtype: torch.dtype, head_dim: int, queries: int, paged: bool, kind: str) -> Config:
-    """For `forward_kernel`; head_dim is the larger of key and value head dim, queries the longest row."""
+def forward_config(dtype: torch.dtype, head_dim: int, queries: int, page_size: int, kind: str) -> Config:
+    """For `forward_kernel`; head_dim is the larger of key and value head dim, queries the longest row, page_size 0 means no
+    pages."""
     limit = next(limit for limit in (64, 128, 192, 256) if head_dim <= limit)
     config = _FORWARD[kind][limit, dtype.itemsize]
     block_m = max(16, triton.next_power_of_2(queries))
     if block_m < config.block_m:
         num_warps = 8 if head_dim > 128 and kind != "amd" else 4
         config = replace(config, block_m=block_m, block_n=min(config.block_n, 32), num_warps=num_warps)
-    if paged and kind in ("sm_90", "sm_100"):  # one stage goes to the page numbers
-        config = replace(config, num_stages=config.num_stages + 1)
+    if kind == "sm_90" and page_size % config.block_n:  # Triton gives half of the stages to loading page numbers
+        config = replace(config, num_stages=2 * config.num_stages - 1)
     return config
 
 

@@ -15,13 +15,12 @@ from .decode_combine import arrival_counters, finish_lane
 from .decode_grouped import decode_grouped_kernel
 from .decode_quantized import FP8_FACTOR, widen
 from .decode_schedule import MIN_KEYS, program_share, row_tiles
-from .decode_scores import locate, query_positions, visible_scores
+from .decode_scores import find_pages, locate, query_positions, visible_scores
 from .kv_formats import QuantizedKV
 from .tiles import dot, load_rows, score_scales, softmax_weights
 
 
 _PROGRAMS_PER_PROCESSOR = 2
-_COMBINED_AT_ONCE = 8192  # float32 numbers of parts in the registers of a program
 
 
 @triton.jit(do_not_specialize=["rows", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads"])
@@ -126,9 +125,11 @@ def decode_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         first_key = (begin + first) * BLOCK_N
         last_key = tl.minimum((begin + last) * BLOCK_N, length)
+        pages = find_pages(row_table, row, first_key, length, PAGE_SIZE, BLOCK_N)
         for start in tl.range(first_key, last_key, BLOCK_N):
             start = tl.multiple_of(start, BLOCK_N)
-            page, slot, offset, present = locate(row_table, row, start, length, PAGE_SIZE, BLOCK_N)
+            page, slot, offset, present = locate(pages, start, length, PAGE_SIZE, BLOCK_N)
+            pages = find_pages(row_table, row, start + BLOCK_N, length, PAGE_SIZE, BLOCK_N)
             key_rows = k_head + page * stride_kb + slot * stride_kt + offset * stride_kt
             value_rows = v_head + page * stride_vb + slot * stride_vt + offset * stride_vt
             keys = load_rows(key_rows, present, True, HEAD_DIM, BLOCK_D)
@@ -163,6 +164,11 @@ def decode_kernel(
 def is_decode(queries: int, group: int) -> bool:
     """Whether so few queries per row are better served by `attend_few` than by forward.attend."""
     return queries <= 16 or queries * group <= 128
+
+
+def parts_at_once(rows: int, columns: int) -> int:
+    """How many parts of a lane are added at once: as many numbers as leave the other registers alone."""
+    return max(1, min(32, 4096 // (rows * columns)))
 
 
 def attend_few(
@@ -201,7 +207,8 @@ def attend_few(
     group = heads // kv_heads
     paged = block_table is not None
     capacity = page_size * (block_table.shape[1] if paged else 1)
-    config = decode_config(q.dtype, max(head_dim, value_dim), queries * group)
+    bits = 16 if quantized is None else quantized.bits
+    config = decode_config(q.dtype, max(head_dim, value_dim), queries * group, bits=bits)
     block_n = config.block_n
     if quantized is None:
         kernel, arrays, strides, options = decode_kernel, (k, v, None, None), (0, 0, 0), {"IS_FLOAT": False}
@@ -210,7 +217,7 @@ def attend_few(
         arrays, strides, options = _eight_bits(k, v, quantized)
     else:
         kernel = decode_grouped_kernel
-        arrays, strides, options = _grouped(k, v, head_dim, value_dim, quantized)
+        arrays, strides, options = _grouped(k, v, quantized)
         block_n = _grouped_block_n(options["TOKENS"], block_n)
         capacity += options["RING"]
 
@@ -218,9 +225,10 @@ def attend_few(
     visited = min(capacity, window[0] + queries + 2 * block_n) if window[0] >= 0 else capacity
     work = rows * kv_heads * tiles * triton.cdiv(max(visited, 1), MIN_KEYS.value)
     programs = min(_PROGRAMS_PER_PROCESSOR * processors(q.device), work)
-    block_d, block_dv = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    parts = 8 // quantized.bits if grouped else 1
+    block_d, block_dv = (max(16, triton.next_power_of_2(dim // parts)) for dim in (head_dim, value_dim))
     real_rows = min(config.block_m, triton.next_power_of_2(queries * group))
-    partial = torch.empty((2 * programs, real_rows, block_dv), dtype=torch.float32, device=q.device)
+    partial = torch.empty((2 * programs, real_rows, parts * block_dv), dtype=torch.float32, device=q.device)
     statistics = torch.empty((2 * programs, real_rows, 2), dtype=torch.float32, device=q.device)
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     with launch_device(q):
@@ -260,7 +268,7 @@ def attend_few(
             BLOCK_DV=block_dv,
             BLOCK_B=min(1024, max(32, triton.next_power_of_2(rows))),
             ROWS=real_rows,
-            STEP=max(1, min(32, _COMBINED_AT_ONCE // (real_rows * block_dv))),
+            STEP=parts_at_once(real_rows, parts * block_dv),
             PAGE_SIZE=page_size if paged else 0,
             HAS_LEFT=window[0] >= 0,
             HAS_RIGHT=window[1] >= 0,
@@ -288,20 +296,13 @@ def _grouped_block_n(tokens: int, block_n: int) -> int:
     return min(block_n, tokens & -tokens) if tokens % 16 == 0 else 16
 
 
-def _grouped(k: torch.Tensor, v: torch.Tensor, head_dim: int, value_dim: int, quantized: QuantizedKV) -> tuple:
+def _grouped(k: torch.Tensor, v: torch.Tensor, quantized: QuantizedKV) -> tuple:
     """The tensors, strides and options of `decode_grouped_kernel`."""
-    whole = 32 // quantized.bits
-    for name, codes, dim in (("k_cache", k, head_dim), ("v_cache", v, value_dim)):
-        if dim % whole or any(stride % 4 for stride in codes.stride()[:3]) or codes.data_ptr() % 4:
-            raise ValueError(
-                f"{name} holds {quantized.bits}-bit codes of head dim {dim} with strides {codes.stride()}: the kernels read 4 "
-                f"bytes at once, so that head dims must be multiples of {whole}, addresses and strides multiples of 4"
-            )
     _check_same_strides(k_scale=quantized.k_scale, k_min=quantized.k_min)
     _check_same_strides(v_scale=quantized.v_scale, v_min=quantized.v_min)
     arrays = (
-        k.view(torch.int32),
-        v.view(torch.int32),
+        k,
+        v,
         quantized.k_scale,
         quantized.k_min,
         quantized.v_scale,

@@ -57,7 +57,7 @@ def add_parts(partial, statistics, first, last, ROWS: tl.constexpr, BLOCK_DV: tl
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for start in tl.range(first, last + 1, STEP):
+    for start in tl.range(first, last + 1, STEP, num_stages=3):
         program = start + tl.arange(0, STEP)
         there = (program <= last)[:, None] & (row >= 0)[None, :]
         at = (2 * program + (program == first))[:, None] * ROWS + row[None, :]

@@ -10,24 +10,25 @@ import triton
 import triton.language as tl
 
 from .decode_combine import finish_lane
-from .decode_quantized import channels, offset_of, unpack
+from .decode_quantized import join_parts, offset_of, part_numbers
 from .decode_schedule import program_share, row_tiles
-from .decode_scores import locate, query_positions, visible_scores
+from .decode_scores import find_pages, locate, query_positions, visible_scores
 from .tiles import dot, softmax_weights
 
 
 @triton.jit
-def _load_channels(rows, present, channel, DIM: tl.constexpr):
-    """[rows, channels] in the order of `channel`; zero where not `present` and where there is no channel."""
-    return tl.load(rows[:, None] + channel[None, :], mask=present[:, None] & (channel < DIM)[None, :], other=0.0)
+def _load_part(rows, present, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """[rows, BLOCK]: columns PART * WIDTH to (PART + 1) * WIDTH of row pointers, zero behind them and where not `present`."""
+    column = tl.arange(0, BLOCK)
+    pointers = rows[:, None] + (PART * WIDTH + column)[None, :]
+    return tl.load(pointers, mask=present[:, None] & (column < WIDTH)[None, :], other=0)
 
 
 @triton.jit
-def _load_words(rows, present, BITS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """int32 [rows, BLOCK_DIM / codes a word] from row pointers; zero where there is none."""
-    word = tl.arange(0, BLOCK_DIM * BITS // 32)
-    mask = present[:, None] & (word < DIM * BITS // 32)[None, :]
-    return tl.load(rows[:, None] + word[None, :], mask=mask, other=0)
+def _load_vector(at, present, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """float32 [BLOCK], as `_load_part` of one row."""
+    column = tl.arange(0, BLOCK)
+    return tl.load(at + PART * WIDTH + column, mask=present & (column < WIDTH), other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads"])
@@ -104,16 +105,18 @@ def decode_grouped_kernel(
     CHANNEL_GROUPS: tl.constexpr,
     RING: tl.constexpr,
 ):
-    """As `decode_kernel`; k and v point to int32 words of codes (strides in words), TOKENS share a key scale, the tail has
-    RING slots; k_min and v_min have the strides of k_scale and v_scale."""
+    """As `decode_kernel`; k and v are uint8, TOKENS share a key scale, the tail has RING slots; k_min and v_min have the
+    strides of k_scale and v_scale. BLOCK_D and BLOCK_DV cover one of the PARTS of the channels, which are tiles of their
+    own."""
+    PARTS: tl.constexpr = 8 // BITS
+    WIDTH: tl.constexpr = HEAD_DIM // PARTS
+    VALUE_WIDTH: tl.constexpr = VALUE_DIM // PARTS
     ONE_GROUP: tl.constexpr = (
         TOKENS % BLOCK_N == 0
     )  # a key tile lies in one group (and one page), else numbers are widened
     DTYPE: tl.constexpr = q.dtype.element_ty
     TREE: tl.constexpr = tree_mask is not None
     OFFSET: tl.constexpr = offset_of(DTYPE)
-    k_channel = channels(HEAD_DIM, BLOCK_D, BITS)
-    v_channel = channels(VALUE_DIM, BLOCK_DV, BITS)
     lanes = kv_heads * tiles
     share, position, stop, first_lane, end_lane, row_start = program_share(
         rows, lanes, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N, BLOCK_B
@@ -133,8 +136,9 @@ def decode_grouped_kernel(
         query_index = m // GROUP
         head = kv_head * GROUP + m % GROUP
         query_rows = q + row * stride_qb + query_index.to(tl.int64) * stride_qt + head * stride_qh
-        query = _load_channels(query_rows, valid, k_channel, HEAD_DIM)
-        wide_query = query.to(tl.float32)
+        query = ()
+        for part in tl.static_range(PARTS):
+            query = query + (_load_part(query_rows, valid, part, WIDTH, BLOCK_D),)
 
         shift = length - seqlen_q
         row_tree = tree_mask
@@ -150,68 +154,94 @@ def decode_grouped_kernel(
 
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        acc = (tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), tl.zeros([BLOCK_M, BLOCK_DV], tl.float32))
+        if PARTS == 4:
+            acc = acc + acc
         first_key = (begin + first) * BLOCK_N
         last_key = tl.minimum((begin + last) * BLOCK_N, length)
         quantized = tl.minimum(tl.load(quantized_seqlens + row), length)
+        pages = find_pages(row_table, row, first_key, quantized, PAGE_SIZE, BLOCK_N)
         for start in tl.range(first_key, tl.minimum(last_key, quantized), BLOCK_N):
             start = tl.multiple_of(start, BLOCK_N)
-            page, slot, offset, present = locate(row_table, row, start, quantized, PAGE_SIZE, BLOCK_N)
+            page, slot, offset, present = locate(pages, start, quantized, PAGE_SIZE, BLOCK_N)
+            pages = find_pages(row_table, row, start + BLOCK_N, quantized, PAGE_SIZE, BLOCK_N)
             key_rows = k + page * stride_kb + kv_head * stride_kh + slot * stride_kt + offset * stride_kt
             value_rows = v + page * stride_vb + kv_head * stride_vh + slot * stride_vt + offset * stride_vt
-            keys = unpack(_load_words(key_rows, present, BITS, HEAD_DIM, BLOCK_D), BITS, DTYPE)
-            values = unpack(_load_words(value_rows, present, BITS, VALUE_DIM, BLOCK_DV), BITS, DTYPE)
+            keys = _load_part(key_rows, present, 0, WIDTH, BLOCK_D)
+            values = _load_part(value_rows, present, 0, VALUE_WIDTH, BLOCK_DV)
 
+            s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             if ONE_GROUP:
                 at = page * stride_ksb + slot // TOKENS * stride_ksg + kv_head * stride_ksh
-                there = (page >= 0) & (k_channel < HEAD_DIM)
-                key_scale = tl.load(k_scale + at + k_channel, mask=there, other=0.0).to(tl.float32)
-                key_min = tl.load(k_min + at + k_channel, mask=there, other=0.0).to(tl.float32)
-                scaled_query = (wide_query * key_scale[None, :]).to(DTYPE)
-                correction = tl.sum(wide_query * key_min[None, :] - OFFSET * scaled_query.to(tl.float32), 1)
-                s = dot(scaled_query, tl.trans(keys)) + correction[:, None]
+                for part in tl.static_range(PARTS):
+                    wide_query = query[part].to(tl.float32)
+                    key_scale = _load_vector(k_scale + at, page >= 0, part, WIDTH, BLOCK_D)
+                    key_min = _load_vector(k_min + at, page >= 0, part, WIDTH, BLOCK_D)
+                    scaled_query = (wide_query * key_scale[None, :]).to(DTYPE)
+                    correction = tl.sum(wide_query * key_min[None, :] - OFFSET * scaled_query.to(tl.float32), 1)
+                    s = dot(scaled_query, tl.trans(part_numbers(keys, part, BITS, DTYPE)), s) + correction[:, None]
             else:
                 at = page * stride_ksb + (slot + offset) // TOKENS * stride_ksg + kv_head * stride_ksh
-                key_scale = _load_channels(k_scale + at, present, k_channel, HEAD_DIM).to(tl.float32)
-                key_min = _load_channels(k_min + at, present, k_channel, HEAD_DIM).to(tl.float32)
-                s = dot(query, tl.trans(((keys.to(tl.float32) - OFFSET) * key_scale + key_min).to(DTYPE)))
+                for part in tl.static_range(PARTS):
+                    key_scale = _load_part(k_scale + at, present, part, WIDTH, BLOCK_D).to(tl.float32)
+                    key_min = _load_part(k_min + at, present, part, WIDTH, BLOCK_D).to(tl.float32)
+                    numbers = part_numbers(keys, part, BITS, DTYPE).to(tl.float32) - OFFSET
+                    s = dot(query[part], tl.trans((numbers * key_scale + key_min).to(DTYPE)), s)
             s = visible_scores(
                 s, start, present, query_position, tree, row_tree, slope, shift, seqlen_q, left, right, scale, cap,
                 HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
             )  # fmt: skip
             p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, True)
-            acc = acc * shrink[:, None]
             at = page * stride_vsb + slot * stride_vst + offset * stride_vst + kv_head * stride_vsh
             if CHANNEL_GROUPS == 1:
                 value_scale = tl.load(v_scale + at, mask=present, other=0.0).to(tl.float32)
                 value_min = tl.load(v_min + at, mask=present, other=0.0).to(tl.float32)
                 scaled_p = (p * value_scale[None, :]).to(DTYPE)
                 correction = tl.sum(p * value_min[None, :] - OFFSET * scaled_p.to(tl.float32), 1)
-                acc += dot(scaled_p, values) + correction[:, None]
+                sums = ()
+                for part in tl.static_range(PARTS):
+                    numbers = part_numbers(values, part, BITS, DTYPE)
+                    sums = sums + (acc[part] * shrink[:, None] + dot(scaled_p, numbers) + correction[:, None],)
+                acc = sums
             else:
-                group = v_channel // (VALUE_DIM // CHANNEL_GROUPS)
-                value_scale = _load_channels(v_scale + at, present, group, CHANNEL_GROUPS).to(tl.float32)
-                value_min = _load_channels(v_min + at, present, group, CHANNEL_GROUPS).to(tl.float32)
-                acc += dot(p.to(DTYPE), ((values.to(tl.float32) - OFFSET) * value_scale + value_min).to(DTYPE))
+                sums = ()
+                for part in tl.static_range(PARTS):
+                    channel = part * VALUE_WIDTH + tl.arange(0, BLOCK_DV)
+                    group = tl.minimum(channel // (VALUE_DIM // CHANNEL_GROUPS), CHANNEL_GROUPS - 1)
+                    there = present[:, None] & (channel < VALUE_DIM)[None, :]
+                    value_scale = tl.load(v_scale + at[:, None] + group[None, :], mask=there, other=0.0).to(tl.float32)
+                    value_min = tl.load(v_min + at[:, None] + group[None, :], mask=there, other=0.0).to(tl.float32)
+                    numbers = part_numbers(values, part, BITS, DTYPE).to(tl.float32) - OFFSET
+                    numbers = (numbers * value_scale + value_min).to(DTYPE)
+                    sums = sums + (acc[part] * shrink[:, None] + dot(p.to(DTYPE), numbers),)
+                acc = sums
 
-        for start in tl.range(tl.maximum(first_key, quantized // BLOCK_N * BLOCK_N), last_key, BLOCK_N):
+        for start in tl.range(tl.maximum(first_key, quantized // BLOCK_N * BLOCK_N), last_key, BLOCK_N, num_stages=2):
             start = tl.multiple_of(start, BLOCK_N)
             key = start + tl.arange(0, BLOCK_N)
             present = (key >= quantized) & (key < length)
             slot = key % RING
             key_rows = k_tail + row * stride_ktb + kv_head * stride_kth + slot * stride_ktt
             value_rows = v_tail + row * stride_vtb + kv_head * stride_vth + slot * stride_vtt
-            s = dot(query, tl.trans(_load_channels(key_rows, present, k_channel, HEAD_DIM)))
+            s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for part in tl.static_range(PARTS):
+                s = dot(query[part], tl.trans(_load_part(key_rows, present, part, WIDTH, BLOCK_D)), s)
             s = visible_scores(
                 s, start, present, query_position, tree, row_tree, slope, shift, seqlen_q, left, right, scale, cap,
                 HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
             )  # fmt: skip
             p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, True)
-            values = _load_channels(value_rows, present, v_channel, VALUE_DIM)
-            acc = acc * shrink[:, None] + dot(p.to(DTYPE), values)
+            sums = ()
+            for part in tl.static_range(PARTS):
+                values = _load_part(value_rows, present, part, VALUE_WIDTH, BLOCK_DV)
+                sums = sums + (acc[part] * shrink[:, None] + dot(p.to(DTYPE), values),)
+            acc = sums
 
+        column = tl.arange(0, PARTS * BLOCK_DV)
+        inside = column % BLOCK_DV < VALUE_WIDTH
+        channel = tl.where(inside, column // BLOCK_DV * VALUE_WIDTH + column % BLOCK_DV, VALUE_DIM)
         finish_lane(
-            out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, row, kv_head, tile, lane_start, lane_tiles,
-            first, last, share, seqlen_q, kv_heads, v_channel, GROUP, VALUE_DIM, ROWS, STEP,
+            out, lse, sinks, partial, statistics, arrivals, join_parts(acc), total, maximum, row, kv_head, tile, lane_start, lane_tiles,
+            first, last, share, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM, ROWS, STEP,
         )  # fmt: skip
         row_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)

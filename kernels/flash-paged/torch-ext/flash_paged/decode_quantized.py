@@ -1,8 +1,8 @@
 """Quantized keys and values to numbers that the matrix instructions take (formats: kv_formats.py).
 
-None of this is a conversion instruction where a few integer operations on two numbers at once do: codes of 4 and 2 bits in the
-low mantissa bits of 1024 (float16) or 128 (bfloat16) are 1024 + code or 128 + code, and E4M3 bits shifted into place are a
-float16 or bfloat16 number whose exponent is off by a constant. The products are corrected instead (`OFFSET`, `FP8_FACTOR`).
+A few integer operations do what conversion instructions would: a code of 4 or 2 bits in the low mantissa bits of 1024 (float16)
+or 128 (bfloat16) is 1024 + code or 128 + code, and E4M3 bits shifted into place are a float16 or bfloat16 number whose
+exponent is off by a constant. The products are corrected instead (`offset_of`, `FP8_FACTOR`).
 """
 
 import triton
@@ -35,50 +35,29 @@ def widen(codes, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr):
 
 @triton.jit
 def offset_of(DTYPE: tl.constexpr):
-    """What `unpack` adds to every code."""
+    """What `part_numbers` adds to every code."""
     OFFSET: tl.constexpr = 1024.0 if DTYPE == tl.float16 else (128.0 if DTYPE == tl.bfloat16 else 0.0)
     return OFFSET
 
 
 @triton.jit
-def _plane(words, J: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """The two codes at bit BITS * J of the halves of int32 words [N, W]: [N, W, 2]."""
-    word = (words >> (BITS * J)) & (0x00010001 * ((1 << BITS) - 1))
+def part_numbers(codes, PART: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes of part PART of uint8 `codes` (channel c + PART * D * BITS / 8 of byte c), plus offset_of(DTYPE), in DTYPE."""
+    code = (codes.to(tl.int16) >> (PART * BITS)) & ((1 << BITS) - 1)
     if DTYPE == tl.float32:
-        return tl.join((word & 0xFFFF).to(tl.float32), (word >> 16).to(tl.float32))
+        numbers = code.to(tl.float32)
     else:
-        word = word | (0x64006400 if DTYPE == tl.float16 else 0x43004300)
-        return tl.join(word.to(tl.int16).to(DTYPE, bitcast=True), (word >> 16).to(tl.int16).to(DTYPE, bitcast=True))
+        numbers = (code | (0x6400 if DTYPE == tl.float16 else 0x4300)).to(DTYPE, bitcast=True)
+    return numbers
 
 
 @triton.jit
-def _planes(words, FIRST: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    return tl.join(
-        tl.join(_plane(words, FIRST, BITS, DTYPE), _plane(words, FIRST + 1, BITS, DTYPE)),
-        tl.join(_plane(words, FIRST + 2, BITS, DTYPE), _plane(words, FIRST + 3, BITS, DTYPE)),
-    )
-
-
-@triton.jit
-def unpack(words, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """int32 words [N, W] of codes of 4 or 2 bits -> DTYPE [N, 32 / BITS W], offset_of(DTYPE) + code, channels in the order of
-    `channels`: neighbours are the halves of one word, so that nothing moves between registers."""
-    N: tl.constexpr = words.shape[0]
-    W: tl.constexpr = words.shape[1]
-    if BITS == 4:
-        numbers = tl.permute(_planes(words, 0, BITS, DTYPE), (0, 1, 4, 3, 2))
+def join_parts(parts):
+    """2 or 4 tensors [M, C] side by side: [M, 2 C] or [M, 4 C]."""
+    M: tl.constexpr = parts[0].shape[0]
+    C: tl.constexpr = parts[0].shape[1]
+    if len(parts) == 2:
+        return tl.reshape(tl.permute(tl.join(parts[0], parts[1]), (0, 2, 1)), (M, 2 * C))
     else:
-        numbers = tl.join(_planes(words, 0, BITS, DTYPE), _planes(words, 4, BITS, DTYPE))
-        numbers = tl.permute(numbers, (0, 1, 5, 4, 3, 2))
-    return tl.reshape(numbers, (N, 32 // BITS * W))
-
-
-@triton.jit
-def channels(DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BITS: tl.constexpr):
-    """The channel of every column of `unpack`, int32 [BLOCK_DIM]; DIM where there is none."""
-    PARTS: tl.constexpr = 8 // BITS
-    IN_WORD: tl.constexpr = 32 // BITS
-    column = tl.arange(0, BLOCK_DIM)
-    plane = column % IN_WORD // 2
-    byte = column // IN_WORD * 4 + column % 2 * 2 + plane // PARTS
-    return tl.where(byte < DIM // PARTS, byte + plane % PARTS * (DIM // PARTS), DIM)
+        pairs = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
+        return tl.reshape(tl.permute(pairs, (0, 3, 2, 1)), (M, 4 * C))

@@ -7,24 +7,35 @@ from .tiles import cap_scores
 
 
 @triton.jit
-def locate(block_table, row, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the keys start..start+BLOCK_N of a row lie: page (a number, or one a key), first slot, slots after that one; and
-    which of them exist: table entries of -1 are not followed, their keys do not exist. `start` is below `length` and a
-    multiple of BLOCK_N. Without a block_table (PAGE_SIZE 0) the row is a page of its own."""
+def find_pages(block_table, row, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of the keys start..start+BLOCK_N of a row, int32: one number where the keys lie in one page, else one a key; -1
+    from `length` on. Without a block_table (PAGE_SIZE 0) the row is a page of its own. `start` is a multiple of BLOCK_N.
+    Kernels ask for them one key tile ahead, so that loads of keys need not wait for them."""
+    if PAGE_SIZE == 0:
+        pages = row.to(tl.int32)
+    elif PAGE_SIZE % BLOCK_N == 0:
+        pages = tl.load(block_table + start // PAGE_SIZE, mask=start < length, other=-1)
+    else:
+        key = start + tl.arange(0, BLOCK_N)
+        pages = tl.load(block_table + key // PAGE_SIZE, mask=key < length, other=-1)
+    return pages
+
+
+@triton.jit
+def locate(pages, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the keys start..start+BLOCK_N of a row lie, whose `find_pages` are given: page, first slot, slots after that one;
+    and which of them exist: table entries of -1 are not followed, their keys do not exist."""
     offset = tl.arange(0, BLOCK_N)
     present = start + offset < length
-    page = row
     slot = tl.cast(start, tl.int64)
     if PAGE_SIZE > 0:
         if PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(block_table + start // PAGE_SIZE).to(tl.int64)
             slot = tl.cast(start % PAGE_SIZE, tl.int64)
         else:
-            page = tl.load(block_table + (start + offset) // PAGE_SIZE, mask=present, other=-1).to(tl.int64)
             offset = (start + offset) % PAGE_SIZE
             slot = tl.cast(0, tl.int64)
-        present = present & (page >= 0)
-    return page, slot, offset, present
+        present = present & (pages >= 0)
+    return pages.to(tl.int64), slot, offset, present
 
 
 @triton.jit

@@ -1,0 +1,247 @@
+"""The decode kernels against float64, natively on CUDA or interpreted (see tests/aot.py): how keys are shared out and put
+together again, token trees, and every cache format. Options and paths one by one: test_flash_paged_options_numeric.py."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from helpers import assert_close
+from paged_caches import CACHES, filled_cache
+
+from hf_efficient.kernels import flash_paged as fp
+from hf_efficient.kernels.flash_paged import decode, decode_schedule
+
+
+pytestmark = pytest.mark.usefixtures("nan_poison")
+
+TOLERANCE = {
+    torch.float32: (2e-6, 1e-5, "float32 against float64: products and sums are rounded"),
+    torch.float16: (1e-3, 4e-3, "float16: weights and output are rounded"),
+    torch.bfloat16: (8e-3, 3e-2, "bfloat16: weights and output are rounded"),
+}
+SMALL_GROUPS = {"group": 16, "ring": 32}  # as small as a key tile: the kernel's path of real caches
+RAGGED = (290, 1, -1, 32, 0, 27)  # 10 times longer than the others, one token, padding, the end of a page, empty
+
+
+def check(actual, expected):
+    """(out, log-sum-exp) of both."""
+    tolerance = TOLERANCE[actual[0].dtype]
+    assert_close(actual[0], expected[0], *tolerance)
+    nothing = expected[1] == float("-inf")
+    assert torch.equal(actual[1] == float("-inf"), nothing), "log-sum-exp -inf elsewhere"
+    assert_close(actual[1].masked_fill(nothing, 0), expected[1].masked_fill(nothing, 0), *tolerance)
+
+
+def case(device, name="full", lengths=RAGGED, queries=1, heads=4, kv_heads=2, dim=32, block_size=16, **rest):
+    """q, the caches and other arguments of `flash_attn_with_kvcache`."""
+    layout = {"dtype": torch.float32, **CACHES[name], **rest}
+    (k, v, table), arguments = filled_cache(name, lengths, block_size, kv_heads, dim, dim, device, **layout)
+    q = torch.randn(len(lengths), queries, heads, dim, device=device).to(layout["dtype"])
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return (q, k, v), {**arguments, "cache_seqlens": lengths, "block_table": table, "return_softmax_lse": True}
+
+
+def check_case(tensors, arguments):
+    q, k, v = tensors
+    expected = fp.flash_attn_with_kvcache_reference(q.double(), k, v, **arguments)
+    actual = fp.flash_attn_with_kvcache(q, k, v, **arguments)
+    check(actual, expected)
+    return actual
+
+
+@pytest.fixture
+def two_processors(monkeypatch):
+    """Few programs, each with several rows or a part of one, and quick to interpret."""
+    monkeypatch.setattr(decode, "processors", lambda device: 2)
+
+
+@triton.jit
+def shares_kernel(
+    seqlens,
+    taken,
+    firsts,
+    rows,
+    lanes,
+    seqlen_k,
+    left,
+    HAS_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """taken int32 [rows, lanes, tiles]: how often the decode kernels visit a key tile; firsts: programs that begin a lane."""
+    share, position, stop, first_lane, end_lane, row_start = decode_schedule.program_share(
+        rows, lanes, seqlens, 1, seqlen_k, 0, left, HAS_LEFT, False, BLOCK_N, BLOCK_B
+    )
+    for lane in tl.range(first_lane, end_lane):
+        length, begin, lane_tiles = decode_schedule.row_tiles(
+            lane // lanes, rows, seqlens, 1, seqlen_k, 0, left, HAS_LEFT, False, BLOCK_N
+        )
+        lane_start = row_start + lane % lanes * lane_tiles
+        first = tl.maximum(position - lane_start, 0)
+        last = tl.minimum(stop - lane_start, lane_tiles)
+        for tile in tl.range(begin + first, begin + last):
+            tl.atomic_add(taken + lane * (seqlen_k // BLOCK_N) + tile, 1)
+        if first == 0:
+            tl.atomic_add(firsts + lane, 1)
+        row_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)
+
+
+@pytest.mark.parametrize("programs, left", [(1, -1), (7, 40), (20, -1), (20, 40)])
+def test_every_tile_is_taken_once(kernel_device, programs, left):
+    """Also with more rows than are looked at at once."""
+    rows, lanes, block = 40, 3, 16
+    generator = torch.Generator().manual_seed(programs)
+    lengths = torch.randint(-1, 40, (rows,), generator=generator, dtype=torch.int32)
+    lengths[::9] *= 10
+    capacity = 400
+    taken = torch.zeros(rows, lanes, capacity // block, dtype=torch.int32, device=kernel_device)
+    firsts = torch.zeros(rows, lanes, dtype=torch.int32, device=kernel_device)
+    shares_kernel[(programs,)](
+        lengths.to(kernel_device),
+        taken,
+        firsts,
+        rows,
+        lanes,
+        capacity,
+        left,
+        HAS_LEFT=left >= 0,
+        BLOCK_N=block,
+        BLOCK_B=32,
+    )
+    tile = torch.arange(capacity // block)
+    begin = (lengths - 1 - left).clamp(min=0) // block if left >= 0 else torch.zeros(rows, dtype=torch.int32)
+    end = torch.maximum(-(-lengths.clamp(min=0) // block), begin + 1)
+    expected = (tile >= begin[:, None]) & (tile < end[:, None])
+    assert torch.equal(taken.cpu(), expected[:, None].expand(-1, lanes, -1).int())
+    assert firsts.eq(1).all(), "every lane, also of a row without keys, has one program that begins it"
+
+
+@pytest.mark.parametrize("name", ["full", "int4"])
+def test_any_number_of_programs(kernel_device, monkeypatch, name):
+    """One program for all lanes, parts of lanes, and as many programs as the keys allow: the same result."""
+    tensors, arguments = case(kernel_device, name, queries=2, **(SMALL_GROUPS if name == "int4" else {}))
+    arguments.update(causal=True, s_aux=torch.tensor([1.0, -float("inf"), 4.0, 0.0], device=kernel_device))
+    monkeypatch.setattr(decode, "_PROGRAMS_PER_PROCESSOR", 1)
+    for processors in (1, 3, 30):
+        monkeypatch.setattr(decode, "processors", lambda device, count=processors: count)
+        out, lse = check_case(tensors, arguments)
+        assert out[2].eq(0).all() and out[4].eq(0).all(), "rows without keys give 0"
+
+
+@pytest.mark.parametrize("name", ["full", "int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("block_size, dim", [(48, 80), (256, 32)])
+@pytest.mark.usefixtures("two_processors")
+def test_formats(kernel_device, name, block_size, dim):
+    """Pages smaller, larger and not a multiple of a key tile; float16 queries, so that codes go through float16 bits."""
+    groups = {**SMALL_GROUPS, "channel_groups": 2 if dim == 32 else 1} if name in ("int4", "int2") else {}
+    check_case(*case(kernel_device, name, (150, -1, 256), 3, 3, 1, dim, block_size, dtype=torch.float16, **groups))
+
+
+def random_tree(rows, nodes, device):
+    """Masks of random trees: bit j of mask i says that node j is an ancestor of node i, or node i."""
+    masks = torch.zeros(rows, nodes, dtype=torch.int64)
+    for row in range(rows):
+        for node in range(nodes):
+            parent = int(torch.randint(-1, node, ())) if node else -1
+            masks[row, node] = (masks[row, parent] if parent >= 0 else 0) | torch.tensor(1).bitwise_left_shift(node)
+    return masks.to(device)
+
+
+@pytest.mark.parametrize("nodes", [6, 64])
+@pytest.mark.parametrize("name", ["full", "int2"])
+@pytest.mark.parametrize(
+    "extra", [{}, {"window_size": (10, -1), "alibi_slopes": 1.0, "softcap": 5.0}], ids=["plain", "all"]
+)
+@pytest.mark.usefixtures("two_processors")
+def test_token_trees(kernel_device, extra, name, nodes):
+    """Lengths include the nodes; one row has fewer keys than nodes, one is padding."""
+    lengths = (nodes, 40 + nodes, -1, nodes - 3)
+    tensors, arguments = case(kernel_device, name, lengths, nodes, 2, 1, 16)
+    tree = random_tree(len(lengths), nodes, kernel_device)
+    tree[1, nodes // 2] = 0  # a padding node sees no node
+    if "alibi_slopes" in extra:
+        extra = {**extra, "alibi_slopes": torch.tensor([0.1, 0.4], device=kernel_device)}
+    check_case(tensors, {**arguments, "tree_mask": tree, "causal": True, **extra})
+
+
+@pytest.mark.usefixtures("two_processors")
+def test_71_heads_of_one_key_head(kernel_device):
+    tensors, arguments = case(kernel_device, lengths=(70, 5), queries=2, heads=71, kv_heads=1, dim=16)
+    check_case(tensors, {**arguments, "causal": True})
+
+
+@pytest.mark.parametrize("name", ["full", "int8", "int4"])
+@pytest.mark.usefixtures("two_processors")
+def test_evicted_pages_are_not_touched(kernel_device, name):
+    """Streaming: the first pages and a window stay, pages between are given back (and used by others: poisoned here)."""
+    lengths = (200, 170)
+    tensors, arguments = case(kernel_device, name, lengths, block_size=16, **(SMALL_GROUPS if name == "int4" else {}))
+    evicted = arguments["block_table"][:, 2:7].long().flatten()
+    for tensor in (*tensors[1:], *(arguments[s] for s in ("k_scale", "v_scale", "k_min", "v_min") if s in arguments)):
+        if tensor.dtype.is_floating_point:
+            tensor[evicted] = float("nan")
+        else:
+            tensor[evicted] = 127
+    arguments["block_table"][:, 2:7] = -1
+    check_case(tensors, {**arguments, "causal": True, "window_size": (130, -1)})
+    check_case(tensors, {**arguments, "causal": True})
+
+
+@pytest.mark.usefixtures("two_processors")
+def test_contiguous_cache(kernel_device):
+    q = torch.randn(3, 2, 4, 16, device=kernel_device)
+    k, v = torch.randn(2, 3, 140, 2, 24, device=kernel_device).unbind(0)
+    lengths = torch.tensor([140, 0, 77], dtype=torch.int32, device=kernel_device)
+    arguments = dict(cache_seqlens=lengths, causal=True, return_softmax_lse=True)
+    check_case((q, k[..., :16], v), arguments)
+
+
+def test_unserved_layouts_raise(kernel_device):
+    tensors, arguments = case(kernel_device, "int4", (5,), block_size=32, **SMALL_GROUPS)
+    arguments["k_min"] = arguments["k_min"].transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="k_min has strides"):
+        fp.flash_attn_with_kvcache(*tensors, **arguments)
+
+
+NATIVE = {
+    "full": {},
+    "int8": {},
+    "fp8": {},
+    "int4": {"group": 64, "ring": 128},
+    "int2": {"group": 32, "ring": 64},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_sizes(kernel_device, name, dim, heads, dtype):
+    """Full tiles, pipelined loads and programs that race; and twenty runs give the same bits."""
+    lengths = (3000, 1, -1, 700, 64, 129)
+    tensors, arguments = case(kernel_device, name, lengths, 1, heads, 2, dim, 64, dtype=dtype, **NATIVE[name])
+    first = check_case(tensors, {**arguments, "causal": True})
+    for _ in range(20):
+        again = fp.flash_attn_with_kvcache(*tensors, **arguments, causal=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again)), "depends on the order of arrival"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NATIVE)
+def test_graph_replay_follows_the_lengths(kernel_device, name):
+    """A captured step stays right when the lengths on the device change, replayed many times in a row."""
+    tensors, arguments = case(
+        kernel_device, name, (900, 64, 300), 1, 8, 2, 64, 64, dtype=torch.float16, **NATIVE[name]
+    )
+    fp.flash_attn_with_kvcache(*tensors, **arguments)  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fp.flash_attn_with_kvcache(*tensors, **arguments)
+    for lengths in ((900, 64, 300), (880, -1, 290), (899, 1, 0)):
+        arguments["cache_seqlens"].copy_(torch.tensor(lengths))
+        expected = fp.flash_attn_with_kvcache_reference(tensors[0].double(), *tensors[1:], **arguments)
+        for _ in range(10):
+            graph.replay()
+        check(out, expected)
