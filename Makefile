@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test quality style bench cards
+.PHONY: demo test quality style bench bench-gpu cards
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,10 +28,16 @@ style: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/cpu_linear_rows.py
+	$(BIN)/python benchmarks/cpu_linear.py
+	$(BIN)/python benchmarks/cpu_attention.py
 	$(BIN)/python benchmarks/weight_only_perplexity.py
 	$(BIN)/hf-efficient demo --output output/demo
 	cp output/demo/report.json benchmarks/results/demo_cpu.json
+
+bench-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/linear.py
 
 cards: $(STAMP)
 	$(BIN)/hf-efficient demo --output output/demo

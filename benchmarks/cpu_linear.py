@@ -1,0 +1,205 @@
+"""How fast are linear layers on a CPU, beside bf16, torchao and bitsandbytes, and where does each of our ways end?
+
+    python benchmarks/cpu_linear.py [--threads 2] [--shapes 576x576,4096x4096] [--output benchmarks/results/cpu_linear.json]
+
+Layers of SmolLM2-135M and of an 8B model in bfloat16, 1 to 1024 tokens. Every contender rotates over copies of its weight
+that do not fit the last-level cache together, and the contenders take turns, so that a change of the machine's speed meets
+all of them. Times are medians with quartiles in microseconds; GB/s are bytes of the weight over the median, beside the
+bandwidth at which all threads read memory, measured first. `INT4_NATIVE_ROWS` and `INT8_NATIVE_ROWS` of
+hf_efficient.kernels.linear follow from the crossings reported at the end.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from hf_efficient.evaluation import environment
+from hf_efficient.kernels import activation_linear
+from hf_efficient.kernels.linear import Int4CpuLinear, Int8CpuLinear
+
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = [(576, 576), (192, 576), (1536, 576), (576, 1536), (4096, 4096), (14336, 4096)]  # out_features, in_features
+ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512, 1024)
+ROTATE_BYTES = 64e6  # twice the last-level cache of most machines that are not servers
+SECONDS_A_CASE = 0.3
+GROUP = 64
+
+
+def read_bandwidth() -> float:
+    """GB/s of all threads reading 512 MB: the best of ten sums."""
+    data = torch.ones(2**27)
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - start)
+    return data.nbytes / min(times) / 1e9
+
+
+def int4(n: int, k: int) -> Int4CpuLinear:
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    scale = torch.rand(n, k // GROUP).bfloat16()
+    zero_point = torch.randint(0, 16, scale.shape, dtype=torch.uint8)
+    return Int4CpuLinear(codes, scale, zero_point, 4, GROUP, k, torch.bfloat16)
+
+
+def int8(n: int, k: int) -> Int8CpuLinear:
+    codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
+    return Int8CpuLinear(codes, torch.rand(n, 1).bfloat16(), None, torch.bfloat16)
+
+
+def w8a8(n: int, k: int):
+    codes, scale = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n, 1)
+    return lambda x: activation_linear.quantized_linear(x, codes, scale, format="int8")
+
+
+def bf16(n: int, k: int):
+    weight = torch.randn(n, k).bfloat16()
+    return lambda x: F.linear(x, weight)
+
+
+def torch_int4pack(n: int, k: int):
+    """torch's operator by itself: what our native int4 path must not be slower than."""
+    packed = torch._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (n, k), dtype=torch.int32), 2)
+    scales = torch.rand(k // GROUP, n, 2).bfloat16()
+    return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
+
+
+def torchao(config_name: str):
+    def make(n: int, k: int):
+        import torchao.quantization as quantization
+
+        layer = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16))
+        quantization.quantize_(layer, getattr(quantization, config_name)())
+        return layer
+
+    return make
+
+
+def bitsandbytes_nf4(n: int, k: int):
+    import bitsandbytes
+
+    layer = bitsandbytes.nn.Linear4bit(k, n, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+    return layer.to(torch.bfloat16).to("cpu")
+
+
+BYTES_A_WEIGHT = {"bf16": 2, "int8": 1, "w8a8": 1, "torchao int8": 1, "torchao w8a8": 1}
+INT4_BYTES = 0.5 + 4 / GROUP
+CONTENDERS = {  # name -> (make, method of the object to time; None: the object itself)
+    "bf16": (bf16, None),
+    "int4": (int4, None),
+    "int4 native": (int4, "native"),
+    "int4 dequantize": (int4, "many_rows"),
+    "int8": (int8, None),
+    "int8 native": (int8, "native"),
+    "int8 dequantize": (int8, "many_rows"),
+    "w8a8": (w8a8, None),
+    "torch int4pack": (torch_int4pack, None),
+    "torchao int8": (torchao("Int8WeightOnlyConfig"), None),
+    "torchao w8a8": (torchao("Int8DynamicActivationInt8WeightConfig"), None),
+    "bitsandbytes nf4": (bitsandbytes_nf4, None),
+}
+
+
+def bytes_of(name: str, n: int, k: int) -> float:
+    kind = name.removesuffix(" native").removesuffix(" dequantize")
+    return n * k * BYTES_A_WEIGHT.get(kind, INT4_BYTES)
+
+
+def contenders(n: int, k: int) -> dict:
+    """name -> list of calls of x, one a copy of the weight. Peers that do not import or run are left out, with a line."""
+    calls, made = {}, {}
+    for name, (make, method) in CONTENDERS.items():
+        if make not in made:
+            copies = max(2, min(400, int(ROTATE_BYTES // bytes_of(name, n, k)) + 1))
+            try:
+                objects = [make(n, k) for _ in range(copies)]
+                objects[0](torch.randn(2, k).bfloat16())
+            except Exception as reason:
+                print(f"{name}: not measured, {type(reason).__name__}: {str(reason)[:120]}")
+                objects = []
+            made[make] = objects
+        if made[make]:
+            calls[name] = [getattr(item, method) if method else item for item in made[make]]
+    return calls
+
+
+def measure(n: int, k: int, bandwidth: float) -> list[dict]:
+    """One record for every contender and number of rows."""
+    records = []
+    with torch.no_grad():
+        calls = contenders(n, k)
+        for rows in ROWS:
+            x = torch.randn(rows, k).bfloat16()
+            times = {name: [] for name in calls}
+            for variants in calls.values():
+                variants[0](x)
+            turn, end = 0, time.perf_counter() + SECONDS_A_CASE * len(calls)
+            while turn < 5 or (time.perf_counter() < end and turn < 300):
+                for place, (name, variants) in enumerate(calls.items()):
+                    # those that share their copies are never at the same one at the same time
+                    call = variants[(turn + place * len(variants) // len(calls)) % len(variants)]
+                    start = time.perf_counter()
+                    call(x)
+                    times[name].append((time.perf_counter() - start) * 1e6)
+                turn += 1
+            dense = statistics.median(times["bf16"])
+            for name, values in times.items():
+                low, median, high = statistics.quantiles(values, n=4)
+                speed = bytes_of(name, n, k) / median / 1e3
+                record = {"out_features": n, "in_features": k, "rows": rows, "kernel": name, "turns": turn}
+                record |= {"us": round(median, 1), "quartiles": [round(low, 1), round(high, 1)]}
+                record |= {"times_bf16": round(dense / median, 3), "gb_s": round(speed, 2)}
+                record["of_read_bandwidth"] = round(speed / bandwidth, 3)
+                records.append(record)
+            print(n, k, rows, {r["kernel"]: r["times_bf16"] for r in records[-len(calls) :]}, flush=True)
+    return records
+
+
+def crossing(records: list[dict], name: str) -> dict[str, int]:
+    """For each shape, the largest number of rows up to which the native operator was the faster way every time."""
+    times = {(r["out_features"], r["in_features"], r["rows"], r["kernel"]): r["us"] for r in records}
+    best = {}
+    for n, k in dict.fromkeys((r["out_features"], r["in_features"]) for r in records):
+        best[f"{n}x{k}"] = 0
+        for rows in ROWS:
+            if times[n, k, rows, f"{name} native"] > times[n, k, rows, f"{name} dequantize"]:
+                break
+            best[f"{n}x{k}"] = rows
+    return best
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES), help="out_features x in_features")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/cpu_linear.json")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    bandwidth = read_bandwidth()
+    print(f"read bandwidth {bandwidth:.1f} GB/s")
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    records = [record for shape in shapes for record in measure(*shape, bandwidth)]
+    result = {
+        "question": "a linear layer on CPU: bf16, ours and peers; microseconds, interleaved",
+        "environment": environment.describe(),
+        "load_average": os.getloadavg(),
+        "read_bandwidth_gb_s": round(bandwidth, 2),
+        "native_up_to_rows": {name: crossing(records, name) for name in ("int4", "int8")},
+        "results": records,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["native_up_to_rows"], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    main()

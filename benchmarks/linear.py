@@ -1,0 +1,385 @@
+"""Are the linear kernels right, and how fast are they beside the limits of the machine and beside their peers?
+
+    python benchmarks/linear.py [--quick] [--output benchmarks/results/gpu_linear.json]
+
+Products of 1 to 1024 tokens with the layers of Llama-3-8B and 70B, and one of 8192^3, in every format, rotating over more
+than 200 MB of weights. Peers, in the same process: torch's bf16 product (cuBLAS), `_weight_int4pack_mm`, `_int_mm`,
+`_scaled_mm`; bitsandbytes and gemlite where they import. See gpu_timing.py for how; benchmarks/cpu_linear.py is the same
+question on a CPU.
+"""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from gpu_timing import Benchmark, error, speedup
+
+from hf_efficient.kernels import efficient_linear as el
+from hf_efficient.kernels.efficient_linear import (
+    activation_reference,
+    grouped,
+    packing,
+    sparse24,
+    sparse24_packing,
+    ternary,
+    ternary_packing,
+)
+
+
+SHAPES = [  # N, K: qkv, o, gate + up, down of Llama-3-8B, then of 70B
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (10240, 8192),
+    (8192, 8192),
+    (57344, 8192),
+    (8192, 28672),
+]
+TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024]
+SQUARE = (8192, 8192)
+EXPERTS = 8
+
+
+class Format:
+    """One way to store a weight [n, k]: `make` it at random (a dict of tensors), `run` it, and its `reference`."""
+
+    def __init__(self, name: str, make, run, reference, allowed: float = 1e-2):
+        self.name, self.make, self.run, self.reference, self.allowed = name, make, run, reference, allowed
+
+
+def weight_only(name: str, bits: int, group_size: int, symmetric: bool) -> Format:
+    def make(bench, n, k):
+        groups = packing.number_of_groups(k, group_size)
+        made = dict(device=bench.device)
+        packed = torch.randint(-(2**31), 2**31, (n, packing.packed_width(n, k, bits)), dtype=torch.int32, **made)
+        scale = (torch.rand(n, groups, **made) + 0.5).to(bench.dtype) * 2.0 ** (1 - bits)
+        zero = None if symmetric else torch.randint(0, 2**bits, (n, groups), dtype=torch.uint8, **made)
+        return dict(packed=packed, scale=scale, zero_point=zero)
+
+    def layout(x):
+        return dict(bits=bits, group_size=group_size, in_features=x.shape[1])
+
+    return Format(
+        name,
+        make,
+        lambda x, weight: el.weight_only_linear(x, **weight, **layout(x)),
+        lambda x, weight: el.weight_only_linear_reference(x, **weight, **layout(x)),
+    )
+
+
+def codebook(name: str, table: tuple[float, ...], group_size: int) -> Format:
+    bits = (len(table) - 1).bit_length()
+
+    def make(bench, n, k):
+        width = packing.packed_width(n, k, bits)
+        packed = torch.randint(-(2**31), 2**31, (n, width), dtype=torch.int32, device=bench.device)
+        groups = packing.number_of_groups(k, group_size)
+        scale = (torch.rand(n, groups, device=bench.device) + 0.5).to(bench.dtype)
+        return dict(packed=packed, codebook=torch.tensor(table, device=bench.device).to(bench.dtype), scale=scale)
+
+    def layout(x):
+        return dict(bits=bits, group_size=group_size, in_features=x.shape[1])
+
+    return Format(
+        name,
+        make,
+        lambda x, weight: el.codebook_linear(x, **weight, **layout(x)),
+        lambda x, weight: el.codebook_linear_reference(x, **weight, **layout(x)),
+    )
+
+
+def int8_codes(bench, n, k):
+    codes = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=bench.device)
+    return dict(w_codes=codes, w_scale=torch.rand(n, 1, device=bench.device) / 127)
+
+
+def run_w8a8(x, weight):
+    codes, scale, _ = el.quantize(x, "int8")
+    return el.w8a8_linear(codes, weight["w_codes"], scale, weight["w_scale"], out_dtype=x.dtype)
+
+
+def reference_w8a8(x, weight):
+    codes, scale, _ = activation_reference.quantize_reference(x, "int8")
+    return activation_reference.w8a8_linear_reference(codes, weight["w_codes"], scale, weight["w_scale"])
+
+
+def fp8(name: str, blocks: bool) -> Format:
+    """Weights per channel with tokens, or blocks of 128 x 128 with blocks of 128."""
+    kind = "fp8_block" if blocks else "fp8"
+
+    def make(bench, n, k):
+        codes = torch.randn(n, k, device=bench.device).to(torch.float8_e4m3fn)
+        shape = (-(-n // 128), -(-k // 128)) if blocks else (n, 1)
+        return dict(w_codes=codes, w_scale=torch.rand(shape, device=bench.device))
+
+    def run(x, weight):
+        codes, scale, _ = el.quantize(x, kind)
+        return el.fp8_linear(codes, weight["w_codes"], scale, weight["w_scale"], out_dtype=x.dtype)
+
+    def reference(x, weight):
+        codes, scale, _ = activation_reference.quantize_reference(x, kind)
+        return activation_reference.fp8_linear_reference(codes, weight["w_codes"], scale, weight["w_scale"])
+
+    return Format(name, make, run, reference)
+
+
+def make_ternary(bench, n, k):
+    trits = torch.randint(-1, 2, (n, k), dtype=torch.int8, device=bench.device)
+    return dict(packed=ternary_packing.pack_ternary(trits), w_scale=torch.rand(1, device=bench.device), out_features=n)
+
+
+def run_ternary(x, weight, linear=ternary.ternary_linear, quantize=el.quantize, **options):
+    codes, scale, _ = quantize(x, "int8")
+    weight = dict(weight)
+    return linear(codes, weight.pop("packed"), scale, weight.pop("w_scale"), **weight, **options)
+
+
+def sparse(name: str, four_bits: bool) -> Format:
+    group_size = 128 if four_bits else None
+
+    def make(bench, n, k):
+        mask = torch.rand(n, k // 4, 4, device=bench.device).argsort(-1).argsort(-1) < 2
+        mask = mask.flatten(1)
+        if not four_bits:
+            values, places = sparse24_packing.pack_sparse24(bench.random(n, k) * mask)
+            return dict(values=values, places=places, out_features=n)
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=bench.device)
+        values, places = sparse24_packing.pack_sparse24_codes(torch.where(mask, codes, 8))
+        scale = torch.rand(n, -(-k // 128), device=bench.device).to(bench.dtype)
+        return dict(values=values, places=places, scale=scale, out_features=n)
+
+    def layout(x):
+        return dict(group_size=group_size, in_features=x.shape[1])
+
+    return Format(
+        name,
+        make,
+        lambda x, weight: sparse24.sparse24_linear(x, **weight, **layout(x)),
+        lambda x, weight: sparse24.sparse24_linear_reference(x, **weight, **layout(x)),
+    )
+
+
+FORMATS = [
+    weight_only("int4 g64 asymmetric", 4, 64, False),
+    weight_only("int4 g128", 4, 128, True),
+    weight_only("int8 per channel", 8, -1, True),
+    weight_only("int3 g64 asymmetric", 3, 64, False),
+    weight_only("int2 g64 asymmetric", 2, 64, False),
+    codebook("NF4 g64", el.NF4, 64),
+    Format("W8A8 int8", int8_codes, run_w8a8, reference_w8a8, allowed=2e-2),
+    fp8("fp8 per channel", False),
+    fp8("fp8 blocks", True),
+    Format(
+        "LLM.int8()",
+        int8_codes,
+        lambda x, weight: el.llm_int8_linear(x, **weight),
+        lambda x, weight: activation_reference.llm_int8_reference(x, **weight),
+        allowed=2e-2,
+    ),
+    Format(
+        "ternary",
+        make_ternary,
+        lambda x, weight: run_ternary(x, weight, out_dtype=x.dtype),
+        lambda x, weight: run_ternary(
+            x, weight, ternary.ternary_linear_reference, activation_reference.quantize_reference
+        ),
+    ),
+    sparse("2:4", False),
+    sparse("2:4 int4 g128", True),
+]
+
+
+def bytes_of(weight: dict) -> int:
+    return sum(tensor.nbytes for tensor in weight.values() if torch.is_tensor(tensor))
+
+
+def ours(bench: Benchmark, format: Format, n: int, k: int, tokens_list) -> None:
+    weights = [format.make(bench, n, k)]
+    weights += [format.make(bench, n, k) for _ in range(bench.copies_of(bytes_of(weights[0])) - 1)]
+    for m in tokens_list:
+        x = bench.random(m, k)
+
+        def call(i, x=x):
+            return format.run(x, weights[i])
+
+        def check(x=x, call=call):
+            first = call(0)
+            if not all(torch.equal(call(0), first) for _ in range(1 if bench.tiny else 5)):
+                return float("inf")  # not deterministic
+            rows = slice(None) if len(x) <= 64 else slice(0, 16)
+            return error(first[rows], format.reference(x[rows].contiguous(), weights[0]))
+
+        case = dict(kernel=format.name, ours=True, N=n, K=k, M=m)
+        work = bytes_of(weights[0]) + 2 * m * (n + k), 2 * m * n * k
+        bench.record(case, call, len(weights), *work, check, format.allowed)
+
+
+def gate_up(bench: Benchmark, n: int, k: int, tokens_list) -> None:
+    """silu(x Wg^T) * (x Wu^T) in one launch; n counts the rows of both."""
+    format = FORMATS[0]
+    weights = [[format.make(bench, n // 2, k) for _ in range(2)] for _ in range(bench.copies_of(n * k // 2))]
+    layout = dict(bits=4, group_size=64, in_features=k)
+    for m in tokens_list:
+        x = bench.random(m, k)
+
+        def call(i, x=x, function=el.gate_up_silu):
+            gate, up = weights[i]
+            return function(x, (*gate.values(), None), (*up.values(), None), **layout)
+
+        def check(x=x, call=call):
+            return error(call(0), call(0, function=el.gate_up_silu_reference))
+
+        work = sum(map(bytes_of, weights[0])) + 2 * m * (n // 2 + k), 2 * m * n * k
+        case = dict(kernel="int4 g64 asymmetric, gate + up", ours=True, N=n, K=k, M=m)
+        bench.record(case, call, len(weights), *work, check)
+
+
+def experts(bench: Benchmark, n: int, k: int, tokens_list) -> None:
+    """Rows spread evenly over the experts: the weights of all of them are read."""
+    format = FORMATS[0]
+    parts = [format.make(bench, n, k) for _ in range(EXPERTS)]
+    weight = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    layout = dict(bits=4, group_size=64, in_features=k)
+    for m in tokens_list:
+        x = bench.random(m * EXPERTS, k)
+        offsets = torch.arange(EXPERTS + 1, dtype=torch.int32, device=bench.device) * m
+
+        def call(i, x=x, offsets=offsets):
+            return grouped.grouped_linear(x, **weight, offsets=offsets, **layout)
+
+        def check(x=x, offsets=offsets, call=call):
+            return error(call(0), grouped.grouped_linear_reference(x, **weight, offsets=offsets, **layout))
+
+        case = dict(kernel=f"int4 g64 asymmetric, {EXPERTS} experts", ours=True, N=n, K=k, M=m)
+        work = bytes_of(weight) + 2 * len(x) * (n + k), 2 * len(x) * n * k
+        bench.record(case, call, 1, *work, check)
+
+
+def peers(bench: Benchmark, n: int, k: int, tokens_list) -> None:
+    """torch's own products, bitsandbytes and gemlite; timed only."""
+    count = bench.copies_of(2 * n * k)
+    dense = [bench.random(n, k) for _ in range(count)]
+    calls = {"bf16": (lambda x, i: F.linear(x, dense[i]), count, 2 * n * k)}
+    if not bench.tiny:
+        calls |= torch_peers(bench, n, k) | foreign_peers(bench, n, k)
+    for name, (call, variants, bytes_) in calls.items():
+        for m in tokens_list:
+            x = bench.random(m, k)
+            work = bytes_ + 2 * m * (n + k), 2 * m * n * k
+            case = dict(kernel=name, ours=False, N=n, K=k, M=m)
+            bench.record(case, lambda i, x=x, call=call: call(x, i), variants, *work)
+
+
+def torch_peers(bench: Benchmark, n: int, k: int) -> dict:
+    """name -> (call of (x, i), copies, bytes)."""
+    count4, count8 = bench.copies_of(n * k / 2), bench.copies_of(n * k)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    int4 = [torch._convert_weight_to_int4pack(codes, 8).clone() for _ in range(count4)]
+    scales = torch.rand(k // 64, n, 2, device="cuda", dtype=bench.dtype)
+    int8 = [int8_codes(bench, n, k) for _ in range(count8)]
+    float8 = [torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn) for _ in range(count8)]
+
+    def int_mm(x, i):  # with the quantization of x and the scales that a layer needs
+        scale = x.abs().amax(1, keepdim=True).float() / 127
+        codes = (x / scale).round().to(torch.int8)
+        return (torch._int_mm(codes, int8[i]["w_codes"].t()) * scale * int8[i]["w_scale"].t()).to(x.dtype)
+
+    def scaled_mm(x, i):
+        scale = x.abs().amax(1, keepdim=True).float() / 448
+        codes = (x / scale).to(torch.float8_e4m3fn)
+        options = dict(out_dtype=bench.dtype, use_fast_accum=False)
+        return torch._scaled_mm(codes, float8[i].t(), scale, int8[0]["w_scale"].t().contiguous(), **options)
+
+    return {
+        "torch int4pack g64": (
+            lambda x, i: torch._weight_int4pack_mm(x, int4[i], 64, scales), count4, n * k // 2 + scales.nbytes,
+        ),
+        "torch _int_mm, dynamic": (int_mm, count8, n * k),
+        "torch _scaled_mm, dynamic": (scaled_mm, count8, n * k),
+    }  # fmt: skip
+
+
+def foreign_peers(bench: Benchmark, n: int, k: int) -> dict:
+    found = {}
+    dense = bench.random(n, k)
+    try:
+        import bitsandbytes
+        from bitsandbytes.functional import quantize_4bit
+    except ImportError:
+        pass
+    else:
+        count = bench.copies_of(n * k / 2)
+        nf4 = [quantize_4bit(dense, blocksize=64, quant_type="nf4") for _ in range(count)]
+        found["bitsandbytes NF4"] = (
+            lambda x, i: bitsandbytes.matmul_4bit(x, nf4[i][0].t(), quant_state=nf4[i][1]), count, n * k // 2,
+        )  # fmt: skip
+    try:
+        from gemlite.core import DType, GemLiteLinear
+    except ImportError:
+        return found
+    layers = []
+    for _ in range(bench.copies_of(n * k / 2)):
+        layer = GemLiteLinear(
+            4, group_size=128, in_features=k, out_features=n, input_dtype=DType.BF16, output_dtype=DType.BF16
+        )
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+        groups = n * k // 128
+        layer.pack(codes, torch.rand(groups, 1, device="cuda"), torch.full((groups, 1), 8.0, device="cuda"), None)
+        layers.append(layer)
+    return {**found, "gemlite int4 g128": (lambda x, i: layers[i](x), len(layers), n * k // 2)}
+
+
+def goals(bench: Benchmark) -> list[dict]:
+    """Those of issue 4 and shared/PERFORMANCE.md, sections 3 to 5, from this run's lines."""
+    same = ("N", "K", "M")
+    dense = bench.find(kernel="bf16")
+
+    def over_bf16(name, tokens, shapes=None):
+        lines = [line for line in bench.find(kernel=name) if line["M"] in tokens]
+        return speedup([line for line in lines if shapes is None or (line["N"], line["K"]) in shapes], dense, same)
+
+    few = (1, 2, 4, 8, 16)
+    int4 = "int4 g64 asymmetric"
+    return [
+        dict(goal="int4, 4096x4096, 1 to 16 rows, times bf16", at_least=2.1, measured=over_bf16(int4, few, [(4096, 4096)])),
+        dict(goal="int4, 4096x14336, 1 to 16 rows", at_least=2.8, measured=over_bf16(int4, few, [(4096, 14336)])),
+        dict(goal="int4, 28672x4096, 1 to 16 rows", at_least=3.0, measured=over_bf16(int4, few, [(28672, 4096)])),
+        dict(goal="int4, larger shapes, 64 rows", at_least=2.2,
+             measured=over_bf16(int4, (64,), [shape for shape in SHAPES if shape[0] * shape[1] >= 8192 * 8192])),
+        dict(goal="int4, anywhere", at_least=0.97, measured=over_bf16(int4, TOKENS)),
+        dict(goal="int4, 1 row, times torch int4pack",  at_least=1.0,
+             measured=speedup([line for line in bench.find(kernel=int4) if line["M"] == 1], bench.find(kernel="torch int4pack g64"), same)),
+        dict(goal="int8 weights, 28672x4096, up to 64 rows", at_least=1.78,
+             measured=over_bf16("int8 per channel", (*few, 32, 64), [(28672, 4096)])),
+        dict(goal="NF4, times int4", at_least=0.95,
+             measured=speedup([line for line in bench.find(kernel="NF4 g64") if line["M"] <= 64], bench.find(kernel=int4), same)),
+        dict(goal="W8A8 int8, 8192^3", at_least=1.84, measured=over_bf16("W8A8 int8", (8192,))),
+        dict(goal="fp8, 8192^3", at_least=1.84, measured=over_bf16("fp8 per channel", (8192,))),
+        dict(goal="LLM.int8(), up to 64 rows", at_least=1.5, measured=over_bf16("LLM.int8()", (*few, 32, 64))),
+    ]  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    bench = Benchmark("linear", __doc__, arguments)
+    shapes, tokens = (SHAPES, TOKENS) if not bench.quick else (SHAPES[1:3], [1, 16, 64, 256])
+    if bench.tiny:
+        shapes, tokens = [(80, 256)], [3]
+    with torch.no_grad():
+        for n, k in shapes:
+            peers(bench, n, k, tokens)
+            for format in FORMATS:
+                ours(bench, format, n, k, tokens)
+            if (n, k) in [(28672, 4096)] or bench.tiny:
+                gate_up(bench, n, k, [m for m in tokens if m <= 64])
+                experts(bench, n // 2, k, [m for m in tokens if m <= 64])
+        if not bench.tiny:
+            peers(bench, *SQUARE, [8192])
+            for format in FORMATS:
+                if format.name in ("W8A8 int8", "fp8 per channel", "fp8 blocks"):
+                    ours(bench, format, *SQUARE, [8192])
+    return bench.finish(goals(bench))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
