@@ -30,7 +30,7 @@ def build(kernel, constexprs, pointers, target, tile):
 def compile_forward(target, dim, value_dim=None, dtype="bf16", page_size=0, queries=999, options=False, packed=False):
     """`forward_kernel` as launched: causal, or with every option; on dense or packed keys (page_size 0) or pages."""
     value_dim = value_dim or dim
-    tile = config.forward_config(DTYPES[dtype], max(dim, value_dim), queries, page_size > 0, KIND[target])
+    tile = config.forward_config(DTYPES[dtype], max(dim, value_dim), queries, page_size, KIND[target])
     pointers = dict.fromkeys(("q", "k", "v", "out"), f"*{dtype}")
     pointers["lse"] = pointers["sinks"] = pointers["slopes"] = "*fp32" if options else None
     pointers["block_table"] = "*i32" if page_size else None

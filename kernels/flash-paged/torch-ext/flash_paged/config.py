@@ -18,7 +18,8 @@ class Config:
 
 # kind of GPU -> (largest head dim, bytes an element) -> configuration for `forward_kernel`. As large as fits the registers
 # without spills in causal attention (triton 3.7.1). "sm_80": also sm_86, sm_89 and sm_120, so that 99 KiB of shared memory
-# must do; sm_90 and sm_100 have 227; "amd" (gfx942): 64 KiB and wavefronts of 64 threads.
+# must do; sm_90 and sm_100 have 227; "amd" (gfx942): 64 KiB and wavefronts of 64 threads, and what it spills are scalars that
+# go to vector registers.
 _FORWARD_FLOAT32 = {
     (64, 4): Config(32, 16, 4, 2),
     (128, 4): Config(32, 16, 8, 2),
@@ -61,8 +62,9 @@ _FORWARD = {
 # kind of GPU -> what forward.attend runs where it can: "portable", or the "tma" or "warp_specialized" kernel of
 # forward_hopper.py. No GPU could measure those here, so nothing chooses them yet; benchmarks name them.
 FORWARD_VARIANT = {"sm_80": "portable", "sm_90": "portable", "sm_100": "portable", "amd": "portable"}
-# backend -> (largest head dim, bits of a cached number) -> configurations, by rows of the tile. Bits: 16; 8; 4 (and 2, in steps
-# of at most one group of tokens); 32 for float32 queries of any cache. Small enough for the 99 KiB of sm_86 and sm_89.
+# backend -> (largest head dim, bits of a cached number) -> configurations, by rows of the tile. Of 4 and
+# 2 bits a step is at most one group of tokens; 32 stands for float32 queries, whatever the cache. Small enough for the 99 KiB
+# of sm_86 and sm_89.
 _DECODE = {
     "nvidia": {
         (64, 16): (Config(16, 64, 4, 3), Config(64, 64, 4, 3)),
@@ -71,8 +73,11 @@ _DECODE = {
         (256, 16): (Config(16, 32, 4, 2), Config(32, 32, 8, 2)),
         (128, 8): (Config(16, 64, 4, 3), Config(32, 64, 8, 3)),
         (256, 8): (Config(16, 32, 8, 3), Config(32, 32, 8, 2)),
+        (64, 4): (Config(16, 64, 4, 4), Config(32, 32, 4, 4)),
         (128, 4): (Config(16, 32, 4, 5), Config(32, 32, 4, 4)),
         (256, 4): (Config(16, 32, 8, 4),),
+        (128, 2): (Config(16, 64, 4, 4), Config(32, 32, 4, 4)),
+        (256, 2): (Config(16, 32, 8, 4),),
         (64, 32): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
         (256, 32): (Config(16, 16, 4, 2),),
     },
@@ -82,6 +87,7 @@ _DECODE = {
         (128, 8): (Config(16, 32, 4, 2), Config(64, 32, 4, 2)),
         (256, 8): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
         (256, 4): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
+        (256, 2): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
         (64, 32): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
         (256, 32): (Config(16, 16, 4, 2),),
     },
@@ -114,7 +120,7 @@ def forward_config(dtype: torch.dtype, head_dim: int, queries: int, page_size: i
 def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | None = None, bits: int = 16) -> Config:
     """For the decode kernels; rows is queries times query heads per key head, bits those of a cached number."""
     table = _DECODE[backend or ("amd" if torch.version.hip else "nvidia")]
-    bits = 32 if dtype == torch.float32 else max(bits, 4)
+    bits = 32 if dtype == torch.float32 else bits
     configs = table[min(key for key in table if key[1] == bits and head_dim <= key[0])]
     return next((config for config in configs if rows <= config.block_m), configs[-1])
 

@@ -303,7 +303,8 @@ def attend(
         if variant is not None:
             raise ValueError(f"variant {variant!r} cannot compute this: {reason}")
     keys = block_table.shape[1] * k.shape[1] if paged else k.shape[-3]
-    config = forward_config(q.dtype, max(head_dim, value_dim), max_seqlen_q, paged, kind)
+    page_size = k.shape[1] if paged else 0
+    config = forward_config(q.dtype, max(head_dim, value_dim), max_seqlen_q, page_size, kind)
     tiles = triton.cdiv(max_seqlen_q, config.block_m)
     scale, cap = score_scales(softmax_scale, softcap)
     block_d, rest_d = split_dim(head_dim)
@@ -347,7 +348,7 @@ def attend(
             REST_D=rest_d,
             BLOCK_DV=block_dv,
             REST_DV=rest_dv,
-            PAGE_SIZE=k.shape[1] if paged else 0,
+            PAGE_SIZE=page_size,
             HAS_LEFT=window[0] >= 0,
             HAS_RIGHT=window[1] >= 0,
             SOFTCAP=softcap > 0,
