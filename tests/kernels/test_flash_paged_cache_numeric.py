@@ -20,7 +20,8 @@ def copied(cache, scales):
 
 
 def numbers(*shape, dtype, device):
-    """Tokens of very different sizes: zeros, float16 subnormal scales, overflowing float16 scales and ties of rounding."""
+    """Tokens of very different sizes: zeros, float16 subnormal scales, overflowing float16 scales, ties of rounding and
+    one number for all."""
     x = torch.randn(shape, device=device) * 2.0 ** torch.randint(-6, 7, (*shape[:-1], 1), device=device)
     x[0] = 0
     x[1] = torch.arange(shape[-1], device=device).to(x.dtype) / 2  # codes that lie halfway
@@ -28,6 +29,7 @@ def numbers(*shape, dtype, device):
     x[2] *= 1e-7
     if dtype != torch.float16:
         x[3] *= 1e9
+    x[4] = 0.3  # its minimum is rounded up to float16: above the largest number
     return x.to(dtype)
 
 
@@ -36,7 +38,7 @@ def numbers(*shape, dtype, device):
 @pytest.mark.parametrize("heads, dim, value_dim", [(1, 16, 16), (3, 80, 64)])
 def test_reshape_and_cache_quantizes(kernel_device, heads, dim, value_dim, name, dtype):
     k, v = (numbers(7, heads, d, dtype=dtype, device=kernel_device) for d in (dim, value_dim))
-    slots = torch.tensor([3, -1, 19, 0, 20, 7, 18], device=kernel_device)  # 20 lies beyond the cache
+    slots = torch.tensor([3, 11, 19, 0, 7, -1, 20], device=kernel_device)  # 20 lies beyond the cache
     k_cache, v_cache, scales = empty_pages(name, 4, 5, heads, dim, value_dim, kernel_device)
     (k_expected, scales_expected), v_expected = copied(k_cache, scales), v_cache.clone()
     fp.reshape_and_cache(k, v, k_cache, v_cache, slots, **scales)
@@ -99,11 +101,12 @@ def test_fp8_conversions_are_torchs(kernel_device):
     ],
 )
 def test_quantize_and_cache(kernel_device, name, block_size, group, heads, dim, value_dim, channel_groups, dtype):
-    k, v = (numbers(5, group, heads, d, dtype=dtype, device=kernel_device) for d in (dim, value_dim))
+    k, v = (numbers(7, group, heads, d, dtype=dtype, device=kernel_device) for d in (dim, value_dim))
     groups = block_size // group
-    slots = torch.tensor([groups * 2, -1, 0, 3 * groups, 3 * groups - 1], device=kernel_device)
+    slots = [6 * groups - 1, 3 * groups, 0, 2 * groups, 4 * groups, -1, 6 * groups]  # the last lies beyond the cache
+    slots = torch.tensor(slots, device=kernel_device)
     k_cache, v_cache, scales = empty_pages(
-        name, 3, block_size, heads, dim, value_dim, kernel_device, group, channel_groups
+        name, 6, block_size, heads, dim, value_dim, kernel_device, group, channel_groups
     )
     (k_expected, scales_expected), v_expected = copied(k_cache, scales), v_cache.clone()
     fp.quantize_and_cache(k, v, k_cache, v_cache, group_mapping=slots, **scales)

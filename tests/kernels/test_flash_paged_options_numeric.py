@@ -189,10 +189,30 @@ def test_freed_pages_of_quantized_caches(kernel_device, path, name):
     """A hole in the block table: its tokens are not seen, whether pages are read as they are or dequantized first."""
     heads, kv_heads, dim, value_dim, queries, _ = PATHS[path]
     (k_cache, v_cache, table), rest = filled_cache(
-        name, (61,), PAGE, kv_heads, dim, value_dim, kernel_device, **CACHES[name]
+        name, (72,), PAGE, kv_heads, dim, value_dim, kernel_device, **CACHES[name]
     )
     table[0, 1] = -1
+    if "ring" in CACHES[name]:
+        assert rest["quantized_seqlens"] == 48
+        table[0, 3:] = -1  # all of their tokens are in the ring
     q = torch.randn(1, queries, heads, dim, device=kernel_device).half()
-    options = {"cache_seqlens": 61, "block_table": table, "return_softmax_lse": True, **rest}
+    options = {"cache_seqlens": 72, "block_table": table, "return_softmax_lse": True, **rest}
     expected = fp.flash_attn_with_kvcache_reference(q.double(), k_cache, v_cache, **options)
     check(fp.flash_attn_with_kvcache(q, k_cache, v_cache, **options), expected)
+
+
+@pytest.mark.parametrize("name, length", [("full", None), ("full", 21), ("int8", None), ("int8", 21), ("int4", 43)])
+def test_one_page_a_row_and_one_length(kernel_device, name, length):
+    """Without a block table row b has page b; cache_seqlens may be one number for all rows, or None when all is full."""
+    held = (32, 32) if name != "int4" else (length, length)
+    (k_cache, v_cache, table), rest = filled_cache(
+        name, held, 64 if length == 43 else 32, 1, 16, 16, kernel_device, **CACHES[name]
+    )
+    page = table[:, 0].long()
+    k_cache, v_cache = k_cache[page], v_cache[page]
+    rest = {which: tensor[page] if which[2:] in ("scale", "min") else tensor for which, tensor in rest.items()}
+    q = torch.randn(2, 2, 2, 16, device=kernel_device).half()
+    options = {"cache_seqlens": length, "causal": True, "return_softmax_lse": True, **rest}
+    expected = fp.flash_attn_with_kvcache_reference(q.double(), k_cache, v_cache, **options)
+    actual = fp.flash_attn_with_kvcache(q, k_cache, v_cache, **options)
+    check(actual, expected)

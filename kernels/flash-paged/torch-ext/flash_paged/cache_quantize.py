@@ -9,7 +9,7 @@ from .cache_codes import group_codes, group_scale
 from .config import launch_device
 
 
-_TILE = 4096  # numbers a program holds
+_TILE = 2048  # bytes a program packs: more do not fit the registers
 
 
 @triton.jit
@@ -136,10 +136,10 @@ def quantize_values_kernel(
 
 
 def tiles(tokens: int, k_width: int, v_width: int) -> tuple[int, int]:
-    """Tokens a program of the values and bytes a program of the keys: about `_TILE` numbers each."""
+    """Tokens a program of the values and bytes a program of the keys."""
     padded = triton.next_power_of_2(tokens)
     block_t = min(padded, max(1, _TILE // triton.next_power_of_2(v_width)))
-    return block_t, min(triton.next_power_of_2(k_width), max(16, _TILE // padded))
+    return block_t, min(triton.next_power_of_2(k_width), max(8, _TILE // padded))
 
 
 def quantize_groups(

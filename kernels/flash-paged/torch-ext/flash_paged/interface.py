@@ -212,7 +212,6 @@ def flash_attn_with_kvcache(
     )
     if tree_mask is not None:
         check_tree(tree_mask, q)
-        options["window"] = (options["window"][0], -1)
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together, or neither")
     cache_seqlens = _lengths(q, k_cache, k, cache_seqlens, block_table, quantized)
