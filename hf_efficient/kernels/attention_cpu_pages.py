@@ -16,7 +16,7 @@ from hf_efficient.kernels.attention_cpu_masks import QueryRows
 
 
 _SEGMENT = 128  # tokens, or one page if that is longer
-_CHUNK = 1 << 18  # numbers of keys taken at a time
+_CHUNK = 1 << 19  # numbers of keys taken at a time
 
 
 class Segments(NamedTuple):
