@@ -122,7 +122,7 @@ def test_any_number_of_programs(kernel_device, monkeypatch, name):
     tensors, arguments = case(kernel_device, name, queries=2, **(SMALL_GROUPS if name == "int4" else {}))
     arguments.update(causal=True, s_aux=torch.tensor([1.0, -float("inf"), 4.0, 0.0], device=kernel_device))
     monkeypatch.setattr(decode, "_PROGRAMS_PER_PROCESSOR", 1)
-    for processors in (1, 3, 30):
+    for processors in (1, 20):
         monkeypatch.setattr(decode, "processors", lambda device, count=processors: count)
         out, lse = check_case(tensors, arguments)
         assert out[2].eq(0).all() and out[4].eq(0).all(), "rows without keys give 0"
@@ -148,7 +148,7 @@ def random_tree(rows, nodes, device):
 
 
 @pytest.mark.parametrize("nodes", [6, 64])
-@pytest.mark.parametrize("name", ["full", "int2"])
+@pytest.mark.parametrize("name", ["full", "int4"])
 @pytest.mark.parametrize(
     "extra", [{}, {"window_size": (10, -1), "alibi_slopes": 1.0, "softcap": 5.0}], ids=["plain", "all"]
 )
@@ -156,7 +156,8 @@ def random_tree(rows, nodes, device):
 def test_token_trees(kernel_device, extra, name, nodes):
     """Lengths include the nodes; one row has fewer keys than nodes, one is padding."""
     lengths = (nodes, 40 + nodes, -1, nodes - 3)
-    tensors, arguments = case(kernel_device, name, lengths, nodes, 2, 1, 16)
+    groups = SMALL_GROUPS | {"ring": 128} if name == "int4" else {}
+    tensors, arguments = case(kernel_device, name, lengths, nodes, 2, 1, 16, **groups)
     tree = random_tree(len(lengths), nodes, kernel_device)
     tree[1, nodes // 2] = 0  # a padding node sees no node
     if "alibi_slopes" in extra:
@@ -174,7 +175,7 @@ def test_71_heads_of_one_key_head(kernel_device):
 @pytest.mark.usefixtures("two_processors")
 def test_evicted_pages_are_not_touched(kernel_device, name):
     """Streaming: the first pages and a window stay, pages between are given back (and used by others: poisoned here)."""
-    lengths = (200, 170)
+    lengths = (200, 140)
     tensors, arguments = case(kernel_device, name, lengths, block_size=16, **(SMALL_GROUPS if name == "int4" else {}))
     evicted = arguments["block_table"][:, 2:7].long().flatten()
     for tensor in (*tensors[1:], *(arguments[s] for s in ("k_scale", "v_scale", "k_min", "v_min") if s in arguments)):
