@@ -30,12 +30,14 @@ def built(project: str, folder: Path) -> Path:
     return variant
 
 
-@pytest.mark.parametrize("project", ["flash-paged", "efficient-linear"])
-def test_local_kernel(project, tmp_path):
+@pytest.mark.parametrize(
+    "project, function", [("flash-paged", "flash_attn_with_kvcache"), ("efficient-linear", "weight_only_linear")]
+)
+def test_local_kernel(project, function, tmp_path):
     variant = built(project, tmp_path)
     module = kernels.get_local_kernel(tmp_path if torch.cuda.is_available() else variant)
     assert Path(module.__file__).is_relative_to(variant), "the copy, not the checkout"
-    assert module.__all__ and [name for name in module.__all__ if not callable(getattr(module, name))] == []
+    assert function in module.__all__ and [name for name in module.__all__ if not hasattr(module, name)] == []
     assert project.replace("-", "_") not in sys.modules
 
 
