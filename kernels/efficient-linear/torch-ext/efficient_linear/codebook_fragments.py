@@ -120,7 +120,6 @@ def two_planes(
     LOOKUP: tl.constexpr,
     DTYPE: tl.constexpr,
     PTX: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Entries of the matrix instructions J and J + 1 (J even): DTYPE [T, 128, 2] each."""
     HIGH: tl.constexpr = J % 4 // 2  # half of the digits
@@ -131,8 +130,6 @@ def two_planes(
         v1 = tl.load(codebook_at + ((codes >> 4) & 15)).to(DTYPE)
         v2 = tl.load(codebook_at + ((codes >> 8) & 15)).to(DTYPE)
         v3 = tl.load(codebook_at + ((codes >> 12) & 15)).to(DTYPE)
-        if UPCAST:
-            v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
         return tl.join(v0, v1), tl.join(v2, v3)
     else:
         low0, low1, low2, low3, high0, high1, high2, high3 = tables
@@ -145,4 +142,4 @@ def two_planes(
             high = (high & ~upper) | (permute_bytes(high2, high3, selector, PTX) & upper)
         first = permute_bytes(low, high, 0x5140, PTX)
         second = permute_bytes(low, high, 0x7362, PTX)
-        return halves(first, DTYPE, UPCAST), halves(second, DTYPE, UPCAST)
+        return halves(first, DTYPE), halves(second, DTYPE)

@@ -23,7 +23,7 @@ def pair(
     UPCAST: tl.constexpr,
 ):
     if LOOKUP > 0:
-        return two_planes(words, codebook_at, tables, J, BITS, LOOKUP, DTYPE, PTX, UPCAST)
+        return two_planes(words, codebook_at, tables, J, BITS, LOOKUP, DTYPE, PTX)
     else:
         first = plane(words, zero, magic, J, BITS, ASYMMETRIC, DTYPE, PTX, UPCAST)
         return first, plane(words, zero, magic, J + 1, BITS, ASYMMETRIC, DTYPE, PTX, UPCAST)

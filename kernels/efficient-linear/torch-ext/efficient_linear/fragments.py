@@ -31,33 +31,34 @@ def zero_point_word(zero, magic, BITS: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def in_both_halves(value, DTYPE: tl.constexpr):
     """The word with the DTYPE number `value` (a compile-time constant) in both halves."""
-    return (tl.full((1, 1), value, DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+    return (tl.full((1, 1), value, tl.float32).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
 
 
 @triton.jit
-def halves(word, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Two 16-bit numbers in each int32 of [T, 128] -> [T, 128, 2], in float32 when UPCAST (the interpreter has no
-    arithmetic in bfloat16)."""
-    low = word.to(tl.int16).to(DTYPE, bitcast=True)
-    high = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    if UPCAST:
-        low = low.to(tl.float32)
-        high = high.to(tl.float32)
-    return tl.join(low, high)
+def halves(word, DTYPE: tl.constexpr):
+    """Two 16-bit numbers in each int32 of [T, 128] -> [T, 128, 2]."""
+    return tl.join(word.to(tl.int16).to(DTYPE, bitcast=True), (word >> 16).to(tl.int16).to(DTYPE, bitcast=True))
 
 
 @triton.jit
-def multiply_add(word, factor, addend, DTYPE: tl.constexpr):
-    """In both halves of the words, on CUDA. The compiler would do so by itself only where the addend is a constant."""
-    word, factor, addend = tl.broadcast(word, factor)[0], tl.broadcast(factor, word)[0], tl.broadcast(addend, word)[0]
-    if DTYPE == tl.float16:
+def multiply_add(word, factor, addend, DTYPE: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr):
+    """word * factor + addend of the numbers in both halves. On CUDA one instruction, which the compiler would find only
+    for a constant addend; UPCAST: in float32 (the interpreter has no arithmetic in bfloat16)."""
+    factor, addend = tl.broadcast(factor, word)[0], tl.broadcast(addend, word)[0]
+    if PTX and DTYPE == tl.float16:
         return tl.inline_asm_elementwise(
             "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [word, factor, addend], tl.int32, is_pure=True, pack=1
         )
-    else:
+    elif PTX:
         return tl.inline_asm_elementwise(
             "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [word, factor, addend], tl.int32, is_pure=True, pack=1
         )
+    else:
+        word, factor, addend = halves(word, DTYPE), halves(factor, DTYPE), halves(addend, DTYPE)
+        if UPCAST:
+            word, factor, addend = word.to(tl.float32), factor.to(tl.float32), addend.to(tl.float32)
+        low, high = tl.split(tl.fma(word, factor, addend).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32))
+        return (low & 0xFFFF) | (high << 16)
 
 
 @triton.jit
@@ -79,29 +80,22 @@ def plane(
     IN_WORD: tl.constexpr = 16 // BITS
     FIELD: tl.constexpr = J % IN_WORD
     P: tl.constexpr = FIELD % WINDOW * BITS if WINDOW > 0 else 0
+    CENTRE: tl.constexpr = 1 << (BITS - 1)
     if BITS == 3 and J == 15:
         word = ((words[0] >> 15) & 0x00010001) | ((words[1] >> 14) & 0x00020002) | ((words[2] >> 13) & 0x00040004)
     else:
         word = (words[J // IN_WORD] >> (FIELD * BITS - P)) & (((1 << BITS) - 1 << P) * 0x10001)
-    CENTRE: tl.constexpr = 1 << (BITS - 1)
     if WINDOW > 0:
-        word = word | magic
         ONE: tl.constexpr = 1 << MANTISSA  # the number whose ulp is 1
-        if PTX:
-            if not ASYMMETRIC:
-                addend = in_both_halves(-(ONE >> P) - CENTRE, DTYPE)
-            elif P > 0:
-                addend = multiply_add(zero, in_both_halves(1.0, DTYPE), in_both_halves(ONE - (ONE >> P), DTYPE), DTYPE)
-            else:
-                addend = zero
-            return halves(multiply_add(word, in_both_halves(1.0 / (1 << P), DTYPE), addend, DTYPE), DTYPE, False)
+        if not ASYMMETRIC:
+            addend = in_both_halves(-(ONE >> P) - CENTRE, DTYPE)
+        elif P > 0:
+            one, difference = in_both_halves(1.0, DTYPE), in_both_halves(ONE - (ONE >> P), DTYPE)
+            addend = multiply_add(zero, one, difference, DTYPE, PTX, UPCAST)
         else:
-            numbers = halves(word, DTYPE, UPCAST)
-            if ASYMMETRIC:
-                addend = halves(zero, DTYPE, UPCAST) + tl.full((1,), ONE - (ONE >> P), numbers.dtype)
-            else:
-                addend = tl.full((1,), -(ONE >> P) - CENTRE, numbers.dtype)
-            return tl.fma(numbers, tl.full((1,), 1.0 / (1 << P), numbers.dtype), addend).to(DTYPE)
+            addend = zero
+        factor = in_both_halves(1.0 / (1 << P), DTYPE)
+        return halves(multiply_add(word | magic, factor, addend, DTYPE, PTX, UPCAST), DTYPE)
     else:
         low = ((word & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
         high = ((word >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
