@@ -16,10 +16,11 @@ from hf_efficient.kernels.efficient_linear import (
 SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 
 
-def compile_product(target, kind, tokens, block_scales=False, outliers=False, tma=False):
-    """As w8a8.launch launches it for K a multiple of 128, with bias; int8 with zero points or outliers."""
+def compile_product(target, kind, tokens, block_scales=False, outliers=False, tma=False, aligned=True):
+    """As w8a8.launch launches it for K a multiple of 128 (or, not aligned, not even of 16), with bias; int8 with zero
+    points or outliers."""
     kernel = w8a8_kernels.w8a8_kernel
-    tile = w8a8_configs.choose_tile(tokens, block_scales or kind == "fp8_as_fp16")
+    tile = w8a8_configs.choose_tile(tokens, block_scales or kind == "fp8_as_fp16", aligned)
     if tma:
         tile = w8a8_configs.TMA_TILES[kind]
     codes = {"int8": "*i8", "fp8": "*fp8e4nv", "fp8_as_fp16": "*u8"}[kind]
@@ -34,12 +35,18 @@ def compile_product(target, kind, tokens, block_scales=False, outliers=False, tm
         absent += ["x_zero_ptr", "w_zero_ptr", "x_sum_ptr", "w_sum_ptr"]
     if not outliers:
         absent += ["outlier_x_ptr", "outlier_columns_ptr", "outlier_count_ptr"]
-    constexprs = dict(KIND=kind, BLOCK_SCALES=block_scales, EVEN_K=True, SPLIT=split, TMA=tma, UPCAST=False)
+    constexprs = dict(KIND=kind, BLOCK_SCALES=block_scales, EVEN_K=aligned, SPLIT=split, TMA=tma, UPCAST=False)
     constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m) | dict.fromkeys(absent)
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
     stages = min(tile.num_stages, w8a8_configs.STAGES_ON_ROCM) if target == "gfx942" else tile.num_stages
     return compile_kernel(
-        kernel, signature, constexprs, target, tile.num_warps, stages, ("N", "K", "stride_x", "stride_w")
+        kernel,
+        signature,
+        constexprs,
+        target,
+        tile.num_warps,
+        stages,
+        ("N", "K", "stride_x", "stride_w") if aligned else (),
     )
 
 
@@ -76,6 +83,12 @@ def test_product(target, kind, tokens, options, instruction):
         assert compiled.count("LDGSTS.E.BYPASS.128") > 0
     if target == "sm_90" and not options:
         assert compiled.count("HMMA") + compiled.count("IMMA") + compiled.count("HGMMA") == 0
+
+
+@pytest.mark.parametrize("target, kind", [("sm_90", "int8"), ("gfx942", "fp8_as_fp16")])
+def test_rows_that_are_not_aligned(target, kind):
+    compiled = compile_product(target, kind, 4096, block_scales=kind != "int8", aligned=False)
+    assert compiled.local_bytes == 0 and compiled.count("IGMMA" if kind == "int8" else "v_mfma_f32") > 0
 
 
 def compile_quantize(target, source, format, columns):

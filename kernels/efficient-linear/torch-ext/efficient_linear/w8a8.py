@@ -5,7 +5,6 @@ import triton
 
 from . import w8a8_configs
 from .launch_configs import choose_steps_per_split
-from .w8a8_configs import STAGES_ON_ROCM, choose_tile
 from .w8a8_kernels import STEP, w8a8_kernel
 from .weight_only import DTYPES, INTERPRETED, _arrival_counters, _on, _processors
 
@@ -58,15 +57,18 @@ def row_stride(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or tensor.numel() == 1 else tensor.stride(0)
 
 
-def _serves_tma(kind, x_codes, w_codes) -> bool:
+def _are_aligned(*codes: torch.Tensor) -> bool:
+    """Whether 16 bytes at a time can be read."""
+    return not any(rows.shape[1] % 16 or rows.stride(0) % 16 or rows.data_ptr() % 16 for rows in codes)
+
+
+def _serves_tma(kind: str, tokens: int, device: torch.device) -> bool:
     fewest = w8a8_configs.TMA_FROM
-    if fewest is None or len(x_codes) < fewest or kind not in w8a8_configs.TMA_TILES:
-        return False
-    if any(codes.stride(0) % 16 or codes.data_ptr() % 16 for codes in (x_codes, w_codes)):
+    if fewest is None or tokens < fewest or kind not in w8a8_configs.TMA_TILES:
         return False
     if INTERPRETED:
         return True
-    if torch.version.hip or torch.cuda.get_device_capability(x_codes.device)[0] < 9:
+    if torch.version.hip or torch.cuda.get_device_capability(device)[0] < 9:
         return False
     triton.set_allocator(_scratch)
     return True
@@ -100,9 +102,13 @@ def launch(
     out = torch.empty(tokens, out_features, dtype=out_dtype, device=device)
     if tokens == 0:
         return out
+    aligned = _are_aligned(x_codes, w_codes)
     plain = not block_scales and all(t is None for t in (x_zero_point, w_zero_point, outlier_x))
-    tma = plain and _serves_tma(kind, x_codes, w_codes)
-    tile = w8a8_configs.TMA_TILES[kind] if tma else choose_tile(tokens, block_scales or kind == "fp8_as_fp16")
+    tma = plain and aligned and _serves_tma(kind, tokens, device)
+    if tma:
+        tile = w8a8_configs.TMA_TILES[kind]
+    else:
+        tile = w8a8_configs.choose_tile(tokens, block_scales or kind == "fp8_as_fp16", aligned)
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     steps = triton.cdiv(in_features, STEP.value)
     per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(device))
@@ -151,7 +157,7 @@ def launch(
             BLOCK_M=tile.block_m,
             UPCAST=INTERPRETED,
             num_warps=tile.num_warps,
-            num_stages=min(tile.num_stages, STAGES_ON_ROCM) if torch.version.hip else tile.num_stages,
+            num_stages=min(tile.num_stages, w8a8_configs.STAGES_ON_ROCM) if torch.version.hip else tile.num_stages,
         )
     return out
 
@@ -170,8 +176,8 @@ def w8a8_linear(
 ) -> torch.Tensor:
     """(x_codes - x_zero_point) times the transpose of (w_codes - w_zero_point), times both scales, plus bias.
 
-    x_codes: int8 [M, K]; w_codes: int8 [N, K]; columns contiguous, rows at any stride (multiples of 16 are read 16
-        bytes at a time).
+    x_codes: int8 [M, K]; w_codes: int8 [N, K]; columns contiguous, rows at any stride. K and strides that are multiples
+        of 16 are read 16 bytes at a time, others byte by byte: pad with codes equal to the zero point where it matters.
     x_scale: float32, one value or [M, 1] or [M]; w_scale: one value or [N, 1] or [N]. x_zero_point, w_zero_point: int8
         alike, None = 0.
     w_sums: int32 [N], `w_codes.sum(1, dtype=torch.int32)`, which x_zero_point needs: computed when it is not given,

@@ -23,6 +23,8 @@ TILES_OF_MANY_REGISTERS = {
     64: Tile(64, 64, 4, 3, 3),
     float("inf"): Tile(128, 64, 8, 3),
 }
+# Rows whose length or distance is no multiple of 16 are read byte by byte: few bytes a thread, or it runs out of registers
+UNALIGNED_TILE = Tile(64, 16, 8, 2, 4)
 # Tiles that come through the tensor memory accelerator (compute capability 9 and up; without registers to spare for
 # block scales, zero points and outliers), and from so many tokens on they do; None = never, until a measurement says
 # where that is faster.
@@ -35,6 +37,8 @@ STAGES_ON_ROCM = 2  # 64 KB of shared memory
 SCALED_MM_FROM = {"tensor": None, "channel": None}
 
 
-def choose_tile(tokens: int, many_registers: bool) -> Tile:
+def choose_tile(tokens: int, many_registers: bool, aligned: bool) -> Tile:
+    if not aligned:
+        return UNALIGNED_TILE
     table = TILES_OF_MANY_REGISTERS if many_registers else TILES
     return next(tile for most, tile in table.items() if tokens <= most)
