@@ -10,24 +10,24 @@ E4M3_MAX = 448.0
 
 
 def quantize(x, format, scale, zero_point) -> list[torch.Tensor]:
-    """Codes, and what is not given of scale and zero point."""
-    rows = x.float()
+    """Codes, and what is not given of scale and zero point. Passes over x are few: they are what it costs."""
     if format == "fp8_block":
-        padded = F.pad(rows, (0, -x.shape[1] % GROUP)).view(-1, GROUP)
+        padded = F.pad(x, (0, -x.shape[1] % GROUP)).view(-1, GROUP)
         codes, scale = quantize(padded, "fp8", None, None)
         return [codes.view(len(x), -1)[:, : x.shape[1]].contiguous(), scale.view(len(x), -1)]
     new = []
     if scale is None:
+        low, high = x.aminmax(dim=1, keepdim=True)
+        low, high = low.float(), high.float()
         if format == "int8_asymmetric":
-            low, high = rows.aminmax(dim=1, keepdim=True)
             low, high = low.clamp_(max=0), high.clamp_(min=0)
             scale = ((high - low) * (1 / 255)).clamp_(min=TINY)
             zero_point = ((-low * (1 / scale)).clamp_(0, 255).round_() - 128).to(torch.int8)
         else:
             largest = 127 if format == "int8" else E4M3_MAX
-            scale = (rows.abs().amax(1, keepdim=True) * (1 / largest)).clamp_(min=TINY)
+            scale = (torch.maximum(-low, high) * (1 / largest)).clamp_(min=TINY)
         new = [scale] if zero_point is None else [scale, zero_point]
-    scaled = rows * (1 / scale)
+    scaled = x * (1 / scale.reshape(-1, 1))  # float32, as the scale is no scalar
     if format == "fp8":
         return [scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), *new]
     if format == "int8_asymmetric":
@@ -52,28 +52,47 @@ def unpack_int8(w_codes: torch.Tensor) -> torch.Tensor:
     return w_codes.to_dense().t() if w_codes.is_mkldnn else w_codes
 
 
-def _packed_sums(x_codes, packed) -> torch.Tensor:
-    """Sums of code products, added in int32 and returned in float32 [M, N]. oneDNN is only fast for unsigned x."""
+def _packed_product(x_codes, packed, w_scale) -> torch.Tensor:
+    """Sums of code products, added in int32, times w_scale [1, N]: float32 [M, N]. oneDNN is only fast for unsigned x."""
     unsigned = x_codes.bitwise_xor(-128).view(torch.uint8)
-    ones = torch.ones(packed.shape[1])
+    scale = w_scale.flatten().expand(packed.shape[1]).contiguous()
     no_zero_points = torch.zeros(packed.shape[1], dtype=torch.int32)
     return torch.ops.onednn.qlinear_pointwise(
-        unsigned, 1.0, 128, packed, ones, no_zero_points, None, 1.0, 0, torch.float32, "none", [], ""
+        unsigned, 1.0, 128, packed, scale, no_zero_points, None, 1.0, 0, torch.float32, "none", [], ""
     )
 
 
 def int8_product(x_codes, w_codes, x_scale, w_scale, bias, x_zero_point, w_zero_point, w_sums, out_dtype):
-    sums = _packed_sums(x_codes, w_codes) if w_codes.is_mkldnn else torch._int_mm(x_codes, w_codes.t())
+    w_scale, correction = w_scale.reshape(1, -1), None
     if x_zero_point is not None:
         w_sums = unpack_int8(w_codes).sum(1, dtype=torch.int32) if w_sums is None else w_sums
-        sums -= x_zero_point.reshape(-1, 1).int() * w_sums
+        correction = x_zero_point.reshape(-1, 1).int() * w_sums
     if w_zero_point is not None:
         x_sums = x_codes.sum(1, dtype=torch.int32)[:, None]
         if x_zero_point is not None:
             x_sums = x_sums - x_codes.shape[1] * x_zero_point.reshape(-1, 1).int()
-        sums -= x_sums * w_zero_point.reshape(1, -1).int()
-    y = sums.float().mul_(x_scale.reshape(-1, 1)).mul_(w_scale.reshape(1, -1))
+        rest = x_sums * w_zero_point.reshape(1, -1).int()
+        correction = rest if correction is None else correction + rest
+    if w_codes.is_mkldnn:
+        y = _packed_product(x_codes, w_codes, w_scale)
+        if correction is not None:
+            y -= correction * w_scale
+    else:
+        sums = torch._int_mm(x_codes, w_codes.t())
+        y = (sums if correction is None else sums - correction) * w_scale
+    y *= x_scale.reshape(-1, 1)
     return (y if bias is None else y.add_(bias)).to(out_dtype)
+
+
+def linear(x, w_codes, w_scale, bias, format, scale, zero_point, w_zero_point, w_sums):
+    """quantize, then the product that goes with the codes; in the dtype of x."""
+    codes, *new = quantize(x, format, scale, zero_point)
+    scale, zero_point = (scale, zero_point) if scale is not None else (*new, None)[:2]
+    if codes.dtype != w_codes.dtype:
+        raise TypeError(f"codes of x are {codes.dtype}, of the weight {w_codes.dtype}: allowed is the same for both")
+    if codes.dtype == torch.int8:
+        return int8_product(codes, w_codes, scale, w_scale, bias, zero_point, w_zero_point, w_sums, x.dtype)
+    return fp8_product(codes, w_codes, scale, w_scale, bias, x.dtype)
 
 
 def fp8_product(x_codes, w_codes, x_scale, w_scale, bias, out_dtype):

@@ -198,11 +198,13 @@ def _fp8_linear_cuda(x_codes, w_codes, x_scale, w_scale, bias, out_dtype):
     return efficient_linear.fp8_linear(x_codes, w_codes, x_scale, w_scale, bias, out_dtype=out_dtype)
 
 
-def _quantized_linear(x, w_codes, w_scale, bias, format, scale, zero_point, w_zero_point, w_sums):
-    """Below autograd, on any device: the other ops in sequence."""
-    quantized = _assemble(torch.ops.hf_efficient.quantize_activation(x, format, scale, zero_point), scale, zero_point)
-    arguments = dict(w_zero_point=w_zero_point, w_sums=w_sums, out_dtype=x.dtype)
-    return multiply(quantized, w_codes, w_scale, bias, **arguments)
+def _quantized_linear_cuda(x, w_codes, w_scale, bias, format, scale, zero_point, w_zero_point, w_sums):
+    from hf_efficient.kernels import efficient_linear
+
+    codes, scale, zero_point = efficient_linear.quantize(x, format, scale, zero_point)
+    if "fp8" in format:
+        return efficient_linear.fp8_linear(codes, w_codes, scale, w_scale, bias, out_dtype=x.dtype)
+    return _w8a8_linear_cuda(codes, w_codes, scale, w_scale, bias, zero_point, w_zero_point, w_sums, x.dtype)
 
 
 def _dequantize_codes(w_codes, w_scale, w_zero_point, dtype, in_features):
@@ -221,7 +223,7 @@ for _name, _cuda, _cpu in (
     ("silu_mul_quantize", _silu_mul_quantize_cuda, _silu_mul_quantize_cpu),
     ("w8a8_linear", _w8a8_linear_cuda, activation_cpu.int8_product),
     ("fp8_linear", _fp8_linear_cuda, activation_cpu.fp8_product),
-    ("quantized_linear", _quantized_linear, _quantized_linear),
+    ("quantized_linear", _quantized_linear_cuda, activation_cpu.linear),
     ("dequantize_codes", _dequantize_codes, _dequantize_codes),
     ("llm_int8_linear", _llm_int8_linear_cuda, activation_cpu.llm_int8_product),
 ):
@@ -229,7 +231,7 @@ for _name, _cuda, _cpu in (
     _library.impl(_name, _cpu, "CPU")
 for _name, _cpu in (
     ("w8a8_linear", activation_cpu.int8_product),
-    ("quantized_linear", _quantized_linear),
+    ("quantized_linear", activation_cpu.linear),
     ("dequantize_codes", _dequantize_codes),
 ):
     _library.impl(_name, _cpu, "MkldnnCPU")  # weights from pack_int8

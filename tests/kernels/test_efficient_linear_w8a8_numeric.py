@@ -301,6 +301,7 @@ def test_ops_on_cuda_and_cpu_agree(format, kernel_device, nan_poison):
         ("rms_norm_quantize", (x, weight, x, 1e-6, format, scale, zero, True)),
         ("silu_mul_quantize", (x, x, format, scale, zero)),
     ]
+    calls.append(("quantized_linear", (x, w, w_scale, None, format, None, None, None, None)))
     if "fp8" in format:
         calls.append(("fp8_linear", (rows.codes, w, rows.scale, w_scale, None, torch.float32)))
     else:
@@ -310,7 +311,7 @@ def test_ops_on_cuda_and_cpu_agree(format, kernel_device, nan_poison):
         on_device = [t.to(kernel_device) if isinstance(t, torch.Tensor) else t for t in arguments]
         actual, expected = op(name, kernel_device)(*on_device), getattr(torch.ops.hf_efficient, name)(*arguments)
         if isinstance(expected, torch.Tensor):
-            check(actual.cpu(), expected, TOLERANCES[torch.float32] if "fp8" not in name else (2**-12, 2**-11))
+            check(actual.cpu(), expected, TOLERANCES[torch.float32] if "fp8" not in format else (2**-12, 2**-11))
             continue
         assert [(t.dtype, t.shape) for t in actual] == [(t.dtype, t.shape) for t in expected]
         if name == "quantize_activation":
