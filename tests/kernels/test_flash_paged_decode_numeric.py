@@ -204,6 +204,15 @@ def test_unserved_layouts_raise(kernel_device):
         fp.flash_attn_with_kvcache(*tensors, **arguments)
 
 
+def test_too_much_work_raises(kernel_device):
+    """Positions in the sequence of all key tiles are int32."""
+    q, cache = torch.zeros(1024, 1, 1, 16, device=kernel_device), torch.zeros(1, 16, 1, 16, device=kernel_device)
+    lengths = torch.zeros(1024, dtype=torch.int32, device=kernel_device)
+    table = torch.zeros(1, 2**23, dtype=torch.int32, device=kernel_device).expand(1024, -1)
+    with pytest.raises(ValueError, match="fewer columns"):
+        fp.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, block_table=table)
+
+
 NATIVE = {
     "full": {},
     "int8": {},

@@ -195,7 +195,7 @@ def attend_few(
     they are codes. cache_seqlens (int32 [B], None: Sk keys in every row) plus `appended` are the keys of a row. window -1 is
     no limit. alibi_slopes float32 [Hq] or [B, Hq]; tree_mask int64 [B, Sq] (then the right window is not looked at).
 
-    Raises ValueError for quantized tensors whose layout the kernels do not serve."""
+    Raises ValueError for quantized tensors whose layout the kernels do not serve, and for more than 2**31 key tiles."""
     rows, queries, heads, head_dim = q.shape
     kv_heads, page_size = k.shape[2], k.shape[1]
     grouped = quantized is not None and quantized.bits < 8
@@ -222,6 +222,11 @@ def attend_few(
         capacity += options["RING"]
 
     tiles = triton.cdiv(queries * group, config.block_m)
+    if rows * kv_heads * tiles * triton.cdiv(capacity, block_n) >= 2**31:
+        raise ValueError(
+            f"{rows} rows of {kv_heads} key heads and up to {capacity} keys are too many: allowed are 2**31 tiles of {block_n} "
+            "keys; give block_table fewer columns, or fewer rows at once"
+        )
     visited = min(capacity, window[0] + queries + 2 * block_n) if window[0] >= 0 else capacity
     work = rows * kv_heads * tiles * triton.cdiv(max(visited, 1), MIN_KEYS.value)
     programs = min(_PROGRAMS_PER_PROCESSOR * processors(q.device), work)

@@ -111,9 +111,8 @@ def decode_grouped_kernel(
     PARTS: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = HEAD_DIM // PARTS
     VALUE_WIDTH: tl.constexpr = VALUE_DIM // PARTS
-    ONE_GROUP: tl.constexpr = (
-        TOKENS % BLOCK_N == 0
-    )  # a key tile lies in one group (and one page), else numbers are widened
+    # a key tile lies in one group and one page (else every number is scaled by itself)
+    ONE_GROUP: tl.constexpr = TOKENS % BLOCK_N == 0
     DTYPE: tl.constexpr = q.dtype.element_ty
     TREE: tl.constexpr = tree_mask is not None
     OFFSET: tl.constexpr = offset_of(DTYPE)
@@ -241,7 +240,7 @@ def decode_grouped_kernel(
         inside = column % BLOCK_DV < VALUE_WIDTH
         channel = tl.where(inside, column // BLOCK_DV * VALUE_WIDTH + column % BLOCK_DV, VALUE_DIM)
         finish_lane(
-            out, lse, sinks, partial, statistics, arrivals, join_parts(acc), total, maximum, row, kv_head, tile, lane_start, lane_tiles,
-            first, last, share, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM, ROWS, STEP,
+            out, lse, sinks, partial, statistics, arrivals, join_parts(acc), total, maximum, row, kv_head, tile,
+            lane_start, lane_tiles, first, last, share, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM, ROWS, STEP,
         )  # fmt: skip
         row_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)
