@@ -33,10 +33,12 @@ def numbers(*shape, dtype, device):
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "heads, dim, value_dim, dtype",
+    [(1, 16, 16, torch.float16), (3, 80, 64, torch.float32), (3, 80, 64, torch.bfloat16)],
+)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-@pytest.mark.parametrize("heads, dim, value_dim", [(1, 16, 16), (3, 80, 64)])
-def test_reshape_and_cache_quantizes(kernel_device, heads, dim, value_dim, name, dtype):
+def test_reshape_and_cache_quantizes(kernel_device, name, heads, dim, value_dim, dtype):
     k, v = (numbers(7, heads, d, dtype=dtype, device=kernel_device) for d in (dim, value_dim))
     slots = torch.tensor([3, 11, 19, 0, 7, -1, 20], device=kernel_device)  # 20 lies beyond the cache
     k_cache, v_cache, scales = empty_pages(name, 4, 5, heads, dim, value_dim, kernel_device)
@@ -90,14 +92,13 @@ def test_fp8_conversions_are_torchs(kernel_device):
     assert torch.equal(read[~values.isnan()], values[~values.isnan()])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    "name, block_size, group, heads, dim, value_dim, channel_groups",
+    "name, block_size, group, heads, dim, value_dim, channel_groups, dtype",
     [
-        ("int4", 16, 16, 1, 16, 16, 1),
-        ("int4", 48, 24, 2, 80, 48, 3),
-        ("int2", 32, 8, 2, 80, 64, 2),
-        ("int2", 128, 128, 1, 128, 128, 1),
+        ("int4", 16, 16, 1, 16, 16, 1, torch.float16),
+        ("int4", 48, 24, 2, 80, 48, 3, torch.float32),
+        ("int2", 32, 8, 2, 80, 64, 2, torch.float32),
+        ("int2", 128, 128, 1, 128, 128, 1, torch.float32),
     ],
 )
 def test_quantize_and_cache(kernel_device, name, block_size, group, heads, dim, value_dim, channel_groups, dtype):

@@ -15,9 +15,8 @@ PAGE = 16
 OPTIONS = {
     "full": {},
     "causal": {"causal": True},
-    "causal_window": {"causal": True, "window_size": (9, 9)},
+    "causal_window": {"causal": True, "window_size": (9, 9), "softmax_scale": 0.3},
     "window": {"window_size": (12, 3)},
-    "scale": {"causal": True, "softmax_scale": 0.3},
     "softcap": {"causal": True, "softcap": 2.0},
     "sinks": {"causal": True, "s_aux": True},
     "alibi": {"alibi_slopes": 1},
@@ -140,7 +139,7 @@ def check_cached(device, shape, options, name):
         *((path, option, "full") for path in PATHS for option in OPTIONS),
         *((path, "everything", name) for path in ("several", "chunk", "varlen_paged") for name in FORMATS),
         *(("decode", "causal", name) for name in FORMATS),
-        *(("several", option, "int4") for option in OPTIONS if option not in ("full", "scale", "everything")),
+        *(("several", option, "int4") for option in OPTIONS if option not in ("full", "everything")),
     ],
 )
 def test_options(kernel_device, path, option, name):
