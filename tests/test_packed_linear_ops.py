@@ -55,11 +55,10 @@ def test_sparse24(group_size):
     check(OPS.sparse24_linear, arguments, expected, (x, bias))
 
 
-@pytest.mark.parametrize("bits, per_row", [(4, False), (3, True)])
-def test_codebook(bits, per_row):
+def test_codebook(bits=4):
     codes = torch.randint(0, 2**bits, (40, 200), dtype=torch.uint8)
     packed = el.pack_codebook_weight(el.pack_canonical(codes, bits), bits)
-    codebook = torch.randn(40, 2**bits) if per_row else torch.randn(2**bits)
+    codebook = torch.randn(40, 2**bits)
     x, bias = torch.randn(5, 200, requires_grad=True), torch.randn(40, requires_grad=True)
     scale = torch.rand(40, 4)
     layout = dict(bits=bits, group_size=64, in_features=200)
@@ -69,8 +68,7 @@ def test_codebook(bits, per_row):
     check(OPS.codebook_linear, arguments, expected, (x, bias))
 
 
-@pytest.mark.parametrize("bits", [3, 4])
-def test_gate_and_up(bits):
+def test_gate_and_up(bits=4):
     layout = dict(bits=bits, group_size=64, in_features=200)
     x = torch.randn(5, 200, requires_grad=True)
     sides = []
