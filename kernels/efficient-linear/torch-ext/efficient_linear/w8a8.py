@@ -68,7 +68,7 @@ def _serves_tma(kind: str, tokens: int, device: torch.device) -> bool:
         return False
     if INTERPRETED:
         return True
-    if torch.version.hip or torch.cuda.get_device_capability(device)[0] < 9:
+    if torch.version.hip or torch.cuda.get_device_capability(device)[0] not in (9, 10):  # 12 has 99 KB for the tiles
         return False
     triton.set_allocator(_scratch)
     return True

@@ -25,7 +25,7 @@ TILES_OF_MANY_REGISTERS = {
 }
 # Rows whose length or distance is no multiple of 16 are read byte by byte: few bytes a thread, or it runs out of registers
 UNALIGNED_TILE = Tile(64, 16, 8, 2, 4)
-# Tiles that come through the tensor memory accelerator (compute capability 9 and up; without registers to spare for
+# Tiles that come through the tensor memory accelerator (compute capability 9 and 10; without registers to spare for
 # block scales, zero points and outliers), and from so many tokens on they do; None = never, until a measurement says
 # where that is faster.
 TMA_TILES = {"int8": Tile(128, 256, 8, 4), "fp8": Tile(128, 128, 8, 4)}
