@@ -9,7 +9,7 @@ from helpers import assert_close
 from paged_caches import CACHES, filled_cache
 
 from hf_efficient.kernels import flash_paged as fp
-from hf_efficient.kernels.flash_paged import decode, decode_schedule
+from hf_efficient.kernels.flash_paged import decode, decode_quantized, decode_schedule
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -135,6 +135,31 @@ def test_formats(kernel_device, name, block_size, dim):
     """Pages smaller, larger and not a multiple of a key tile; float16 queries, so that codes go through float16 bits."""
     groups = {**SMALL_GROUPS, "channel_groups": 2 if dim == 32 else 1} if name in ("int4", "int2") else {}
     check_case(*case(kernel_device, name, (150, -1, 256), 3, 3, 1, dim, block_size, dtype=torch.float16, **groups))
+
+
+@triton.jit
+def numbers_kernel(codes, wide, parts, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, BITS: tl.constexpr):
+    code = tl.arange(0, 256)
+    tl.store(wide + code, decode_quantized.widen(tl.load(codes + code), DTYPE, IS_FLOAT).to(tl.float32))
+    for part in tl.static_range(8 // BITS):
+        numbers = decode_quantized.part_numbers(tl.load(codes + code).to(tl.uint8, bitcast=True), part, BITS, DTYPE)
+        tl.store(parts + part * 256 + code, numbers.to(tl.float32) - decode_quantized.offset_of(DTYPE))
+
+
+@pytest.mark.parametrize("is_float, bits", [(False, 4), (True, 2)])
+@pytest.mark.parametrize("dtype", [tl.float16, tl.bfloat16, tl.float32], ids=str)
+def test_every_byte_becomes_its_numbers(kernel_device, is_float, bits, dtype):
+    codes = torch.arange(256, device=kernel_device).to(torch.uint8)
+    wide, parts = torch.empty(256, device=kernel_device), torch.empty(8 // bits, 256, device=kernel_device)
+    numbers_kernel[(1,)](codes.view(torch.int8), wide, parts, dtype, is_float, bits)
+    expected = codes.view(torch.float8_e4m3fn).float() / 256 if is_float else codes.view(torch.int8).float()
+    known = ~expected.isnan()
+    if (
+        is_float or dtype != tl.bfloat16 or kernel_device == "cuda"
+    ):  # the interpreter takes int8 for the bits of bfloat16
+        assert torch.equal(wide[known], expected[known])
+    for part in range(8 // bits):
+        assert torch.equal(parts[part], ((codes.int() >> (part * bits)) & (2**bits - 1)).float())
 
 
 def random_tree(rows, nodes, device):

@@ -1,33 +1,23 @@
 """Quantized keys and values to numbers that the matrix instructions take (formats: kv_formats.py).
 
 A few integer operations do what conversion instructions would: a code of 4 or 2 bits in the low mantissa bits of 1024 (float16)
-or 128 (bfloat16) is 1024 + code or 128 + code, and E4M3 bits shifted into place are a float16 or bfloat16 number whose
-exponent is off by a constant. The products are corrected instead (`offset_of`, `FP8_FACTOR`).
+or 128 (bfloat16) is 1024 + code or 128 + code, and E4M3 bits shifted into place are a float16 number whose exponent is off by
+a constant. The products are corrected instead (`offset_of`, `FP8_FACTOR`).
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import INTERPRETED
-
 
 FP8_FACTOR = tl.constexpr(256.0)  # what `widen` leaves out of E4M3 numbers
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def widen(codes, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr):
-    """int8 codes as numbers, or the bits of E4M3 numbers (int8) as numbers divided by FP8_FACTOR: exact, in DTYPE (float32
-    instead of bfloat16 under the interpreter, which has no bfloat16 products)."""
+    """int8 codes as numbers, or the bits of E4M3 numbers (int8) as numbers divided by FP8_FACTOR: exact, in DTYPE."""
     if IS_FLOAT:
         bits = codes.to(tl.int16)
-        if DTYPE == tl.bfloat16:
-            numbers = (((bits & 0x7F) << 4) | (bits & -32768)).to(tl.bfloat16, bitcast=True)
-            if _INTERPRETED:
-                numbers = numbers.to(tl.float32)
-            numbers = numbers * 5192296858534827628530496329220096.0  # 2**112: E4M3 has a bias of 7, bfloat16 of 127
-        else:
-            numbers = (((bits & 0x7F) << 7) | (bits & -32768)).to(tl.float16, bitcast=True).to(DTYPE)
+        numbers = (((bits & 0x7F) << 7) | (bits & -32768)).to(tl.float16, bitcast=True).to(DTYPE)
     else:
         numbers = codes.to(DTYPE)
     return numbers
