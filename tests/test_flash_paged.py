@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 import transformers
-from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from helpers import assert_close, left_padded_batch, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import modeling_flash_attention_utils as flash_utils
 
 from hf_efficient import PagedCache
@@ -21,38 +21,6 @@ def logits(model, implementation, **inputs):
     model.set_attn_implementation(implementation)
     with torch.no_grad():
         return model(**inputs).logits
-
-
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_every_architecture_equals_eager(name):
-    """Left-padded batches (with and without a cache that is read in place), packed sequences, greedy tokens."""
-    model, batch = tiny_model(name), left_padded_batch()
-    tokens = batch["attention_mask"].bool()
-    expected = logits(model, "eager", **batch)[tokens]
-    assert_close(logits(model, "flash_paged", **batch, use_cache=False)[tokens], expected, **FLOAT32)
-    cache = PagedCache(model.config, block_size=8)
-    assert_close(logits(model, "flash_paged", **batch, past_key_values=cache)[tokens], expected, **FLOAT32)
-    assert cache.cache_seqlens == [5, 11, 8]
-
-    parts = [torch.randint(3, 128, (1, length)) for length in (4, 9, 6)]
-    packed = dict(
-        input_ids=torch.cat(parts, 1), position_ids=torch.cat([torch.arange(p.shape[1]) for p in parts])[None]
-    )
-    alone = torch.cat([logits(model, "eager", input_ids=part) for part in parts], 1)
-    if name != "opt":  # OPT takes its positions from the mask
-        assert_close(logits(model, "flash_paged", **packed, use_cache=False), alone, **FLOAT32)
-
-    model.set_attn_implementation("eager")
-    expected = model.generate(**batch, max_new_tokens=16, do_sample=False)
-    model.set_attn_implementation("flash_paged")
-    assert torch.equal(model.generate(**batch, max_new_tokens=16, do_sample=False), expected)
-
-
-def test_packed_sequences_do_not_enter_a_paged_cache():
-    model = tiny_model("llama")
-    ids, positions = torch.randint(3, 128, (1, 7)), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    with pytest.raises(ValueError, match="position_ids restart.*use_cache=False"):
-        logits(model, "flash_paged", input_ids=ids, position_ids=positions, past_key_values=PagedCache(model.config))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,13 +41,6 @@ def test_the_dtype_is_kept(name, dtype, monkeypatch):
     assert seen == {dtype}
     tolerance = FLOAT32 if dtype == torch.float32 else dict(rms=0.05, maximum=4.0, reason="bf16 in two layers")
     assert_close(actual, expected, **tolerance)
-
-
-def test_training_says_what_to_do():
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
-    with pytest.raises(RuntimeError, match='train with attn_implementation="sdpa"'):
-        model(torch.ones(1, 4, dtype=torch.long))
 
 
 @pytest.fixture(scope="module")
@@ -125,67 +86,6 @@ def test_pipeline(saved):
         assert pipe.model.config._attn_implementation == name
         texts[name] = pipe(["w5 w6 w7 w8", "w9"], max_new_tokens=8, do_sample=False, batch_size=2)
     assert texts["eager"] == texts["flash_paged"]
-
-
-def continuous(model, prompts):
-    outputs = model.generate_batch(
-        inputs=prompts,
-        generation_config=GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=2, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=64),
-        progress_bar=False,
-    )
-    return [output.generated_tokens for output in outputs.values()]
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
-def test_continuous_batching_equals_generate(name, monkeypatch):
-    model, batch = tiny_model(name), left_padded_batch()
-    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"])]
-    model.set_attn_implementation("eager")
-    expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
-    model.set_attn_implementation("flash_paged")
-    assert continuous(model, prompts) == expected
-
-
-def test_decode_fast_path_of_continuous_batching(monkeypatch):
-    """transformers turns it on for CUDA only, and for names with a 2 or 3 (trap A2): the name is checked here, and the
-    path is taken by force."""
-    from transformers.generation.continuous_batching import initialization
-    from transformers.utils.generic import is_flash_attention_requested
-
-    versions = {
-        name: is_flash_attention_requested(requested_attention_implementation=name, version=[2, 3])
-        for name in attention.ATTENTION_NAMES
-    }
-    assert versions == {"flash_paged": False, "hf-efficient/flash_paged_2": True}
-    calls = []
-    original = attention.flash_attn_with_kvcache
-
-    @functools.wraps(original)
-    def spy(*args, **kwargs):
-        calls.append(1)
-        return original(*args, **kwargs)
-
-    def force(config, cb_config, user_requested):
-        cb_config.max_blocks_per_request = 8
-
-    monkeypatch.setattr(attention, "flash_attn_with_kvcache", spy)
-    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", force)
-    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
-    model = tiny_model("llama")
-    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
-    model.set_attn_implementation("eager")
-    expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
-    model.set_attn_implementation("hf-efficient/flash_paged_2")
-    assert continuous(model, prompts) == expected
-    flash_utils._loaded_implementation = None
-    assert len(calls) >= 2 * 8
 
 
 @pytest.mark.gpu
@@ -237,15 +137,6 @@ def test_models_that_redirect_flash_attention():
         Sparse._from_config(model.config, attn_implementation="flash_paged")
 
 
-@pytest.mark.parametrize("name", ["Bloom", "Falcon"])  # no flash attention at all; attention that cannot be replaced
-def test_models_without_replaceable_attention_are_refused(name):
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=128, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
-    )
-    with pytest.raises(ValueError, match=f"{name}ForCausalLM does not support flash attention"):
-        AutoModelForCausalLM.from_config(config, attn_implementation="flash_paged")
-
-
 def test_masks_that_flash_attention_drops_are_refused():
     """Trap A10: transformers leaves out what a 2-D mask cannot say."""
     from transformers import masking_utils
@@ -267,9 +158,6 @@ def test_masks_that_flash_attention_drops_are_refused():
     ):
         with pytest.raises(ValueError, match='flash_paged cannot express.*"sdpa"'):
             masking_utils.create_causal_mask(**arguments, **extra)
-    four = torch.ones(1, 1, 6, 6, dtype=torch.bool)
-    with pytest.raises(ValueError, match="attention_mask with 4 dimensions"):
-        logits(model, "flash_paged", input_ids=torch.ones(1, 6, dtype=torch.long), attention_mask=four)
 
 
 def test_padding_is_masked():
@@ -306,27 +194,3 @@ def test_a_transformers_that_changed_is_named(monkeypatch):
         ImportError, match=r"_lazy_imports, which transformers .* does not have. Supported: transformers"
     ):
         transformers_attention.register()
-
-
-def test_encoders():
-    """Attention that is not causal, and cross attention."""
-    config = transformers.BertConfig(
-        vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
-    )
-    model, batch = transformers.BertModel(config).eval(), left_padded_batch()
-    with torch.no_grad():
-        model.set_attn_implementation("eager")
-        expected = model(**batch).last_hidden_state
-        model.set_attn_implementation("flash_paged")
-        actual = model(**batch).last_hidden_state
-    tokens = batch["attention_mask"].bool()
-    assert_close(actual[tokens], expected[tokens], **FLOAT32)
-    sizes = dict(encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4)
-    config = transformers.BartConfig(
-        vocab_size=128, d_model=64, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, **sizes
-    )
-    model = transformers.BartForConditionalGeneration(config).eval()
-    model.set_attn_implementation("eager")
-    expected = model.generate(**batch, max_new_tokens=8, do_sample=False, num_beams=2)
-    model.set_attn_implementation("flash_paged")
-    assert torch.equal(model.generate(**batch, max_new_tokens=8, do_sample=False, num_beams=2), expected)
