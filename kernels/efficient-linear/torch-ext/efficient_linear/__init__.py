@@ -1,10 +1,12 @@
-"""Linear layers with packed weights of 2, 3, 4 and 8 bits, codebooks and 8-bit activations, in Triton (CUDA and ROCm)."""
+"""Linear layers with packed weights of 2, 3, 4 and 8 bits, codebooks, 8-bit activations, ternary and 2:4 sparse weights and
+mixtures of experts, in Triton (CUDA and ROCm)."""
 
 from .activation_order import resolve_activation_order
 from .activation_quant import Quantized, quantize, rms_norm_quantize, silu_mul_quantize
 from .codebook import FP4, NF4, codebook_linear, dequantize_codebook
 from .fp8 import fp8_linear
 from .gate_up import gate_up_silu
+from .grouped import grouped_linear, grouped_linear_reference
 from .llm_int8 import llm_int8_linear
 from .packing import (
     pack_canonical,
@@ -21,6 +23,10 @@ from .reference import (
     gate_up_silu_reference,
     weight_only_linear_reference,
 )
+from .sparse24 import dequantize_sparse24, sparse24_linear, sparse24_linear_reference
+from .sparse24_packing import pack_sparse24, pack_sparse24_codes, unpack_sparse24
+from .ternary import ternary_linear, ternary_linear_reference
+from .ternary_packing import pack_ternary, pack_trits, unpack_ternary, unpack_trits
 from .w8a8 import w8a8_linear
 from .weight_only import dequantize, weight_only_linear
 
@@ -35,19 +41,33 @@ __all__ = [
     "dequantize_codebook",
     "dequantize_codebook_reference",
     "dequantize_reference",
+    "dequantize_sparse24",
     "fp8_linear",
     "gate_up_silu",
     "gate_up_silu_reference",
+    "grouped_linear",
+    "grouped_linear_reference",
     "llm_int8_linear",
     "pack_canonical",
     "pack_codebook_weight",
+    "pack_sparse24",
+    "pack_sparse24_codes",
+    "pack_ternary",
+    "pack_trits",
     "pack_weight",
     "quantize",
     "resolve_activation_order",
     "rms_norm_quantize",
     "silu_mul_quantize",
+    "sparse24_linear",
+    "sparse24_linear_reference",
+    "ternary_linear",
+    "ternary_linear_reference",
     "unpack_canonical",
     "unpack_codebook_weight",
+    "unpack_sparse24",
+    "unpack_ternary",
+    "unpack_trits",
     "unpack_weight",
     "w8a8_linear",
     "weight_only_linear",
