@@ -3,7 +3,8 @@
 With x = min + code * scale for every channel of a group of keys, q . x = (q * scale) . code + q . min: the group's scale joins
 the query, the minimum is one number a query. With x = min + code * scale for a value of weight p, sum p x = sum (p * scale)
 code + sum p * min: the scale joins the weight, the minimum is one number a query. Codes come as offset_of(DTYPE) + code, which
-the same numbers take back.
+the same numbers take back. They also count codes from the middle of their range: what rounding q * scale and p * scale loses
+is then multiplied by numbers around 0.
 """
 
 import triton
@@ -116,6 +117,7 @@ def decode_grouped_kernel(
     DTYPE: tl.constexpr = q.dtype.element_ty
     TREE: tl.constexpr = tree_mask is not None
     OFFSET: tl.constexpr = offset_of(DTYPE)
+    MIDDLE: tl.constexpr = (2**BITS - 1) / 2
     lanes = kv_heads * tiles
     share, position, stop, first_lane, end_lane, row_start = program_share(
         rows, lanes, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N, BLOCK_B
@@ -177,7 +179,8 @@ def decode_grouped_kernel(
                     key_scale = _load_vector(k_scale + at, page >= 0, part, WIDTH, BLOCK_D)
                     key_min = _load_vector(k_min + at, page >= 0, part, WIDTH, BLOCK_D)
                     scaled_query = (wide_query * key_scale[None, :]).to(DTYPE)
-                    correction = tl.sum(wide_query * key_min[None, :] - OFFSET * scaled_query.to(tl.float32), 1)
+                    middle = (key_min + MIDDLE * key_scale)[None, :]
+                    correction = tl.sum(wide_query * middle - (OFFSET + MIDDLE) * scaled_query.to(tl.float32), 1)
                     s = dot(scaled_query, tl.trans(part_numbers(keys, part, BITS, DTYPE)), s) + correction[:, None]
             else:
                 at = page * stride_ksb + (slot + offset) // TOKENS * stride_ksg + kv_head * stride_ksh
@@ -196,7 +199,8 @@ def decode_grouped_kernel(
                 value_scale = tl.load(v_scale + at, mask=present, other=0.0).to(tl.float32)
                 value_min = tl.load(v_min + at, mask=present, other=0.0).to(tl.float32)
                 scaled_p = (p * value_scale[None, :]).to(DTYPE)
-                correction = tl.sum(p * value_min[None, :] - OFFSET * scaled_p.to(tl.float32), 1)
+                middle = (value_min + MIDDLE * value_scale)[None, :]
+                correction = tl.sum(p * middle - (OFFSET + MIDDLE) * scaled_p.to(tl.float32), 1)
                 sums = ()
                 for part in tl.static_range(PARTS):
                     numbers = part_numbers(values, part, BITS, DTYPE)
