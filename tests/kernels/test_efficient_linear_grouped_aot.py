@@ -14,7 +14,7 @@ def test_builds_without_spills_and_with_matrix_instructions(tokens, bits, target
     types = {name: "*bf16" for name in ("x_ptr", "scale_ptr", "bias_ptr", "out_ptr")}
     types |= {"packed_ptr": "*i32", "zero_ptr": "*u8", "offsets_ptr": "*i32"}
     constexprs = dict(E=60, BLOCK_E=64, BITS=bits, GROUP=64, ASYMMETRIC=True, HAS_BIAS=False, EVEN_K=True)
-    constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False, bias_ptr=None)
+    constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False, bias_ptr=None, PTX=target != "gfx942")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
     aligned = ("N", "K", "stride_x", "stride_packed")
     compiled = compile_kernel(kernel, signature, constexprs, target, tile.num_warps, tile.num_stages, aligned)

@@ -20,13 +20,10 @@ TOLERANCE = {
 def experts(device, dtype, counts, out_features, in_features, bits, group_size, symmetric, bias):
     """(x, tensors, keywords) of a random layer whose expert e has counts[e] rows."""
     number = len(counts)
-    width = in_features if bits == 8 else -(-in_features // 2)
-    packed = torch.stack(
-        [
-            el.pack_weight(torch.randint(0, 256, (out_features, width), dtype=torch.uint8), bits, group_size)
-            for _ in range(number)
-        ]
-    ).to(device)
+    codes = torch.randint(0, 2**bits, (number, out_features, in_features), dtype=torch.uint8)
+    packed = torch.stack([el.pack_weight(el.pack_canonical(part, bits), bits, group_size) for part in codes]).to(
+        device
+    )
     groups = 1 if group_size in (None, -1) else -(-in_features // group_size)
     shape = (number, 1 if group_size is None else out_features, groups)
     scale = (torch.rand(shape, device=device) + 0.5).to(dtype)

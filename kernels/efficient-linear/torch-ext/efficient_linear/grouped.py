@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 
 from .fragments import MAGIC_BFLOAT16, MAGIC_FLOAT16
-from .launch_configs import choose_tile
+from .launch_configs import choose_tile, stages
 from .packing import COLUMNS
 from .reference import weight_only_linear_reference
 from .weight_only import (
     DTYPES,
     INTERPRETED,
+    PTX,
     _check_device,
     _check_scales,
     _kernel_group,
@@ -52,6 +53,7 @@ def grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     UPCAST: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Grid (row blocks, token blocks): the token blocks of expert 0, then those of expert 1 ..., as many as the rows of
     each need, found from offsets int32 [E + 1]; the blocks behind the last one have nothing to do. Row blocks of one
@@ -98,6 +100,7 @@ def grouped_kernel(
         BLOCK_N,
         BLOCK_M,
         UPCAST,
+        PTX=PTX,
     )
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -210,7 +213,7 @@ def _multiply(x, packed, scale, zero_point, bias, offsets, *, bits, group_size, 
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    tile = choose_tile(max(1, min(256, rows // experts)), x.dtype == torch.float32)
+    tile = choose_tile(max(1, min(256, rows // experts)), x.dtype == torch.float32, bits)
     token_blocks = rows // tile.block_m + min(rows, experts)  # at most so many: every expert may end in a part of one
     with _on(x.device):
         grouped_kernel[(triton.cdiv(out_features, tile.block_n), token_blocks)](
@@ -239,8 +242,9 @@ def _multiply(x, packed, scale, zero_point, bias, offsets, *, bits, group_size, 
             BLOCK_N=tile.block_n,
             BLOCK_M=tile.block_m,
             UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
+            PTX=PTX,
             num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            num_stages=stages(tile, bits),
         )
     return out
 

@@ -1,6 +1,6 @@
 """Which kernel and which tile for which number of tokens: one table, no autotuning at run time.
 
-The numbers follow from instruction counts and the memory formulas; `benchmarks/gpu_kernels.py` measures around each of
+The numbers follow from instruction counts and the memory formulas; `benchmarks/linear.py` measures around each of
 them on a GPU, and a measured table replaces them here.
 """
 

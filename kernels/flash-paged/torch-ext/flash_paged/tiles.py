@@ -16,7 +16,7 @@ _WIDEN_BF16 = tl.constexpr(INTERPRETED)
 
 
 def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
-    """The factors that `scores` and `softmax_step` apply: (scale, cap), in powers of two."""
+    """The factors that `softmax_weights` and `cap_scores` apply: (scale, cap), in powers of two."""
     log2e = math.log2(math.e)
     if softcap:
         return 2 * log2e * softmax_scale / softcap, log2e * softcap
@@ -113,18 +113,9 @@ def cap_scores(s, scale, cap):
 
 
 @triton.jit
-def scores(q, k, scale, cap, SOFTCAP: tl.constexpr):
-    """q [M, D] times k [N, D] transposed: with SOFTCAP capped and in powers of two, else still to be scaled."""
-    s = dot(q, tl.trans(k))
-    if SOFTCAP:
-        s = cap_scores(s, scale, cap)
-    return s
-
-
-@triton.jit
 def subtract_alibi(s, slope, position, key, scale, SOFTCAP: tl.constexpr):
-    """ALiBi (https://arxiv.org/abs/2108.12409): the scores [M, N] of `scores` minus slope (in powers of two, a number or
-    [M, 1]) times the distance of position [M] and key [N]. The result is scaled: softmax_step takes it as with SOFTCAP."""
+    """ALiBi (https://arxiv.org/abs/2108.12409): scores [M, N] minus slope (in powers of two, a number or
+    [M, 1]) times the distance of position [M] and key [N]. The result is scaled: softmax_weights takes it as SCALED."""
     if not SOFTCAP:
         s = s * scale
     return s - slope * tl.abs(position[:, None] - key[None, :]).to(tl.float32)
@@ -145,10 +136,3 @@ def softmax_weights(s, total, maximum, scale, SCALED: tl.constexpr):
         p = tl.exp2(s * scale - base[:, None])
     shrink = tl.exp2(maximum - base)
     return p, shrink, total * shrink + tl.sum(p, 1), higher
-
-
-@triton.jit
-def softmax_step(s, v, acc, total, maximum, scale, SCALED: tl.constexpr):
-    """`softmax_weights`, and the values v [N, Dv] with these weights join acc [M, Dv]."""
-    p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, SCALED)
-    return acc * shrink[:, None] + dot(p.to(v.dtype), v), total, maximum
