@@ -6,6 +6,7 @@ from helpers import assert_close
 
 import hf_efficient.kernels.codebook_linear
 import hf_efficient.kernels.gate_up
+import hf_efficient.kernels.grouped_linear
 import hf_efficient.kernels.linear
 import hf_efficient.kernels.sparse24_linear
 import hf_efficient.kernels.ternary_linear  # noqa: F401
@@ -66,6 +67,28 @@ def test_codebook(bits=4):
     torch.library.opcheck(OPS.codebook_linear.default, arguments)
     expected = el.codebook_linear_reference(x, packed, codebook, scale, bias, **layout)
     check(OPS.codebook_linear, arguments, expected, (x, bias))
+
+
+def test_weight_only():
+    codes = torch.randint(0, 16, (40, 200), dtype=torch.uint8)
+    packed = el.pack_weight(el.pack_canonical(codes, 4), 4, 64)
+    x, bias = torch.randn(5, 200, requires_grad=True), torch.randn(40, requires_grad=True)
+    layout = dict(bits=4, group_size=64, in_features=200)
+    arguments = (x, packed, torch.rand(40, 4), None, bias, *layout.values())
+    torch.library.opcheck(OPS.weight_only_linear.default, arguments)
+    check(OPS.weight_only_linear, arguments, el.weight_only_linear_reference(*arguments[:5], **layout), (x, bias))
+
+
+def test_experts():
+    codes = torch.randint(0, 16, (3, 40, 200), dtype=torch.uint8)
+    packed = torch.stack([el.pack_weight(el.pack_canonical(part, 4), 4, 64) for part in codes])
+    x, bias = torch.randn(5, 200, requires_grad=True), torch.randn(3, 40, requires_grad=True)
+    offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    layout = dict(bits=4, group_size=64, in_features=200)
+    zero_point = torch.randint(0, 16, (3, 40, 4), dtype=torch.uint8)
+    arguments = (x, packed, torch.rand(3, 40, 4), zero_point, bias, offsets, *layout.values())
+    expected = el.grouped_linear_reference(*arguments[:5], offsets=offsets, **layout)
+    check(OPS.grouped_linear, arguments, expected, (x, bias))
 
 
 def test_gate_and_up(bits=4):

@@ -68,3 +68,32 @@ _library.impl("grouped_linear", _reference, "CPU")
 @torch.library.register_fake("hf_efficient::grouped_linear", lib=_library)
 def _fake(x, packed, scale, zero_point, bias, offsets, bits, group_size, in_features):
     return x.new_empty(x.shape[0], packed.shape[1])
+
+
+def _setup(ctx, inputs, output):
+    x, packed, scale, zero_point, bias, offsets, *layout = inputs
+    ctx.save_for_backward(packed, scale, zero_point, offsets)
+    ctx.layout = dict(zip(("bits", "group_size", "in_features"), layout))
+    ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+
+
+def _backward(ctx, grad):
+    """One expert at a time; the offsets are read back."""
+    kernels = importlib.import_module("hf_efficient.kernels.efficient_linear")
+    packed, scale, zero_point, offsets = ctx.saved_tensors
+    x_dtype, bias_dtype = ctx.dtypes
+    dequantize = kernels.dequantize if packed.is_cuda else kernels.dequantize_reference
+    grad_x = grad.new_zeros(len(grad), ctx.layout["in_features"], dtype=x_dtype)
+    grad_bias = None if bias_dtype is None else grad.new_zeros(packed.shape[:2], dtype=bias_dtype)
+    bounds = offsets.tolist()
+    for expert, (first, last) in enumerate(zip(bounds, bounds[1:])):
+        if first < last:
+            zero = None if zero_point is None else zero_point[expert]
+            weight = dequantize(packed[expert], scale[expert], zero, **ctx.layout).to(x_dtype)
+            grad_x[first:last] = grad[first:last] @ weight
+            if grad_bias is not None:
+                grad_bias[expert] = grad[first:last].sum(0)
+    return grad_x, None, None, None, grad_bias, None, None, None, None
+
+
+torch.library.register_autograd("hf_efficient::grouped_linear", _backward, setup_context=_setup, lib=_library)

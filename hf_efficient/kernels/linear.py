@@ -16,7 +16,7 @@ from hf_efficient.kernels import int4_layout
 
 
 # Beyond these numbers of rows (tokens) dequantizing the weight for one ordinary matmul beats torch's native operators.
-# Measured by benchmarks/cpu_linear_rows.py, see benchmarks/results/cpu_linear_rows.json.
+# Measured by benchmarks/cpu_linear.py, see benchmarks/results/cpu_linear.json.
 INT4_NATIVE_ROWS = 96
 INT8_NATIVE_ROWS = 24
 
@@ -302,7 +302,8 @@ def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, 
 _library = torch.library.Library("hf_efficient", "FRAGMENT")
 _library.define(
     "weight_only_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? bias, int bits, "
-    "int? group_size, int in_features) -> Tensor"
+    "int? group_size, int in_features) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
 )
 
 
@@ -324,3 +325,23 @@ _library.impl("weight_only_linear", _reference_linear, "CPU")
 @torch.library.register_fake("hf_efficient::weight_only_linear", lib=_library)
 def _fake_linear(x, packed, scale, zero_point, bias, bits, group_size, in_features):
     return x.new_empty(x.shape[0], packed.shape[0])
+
+
+def _setup(ctx, inputs, output):
+    x, packed, scale, zero_point, bias, *layout = inputs
+    ctx.save_for_backward(packed, scale, zero_point)
+    ctx.layout = dict(zip(("bits", "group_size", "in_features"), layout))
+    ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+
+
+def _backward(ctx, grad):
+    packed, scale, zero_point = ctx.saved_tensors
+    x_dtype, bias_dtype = ctx.dtypes
+    kernels = _efficient_linear()
+    dequantize = kernels.dequantize if packed.is_cuda else kernels.dequantize_reference
+    weight = dequantize(packed, scale, zero_point, **ctx.layout).to(x_dtype)
+    grad_bias = None if bias_dtype is None else grad.sum(0).to(bias_dtype)
+    return grad @ weight, None, None, None, grad_bias, None, None, None
+
+
+torch.library.register_autograd("hf_efficient::weight_only_linear", _backward, setup_context=_setup, lib=_library)
