@@ -2,9 +2,8 @@
 in torch operations.
 
 The pages of all rows are cut into segments of equal length, and as many as fit the cache of the processor are taken at a
-time: read (in place where their blocks follow one another, else gathered), widened to float32, attended to by the queries
-of their rows, and combined at the end by their log-sum-exp. Rows of unequal length cost no padding but in their last
-segment.
+time: read (in place where their blocks follow one another, else gathered), attended to by the queries of their rows, and
+combined at the end by their log-sum-exp. Rows of unequal length cost no padding but in their last segment.
 """
 
 from typing import NamedTuple
@@ -15,7 +14,8 @@ from hf_efficient.kernels.attention_cpu_formats import Pages, check_blocks
 from hf_efficient.kernels.attention_cpu_masks import QueryRows
 
 
-_SEGMENT = 128  # tokens, or one page if that is longer
+# Chosen with benchmarks/cpu_attention.py:
+_SEGMENT = 512  # tokens, or one page if that is longer
 _CHUNK = 1 << 19  # numbers of keys taken at a time
 
 
@@ -57,7 +57,8 @@ def cut(queries: QueryRows, stored: torch.Tensor, block_table: torch.Tensor, pag
 
 
 class _Reader:
-    """Reads segments of keys or values as float32 [n, Hk, T, D], any strides. A result is valid until the next one."""
+    """Reads segments of keys or values [n, Hk, T, D], any strides: in their dtype, codes as float32. A result is valid until
+    the next one."""
 
     def __init__(self, pages: Pages, segments: Segments, step: int):
         self.pages = pages
@@ -65,7 +66,6 @@ class _Reader:
         self.breaks = torch.nn.functional.pad((numbers.diff() != 1).cumsum(0), (1, 0)).tolist()
         self.numbers, self.per_segment = numbers, segments.blocks.shape[1]
         shape = (min(step, len(segments.rows)) * self.per_segment, *pages.data.shape[1:3], pages.dim)
-        self.wide = torch.empty(shape) if pages.data.dtype != torch.float32 else None
         self.gathered = torch.empty(shape, dtype=pages.data.dtype) if pages.scale is None else None
 
     def read(self, start: int, stop: int) -> torch.Tensor:
@@ -79,8 +79,6 @@ class _Reader:
                 pages = self.pages.data.narrow(0, int(blocks[0]), last - first)
             else:
                 pages = torch.index_select(self.pages.data, 0, blocks, out=self.gathered[: last - first])
-            if self.wide is not None:
-                pages = self.wide[: last - first].copy_(pages)
         heads, dim = pages.shape[2:]
         return pages.reshape(stop - start, -1, heads, dim).transpose(1, 2)
 
@@ -95,15 +93,15 @@ class _Parts:
     def add_whole(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """rows int64 [n] with keys [n, Hk, T, D], values [n, Hk, T, D] that all their queries see; no softcap, no slopes."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            self.query[rows], keys, values, scale=self.scale
+            self.query[rows].to(keys.dtype), keys, values, scale=self.scale
         )
         self.rows.append(rows)
         self.lse.append(lse)
-        self.out.append(out)
+        self.out.append(out.float())
 
     def add(self, rows, keys, values, numbers: torch.Tensor, present: torch.Tensor) -> None:
         """The same with values [n, Hk, T, Dv], int64 numbers of the keys [n, T], and bool [n, T]: keys that exist."""
-        queries = self.queries.select(rows)
+        queries, keys, values = self.queries.select(rows), keys.float(), values.float()
         scores = self.query[rows].matmul(keys.contiguous().transpose(2, 3)).mul_(self.scale)
         if self.softcap:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
