@@ -17,7 +17,7 @@ from hf_efficient.kernels import int4_layout
 
 # Beyond these numbers of rows (tokens) dequantizing the weight for one ordinary matmul beats torch's native operators.
 # Measured by benchmarks/cpu_linear.py, see benchmarks/results/cpu_linear.json.
-INT4_NATIVE_ROWS = 96
+INT4_NATIVE_ROWS = 128
 INT8_NATIVE_ROWS = 24
 
 _ELEMENTS_AT_ONCE = (
