@@ -4,13 +4,15 @@ Every case of ours is first checked against the reference, then timed by replayi
 copies of their data of more than 200 MB together, so that nothing is found in the L2 cache; data is random. Times are the
 median, the smallest and the largest of 15 replays, in microseconds a call. In the same run: the bandwidth of a device
 copy (bytes read plus bytes written) and the rate of a bf16 matrix product 8192^3, beside which GB/s and TFLOP/s are to
-be read. A case that fails or is wrong is recorded as such.
+be read. A case that fails or is wrong is recorded as such. Lines are also appended to the record's name with `.jsonl` as they
+come, for runs that are cut off.
 
 `--tiny` runs the same code on small sizes under the Triton interpreter where there is no GPU: it tests the script, its
 times mean nothing, and the record says so.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -47,6 +49,9 @@ class Benchmark:
         self.device = "cpu" if self.tiny else "cuda"
         self.dtype = torch.float16 if self.tiny else torch.bfloat16  # the interpreter's bf16 products are wrong
         self.results: list[dict] = []
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.lines = self.output.with_suffix(".jsonl")
+        self.lines.unlink(missing_ok=True)
         torch.manual_seed(0)
         self.limits = self._limits()
         print({key: round(value, 3) for key, value in self.limits.items()}, flush=True)
@@ -112,22 +117,40 @@ class Benchmark:
             if check is not None:
                 text += f"  error {line['error']:.1e}{'' if line['correct'] else '  WRONG'}"
         except Exception as reason:  # a peer that does not take this shape, or a kernel of ours that fails
-            if not self.tiny:
-                torch.cuda.synchronize()
             line["failed"] = text = f"{type(reason).__name__}: {str(reason)[:200]}"
-        self.results.append(line)
+        self._append(line)
         print(f"{' '.join(str(value) for value in case.values()):72s} {text}", flush=True)
         return line
 
+    def _append(self, line: dict) -> None:
+        self.results.append(line)
+        with self.lines.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    @contextlib.contextmanager
+    def attempt(self, kernel: str, ours: bool):
+        """What fails before there is anything to time is recorded too, and the run goes on."""
+        try:
+            yield
+        except Exception as reason:
+            self._append(dict(kernel=kernel, ours=ours, failed=f"{type(reason).__name__}: {str(reason)[:200]}"))
+            print(f"{kernel}: {self.results[-1]['failed']}", flush=True)
+
     def find(self, **case) -> list[dict]:
-        """The measured lines that agree with `case`."""
-        return [line for line in self.results if "us" in line and all(line.get(key) == case[key] for key in case)]
+        """The measured lines, right ones if they are ours, that agree with `case`."""
+        return [
+            line
+            for line in self.results
+            if "us" in line and line.get("correct", True) and all(line.get(key) == case[key] for key in case)
+        ]
 
     def finish(self, goals: list[dict]) -> int:
         """Writes the record. goals: {goal, at_least, measured} (None: not measured in this run). Returns the exit
         status: 1 when a kernel of ours failed or was wrong."""
+        wrong = [line for line in self.results if line["ours"] and ("failed" in line or not line.get("correct", True))]
         for goal in goals:
             measured = goal["measured"]
+            goal["without_cases_that_failed"] = len(wrong)
             goal["reached"] = None if measured is None or self.tiny else measured >= goal["at_least"]
             print(f"{goal['goal']:72s} at least {goal['at_least']}: {measured and round(measured, 3)}")
         report = {
@@ -138,11 +161,10 @@ class Benchmark:
         }
         if self.tiny:
             report["warning"] = "tiny sizes under the Triton interpreter: no time here means anything"
-        self.output.parent.mkdir(parents=True, exist_ok=True)
         self.output.write_text(json.dumps(report, indent=1) + "\n")
+        self.lines.unlink()
         print(f"written to {self.output}")
-        ours = [line for line in self.results if line["ours"]]
-        return int(any("failed" in line or line.get("correct") is False for line in ours))
+        return int(bool(wrong))
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -31,12 +31,13 @@ class EfficientExperts(CompressedModule):
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H]. On a GPU the products of all
-        experts are one launch each and nothing is read back; elsewhere only the experts that have tokens run."""
+        experts are one launch each and nothing is read back (but by the backward pass); elsewhere only the experts that have
+        tokens run."""
         tokens, chosen = top_k_index.shape
-        index = top_k_index.flatten()
+        index = top_k_index.flatten().long()
         order = index.argsort(stable=True)
         counts = torch.zeros(self.num_experts, dtype=torch.long, device=index.device)
-        counts.scatter_add_(0, index, torch.ones_like(index, dtype=torch.long))
+        counts.scatter_add_(0, index, torch.ones_like(index))
         outputs = self._run(hidden_states[order // chosen], counts)
         weighted = outputs * top_k_weights.flatten()[order, None].to(outputs.dtype)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -46,8 +47,7 @@ class EfficientExperts(CompressedModule):
         """rows [R, H] sorted by expert, counts int64 [E] -> [R, H]."""
         up_name, down_name = self._expert_names
         up, down = (self.layouts(name + "_", rows.dtype) for name in self._expert_names)
-        trains = rows.requires_grad and torch.is_grad_enabled()
-        if isinstance(up, GroupedTritonLinear) and rows.dtype is up.dtype and not trains:
+        if isinstance(up, GroupedTritonLinear) and rows.dtype is up.dtype:
             offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
             h = self._activate(up(rows, offsets, self._expert_bias(up_name)))
             h = down(h, offsets, self._expert_bias(down_name))

@@ -85,7 +85,7 @@ def test_all_experts_in_one_product(name, format, as_on_a_gpu, monkeypatch):
     after = compressed.state_dict()
     assert after.keys() == state.keys() and all(torch.equal(after[k], state[k]) for k in state)
     x = torch.randn(6, 64).requires_grad_()
-    compressed(x, *routed(6)).sum().backward()  # gradients go one expert at a time, over the same memory
+    compressed(x, *routed(6)).sum().backward()
     assert torch.isfinite(x.grad).all()
     assert all(torch.equal(t, state[k]) for k, t in copy.deepcopy(compressed).state_dict().items())
 

@@ -1,4 +1,5 @@
-"""The operations of activation_linear.py with torch's native operators: bit for bit the codes of the Triton kernels."""
+"""The operations of activation_linear.py with torch's native operators. `quantize` gives the codes of the Triton kernels bit
+for bit; norm and SiLU agree to float32 accuracy."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,8 @@ def quantize(x, format, scale, zero_point) -> list[torch.Tensor]:
     if format == "fp8_block":
         padded = F.pad(x, (0, -x.shape[1] % GROUP)).view(-1, GROUP)
         codes, scale = quantize(padded, "fp8", None, None)
-        return [codes.view(len(x), -1)[:, : x.shape[1]].contiguous(), scale.view(len(x), -1)]
+        groups = -(-x.shape[1] // GROUP)
+        return [codes.view(len(x), groups * GROUP)[:, : x.shape[1]].contiguous(), scale.view(len(x), groups)]
     new = []
     if scale is None:
         if format == "int8_asymmetric":  # not aminmax, which takes ten times as long (torch 2.13)

@@ -13,6 +13,7 @@ import torch
 
 from hf_efficient.kernels import activation_cpu
 from hf_efficient.kernels.activation_cpu import pack_int8, unpack_int8  # noqa: F401
+from hf_efficient.kernels.linear import rows_of
 
 
 FORMATS = ("int8", "int8_asymmetric", "fp8", "fp8_block")
@@ -76,7 +77,7 @@ def quantized_linear(
     dtype of x, differentiable with respect to x and bias. Other arguments as `quantize` and `multiply`."""
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: allowed is one of {FORMATS}")
-    rows = x.reshape(-1, x.shape[-1])
+    rows = rows_of(x, x.shape[-1])
     y = torch.ops.hf_efficient.quantized_linear(
         rows, w_codes, w_scale, bias, format, scale, zero_point, w_zero_point, w_sums
     )
@@ -87,7 +88,7 @@ def llm_int8_linear(x, w_codes, w_scale, bias=None, *, threshold=6.0):
     """LLM.int8() (https://arxiv.org/abs/2208.07339): x [..., K] times the transpose of int8 w_codes [N, K] times w_scale
     [N], plus bias; columns of x that hold a magnitude of `threshold` or more are multiplied unrounded. [..., N] in the
     dtype of x, differentiable with respect to x and bias."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = rows_of(x, x.shape[-1])
     y = torch.ops.hf_efficient.llm_int8_linear(rows, w_codes, w_scale, bias, threshold)
     return y.view(*x.shape[:-1], y.shape[1])
 

@@ -4,6 +4,8 @@ import importlib
 
 import torch
 
+from hf_efficient.kernels.linear import dequantize_packed
+
 
 def _kernels():
     return importlib.import_module("hf_efficient.kernels.efficient_linear")
@@ -54,8 +56,7 @@ def _backward(ctx, grad):
     layout = dict(zip(("bits", "group_size", "in_features"), ctx.layout))
     products, weights = [], []
     for packed, scale, zero_point, bias in (sides[:4], sides[4:]):
-        dequantize = _kernels().dequantize if packed.is_cuda else _kernels().dequantize_reference
-        weights.append(dequantize(packed, scale, zero_point, **layout).to(x.dtype))
+        weights.append(dequantize_packed(packed, scale, zero_point, x.dtype, **layout))
         products.append(torch.nn.functional.linear(x, weights[-1], None if bias is None else bias.to(x.dtype)))
     gate, up = products
     sigmoid = torch.sigmoid(gate)

@@ -4,7 +4,7 @@ import importlib
 
 import torch
 
-from hf_efficient.kernels.linear import TritonLinear, triton_groups
+from hf_efficient.kernels.linear import TritonLinear, dequantize_packed, rows_of, triton_groups
 
 
 def _kernels():
@@ -35,7 +35,7 @@ class GroupedTritonLinear:
     def __call__(self, x: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [R, K], rows offsets[e] .. offsets[e + 1] (int32 [E + 1]) belong to expert e; bias [E, N] -> [R, N]."""
         return torch.ops.hf_efficient.grouped_linear(
-            x, self.packed, self.scale, self.zero_point, bias, offsets, *self.layout
+            rows_of(x, self.layout[2]), self.packed, self.scale, self.zero_point, bias, offsets, *self.layout
         )
 
     def qweight(self) -> torch.Tensor:
@@ -79,17 +79,15 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, grad):
     """One expert at a time; the offsets are read back."""
-    kernels = importlib.import_module("hf_efficient.kernels.efficient_linear")
     packed, scale, zero_point, offsets = ctx.saved_tensors
     x_dtype, bias_dtype = ctx.dtypes
-    dequantize = kernels.dequantize if packed.is_cuda else kernels.dequantize_reference
     grad_x = grad.new_zeros(len(grad), ctx.layout["in_features"], dtype=x_dtype)
     grad_bias = None if bias_dtype is None else grad.new_zeros(packed.shape[:2], dtype=bias_dtype)
     bounds = offsets.tolist()
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:])):
         if first < last:
             zero = None if zero_point is None else zero_point[expert]
-            weight = dequantize(packed[expert], scale[expert], zero, **ctx.layout).to(x_dtype)
+            weight = dequantize_packed(packed[expert], scale[expert], zero, x_dtype, **ctx.layout)
             grad_x[first:last] = grad[first:last] @ weight
             if grad_bias is not None:
                 grad_bias[expert] = grad[first:last].sum(0)

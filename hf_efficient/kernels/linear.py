@@ -229,6 +229,19 @@ def _efficient_linear():
     return importlib.import_module("hf_efficient.kernels.efficient_linear")
 
 
+def dequantize_packed(packed, scale, zero_point, dtype, **layout) -> torch.Tensor:
+    """What `pack_weight` packed -> the weight [N, K], computed in float32 and rounded once to `dtype`."""
+    if packed.is_cuda:
+        return _efficient_linear().dequantize(packed, scale, zero_point, dtype=dtype, **layout)
+    return _efficient_linear().dequantize_reference(packed, scale, zero_point, **layout).to(dtype)
+
+
+def rows_of(x: torch.Tensor, in_features: int) -> torch.Tensor:
+    """x [..., K] as [M, K] with contiguous columns, as the kernels want it."""
+    rows = x.reshape(-1, in_features)
+    return rows if rows.stride(1) == 1 or in_features == 1 else rows.contiguous()
+
+
 class TritonLinear(_PackedLinear):
     """The layout of the Triton kernels (CUDA, ROCm); any number of rows goes through them."""
 
@@ -252,7 +265,7 @@ class TritonLinear(_PackedLinear):
 
     def __call__(self, x, bias=None):
         y = torch.ops.hf_efficient.weight_only_linear(
-            x.reshape(-1, self.in_features),
+            rows_of(x, self.in_features),
             self.packed,
             self.scale,
             self.zero_point,
@@ -264,10 +277,8 @@ class TritonLinear(_PackedLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def dequantize(self):
-        kernels = _efficient_linear()
-        dequantize = kernels.dequantize if self.packed.is_cuda else kernels.dequantize_reference
         arguments = dict(bits=self.bits, group_size=self.group_size, in_features=self.in_features)
-        return dequantize(self.packed, self.scale, self.zero_point, **arguments).to(self.dtype)
+        return dequantize_packed(self.packed, self.scale, self.zero_point, self.dtype, **arguments)
 
     def qweight(self) -> torch.Tensor:
         """The canonical qweight."""
@@ -335,13 +346,12 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
-    packed, scale, zero_point = ctx.saved_tensors
     x_dtype, bias_dtype = ctx.dtypes
-    kernels = _efficient_linear()
-    dequantize = kernels.dequantize if packed.is_cuda else kernels.dequantize_reference
-    weight = dequantize(packed, scale, zero_point, **ctx.layout).to(x_dtype)
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        grad_x = grad @ dequantize_packed(*ctx.saved_tensors, x_dtype, **ctx.layout)
     grad_bias = None if bias_dtype is None else grad.sum(0).to(bias_dtype)
-    return grad @ weight, None, None, None, grad_bias, None, None, None
+    return grad_x, None, None, None, grad_bias, None, None, None
 
 
 torch.library.register_autograd("hf_efficient::weight_only_linear", _backward, setup_context=_setup, lib=_library)

@@ -344,7 +344,7 @@ def test_debug_mode_checks_tails_and_other_integers(debug, monkeypatch):
     q, k, cu = Q.flatten(0, 1), KV.flatten(0, 1), torch.tensor([0, 3, 6], dtype=torch.int32)
     cache, keys = torch.zeros(7, 16, 2, 16), torch.tensor([0, 5, 10], dtype=torch.int32)
     for changed, message in (
-        ((cu, cu, 3), r"cu_seqlens_k\[-1\] is 6: allowed is 10"),
+        ((cu, 2 * keys, 3), r"cu_seqlens_k\[-1\] is 20: allowed is at most 10"),
         ((cu + 1, keys, 3), r"cu_seqlens_q\[0\] is 1: allowed is 0"),
         (
             (cu * torch.tensor([0, 2, 0]).int(), keys, 6),

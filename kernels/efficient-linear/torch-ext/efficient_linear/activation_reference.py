@@ -14,7 +14,8 @@ def quantize_reference(x, format, scale=None, zero_point=None):
     if format == "fp8_block":
         padded = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
         codes, scale, _ = quantize_reference(padded.flatten(0, 1), "fp8")
-        return codes.view(len(x), -1)[:, : x.shape[1]], scale.view(len(x), -1), None
+        groups = -(-x.shape[1] // GROUP)
+        return codes.view(len(x), groups * GROUP)[:, : x.shape[1]], scale.view(len(x), groups), None
     if scale is None:
         largest = x.abs().amax(1, keepdim=True)
         if format == "int8_asymmetric":
@@ -67,6 +68,8 @@ def int8_accumulate_reference(x_codes, w_codes, x_zero_point=None, w_zero_point=
     """sum over k of (x - x_zero_point) * (w - w_zero_point), exactly: int64 [M, N]."""
     x = x_codes.long() - (0 if x_zero_point is None else x_zero_point.long())
     w = w_codes.long() - (0 if w_zero_point is None else w_zero_point.long())
+    if x.is_cuda:  # which has no int64 products; float64 is exact below 2^53
+        return (x.double() @ w.double().t()).long()
     return x @ w.t()
 
 

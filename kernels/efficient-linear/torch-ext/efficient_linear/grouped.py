@@ -22,7 +22,7 @@ from .weight_only import (
 from .weight_only_kernels import accumulate, add_bias_and_store
 
 
-@triton.jit(do_not_specialize=["magic", "R"])
+@triton.jit(do_not_specialize=["magic"])
 def grouped_kernel(
     x_ptr,
     packed_ptr,
@@ -31,7 +31,6 @@ def grouped_kernel(
     bias_ptr,
     out_ptr,
     offsets_ptr,
-    R,
     N,
     K,
     stride_x,
@@ -224,7 +223,6 @@ def _multiply(x, packed, scale, zero_point, bias, offsets, *, bits, group_size, 
             bias,
             out,
             offsets,
-            rows,
             out_features,
             in_features,
             x.stride(0),

@@ -6,7 +6,7 @@ import triton.language as tl
 from .activation_quant_kernels import TINY, largest_magnitude, round_to_integer
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def outlier_columns_kernel(x_ptr, flags_ptr, M, K, stride_x, threshold, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Grid (row blocks, column blocks): flags int32 [K] (0 before) become 1 where |x| reaches the threshold."""
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -17,7 +17,7 @@ def outlier_columns_kernel(x_ptr, flags_ptr, M, K, stride_x, threshold, BLOCK_M:
     tl.atomic_or(flags_ptr + columns, reached, mask=reached > 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def quantize_inliers_kernel(
     x_ptr, flags_ptr, codes_ptr, scale_ptr, columns_ptr, count_ptr, M, K, stride_x, BLOCK: tl.constexpr,
     SCAN: tl.constexpr,

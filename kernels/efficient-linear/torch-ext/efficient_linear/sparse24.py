@@ -191,7 +191,16 @@ def sparse24_linear(
     for name, tensor in (("x", x), ("places", places), ("scale", scale), ("zero_point", zero_point), ("bias", bias)):
         if tensor is not None and tensor.device != values.device:
             raise ValueError(f"{name} is on {tensor.device}, values on {values.device}: allowed is one device")
+    if semi_structured is not None and (
+        tuple(semi_structured.shape) != (out_features, in_features) or semi_structured.dtype != x.dtype
+    ):
+        raise ValueError(
+            f"semi_structured is {semi_structured.dtype} {tuple(semi_structured.shape)}: allowed is the same weight, "
+            f"{x.dtype} {(out_features, in_features)}"
+        )
     _check_device(values)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (values, scale)):
+        raise RuntimeError("values or scale require grad: allowed are gradients of x and bias, the weight is frozen")
     tensors = values, places, scale, zero_point
     layout = dict(group_size=group_size, out_features=out_features, in_features=in_features)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):

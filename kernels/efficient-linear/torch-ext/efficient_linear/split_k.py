@@ -1,8 +1,12 @@
 """K split over programs: each stores its part of the sum, and whoever arrives last adds the parts in their order, so that
 the result does not depend on the order of arrival."""
 
+import torch
 import triton
 import triton.language as tl
+
+
+_ROCM = tl.constexpr(torch.version.hip is not None)
 
 
 @triton.jit
@@ -10,6 +14,8 @@ def arrive(part, parts_at, part_stride, inside, arrivals_at, split, splits):
     """Stores `part` at parts_at + split * part_stride and tells whether all others have done so. The counter (int32, 0
     before) is 0 again afterwards."""
     tl.store(parts_at + split * part_stride, part, mask=inside)
+    if _ROCM:  # its barrier does not wait for the stores of other wavefronts: each makes its own visible
+        tl.atomic_add(arrivals_at + tl.zeros([512], tl.int32), 0, sem="release", scope="gpu")
     tl.debug_barrier()  # every thread's sums are written before one thread says so
     last = tl.atomic_add(arrivals_at, 1, sem="acq_rel", scope="gpu") == splits - 1
     if last:

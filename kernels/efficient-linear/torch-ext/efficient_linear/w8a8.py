@@ -202,8 +202,12 @@ def w8a8_linear(
     ):
         if tensor is not None:
             check_per_row(name, tensor, rows, dtype)
-    if w_sums is not None and (w_sums.dtype != torch.int32 or w_sums.shape != w_codes.shape[:1]):
-        raise ValueError(f"w_sums is {w_sums.dtype} {tuple(w_sums.shape)}: allowed is int32 [{len(w_codes)}]")
+    if w_sums is not None and (
+        w_sums.dtype != torch.int32 or w_sums.shape != w_codes.shape[:1] or not w_sums.is_contiguous()
+    ):
+        raise ValueError(
+            f"w_sums is {w_sums.dtype} {tuple(w_sums.shape)}: allowed is a contiguous int32 [{len(w_codes)}]"
+        )
     check_devices(
         w_codes.device,
         x_codes=x_codes,

@@ -79,19 +79,18 @@ def _processors(device: torch.device) -> int:
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_arrivals: dict[tuple, torch.Tensor] = {}
+_arrivals: dict[torch.device, torch.Tensor] = {}
 
 
 def _arrival_counters(count: int, device: torch.device) -> torch.Tensor:
-    """int32 [>= count] of zeros that the kernel leaves zero. One buffer a device and stream, as launches on one stream
-    do not overlap; a CUDA graph gets its own (zeroed in the graph), because graphs captured on one stream may be
-    replayed on several."""
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+    """int32 [>= count] of zeros that the kernel leaves zero. One buffer a device for its default stream, on which launches do
+    not overlap; new ones elsewhere: graphs captured on one stream may be replayed on several, and torch.compile warms its
+    graphs up on a side stream, in a pool that must keep nothing."""
+    if device.type == "cpu" or torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         return torch.zeros(count, dtype=torch.int32, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _arrivals or _arrivals[key].numel() < count:
-        _arrivals[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-    return _arrivals[key]
+    if device not in _arrivals or _arrivals[device].numel() < count:
+        _arrivals[device] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+    return _arrivals[device]
 
 
 def dequantize(

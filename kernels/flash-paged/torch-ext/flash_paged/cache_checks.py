@@ -87,8 +87,8 @@ def check_quantized(
     for name, cache, dim in (("k_cache", k_cache, head_dim), ("v_cache", v_cache, value_dim)):
         if dim % (4 * parts) or any(stride % 4 for stride in cache.stride()[:3]) or cache.data_ptr() % 4:
             raise ValueError(
-                f"{name} has codes of head dim {dim} with strides {cache.stride()}: 4 bytes are read at once, so that head "
-                f"dims must be multiples of {4 * parts}, strides and addresses of 4"
+                f"{name} has codes of head dim {dim} with strides {cache.stride()}: head dims must be multiples of "
+                f"{4 * parts}, strides and addresses of 4, so that codes are read 4 bytes at a time"
             )
     groups, channel_groups = k_scale.shape[1], v_scale.shape[-1]
     if groups == 0 or block_size % groups:

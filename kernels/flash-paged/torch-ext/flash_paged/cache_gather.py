@@ -54,8 +54,8 @@ def gather_kernel(
     Row b of out: tokens cu_seqlens[b] to cu_seqlens[b + 1], or from b * width on those of cache_seqlens[b] + appended. With
     4 and 2 bits GROUP is how many tokens (keys) or channels (values) share a scale and minimum. Tokens from
     quantized_seqlens[b] on come from the ring `tail`; pages named -1, and what lies beyond `capacity`, give 0."""
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(2).to(tl.int64)
     if cu_seqlens is not None:
         first = tl.load(cu_seqlens + row).to(tl.int64)
@@ -64,7 +64,7 @@ def gather_kernel(
         first = row * width
         length = tl.load(cache_seqlens + row)
         length = tl.minimum(tl.where(length < 0, 0, length + appended), width)
-    if tl.program_id(1) * BLOCK_T < length:
+    if tl.program_id(0) * BLOCK_T < length:
         present = token < length
         paged = present & (token < capacity)
         if tail is not None:
@@ -149,7 +149,7 @@ def gather(
         if kv.bits < 8:
             group = page_size // scale.shape[1] if keys else dim // scale.shape[-1]
         with launch_device(cache):
-            gather_kernel[(rows, triton.cdiv(longest, _TOKENS), heads)](
+            gather_kernel[(triton.cdiv(longest, _TOKENS), rows, heads)](
                 cache.view(torch.uint8) if kv.is_float else cache,
                 scale,
                 low,

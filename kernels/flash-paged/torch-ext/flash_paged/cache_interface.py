@@ -95,6 +95,10 @@ def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, mapping: torch.Ten
             )
         if tensor.device != k_cache.device:
             raise ValueError(f"scales[{position}] is on {tensor.device}, expected {k_cache.device} as k_cache")
+        if tensor.dim() == 4 and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+            raise ValueError(
+                f"the last dimension of scales[{position}] has stride {tensor.stride(-1)}: it must be contiguous"
+            )
     check_integers("mapping", mapping, 2, k_cache, torch.int64)
     if mapping.shape[1] != 2:
         raise ValueError(f"mapping has shape {tuple(mapping.shape)}, expected pairs [n, 2]")

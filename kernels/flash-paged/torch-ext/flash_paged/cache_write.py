@@ -74,7 +74,7 @@ def write_kernel(
     row, offset, page, position, write = locate_token(
         token, slot_mapping, cache_seqlens, block_table, stride_table, page_size, appended, capacity
     )
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     there = (head < heads) & write
     column = tl.arange(0, BLOCK_D)
     inside = there[:, None] & (column < HEAD_DIM)[None, :]
@@ -120,7 +120,7 @@ def write_quantized_kernel(
     row, offset, page, position, write = locate_token(
         token, slot_mapping, cache_seqlens, block_table, stride_table, page_size, appended, capacity
     )
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     there = (head < heads) & write
     column = tl.arange(0, BLOCK_DIM)
     inside = there[:, None] & (column < DIM)[None, :]

@@ -195,7 +195,7 @@ def attend_few(
     they are codes. cache_seqlens (int32 [B], None: Sk keys in every row) plus `appended` are the keys of a row. window -1 is
     no limit. alibi_slopes float32 [Hq] or [B, Hq]; tree_mask int64 [B, Sq] (then the right window is not looked at).
 
-    Raises ValueError for quantized tensors whose layout the kernels do not serve, and for more than 2**31 key tiles."""
+    Raises ValueError for more than 2**31 key tiles."""
     rows, queries, heads, head_dim = q.shape
     kv_heads, page_size = k.shape[2], k.shape[1]
     grouped = quantized is not None and quantized.bits < 8
@@ -288,7 +288,6 @@ def attend_few(
 def _eight_bits(k: torch.Tensor, v: torch.Tensor, quantized: QuantizedKV) -> tuple[tuple, tuple, dict]:
     """The tensors, strides and options of `decode_kernel` for codes of 8 bits."""
     k_scale, v_scale = quantized.k_scale, quantized.v_scale
-    _check_same_strides(k_scale=k_scale, v_scale=v_scale)
     return (
         (k.view(torch.int8), v.view(torch.int8), k_scale, v_scale),
         k_scale.stride(),
@@ -303,8 +302,6 @@ def _grouped_block_n(tokens: int, block_n: int) -> int:
 
 def _grouped(k: torch.Tensor, v: torch.Tensor, quantized: QuantizedKV) -> tuple:
     """The tensors, strides and options of `decode_grouped_kernel`."""
-    _check_same_strides(k_scale=quantized.k_scale, k_min=quantized.k_min)
-    _check_same_strides(v_scale=quantized.v_scale, v_min=quantized.v_min)
     arrays = (
         k,
         v,
@@ -324,9 +321,3 @@ def _grouped(k: torch.Tensor, v: torch.Tensor, quantized: QuantizedKV) -> tuple:
         "RING": quantized.k_tail.shape[1],
     }
     return arrays, tuple(stride for tensor in beside for stride in tensor.stride()[:3]), options
-
-
-def _check_same_strides(**tensors: torch.Tensor) -> None:
-    (name, first), (other_name, second) = tensors.items()
-    if first.stride() != second.stride():
-        raise ValueError(f"{other_name} has strides {second.stride()}, expected those of {name}, {first.stride()}")

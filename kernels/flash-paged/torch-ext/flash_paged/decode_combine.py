@@ -11,19 +11,19 @@ import triton
 import triton.language as tl
 
 
-_counters: dict[tuple, torch.Tensor] = {}
+_ROCM = tl.constexpr(torch.version.hip is not None)
+_counters: dict[torch.device, torch.Tensor] = {}
 
 
 def arrival_counters(programs: int, device: torch.device) -> torch.Tensor:
-    """int32 [>= programs] of zeros that the kernels leave zero. One buffer a device and stream, as launches on one stream do
-    not overlap; a CUDA graph gets its own (zeroed in the graph), because graphs captured on one stream may be replayed on
-    several."""
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+    """int32 [>= programs] of zeros that the kernels leave zero. One buffer a device for its default stream, on which launches
+    do not overlap; new ones elsewhere: graphs captured on one stream may be replayed on several, and torch.compile warms its
+    graphs up on a side stream, in a pool that must keep nothing."""
+    if device.type == "cpu" or torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         return torch.zeros(programs, dtype=torch.int32, device=device)
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _counters or _counters[key].numel() < programs:
-        _counters[key] = torch.zeros(max(programs, 1024), dtype=torch.int32, device=device)
-    return _counters[key]
+    if device not in _counters or _counters[device].numel() < programs:
+        _counters[device] = torch.zeros(max(programs, 1024), dtype=torch.int32, device=device)
+    return _counters[device]
 
 
 @triton.jit
@@ -41,6 +41,8 @@ def store_part(partial, statistics, part, acc, total, maximum, ROWS: tl.constexp
 @triton.jit
 def arrives_last(arrivals, first, last):
     """Whether this program is the last of programs first..last to store its part of the lane that begins in `first`."""
+    if _ROCM:  # its barrier does not wait for the stores of other wavefronts: each makes its own visible
+        tl.atomic_add(arrivals + first + tl.zeros([512], tl.int32), 0, sem="release", scope="gpu")
     tl.debug_barrier()  # every thread's part is written before one thread says so
     before = tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu")
     is_last = before == last - first

@@ -23,11 +23,10 @@ def widen(codes, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr):
     return numbers
 
 
-@triton.jit
-def offset_of(DTYPE: tl.constexpr):
+@triton.constexpr_function
+def offset_of(DTYPE):
     """What `part_numbers` adds to every code."""
-    OFFSET: tl.constexpr = 1024.0 if DTYPE == tl.float16 else (128.0 if DTYPE == tl.bfloat16 else 0.0)
-    return OFFSET
+    return 1024.0 if DTYPE == tl.float16 else (128.0 if DTYPE == tl.bfloat16 else 0.0)
 
 
 @triton.jit

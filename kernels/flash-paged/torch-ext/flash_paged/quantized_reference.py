@@ -14,7 +14,8 @@ MAX_HALF = 65504.0
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., D] -> codes of `dtype` (int8 or float8_e4m3fn) [..., D] and scale float16 [...] with x = code * scale."""
     x = x.float()
-    scale = (x.abs().amax(-1) / MAX_CODE[dtype]).clamp(max=MAX_HALF).half()
+    levels = x.new_full((), MAX_CODE[dtype])  # a tensor: by a number, CUDA multiplies with the rounded 1 / number
+    scale = (x.abs().amax(-1) / levels).clamp(max=MAX_HALF).half()
     wide = scale.float()[..., None]
     codes = torch.where(wide > 0, x / wide, 0.0).clamp(-MAX_CODE[dtype], MAX_CODE[dtype])
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
@@ -24,7 +25,7 @@ def quantize_groups(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor,
     """Codes uint8 as x, and scale and minimum, float16 as x but 1 in `dim`, with x = minimum + code * scale."""
     levels, x = 2**bits - 1, x.float()
     low = x.amin(dim, keepdim=True).clamp(-MAX_HALF, MAX_HALF).half()
-    scale = ((x.amax(dim, keepdim=True) - low.float()) / levels).clamp(0, MAX_HALF).half()
+    scale = ((x.amax(dim, keepdim=True) - low.float()) / x.new_full((), levels)).clamp(0, MAX_HALF).half()
     codes = torch.where(scale > 0, (x - low.float()) / scale.float(), 0.0).round().clamp(0, levels)
     return codes.to(torch.uint8), scale, low
 
