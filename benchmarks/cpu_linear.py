@@ -10,6 +10,7 @@ hf_efficient.kernels.linear follow from the crossings reported at the end.
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import statistics
@@ -190,6 +191,11 @@ def main(arguments: list[str] | None = None) -> int:
     result = {
         "question": "a linear layer on CPU: bf16, ours and peers; microseconds, interleaved",
         "environment": environment.describe(),
+        "peers": {
+            distribution.name: distribution.version
+            for distribution in importlib.metadata.distributions()
+            if distribution.name in ("torchao", "bitsandbytes")
+        },
         "load_average": os.getloadavg(),
         "read_bandwidth_gb_s": round(bandwidth, 2),
         "native_up_to_rows": {name: crossing(records, name) for name in ("int4", "int8")},
