@@ -17,15 +17,19 @@ MAY_IMPORT = {
     "efficient_linear": set(),
     "kernels": {"flash_paged", "efficient_linear"},
     "formats": {"kernels"},
-    "configs": {"formats"},
-    "methods": {"configs", "formats"},
+    "observers": set(),
+    "configs": {"observers"},
+    "methods": {"observers", "configs", "formats"},
     "layers": {"kernels", "formats"},
+    "calibration": {"observers", "configs", "formats", "methods", "layers"},
     "cache": {"kernels"},
     "generation": {"cache"},
     "evaluation": set(),
     "model_cards": set(),
-    "integrations": {"configs", "kernels", "formats", "methods", "layers", "cache", "generation"},
-    "cli": {"configs", "kernels", "formats", "methods", "layers", "cache", "generation", "evaluation", "integrations"},
+    "integrations": {
+        *("observers", "configs", "kernels", "formats", "methods", "layers", "calibration", "cache", "generation")
+    },
+    "cli": {"configs", "evaluation", "integrations"},
 }
 LAYER_FILES = {"layers.py", "experts.py"}
 

@@ -16,7 +16,11 @@ _SCHEME_FIELDS = ("bits", "group_size", "symmetric", "method")
 
 def available_methods() -> list[str]:
     """Names of the weight quantization methods: the files of `hf_efficient/methods`."""
-    return sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / "methods")]))
+    return sorted(
+        m.name
+        for m in pkgutil.iter_modules([str(Path(__file__).parents[1] / "methods")])
+        if not m.name.startswith("_")
+    )
 
 
 def module_matches(pattern: str, name: str) -> bool:

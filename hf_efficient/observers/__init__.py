@@ -1,0 +1,1 @@
+"""What is seen of activations while calibration text runs through a model. One file an observer; plain torch."""
