@@ -1,0 +1,134 @@
+"""What a method may know about the inputs of one linear layer. Everything a weight-only method needs follows from it:
+the error of an approximation Q of W on the rows X seen is |X (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T) with H = X^T X."""
+
+import torch
+
+
+_ROWS_AT_ONCE = 8192  # bounds the float32 copy of the inputs
+_ROWS_IN_CACHE = 512
+_PANEL = 512  # columns of the hessian computed together; what is below the diagonal is mirrored, not computed
+
+
+class LinearInputs:
+    """Statistics of rows x [in_features], float32, on the device where the rows were.
+
+    Args:
+        in_features: K, the width of a row.
+        hessian: whether to accumulate the [K, K] sum of x^T x, which costs more than all else together.
+        name: of the layer, for error messages.
+        device: where the statistics are kept.
+    """
+
+    def __init__(self, in_features: int, hessian: bool = True, name: str = "", device=None):
+        self.name, self.count = name, 0
+        self.absmax = torch.zeros(in_features, dtype=torch.float32, device=device)
+        self._sum_abs = torch.zeros_like(self.absmax)
+        self._sum_square = torch.zeros_like(self.absmax)
+        self._hessian = torch.zeros(in_features, in_features, device=device) if hessian else None
+        self._mirrored = True
+
+    @property
+    def in_features(self) -> int:
+        """K, the width of a row."""
+        return len(self.absmax)
+
+    @property
+    def hessian(self) -> torch.Tensor | None:
+        """[K, K], the sum over rows of x^T x, symmetric and not divided by `count`; None when it was not asked for."""
+        if not self._mirrored:
+            for start in range(0, self.in_features, _PANEL):
+                stop = min(start + _PANEL, self.in_features)
+                block = self._hessian[start:stop, start:stop]
+                block.copy_(block.triu() + block.triu(1).t())
+                self._hessian[stop:, start:stop] = self._hessian[start:stop, stop:].t()
+            self._mirrored = True
+        return self._hessian
+
+    @property
+    def mean_abs(self) -> torch.Tensor:
+        """[K], the mean of |x|; zeros when no row was seen."""
+        return self._sum_abs / max(self.count, 1)
+
+    @property
+    def mean_square(self) -> torch.Tensor:
+        """[K], the mean of x^2, which is the diagonal of the hessian over `count`; zeros when no row was seen."""
+        return self._sum_square / max(self.count, 1)
+
+    @torch.no_grad()
+    def update(self, x: torch.Tensor) -> None:
+        """Adds the rows of x [..., K], of any float dtype.
+
+        Raises:
+            ValueError: for another width, or NaN or infinity among the rows; names the layer.
+        """
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"{self.name}: inputs of width {x.shape[-1]} where {self.in_features} is expected")
+        rows = x.reshape(-1, self.in_features)
+        for chunk in rows.split(_ROWS_IN_CACHE):
+            magnitude = chunk.abs()
+            if len(chunk):
+                torch.maximum(self.absmax, magnitude.amax(0).float(), out=self.absmax)
+            ones, magnitude = torch.ones(len(chunk), device=x.device), magnitude.float()
+            self._sum_abs += ones @ magnitude
+            self._sum_square += ones @ magnitude.square_()
+        if not torch.isfinite(self.absmax).all():
+            columns = (~torch.isfinite(self.absmax)).nonzero().flatten().tolist()
+            raise ValueError(
+                f"{self.name}: NaN or infinity in its inputs, in {len(columns)} of {self.in_features} columns, for example "
+                f"{columns[:3]}: the model computes them from the calibration data"
+            )
+        self.count += len(rows)
+        if self._hessian is not None:
+            for chunk in rows.split(_ROWS_AT_ONCE):
+                self._add_products(chunk)
+            self._mirrored = False
+
+    def _add_products(self, rows: torch.Tensor) -> None:
+        with _bfloat16_products(rows.dtype is torch.bfloat16 and rows.device.type == "cpu"):
+            rows = rows.float()
+            for start in range(0, self.in_features, _PANEL):
+                panel = self._hessian[start : start + _PANEL, start:]
+                panel.addmm_(rows[:, start : start + _PANEL].t(), rows[:, start:])
+
+    def merge(self, other: "LinearInputs") -> None:
+        """Adds the rows that `other` has seen."""
+        if (other.in_features, other._hessian is None) != (self.in_features, self._hessian is None):
+            raise ValueError(
+                f"{self.name}: only statistics of the same width and kind can be merged, not {other.name}'s"
+            )
+        self.count += other.count
+        torch.maximum(self.absmax, other.absmax, out=self.absmax)
+        self._sum_abs += other._sum_abs
+        self._sum_square += other._sum_square
+        if self._hessian is not None:
+            self._hessian += other._hessian
+            self._mirrored = False
+
+    def scaled(self, scale: torch.Tensor) -> "LinearInputs":
+        """The statistics of the rows x * scale, scale [K]."""
+        scale = scale.float()
+        new = LinearInputs(self.in_features, hessian=False, name=self.name, device=self.absmax.device)
+        new.count = self.count
+        new.absmax = self.absmax * scale.abs()
+        new._sum_abs = self._sum_abs * scale.abs()
+        new._sum_square = self._sum_square * scale.square()
+        if self._hessian is not None:
+            new._hessian = self.hessian * scale
+            new._hessian *= scale[:, None]
+        return new
+
+
+class _bfloat16_products:
+    """Products of float32 matrices that hold bfloat16 values, on a CPU: the same products, summed in float32, by the
+    instructions for bfloat16 (2 to 3 times as fast)."""
+
+    def __init__(self, enabled: bool):
+        self.enabled = enabled
+
+    def __enter__(self):
+        self.before = torch.backends.mkldnn.matmul.fp32_precision
+        if self.enabled:
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+    def __exit__(self, *exception):
+        torch.backends.mkldnn.matmul.fp32_precision = self.before
