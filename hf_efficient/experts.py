@@ -5,8 +5,7 @@ import functools
 import torch
 from torch import nn
 
-from hf_efficient.formats import AffineFormat
-from hf_efficient.kernels.grouped_linear import GroupedTritonLinear
+from hf_efficient.formats import Format
 from hf_efficient.layers import CompressedModule, CompressedWeight, apply_layout, placeholder
 
 
@@ -47,7 +46,7 @@ class EfficientExperts(CompressedModule):
         """rows [R, H] sorted by expert, counts int64 [E] -> [R, H]."""
         up_name, down_name = self._expert_names
         up, down = (self.layouts(name + "_", rows.dtype) for name in self._expert_names)
-        if isinstance(up, GroupedTritonLinear) and rows.dtype is up.dtype:
+        if not isinstance(up, list) and rows.dtype is up.dtype:
             offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
             h = self._activate(up(rows, offsets, self._expert_bias(up_name)))
             h = down(h, offsets, self._expert_bias(down_name))
@@ -74,8 +73,7 @@ class EfficientExperts(CompressedModule):
 
     def extra_repr(self) -> str:
         described = (
-            f"{w.prefix[:-1]}: {w.experts}x[{w.out_features}, {w.in_features}], bits={w.format.bits}, "
-            f"group_size={w.format.group_size}"
+            f"{w.prefix[:-1]}: {w.experts}x[{w.out_features}, {w.in_features}], {w.format}"
             for w in self.compressed_weights()
         )
         return "\n".join(described)
@@ -92,7 +90,7 @@ def _blank_experts(original: type) -> EfficientExperts:
     return cls.__new__(cls)
 
 
-def compress_experts(module: nn.Module, format: AffineFormat) -> None:
+def compress_experts(module: nn.Module, format: Format) -> None:
     """Turns `module` (see `is_fused_experts`) into an `EfficientExperts` with uninitialized weights, in place."""
     module._expert_names = expert_weight_names(module)
     module.__class__ = _efficient_class(type(module))

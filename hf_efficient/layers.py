@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_efficient.formats import AffineFormat
-from hf_efficient.kernels.grouped_linear import GroupedTritonLinear
-from hf_efficient.kernels.linear import DequantizedLinear, device_layout
+from hf_efficient.formats import Format
 
 
 # What stands where a plain module has its weight. Neither empty (savers take empty tensors for one shared tensor) nor of
@@ -23,13 +21,13 @@ def placeholder(dtype: torch.dtype, device) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """One weight [out_features, in_features] (or `experts` of them, stacked) of a module, in `format`. Its tensors are the
-    Parameters `<prefix>qweight`, `<prefix>scale` and, when asymmetric, `<prefix>zero_point`."""
+    """One weight [out_features, in_features] (or `experts` of them, stacked) of a module, in `format`. Its canonical tensors
+    are Parameters: `<prefix>qweight`, `<prefix>scale`, ..."""
 
     prefix: str
     out_features: int
     in_features: int
-    format: AffineFormat
+    format: Format
     experts: int | None = None
 
     def names(self) -> dict[str, str]:
@@ -46,7 +44,7 @@ class CompressedWeight:
 class CompressedModule(nn.Module):
     """What modules with compressed weights share: canonical Parameters to load, save and move; a device layout derived
     from them on first use, which replaces `qweight` in memory and turns back into it when the module is saved, moved or
-    dequantized. Scales keep their dtype when the module is cast: the numbers stay the ones that were quantized.
+    dequantized. Canonical tensors keep their dtypes when the module is cast: the numbers stay the ones that were quantized.
 
     A module that accelerate offloads computes from the canonical tensors, since those are what it brings in.
     """
@@ -66,21 +64,22 @@ class CompressedModule(nn.Module):
         return list(self._compressed.values())
 
     def canonical(self, prefix: str = "") -> dict[str, torch.Tensor | None]:
-        """The canonical tensors {"qweight", "scale", "zero_point" or absent} of a weight, whatever layout is in memory."""
+        """The canonical tensors of a weight by name, whatever layout is in memory."""
         weight = self._compressed[prefix]
         tensors = {name: self._parameters.get(parameter) for name, parameter in weight.names().items()}
         if tensors["qweight"] is None:
             layouts = self._layouts[prefix]
-            if weight.experts is None or isinstance(layouts, GroupedTritonLinear):
-                tensors["qweight"] = self._as_list(layouts)[0].qweight()
-            else:
+            if isinstance(layouts, list) and weight.experts is not None:
                 tensors["qweight"] = torch.stack([layout.qweight() for layout in layouts])
+            else:
+                tensors["qweight"] = self._as_list(layouts)[0].qweight()
         return tensors
 
     def dequantized(self, prefix: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight [out_features, in_features] (experts in front) in `dtype`, by default that of its scale."""
-        weight, tensors = self._compressed[prefix], self.canonical(prefix)
-        return weight.format.dequantize(tensors, weight.in_features, dtype or tensors["scale"].dtype)
+        weight = self._compressed[prefix]
+        dtype = dtype or self._parameters[prefix[:-1] or "weight"].dtype
+        return weight.format.dequantize(self.canonical(prefix), weight.in_features, dtype)
 
     @property
     def is_offloaded(self) -> bool:
@@ -125,45 +124,42 @@ class CompressedModule(nn.Module):
 
     def _derive(self, weight: CompressedWeight, dtype: torch.dtype):
         """One layout for each expert (or for the weight), or one for all experts together."""
-        device = self._parameters[weight.prefix + "qweight"].device
-        if weight.experts is not None and GroupedTritonLinear.supports(device, weight.format.group_size, dtype):
+        if weight.experts is not None:
             tensors = {name: tensor.data for name, tensor in self.canonical(weight.prefix).items()}
-            return GroupedTritonLinear(**{"zero_point": None, **tensors}, **self._layout_arguments(weight, dtype))
-        return list(self._split(weight, dtype, device_layout))
-
-    @staticmethod
-    def _layout_arguments(weight: CompressedWeight, dtype: torch.dtype) -> dict:
-        format = weight.format
-        return dict(bits=format.bits, group_size=format.group_size, in_features=weight.in_features, dtype=dtype)
+            if grouped := weight.format.grouped_layout(tensors, weight.in_features, dtype):
+                return grouped
+        return list(self._split(weight, dtype, weight.format.layout))
 
     def _split(self, weight: CompressedWeight, dtype: torch.dtype, make):
         """`make` applied to the weight, or to that of each expert."""
-        tensors, arguments = self.canonical(weight.prefix), self._layout_arguments(weight, dtype)
+        tensors = self.canonical(weight.prefix)
         for index in (...,) if weight.experts is None else range(weight.experts):
-            zero_point = tensors["zero_point"].data[index] if "zero_point" in tensors else None
-            yield make(tensors["qweight"].data[index], tensors["scale"].data[index], zero_point, **arguments)
+            own = {name: tensor.data[index] for name, tensor in tensors.items()}
+            yield make(own, weight.in_features, dtype)
 
-    def layouts(self, prefix: str, dtype: torch.dtype) -> "list | GroupedTritonLinear":
-        """The layout of a weight (of experts: one for each, or one for all) for inputs of `dtype`, derived when missing."""
+    def layouts(self, prefix: str, dtype: torch.dtype):
+        """The layouts of a weight (one; of experts: one for each, or not a list but one for all) for inputs of `dtype`,
+        derived when missing."""
         if prefix not in self._layouts:
             self.derive_layouts(dtype)
         layouts = self._layouts.get(prefix)
         if layouts is None:  # offloaded: made for this call only
-            return list(self._split(self._compressed[prefix], dtype, DequantizedLinear))
+            weight = self._compressed[prefix]
+            return list(self._split(weight, dtype, weight.format.dequantized_layout))
         return layouts
 
     def _apply(self, fn, recurse=True):
         self.restore_canonical()
-        scales = [weight.prefix + "scale" for weight in self.compressed_weights()]
-        dtypes = {name: self._parameters[name].dtype for name in scales}
-        for name in scales:  # seen as bytes, a cast to another float dtype passes them by
+        names = [name for weight in self.compressed_weights() for name in weight.names().values()]
+        dtypes = {name: self._parameters[name].dtype for name in names if self._parameters[name].is_floating_point()}
+        for name in dtypes:  # seen as bytes, a cast to another float dtype passes them by
             self._parameters[name] = nn.Parameter(self._parameters[name].data.view(torch.uint8), requires_grad=False)
         try:
             return super()._apply(fn, recurse)
         finally:
-            for name in scales:
-                scale = self._parameters[name].data.view(dtypes[name])
-                self._parameters[name] = nn.Parameter(scale, requires_grad=False)
+            for name, dtype in dtypes.items():
+                tensor = self._parameters[name].data.view(dtype)
+                self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -231,7 +227,7 @@ class EfficientLinear(CompressedModule, nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool,
-        format: AffineFormat,
+        format: Format,
         dtype: torch.dtype | None = None,
         device=None,
         transposed: bool = False,
@@ -246,7 +242,7 @@ class EfficientLinear(CompressedModule, nn.Linear):
         self._layout = None
 
     @property
-    def format(self) -> AffineFormat:
+    def format(self) -> Format:
         """How the weight is stored."""
         return self._compressed[""].format
 
@@ -268,8 +264,21 @@ class EfficientLinear(CompressedModule, nn.Linear):
         return {**super().__getstate__(), "_layout": None}
 
     def extra_repr(self) -> str:
-        f = self.format
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"bits={f.bits}, group_size={f.group_size}, symmetric={f.symmetric}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, {self.format}"
+
+
+def compress_linear(module: nn.Module, format: Format, tensors: dict[str, torch.Tensor]) -> EfficientLinear:
+    """The `EfficientLinear` that stands for `module` (an `nn.Linear`, or a `Conv1D` of transformers) with the canonical
+    `tensors` of its weight; keeps its bias."""
+    transposed = not isinstance(module, nn.Linear)
+    in_features, out_features = module.weight.shape if transposed else module.weight.shape[::-1]
+    dtype = module.weight.dtype
+    new = EfficientLinear(in_features, out_features, module.bias is not None, format, dtype, "meta", transposed)
+    new.weight, new.bias = placeholder(dtype, module.weight.device), module.bias
+    for name, shape in format.shapes(out_features, in_features).items():
+        tensor, expected = tensors[name], format.dtypes(dtype)[name]
+        if tuple(tensor.shape) != shape or tensor.dtype != expected:
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: {format} has {expected} {shape}")
+        setattr(new, name, nn.Parameter(tensor.to(module.weight.device), requires_grad=False))
+    return new.train(module.training)

@@ -8,7 +8,8 @@ from transformers.quantizers import HfQuantizer, auto
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from hf_efficient.configs import WeightOnlyConfig, module_matches
+from hf_efficient import methods
+from hf_efficient.configs import CompressionConfig, WeightOnlyConfig, module_matches
 from hf_efficient.experts import (
     EfficientExperts,
     compress_experts,
@@ -16,20 +17,22 @@ from hf_efficient.experts import (
     expert_weight_names,
     is_fused_experts,
 )
-from hf_efficient.formats import format_of
-from hf_efficient.integrations import checkpoints
+from hf_efficient.integrations import calibrated_loading, checkpoints
 from hf_efficient.integrations.heap import HeapTrimmer
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear
-from hf_efficient.methods import get_method
+
+
+CONFIGS = (WeightOnlyConfig,)
 
 
 def register() -> None:
-    """Registers the config and the quantizer with transformers, and lets `from_pretrained(quantization_config=...)` ask
+    """Registers the configs and the quantizer with transformers, and lets `from_pretrained(quantization_config=...)` ask
     for `dequantize=True` on a quantized checkpoint, which transformers allows a closed tuple of configs. Idempotent."""
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING["efficient_weight_only"] = WeightOnlyConfig
-    auto.AUTO_QUANTIZER_MAPPING["efficient_weight_only"] = EfficientQuantizer
-    if WeightOnlyConfig not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
-        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (WeightOnlyConfig,)
+    for config in CONFIGS:
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[config.name] = config
+        auto.AUTO_QUANTIZER_MAPPING[config.name] = EfficientQuantizer
+        if config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
+            auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (config,)
 
 
 class EfficientQuantizer(HfQuantizer):
@@ -59,16 +62,20 @@ class EfficientQuantizer(HfQuantizer):
             size = getattr(distributed, axis, None)
             if size is not None and size > 1:
                 raise ValueError(
-                    f"distributed_config: {axis}={size} shards weights over processes, which WeightOnlyConfig does not "
+                    f"distributed_config: {axis}={size} shards weights over processes, which compressed weights do not "
                     "support: it must be 1; for several devices in one process use device_map='auto'"
                 )
         self._checkpoint_files, self._uses_device_map = checkpoint_files, device_map is not None
         self._arrived, self._tied_head, self._heap = set(), None, HeapTrimmer()
         self._prepare_head(model)
         self._weights = {}  # full name of a weight -> (CompressedWeight, whether the original is transposed)
+        self._plan = {}  # full name of a module that is compressed after loading -> its config
         dequantize = self.pre_quantized and self.quantization_config.dequantize
         for name, module, config in self._targets(model):
-            format = format_of(config)
+            if not self.pre_quantized and config.needs_calibration():
+                self._plan[name] = config
+                continue
+            format = config.format()
             if isinstance(module, (nn.Linear, Conv1D)):
                 transposed = isinstance(module, Conv1D)
                 width = (module.nx, module.nf) if transposed else (module.in_features, module.out_features)
@@ -85,12 +92,15 @@ class EfficientQuantizer(HfQuantizer):
                     self._weights[f"{name}.{parameter}"] = weight, module.is_transposed
                 if not dequantize:
                     compress_experts(module, format)
-        if not self._weights:
+        kind = type(self.quantization_config).__name__
+        if not self._weights and not self._plan:
             raise ValueError(
-                f"{type(model).__name__} has no weight that WeightOnlyConfig(modules_to_not_convert="
+                f"{type(model).__name__} has no weight that {kind}(modules_to_not_convert="
                 f"{self.quantization_config.modules_to_not_convert}, overrides={self.quantization_config.overrides}) "
                 "would quantize: it needs nn.Linear, Conv1D or fused expert weights that are not excluded"
             )
+        if self._plan:
+            calibrated_loading.check(self.quantization_config, self._plan, device_map)
 
     def _prepare_head(self, model) -> None:
         """Names what is kept by default; unties an output embedding that is to be quantized."""
@@ -110,7 +120,7 @@ class EfficientQuantizer(HfQuantizer):
             kept.discard(name)
         self._kept = kept
 
-    def _targets(self, model) -> list[tuple[str, nn.Module, WeightOnlyConfig]]:
+    def _targets(self, model) -> list[tuple[str, nn.Module, CompressionConfig]]:
         """(name, module, its config) of everything to quantize."""
         config, targets = self.quantization_config, []
         excluded = list(config.modules_to_not_convert or ())
@@ -135,7 +145,7 @@ class EfficientQuantizer(HfQuantizer):
                 targets.append((name, module, own))
             elif any(p.ndim == 3 for p in module.parameters(recurse=False)) and "Experts" in type(module).__name__:
                 raise ValueError(
-                    f"{name} ({type(module).__name__}) holds expert weights in a form that WeightOnlyConfig cannot "
+                    f"{name} ({type(module).__name__}) holds expert weights in a form that {type(config).__name__} cannot "
                     f"quantize; to leave them as they are, pass modules_to_not_convert=[{name.split('.')[-1]!r}]"
                 )
         return targets
@@ -148,16 +158,18 @@ class EfficientQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _QuantizeOnArrival(self)
 
-    def quantize(self, name: str, tensor: torch.Tensor, config: WeightOnlyConfig) -> dict[str, torch.Tensor]:
+    def quantize(self, name: str, tensor: torch.Tensor, config: CompressionConfig) -> dict[str, torch.Tensor]:
         """The tensors that replace the weight `name`."""
         weight, transposed = self._weights[name]
-        method = get_method(config.method)
         dense = tensor.transpose(-1, -2) if transposed else tensor
-        if weight.experts is None:
-            parts = method.quantize(dense, weight.format)
-        else:
-            each = [method.quantize(expert, weight.format) for expert in dense]
-            parts = {part: torch.stack([tensors[part] for tensors in each]) for part in each[0]}
+        try:
+            if weight.experts is None:
+                parts = methods.quantize(dense, weight.format, config.method_name())
+            else:
+                each = [methods.quantize(expert, weight.format, config.method_name()) for expert in dense]
+                parts = {part: torch.stack([tensors[part] for tensors in each]) for part in each[0]}
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         self._arrived.add(name)
         self._heap.count(tensor.nbytes)
         base = name.removesuffix("weight") if weight.experts is None else name + "_"
@@ -165,16 +177,22 @@ class EfficientQuantizer(HfQuantizer):
 
     def get_new_dtype(self, converter, param, dtype):
         target = converter.target_patterns[0]
-        if target in self._scale_names():
-            return None  # scales keep the dtype that the codes were chosen for
+        if target in self._canonical_names():
+            return None  # they keep the dtypes that the codes were chosen for
         return super().get_new_dtype(converter, param, dtype)
 
-    def _scale_names(self) -> set[str]:
-        if not hasattr(self, "_scales"):
-            self._scales = {
-                checkpoints.part_name(name, weight, "scale") for name, (weight, _) in self._weights.items()
+    def parts(self) -> list[str]:
+        """Names of the canonical tensors that any of the weights has."""
+        return sorted({part for weight, _ in self._weights.values() for part in weight.names()})
+
+    def _canonical_names(self) -> set[str]:
+        if not hasattr(self, "_names"):
+            self._names = {
+                checkpoints.part_name(name, weight, part)
+                for name, (weight, _) in self._weights.items()
+                for part in weight.names()
             }
-        return self._scales
+        return self._names
 
     def update_weight_conversions(self, weight_conversions, model):
         leaves = sorted({name.rpartition(".")[2] for name in self._weights}, key=lambda leaf: leaf != "weight")
@@ -204,6 +222,8 @@ class EfficientQuantizer(HfQuantizer):
                     f"the checkpoint has no weights for {len(missing)} of the {len(self._weights)} weights to quantize, "
                     f"for example {missing[:3]}: is its config that of another architecture?"
                 )
+        if self._plan:
+            calibrated_loading.run(model, self.quantization_config, self._plan)
         # Quantized experts are saved as they are, fused; their converters would split what is no longer a weight
         own = (_Resave, _QuantizeOnArrival)
         model._weight_conversions = [
@@ -306,7 +326,7 @@ class _QuantizeOnArrival(ConversionOps):
 def _dequantizer(quantizer: EfficientQuantizer, leaf: str) -> WeightConverter:
     """Collects the tensors that stand for a weight called `leaf` and makes the weight of them."""
     prefix = "" if leaf == "weight" else leaf + "_"
-    sources = [rf"\.{name}" for name in (leaf, *(prefix + part for part in ("qweight", "scale", "zero_point")))]
+    sources = [rf"\.{name}" for name in (leaf, *(prefix + part for part in quantizer.parts()))]
     return WeightConverter(sources, f".{leaf}", [_DequantizeOnArrival(quantizer)])
 
 
@@ -323,15 +343,11 @@ class _DequantizeOnArrival(ConversionOps):
         module, leaf = get_module_from_name(model, full_layer_name)
         dtype = getattr(module, leaf).dtype
         parts = {pattern: t[0] if isinstance(t, list) else t for pattern, t in input_dict.items()}
-        found = {
-            part: tensor
-            for part in ("qweight", "scale", "zero_point")
-            for pattern, tensor in parts.items()
-            if pattern.endswith(part)
-        }
-        if "qweight" not in found:
+        names = {pattern.rpartition(".")[2]: tensor for pattern, tensor in parts.items()}
+        if full_layer_name not in self.hf_quantizer._weights:
             return {target_patterns[0]: next(iter(parts.values())).to(dtype)}
         weight, transposed = self.hf_quantizer._weights[full_layer_name]
+        found = {part: names[parameter] for part, parameter in weight.names().items()}
         dense = weight.format.dequantize(found, weight.in_features, dtype)
         return {target_patterns[0]: dense.transpose(-1, -2).contiguous() if transposed else dense}
 

@@ -11,7 +11,7 @@ from hf_efficient.configs import available_methods, module_matches
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        (dict(bits=5), ["bits=5", "(4, 8)"]),
+        (dict(bits=5), ["bits=5", "(2, 3, 4, 8)"]),
         (dict(bits=True), ["bits=True"]),
         (dict(bits="4"), ["bits='4'"]),
         (dict(group_size=0), ["group_size=0", "multiple of 8"]),
@@ -21,6 +21,13 @@ from hf_efficient.configs import available_methods, module_matches
         (dict(symmetric="yes"), ["symmetric='yes'"]),
         (dict(method="magic"), ["method='magic'", "rtn"]),
         (dict(method=None), ["method=None"]),
+        (dict(codebook="nf5"), ["codebook='nf5'", "nf4"]),
+        (dict(codebook="nf4", bits=3), ["bits=3", "4 for codebook='nf4'"]),
+        (dict(codebook="kmeans", bits=8), ["bits=8", "kmeans"]),
+        (dict(double_quantization=True), ["double_quantization=True", "codebook"]),
+        (dict(codebook="nf4", refine=True), ["refine=True", "nf4"]),
+        (dict(rotate=1), ["rotate=1"]),
+        (dict(calibration="text"), ["calibration='text'", "CalibrationConfig"]),
         (dict(version=2), ["version=2", "version 1"]),
         (dict(version=None), ["version=None"]),
         (dict(grup_size=64), ["'grup_size'", "group_size"]),
@@ -69,9 +76,8 @@ def test_overrides_first_match_counts_and_inherits():
     config = WeightOnlyConfig(
         bits=4, group_size=32, overrides={"down_proj": {"bits": 8}, "layers.1": None, "layers.*": {"group_size": -1}}
     )
-    assert config.for_module("model.layers.1.mlp.down_proj").scheme() == dict(
-        bits=8, group_size=32, symmetric=False, method="rtn"
-    )
+    scheme = config.for_module("model.layers.1.mlp.down_proj").scheme()
+    assert (scheme["bits"], scheme["group_size"], scheme["symmetric"], scheme["method"]) == (8, 32, False, "rtn")
     assert config.for_module("model.layers.1.mlp.up_proj") is None
     assert config.for_module("model.layers.10.mlp.up_proj").group_size == -1
     assert config.for_module("model.vision.up_proj") is config

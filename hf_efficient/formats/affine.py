@@ -4,13 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_efficient.kernels.linear import dequantize_weight, pack_codes, unpack_codes
+from hf_efficient.formats.base import Format
+from hf_efficient.kernels.codes import pack_codes, packed_width, unpack_codes
+from hf_efficient.kernels.grouped_linear import GroupedTritonLinear
+from hf_efficient.kernels.linear import dequantize_weight, device_layout
 
 
 @dataclass(frozen=True)
-class AffineFormat:
-    """`bits` of a code (4 or 8), `group_size` weights along in_features that share a scale (-1: the whole row, None: the
-    whole tensor), `symmetric`: the zero point is the middle of the grid and not stored."""
+class AffineFormat(Format):
+    """`bits` of a code (2, 3, 4 or 8), `group_size` weights along in_features that share a scale (-1: the whole row, None:
+    the whole tensor), `symmetric`: the zero point is the middle of the grid and not stored."""
 
     bits: int
     group_size: int | None
@@ -26,16 +29,11 @@ class AffineFormat:
         return 1 if self.group_size in (None, -1) else -(-in_features // self.group_size)
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each canonical tensor of a weight [out_features, in_features]."""
         per_group = (1 if self.group_size is None else out_features, self.groups(in_features))
-        shapes = {
-            "qweight": (out_features, in_features if self.bits == 8 else -(-in_features // 2)),
-            "scale": per_group,
-        }
+        shapes = {"qweight": (out_features, packed_width(in_features, self.bits)), "scale": per_group}
         return shapes if self.symmetric else {**shapes, "zero_point": per_group}
 
     def dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """The dtype of each canonical tensor of a weight of `dtype`."""
         dtypes = {"qweight": torch.uint8, "scale": dtype}
         return dtypes if self.symmetric else {**dtypes, "zero_point": torch.uint8}
 
@@ -47,21 +45,21 @@ class AffineFormat:
         """qweight -> uint8 codes [..., N, in_features]."""
         return unpack_codes(qweight, self.bits, in_features)
 
-    def dequantize(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype) -> torch.Tensor:
-        """Canonical tensors -> the weight [..., N, in_features] in `dtype`."""
-        return dequantize_weight(
-            tensors["qweight"],
-            tensors["scale"],
-            tensors.get("zero_point"),
-            bits=self.bits,
-            group_size=self.group_size,
-            in_features=in_features,
-            dtype=dtype,
-        )
+    def dequantize(self, tensors, in_features, dtype):
+        return dequantize_weight(*_ordered(tensors), **self._arguments(in_features, dtype))
 
-    def bits_per_weight(self, out_features: int, in_features: int, dtype: torch.dtype) -> float:
-        """Bits a weight takes on disk, scales and zero points included."""
-        dtypes, total = self.dtypes(dtype), 0
-        for name, (rows, columns) in self.shapes(out_features, in_features).items():
-            total += rows * columns * dtypes[name].itemsize * 8
-        return total / (out_features * in_features)
+    def layout(self, tensors, in_features, dtype):
+        layout = device_layout(*_ordered(tensors), **self._arguments(in_features, dtype))
+        return layout or self.dequantized_layout(tensors, in_features, dtype)
+
+    def grouped_layout(self, tensors, in_features, dtype):
+        if GroupedTritonLinear.supports(tensors["qweight"].device, self.group_size, dtype):
+            return GroupedTritonLinear(*_ordered(tensors), **self._arguments(in_features, dtype))
+        return None
+
+    def _arguments(self, in_features: int, dtype: torch.dtype) -> dict:
+        return dict(bits=self.bits, group_size=self.group_size, in_features=in_features, dtype=dtype)
+
+
+def _ordered(tensors: dict[str, torch.Tensor]) -> tuple:
+    return tensors["qweight"], tensors["scale"], tensors.get("zero_point")

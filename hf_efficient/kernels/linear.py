@@ -1,7 +1,6 @@
 """Matrix products with a weight of integer codes: the torch implementation, and the layouts a device reads.
 
-Canonical tensors (what is saved) of a weight [N, K] in `bits` bits: `qweight` uint8 [N, K] (8 bit) or [N, ceil(K / 2)]
-(4 bit, even elements in the low nibble), `scale` [N, G], `zero_point` uint8 [N, G] or None (the middle of the grid);
+Canonical tensors (what is saved) of a weight [N, K] in `bits` bits (2, 3, 4, 8): `qweight` uint8 (see `codes`), `scale` [N, G], `zero_point` uint8 [N, G] or None (the middle of the grid);
 `w = (code - zero_point) * scale`. G = ceil(K / group_size), 1 for group_size -1; [1, 1] in all for group_size None.
 
 `device_layout` turns them into what the fastest operator of a device reads, and that back, bit for bit.
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.kernels import int4_layout
+from hf_efficient.kernels.codes import pack_codes, unpack_codes
 
 
 # Beyond these numbers of rows (tokens) dequantizing the weight for one ordinary matmul beats torch's native operators.
@@ -25,22 +25,6 @@ _ELEMENTS_AT_ONCE = (
 )  # of a weight that is dequantized: a larger temporary costs more in page faults than it saves
 _int4_mm = torch._weight_int4pack_mm_for_cpu  # the bindings of torch.*: a microsecond less than torch.ops.aten
 _int8_mm = torch._weight_int8pack_mm
-
-
-def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 codes [..., N, K] -> canonical qweight."""
-    if bits == 8:
-        return codes
-    if codes.shape[-1] % 2:
-        codes = F.pad(codes, (0, 1))
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
-
-
-def unpack_codes(qweight: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
-    """Canonical qweight -> uint8 codes [..., N, in_features]."""
-    if bits == 8:
-        return qweight
-    return torch.stack((qweight & 15, qweight >> 4), -1).flatten(-2)[..., :in_features]
 
 
 def expand_groups(values: torch.Tensor, group_size: int | None, in_features: int) -> torch.Tensor:
@@ -58,19 +42,14 @@ def dequantize_weight(qweight, scale, zero_point, *, bits, group_size, in_featur
 
 
 class DequantizedLinear:
-    """The path of every device and shape: dequantize the canonical tensors, then one ordinary matmul."""
+    """The path of every device, format and shape: dequantize the canonical tensors, then one ordinary matmul."""
 
     replaces_qweight = False
     tensors = {}
 
-    def __init__(self, qweight, scale, zero_point, *, bits, group_size, in_features, dtype):
-        self.canonical = (qweight, scale, zero_point)
-        self.arguments = dict(bits=bits, group_size=group_size, in_features=in_features, dtype=dtype)
+    def __init__(self, dequantize, dtype: torch.dtype):
+        self.dequantize = dequantize  # () -> the weight [N, K] in dtype
         self.dtype = dtype
-
-    def dequantize(self) -> torch.Tensor:
-        """The weight [N, K]."""
-        return dequantize_weight(*self.canonical, **self.arguments)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, self.dequantize(), bias)
@@ -134,7 +113,7 @@ class Int8CpuLinear(_PackedLinear):
 
 class Int4CpuLinear(_PackedLinear):
     """Codes in the order of torch's CPU int4 operator (see `int4_layout`). Groups the operator does not know become several
-    it does. 8-bit codes are two planes of 4 bits, `w = 16 * scale * high + scale * low + zero`: twice the operator, which
+    it does. Codes of 2 and 3 bits are stored in 4, around the middle of that grid. 8-bit codes are two planes of 4 bits, `w = 16 * scale * high + scale * low + zero`: twice the operator, which
     still beats everything else torch has for 8 bits in groups."""
 
     native_rows = INT4_NATIVE_ROWS
@@ -143,14 +122,15 @@ class Int4CpuLinear(_PackedLinear):
         self.out_features, self.in_features, self.dtype, self.bits = qweight.shape[0], in_features, dtype, bits
         self.group = int4_layout.native_group(group_size, in_features)
         codes = unpack_codes(qweight, bits, in_features)
-        planes = [codes] if bits == 4 else [codes >> 4, codes & 15]
+        self.shift = max(0, 8 - 2 ** (bits - 1))
+        planes = [codes >> 4, codes & 15] if bits == 8 else [codes + self.shift]
         scale = self._native_groups(scale.float(), group_size)
         if zero_point is None:
             zero_point = torch.full_like(scale, 2 ** (bits - 1))
         else:
             zero_point = self._native_groups(zero_point.float(), group_size)
         centre = sum(8 * 16**digit for digit in range(len(planes)))  # the operator subtracts 8 from each plane
-        rest = (centre - zero_point) * scale
+        rest = (centre - self.shift - zero_point) * scale
         self.planes, self.tensors = [], {}
         for index, plane in enumerate(planes):
             packed = torch._convert_weight_to_int4pack_for_cpu(plane.int(), 2)
@@ -222,7 +202,7 @@ class Int4CpuLinear(_PackedLinear):
     def qweight(self) -> torch.Tensor:
         """The canonical qweight."""
         planes = [int4_layout.unpack(packed, self.in_features) for packed, _ in self.planes]
-        return pack_codes(planes[0], 4) if self.bits == 4 else planes[0] << 4 | planes[1]
+        return planes[0] << 4 | planes[1] if self.bits == 8 else pack_codes(planes[0] - self.shift, self.bits)
 
 
 def _efficient_linear():
@@ -295,8 +275,9 @@ def triton_groups(scale, zero_point, group_size, in_features):
 
 
 def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, dtype):
-    """The layout for `dtype` inputs on the device of `qweight`: an object to call with (x [..., K], bias [N] or None),
-    with `tensors` (what it keeps allocated), `replaces_qweight`, `qweight()` (its inverse) and `dequantize()`."""
+    """The layout for `dtype` inputs on the device of `qweight`, or None where no kernel reads these codes: an object to call
+    with (x [..., K], bias [N] or None), with `tensors` (what it keeps allocated), `replaces_qweight`, `qweight()` (its
+    inverse) and `dequantize()`."""
     out_features = qweight.shape[0]
     if qweight.device.type == "cuda" and TritonLinear.supports(group_size, dtype):
         return TritonLinear.pack(qweight, scale, zero_point, bits, group_size, in_features, dtype)
@@ -305,9 +286,7 @@ def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, 
             return Int8CpuLinear(qweight, scale, zero_point, dtype)
         if Int4CpuLinear.supports(out_features, in_features, group_size, dtype):
             return Int4CpuLinear(qweight, scale, zero_point, bits, group_size, in_features, dtype)
-    return DequantizedLinear(
-        qweight, scale, zero_point, bits=bits, group_size=group_size, in_features=in_features, dtype=dtype
-    )
+    return None
 
 
 _library = torch.library.Library("hf_efficient", "FRAGMENT")

@@ -1,11 +1,58 @@
 """Methods choose the numbers. One file a method, which the name in a config selects; it defines
 
-quantize(weight [N, K] float, format) -> the canonical tensors of `format`, scales in the weight's dtype.
+FORMATS  the `Format` classes it serves
+NEEDS    what it must know of the inputs: () or names of `LinearInputs` attributes, for example ("hessian",)
+quantize(weight [N, K] float, format, inputs: LinearInputs | None) -> the canonical tensors of `format`
+
+Files that begin with an underscore are shared by methods.
 """
 
 import importlib
 
+import torch
+
+from hf_efficient.kernels.hadamard import random_signs, rotate
+
 
 def get_method(name: str):
-    """The module of the method `name` (see `hf_efficient.configs.available_methods`)."""
+    """The module of the method `name` (see `available_methods` of `hf_efficient.configs`)."""
     return importlib.import_module(f"hf_efficient.methods.{name}")
+
+
+def quantize(weight: torch.Tensor, format, method: str, inputs=None, transform=None) -> dict[str, torch.Tensor]:
+    """The canonical tensors that `method` chooses for weight [N, K] in `format`.
+
+    Args:
+        inputs: `LinearInputs` of the layer, for methods that need it.
+        transform: for a `TransformedFormat`, its own tensors: "input_scale" [K], "rotation_signs" int8 [K] (by default
+            the same random signs for every weight of that width). The weight and the statistics are transformed here.
+
+    Raises:
+        ValueError: the method does not serve the format, or the weight is not finite.
+    """
+    module = get_method(method)
+    inner = getattr(format, "inner", format)
+    if not isinstance(inner, module.FORMATS):
+        served = ", ".join(kind.__name__ for kind in module.FORMATS)
+        raise ValueError(f"method={method!r} does not serve {inner}: it serves {served}")
+    if not weight.isfinite().all():
+        raise ValueError(f"the weight has {(~weight.isfinite()).sum().item()} values that are NaN or infinite")
+    if inner is format:
+        return module.quantize(weight, format, inputs)
+    weight, inputs, own = _transformed(weight, format, inputs, transform or {})
+    return {**module.quantize(weight, inner, inputs), **own}
+
+
+def _transformed(weight, format, inputs, transform):
+    """(weight, inputs, the transform's canonical tensors) after the transforms of `format`."""
+    own, dtype = {}, weight.dtype
+    if format.input_scale:
+        scale = own["input_scale"] = transform["input_scale"].to(dtype)
+        weight = weight.float() / scale.float()
+        inputs = None if inputs is None else inputs.scaled(scale.float())
+    if format.rotation:
+        signs = transform.get("rotation_signs")
+        signs = own["rotation_signs"] = random_signs(weight.shape[1]) if signs is None else signs
+        weight = rotate(weight.float(), signs.to(weight.device, torch.float32))
+        inputs = None if inputs is None else inputs.rotated(signs)
+    return weight.to(dtype), inputs, own

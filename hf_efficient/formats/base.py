@@ -1,0 +1,45 @@
+"""What every format answers."""
+
+import functools
+
+import torch
+
+from hf_efficient.kernels.linear import DequantizedLinear
+
+
+class Format:
+    """How the weight [N, K] of a linear layer lies in memory and on disk, as named tensors. Subclasses are frozen
+    dataclasses. The codes are called "qweight"; the first dimension of every tensor may stand for experts."""
+
+    def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each canonical tensor of a weight [out_features, in_features]; none has 0 dimensions."""
+        raise NotImplementedError
+
+    def dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """The dtype of each canonical tensor of a weight of `dtype`."""
+        raise NotImplementedError
+
+    def dequantize(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype) -> torch.Tensor:
+        """Canonical tensors -> the weight [..., N, in_features] in `dtype`."""
+        raise NotImplementedError
+
+    def layout(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype):
+        """What computes with these tensors on the device they are on, for inputs of `dtype`: an object to call with (x
+        [..., K], bias [N] or None). Its `tensors` are what it keeps allocated; `replaces_qweight` says that they stand for
+        "qweight", which `qweight()` gives back bit for bit; `dequantize()` gives the weight [N, K]."""
+        return self.dequantized_layout(tensors, in_features, dtype)
+
+    def dequantized_layout(self, tensors, in_features: int, dtype: torch.dtype) -> DequantizedLinear:
+        """The layout that serves every device and shape, and allocates nothing."""
+        return DequantizedLinear(functools.partial(self.dequantize, tensors, in_features, dtype), dtype)
+
+    def grouped_layout(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype):
+        """One layout for all experts of a mixture, or None: one `layout` for each expert then."""
+        return None
+
+    def bits_per_weight(self, out_features: int, in_features: int, dtype: torch.dtype) -> float:
+        """Bits a weight takes on disk, scales and everything else included."""
+        dtypes, total = self.dtypes(dtype), 0
+        for name, shape in self.shapes(out_features, in_features).items():
+            total += torch.Size(shape).numel() * dtypes[name].itemsize * 8
+        return total / (out_features * in_features)

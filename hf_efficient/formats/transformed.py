@@ -1,0 +1,66 @@
+"""A weight that expects its input transformed: scaled per channel (AWQ, SmoothQuant), rotated (QuIP, QuaRot), or both."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_efficient.formats.base import Format
+from hf_efficient.kernels.hadamard import rotate, unrotate_weight
+
+
+@dataclass(frozen=True)
+class TransformedFormat(Format):
+    """y = rotate(x * input_scale) Wq^T where Wq is stored in the format `inner`. Adds the canonical tensors "input_scale"
+    [K] in the weight's dtype and "rotation_signs" int8 [K] (the random signs before the Hadamard transform), each only
+    where it is asked for."""
+
+    inner: Format
+    input_scale: bool = False
+    rotation: bool = False
+
+    def shapes(self, out_features, in_features):
+        own = {name: (in_features,) for name in self._own()}
+        return {**self.inner.shapes(out_features, in_features), **own}
+
+    def dtypes(self, dtype):
+        own = {"input_scale": dtype, "rotation_signs": torch.int8}
+        return {**self.inner.dtypes(dtype), **{name: own[name] for name in self._own()}}
+
+    def dequantize(self, tensors, in_features, dtype):
+        """The weight that acts on the plain x: products of the transforms are taken in float32."""
+        weight = self.inner.dequantize(tensors, in_features, torch.float32 if self._own() else dtype)
+        if self.rotation:
+            weight = unrotate_weight(weight, tensors["rotation_signs"])
+        if self.input_scale:
+            weight = weight * tensors["input_scale"].float()
+        return weight.to(dtype)
+
+    def layout(self, tensors, in_features, dtype):
+        return _TransformedLayout(self, tensors, self.inner.layout(tensors, in_features, dtype), in_features)
+
+    def _own(self) -> list[str]:
+        return [name for name, used in (("input_scale", self.input_scale), ("rotation_signs", self.rotation)) if used]
+
+
+class _TransformedLayout:
+    """The transforms of the input before the layout of the inner format."""
+
+    def __init__(self, format: TransformedFormat, tensors, inner, in_features: int):
+        self.format, self.canonical, self.inner, self.in_features = format, dict(tensors), inner, in_features
+        self.canonical.pop("qweight") if inner.replaces_qweight else None
+        self.replaces_qweight, self.tensors, self.dtype = inner.replaces_qweight, inner.tensors, inner.dtype
+        self.input_scale = tensors["input_scale"].to(inner.dtype) if format.input_scale else None
+        self.signs = tensors["rotation_signs"].to(inner.dtype) if format.rotation else None
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.input_scale is not None:
+            x = x * self.input_scale
+        if self.signs is not None:
+            x = rotate(x, self.signs)
+        return self.inner(x, bias)
+
+    def dequantize(self) -> torch.Tensor:
+        return self.format.dequantize({**self.canonical, "qweight": self.qweight()}, self.in_features, self.dtype)
+
+    def qweight(self) -> torch.Tensor:
+        return self.inner.qweight() if self.replaces_qweight else self.canonical["qweight"]

@@ -1,0 +1,44 @@
+"""Canonical packing of integer codes, a little-endian stream of bits: 8 bits one byte a code; 4 bits even elements in the low
+nibble; 2 bits four codes a byte; 3 bits eight codes in three bytes. Padded with code 0."""
+
+import torch
+import torch.nn.functional as F
+
+
+BITS = (2, 3, 4, 8)
+
+
+def packed_width(in_features: int, bits: int) -> int:
+    """Bytes of a row of `in_features` codes."""
+    return 3 * -(-in_features // 8) if bits == 3 else -(-in_features * bits // 8)
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes [..., K] below 2^bits -> canonical qweight uint8 [..., packed_width(K, bits)]."""
+    if bits == 8:
+        return codes
+    count = 8 if bits == 3 else 8 // bits
+    if codes.shape[-1] % count:
+        codes = F.pad(codes, (0, -codes.shape[-1] % count))
+    if bits != 3:
+        packed = codes[..., 0::count].clone()
+        for i in range(1, count):
+            packed |= codes[..., i::count] << bits * i
+        return packed
+    stream = codes[..., 0::8].int()
+    for i in range(1, 8):
+        stream |= codes[..., i::8].int() << 3 * i
+    return torch.stack([(stream >> shift & 255).to(torch.uint8) for shift in (0, 8, 16)], -1).flatten(-2)
+
+
+def unpack_codes(qweight: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
+    """Canonical qweight -> uint8 codes [..., in_features]."""
+    if bits == 8:
+        return qweight
+    if bits == 3:
+        low, middle, high = qweight.unflatten(-1, (-1, 3)).int().unbind(-1)
+        stream = low | middle << 8 | high << 16
+        codes = [(stream >> 3 * i & 7).to(torch.uint8) for i in range(8)]
+    else:
+        codes = [qweight >> bits * i & 2**bits - 1 for i in range(8 // bits)]
+    return torch.stack(codes, -1).flatten(-2)[..., :in_features]
