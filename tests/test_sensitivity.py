@@ -1,0 +1,179 @@
+"""Bits by sensitivity: the allocator against all assignments, what one backward pass sees against autograd by hand."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_efficient.calibration.sensitivity import Sensitivity, allocate, choose_bits, sensitivities
+from hf_efficient.formats import AffineFormat
+from tests.helpers import assert_close, tiny_model
+
+
+WIDTHS = (2, 3, 4, 8)
+TOKENS = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def brute_force(losses, sizes, budget) -> float:
+    """The least sum of losses over all assignments within the budget."""
+    return min(
+        sum(losses[name][bits] for name, bits in zip(losses, choice))
+        for choice in itertools.product(*(losses[name] for name in losses))
+        if sum(sizes[name][bits] for name, bits in zip(losses, choice)) <= budget
+    )
+
+
+def total(table, bits) -> float:
+    return sum(table[name][width] for name, width in bits.items())
+
+
+@st.composite
+def problems(draw):
+    losses, sizes = {}, {}
+    for index in range(draw(st.integers(1, 5))):
+        parameters, scale = draw(st.integers(1, 40)) * 64, draw(st.floats(1e-6, 1e3))
+        falls = draw(st.lists(st.floats(1, 8), min_size=4, max_size=4))
+        losses[f"l{index}"] = {
+            w: scale * torch.tensor(falls[: i + 1]).prod().reciprocal().item() for i, w in enumerate(WIDTHS)
+        }
+        sizes[f"l{index}"] = {w: parameters * w + parameters // 64 * (16 + w) for w in WIDTHS}
+    least = sum(by_width[2] for by_width in sizes.values())
+    return losses, sizes, least + draw(st.integers(0, 7 * 64 * 200))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_the_allocation_is_the_best_of_all_and_within_the_budget(problem):
+    losses, sizes, budget = problem
+    bits = allocate(losses, sizes, budget)
+    assert list(bits) == list(losses)
+    assert total(sizes, bits) <= budget
+    assert total(losses, bits) == pytest.approx(brute_force(losses, sizes, budget), rel=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(), st.integers(0, 7 * 64 * 100))
+def test_a_larger_budget_never_loses_more(problem, more):
+    losses, sizes, budget = problem
+    small, large = (total(losses, allocate(losses, sizes, b)) for b in (budget, budget + more))
+    assert large <= small * (1 + 1e-12)
+
+
+def test_totals_too_many_to_tell_apart_stay_within_the_budget():
+    generator = torch.Generator().manual_seed(0)
+    losses, sizes = {}, {}
+    for index in range(40):  # sizes without a common divisor
+        rise, parameters = (
+            float(torch.rand((), generator=generator)),
+            int(torch.randint(10**6, 10**7, (), generator=generator)) * 2 + 1,
+        )
+        losses[str(index)] = {w: rise * 4.0**-w for w in WIDTHS}
+        sizes[str(index)] = {w: parameters * w + index for w in WIDTHS}
+    budget = sum(by_width[3] for by_width in sizes.values())
+    bits = allocate(losses, sizes, budget)
+    assert 0.998 * budget < total(sizes, bits) <= budget
+    assert total(losses, bits) < total(losses, dict.fromkeys(losses, 3))
+
+
+def test_a_budget_below_the_smallest_widths_is_refused():
+    with pytest.raises(ValueError, match="a budget of 100 bits is less than .* 128"):
+        allocate({"a": {2: 1.0, 3: 0.5}}, {"a": {2: 128, 3: 192}}, 100)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_one_backward_pass_sees_squared_inputs_and_gradients(name, recomputed):
+    model = tiny_model(name)
+    blocks = model.model.layers if name == "llama" else model.transformer.h
+    target = "model.layers.0.self_attn.v_proj" if name == "llama" else "transformer.h.0.mlp.c_fc"
+    found = sensitivities(model, [target], TOKENS, blocks if recomputed else ())[target]
+    inputs, gradients = [], []
+
+    def keep(module, args, output):
+        output.retain_grad()
+        inputs.append(args[0].detach())
+        gradients.append(output)
+
+    hook = model.get_submodule(target).register_forward_hook(keep)
+    for window in TOKENS:
+        logits = model(window[None]).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").backward()
+    hook.remove()
+    reason = "float32 sums in another order"
+    expected = torch.cat([y.grad for y in gradients]).double().square().sum((0, 1))
+    assert_close(found.outputs, expected.float(), rms=1e-5, maximum=1e-4 * expected.max().item(), reason=reason)
+    expected = torch.cat(inputs).double().square().sum((0, 1))
+    assert_close(found.inputs, expected.float(), rms=1e-5, maximum=1e-4 * expected.max().item(), reason=reason)
+    assert found.count == TOKENS.numel()
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny_model("llama")
+    model.model.norm.weight.requires_grad_(False)
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    sensitivities(model, ["model.layers.0.mlp.up_proj"], TOKENS, model.model.layers)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    assert all(p.grad is None for p in model.parameters())
+    modules = [*model.modules()]
+    assert not any(module._forward_hooks or "forward" in module.__dict__ for module in modules)
+
+
+def test_the_expected_loss_is_the_weighted_squared_error():
+    generator = torch.Generator().manual_seed(0)
+    x, g, error = (torch.randn(shape, generator=generator) for shape in ((50, 6), (50, 4), (4, 6)))
+    found = Sensitivity(x.square().sum(0), g.square().sum(0), 50).loss(error)
+    explicit = sum(
+        0.5 * (g[:, n] ** 2).mean() * error[n, k] ** 2 * (x[:, k] ** 2).mean() for n in range(4) for k in range(6)
+    )
+    assert found == pytest.approx(explicit.item(), rel=1e-5)
+
+
+def test_bits_are_chosen_within_the_size_of_the_uniform_formats():
+    model = tiny_model("llama")
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "layers" in name
+    ]
+    with torch.no_grad():  # one layer that nothing depends on, one that all depends on
+        model.model.layers[0].mlp.down_proj.weight.mul_(1e-4)
+        model.model.layers[0].self_attn.o_proj.weight.mul_(30)
+    formats = {name: AffineFormat(3, 32, False) for name in names}
+    bits = choose_bits(model, formats, TOKENS, model.model.layers)
+
+    def size(widths):
+        weights = {name: model.get_submodule(name).weight for name in names}
+        return sum(
+            AffineFormat(widths[n], 32, False).bits_per_weight(*w.shape, w.dtype) * w.numel()
+            for n, w in weights.items()
+        )
+
+    assert set(bits) == set(names) and set(bits.values()) <= set(WIDTHS)
+    assert size(bits) <= size(dict.fromkeys(names, 3))
+    assert bits["model.layers.0.mlp.down_proj"] == 2
+    assert bits["model.layers.0.self_attn.o_proj"] > bits["model.layers.0.mlp.down_proj"]
+    assert min(bits.values()) < max(bits.values())
+
+
+def test_more_bits_lose_less():
+    from hf_efficient import methods
+
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    sensitivity = Sensitivity(torch.rand(64) + 0.1, torch.rand(32) + 0.1, 1)
+    losses = []
+    for bits in WIDTHS:
+        format = AffineFormat(bits, 32, False)
+        losses.append(
+            sensitivity.loss(weight - format.dequantize(methods.quantize(weight, format, "rtn"), 64, weight.dtype))
+        )
+    assert losses == sorted(losses, reverse=True) and losses[-1] > 0
+
+
+def test_a_model_without_next_token_logits_is_refused():
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    with pytest.raises(ValueError, match="mixed_precision needs a causal language model, not BertModel"):
+        sensitivities(BertModel(config).eval(), [], TOKENS)
