@@ -229,7 +229,8 @@ class Chain:
             carried[_Produced(-1, 0)] = hidden
         for element, value in enumerate(_outputs(output)):
             carried[_Produced(index, element)] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-        wanted = {v for call in self.arguments[batch][index + 1 :] for v in _leaves(call) if isinstance(v, _Produced)}
+        later = list(enumerate(self.arguments[batch]))[index + 1 :]
+        wanted = {value for i, call in later for value in _leaves(call) if value != _Produced(i - 1, 0)}
         self.carried[batch] = {key: value for key, value in carried.items() if key in wanted}
         return first_tensor(output).detach().cpu()
 
@@ -245,11 +246,12 @@ class Block:
     name: of the module in the model.
     linears: full name -> nn.Linear or Conv1D to be quantized, in the order they are called.
     experts: full name -> module of fused experts (see `hf_efficient.experts`) to be quantized.
-    schemes, formats: the same full names, of experts that of the weight (`...experts.down_proj`), -> config and Format.
     inputs: hidden states [B, T, H] into the block, one tensor a batch, on the CPU; they come from quantized blocks.
-    dense_inputs: the same from the original blocks, or None when nobody asks for them.
-    statistics: the same names as `formats` -> LinearInputs, or a list of them, one an expert; linears that one tensor
-        feeds share one object.
+    schemes, formats: the names of `linears` and `experts` -> config and Format.
+    statistics: name of a linear -> LinearInputs (linears that one tensor feeds share one object); name of an expert weight
+        (`...experts.down_proj`) -> a list of them, one an expert.
+    transforms: name of a linear -> the tensors of its `TransformedFormat`, where a transform has set one.
+    tensors: the names of `formats` (of an expert weight those of `statistics`) -> canonical tensors, once quantized.
     """
 
     name: str
@@ -259,10 +261,11 @@ class Block:
     chain: Chain
     index: int
     inputs: list[torch.Tensor]
-    dense_inputs: list[torch.Tensor] | None = None
     schemes: dict[str, Any] = field(default_factory=dict)
     formats: dict[str, Any] = field(default_factory=dict)
     statistics: dict[str, LinearInputs | list[LinearInputs]] = field(default_factory=dict)
+    transforms: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def run(self, batch_index: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """The hidden states [B, T, H] that the block gives, on its device, for `hidden` or else for its inputs of that

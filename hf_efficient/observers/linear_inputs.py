@@ -1,6 +1,9 @@
 """What a method may know about the inputs of one linear layer. Everything a weight-only method needs follows from it:
 the error of an approximation Q of W on the rows X seen is |X (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T) with H = X^T X."""
 
+import math
+from collections.abc import Callable
+
 import torch
 
 
@@ -103,6 +106,16 @@ class LinearInputs:
         if self._hessian is not None:
             self._hessian += other._hessian
             self._mirrored = False
+
+    def rotated(self, rotate: Callable[[torch.Tensor], torch.Tensor]) -> "LinearInputs":
+        """The statistics of the rows Q x, where `rotate` applies the orthogonal Q to rows [..., K]. Exact where the hessian
+        is known, which is needed; `absmax` cannot be known (NaN), and `mean_abs` is that of normal values."""
+        new = LinearInputs(self.in_features, hessian=False, name=self.name, device=self.absmax.device)
+        new.count, new.absmax = self.count, torch.full_like(self.absmax, math.nan)
+        new._hessian = rotate(rotate(self.hessian).t().contiguous())
+        new._sum_square = new._hessian.diagonal().clone()
+        new._sum_abs = (new._sum_square * self.count * (2 / math.pi)).sqrt()
+        return new
 
     def scaled(self, scale: torch.Tensor) -> "LinearInputs":
         """The statistics of the rows x * scale, scale [K]."""

@@ -1,0 +1,181 @@
+"""Statistics of what the linear layers of a block are fed, taken by hooks while the block runs."""
+
+import logging
+import re
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from hf_efficient.experts import expert_weight_names
+from hf_efficient.observers.linear_inputs import LinearInputs
+
+
+logger = logging.getLogger(__name__)
+
+
+class _AllSeen(Exception):
+    pass
+
+
+@torch.no_grad()
+def collect(
+    run: Callable[[int], object],
+    batches: int,
+    linears: dict[str, nn.Module],
+    experts: dict[str, nn.Module] | None = None,
+    hessian: bool = True,
+    others: dict[str, LinearInputs] | None = None,
+) -> dict[str, LinearInputs | list[LinearInputs]]:
+    """Calls `run(batch)` for every batch and observes the inputs of modules.
+
+    Args:
+        run: computes what the modules are part of.
+        linears: full name -> linear. Those that the very same tensor object feeds share one `LinearInputs`.
+        experts: full name -> fused experts. Each of their weights gets a list, one `LinearInputs` an expert: of the rows
+            routed to it for the first, of what it computed from them for the second.
+        hessian: whether to accumulate hessians.
+        others: statistics that linears nobody reached may fall back to.
+
+    Returns:
+        full name -> statistics, in the order of the first calls; an expert that no row reached has those of all the other
+        experts of its layer, and a warning names it.
+
+    Raises:
+        ValueError: NaN or infinity in an input, or a linear that was not reached and is no expert; names the layer.
+    """
+    observer = _Observer(linears, hessian)
+    statistics: dict[str, LinearInputs | list[LinearInputs]] = observer.statistics
+    with ExitStack() as stack:
+        for name, module in linears.items():
+            hook = module.register_forward_pre_hook(lambda _, args, name=name: observer.see(name, args[0]))
+            stack.callback(hook.remove)
+        for name, module in (experts or {}).items():
+            up, down = (f"{name}.{weight}" for weight in expert_weight_names(module))
+            statistics[up] = _per_expert(up, module, 0, hessian)
+            statistics[down] = _per_expert(down, module, 1, hessian)
+            hook = module.register_forward_pre_hook(
+                lambda module, args, kwargs, up=up, down=down: _see_experts(
+                    module, [*args, *kwargs.values()], statistics[up], statistics[down]
+                ),
+                with_kwargs=True,
+            )
+            stack.callback(hook.remove)
+        for batch in range(batches):
+            observer.begin(stop_at_last=batch > 0 and not experts)
+            try:
+                run(batch)
+            except _AllSeen:
+                pass
+    for name in experts or {}:
+        for weight in expert_weight_names(experts[name]):
+            _fill_unreached_experts(f"{name}.{weight}", statistics[f"{name}.{weight}"])
+    _fill_unreached_linears(linears, statistics, {**(others or {}), **statistics})
+    return statistics
+
+
+class _Observer:
+    """What the hooks of linears share: which were fed by one tensor, and which comes last."""
+
+    def __init__(self, linears: dict[str, nn.Module], hessian: bool):
+        self.linears, self.hessian = linears, hessian
+        self.statistics: dict[str, LinearInputs] = {}
+        self._leader: dict[str, str] = {}  # name -> the linear whose hook counts the rows
+        self._fed: dict[str, weakref.ref] = {}  # leader -> its input in this batch
+        self._stop_at: str | None = None
+
+    def begin(self, stop_at_last: bool) -> None:
+        self._fed.clear()
+        self._stop_at = next(reversed(self.statistics), None) if stop_at_last else None
+
+    def see(self, name: str, x: torch.Tensor) -> None:
+        leader = self._leader.get(name)
+        if leader is None:
+            leader = next((other for other, tensor in self._fed.items() if tensor() is x), name)
+            self._leader[name] = leader
+            if leader == name:
+                self.statistics[name] = LinearInputs(x.shape[-1], self.hessian, name, x.device)
+            else:
+                self.statistics[name] = self.statistics[leader]
+        if leader == name:
+            self._fed[name] = weakref.ref(x)
+            self.statistics[name].update(x)
+        elif self._fed.get(leader, lambda: None)() is not x:
+            raise RuntimeError(f"{name} and {leader} were fed by one tensor at first, and by two later")
+        if name == self._stop_at:
+            raise _AllSeen
+
+
+def _per_expert(name: str, module: nn.Module, index: int, hessian: bool) -> list[LinearInputs]:
+    weight = getattr(module, expert_weight_names(module)[index])
+    columns = weight.shape[1] if module.is_transposed else weight.shape[2]
+    return [LinearInputs(columns, hessian, f"{name}[{expert}]", weight.device) for expert in range(len(weight))]
+
+
+def _see_experts(module: nn.Module, arguments: list, up: list[LinearInputs], down: list[LinearInputs]) -> None:
+    """arguments: hidden states [..., H], the experts chosen int [..., k], what else the module's forward takes."""
+    hidden, chosen = arguments[0].reshape(-1, up[0].in_features), arguments[1]
+    chosen = chosen.reshape(len(hidden), -1)
+    name = expert_weight_names(module)[0]
+    weight, bias = getattr(module, name), getattr(module, name + "_bias", None)
+    for expert in chosen.unique().tolist():
+        if not 0 <= expert < len(up):
+            continue  # where experts are spread over devices, this stands for one that is elsewhere
+        rows = hidden[(chosen == expert).any(1)]
+        up[expert].update(rows)
+        projected = rows @ (weight[expert] if module.is_transposed else weight[expert].t())
+        if bias is not None:
+            projected = projected + bias[expert]
+        down[expert].update(module._apply_gate(projected) if module.has_gate else module.act_fn(projected))
+
+
+def _fill_unreached_experts(name: str, statistics: list[LinearInputs]) -> None:
+    unreached = [expert for expert, inputs in enumerate(statistics) if inputs.count == 0]
+    if not unreached:
+        return
+    together = _merged(name, [inputs for inputs in statistics if inputs.count])
+    for expert in unreached:
+        statistics[expert] = together
+    _warn([f"{name}[{expert}]" for expert in unreached])
+
+
+def _fill_unreached_linears(names: Collection[str], statistics: dict, known: dict) -> None:
+    """An expert that is a module of its own: others of its layer have the same name but for the number."""
+    merged: dict[tuple, LinearInputs] = {}
+    unreached = [name for name in names if name not in statistics]
+    for name in unreached:
+        alike = re.compile(r"(\d+)".join(re.escape(part) for part in re.split(r"\d+", name)))
+        numbers = alike.fullmatch(name).groups()
+        siblings = {
+            id(inputs): inputs
+            for other, inputs in known.items()
+            if (match := alike.fullmatch(other)) and sum(a != b for a, b in zip(numbers, match.groups())) == 1
+        }
+        if not siblings:
+            raise ValueError(
+                f"the calibration data never reaches {name}: exclude it with modules_to_not_convert, or give it a method "
+                "that needs no data in overrides"
+            )
+        key = (numbers, *siblings)  # what one tensor feeds in the others shares its statistics here, too
+        if key not in merged:
+            merged[key] = _merged(name, list(siblings.values()))
+        statistics[name] = merged[key]
+    _warn(unreached)
+
+
+def _merged(name: str, statistics: list[LinearInputs]) -> LinearInputs:
+    first = statistics[0]
+    together = LinearInputs(first.in_features, first.hessian is not None, name, first.absmax.device)
+    for inputs in statistics:
+        together.merge(inputs)
+    return together
+
+
+def _warn(names: list[str]) -> None:
+    if names:
+        logger.warning(
+            "no calibration token reached %s: quantized with the inputs of the other experts of the layer",
+            ", ".join(names),
+        )

@@ -1,0 +1,134 @@
+"""The tokens that calibration runs on."""
+
+import importlib.util
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from hf_efficient.configs.calibration import CalibrationConfig
+
+
+_SEPARATOR = "\n\n"
+
+
+def load_tokens(config: CalibrationConfig, tokenizer) -> torch.Tensor:
+    """int64 [num_samples, sequence_length]: documents in random order, joined by a blank line and cut into windows that do
+    not overlap; without special tokens.
+
+    Raises:
+        ValueError: no text is given, a file cannot be read as text, or there is too little text.
+        ImportError: a dataset of the Hub, without the package `datasets`.
+    """
+    if config.tokens is not None:
+        return config.tokens
+    wanted, found, text = config.num_samples * config.sequence_length, [], ""
+    for document in _documents(config):
+        text += document + _SEPARATOR
+        if len(text) >= 4 * (wanted - len(found)):  # about as many characters as are missing
+            found += _encode(tokenizer, text)
+            text = ""
+        if len(found) >= wanted:
+            break
+    if len(found) < wanted:
+        found += _encode(tokenizer, text.removesuffix(_SEPARATOR))
+    if len(found) < wanted:
+        windows = len(found) // config.sequence_length
+        advice = f"give more text, or num_samples={windows}" if windows else "give more text"
+        raise ValueError(
+            f"the calibration text has {len(found)} tokens, but num_samples={config.num_samples} windows of "
+            f"sequence_length={config.sequence_length} need {wanted}: {advice}"
+        )
+    return torch.tensor(found[:wanted]).view(config.num_samples, config.sequence_length)
+
+
+def model_inputs(config: CalibrationConfig, tokenizer, model) -> list[dict[str, torch.Tensor]]:
+    """The arguments of the model's forward, one dict a batch. An encoder-decoder reads a window with its encoder and, moved
+    on by one, with its decoder.
+
+    Raises:
+        ValueError: also for windows that are longer than the model's positions, or a model that reads no text.
+    """
+    if config.inputs is not None:
+        return config.inputs
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} reads {model.main_input_name!r} and not text: give CalibrationConfig(inputs=[...]), "
+            "dicts of arguments of its forward"
+        )
+    tokens = load_tokens(config, tokenizer)
+    text_config = model.config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions is not None and tokens.shape[1] > positions:
+        raise ValueError(f"sequence_length={tokens.shape[1]} is more than the {positions} positions of the model")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        raise ValueError(
+            f"tokens are between {tokens.min().item()} and {tokens.max().item()}, but {type(model).__name__} has a "
+            f"vocabulary of {vocabulary}: they are those of another tokenizer"
+        )
+    batches = [{"input_ids": batch} for batch in tokens.split(config.batch_size)]
+    if model.config.is_encoder_decoder:
+        start = text_config.decoder_start_token_id or 0
+        for batch in batches:
+            shifted = batch["input_ids"].roll(1, 1)
+            shifted[:, 0] = start
+            batch["decoder_input_ids"] = shifted
+    return batches
+
+
+def _encode(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _documents(config: CalibrationConfig) -> Iterator[str]:
+    if config.source is None:
+        raise ValueError(
+            "calibration needs text and has none: give CalibrationConfig(texts=[...]), CalibrationConfig(dataset='file.txt') "
+            "or another of texts, dataset, tokens and inputs"
+        )
+    if config.texts is not None:
+        return _shuffled(config.texts, config.seed)
+    path = Path(config.dataset).expanduser()
+    if path.suffix == ".txt" and path.is_file():
+        return iter([path.read_text(encoding="utf-8")])
+    if path.suffix == ".jsonl" and path.is_file():
+        return _shuffled(_json_lines(path, config.text_column), config.seed)
+    if path.exists() or path.suffix in (".txt", ".jsonl"):
+        problem = "is neither a .txt nor a .jsonl file" if path.exists() else "does not exist"
+        raise ValueError(f"dataset={config.dataset!r} {problem}: allowed are such files and dataset ids of the Hub")
+    return _hub_documents(config)
+
+
+def _shuffled(documents: list[str], seed: int) -> Iterator[str]:
+    return iter(random.Random(seed).sample(documents, len(documents)))
+
+
+def _json_lines(path: Path, column: str) -> list[str]:
+    documents = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                documents.append(json.loads(line)[column])
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{path}:{number} is not a JSON object with the field {column!r}") from None
+            if not isinstance(documents[-1], str):
+                raise ValueError(f"{path}:{number}: {column!r} is {type(documents[-1]).__name__}, not text")
+    return documents
+
+
+def _hub_documents(config: CalibrationConfig) -> Iterator[str]:
+    if importlib.util.find_spec("datasets") is None:
+        raise ImportError(
+            f"dataset={config.dataset!r} is no file, and a dataset of the Hub needs the package 'datasets': "
+            "pip install datasets, or give a .txt or .jsonl file"
+        )
+    from datasets import load_dataset
+
+    name, _, subset = config.dataset.partition(":")
+    rows = load_dataset(name, subset or None, split=config.split, streaming=True)
+    if rows.column_names and config.text_column not in rows.column_names:
+        raise ValueError(f"text_column={config.text_column!r} is not among the columns {rows.column_names} of {name}")
+    return (row[config.text_column] for row in rows.shuffle(seed=config.seed))
