@@ -31,11 +31,17 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--repeats", type=int, default=3, help="timed runs; medians are reported (default 3)")
         command.add_argument("--windows", type=int, default=8, help="perplexity windows of 1024 tokens (default 8)")
         command.add_argument("--json", action="store_true", help="print only the report as JSON")
+    from hf_efficient.cli import quantize
+
+    quantize.add_arguments(commands.add_parser("quantize", help="compress a model and save it"))
     options = parser.parse_args(arguments)
     try:
-        from hf_efficient.cli.run import run as run_command
+        if options.command == "quantize":
+            quantize.run(options)
+        else:
+            from hf_efficient.cli.run import run as run_command
 
-        run_command(options)
+            run_command(options)
     except KeyboardInterrupt:
         print("interrupted; the output folder is as it was", file=sys.stderr)
         return 130

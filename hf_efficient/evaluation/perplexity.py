@@ -47,3 +47,14 @@ def paired_difference(nll: torch.Tensor, reference: torch.Tensor) -> tuple[float
     """Mean difference of two models' negative log-likelihoods (both float64 [windows]) and its standard error, in nats."""
     difference = nll - reference
     return difference.mean().item(), (difference.std() / len(difference) ** 0.5).item()
+
+
+@torch.no_grad()
+def kl_divergence(reference, model, window: torch.Tensor) -> float:
+    """Mean Kullback-Leibler divergence, in nats per predicted token, of `model`'s next-token distributions from those of
+    `reference` over one window of tokens, int64 [length]."""
+    logs = []
+    for each in (reference, model):
+        logits = each(input_ids=window.to(each.device)[None], use_cache=False).logits[0, :-1]
+        logs.append(logits.float().log_softmax(-1).cpu())
+    return (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()

