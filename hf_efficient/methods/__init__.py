@@ -54,5 +54,5 @@ def _transformed(weight, format, inputs, transform):
         signs = transform.get("rotation_signs")
         signs = own["rotation_signs"] = random_signs(weight.shape[1]) if signs is None else signs
         weight = rotate(weight.float(), signs.to(weight.device, torch.float32))
-        inputs = None if inputs is None else inputs.rotated(signs)
+        inputs = None if inputs is None else inputs.rotated(lambda rows: rotate(rows, signs.to(rows.device)))
     return weight.to(dtype), inputs, own
