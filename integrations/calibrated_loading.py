@@ -1,5 +1,11 @@
 """Compression that needs to see activations: runs when `from_pretrained` has loaded the model, block by block."""
 
+import importlib
+import importlib.util
+
+
+SENSITIVITY_WINDOWS = 16  # of the calibration text, for mixed precision
+
 
 def check(config, plan: dict, device_map) -> None:
     """Refuses what cannot be calibrated, before weights are loaded. plan: module name -> its config.
@@ -29,21 +35,47 @@ def run(model, config, plan: dict) -> None:
 
     from hf_efficient.calibration.run import calibrate
 
-    tokenizer = None if config.calibration.tokens is not None else AutoTokenizer.from_pretrained(model.name_or_path)
-    decided = calibrate(model, plan, config.calibration, tokenizer)
+    source = config.calibration
+    tokenizer = None if source.source in ("tokens", "inputs") else AutoTokenizer.from_pretrained(model.name_or_path)
+    mixed = {name: own for name, own in plan.items() if getattr(own, "mixed_precision", False)}
+    if mixed:
+        plan = {**plan, **_with_bits(model, mixed, source, tokenizer)}
+    decided = calibrate(model, plan, source, tokenizer, _transforms(plan), _refinement(plan))
     own = {}
     for name, scheme in decided.items():
-        before = config.for_module(name).scheme()
-        if changed := {field: value for field, value in scheme.items() if before[field] != value}:
-            own[name] = changed
-    # Full names come first: the first match counts, and they carry every field of what they stand before
-    config.overrides = {
-        **{name: {**_override(config, name), **changed} for name, changed in own.items()},
-        **config.overrides,
-    }
+        before, top = config.for_module(name).scheme(), config.scheme()
+        if any(before[field] != value for field, value in scheme.items()):
+            own[name] = {field: value for field, value in scheme.items() if top[field] != value}
+    config.overrides = {**own, **config.overrides}  # full names come first: the first match counts
 
 
-def _override(config, name: str) -> dict:
-    """The fields that the user's overrides set for the module."""
-    top, own = config.scheme(), config.for_module(name).scheme()
-    return {field: value for field, value in own.items() if top[field] != value}
+def _transforms(plan: dict) -> list:
+    """What changes the weights of a block without changing what it computes, before its numbers are chosen: rotations, and
+    `transform` of the file in `hf_efficient/calibration` that has the name of a method."""
+    from hf_efficient.calibration.rotation import rotate_block
+
+    found = [rotate_block] if any(getattr(own, "rotate", False) for own in plan.values()) else []
+    for method in sorted({own.method for own in plan.values()}):
+        if importlib.util.find_spec(f"hf_efficient.calibration.{method}"):
+            found.append(importlib.import_module(f"hf_efficient.calibration.{method}").transform)
+    return found
+
+
+def _refinement(plan: dict):
+    if not any(getattr(own, "refine", False) for own in plan.values()):
+        return None
+    from hf_efficient.calibration.refine import refine_block
+
+    return refine_block
+
+
+def _with_bits(model, plan: dict, source, tokenizer) -> dict:
+    """The configs of `plan` with the bits that each layer is to have."""
+    from hf_efficient.calibration.data import load_tokens
+    from hf_efficient.calibration.sensitivity import choose_bits
+
+    formats = {name: own.format() for name, own in plan.items()}
+    tokens = load_tokens(source, tokenizer)[:SENSITIVITY_WINDOWS]
+    blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    bits = choose_bits(model, formats, tokens, blocks)
+    return {name: type(own)(**{**own.scheme(), "bits": bits[name]}) for name, own in plan.items()}

@@ -16,6 +16,35 @@ CONFIGS = {
     "int4_tensor": dict(bits=4, group_size=None, symmetric=True),
 }
 
+# name -> quant_method and arguments of every quantization method and format; test_methods_matrix.py crosses them with loading,
+# generating, saving, dequantizing and training adapters over decoders, encoders and encoder-decoders
+_WEIGHT_ONLY = {"quant_method": "efficient_weight_only", "group_size": 32}
+METHODS = {
+    "rtn_2": dict(_WEIGHT_ONLY, bits=2),
+    "mse_3": dict(_WEIGHT_ONLY, bits=3, method="mse"),
+    "mse_4_symmetric": dict(_WEIGHT_ONLY, bits=4, method="mse", symmetric=True),
+    "hqq_4": dict(_WEIGHT_ONLY, bits=4, method="hqq"),
+    "gptq_3": dict(_WEIGHT_ONLY, bits=3, method="gptq"),
+    "gptq_4_channel": dict(_WEIGHT_ONLY, bits=4, group_size=-1, method="gptq"),
+    "gptq_rotated_4": dict(_WEIGHT_ONLY, bits=4, method="gptq", rotate=True),
+    "rtn_rotated_4": dict(_WEIGHT_ONLY, bits=4, rotate=True),
+    "awq_4": dict(_WEIGHT_ONLY, bits=4, method="awq"),
+    "gptq_refined_3": dict(_WEIGHT_ONLY, bits=3, method="gptq", refine=True),
+    "mixed_4": dict(_WEIGHT_ONLY, bits=4, method="gptq", mixed_precision=True),
+    "nf4": dict(_WEIGHT_ONLY, bits=4, codebook="nf4"),
+    "nf4_double": dict(_WEIGHT_ONLY, bits=4, codebook="nf4", double_quantization=True),
+    "fp4": dict(_WEIGHT_ONLY, bits=4, codebook="fp4"),
+    "kmeans_4": dict(_WEIGHT_ONLY, bits=4, group_size=-1, codebook="kmeans"),
+    "kmeans_3": dict(_WEIGHT_ONLY, bits=3, group_size=-1, codebook="kmeans"),
+    "w8a8": dict(quant_method="efficient_w8a8"),
+    "w8a8_zeropoint": dict(quant_method="efficient_w8a8", method="zeropoint"),
+    "w8a8_static": dict(quant_method="efficient_w8a8", activations="static"),
+    "w8a8_smoothquant": dict(quant_method="efficient_w8a8", method="smoothquant"),
+    "llm_int8": dict(quant_method="efficient_w8a8", method="llm_int8"),
+    "fp8": dict(quant_method="efficient_w8a8", dtype="fp8"),
+    "bitnet": dict(quant_method="efficient_bitnet"),
+}
+
 ATTENTIONS = ("eager", "sdpa", "flash_paged")
 
 # name -> factory taking the model

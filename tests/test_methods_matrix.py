@@ -1,0 +1,138 @@
+"""Every quantization method over decoders, encoders and encoder-decoders: loads and calibrates inside `from_pretrained`,
+generates, saves, reloads to the same bits, turns back into an ordinary model, and trains adapters."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from helpers import assert_close, tiny_model
+from table import METHODS
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from hf_efficient.integrations import transformers_quantizer
+from hf_efficient.layers import CompressedModule
+
+
+TOKENS = torch.randint(3, 128, (6, 24), generator=torch.Generator().manual_seed(1))
+PROMPT = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+# bits -> how far the logits may be from those of the dense model, as a share of them: random weights, which have no slack
+LOSS = {2: 1.5, 3: 0.75, 4: 0.45, 8: 0.05}
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
+    )
+    torch.manual_seed(0)
+    return transformers.BertForMaskedLM(config)
+
+
+def t5():
+    config = transformers.T5Config(
+        vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+ARCHITECTURES = {
+    **{name: (lambda name=name: tiny_model(name)) for name in ("llama", "gpt2", "qwen3_moe", "gemma3")},
+    "bert": bert,
+    "t5": t5,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("methods") / name
+            ARCHITECTURES[name]().save_pretrained(made[name])
+        return made[name]
+
+    return folder
+
+
+def config_of(method, **more):
+    arguments = dict(METHODS[method])
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING[arguments.pop("quant_method")]
+    return kind(**arguments, calibration={"tokens": TOKENS, "batch_size": 3}, **more)
+
+
+def load(folder, **options):
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, **options)
+
+
+@torch.no_grad()
+def logits(model):
+    inputs = {"decoder_input_ids": PROMPT} if model.config.is_encoder_decoder else {}
+    return model(input_ids=PROMPT, **inputs).logits
+
+
+def cases():
+    """Every method on a decoder, the ones that look at blocks on every architecture."""
+    everywhere = ("gptq_3", "awq_4", "gptq_rotated_4", "w8a8_smoothquant", "gptq_refined_3")
+    return [(m, a) for m in METHODS for a in ARCHITECTURES if a == "llama" or m in everywhere]
+
+
+@pytest.mark.parametrize("method, architecture", cases())
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_method_from_loading_to_dequantizing(method, architecture, folders, tmp_path):
+    folder = folders(architecture)
+    dense = load(folder)
+    model = load(folder, quantization_config=config_of(method))
+    compressed = [module for module in model.modules() if isinstance(module, CompressedModule)]
+    assert compressed and not any(
+        type(m) is torch.nn.Linear
+        for n, m in model.named_modules()
+        if "head" not in n and ("proj" in n or "query" in n)
+    ), "every projection is compressed"
+    expected, got = logits(dense), logits(model)
+    bits = METHODS[method].get("bits", 8)
+    if method != "bitnet":  # ternary weights make another model
+        error = ((got - expected).norm() / expected.norm()).item()
+        assert error < LOSS[bits], f"the logits moved by {error:.3f} of their size"
+    if dense.can_generate():
+        assert model.generate(PROMPT, max_new_tokens=4, do_sample=False).shape[1] > 1
+
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert torch.equal(logits(again), got)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), again.state_dict()[name].view(torch.uint8)), name
+
+    plain = model.dequantize()
+    assert not any(isinstance(module, CompressedModule) for module in plain.modules())
+    if METHODS[method]["quant_method"] == "efficient_weight_only":
+        assert_close(logits(plain), got, 1e-3, 0.02, "the same numbers, summed and transformed in another order")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_adapters_train_on_it(method, folders):
+    peft = pytest.importorskip("peft")
+    base = load(folders("llama"), quantization_config=config_of(method))
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    )
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        losses.append(model(input_ids=PROMPT, labels=PROMPT).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1].item() < losses[0].item() - 0.05, [loss.item() for loss in losses]
+
+
+def test_the_table_names_every_method():
+    from hf_efficient.configs import available_methods
+
+    weight_only = [row for row in METHODS.values() if row["quant_method"] == "efficient_weight_only"]
+    named = {config.name for config in transformers_quantizer.CONFIGS}
+    assert {row.get("method", "rtn") for row in weight_only} | {"kmeans"} == set(available_methods())
+    assert {row["quant_method"] for row in METHODS.values()} == named
