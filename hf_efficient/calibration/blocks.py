@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Produced:
+class Produced:
     """Stands in recorded arguments for what an earlier block of the chain gives: element `element` of its output."""
 
     block: int
@@ -132,7 +132,7 @@ class Chain:
     forms: list[tuple[bool, ...] | None]
     linears: list[list[str]]
     arguments: list[list[tuple[tuple, dict]]] = field(default_factory=list)  # [batch][block], hidden states marked
-    carried: list[dict[_Produced, torch.Tensor]] = field(default_factory=list)  # [batch], what later blocks ask for
+    carried: list[dict[Produced, torch.Tensor]] = field(default_factory=list)  # [batch], what later blocks ask for
     outputs: list[torch.Tensor] | None = None  # hidden states after the last block, once it has been run
 
     def record(self, run: Callable[[int], Any], batches: int) -> list[torch.Tensor]:
@@ -146,7 +146,7 @@ class Chain:
             kept.next_batch()
             recorded: list[tuple[tuple, dict]] = []
             produced: dict[
-                int, tuple[_Produced, Any]
+                int, tuple[Produced, Any]
             ] = {}  # id -> (what it stands for, the object, which keeps its id)
 
             def stand_in(index, recorded=recorded, produced=produced):
@@ -158,7 +158,7 @@ class Chain:
                         )
                     if index == 0:
                         inputs.append(hidden.detach().cpu())
-                        produced[id(hidden)] = _Produced(-1, 0), hidden
+                        produced[id(hidden)] = Produced(-1, 0), hidden
 
                     def mark(value):
                         if id(value) in produced:
@@ -188,7 +188,7 @@ class Chain:
         elements = [hidden.view_as(hidden) if there else None for there in (form or (True,))]  # a new object for each
         for element, value in enumerate(elements):
             if value is not None:
-                produced[id(value)] = _Produced(index, element), value
+                produced[id(value)] = Produced(index, element), value
         return elements[0] if form is None else tuple(elements)
 
     @contextmanager
@@ -213,8 +213,8 @@ class Chain:
         device = next((p.device for p in module.parameters()), hidden.device)
 
         def fill(value):
-            if isinstance(value, _Produced):
-                is_hidden = value == _Produced(index - 1, 0)
+            if isinstance(value, Produced):
+                is_hidden = value == Produced(index - 1, 0)
                 value = hidden if is_hidden else self.carried[batch][value]
             return value.to(device) if isinstance(value, torch.Tensor) else value
 
@@ -226,11 +226,11 @@ class Chain:
         output = self.call(index, batch, hidden)
         carried = self.carried[batch]
         if index == 0:
-            carried[_Produced(-1, 0)] = hidden
+            carried[Produced(-1, 0)] = hidden
         for element, value in enumerate(_outputs(output)):
-            carried[_Produced(index, element)] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+            carried[Produced(index, element)] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
         later = list(enumerate(self.arguments[batch]))[index + 1 :]
-        wanted = {value for i, call in later for value in _leaves(call) if value != _Produced(i - 1, 0)}
+        wanted = {value for i, call in later for value in _leaves(call) if value != Produced(i - 1, 0)}
         self.carried[batch] = {key: value for key, value in carried.items() if key in wanted}
         return first_tensor(output).detach().cpu()
 

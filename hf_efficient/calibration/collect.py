@@ -84,13 +84,18 @@ class _Observer:
         self.statistics: dict[str, LinearInputs] = {}
         self._leader: dict[str, str] = {}  # name -> the linear whose hook counts the rows
         self._fed: dict[str, weakref.ref] = {}  # leader -> its input in this batch
+        self._called: set[str] = set()
+        self._called_again = False
         self._stop_at: str | None = None
 
     def begin(self, stop_at_last: bool) -> None:
         self._fed.clear()
-        self._stop_at = next(reversed(self.statistics), None) if stop_at_last else None
+        self._called.clear()
+        self._stop_at = next(reversed(self.statistics), None) if stop_at_last and not self._called_again else None
 
     def see(self, name: str, x: torch.Tensor) -> None:
+        self._called_again |= name in self._called
+        self._called.add(name)
         leader = self._leader.get(name)
         if leader is None:
             leader = next((other for other, tensor in self._fed.items() if tensor() is x), name)
@@ -146,7 +151,7 @@ def _fill_unreached_linears(names: Collection[str], statistics: dict, known: dic
     merged: dict[tuple, LinearInputs] = {}
     unreached = [name for name in names if name not in statistics]
     for name in unreached:
-        alike = re.compile(r"(\d+)".join(re.escape(part) for part in re.split(r"\d+", name)))
+        alike = re.compile(r"\.".join(r"(\d+)" if part.isdigit() else re.escape(part) for part in name.split(".")))
         numbers = alike.fullmatch(name).groups()
         siblings = {
             id(inputs): inputs

@@ -1,0 +1,151 @@
+"""What calibration has done, kept in a folder after every block, so that an interrupted run resumes where it was."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import hf_efficient
+from hf_efficient.calibration.blocks import Chain, Produced
+from hf_efficient.configs.calibration import CalibrationConfig
+from hf_efficient.formats.transformed import TransformedFormat
+
+
+_STATE = "progress.json"
+
+
+class Progress:
+    """The folder `config.checkpoint_dir` of a run. Files are written beside and renamed, the state last, so that whatever
+    the state names is whole.
+
+    Raises:
+        ValueError: the folder holds the progress of another run (model, weights, schemes, tokens or versions differ).
+    """
+
+    def __init__(self, config: CalibrationConfig, model, plan: dict[str, Any], batches: list[dict], steps: tuple):
+        self.folder = Path(config.checkpoint_dir).expanduser()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._fingerprint = _fingerprint(model, plan, batches, steps)
+        self._done: dict[int, int] = {}  # chain -> blocks
+        path = self.folder / _STATE
+        if path.exists():
+            state = json.loads(path.read_text())
+            other = [part for part, value in self._fingerprint.items() if state["fingerprint"].get(part) != value]
+            if other:
+                raise ValueError(
+                    f"checkpoint_dir={str(self.folder)!r} holds the progress of another calibration ({', '.join(other)} "
+                    "differ): delete it, or give another folder"
+                )
+            self._done = {int(chain): blocks for chain, blocks in state["done"].items()}
+
+    def done(self, chain: int) -> int:
+        """Blocks of a chain that are compressed."""
+        return self._done.get(chain, 0)
+
+    def save(self, number: int, index: int, chain: Chain, formats: dict[str, Any], hidden, dense) -> None:
+        """Keeps block `index` of a chain, with the hidden states after it."""
+        state = {
+            name: tensor.detach().cpu().contiguous() for name, tensor in chain.modules[index].state_dict().items()
+        }
+        described = {"formats": json.dumps({name: _described(format) for name, format in formats.items()})}
+        self._write(f"chain{number}-block{index}.safetensors", _unshared(state), described)
+        tensors = {f"hidden.{batch}": states for batch, states in enumerate(hidden)}
+        tensors |= {f"dense.{batch}": states for batch, states in enumerate(dense or ())}
+        for batch, carried in enumerate(chain.carried):
+            tensors |= {f"carried.{batch}.{key.block}.{key.element}": tensor for key, tensor in carried.items()}
+        self._write(f"chain{number}-after{index}.safetensors", _unshared(tensors))
+        self._done[number] = index + 1
+        self._rename(
+            _STATE, lambda path: path.write_text(json.dumps({"fingerprint": self._fingerprint, "done": self._done}))
+        )
+        (self.folder / f"chain{number}-after{index - 1}.safetensors").unlink(missing_ok=True)
+
+    def block(
+        self, number: int, index: int, formats: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """(the formats of a block's modules, by full name, and its state dict). formats: as planned."""
+        path = self.folder / f"chain{number}-block{index}.safetensors"
+        with safe_open(path, "pt") as file:
+            described = json.loads(file.metadata()["formats"])
+        return {name: _format(described[name], formats[name]) for name in formats}, load_file(path)
+
+    def hidden_states(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[dict]]:
+        """(hidden states after the last block that is done, the original model's or None, what the chain carries)."""
+        tensors = load_file(self.folder / f"chain{number}-after{self.done(number) - 1}.safetensors")
+        batches = sum(name.startswith("hidden.") for name in tensors)
+        carried: list[dict] = [{} for _ in range(batches)]
+        for name, tensor in tensors.items():
+            if name.startswith("carried."):
+                batch, block, element = map(int, name.split(".")[1:])
+                carried[batch][Produced(block, element)] = tensor
+        dense = [tensors[f"dense.{batch}"] for batch in range(batches)] if "dense.0" in tensors else None
+        return [tensors[f"hidden.{batch}"] for batch in range(batches)], dense, carried
+
+    def remove(self) -> None:
+        """Deletes what the run has kept, and the folder when nothing else is in it."""
+        for path in (*self.folder.glob("chain*-*.safetensors*"), self.folder / _STATE):
+            path.unlink(missing_ok=True)
+        if not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+        self._rename(name, lambda path: save_file(tensors, path, metadata))
+
+    def _rename(self, name: str, write) -> None:
+        partial = self.folder / (name + ".partial")
+        write(partial)
+        partial.replace(self.folder / name)
+
+
+def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """safetensors refuses tensors that share memory."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.contiguous()
+        tensors[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in seen else tensor
+        seen.add(tensors[name].untyped_storage().data_ptr())
+    return tensors
+
+
+def _fingerprint(model, plan: dict[str, Any], batches: list[dict], steps: tuple) -> dict[str, str]:
+    """What must be the same for numbers to go on with."""
+    schemes = {name: [scheme.method_name(), scheme.scheme()] for name, scheme in plan.items()}
+    samples = [parameter.detach().flatten()[:4096].cpu() for parameter in model.parameters()]
+    data = [tensor for batch in batches for tensor in batch.values()]
+    return {
+        "model": _hash(model.config.to_json_string().encode()),
+        "weights": _hash(*map(_bytes, samples)),
+        "schemes": _hash(json.dumps(schemes, sort_keys=True, default=str).encode()),
+        "tokens": _hash(*map(_bytes, data)),
+        "steps": _hash(*(f"{step.__module__}.{step.__qualname__}".encode() for step in steps if step is not None)),
+        "versions": f"{hf_efficient.__version__} {torch.__version__} {transformers.__version__}",
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _hash(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _described(format) -> dict[str, Any]:
+    transformed = isinstance(format, TransformedFormat)
+    own = {"input_scale": format.input_scale, "rotation": format.rotation} if transformed else None
+    return {"transformed": own, "inner": dataclasses.asdict(format.inner if transformed else format)}
+
+
+def _format(described: dict[str, Any], planned):
+    inner = dataclasses.replace(getattr(planned, "inner", planned), **described["inner"])
+    return inner if described["transformed"] is None else TransformedFormat(inner, **described["transformed"])

@@ -1,0 +1,328 @@
+"""Compresses a loaded model block by block, each block with the inputs that the compressed blocks before it give."""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from hf_efficient import methods
+from hf_efficient.calibration.blocks import Block, BlockwiseModel, Chain, replaced_forwards
+from hf_efficient.calibration.collect import collect
+from hf_efficient.calibration.data import model_inputs
+from hf_efficient.calibration.resume import Progress
+from hf_efficient.configs.calibration import CalibrationConfig
+from hf_efficient.experts import compress_experts, expert_weight_names, is_fused_experts
+from hf_efficient.formats.transformed import TransformedFormat
+from hf_efficient.layers import compress_linear
+
+
+Transform = Callable[[Block], None]
+Refine = Callable[[Block, list[torch.Tensor]], None]
+
+
+def calibrate(
+    model: nn.Module,
+    plan: dict[str, Any],
+    config: CalibrationConfig,
+    tokenizer,
+    transforms: Sequence[Transform] = (),
+    refine: Refine | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Compresses modules of `model` in place. One block at a time is on `config.device`; hidden states wait on the CPU.
+
+    Args:
+        plan: full name of a linear (or of fused experts) -> its config, of which `format()`, `method_name()`, `scheme()`
+            and, when it has it, `refine` are asked.
+        tokenizer: for the text of `config`.
+        transforms: called with each `Block` when statistics are there; they change modules, `statistics`, `formats` and
+            `transforms` of the block, never what it computes.
+        refine: called with each `Block` that has a config with `refine=True`, once its `tensors` are chosen and before
+            they replace the weights, and the outputs [B, T, H] of the original model after the block, one tensor a
+            batch; changes `block.tensors`.
+
+    Returns:
+        full name -> the fields of the scheme that was used.
+
+    Raises:
+        ValueError: too little text, NaN or infinity in weights or activations, a module the data never reaches, weights
+            that are not in memory, a `checkpoint_dir` of another run.
+    """
+    _check_in_memory(model, plan)
+    driver = _Driver(model, plan, config, tokenizer, tuple(transforms), refine)
+    was_training = model.training
+    try:
+        with _frozen(model.eval()):
+            driver.run()
+    finally:
+        model.train(was_training)
+    return {name: _scheme_of(plan[name], format) for name, format in driver.formats.items()}
+
+
+class _Driver:
+    def __init__(self, model, plan, config, tokenizer, transforms, refine):
+        self.model, self.plan, self.transforms, self.refine = model, plan, transforms, refine
+        self.refines = any(getattr(scheme, "refine", False) for scheme in plan.values())
+        if self.refines and refine is None:
+            raise ValueError("refine=True is asked for, and calibrate() is given no function that refines a block")
+        self.device, self.formats = config.device or _default_device(model), {}
+        batches = model_inputs(config, tokenizer, model)
+        self.followed = BlockwiseModel(model, batches, plan)
+        missed = sorted(
+            set(plan).difference(self.followed.outside, *sum((c.linears for c in self.followed.chains), []))
+        )
+        if missed:
+            raise ValueError(
+                f"the calibration data never reaches {len(missed)} modules, for example {missed[:3]}: exclude them with "
+                "modules_to_not_convert, or give them a method that needs no data in overrides"
+            )
+        self.progress = (
+            Progress(config, model, plan, batches, (*transforms, refine)) if config.checkpoint_dir else None
+        )
+
+    def run(self) -> None:
+        chains = self.followed.chains
+        total = sum(len(chain.modules) for chain in chains) + bool(self.followed.outside)
+        with logging.tqdm(total=total, unit="block") as self.bar:
+            for number, chain in enumerate(chains):
+                self._run_chain(number, chain)
+            if self.followed.outside:
+                self._run_outside()
+        if self.progress:
+            self.progress.remove()
+
+    def _say(self, name: str, step: str) -> None:
+        self.bar.set_description(f"{name}: {step}")
+
+    def _run_chain(self, number: int, chain: Chain) -> None:
+        done = self.progress.done(number) if self.progress else 0
+        for index in range(done):
+            self._restore(number, chain, index)
+        if done == len(chain.modules):
+            chain.outputs = self.progress.hidden_states(number)[0]
+            return
+        self._say(chain.names[0], "inputs")
+        hidden = self.followed.record(chain)
+        dense = list(hidden) if self.refines else None
+        if done:
+            hidden, dense, chain.carried = self.progress.hidden_states(number)
+        for index in range(done, len(chain.modules)):
+            hidden, dense = self._run_block(chain, index, hidden, dense)
+            if self.progress:
+                formats = {name: self.formats[name] for name in chain.linears[index]}
+                self.progress.save(number, index, chain, formats, hidden, dense)
+            self.bar.update()
+        chain.outputs = hidden
+        chain.release()
+
+    def _run_block(self, chain: Chain, index: int, hidden: list, dense: list | None) -> tuple[list, list | None]:
+        name, module = chain.names[index], chain.modules[index]
+        block = self._block(name, module, chain.linears[index], chain, index, hidden)
+        with _resident(module, self.device):
+            if dense is not None:
+                self._say(name, "original outputs")
+                with torch.no_grad():
+                    dense = [block.run(batch, states).cpu() for batch, states in enumerate(dense)]
+            self._compress(block, dense)
+            self._say(name, "outputs")
+            with torch.no_grad():
+                hidden = [chain.advance(index, batch, states) for batch, states in enumerate(hidden)]
+        return hidden, dense
+
+    def _run_outside(self) -> None:
+        """What lies in no block: one block whose run is a pass of what is left of the model, the chains being done."""
+        block = self._block("outside the blocks", self.model, self.followed.outside, None, 0, [])
+        block.run = lambda batch, hidden=None: self.followed.forward(batch)
+        self._compress(block, None)
+        self.bar.update()
+
+    def _block(self, name, module, names, chain, index, hidden) -> Block:
+        modules = {name: self.model.get_submodule(name) for name in names}
+        experts = {name: module for name, module in modules.items() if is_fused_experts(module)}
+        linears = {name: module for name, module in modules.items() if name not in experts}
+        block = Block(name, module, linears, experts, chain, index, list(hidden))
+        block.schemes = {name: self.plan[name] for name in names}
+        block.formats = {name: scheme.format() for name, scheme in block.schemes.items()}
+        return block
+
+    def _compress(self, block: Block, dense: list | None) -> None:
+        """Chooses the numbers of the weights of a block and puts the compressed modules in place."""
+        if not block.formats:
+            return
+        in_chain = block.chain is not None
+        needs = {name: getattr(methods.get_method(s.method_name()), "NEEDS", ()) for name, s in block.schemes.items()}
+        batches = len(self.followed.batches)
+        if any(needs.values()) or (self.transforms and in_chain):
+            self._say(block.name, "statistics")
+            hessian = any("hessian" in names for names in needs.values())
+            block.statistics = collect(block.run, batches, block.linears, block.experts, hessian)
+            for transform in self.transforms if in_chain else ():
+                self._say(block.name, transform.__module__.rpartition(".")[2])
+                transform(block)
+        self._say(block.name, "weights")
+        self._quantize(block, batches)
+        if in_chain and any(getattr(scheme, "refine", False) for scheme in block.schemes.values()):
+            self._say(block.name, "refinement")
+            self.refine(block, dense)
+        self._replace(block)
+
+    def _quantize(self, block: Block, batches: int) -> None:
+        """Linears of methods that say SEQUENTIAL see the rounding of those called before them in the same block."""
+        for name, module in block.experts.items():
+            for weight in expert_weight_names(module):
+                block.tensors[f"{name}.{weight}"] = self._quantize_experts(block, name, weight)
+        for position, stage in enumerate(_stages(block)):
+            if position and any(self._is_sequential(block, name) for name in stage):
+                self._say(block.name, "statistics")
+                block.statistics.update(self._collect_again(block, stage, batches))
+                self._say(block.name, "weights")
+            for name in stage:
+                inputs, transform = block.statistics.get(name), block.transforms.get(name)
+                weight = _matrix(block.linears[name])
+                block.tensors[name] = self._numbers(name, block, name, weight, inputs, transform)
+
+    def _collect_again(self, block: Block, names: list[str], batches: int) -> dict[str, Any]:
+        """Statistics of some linears while those that have their numbers compute with them."""
+        done = [name for name in block.linears if name in block.tensors]
+        hessian = any(block.statistics[name].hessian is not None for name in names)
+        with replaced_forwards([block.linears[name] for name in done], lambda i: _quantized_forward(block, done[i])):
+            wanted = {name: block.linears[name] for name in names}
+            return collect(block.run, batches, wanted, hessian=hessian, others=block.statistics)
+
+    def _is_sequential(self, block: Block, name: str) -> bool:
+        return getattr(methods.get_method(block.schemes[name].method_name()), "SEQUENTIAL", False)
+
+    def _numbers(self, label: str, block: Block, name: str, weight, inputs, transform=None) -> dict[str, torch.Tensor]:
+        method = block.schemes[name].method_name()
+        try:
+            return methods.quantize(weight, block.formats[name], method, inputs, transform)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None
+
+    def _quantize_experts(self, block: Block, name: str, weight: str) -> dict[str, torch.Tensor]:
+        module = block.experts[name]
+        matrices = getattr(module, weight).detach()
+        matrices = matrices.transpose(1, 2) if module.is_transposed else matrices
+        inputs = block.statistics.get(f"{name}.{weight}", [None] * len(matrices))
+        each = [
+            self._numbers(f"{name}.{weight}[{expert}]", block, name, matrix, inputs[expert])
+            for expert, matrix in enumerate(matrices)
+        ]
+        return {part: torch.stack([tensors[part] for tensors in each]) for part in each[0]}
+
+    def _replace(self, block: Block) -> None:
+        for name in block.linears:
+            self._put_linear(name, block.formats[name], block.tensors[name])
+        for name, module in block.experts.items():
+            self._put_experts(
+                module, block.formats[name], {w: block.tensors[f"{name}.{w}"] for w in expert_weight_names(module)}
+            )
+        self.formats.update(block.formats)
+
+    def _put_linear(self, name: str, format, tensors: dict[str, torch.Tensor]) -> None:
+        self.model.set_submodule(name, compress_linear(self.model.get_submodule(name), format, tensors))
+
+    def _put_experts(self, module: nn.Module, format, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+        compress_experts(module, format)
+        for weight, parts in tensors.items():
+            for part, tensor in parts.items():
+                setattr(module, f"{weight}_{part}", nn.Parameter(tensor, requires_grad=False))
+
+    def _restore(self, number: int, chain: Chain, index: int) -> None:
+        """A block as an interrupted run left it."""
+        name = chain.names[index]
+        self._say(name, "restored")
+        planned = {linear: self.plan[linear].format() for linear in chain.linears[index]}
+        formats, state = self.progress.block(number, index, planned)
+        self.formats.update(formats)
+        for linear, format in formats.items():
+            module, prefix = self.model.get_submodule(linear), linear.removeprefix(name + ".") + "."
+            if is_fused_experts(module):
+                compress_experts(module, format)
+            else:
+                tensors = {part: state[prefix + part] for part in format.shapes(*_matrix(module).shape)}
+                self._put_linear(linear, format, tensors)
+        chain.modules[index].load_state_dict(state)
+        self.bar.update()
+
+
+def _stages(block: Block) -> list[list[str]]:
+    """The linears of a block in the order they are called, together what one tensor feeds and the same linears of other
+    experts of a layer."""
+    stages: dict[int, list[str]] = {}
+    stage_of: dict[Any, int] = {}
+    for name in block.statistics or block.linears:
+        if name in block.linears:
+            *path, leaf = name.removeprefix(block.name).split(".")
+            kind = ".".join(["*" if part.isdigit() else part for part in path] + [leaf])
+            keys = (kind, id(block.statistics.get(name, name)))
+            stage = next((stage_of[key] for key in keys if key in stage_of), len(stages))
+            stage_of.update(dict.fromkeys(keys, stage))
+            stages.setdefault(stage, []).append(name)
+    return list(stages.values())
+
+
+def _matrix(module: nn.Module) -> torch.Tensor:
+    """The weight [N, K] of a linear or a Conv1D, which keeps it transposed."""
+    return module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().t()
+
+
+def _quantized_forward(block: Block, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    module, weight = block.linears[name], _matrix(block.linears[name])
+    quantized = block.formats[name].dequantize(block.tensors[name], weight.shape[1], weight.dtype)
+    return lambda x: nn.functional.linear(x, quantized, module.bias)
+
+
+def _scheme_of(scheme, format) -> dict[str, Any]:
+    """The fields of `scheme` with what calibration decided about the format."""
+    transformed = isinstance(format, TransformedFormat)
+    inner = format.inner if transformed else format
+    found = {field: getattr(inner, field, value) for field, value in scheme.scheme().items()}
+    own = {"input_scale": transformed and format.input_scale, "rotate": transformed and format.rotation}
+    return {field: own.get(field, value) for field, value in found.items()}
+
+
+def _check_in_memory(model: nn.Module, plan: dict[str, Any]) -> None:
+    unknown = sorted(set(plan) - {name for name, _ in model.named_modules()})
+    if unknown:
+        raise ValueError(f"plan names modules that {type(model).__name__} does not have, for example {unknown[:3]}")
+    elsewhere = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if elsewhere:
+        raise ValueError(
+            f"calibration needs every weight in memory, but {len(elsewhere)} are offloaded, for example {elsewhere[:3]}: "
+            "load without offloading to disk or cpu; CalibrationConfig(device=...) brings one block at a time to a device"
+        )
+
+
+def _default_device(model: nn.Module) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    return model.device if accelerator is None else accelerator
+
+
+@contextmanager
+def _resident(module: nn.Module, device):
+    """`module` on `device`, and back where it was afterwards."""
+    home = next((p.device for p in module.parameters()), torch.device(device))
+    if home == torch.device(device):
+        yield
+        return
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(home)
+
+
+@contextmanager
+def _frozen(model: nn.Module):
+    """No parameter asks for a gradient: what refinement tunes are tensors of its own."""
+    before = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in before:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in before:
+            parameter.requires_grad_(True)
