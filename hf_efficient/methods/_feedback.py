@@ -1,0 +1,115 @@
+"""Rounding a linear column by column so that its output changes least: errors fed forward (GPTQ), and descent.
+
+Both minimise tr((W - Q) H (W - Q)^T), H = X^T X, for any grid or codebook: `quantize_column(values float32 [N], column) ->
+dequantized float32 [N]` rounds one column (numbered as in W) wherever it stands by then.
+
+GPTQ (https://arxiv.org/abs/2210.17323) propagates the error of a column with the Cholesky factor of the inverse Hessian,
+H^-1 = U^T U. The same codes come without an inversion (LDLQ, https://arxiv.org/abs/2307.13304): H = M M^T, M upper
+triangular, so U = M^-1, and column k is rounded at w_k + sum_{j<k} (w_j - q_j) M_jk / M_kk, w being the weights given.
+What remains is sum_k M_kk^2 |rounding error of column k|^2: `importance`."""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+
+QuantizeColumn = Callable[[torch.Tensor, int], torch.Tensor]
+_BLOCK = 128  # columns between two products with the whole Hessian
+_MOST_DAMPING = 1e4
+
+
+class Feedback:
+    """Factorizes `hessian` (float [K, K], not changed) once for any number of weights.
+
+    Args:
+        damping: added to the diagonal, in units of its mean. Raised tenfold, with a warning, while the Hessian is not
+            positive definite.
+        act_order: whether columns are visited by falling diagonal, else from left to right.
+
+    Raises:
+        ValueError: where `hessian` is not finite or damping does not make it positive definite.
+
+    Attributes:
+        importance: float32 [K], what the squared rounding error of each column weighs in the end.
+    """
+
+    def __init__(self, hessian: torch.Tensor, damping: float = 0.01, act_order: bool = True):
+        if not hessian.isfinite().all():
+            raise ValueError("the Hessian of the inputs holds NaN or infinite values")
+        diagonal = hessian.diagonal()
+        order = diagonal.argsort(descending=True) if act_order else torch.arange(len(diagonal), device=hessian.device)
+        self._order, self._columns, self._inverse = order, order.tolist(), order.argsort()
+        hessian = hessian.float()[order][:, order]
+        factor = _damped_factor(hessian, damping)
+        self.importance = factor.diagonal().square()[self._inverse]
+        self._forward = factor / factor.diagonal()
+        # a column of zero weight (no input, no damping) is rounded to nearest
+        self._descent = hessian / torch.where(hessian.diagonal() > 0, hessian.diagonal(), 1)
+        self._descent.fill_diagonal_(0)
+
+    def round(self, weight: torch.Tensor, quantize_column: QuantizeColumn) -> torch.Tensor:
+        """GPTQ: weight [N, K] -> dequantized float32 [N, K]."""
+        weight = weight.float().T[self._order]
+        error = torch.zeros_like(weight)
+        self._visit(weight, error, self._forward, quantize_column, causal=True)
+        return weight.sub_(error)[self._inverse].T
+
+    def descend(self, weight: torch.Tensor, rounded: torch.Tensor, quantize_column: QuantizeColumn) -> torch.Tensor:
+        """Coordinate descent: rounds each column once more at its best place among all others (`rounded` float32 [N, K]).
+        On a uniform grid that holds `rounded` no row's damped loss rises (https://arxiv.org/abs/2309.01885)."""
+        weight = weight.float().T[self._order]
+        error = weight - rounded.T[self._order]
+        self._visit(weight, error, self._descent, quantize_column, causal=False)
+        return weight.sub_(error)[self._inverse].T
+
+    def _visit(self, weight, error, coupling, quantize_column, causal: bool) -> None:
+        """Rounds column k at w_k + sum_j error_j coupling_jk, the errors being those of the moment; everything is transposed
+        ([K, N]) and in visiting order; `error` is updated in place. Causal: the errors of columns to come are 0."""
+        for start in range(0, len(weight), _BLOCK):
+            end = min(start + _BLOCK, len(weight))
+            reach = start if causal else len(weight)
+            places = torch.addmm(weight[start:end], coupling[:reach, start:end].T, error[:reach]).unbind()
+            before = (weight[start:end] - error[start:end]).unbind()
+            change = torch.empty_like(weight[start:end])
+            changes, changed = change.unbind(), change.T
+            within = coupling[start:end, start:end].T.contiguous().unbind()
+            for k in range(end - start):
+                place = torch.addmv(places[k], changed[:, :k], within[k][:k])
+                torch.sub(before[k], quantize_column(place, self._columns[start + k]), out=changes[k])
+            error[start:end] += change
+
+
+def round_with_feedback(
+    weight: torch.Tensor, hessian: torch.Tensor, quantize_column: QuantizeColumn, damping: float = 0.01
+) -> torch.Tensor:
+    """GPTQ with any grid: weight [N, K], hessian [K, K] -> dequantized float32 [N, K]; see `Feedback`."""
+    return Feedback(hessian, damping).round(weight, quantize_column)
+
+
+def output_error(weight: torch.Tensor, rounded: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """Squared change of each output summed over the rows seen: float32 [N]."""
+    error = weight.float() - rounded
+    return (error @ hessian.float()).mul_(error).sum(1)
+
+
+def _damped_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
+    """Damps `hessian` in place and returns the upper triangular M of M M^T."""
+    undamped = hessian.diagonal().clone()
+    mean = undamped.mean()
+    if mean <= 0:  # no input at all
+        undamped, mean = torch.ones_like(undamped), 1.0
+    share = damping
+    while True:
+        hessian.diagonal().copy_(undamped + share * mean)
+        lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
+        if not failed:
+            break
+        share = max(10 * share, 1e-4)
+        if share > _MOST_DAMPING:
+            raise ValueError("the Hessian of the inputs is not positive semidefinite")
+    if share != damping:
+        warnings.warn(
+            f"the Hessian of the inputs is singular: damping raised from {damping:g} to {share:g}", stacklevel=4
+        )
+    return lower.flip(0, 1)

@@ -1,0 +1,118 @@
+"""What the affine methods share: the grid that covers a range, and the codes of weights on a grid.
+
+A grid is (scale [N, G] as it is stored, in the weight's dtype; zero point float32 [N, G] with integer values), [1, 1] for a
+format with one scale a tensor. Codes are always chosen against the stored scale."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from hf_efficient.formats import AffineFormat
+
+
+Grid = tuple[torch.Tensor, torch.Tensor]
+
+
+def group_width(format: AffineFormat, in_features: int) -> int:
+    """Neighbours of a row that share a scale."""
+    return in_features if format.group_size in (None, -1) else min(format.group_size, in_features)
+
+
+def grouped(weight: torch.Tensor, width: int) -> torch.Tensor:
+    """[N, K] -> float32 [N, G, width]; a short last group repeats its last column, which widens no range."""
+    weight = weight.float()
+    if weight.shape[1] % width:
+        weight = F.pad(weight[None], (0, -weight.shape[1] % width), mode="replicate")[0]
+    return weight.unflatten(1, (-1, width))
+
+
+def group_importance(importance: torch.Tensor | None, format: AffineFormat, in_features: int) -> torch.Tensor | None:
+    """What the squared error of each column weighs, float [K] or None (alike) -> float32 [G, width], 0 where a short last
+    group is padded; None where every column weighs the same."""
+    width = group_width(format, in_features)
+    if importance is None:
+        if in_features % width == 0:
+            return None
+        importance = torch.ones(in_features)
+    return F.pad(importance.float(), (0, -in_features % width)).view(-1, width)
+
+
+def covering_grid(weight: torch.Tensor, format: AffineFormat) -> Grid:
+    """The grid from the smallest to the largest weight of each group (and zero); see `grid_of_range`."""
+    if format.group_size is None:
+        low, high = (limit.float().view(1, 1) for limit in weight.aminmax())
+    else:
+        values = grouped(weight, group_width(format, weight.shape[1]))
+        low, high = values.amin(-1), values.amax(-1)
+    return grid_of_range(low, high, format, weight.dtype)
+
+
+def grid_of_range(low: torch.Tensor, high: torch.Tensor, format: AffineFormat, dtype: torch.dtype) -> Grid:
+    """The grid from `low` to `high` (float32, one value a group); a symmetric one reaches the larger of both.
+
+    Raises:
+        ValueError: where a range is not finite, so where a weight is not."""
+    if format.symmetric:
+        scale = torch.maximum(-low, high) / (format.levels / 2)
+    else:
+        low, high = low.clamp_max(0), high.clamp_min(0)
+        scale = (high - low) / format.levels
+    if not scale.isfinite().all():
+        raise ValueError("the weight holds NaN or infinite values")
+    scale = stored(scale, dtype)
+    if format.symmetric:
+        return scale, torch.full(scale.shape, (format.levels + 1) / 2, device=scale.device)
+    return scale, (-low / scale.float()).round().clamp_(0, format.levels)
+
+
+def stored(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A scale as `dtype` holds it; 1 for a group of zeros."""
+    scale = scale.to(dtype)
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def round_to(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format: AffineFormat) -> torch.Tensor:
+    """Nearest points of a grid: weight [N, K] -> uint8 codes [N, K]."""
+    values = grouped(weight, group_width(format, weight.shape[1]))
+    codes = (values / scale.float()[..., None]).round_().add_(zero[..., None]).clamp_(0, format.levels)
+    return codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]]
+
+
+def decode(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format: AffineFormat) -> torch.Tensor:
+    """uint8 codes [N, K] and their grid -> float32 weight [N, K]."""
+    values = grouped(codes, group_width(format, codes.shape[1]))
+    return values.sub_(zero[..., None]).mul_(scale.float()[..., None]).flatten(1)[:, : codes.shape[1]]
+
+
+def canonical(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format: AffineFormat) -> dict:
+    """uint8 codes [N, K] and their grid -> the canonical tensors of `format`."""
+    tensors = {"qweight": format.pack(codes), "scale": scale}
+    return tensors if format.symmetric else {**tensors, "zero_point": zero.to(torch.uint8)}
+
+
+def grid_by_rows(
+    weight: torch.Tensor, format: AffineFormat, grid: Callable[[torch.Tensor], Grid], elements_at_once: int
+) -> Grid:
+    """`grid(rows [n, K])` of `elements_at_once` weights at a time; a format with one scale a tensor asks once, with the
+    whole weight."""
+    if format.group_size is None:
+        return grid(weight)
+    parts = [grid(rows) for rows in weight.split(max(1, elements_at_once // weight.shape[1]))]
+    scales, zeros = zip(*parts)
+    return torch.cat(scales), torch.cat(zeros)
+
+
+def quantize_rows(
+    weight: torch.Tensor, format: AffineFormat, grid: Callable[[torch.Tensor], Grid], elements_at_once: int
+) -> dict[str, torch.Tensor]:
+    """Rounds weight [N, K] to `grid(rows [n, K])`, taken as in `grid_by_rows`; codes are packed piece by piece."""
+    shared = grid(weight) if format.group_size is None else None
+    parts = []
+    for rows in weight.split(max(1, elements_at_once // weight.shape[1])):
+        scale, zero = shared or grid(rows)
+        parts.append(canonical(round_to(rows, scale, zero, format), scale, zero, format))
+    return {
+        name: parts[0][name] if shared and name != "qweight" else torch.cat([part[name] for part in parts])
+        for name in parts[0]
+    }

@@ -1,0 +1,61 @@
+"""Keeps, group by group, the best of the grids offered."""
+
+import torch
+
+from hf_efficient.formats import AffineFormat
+from hf_efficient.methods._grid import Grid, covering_grid, group_importance, group_width, grouped, stored
+
+
+class GridSearch:
+    """Minimises sum importance |w - q|^power over each group of weight [N, K], from the covering grid on.
+
+    Inside, weights are laid out [width, groups] so that operations run along groups; grids have their usual shape.
+
+    Attributes:
+        scale, zero, error: the best grid so far and its error, [N, G] ([1, 1] for a format with one scale a tensor).
+        values: float32 [width, groups].
+        importance: of the columns (float [K] or None: alike), float32 [width, groups], 0 for padding; None: all alike.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, format: AffineFormat, importance: torch.Tensor | None, power: float = 2.0
+    ):
+        self.levels, self.dtype, self.power = format.levels, weight.dtype, power
+        self.scale, self.zero = covering_grid(weight, format)
+        values = grouped(weight, group_width(format, weight.shape[1]))
+        importance = group_importance(importance, format, weight.shape[1])
+        self.importance = (
+            None if importance is None else self._by_group(importance.to(values.device).expand_as(values))
+        )
+        self.values = self._by_group(values)
+        self.error = self.error_of(self.scale, self.zero)
+
+    def _by_group(self, values: torch.Tensor) -> torch.Tensor:
+        return values.reshape(self.scale.numel(), -1).T.contiguous()
+
+    def centred_codes(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """code - zero point, float32 [width, groups]."""
+        zero = zero.reshape(-1)
+        return (self.values / scale.float().reshape(-1)).round_().clamp_(-zero, self.levels - zero)
+
+    def error_of(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+        """The error of a grid, float32 shaped as `scale`."""
+        error = self.centred_codes(scale, zero).mul_(scale.float().reshape(-1)).sub_(self.values)
+        error = error.square_() if self.power == 2 else error.abs_().pow_(self.power)
+        if self.importance is not None:
+            error.mul_(self.importance)
+        return error.sum(0).view(scale.shape)
+
+    def offer(self, scale: torch.Tensor, zero: torch.Tensor) -> None:
+        """Takes the grid where it errs less."""
+        error = self.error_of(scale, zero)
+        better = error < self.error
+        self.scale, self.zero = torch.where(better, scale, self.scale), torch.where(better, zero, self.zero)
+        self.error = torch.where(better, error, self.error)
+
+    def best(self) -> Grid:
+        return self.scale, self.zero
+
+    def as_stored(self, scale: torch.Tensor) -> torch.Tensor:
+        """Scales [groups] as the format holds them; where there is no positive one, the best so far."""
+        return stored(torch.where(scale > 0, scale, self.scale.reshape(-1)).view(self.scale.shape), self.dtype)

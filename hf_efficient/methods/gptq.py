@@ -1,0 +1,92 @@
+"""GPTQ (https://arxiv.org/abs/2210.17323): columns are rounded one after another, by falling mean squared input
+(act-order), and what rounding a column did to the output is taken back by the columns still to come.
+
+Scales and zero points are fixed before (static groups), so the format needs no index of groups. Beyond the paper: ranges
+are clipped to the least error that GPTQ cannot take back (`Feedback.importance`); then the codes descend once among all
+others, the scales take their least squares for the codes, and the codes descend again. A row on which all that is worse
+than round to nearest keeps the latter."""
+
+import torch
+
+from hf_efficient.formats import AffineFormat
+from hf_efficient.methods._feedback import Feedback, output_error
+from hf_efficient.methods._grid import (
+    Grid,
+    canonical,
+    covering_grid,
+    decode,
+    grid_by_rows,
+    group_width,
+    round_to,
+    stored,
+)
+from hf_efficient.methods.mse import clipped_grid
+
+
+FORMATS = (AffineFormat,)
+NEEDS = ("hessian",)
+_ELEMENTS_AT_ONCE = 1 << 16
+
+
+def quantize(
+    weight: torch.Tensor, format: AffineFormat, inputs=None, damping: float = 0.01, act_order: bool = True
+) -> dict[str, torch.Tensor]:
+    """weight [N, K] (float16, bfloat16 or float32) -> canonical tensors of `format`, the scale in the weight's dtype.
+
+    Args:
+        inputs: `LinearInputs` with `hessian` float32 [K, K].
+        damping: added to the diagonal of the Hessian, in units of its mean; see `Feedback`.
+        act_order: whether columns are visited by falling diagonal of the Hessian.
+
+    Raises:
+        ValueError: for NaN or infinite values in the weight or the Hessian, or without a Hessian."""
+    if inputs is None or inputs.hessian is None:
+        raise ValueError("gptq needs the Hessian of the inputs: inputs.hessian is None")
+    hessian = inputs.hessian.to(weight.device)
+    nearest = covering_grid(weight, format)
+    feedback = Feedback(hessian, damping, act_order)
+    grid = grid_by_rows(weight, format, lambda r: clipped_grid(r, format, feedback.importance), _ELEMENTS_AT_ONCE)
+    rounded = feedback.round(weight, _columns(grid, format))
+    rounded = feedback.descend(weight, rounded, _columns(grid, format))
+    if format.group_size is not None:
+        grid, rounded = _least_squares_scales(weight, rounded, grid, hessian, format)
+        rounded = feedback.descend(weight, rounded, _columns(grid, format))
+    codes, plain = round_to(rounded, *grid, format), round_to(weight, *nearest, format)
+    error = output_error(weight, rounded, hessian)
+    limit = output_error(weight, decode(plain, *nearest, format), hessian)
+    better = (error <= limit)[:, None] if format.group_size is not None else error.sum() <= limit.sum()
+    grid = (torch.where(better, ours, theirs) for ours, theirs in zip(grid, nearest))
+    return canonical(torch.where(better, codes, plain), *grid, format)
+
+
+def _columns(grid: Grid, format: AffineFormat):
+    """Rounds one column to `grid`, for `Feedback`."""
+    scale, zero = (part.float().T.contiguous() for part in grid)
+    width = None if format.group_size in (None, -1) else format.group_size
+    scales, lows, highs = scale.unbind(), (-zero).unbind(), (format.levels - zero).unbind()
+
+    def quantize_column(values: torch.Tensor, column: int) -> torch.Tensor:
+        group = 0 if width is None else column // width
+        return (values / scales[group]).round_().clamp_(lows[group], highs[group]).mul_(scales[group])
+
+    return quantize_column
+
+
+def _least_squares_scales(
+    weight: torch.Tensor, rounded: torch.Tensor, grid: Grid, hessian: torch.Tensor, format: AffineFormat
+) -> tuple[Grid, torch.Tensor]:
+    """Each group's scale in turn at the least output error for its codes, as it is stored, where that lowers the error."""
+    (scale, zero), width = grid, group_width(format, weight.shape[1])
+    error, scale = weight.float() - rounded, scale.clone()
+    for group, start in enumerate(range(0, weight.shape[1], width)):
+        columns, old = slice(start, start + width), scale[:, group].float()
+        codes = (rounded[:, columns] / old[:, None]).round_()
+        slope = ((error @ hessian[:, columns]) * codes).sum(1)
+        curvature = ((codes @ hessian[columns, columns]) * codes).sum(1)
+        new = stored(old + slope / curvature, weight.dtype)
+        step = new.float() - old
+        better = (new > 0) & (step * (step * curvature - 2 * slope) < 0)  # false where nothing depends on the group
+        step = torch.where(better, step, 0)
+        scale[:, group] = torch.where(better, new, scale[:, group])
+        error[:, columns].addcmul_(codes, step[:, None], value=-1)
+    return (scale, zero), weight.float() - error
