@@ -1,0 +1,127 @@
+"""Weights in 8 bits whose inputs are rounded to 8 bits, too: int8 and float8 E4M3."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from hf_efficient.formats.base import Format
+from hf_efficient.kernels.quantized_activations import Float8Linear, Int8Linear, LlmInt8Linear
+
+
+BLOCK = 128
+_DEVICES = ("cuda", "cpu")
+
+
+@dataclass(frozen=True)
+class Int8Format(Format):
+    """w = (code - zero_point) * scale, the zero point only where it is asked for.
+
+    Canonical tensors: "qweight" int8 [N, K], "scale" float32 [N, 1] or [1, 1]; "zero_point" int8 like scale;
+    "activation_scale" float32 [1] and, where inputs are `asymmetric`, "activation_zero_point" int8 [1] for `static` inputs;
+    "outlier_columns" int32 [n] and "outlier_weight" [N, n] in the weight's dtype (n = `outlier_columns`, at most K): columns
+    that are not rounded, neither the weight's nor the input's; their codes are zeros.
+
+    Inputs are rounded a token at a time, unless `static`; with a `threshold` LLM.int8() decides in every call which columns
+    of them are not.
+    """
+
+    per_channel: bool = True
+    zero_point: bool = False
+    asymmetric: bool = False
+    static: bool = False
+    threshold: float | None = None
+    outlier_columns: int = 0
+    largest: ClassVar[int] = 127  # code of a symmetric grid
+
+    def shapes(self, out_features, in_features):
+        per_row = (out_features if self.per_channel else 1, 1)
+        shapes = {"qweight": (out_features, in_features), "scale": per_row}
+        if self.zero_point:
+            shapes["zero_point"] = per_row
+        if self.static:
+            shapes.update({name: (1,) for name in self.activation_tensors})
+        if count := min(self.outlier_columns, in_features):
+            shapes.update(outlier_columns=(count,), outlier_weight=(out_features, count))
+        return shapes
+
+    def dtypes(self, dtype):
+        dtypes = {
+            "qweight": torch.int8,
+            "scale": torch.float32,
+            "zero_point": torch.int8,
+            "activation_scale": torch.float32,
+            "activation_zero_point": torch.int8,
+            "outlier_columns": torch.int32,
+            "outlier_weight": dtype,
+        }
+        return {name: dtypes[name] for name in self.shapes(1, 1)}
+
+    @property
+    def activation_tensors(self) -> tuple[str, ...]:
+        """The canonical tensors of static inputs."""
+        return ("activation_scale", "activation_zero_point")[: 1 + self.asymmetric] if self.static else ()
+
+    def dequantize(self, tensors, in_features, dtype):
+        numbers = tensors["qweight"].float()
+        if self.zero_point:
+            numbers -= tensors["zero_point"].float()
+        weight = numbers.mul_(tensors["scale"]).to(dtype)
+        if self.outlier_columns:
+            columns, kept = tensors["outlier_columns"].long(), tensors["outlier_weight"].to(dtype)
+            weight.scatter_(-1, columns[..., None, :].expand_as(kept), kept)
+        return weight
+
+    def layout(self, tensors, in_features, dtype):
+        if tensors["qweight"].device.type not in _DEVICES:
+            return self.dequantized_layout(tensors, in_features, dtype)
+        if self.threshold is not None:
+            return LlmInt8Linear(tensors, dtype, self.threshold)
+        return Int8Linear(tensors, dtype, "int8_asymmetric" if self.asymmetric else "int8")
+
+
+@dataclass(frozen=True)
+class Float8Format(Format):
+    """w = code * scale with codes in float8 E4M3 (largest 448).
+
+    Canonical tensors: "qweight" float8_e4m3fn [N, K]; "scale" float32 [N, 1] ("channel"), [1, 1] ("tensor") or
+    [ceil(N / 128), ceil(K / 128)] ("block"); "activation_scale" float32 [1] for `static` inputs. Other inputs have one scale a
+    token, with "block" one for 128 columns of a token.
+    """
+
+    weights: str = "channel"
+    static: bool = False
+    largest: ClassVar[int] = 448
+
+    def shapes(self, out_features, in_features):
+        scales = {
+            "channel": (out_features, 1),
+            "tensor": (1, 1),
+            "block": (-(-out_features // BLOCK), -(-in_features // BLOCK)),
+        }
+        shapes = {"qweight": (out_features, in_features), "scale": scales[self.weights]}
+        return {**shapes, **{name: (1,) for name in self.activation_tensors}}
+
+    def dtypes(self, dtype):
+        return {name: torch.float32 if name != "qweight" else torch.float8_e4m3fn for name in self.shapes(1, 1)}
+
+    @property
+    def activation_tensors(self) -> tuple[str, ...]:
+        """The canonical tensors of static inputs."""
+        return ("activation_scale",) if self.static else ()
+
+    def dequantize(self, tensors, in_features, dtype):
+        codes, scale = tensors["qweight"], tensors["scale"]
+        if self.weights == "block":
+            scale = expand_blocks(scale, codes.shape[-2], in_features)
+        return codes.float().mul_(scale).to(dtype)
+
+    def layout(self, tensors, in_features, dtype):
+        if tensors["qweight"].device.type not in _DEVICES:
+            return self.dequantized_layout(tensors, in_features, dtype)
+        return Float8Linear(tensors, dtype, "fp8_block" if self.weights == "block" else "fp8")
+
+
+def expand_blocks(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """[..., ceil(rows / 128), ceil(columns / 128)] -> [..., rows, columns]."""
+    return values.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]

@@ -1,0 +1,16 @@
+"""The range that holds every value seen: nothing is clipped, and one outlier decides it."""
+
+import torch
+
+from hf_efficient.observers.base import Observer, extremes
+
+
+class AbsMaxObserver(Observer):
+    """[-max|x|, max|x|]; not symmetric: [min(x, 0), max(x, 0)]."""
+
+    def _accumulate(self, state, units):
+        low, high = extremes(units, self.symmetric)
+        return (low, high) if state is None else (torch.minimum(state[0], low), torch.maximum(state[1], high))
+
+    def _limits(self, state):
+        return state

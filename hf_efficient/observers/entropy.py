@@ -1,0 +1,39 @@
+"""The range whose 8-bit histogram diverges least from the one of the activations (Szymon Migacz, 8-bit inference with
+TensorRT, GTC 2017)."""
+
+import torch
+
+from hf_efficient.observers.histogram import BINS, HistogramObserver
+
+
+LEVELS = 128  # codes on one side of zero, and the fewest bins that a range may keep
+
+
+class EntropyObserver(HistogramObserver):
+    """Among ranges [-a, a] of 128 to 2048 bins of |x|, the one of the smallest Kullback-Leibler divergence between
+    the clipped histogram and its 128-level quantization; not symmetric: cut to the signs that occur."""
+
+    def _clip(self, histogram):
+        counts = histogram.magnitudes().double()
+        best = torch.full_like(histogram.limit, torch.inf)
+        kept = torch.full_like(best, BINS)
+        for bins in range(LEVELS, BINS + 1):
+            divergence = clipped_divergence(counts, bins)
+            better = divergence < best
+            best, kept = torch.where(better, divergence, best), torch.where(better, bins, kept)
+        magnitude = (kept * histogram.width[:, 0]).float()
+        return -magnitude, magnitude
+
+
+def clipped_divergence(counts: torch.Tensor, bins: int) -> torch.Tensor:
+    """KL(P || Q) [U] of histograms [U, BINS]: P is the first `bins` of them with everything beyond added to the last, Q has
+    `LEVELS` equal levels, each spread evenly over those of its bins that are not empty. Infinite where P has a bin that Q
+    has not."""
+    inside = counts[:, :bins]
+    filled = (inside > 0).double()
+    level = (torch.arange(bins, device=counts.device) * LEVELS // bins).expand_as(inside)
+    per_level = [c.new_zeros(len(c), LEVELS).scatter_add_(1, level, c) for c in (inside, filled)]
+    spread = (per_level[0] / per_level[1].clamp_min(1)).gather(1, level) * filled
+    p = torch.cat([inside[:, :-1], counts[:, bins - 1 :].sum(1, keepdim=True)], 1)
+    p, q = p / p.sum(1, keepdim=True), spread / spread.sum(1, keepdim=True).clamp_min(1)
+    return torch.where(p > 0, p * (p / q).log(), 0.0).sum(1)
