@@ -1,15 +1,16 @@
 """Weights of `W8A8Config`: the largest magnitude (or the range) of a row, a tensor or a block spans the grid, and every weight
 takes its nearest point: absmax, zero-point and vector-wise quantization of LLM.int8() (https://arxiv.org/abs/2208.07339,
-section 2)."""
+section 2). Where the inputs are known, columns are rounded one after another as in GPTQ (https://arxiv.org/abs/2210.17323)."""
 
 import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats.w8a8 import BLOCK, Float8Format, Int8Format, expand_blocks
+from hf_efficient.methods._feedback import output_error, round_with_feedback
 
 
 FORMATS = (Int8Format, Float8Format)
-NEEDS = ("mean_square",)  # for outlier columns alone
+NEEDS = ("hessian",)
 _ELEMENTS_AT_ONCE = 1 << 20  # bounds the float32 copies
 
 
@@ -18,63 +19,82 @@ def quantize(weight: torch.Tensor, format: Int8Format | Float8Format, inputs=Non
     `hf_efficient.calibration.static_ranges` observes.
 
     Args:
-        inputs: `LinearInputs`, for a format with outlier columns: those of the largest mean square.
+        inputs: `LinearInputs`; None: the nearest codes. A format with outlier columns takes those of the largest mean square.
 
     Raises:
         ValueError: outlier columns without inputs."""
-    if isinstance(format, Float8Format):
-        return _float8(weight, format)
-    kept = {}
-    if count := min(format.outlier_columns, weight.shape[1]):
-        if inputs is None:
-            raise ValueError(f"outlier_columns={count} are chosen by calibration: the inputs of the layer are needed")
-        columns = inputs.mean_square.topk(count).indices.sort().values.to(weight.device)
-        kept = {"outlier_columns": columns.int(), "outlier_weight": weight[:, columns].contiguous()}
-        weight = weight.index_fill(1, columns, 0.0)
-    return {**_int8(weight, format), **kept}
+    hessian = None if inputs is None or inputs.hessian is None else inputs.hessian.to(weight.device)
+    columns = min(getattr(format, "outlier_columns", 0), weight.shape[1])
+    if not columns:
+        return _round(weight, format, hessian)
+    if inputs is None:
+        raise ValueError(f"outlier_columns={columns} are chosen by calibration: the inputs of the layer are needed")
+    outliers = torch.zeros(weight.shape[1], dtype=torch.bool, device=weight.device)
+    outliers[inputs.mean_square.topk(columns).indices.to(weight.device)] = True
+    kept = {
+        "outlier_columns": outliers.nonzero().flatten().int(),
+        "outlier_weight": weight[:, outliers].contiguous(),
+    }
+    codes = torch.zeros_like(weight, dtype=torch.int8)
+    if outliers.all():
+        return {**_round(torch.zeros_like(weight), format, None), **kept}
+    rest = _round(weight[:, ~outliers], format, None if hessian is None else hessian[~outliers][:, ~outliers])
+    codes[:, ~outliers] = rest["qweight"]
+    return {**rest, "qweight": codes, **kept}
 
 
-def _int8(weight, format: Int8Format) -> dict[str, torch.Tensor]:
+def _round(weight, format, hessian) -> dict[str, torch.Tensor]:
+    scale, zero = _grid(weight, format)
+    rows, columns = weight.shape
+    blocks = getattr(format, "weights", None) == "block"
+    scales = expand_blocks(scale, rows, columns) if blocks else scale.expand(rows, 1)
+    zeros = zero.expand(rows, 1)
+    if hessian is not None:
+        weight = _with_feedback(weight, hessian, scales, zeros, format)
+    step = max(1, _ELEMENTS_AT_ONCE // columns)
+    parts = zip(weight.split(step), scales.split(step), zeros.split(step))
+    tensors = {"qweight": torch.cat([_encode(part.float(), s, z, format) for part, s, z in parts]), "scale": scale}
+    return {**tensors, "zero_point": zero.to(torch.int8)} if getattr(format, "zero_point", False) else tensors
+
+
+def _grid(weight, format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale as it is stored and zero point, float32 [N, 1] or [1, 1] (zeros for a symmetric grid)."""
+    if getattr(format, "weights", None) == "block":
+        padded = F.pad(weight, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % BLOCK))
+        blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        scale = _positive(blocks.abs().amax((1, 3)).float() / format.largest)
+        return scale, scale.new_zeros(1, 1)
     low, high = weight.amin(1, keepdim=True).float(), weight.amax(1, keepdim=True).float()
-    if not format.per_channel:
+    if not (format.weights == "channel" if isinstance(format, Float8Format) else format.per_channel):
         low, high = low.amin(0, keepdim=True), high.amax(0, keepdim=True)
-    if format.zero_point:
+    if getattr(format, "zero_point", False):
         low, high = low.clamp_max(0), high.clamp_min(0)
         scale = _positive((high - low) / 255)
-        zero = (-low / scale).round_().clamp_(0, 255).sub_(128)
-    else:
-        scale = _positive(torch.maximum(-low, high) / format.largest)
-        zero = torch.zeros_like(scale)
-    scales, zeros = scale.expand(len(weight), 1), zero.expand(len(weight), 1)
-    step, codes = _rows_at_once(weight), torch.empty_like(weight, dtype=torch.int8)
-    for start in range(0, len(weight), step):
-        rows = slice(start, start + step)
-        codes[rows] = (weight[rows].float() / scales[rows]).round_().add_(zeros[rows]).clamp_(-128, 127)
-    tensors = {"qweight": codes, "scale": scale}
-    return {**tensors, "zero_point": zero.to(torch.int8)} if format.zero_point else tensors
+        return scale, (-low / scale).round_().clamp_(0, 255).sub_(128)
+    scale = _positive(torch.maximum(-low, high) / format.largest)
+    return scale, torch.zeros_like(scale)
 
 
-def _float8(weight, format: Float8Format) -> dict[str, torch.Tensor]:
-    rows, columns = weight.shape
-    if format.weights == "block":
-        padded = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-        blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-        largest = torch.maximum(-blocks.amin((1, 3)), blocks.amax((1, 3)))
-    else:
-        largest = torch.maximum(-weight.amin(1, keepdim=True), weight.amax(1, keepdim=True))
-        largest = largest if format.weights == "channel" else largest.amax(0, keepdim=True)
-    scale = _positive(largest.float() / format.largest)
-    scales = expand_blocks(scale, rows, columns) if format.weights == "block" else scale.expand(rows, 1)
-    codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-    step = _rows_at_once(weight)
-    for start in range(0, rows, step):
-        part = weight[start : start + step].float() / scales[start : start + step]
-        codes[start : start + step] = part.clamp_(-format.largest, format.largest).to(torch.float8_e4m3fn)
-    return {"qweight": codes, "scale": scale}
+def _encode(values, scale, zero, format) -> torch.Tensor:
+    """float32 values -> the nearest codes."""
+    if isinstance(format, Float8Format):
+        return (values / scale).clamp_(-format.largest, format.largest).to(torch.float8_e4m3fn)
+    return (values / scale).round_().add_(zero).clamp_(-128, 127).to(torch.int8)
 
 
-def _rows_at_once(weight) -> int:
-    return max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+def _with_feedback(weight, hessian, scales, zeros, format) -> torch.Tensor:
+    """float32 [N, K] on the grid: each row as GPTQ rounds it, or the nearest where that changes its output less."""
+
+    def nearest(values, scale, zero):
+        return _encode(values, scale, zero, format).float().sub_(zero).mul_(scale)
+
+    by_column, zero = scales.T.contiguous().unbind(), zeros[:, 0].contiguous()
+    rounded = round_with_feedback(
+        weight, hessian, lambda values, column: nearest(values, by_column[column % len(by_column)], zero)
+    )
+    plain = nearest(weight.float(), scales, zeros)
+    better = output_error(weight, rounded, hessian) <= output_error(weight, plain, hessian)
+    return torch.where(better[:, None], rounded, plain)
 
 
 def _positive(scale: torch.Tensor) -> torch.Tensor:
