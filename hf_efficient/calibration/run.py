@@ -84,7 +84,7 @@ class _Driver:
 
     def run(self) -> None:
         chains = self.followed.chains
-        total = sum(len(chain.modules) for chain in chains) + bool(self.followed.outside)
+        total = sum(map(self._blocks_needed, chains)) + bool(self.followed.outside)
         with logging.tqdm(total=total, unit="block") as self.bar:
             for number, chain in enumerate(chains):
                 self._run_chain(number, chain)
@@ -100,7 +100,8 @@ class _Driver:
         done = self.progress.done(number) if self.progress else 0
         for index in range(done):
             self._restore(number, chain, index)
-        if done == len(chain.modules):
+        needed = self._blocks_needed(chain)
+        if done == needed:
             chain.outputs = self.progress.hidden_states(number)[0]
             return
         self._say(chain.names[0], "inputs")
@@ -108,7 +109,7 @@ class _Driver:
         dense = list(hidden) if self.refines else None
         if done:
             hidden, dense, chain.carried = self.progress.hidden_states(number)
-        for index in range(done, len(chain.modules)):
+        for index in range(done, needed):
             hidden, dense = self._run_block(chain, index, hidden, dense)
             if self.progress:
                 formats = {name: self.formats[name] for name in chain.linears[index]}
@@ -116,6 +117,12 @@ class _Driver:
             self.bar.update()
         chain.outputs = hidden
         chain.release()
+
+    def _blocks_needed(self, chain: Chain) -> int:
+        """Blocks after the last one with something to compress are run only for what comes after the chain."""
+        if self.followed.outside or chain is not self.followed.chains[-1]:
+            return len(chain.modules)
+        return max(index for index, names in enumerate(chain.linears) if names) + 1
 
     def _run_block(self, chain: Chain, index: int, hidden: list, dense: list | None) -> tuple[list, list | None]:
         name, module = chain.names[index], chain.modules[index]

@@ -41,7 +41,7 @@ class CalibrationConfig:
         inputs: list[dict[str, Any]] | None = None,
         num_samples: int = 128,
         sequence_length: int = 512,
-        batch_size: int = 8,
+        batch_size: int = 2,
         device: str | None = None,
         checkpoint_dir: str | None = None,
         seed: int = 0,

@@ -112,7 +112,7 @@ class LinearInputs:
         is known, which is needed; `absmax` cannot be known (NaN), and `mean_abs` is that of normal values."""
         new = LinearInputs(self.in_features, hessian=False, name=self.name, device=self.absmax.device)
         new.count, new.absmax = self.count, torch.full_like(self.absmax, math.nan)
-        new._hessian = rotate(rotate(self.hessian).t().contiguous())
+        new._hessian, new._mirrored = rotate(rotate(self.hessian).t().contiguous()), False
         new._sum_square = new._hessian.diagonal().clone()
         new._sum_abs = (new._sum_square * self.count * (2 / math.pi)).sqrt()
         return new
@@ -126,8 +126,7 @@ class LinearInputs:
         new._sum_abs = self._sum_abs * scale.abs()
         new._sum_square = self._sum_square * scale.square()
         if self._hessian is not None:
-            new._hessian = self.hessian * scale
-            new._hessian *= scale[:, None]
+            new._hessian = self.hessian * torch.outer(scale, scale)
         return new
 
 
