@@ -6,8 +6,8 @@ import importlib
 import torch
 
 
-def _kernels():
-    return importlib.import_module("hf_efficient.kernels.efficient_linear")
+def _kernels(module: str):
+    return importlib.import_module(f"hf_efficient.kernels.efficient_linear.{module}")
 
 
 _library = torch.library.Library("hf_efficient", "FRAGMENT")
@@ -20,19 +20,21 @@ _library.define(
 
 def _triton(x, packed, codebook, scale, bias, bits, group_size, in_features):
     layout = dict(bits=bits, group_size=group_size, in_features=in_features)
-    return _kernels().codebook_linear(x, packed, codebook, scale, bias, **layout)
+    return _kernels("codebook").codebook_linear(x, packed, codebook, scale, bias, **layout)
 
 
 def _cpu(x, packed, codebook, scale, bias, bits, group_size, in_features):
-    weight = _dequantize(packed, codebook, scale, x.dtype, bits, group_size, in_features)
+    weight = dequantize_packed(packed, codebook, scale, x.dtype, bits, group_size, in_features)
     return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
-def _dequantize(packed, codebook, scale, dtype, bits, group_size, in_features):
+def dequantize_packed(packed, codebook, scale, dtype, bits, group_size, in_features) -> torch.Tensor:
+    """What `pack_codebook_weight` packed -> the weight [N, K] in `dtype`; the entries are rounded to it first."""
     layout = dict(bits=bits, group_size=group_size, in_features=in_features)
     if packed.is_cuda:
-        return _kernels().dequantize_codebook(packed, codebook, scale, dtype=dtype, **layout)
-    return _kernels().dequantize_codebook_reference(packed, codebook.to(dtype), scale, **layout).to(dtype)
+        return _kernels("codebook").dequantize_codebook(packed, codebook, scale, dtype=dtype, **layout)
+    dequantize = _kernels("reference").dequantize_codebook_reference
+    return dequantize(packed, codebook.to(dtype), scale, **layout).to(dtype)
 
 
 _library.impl("codebook_linear", _triton, "CUDA")
@@ -52,7 +54,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, grad):
     x_dtype, bias_dtype = ctx.dtypes
-    grad_x = grad @ _dequantize(*ctx.saved_tensors, x_dtype, *ctx.layout)
+    grad_x = grad @ dequantize_packed(*ctx.saved_tensors, x_dtype, *ctx.layout)
     grad_bias = None if bias_dtype is None else grad.sum(0).to(bias_dtype)
     return grad_x, None, None, None, grad_bias, None, None, None
 

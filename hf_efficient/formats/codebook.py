@@ -1,0 +1,165 @@
+"""Codes that are entries of a table instead of points of a grid: `w = table[code] * scale`."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from hf_efficient.formats.base import Format
+from hf_efficient.kernels.codebook_layout import codebook_layout, dequantize_codebook
+from hf_efficient.kernels.codes import pack_codes, packed_width, unpack_codes
+
+
+_FP4_MAGNITUDES = tuple(value / 12 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+TABLES = {
+    # 4-bit NormalFloat: quantiles of a normal distribution. QLoRA (https://arxiv.org/abs/2305.14314), appendix E
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    # bitsandbytes' 4-bit float: a sign, two bits of exponent, one of mantissa, in an order of its own
+    "fp4": (*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES)),
+}
+SCALES_AT_ONCE = 256  # scales that share one float32 when they are quantized themselves
+_ELEMENTS_AT_ONCE = 1 << 20  # bounds the float32 copies of a weight
+
+
+@dataclass(frozen=True)
+class CodebookFormat(Format):
+    """`codebook`: "nf4" or "fp4", fixed tables of 16 entries in [-1, 1], or "kmeans", a learned one, stored as "codebook" in
+    the weight's dtype: [N, 2^bits] (one a row) for group_size -1, else [1, 2^bits]. `group_size` weights along in_features
+    share a scale (-1: the whole row, None: the whole tensor).
+
+    `double_quantization` (QLoRA): scales in 8 bits, "scale_codes" uint8 [N, G], one float32 "scale_scale" for 256 of them in
+    a row and their mean "scale_mean", instead of "scale" in the weight's dtype: (code - 128) * scale_scale + scale_mean."""
+
+    codebook: str
+    bits: int
+    group_size: int | None
+    double_quantization: bool = False
+
+    def groups(self, in_features: int) -> int:
+        """Groups of a row; the last one is short when the group does not divide the row."""
+        return 1 if self.group_size in (None, -1) else -(-in_features // self.group_size)
+
+    def tables(self, out_features: int) -> int:
+        """How many tables a weight has: one a row or one."""
+        return out_features if self.codebook == "kmeans" and self.group_size == -1 else 1
+
+    def shapes(self, out_features, in_features):
+        per_group = (1 if self.group_size is None else out_features, self.groups(in_features))
+        shapes = {"qweight": (out_features, packed_width(in_features, self.bits))}
+        if self.double_quantization:
+            blocks = -(-per_group[0] * per_group[1] // SCALES_AT_ONCE)
+            shapes |= {"scale_codes": per_group, "scale_scale": (blocks,), "scale_mean": (1,)}
+        else:
+            shapes["scale"] = per_group
+        return (
+            shapes if self.codebook != "kmeans" else {**shapes, "codebook": (self.tables(out_features), 2**self.bits)}
+        )
+
+    def dtypes(self, dtype):
+        dtypes = {"qweight": torch.uint8}
+        if self.double_quantization:
+            dtypes |= {"scale_codes": torch.uint8, "scale_scale": torch.float32, "scale_mean": torch.float32}
+        else:
+            dtypes["scale"] = dtype
+        return dtypes if self.codebook != "kmeans" else {**dtypes, "codebook": dtype}
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """uint8 codes [..., N, K] -> qweight."""
+        return pack_codes(codes, self.bits)
+
+    def unpack(self, qweight: torch.Tensor, in_features: int) -> torch.Tensor:
+        """qweight -> uint8 codes [..., N, in_features]."""
+        return unpack_codes(qweight, self.bits, in_features)
+
+    def store_scale(self, scale: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """float [N, G] (or [1, 1]) -> the tensors that hold it in a weight of `dtype`; `scale` reads them."""
+        if not self.double_quantization:
+            return {"scale": scale.to(dtype)}
+        mean = scale.float().mean()
+        rest = F.pad(scale.float().flatten() - mean, (0, -scale.numel() % SCALES_AT_ONCE)).view(-1, SCALES_AT_ONCE)
+        step = rest.abs().amax(1) / 127
+        codes = (rest / torch.where(step == 0, 1, step)[:, None]).round_().add_(128).to(torch.uint8)
+        codes = codes.flatten()[: scale.numel()].view(scale.shape)
+        return {"scale_codes": codes, "scale_scale": step, "scale_mean": mean.view(1)}
+
+    def scale(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The scales as stored: float32 [..., N, G]."""
+        if not self.double_quantization:
+            return tensors["scale"].float()
+        codes, mean = tensors["scale_codes"], tensors["scale_mean"][..., None]
+        step = tensors["scale_scale"].repeat_interleave(SCALES_AT_ONCE, -1)[
+            ..., : codes[..., :, :].flatten(-2).shape[-1]
+        ]
+        return (codes.float() - 128) * step.reshape(codes.shape) + mean
+
+    def table(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The entries: float32 [..., 1 or N, 2^bits]."""
+        if self.codebook == "kmeans":
+            return tensors["codebook"].float()
+        return torch.tensor([TABLES[self.codebook]], device=tensors["qweight"].device)
+
+    def grouped(self, values: torch.Tensor) -> torch.Tensor:
+        """[N, K] -> float32 [N, G, g]; a short last group is filled with zeros."""
+        width = values.shape[1] if self.group_size in (None, -1) else self.group_size
+        return F.pad(values.float(), (0, -values.shape[1] % width)).unflatten(1, (-1, width))
+
+    def normalised(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """weight [N, K] divided by its scales [N, G] or [1, 1]: float32 [N, K], contiguous; zeros where a scale
+        is 0."""
+        inverse = 1 / scale.float()
+        inverse = torch.where(inverse.isfinite(), inverse, 0)
+        return (self.grouped(weight) * inverse[..., None]).flatten(1)[:, : weight.shape[1]].contiguous()
+
+    def nearest(self, weight: torch.Tensor, scale: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """The codes uint8 [N, K] of the entries, table [1 or N, 2^bits] * scale [N, G] or [1, 1], that are nearest to weight
+        [N, K]; of equal entries the first."""
+        entries, order = table.float().sort(stable=True)
+        order = order.gather(1, torch.searchsorted(entries, entries)).to(torch.uint8)
+        between = (entries[:, 1:] + entries[:, :-1]) / 2
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+        step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+        for first in range(0, len(weight), step):
+            rows = slice(first, first + step)
+            own = slice(None) if len(table) == 1 else rows
+            values = self.normalised(weight[rows], scale if len(scale) == 1 else scale[rows])
+            places = torch.searchsorted(between[own].expand(len(values), -1).contiguous(), values)
+            codes[rows] = order[own].expand(len(values), -1).gather(1, places)
+        return codes
+
+    def round(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """weight [N, K] -> canonical tensors for a fixed table: the largest magnitude of each group becomes 1, every weight
+        takes the nearest entry times the scale as it is stored."""
+        if self.codebook == "kmeans":
+            raise ValueError("codebook='kmeans' has no table to round to: method='kmeans' learns one")
+        tensors = self.store_scale(self.absmax(weight), weight.dtype)
+        table = torch.tensor([TABLES[self.codebook]], device=weight.device)
+        return {"qweight": self.pack(self.nearest(weight, self.scale(tensors), table)), **tensors}
+
+    def absmax(self, weight: torch.Tensor) -> torch.Tensor:
+        """The largest magnitude of each group of weight [N, K]: float32 [N, G], [1, 1] for group_size None."""
+        if self.group_size is None:
+            return weight.abs().amax().float().view(1, 1)
+        step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+        return torch.cat([self.grouped(rows).abs().amax(-1) for rows in weight.split(step)])
+
+    def dequantize(self, tensors, in_features, dtype):
+        qweight = tensors["qweight"]
+        if qweight.dim() == 3:
+            experts = range(len(qweight))
+            each = [{name: tensor[index] for name, tensor in tensors.items()} for index in experts]
+            return torch.stack([self.dequantize(expert, in_features, dtype) for expert in each])
+        return dequantize_codebook(*self._ordered(tensors), **self._arguments(in_features, dtype))
+
+    def layout(self, tensors, in_features, dtype):
+        layout = codebook_layout(*self._ordered(tensors), **self._arguments(in_features, dtype))
+        return layout or self.dequantized_layout(tensors, in_features, dtype)
+
+    def _ordered(self, tensors) -> tuple:
+        return tensors["qweight"], self.table(tensors), self.scale(tensors)
+
+    def _arguments(self, in_features: int, dtype: torch.dtype) -> dict:
+        return dict(bits=self.bits, group_size=self.group_size, in_features=in_features, dtype=dtype)

@@ -1,0 +1,178 @@
+"""A learned table of 2^bits entries a row (or a weight): k-means in one dimension, weighted by how much each input matters.
+
+SqueezeLLM (https://arxiv.org/abs/2306.07629) without its sparse part, with the mean square of a layer's inputs for weights:
+what |X (W - Q)^T|^2 is when inputs are uncorrelated.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from hf_efficient.formats.codebook import CodebookFormat
+
+
+FORMATS = (CodebookFormat,)
+NEEDS = ()
+_ELEMENTS_AT_ONCE = 1 << 19  # bounds the float64 copies of a weight
+_ITERATIONS = 30
+_CUTS = 64  # pieces of a row in the search for a start
+_BINS = 1 << 14  # what a weight with one table is counted in
+_ROUNDS = 3  # of tables for the scales, then scales for the tables
+
+
+def quantize(weight: torch.Tensor, format: CodebookFormat, inputs=None) -> dict[str, torch.Tensor]:
+    """weight [N, K] -> canonical tensors of `format`, a CodebookFormat with codebook "kmeans". `inputs` (`LinearInputs`, or
+    None: every column alike) weigh the squared error of a column by its `mean_square`.
+
+    Raises:
+        ValueError: for a fixed table."""
+    if format.codebook != "kmeans":
+        raise ValueError(f"method='kmeans' learns a table, codebook={format.codebook!r} has one: use method='rtn'")
+    importance = _importance(weight, inputs)
+    scale, best = _signed_absmax(weight, format), None
+    for _ in range(1 if format.group_size in (None, -1) else _ROUNDS):
+        stored = format.store_scale(scale, weight.dtype)
+        scale = format.scale(stored)
+        learn = _shared_table if format.tables(len(weight)) == 1 else _row_tables
+        table = learn(weight, scale, importance, format).to(weight.dtype)
+        codes = format.nearest(weight, scale, table)
+        tensors = {"qweight": format.pack(codes), **stored, "codebook": table}
+        error, scale = _refit(weight, codes, table.float(), scale, importance, format)
+        if best is None or error < best[0]:
+            best = error, tensors
+    return best[1]
+
+
+def _signed_absmax(weight, format) -> torch.Tensor:
+    """The weight of largest magnitude of each group, float32 [N, G] or [1, 1]: divided by it, all groups end at 1 and reach
+    less far below 0, so that one table suits them better."""
+    if format.group_size is None:
+        return weight.flatten()[weight.abs().argmax()].float().view(1, 1)
+    groups = [format.grouped(rows) for rows in weight.split(max(1, _ELEMENTS_AT_ONCE // weight.shape[1]))]
+    return torch.cat([group.gather(-1, group.abs().argmax(-1, keepdim=True))[..., 0] for group in groups])
+
+
+def _importance(weight, inputs) -> torch.Tensor:
+    """float32 [K], 1 on average; columns whose input is always 0 keep a little, so that their codes stay near."""
+    if inputs is None:
+        return torch.ones(weight.shape[1], device=weight.device)
+    importance = inputs.mean_square.float().to(weight.device)
+    importance = importance / importance.mean().clamp_min(torch.finfo(torch.float32).tiny)
+    return importance.clamp_min(1e-6)
+
+
+def _refit(weight, codes, table, scale, importance, format) -> tuple[float, torch.Tensor]:
+    """The weighted squared error, and the scales that would make it least for these codes and tables."""
+    error, scales = 0.0, []
+    step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+    for first in range(0, len(weight), step):
+        rows = slice(first, first + step)
+        entries = table.expand(len(weight), -1)[rows].gather(1, codes[rows].long())
+        entries, values = format.grouped(entries), format.grouped(weight[rows])
+        weights = format.grouped(importance.expand(len(codes[rows]), -1))
+        own = scale.expand(len(weight), -1)[rows]
+        error += ((entries * own[..., None] - values).square() * weights).sum(dtype=torch.float64).item()
+        norm = (weights * entries.square()).sum(-1)
+        scales.append(torch.where(norm > 0, (weights * entries * values).sum(-1) / norm, own))
+    return error, scale if format.group_size is None else torch.cat(scales)
+
+
+def _row_tables(weight, scale, importance, format) -> torch.Tensor:
+    step = max(1, _ELEMENTS_AT_ONCE // max(weight.shape[1], (_CUTS + 1) ** 2))
+    tables = []
+    for first in range(0, len(weight), step):
+        values = format.normalised(weight[first : first + step], scale[first : first + step])
+        values, order = values.sort()
+        tables.append(cluster(values, importance[order], 2**format.bits))
+    return torch.cat(tables)
+
+
+def _shared_table(weight, scale, importance, format) -> torch.Tensor:
+    """One table for all rows, from a histogram of the normalised weights."""
+    sums = torch.zeros(2, _BINS, dtype=torch.float64, device=weight.device)
+    step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+    for first in range(0, len(weight), step):
+        own = scale if len(scale) == 1 else scale[first : first + step]
+        values = format.normalised(weight[first : first + step], own)
+        weights = (format.grouped(importance.expand(len(values), -1)) * own.square()[..., None]).flatten(1)
+        weights = weights[:, : values.shape[1]].flatten().double()
+        values = values.flatten()
+        bins = ((values.clamp(-1.5, 1.5) + 1.5) * ((_BINS - 1) / 3)).long()
+        sums[0] += torch.bincount(bins, weights, minlength=_BINS)
+        sums[1] += torch.bincount(bins, weights * values, minlength=_BINS)
+    filled = sums[0] > 0
+    if not filled.any():  # zeros
+        return torch.zeros(1, 2**format.bits, device=weight.device)
+    weights = sums[0][filled]
+    return cluster((sums[1][filled] / weights)[None].float(), weights[None].float(), 2**format.bits)
+
+
+def cluster(values: torch.Tensor, weights: torch.Tensor, entries: int) -> torch.Tensor:
+    """Weighted k-means of each row of float32 values [R, n], sorted, with weights [R, n]: the tables float32 [R, entries],
+    sorted. The better one, row by row, of what two starts lead to: the grid of round to nearest, so that it is never worse
+    than that, and the best table for coarser clusters."""
+    moments = torch.stack([weights.double() * values.double() ** power for power in range(3)])
+    running = F.pad(moments.cumsum(-1), (1, 0))
+    best = None
+    for table in (_even_start(values, entries), _optimal_start(values, weights, running, entries)):
+        for _ in range(_ITERATIONS):
+            before, (table, cost) = table, _iterate(table, values, running)
+            if torch.equal(before, table):
+                break
+        if best is None:
+            best = table, cost
+        best = torch.where((cost < best[1])[:, None], table, best[0]), torch.minimum(cost, best[1])
+    return best[0]
+
+
+def _even_start(values: torch.Tensor, entries: int) -> torch.Tensor:
+    low, high = values[:, :1].clamp_max(0), values[:, -1:].clamp_min(0)
+    step = (high - low) / (entries - 1)
+    zero = (-low / torch.where(step == 0, 1, step)).round()
+    return (torch.arange(entries, device=values.device) - zero) * step
+
+
+def _optimal_start(values: torch.Tensor, weights: torch.Tensor, running: torch.Tensor, entries: int) -> torch.Tensor:
+    """The best tables whose clusters are runs of _CUTS pieces of the row, by dynamic programming. Pieces hold equal shares
+    of the integral of density^(1/3), as the clusters of an optimal table do when there are many."""
+    gaps = values.diff(dim=1, append=values[:, -1:])
+    cumulated = (weights * gaps.square()).pow(1 / 3).cumsum(1)  # a density is weight / gap
+    shares = torch.arange(1, _CUTS, device=values.device) / _CUTS
+    places = torch.searchsorted(cumulated, cumulated[:, -1:] * shares) + 1  # cuts lie in gaps
+    places = F.pad(F.pad(places.clamp_max(values.shape[1]), (1, 0)), (0, 1), value=values.shape[1])
+    at = running.gather(2, places.expand(3, -1, -1))
+    mass, first, second = at[:, :, None, :] - at[:, :, :, None]  # of the run from piece i to before piece j: [R, i, j]
+    cost = (second - first.square() / torch.where(mass > 0, mass, 1)).clamp_min(0).float()
+    cost.masked_fill_(torch.ones(_CUTS + 1, _CUTS + 1, device=values.device).tril(-1).bool(), torch.inf)
+    least, choices = cost[:, 0], []  # [R, j]: of the pieces before j in so many clusters
+    for _ in range(entries - 1):
+        least, choice = (least[:, :, None] + cost).min(1)
+        choices.append(choice)
+    borders = [torch.full_like(places[:, :1], _CUTS)]
+    for choice in reversed(choices):
+        borders.append(choice.gather(1, borders[-1]))
+    borders = torch.cat([*borders, torch.zeros_like(borders[0])], 1).flip(1)
+    mass, first, _ = at.gather(2, borders.expand(3, -1, -1)).diff(dim=2)
+    return torch.where(mass > 0, first / torch.where(mass > 0, mass, 1), values[:, :1]).float().sort().values
+
+
+def _iterate(table, values, running) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of Lloyd's algorithm on sorted tables [R, E]: (tables, weighted squared errors float64 [R] of the clusters
+    around their means, which those of the tables do not exceed). Sums over a cluster are differences of running sums
+    [3, R, n + 1] of the moments, so only the borders of the clusters are looked for. The first entry that nothing is near
+    to moves to the far end of the costliest cluster."""
+    count = values.shape[1]
+    borders = torch.searchsorted(values, (table[:, 1:] + table[:, :-1]) / 2, right=True)
+    borders = F.pad(F.pad(borders, (1, 0)), (0, 1), value=count)
+    mass, first, second = running.gather(2, borders.expand(3, -1, -1)).diff(dim=2)
+    empty = borders.diff(dim=1) == 0
+    mean = torch.where(empty, table.double(), first / torch.where(empty, 1, mass))
+    cost = torch.where(empty, 0, second - first * mean).clamp_min(0)
+    table = mean.float()
+    worst = cost.argmax(1, keepdim=True)
+    ends = torch.cat([borders.gather(1, worst), borders.gather(1, worst + 1) - 1], 1)
+    ends = values.gather(1, ends.clamp(0, count - 1))  # no end where every cluster is empty or costs nothing
+    end = ends.gather(1, (ends - table.gather(1, worst)).abs().argmax(1, keepdim=True))
+    idle = empty.int().argmax(1, keepdim=True)
+    moved = table.scatter(1, idle, end)
+    table = torch.where(empty.any(1, keepdim=True) & (cost.gather(1, worst) > 0), moved, table)
+    return table.sort().values, cost.sum(1)
