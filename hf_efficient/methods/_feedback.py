@@ -51,33 +51,33 @@ class Feedback:
     def round(self, weight: torch.Tensor, quantize_column: QuantizeColumn) -> torch.Tensor:
         """GPTQ: weight [N, K] -> dequantized float32 [N, K]."""
         weight = weight.float().T[self._order]
-        error = torch.zeros_like(weight)
-        self._visit(weight, error, self._forward, quantize_column, causal=True)
-        return weight.sub_(error)[self._inverse].T
+        return self._visit(weight, weight.clone(), self._forward, quantize_column, causal=True)
 
     def descend(self, weight: torch.Tensor, rounded: torch.Tensor, quantize_column: QuantizeColumn) -> torch.Tensor:
         """Coordinate descent: rounds each column once more at its best place among all others (`rounded` float32 [N, K]).
         On a uniform grid that holds `rounded` no row's damped loss rises (https://arxiv.org/abs/2309.01885)."""
         weight = weight.float().T[self._order]
-        error = weight - rounded.T[self._order]
-        self._visit(weight, error, self._descent, quantize_column, causal=False)
-        return weight.sub_(error)[self._inverse].T
+        return self._visit(weight, rounded.T[self._order], self._descent, quantize_column, causal=False)
 
-    def _visit(self, weight, error, coupling, quantize_column, causal: bool) -> None:
-        """Rounds column k at w_k + sum_j error_j coupling_jk, the errors being those of the moment; everything is transposed
-        ([K, N]) and in visiting order; `error` is updated in place. Causal: the errors of columns to come are 0."""
+    def _visit(self, weight, rounded, coupling, quantize_column, causal: bool) -> torch.Tensor:
+        """Rounds column k at w_k + sum_j error_j coupling_jk, the errors being those of the moment. Weights are transposed
+        ([K, N]) and in visiting order; `rounded` is updated in place. Causal: the errors of columns to come are 0."""
+        error = weight - rounded
         for start in range(0, len(weight), _BLOCK):
             end = min(start + _BLOCK, len(weight))
             reach = start if causal else len(weight)
             places = torch.addmm(weight[start:end], coupling[:reach, start:end].T, error[:reach]).unbind()
-            before = (weight[start:end] - error[start:end]).unbind()
             change = torch.empty_like(weight[start:end])
             changes, changed = change.unbind(), change.T
             within = coupling[start:end, start:end].T.contiguous().unbind()
+            before, after = rounded[start:end].unbind(), []
             for k in range(end - start):
                 place = torch.addmv(places[k], changed[:, :k], within[k][:k])
-                torch.sub(before[k], quantize_column(place, self._columns[start + k]), out=changes[k])
-            error[start:end] += change
+                after.append(quantize_column(place, self._columns[start + k]))
+                torch.sub(before[k], after[k], out=changes[k])
+            rounded[start:end] = torch.stack(after)
+            error[start:end] = weight[start:end] - rounded[start:end]
+        return rounded[self._inverse].T
 
 
 def round_with_feedback(
@@ -96,14 +96,15 @@ def output_error(weight: torch.Tensor, rounded: torch.Tensor, hessian: torch.Ten
 def _damped_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     """Damps `hessian` in place and returns the upper triangular M of M M^T."""
     undamped = hessian.diagonal().clone()
+    if not undamped.any():  # no input at all
+        undamped += 1
     mean = undamped.mean()
-    if mean <= 0:  # no input at all
-        undamped, mean = torch.ones_like(undamped), 1.0
     share = damping
     while True:
         hessian.diagonal().copy_(undamped + share * mean)
         lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
-        if not failed:
+        pivots = lower.diagonal().square().flip(0)
+        if not failed and (pivots > 4 * torch.finfo(pivots.dtype).eps * hessian.diagonal()).all():
             break
         share = max(10 * share, 1e-4)
         if share > _MOST_DAMPING:
