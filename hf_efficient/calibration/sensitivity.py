@@ -91,14 +91,15 @@ def choose_bits(
     """How many bits each of the linears in `formats` (full name -> Format with the bits meant on average) is to have, so that
     together they take no more memory than with those formats, scales and zero points counted.
 
-    Layers that no token reached keep their bits. `method`, which needs no data, stands for the one that will be used. For
+    Fused experts, and layers that no token reached, keep their bits. `method`, which needs no data, stands for the one that will be used. For
     the other arguments and errors see `sensitivities` and `allocate`.
     """
-    losses, sizes, kept, budget = {}, {}, {}, 0
-    for name, sensitivity in sensitivities(model, formats, tokens, blocks).items():
+    linears = [name for name in formats if isinstance(model.get_submodule(name), (nn.Linear, Conv1D))]
+    losses, sizes, budget = {}, {}, 0
+    kept = {name: _bits(format) for name, format in formats.items()}
+    for name, sensitivity in sensitivities(model, linears, tokens, blocks).items():
         format = formats[name]
         if not sensitivity.count:
-            kept[name] = _bits(format)
             continue
         module = model.get_submodule(name)
         weight = module.weight.detach()
@@ -111,7 +112,7 @@ def choose_bits(
             restored = candidate.dequantize(tensors, weight.shape[1], torch.float32)
             losses[name][bits] = sensitivity.loss(weight - restored)
             sizes[name][bits] = _size(candidate, weight)
-    return {**allocate(losses, sizes, budget), **kept} if losses else kept
+    return {**kept, **allocate(losses, sizes, budget)}
 
 
 def allocate(
