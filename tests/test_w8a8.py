@@ -273,6 +273,9 @@ def test_static_ranges_are_those_of_the_inputs():
     block.formats["first"] = TransformedFormat(block.formats["first"], input_scale=True)
     block.tensors["first"] = {"input_scale": torch.full((16,), 0.5)}
     assert torch.equal(observe(block)["first"]["activation_scale"], made["first"]["activation_scale"] / 2)
+    assert torch.equal(observe(block, batches=3)["second"]["activation_scale"], made["second"]["activation_scale"])
+    with pytest.raises(ValueError, match="first: no activations were seen"):
+        observe(block, batches=0)
     block.inputs[1][0, 0, 0] = torch.nan
     with pytest.raises(ValueError, match="first: activations hold NaN"):
         observe(block)

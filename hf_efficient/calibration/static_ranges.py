@@ -15,12 +15,13 @@ _OBSERVERS = {"absmax": AbsMaxObserver, "entropy": EntropyObserver, "mse": MSEOb
 
 
 @torch.no_grad()
-def observe(block, make=None) -> dict[str, dict[str, torch.Tensor]]:
+def observe(block, batches: int | None = None, make=None) -> dict[str, dict[str, torch.Tensor]]:
     """Runs all batches of a `Block` and observes the inputs of its linears with static activations.
 
     Args:
         block: its linears are the original ones; formats and schemes (`W8A8Config`s) say what to observe and how. Inputs are
             observed as they are rounded: after the input scale and the rotation in `block.tensors`.
+        batches: how many to run, by default one for each of the block's inputs.
         make: makes the observer of one linear, called with (its config, symmetric); by default what the config asks for.
 
     Returns:
@@ -28,7 +29,8 @@ def observe(block, make=None) -> dict[str, dict[str, torch.Tensor]]:
         is missing from its canonical tensors.
 
     Raises:
-        ValueError: fused experts, whose inputs are not observed; NaN or infinity in an input; names the layer.
+        ValueError: fused experts, whose inputs are not observed; a linear that no token reached; NaN or infinity in an input;
+            names the layer.
     """
     observers = {}
     for name, format in block.formats.items():
@@ -44,12 +46,9 @@ def observe(block, make=None) -> dict[str, dict[str, torch.Tensor]]:
                 lambda _, args, name=name, observer=observer: _see(name, observer, args[0], block)
             )
             stack.callback(hook.remove)
-        for batch in range(len(block.inputs) if observers else 0):
+        for batch in range((len(block.inputs) if batches is None else batches) if observers else 0):
             block.run(batch)
-    return {
-        name: activation_tensors(*observer.range(), _inner(block.formats[name]))
-        for name, observer in observers.items()
-    }
+    return {name: _tensors_of(name, observer, block) for name, observer in observers.items()}
 
 
 def observer_of(config, symmetric: bool):
@@ -72,6 +71,13 @@ def activation_tensors(low: torch.Tensor, high: torch.Tensor, format) -> dict[st
 
 def _inner(format):
     return getattr(format, "inner", format)
+
+
+def _tensors_of(name: str, observer, block) -> dict[str, torch.Tensor]:
+    try:
+        return activation_tensors(*observer.range(), _inner(block.formats[name]))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _see(name: str, observer, x: torch.Tensor, block) -> None:

@@ -7,6 +7,7 @@ from hf_efficient.observers.histogram import BINS, HistogramObserver
 
 
 LEVELS = 128  # codes on one side of zero, and the fewest bins that a range may keep
+_SMOOTHING = 1e-4
 
 
 class EntropyObserver(HistogramObserver):
@@ -27,13 +28,13 @@ class EntropyObserver(HistogramObserver):
 
 def clipped_divergence(counts: torch.Tensor, bins: int) -> torch.Tensor:
     """KL(P || Q) [U] of histograms [U, BINS]: P is the first `bins` of them with everything beyond added to the last, Q has
-    `LEVELS` equal levels, each spread evenly over those of its bins that are not empty. Infinite where P has a bin that Q
-    has not."""
+    `LEVELS` equal levels, each spread evenly over those of its bins that are not empty. Every bin of both holds 1e-4 of a
+    value more, so that an outlier far from all others can be clipped."""
     inside = counts[:, :bins]
     filled = (inside > 0).double()
     level = (torch.arange(bins, device=counts.device) * LEVELS // bins).expand_as(inside)
     per_level = [c.new_zeros(len(c), LEVELS).scatter_add_(1, level, c) for c in (inside, filled)]
-    spread = (per_level[0] / per_level[1].clamp_min(1)).gather(1, level) * filled
-    p = torch.cat([inside[:, :-1], counts[:, bins - 1 :].sum(1, keepdim=True)], 1)
-    p, q = p / p.sum(1, keepdim=True), spread / spread.sum(1, keepdim=True).clamp_min(1)
-    return torch.where(p > 0, p * (p / q).log(), 0.0).sum(1)
+    q = (per_level[0] / per_level[1].clamp_min(1)).gather(1, level) * filled + _SMOOTHING
+    p = torch.cat([inside[:, :-1], counts[:, bins - 1 :].sum(1, keepdim=True)], 1) + _SMOOTHING
+    p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
+    return (p * (p / q).log()).sum(1)

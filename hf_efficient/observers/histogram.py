@@ -15,7 +15,7 @@ class Histogram:
 
     def __init__(self, low: torch.Tensor, high: torch.Tensor):
         self.low, self.high = low, high
-        self.limit = torch.maximum(-low, high).double().clamp_min(_TINY)
+        self.limit = torch.maximum(-low, high).double().clamp_min(_TINY) * (1 + 2.0**-20)  # no value lies on it
         self.counts = torch.zeros(len(low), 2 * BINS, dtype=torch.int64, device=low.device)
 
     @property
@@ -35,7 +35,7 @@ class Histogram:
         """Counts units [U, values], whose ranges are `low` and `high`."""
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
         needed = torch.maximum(-low, high).double()
-        while (short := needed > self.limit).any():
+        while (short := needed >= self.limit).any():
             pairs = self.counts[short].view(-1, BINS, 2).sum(2)
             self.counts[short] = torch.nn.functional.pad(pairs, (BINS // 2, BINS // 2))
             self.limit[short] *= 2
