@@ -1,0 +1,137 @@
+"""Refinement lowers the error of a block's outputs on the calibration set, and never raises it."""
+
+import copy
+
+import pytest
+import torch
+from helpers import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_efficient import methods
+from hf_efficient.calibration import refine
+from hf_efficient.calibration.blocks import Block, find_chains
+from hf_efficient.calibration.refine import _FakeQuantize, _mean_loss, _TunedWeight, refine_block
+from hf_efficient.configs import WeightOnlyConfig
+from hf_efficient.formats import AffineFormat
+from hf_efficient.formats.codebook import CodebookFormat
+
+
+def _block(name: str, method: str = "rtn", dtype=torch.float32, batches: int = 8, **scheme) -> tuple[Block, list]:
+    """The first block of a tiny model with the numbers of `method`, and its original outputs."""
+    model = tiny_model(name, dtype).eval().requires_grad_(False)
+    config = WeightOnlyConfig(**{"bits": 3, "group_size": 32, "refine": True, **scheme})
+    linears = [n for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D") and "lm_head" not in n]
+    tokens = torch.randint(3, 128, (batches, 2, 16), generator=torch.Generator().manual_seed(1))
+    chain = find_chains(model, linears, lambda: model(tokens[0], use_cache=False))[0][0]
+    inputs = chain.record(lambda batch: model(tokens[batch], use_cache=False), batches)
+    modules = {name: model.get_submodule(name) for name in chain.linears[0]}
+    block = Block(chain.names[0], chain.modules[0], modules, {}, chain, 0, inputs)
+    block.schemes = dict.fromkeys(modules, config)
+    block.formats = dict.fromkeys(modules, config.format())
+    for linear, module in modules.items():
+        matrix = module.weight if isinstance(module, torch.nn.Linear) else module.weight.t()
+        block.tensors[linear] = methods.quantize(matrix, config.format(), method)
+    with torch.no_grad():
+        return block, [block.run(batch) for batch in range(batches)]
+
+
+def _error(block: Block, targets: list) -> float:
+    """The loss of the block as it will be stored: with the dequantized weights in the place of its own."""
+    kept = copy.deepcopy(block.module.state_dict())
+    for name, module in block.linears.items():
+        is_linear = isinstance(module, torch.nn.Linear)
+        columns = module.weight.shape[1 if is_linear else 0]
+        weight = block.formats[name].dequantize(block.tensors[name], columns, module.weight.dtype)
+        module.weight.copy_(weight if is_linear else weight.t())
+    loss = _mean_loss(block, targets)
+    block.module.load_state_dict(kept)
+    return loss
+
+
+@pytest.mark.parametrize(
+    "name, scheme",
+    [
+        ("llama", {}),
+        ("llama", dict(bits=2, group_size=-1)),
+        ("llama", dict(bits=4, group_size=48, symmetric=True)),  # 64 and 96 columns: a short last group
+        ("llama", dict(rotate=True)),
+        ("llama", dict(dtype=torch.bfloat16)),
+        ("gpt2", {}),  # Conv1D
+        ("opt", {}),
+    ],
+)
+def test_the_stored_numbers_have_a_lower_error(name, scheme):
+    block, targets = _block(name, **scheme)
+    before, weights = _error(block, targets), {n: m.weight.clone() for n, m in block.linears.items()}
+    stored = {n: dict(tensors) for n, tensors in block.tensors.items()}
+    refine_block(block, targets, epochs=8)
+    assert _error(block, targets) < 0.9 * before  # with a few steps; the real model's is halved
+    for name, module in block.linears.items():
+        assert torch.equal(module.weight, weights[name]) and module.weight.grad is None
+        assert "forward" not in vars(module)
+        for key, tensor in block.tensors[name].items():
+            assert tensor.dtype == stored[name][key].dtype and tensor.shape == stored[name][key].shape
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 1000), rate=st.sampled_from([1e-3, 0.1, 10.0]), bits=st.sampled_from([2, 4]))
+def test_the_error_is_never_above_the_start(seed, rate, bits):
+    block, targets = _block("llama", bits=bits, batches=3)
+    before, start = _error(block, targets), block.tensors
+    start = {name: dict(tensors) for name, tensors in start.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CODE_RATE", "SCALE_RATE", "ZERO_RATE"):
+            patch.setattr(refine, name, rate)
+        refine_block(block, targets, epochs=1, seed=seed)
+    after = _error(block, targets)
+    unchanged = all(torch.equal(block.tensors[n][k], start[n][k]) for n in start for k in start[n])
+    assert after < before or unchanged
+
+
+def test_same_seed_same_numbers():
+    first, second = (_block("llama") for _ in range(2))
+    for block, targets in (first, second):
+        refine_block(block, targets, seed=3)
+    for name, tensors in first[0].tensors.items():
+        assert all(torch.equal(tensor, second[0].tensors[name][key]) for key, tensor in tensors.items())
+
+
+def test_others_keep_their_numbers():
+    """Where refine is not asked for, and in formats without a grid."""
+    block, targets = _block("llama")
+    names = list(block.linears)
+    block.schemes[names[0]] = WeightOnlyConfig(bits=3, group_size=32)
+    codebook = CodebookFormat("kmeans", 4, 32)
+    block.formats[names[1]] = codebook
+    block.tensors[names[1]] = methods.quantize(block.linears[names[1]].weight, codebook, "kmeans")
+    kept = [dict(block.tensors[name]) for name in names[:2]]
+    refine_block(block, targets)
+    for name, tensors in zip(names[:2], kept):
+        assert all(torch.equal(tensor, block.tensors[name][key]) for key, tensor in tensors.items())
+    assert not torch.equal(block.tensors[names[2]]["scale"], kept[0]["scale"])
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_starts_from_the_methods_numbers(symmetric):
+    generator, format = torch.Generator().manual_seed(0), AffineFormat(3, 32, symmetric)
+    linear = torch.nn.Linear(80, 24, bias=False).requires_grad_(False)
+    linear.weight.copy_(torch.randn(24, 80, generator=generator))
+    tensors = methods.quantize(linear.weight, format, "mse")  # clips: some weights lie beyond the range
+    for key, tensor in _TunedWeight(linear, format, tensors).tensors().items():
+        assert torch.equal(tensor, tensors[key])
+
+
+def test_gradients_against_finite_differences():
+    """Of the scale, and of the zero point where weights are cut off (the zero point itself, not its rounding)."""
+    codes = torch.tensor([[[-3.2, -0.4, 1.3, 9.0]]])
+    scale, zero = torch.tensor([[0.5]], requires_grad=True), torch.tensor([[2.0]], requires_grad=True)
+    codes.requires_grad_()
+    gradient = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+    weight = _FakeQuantize.apply(codes, scale, zero, 7, torch.float32)
+    assert weight.flatten().tolist() == [-1.0, 0.0, 0.5, 2.5]  # -2, 0, 1, 5 steps
+    weight.backward(gradient)
+    assert codes.grad.flatten().tolist() == [0.0, 1.0, 1.5, 0.0]
+    assert scale.grad.item() == (gradient * weight.detach() / 0.5).sum().item()
+    moved = _FakeQuantize.apply(codes, scale, zero.detach() + 1, 7, torch.float32)
+    assert zero.grad.item() == (gradient * (moved - weight)).sum().item() == -2.5
