@@ -1,0 +1,92 @@
+"""AWQ (https://arxiv.org/abs/2306.00978): weights that meet large inputs are scaled up before rounding.
+
+For the linears that read one tensor a scale s [K] is searched: s = a^alpha and s = a^alpha / m^(1 - alpha) for alpha on a
+grid, a the mean |x| of a channel and m the mean over rows of |w| relative to the largest of its group. The loss is the error
+of the outputs on the calibration rows X under rounding to nearest,
+|X (W - Q(W s) / s)^T|^2 = tr((W - Q(W s) / s) H (W - Q(W s) / s)^T) with H = X^T X, so no forward is needed. s = 1 is on the
+grid. The scale is folded into what produces the tensor where that is exact, else kept as an input scale."""
+
+import torch
+
+from hf_efficient.calibration.folding import Folding, Producer, centred, weight_of
+from hf_efficient.formats import AffineFormat
+from hf_efficient.methods._grid import covering_grid, group_width, grouped
+from hf_efficient.methods.awq import rounded
+
+
+ALPHAS = [step / 20 for step in range(20)]
+_ELEMENTS_AT_ONCE = 1 << 20  # bounds the float32 copies of rows
+
+
+@torch.no_grad()
+def transform(block, method: str = "awq") -> None:
+    """Scales the inputs of those linears of a `Block` whose scheme has the method `method` and whose format is affine; what
+    the block computes stays. Needs statistics with a hessian. Other linears that read the same tensor are scaled along."""
+    chosen = [name for name in block.linears if block.schemes[name].method == method]
+    chosen = [name for name in chosen if isinstance(block.formats[name], AffineFormat)]
+    if not chosen:
+        return
+    folding = Folding(block)
+    for names in folding.sites():
+        own = [name for name in names if name in chosen]
+        if not own:
+            continue
+        weights = [weight_of(block.linears[name]) for name in own]
+        producer = folding.producer(names)
+        formats, inputs = [block.formats[name] for name in own], block.statistics[names[0]]
+        scale = search_scale(weights, formats, inputs, producer)
+        if not torch.all(scale == 1):
+            folding.apply(names, producer, scale)
+
+
+def search_scale(
+    weights: list[torch.Tensor], formats: list[AffineFormat], inputs, producer: Producer | None = None
+) -> torch.Tensor:
+    """The best s, float32 [K], of geometric middle 1.
+
+    Args:
+        weights: [N_i, K] each, of linears that read the same rows.
+        formats: in which each is rounded to nearest.
+        inputs: `LinearInputs` of those rows.
+        producer: channels that share a row of it share a scale.
+    """
+    candidates = list(candidate_scales(weights, formats, inputs, producer))
+    losses = [output_error(weights, formats, inputs.hessian, scale) for scale in candidates]
+    return candidates[min(range(len(losses)), key=losses.__getitem__)]
+
+
+def candidate_scales(weights, formats, inputs, producer: Producer | None = None):
+    """Every s of the grid, float32 [K]; the first is 1. Channels without inputs keep 1."""
+    magnitude, relative = inputs.mean_abs, _relative_magnitude(weights, formats)
+    if producer is not None:
+        magnitude, relative = producer.pool(magnitude, "mean"), producer.pool(relative, "mean")
+    for alpha in ALPHAS:
+        yield centred(magnitude**alpha, magnitude > 0)
+    for alpha in ALPHAS:
+        yield centred(magnitude**alpha / relative.clamp_min(1e-4) ** (1 - alpha), magnitude > 0)
+
+
+def output_error(weights, formats, hessian: torch.Tensor, scale: torch.Tensor) -> float:
+    """tr(E H E^T) summed over the weights, E = W - Q(W * scale) / scale."""
+    total = 0.0
+    for weight, format in zip(weights, formats):
+        shared = covering_grid(_scaled(weight, scale), format) if format.group_size is None else None
+        for rows in weight.split(max(1, _ELEMENTS_AT_ONCE // weight.shape[1])):
+            scaled = _scaled(rows, scale)
+            error = rounded(scaled, *(shared or covering_grid(scaled, format)), format).div_(scale).sub_(rows)
+            total += (error @ hessian).mul_(error).sum().item()
+    return total
+
+
+def _scaled(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (weight * scale).to(weight.dtype)
+
+
+def _relative_magnitude(weights, formats) -> torch.Tensor:
+    """[K], the mean over all rows of |w| over the largest of its group."""
+    total = 0
+    for weight, format in zip(weights, formats):
+        values = grouped(weight, group_width(format, weight.shape[1])).abs()
+        relative = values / values.amax(-1, keepdim=True).clamp_min(1e-12)
+        total = total + relative.flatten(1)[:, : weight.shape[1]].sum(0)
+    return total / sum(map(len, weights))

@@ -1,0 +1,284 @@
+"""Per-channel scales moved from the inputs of linears into what produces them.
+
+Linears y = x W^T that read one tensor x may as well read x / s and hold W * s, which rounds better for some s (AWQ,
+SmoothQuant). Where the tensor comes from a norm, or from a linear to whose output it is proportional (up_proj -> down_proj,
+v_proj -> o_proj, fc1 -> relu -> fc2), that module's weight takes 1 / s and the model computes what it computed, at no cost.
+
+What produces a tensor is found by execution, never by names: a candidate is tried with random powers of two, which no dtype
+rounds, and is taken only if every module that ends at or after the first consumer returns what it returned. So a second
+reader of the norm (the residual of a post-norm block, a router) or a function between that is not homogeneous (GELU) rules
+a candidate out. Without one the linears keep an `input_scale`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_efficient.formats.transformed import TransformedFormat
+
+
+_HEAD_DIMS = ("head_dim", "v_head_dim", "attention_head_size", "head_size")  # what attention modules call it
+
+
+class Producer:
+    """A module whose output channels can be divided by positive numbers. Channel k of the tensor it produces is
+    proportional to its output `rows[k]`, int64 [K]; several channels may share one (grouped key-value heads)."""
+
+    def __init__(self, module: nn.Module, rows: torch.Tensor, offset: float = 0.0):
+        self.module, self.rows, self.offset = module, rows, offset
+
+    def pool(self, values: torch.Tensor, reduce: str) -> torch.Tensor:
+        """values [K] -> [K] alike for channels that share a row: their "mean" or "amax"."""
+        rows = self.rows.to(values.device)
+        pooled = values.new_zeros(int(rows.max()) + 1)
+        return pooled.scatter_reduce_(0, rows, values, reduce, include_self=False)[rows]
+
+    def divide(self, scale: torch.Tensor) -> torch.Tensor:
+        """Divides the output by `scale` [K] (pooled) and returns by what it was divided: a norm's weight is rounded to its
+        dtype, and consumers can make up for that."""
+        weight, bias = self.module.weight.data, getattr(self.module, "bias", None)
+        exact = weight.new_ones(self._width(), dtype=torch.promote_types(weight.dtype, torch.float32))
+        exact[self.rows.to(weight.device)] = scale.to(exact)
+        if weight.ndim == 1:
+            before = weight.to(exact.dtype) + self.offset
+            weight.copy_(before / exact - self.offset)
+            ratio = before / (weight.to(exact.dtype) + self.offset)
+            exact = torch.where(ratio.isfinite() & (ratio > 0), ratio, exact)
+        else:
+            by_output = weight_of(self.module)
+            by_output.copy_(by_output / exact[:, None])
+        if bias is not None:
+            bias.data.copy_(bias.data / exact)
+        return exact[self.rows.to(weight.device)]
+
+    def _width(self) -> int:
+        return len(self.module.weight) if self.module.weight.ndim == 1 else len(weight_of(self.module))
+
+
+class Folding:
+    """Finds the producers of one block and folds scales into them.
+
+    Args:
+        block: a `Block` (calibration/blocks.py); its module is dense. Its first batch is run twice or more for every
+            tensor that linears read, with the outputs of all its modules kept.
+    """
+
+    def __init__(self, block):
+        self.block = block
+        self._names = {id(module): name for name, module in block.linears.items()}
+        self._reference = self._run()
+
+    def sites(self) -> list[list[str]]:
+        """Names of linears that read one tensor (and so share statistics), in execution order; those never reached
+        (an expert without tokens) are left out."""
+        by_tensor: dict[int, list[str]] = {}
+        for name in self.block.linears:
+            if self.block.statistics[name].count:
+                by_tensor.setdefault(id(self.block.statistics[name]), []).append(name)
+        order = {call.name: index for index, call in reversed(list(enumerate(self._reference)))}
+        sites = [names for names in by_tensor.values() if all(name in order for name in names)]
+        return sorted(sites, key=lambda names: min(order[name] for name in names))
+
+    def producer(self, names: list[str]) -> Producer | None:
+        """What produces the tensor that the linears `names` read and can be scaled exactly; None where nothing can."""
+        generator = torch.Generator().manual_seed(0)
+        for candidate in self._candidates(names):
+            powers = torch.randint(-1, 2, (candidate._width(),), generator=generator)
+            scale = torch.exp2(powers.float())[candidate.rows]
+            with _Restored([candidate.module, *self._modules(names)]):
+                self._divide(candidate, scale, names)
+                if self._agrees(self._run(), names, _exact):
+                    return candidate
+        return None
+
+    def apply(self, names: list[str], producer: Producer | None, scale: torch.Tensor) -> bool:
+        """Lets the linears `names` read their input divided by `scale` (float [K], positive, pooled by `producer`).
+
+        Folded (True): weights of the producer and of the linears change, the statistics are of the divided inputs, and the
+        block's outputs are verified to be the same up to rounding in its dtype. Else (False): weights and statistics stay,
+        the formats of the linears ask for an input scale, and `block.transforms[name]` is {"input_scale": 1 / scale}."""
+        if producer is not None:
+            restored = _Restored([producer.module, *self._modules(names)])
+            exact = self._divide(producer, scale, names)
+            after = self._run()
+            if self._agrees(after, names, _up_to_rounding):
+                self._reference = after
+                scaled = self.block.statistics[names[0]].scaled(1 / exact)
+                self.block.statistics.update(dict.fromkeys(names, scaled))
+                return True
+            restored.__exit__()
+        for name in names:
+            format = self.block.formats[name]
+            if isinstance(format, TransformedFormat):
+                self.block.formats[name] = dataclasses.replace(format, input_scale=True)
+            else:
+                self.block.formats[name] = TransformedFormat(format, input_scale=True)
+            self.block.transforms[name] = {"input_scale": 1 / scale}
+        return False
+
+    def _modules(self, names: list[str]) -> list[nn.Module]:
+        return [self.block.linears[name] for name in names]
+
+    def _divide(self, producer: Producer, scale: torch.Tensor, names: list[str]) -> torch.Tensor:
+        """Divides the tensor, multiplies the weights that read it; returns by what the tensor was divided."""
+        exact = producer.divide(scale)
+        for module in self._modules(names):
+            by_output = weight_of(module)
+            by_output.copy_(by_output * exact.to(by_output.device))
+        return exact
+
+    def _candidates(self, names: list[str]) -> Iterator[Producer]:
+        """The norm that returned the very tensor; or linears executed before, the latest first."""
+        first = self._first(self._reference, names)
+        consumer = self._reference[first]
+        channels = torch.arange(weight_of(self.block.linears[consumer.name]).shape[1])
+        before = self._reference[:first]
+        for norm in before:
+            if norm.norm_output is not None and norm.norm_output.data_ptr() == consumer.input_pointer:
+                yield Producer(norm.module, channels)
+                yield Producer(norm.module, channels, offset=1.0)  # (1 + weight), as Gemma's
+                return
+        head_dims = _head_dims(self.block.module)
+        for module in {id(call.module): call.module for call in reversed(before)}.values():
+            if isinstance(module, (nn.Linear, Conv1D)):
+                for rows in _row_maps(len(weight_of(module)), len(channels), head_dims):
+                    yield Producer(module, rows)
+
+    def _first(self, calls: list["_Call"], names: list[str]) -> int:
+        return next(index for index, call in enumerate(calls) if call.name in names)
+
+    def _agrees(self, after: list["_Call"], names: list[str], error: Callable) -> bool:
+        """Whether everything that ended at or after the first of the linears is the same."""
+        before = self._reference
+        if [call.module for call in before] != [call.module for call in after]:
+            return False
+        first = self._first(before, names)
+        pairs = [pair for b, a in zip(before[first:], after[first:]) for pair in zip(b.outputs, a.outputs)]
+        return all(error(old, new) for old, new in pairs)
+
+    @torch.no_grad()
+    def _run(self) -> list["_Call"]:
+        """Calls of all modules on the first batch, in the order in which they end."""
+        calls = []
+
+        def record(module, args, kwargs, output):
+            outputs = output if isinstance(output, (tuple, list)) else (output,)
+            outputs = [o for o in outputs if isinstance(o, torch.Tensor) and o.is_floating_point()]
+            inputs = [i for i in (*args, *kwargs.values()) if isinstance(i, torch.Tensor)]
+            calls.append(
+                _Call(
+                    module,
+                    self._names.get(id(module)),
+                    inputs[0].data_ptr() if inputs else 0,
+                    outputs[0] if _is_norm(module) else None,
+                    [o.clone() for o in outputs],
+                )
+            )
+
+        hooks = [module.register_forward_hook(record, with_kwargs=True) for module in self.block.module.modules()]
+        try:
+            self.block.run(0)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return calls
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The weight of a linear or a Conv1D as a view [N, K]."""
+    return module.weight.data.t() if isinstance(module, Conv1D) else module.weight.data
+
+
+def centred(scale: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """scale [K] over the geometric middle of its largest and smallest value, and within 10^4 of it; 1 where not `live`."""
+    if not live.any():
+        return torch.ones_like(scale)
+    scale = scale / (scale[live].amax() * scale[live].amin()).sqrt()
+    return torch.where(live, scale.clamp(1e-4, 1e4), 1.0)
+
+
+@dataclasses.dataclass
+class _Call:
+    module: nn.Module
+    name: str | None  # of a linear that will be quantized
+    input_pointer: int
+    norm_output: torch.Tensor | None  # kept, so that no other tensor gets its address
+    outputs: list[torch.Tensor]
+
+
+class _Restored:
+    """Parameters of `modules` as they were, at the end of a with block."""
+
+    def __init__(self, modules: list[nn.Module]):
+        self.saved = [(p.data, p.data.clone()) for module in modules for p in module.parameters(recurse=False)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for data, saved in self.saved:
+            data.copy_(saved)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Or anything else that multiplies by a vector."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.ndim == 1 and next(module.children(), None) is None
+
+
+def _head_dims(module: nn.Module) -> list[int]:
+    found = (getattr(m, name, None) for m in module.modules() for name in _HEAD_DIMS)
+    return sorted({value for value in found if isinstance(value, int)})
+
+
+def _row_maps(rows: int, channels: int, head_dims: list[int]) -> Iterator[torch.Tensor]:
+    """From which of its `rows` outputs a linear may have made each of `channels` channels: int64 [channels]."""
+    channel = torch.arange(channels)
+    if rows == channels:
+        yield channel
+    if rows == 2 * channels:  # gate and up in one
+        yield channel + channels
+        yield channel
+    for head_dim in head_dims:
+        head, within = channel // head_dim, channel % head_dim
+        if channels % head_dim:
+            continue
+        heads = channels // head_dim
+        if rows % heads == 0 and rows > channels:  # values last in what a head makes
+            yield (head + 1) * (rows // heads) - head_dim + within
+        for fused in (False, True):  # with queries and keys in one
+            values = (rows - channels) // 2 if fused else rows
+            if values <= 0 or values % head_dim or channels % values or rows != values + fused * (values + channels):
+                continue
+            repeat = channels // values
+            if fused:
+                yield rows - values + head // repeat * head_dim + within
+            if repeat > 1:
+                yield (head // repeat + 1) * (rows * head_dim // values) - head_dim + within
+
+
+def _row_errors(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms of the differences and of the old values, a row each."""
+    if old.shape != new.shape:
+        return old.new_full((1,), torch.inf), old.new_ones(1)
+    old, new = (t.float().reshape(-1, t.shape[-1] if t.ndim else 1) for t in (old, new))
+    difference = torch.where(old == new, 0.0, new - old)  # infinities that agree are no error
+    return difference.norm(dim=-1), old.nan_to_num(0, 0, 0).norm(dim=-1)
+
+
+def _exact(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """After powers of two: 1e-5 for another order of sums, eps for the rounding of (1 + weight) in a 16-bit dtype. What a
+    wrong fold does is of order 1."""
+    difference, size = _row_errors(old, new)
+    return (difference.norm() <= max(1e-5, torch.finfo(old.dtype).eps) * size.norm()).item()
+
+
+def _up_to_rounding(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """After real scales, which round two weights to the dtype, by at most eps / 2 each; attention and routing amplify that,
+    so 16 eps in 19 of 20 rows (in float32 1e-4). It rules out what overflows."""
+    difference, size = _row_errors(old, new)
+    small = difference <= max(1e-4, 16 * torch.finfo(old.dtype).eps) * size
+    return difference.isfinite().all().item() and small.float().mean().item() >= 0.95 if len(small) else True

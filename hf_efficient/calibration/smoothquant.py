@@ -1,0 +1,105 @@
+"""SmoothQuant (https://arxiv.org/abs/2211.10438): what is large in few channels of the activations moves to the weights.
+
+For the linears that read one tensor, x / s and W * s with s = max|x|^alpha / max|w|^(1 - alpha) per channel are rounded in
+place of x and W. The paper's alpha is one for the model; here each tensor gets the one that computes its linears best on a
+sample of calibration rows, or none (s = 1). The scale is folded into what produces the tensor where that is exact, else kept
+as an input scale."""
+
+import torch
+
+from hf_efficient.calibration.folding import Folding, Producer, centred, weight_of
+from hf_efficient.calibration.static_ranges import activation_tensors
+from hf_efficient.methods import quantize
+
+
+ALPHAS = [step / 20 for step in range(21)]
+_ROWS = 512  # of each tensor, spread evenly over all batches
+
+
+@torch.no_grad()
+def transform(block, method: str = "smoothquant") -> None:
+    """Smooths the inputs of those linears of a `Block` whose scheme has the method `method`; what the block computes stays.
+    Other linears that read the same tensor are scaled along. Runs the block once more over all batches for the sample."""
+    chosen = {
+        name
+        for name in block.linears
+        if block.schemes[name].method == method and not getattr(block.formats[name], "rotation", False)
+    }
+    if not chosen:
+        return
+    folding = Folding(block)
+    sites = [names for names in folding.sites() if chosen.intersection(names)]
+    sampled = sample_rows(block, [names[0] for names in sites])
+    for names, rows in zip(sites, sampled):
+        own = [name for name in names if name in chosen]
+        producer = folding.producer(names)
+        weights = [weight_of(block.linears[name]) for name in own]
+        rounding = [(getattr(block.formats[name], "inner", block.formats[name]), block.schemes[name]) for name in own]
+        scale = search_scale(weights, rounding, block.statistics[names[0]], rows, producer)
+        if not torch.all(scale == 1):
+            folding.apply(names, producer, scale)
+
+
+def sample_rows(block, names: list[str]) -> list[torch.Tensor]:
+    """At most 512 rows of the input of each of the linears `names`, float32 [n, K], from all batches alike."""
+    kept: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    share = max(1, _ROWS // len(block.inputs))
+
+    def keep(name):
+        def hook(module, args):
+            rows = args[0].reshape(-1, args[0].shape[-1])
+            kept[name].append(rows[:: max(1, len(rows) // share)][:share].float())
+
+        return hook
+
+    hooks = [block.linears[name].register_forward_pre_hook(keep(name)) for name in names]
+    try:
+        for batch in range(len(block.inputs)):
+            block.run(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [torch.cat(rows)[:_ROWS] for rows in kept.values()]
+
+
+def search_scale(
+    weights: list[torch.Tensor], rounding: list[tuple], inputs, rows: torch.Tensor, producer: Producer | None = None
+) -> torch.Tensor:
+    """The best s, float32 [K], of geometric middle 1.
+
+    Args:
+        weights: [N_i, K] each, of linears that read the same rows.
+        rounding: (format, `W8A8Config`) of each.
+        inputs: `LinearInputs` of those rows, of which `absmax` is used.
+        rows: float32 [n, K], on which the outputs are compared.
+        producer: channels that share a row of it share a scale.
+    """
+    candidates = list(candidate_scales(weights, inputs, producer))
+    losses = [output_error(weights, rounding, rows, scale) for scale in candidates]
+    return candidates[min(range(len(losses)), key=losses.__getitem__)]
+
+
+def candidate_scales(weights, inputs, producer: Producer | None = None):
+    """Every s of the grid, float32 [K]; the first is 1. Channels without inputs or without weights keep 1."""
+    largest, weight = inputs.absmax, torch.stack([w.abs().amax(0) for w in weights]).amax(0).float()
+    if producer is not None:
+        largest, weight = producer.pool(largest, "amax"), producer.pool(weight, "amax")
+    live = (largest > 0) & (weight > 0)
+    yield torch.ones_like(largest)
+    for alpha in ALPHAS:
+        yield centred(largest**alpha / weight ** (1 - alpha), live)
+
+
+def output_error(weights, rounding, rows: torch.Tensor, scale: torch.Tensor) -> float:
+    """The squared error of the outputs that the formats compute from rows / scale and the rounded weight * scale, over the
+    squared output; mean over the rows, so that a token of huge activations counts like any other."""
+    error, size, smooth = 0.0, 0.0, rows / scale
+    for weight, (format, config) in zip(weights, rounding):
+        exact = rows @ weight.float().t()
+        tensors = quantize((weight * scale).to(weight.dtype), format, config.method_name())
+        if getattr(format, "static", False):
+            tensors |= activation_tensors(smooth.amin()[None], smooth.amax()[None], format)
+        computed = format.layout(tensors, weight.shape[1], torch.float32)(smooth)
+        error += (computed - exact).square().sum(-1)
+        size += exact.square().sum(-1)
+    return (error / size.clamp_min(torch.finfo(torch.float32).tiny)).mean().item()
