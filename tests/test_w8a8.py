@@ -25,7 +25,7 @@ FORMATS = {
     "smoothquant": Int8Format(asymmetric=True),
     "static": Int8Format(static=True),
     "static, asymmetric": Int8Format(asymmetric=True, static=True),
-    "llm_int8": Int8Format(threshold=3.0),
+    "llm_int8": Int8Format(outlier_threshold=3.0),
     "llm_int8, columns": Int8Format(asymmetric=True, outlier_columns=4),
     "fp8": Float8Format(),
     "fp8, tensor": Float8Format("tensor"),
@@ -83,8 +83,8 @@ def expected_output(x, tensors, format):
     if isinstance(format, Float8Format):
         return rounded_rows(x, format) @ weight.t()
     outliers = torch.zeros(IN, dtype=torch.bool)
-    if format.threshold:
-        outliers = (x.abs() >= format.threshold).any(0)
+    if format.outlier_threshold:
+        outliers = (x.abs() >= format.outlier_threshold).any(0)
     elif format.outlier_columns:
         outliers[tensors["outlier_columns"].long()] = True
     rows = rounded_rows(x.masked_fill(outliers, 0.0), format).masked_fill(outliers, 0.0)
@@ -176,7 +176,7 @@ def test_integer_products_are_exact():
 def test_llm_int8_is_the_decomposition_of_the_paper():
     """Equation 8: the sum of the product of outlier columns and the rescaled int8 product of the others."""
     x, weight = sample()
-    tensors = methods.quantize(weight, Int8Format(threshold=6.0), "_w8a8")
+    tensors = methods.quantize(weight, Int8Format(outlier_threshold=6.0), "_w8a8")
     outliers = (x.abs() >= 6.0).any(0)
     assert outliers.nonzero().flatten().tolist() == [17, 200]
     codes, row = tensors["qweight"].double(), tensors["scale"].double()
@@ -184,7 +184,7 @@ def test_llm_int8_is_the_decomposition_of_the_paper():
     column = others.abs().amax(1, keepdim=True) / 127
     product = ((others / column).round() @ codes[:, ~outliers].t()) * column * row.t()
     expected = product + x.double()[:, outliers] @ (codes * row)[:, outliers].t()
-    y = Int8Format(threshold=6.0).layout(tensors, IN, torch.float32)(x)
+    y = Int8Format(outlier_threshold=6.0).layout(tensors, IN, torch.float32)(x)
     assert_close(y, expected, 2e-5, 1e-3, "float32 scales; a code on a border may differ")
 
 

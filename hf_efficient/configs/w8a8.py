@@ -90,7 +90,7 @@ class W8A8Config(CompressionConfig):
                 zero_point=self.method == "zeropoint",
                 asymmetric=self.method in ("zeropoint", "smoothquant") or self.outlier_columns > 0,
                 static=static,
-                threshold=self.threshold if self.method == "llm_int8" and not self.outlier_columns else None,
+                outlier_threshold=self.threshold if self.method == "llm_int8" and not self.outlier_columns else None,
                 outlier_columns=self.outlier_columns,
             )
         if not (self.input_scale or self.rotate):

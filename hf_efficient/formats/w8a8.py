@@ -22,7 +22,7 @@ class Int8Format(Format):
     "outlier_columns" int32 [n] and "outlier_weight" [N, n] in the weight's dtype (n = `outlier_columns`, at most K): columns
     that are not rounded, neither the weight's nor the input's; their codes are zeros.
 
-    Inputs are rounded a token at a time, unless `static`; with a `threshold` LLM.int8() decides in every call which columns
+    Inputs are rounded a token at a time, unless `static`; with an `outlier_threshold` LLM.int8() decides in every call which columns
     of them are not.
     """
 
@@ -30,7 +30,7 @@ class Int8Format(Format):
     zero_point: bool = False
     asymmetric: bool = False
     static: bool = False
-    threshold: float | None = None
+    outlier_threshold: float | None = None
     outlier_columns: int = 0
     largest: ClassVar[int] = 127  # code of a symmetric grid
 
@@ -75,8 +75,8 @@ class Int8Format(Format):
     def layout(self, tensors, in_features, dtype):
         if tensors["qweight"].device.type not in _DEVICES:
             return self.dequantized_layout(tensors, in_features, dtype)
-        if self.threshold is not None:
-            return LlmInt8Linear(tensors, dtype, self.threshold)
+        if self.outlier_threshold is not None:
+            return LlmInt8Linear(tensors, dtype, self.outlier_threshold)
         return Int8Linear(tensors, dtype, "int8_asymmetric" if self.asymmetric else "int8")
 
 
