@@ -40,11 +40,6 @@ def whisper():
     return random_model(transformers.WhisperForConditionalGeneration, "WhisperConfig", **layers, **small, **tokens)
 
 
-def albert():
-    small = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48, vocab_size=128)
-    return random_model(transformers.AlbertModel, "AlbertConfig", **small, embedding_size=16)
-
-
 OTHERS = {"bert": bert, "t5": t5, "bart": bart, "whisper": whisper}
 
 
@@ -102,3 +97,21 @@ def test_blocks_one_by_one_give_the_models_own_hidden_states(name):
         output = blocks.first_tensor(followed.forward(batch))
         torch.testing.assert_close(output, expected[batch]["output"], rtol=0, atol=0)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_arguments_that_blocks_and_batches_share_are_kept_once():
+    model, batches = make("gemma2")
+    followed = blocks.BlockwiseModel(model, batches, targets_of(model))
+    (chain,) = followed.chains
+    followed.record(chain)
+    calls = [call for batch in chain.arguments for call in batch]
+    kept = {id(leaf): leaf for call in calls for leaf in blocks._leaves(call) if isinstance(leaf, torch.Tensor)}
+    forms = [(tensor.shape, tensor.dtype) for tensor in kept.values()]
+    assert len(calls) == 4 and len(kept) <= 5, forms  # cos, sin, positions, and a mask for each kind of attention
+
+
+def test_a_model_that_calls_a_block_again_is_left_to_passes_of_the_whole():
+    small = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48, vocab_size=128)
+    model = random_model(transformers.AlbertModel, "AlbertConfig", **small, embedding_size=16)
+    followed = blocks.BlockwiseModel(model, [dict(input_ids=torch.ones(1, 8, dtype=torch.long))], targets_of(model))
+    assert followed.chains == [] and set(followed.outside) == set(targets_of(model))
