@@ -5,7 +5,7 @@ import torch
 from helpers import assert_close
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.kernels import int4_layout
+from hf_efficient.kernels import cpu_linear, int4_layout
 from hf_efficient.kernels.linear import DequantizedLinear, Int4CpuLinear, Int8CpuLinear, TritonLinear
 from hf_efficient.methods import get_method
 
@@ -132,7 +132,10 @@ CASES = [  # bits, group, symmetric, N, K, the layout that must take it
 
 @pytest.mark.parametrize("bits, group_size, symmetric, rows, columns, kind", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_layouts_compute_the_product_and_turn_back(bits, group_size, symmetric, rows, columns, kind, dtype):
+def test_layouts_compute_the_product_and_turn_back(
+    bits, group_size, symmetric, rows, columns, kind, dtype, monkeypatch
+):
+    monkeypatch.setattr(cpu_linear, "kernel", lambda bits: None)  # tests/test_cpu_linear.py has the compiled layout
     format = AffineFormat(bits, group_size, symmetric)
     tensors = get_method("rtn").quantize(weight(rows, columns, dtype), format)
     layout = format.layout(tensors, columns, dtype)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from hf_efficient.kernels import int4_layout
 from hf_efficient.kernels.codes import pack_codes, unpack_codes
+from hf_efficient.kernels.cpu_linear import CompiledLinear
 
 
 # Beyond these numbers of rows (tokens) dequantizing the weight for one ordinary matmul beats torch's native operators.
@@ -282,6 +283,9 @@ def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, 
     if qweight.device.type == "cuda" and TritonLinear.supports(group_size, dtype):
         return TritonLinear.pack(qweight, scale, zero_point, bits, group_size, in_features, dtype)
     if qweight.device.type == "cpu":
+        compiled = CompiledLinear.pack(qweight, scale, zero_point, bits, group_size, in_features, dtype)
+        if compiled is not None:
+            return compiled
         if bits == 8 and Int8CpuLinear.supports(out_features, in_features, group_size, dtype):
             return Int8CpuLinear(qweight, scale, zero_point, dtype)
         if Int4CpuLinear.supports(out_features, in_features, group_size, dtype):

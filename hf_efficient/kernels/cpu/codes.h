@@ -1,0 +1,122 @@
+// Weights of 2, 3, 4 or 8-bit codes (BITS, a compiler flag): W[n][k] = (code - zero) * scale, scale and zero per group of
+// columns. hf_efficient/kernels/cpu_linear.py packs them.
+
+#pragma once
+#include "vectors.h"
+
+constexpr int SEGMENT = 512;  // columns summed before their scaled sum is added to the total: bounds the rounding error
+
+struct Weight {  // cpu_linear.py has the same
+    const uint8_t *packed;
+    const void *scale;    // [blocks, groups, 16] bfloat16 or float32
+    const uint8_t *zero;  // [blocks, groups, 16], or null: the middle of the grid
+    int64_t out_features, in_features, group;  // group: columns
+    int64_t scale_is_float;
+};
+
+// Codes of BITS bits: code 2j of a lane at bit BITS * j of its word, code 2j + 1 at bit 16 + BITS * j. Three words hold 32
+// codes of 3 bits, the last two in the bits that are left over. Decoded values are the codes less half the grid, for 8 bits
+// less 127.5, whose magnitudes a table of 128 bytes holds: the words have its index and the sign.
+struct Codes {
+    static constexpr int LINES = BITS == 3 ? 3 : 1, PAIRS = BITS == 3 ? 16 : 16 / BITS, COLUMNS = 2 * PAIRS;
+    static constexpr float MIDDLE = BITS == 8 ? 127.5f : 1 << (BITS - 1);
+
+    static INLINE Words shifted(const Words *words, int pair) {
+        if (BITS != 3) return words[0] >> (BITS * pair);
+        if (pair < 15) return words[pair / 5] >> (3 * (pair % 5));
+        return (words[0] >> 15 & 0x10001) | (words[1] >> 14 & 0x20002) | (words[2] >> 13 & 0x40004);
+    }
+
+#if BF16_DOT
+    __m512i table[BITS == 8 ? 4 : 1];
+
+    Codes() {
+        uint16_t values[128];
+        for (int i = 0; i < 128; i++) values[i] = bfloat16_bits(BITS == 8 ? i + 0.5f : i % (1 << BITS) - MIDDLE);
+        if (BITS == 8) {
+            uint8_t *bytes = (uint8_t *)table;
+            for (int i = 0; i < 128; i++) bytes[i] = values[i] & 255, bytes[128 + i] = values[i] >> 8;
+        } else {
+            table[0] = _mm512_loadu_si512(values);
+        }
+    }
+
+    INLINE void pairs(const uint8_t *line, __m512i *out) const {  // 16 lanes of two bfloat16
+        Words words[LINES];
+#pragma GCC unroll 3
+        for (int i = 0; i < LINES; i++) {
+            words[i] = ((const Words *)line)[i];
+            asm("" : "+v"(words[i]));  // loaded once, not once for each shift
+        }
+        if (BITS == 8) {
+            const __m512i q = (__m512i)words[0], even = _mm512_set1_epi16(255);
+            __m512i low = _mm512_permutex2var_epi8(table[0], q, table[1]);
+            __m512i high = _mm512_permutex2var_epi8(table[2], q, table[3]);
+            high = _mm512_or_si512(high, _mm512_and_si512(q, _mm512_set1_epi8(-128)));
+            out[0] = _mm512_or_si512(_mm512_and_si512(low, even), _mm512_slli_epi16(high, 8));
+            out[1] = _mm512_or_si512(_mm512_srli_epi16(low, 8), _mm512_andnot_si512(even, high));
+        } else {
+#pragma GCC unroll 16
+            for (int j = 0; j < PAIRS; j++) out[j] = _mm512_permutexvar_epi16((__m512i)shifted(words, j), table[0]);
+        }
+    }
+
+    INLINE void floats(const uint8_t *line, Floats *out) const {
+        __m512i both[PAIRS];
+        pairs(line, both);
+#pragma GCC unroll 16
+        for (int j = 0; j < PAIRS; j++) out[2 * j] = (Floats)((Words)both[j] << 16), out[2 * j + 1] = (Floats)((Words)both[j] & 0xffff0000u);
+    }
+#else
+    static INLINE Floats value(Words word) {
+        Ints code = (Ints)(word & ((1u << BITS) - 1));
+        if (BITS == 8) return __builtin_convertvector((code & 127) ^ -(code >> 7), Floats) + 0.5f;
+        return __builtin_convertvector(code, Floats) - MIDDLE;
+    }
+
+    INLINE void floats(const uint8_t *line, Floats *out) const {
+#pragma GCC unroll 16
+        for (int j = 0; j < PAIRS; j++) {
+            Words word = shifted((const Words *)line, j);
+            out[2 * j] = value(word), out[2 * j + 1] = value(word >> 16);
+        }
+    }
+#endif
+};
+
+struct Matrix : Weight {
+    static constexpr int COLUMNS = Codes::COLUMNS;
+    int64_t blocks, steps, groups, width;  // width: columns with the padding
+    Codes codes;
+
+    explicit Matrix(const Weight &weight) : Weight(weight) {
+        blocks = ceil_div(out_features, LANES);
+        steps = ceil_div(in_features, COLUMNS);
+        groups = ceil_div(in_features, group);
+        width = steps * COLUMNS;
+    }
+    INLINE const uint8_t *line(int64_t block, int64_t step) const {
+        return packed + (block * steps + step) * Codes::LINES * 64;
+    }
+    INLINE Floats scales(int64_t block, int64_t g) const {
+        int64_t place = (block * groups + g) * LANES;
+        return scale_is_float ? *(const Floats *)((const float *)scale + place) : widen(*(const Halves *)((const uint16_t *)scale + place));
+    }
+    INLINE Floats offsets(int64_t block, int64_t g) const {  // what to add to decoded values
+        Floats half = Codes::MIDDLE - Floats{};
+        if (!zero) return half - float(1 << (BITS - 1));
+        return half - widen(*(const Bytes *)(zero + (block * groups + g) * LANES));
+    }
+    bool has_offsets() const { return zero || BITS == 8; }
+};
+
+// Calls body(segment, group, first step, last step + 1) for all segments of the columns.
+template <class F> static INLINE void for_segments(const Matrix &w, F body) {
+    constexpr int COLUMNS = Codes::COLUMNS;
+    int64_t segment = 0;
+    for (int64_t g = 0; g < w.groups; g++) {
+        const int64_t end = std::min(ceil_div((g + 1) * w.group, COLUMNS), w.steps);
+        for (int64_t step = g * w.group / COLUMNS; step < end; step += SEGMENT / COLUMNS)
+            body(segment++, g, step, std::min(step + SEGMENT / COLUMNS, end));
+    }
+}

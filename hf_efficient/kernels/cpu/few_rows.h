@@ -1,0 +1,110 @@
+// Few rows of x, bound by memory: codes become bfloat16 (exactly) in registers, products are summed in float over a segment
+// of a group, the scale multiplies the sum, `(code - zero) * scale` costs one sum of x a segment.
+
+#pragma once
+#include "codes.h"
+#include "output.h"
+
+constexpr int ROWS_AT_ONCE = 8;  // rows of x that share one decoding
+constexpr int PREFETCH = 4096;   // bytes ahead in the stream of codes
+
+// totals[m] of one block for M rows of x. T is uint32_t (pairs of bfloat16) or float; ld counts T, sums are [M][ld_sums].
+template <int M, class T>
+static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums, int64_t ld_sums, Floats *totals) {
+    constexpr bool PAIRED = std::is_same<T, uint32_t>::value;
+    constexpr int TERMS = PAIRED ? Codes::PAIRS : Codes::COLUMNS;      // of a line, for one row of x
+    constexpr int CHAINS = M == 8 ? 2 : M == 4 ? 4 : 8;                // sums that do not wait for each other
+    constexpr int LINES = CHAINS > TERMS ? CHAINS / TERMS : 1;         // at once
+    for (int m = 0; m < M; m++) totals[m] = Floats{};
+    const bool correct = w.has_offsets();
+    for_segments(w, [&](int64_t segment, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
+        Floats sum[M][CHAINS] = {};
+        const uint8_t *line = w.line(block, step);
+        const T *at = x + step * TERMS;
+        auto add = [&](int chain) __attribute__((always_inline)) {
+            for (int i = 0; i < Codes::LINES; i++) __builtin_prefetch(line + PREFETCH + 64 * i);
+            if constexpr (PAIRED) {
+#if BF16_DOT
+                __m512i pairs[TERMS];
+                w.codes.pairs(line, pairs);
+#pragma GCC unroll 16
+                for (int j = 0; j < TERMS; j++)
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; m++) sum[m][(chain + j) % CHAINS] = dot(sum[m][(chain + j) % CHAINS], pairs[j], at[m * ld + j]);
+#endif
+            } else {
+                Floats values[TERMS];
+                w.codes.floats(line, values);
+#pragma GCC unroll 32
+                for (int j = 0; j < TERMS; j++)
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; m++) sum[m][(chain + j) % CHAINS] += values[j] * at[m * ld + j];
+            }
+            at += TERMS;
+            line += Codes::LINES * 64;
+        };
+        for (; step + LINES <= end; step += LINES)
+#pragma GCC unroll 4
+            for (int i = 0; i < LINES; i++) add(i * TERMS);
+        if constexpr (LINES > 1)
+            for (; step < end; step++) add(0);
+        const Floats scale = w.scales(block, g), offset = correct ? w.offsets(block, g) : Floats{};
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            Floats all = sum[m][0];
+#pragma GCC unroll 8
+            for (int chain = 1; chain < CHAINS; chain++) all += sum[m][chain];
+            if (correct) all += offset * sums[m * ld_sums + segment];
+            totals[m] += scale * all;
+        }
+    });
+}
+
+template <class T>
+static void few_rows_of_block(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums, int64_t ld_sums, int64_t rows, const Output &out) {
+    Floats totals[ROWS_AT_ONCE];
+    for (int64_t row = 0; row < rows;) {
+        const int64_t left = rows - row;
+        int count = 1;
+#define CASE(M) count = M, few_rows<M>(w, block, x + row * ld, ld, sums + row * ld_sums, ld_sums, totals)
+        if (left >= 8) CASE(8);
+        else if (left >= 4) CASE(4);
+        else if (left >= 2) CASE(2);
+        else CASE(1);
+#undef CASE
+        for (int m = 0; m < count; m++) out.store(row + m, block * LANES, totals[m]);
+        row += count;
+    }
+}
+
+// The sums of x over each segment: [rows][ld_sums].
+template <class T> static void sum_segments(const Matrix &w, const T *x, int64_t ld, int64_t rows, float *sums, int64_t ld_sums) {
+    constexpr bool PAIRED = std::is_same<T, uint32_t>::value;
+    constexpr int LENGTH = Codes::COLUMNS / (PAIRED ? 2 : 1);
+    for (int64_t row = 0; row < rows; row++)
+        for_segments(w, [&](int64_t segment, int64_t, int64_t step, int64_t end) {
+            float low[LENGTH] = {}, high[LENGTH] = {};
+            for (const T *at = x + row * ld + step * LENGTH; step < end; step++, at += LENGTH)
+                for (int i = 0; i < LENGTH; i++) {
+                    if constexpr (PAIRED) {
+                        low[i] += bfloat16_value(at[i]), high[i] += bfloat16_value(at[i] >> 16);
+                    } else {
+                        low[i] += at[i];
+                    }
+                }
+            float sum = 0;
+            for (int i = 0; i < LENGTH; i++) sum += low[i] + high[i];
+            sums[row * ld_sums + segment] = sum;
+        });
+}
+
+template <class T> static void few(const Matrix &w, const T *x, int64_t ld, int64_t rows, const Output &out) {
+    int64_t segments = 0;
+    for_segments(w, [&](int64_t, int64_t, int64_t, int64_t) { segments++; });
+    static thread_local Buffer input_sums;
+    float *sums = input_sums.get<float>(rows * segments);
+    if (w.has_offsets()) sum_segments(w, x, ld, rows, sums, segments);
+    parallel(w.blocks, [&](int64_t first, int64_t end) {
+        for (int64_t block = first; block < end; block++) few_rows_of_block(w, block, x, ld, sums, segments, rows, out);
+    });
+}

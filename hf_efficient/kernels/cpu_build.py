@@ -1,0 +1,108 @@
+"""C++ kernels (`hf_efficient/kernels/cpu`), compiled on the machine that runs them when a layer first needs them.
+
+The libraries stand in `$HF_HOME/hf_efficient/cpu` under a key of their sources, the compiler, its flags and the CPU's
+features, so a later process only loads them. They use the threads of the OpenMP runtime that torch has loaded. Where
+there is no compiler (`$CXX`, else g++, c++ or clang++), callers use torch's operators; a warning says so once.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from huggingface_hub.constants import HF_HOME
+
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "cpu"
+FLAGS = ("-O2", "-march=native", "-std=c++17", "-shared", "-fPIC")
+# Where the kernels are known to be faster than torch's operators.
+FEATURES = frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_bf16"))
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """What the CPU can do, in Linux' words; nothing on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(word for line in lines if line.startswith(("flags", "Features")) for word in line.split()[2:])
+
+
+def compiler() -> list[str] | None:
+    """The command of the C++ compiler, None if there is none."""
+    for command in [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]:
+        program, *arguments = shlex.split(command)
+        if found := shutil.which(program):
+            return [found, *arguments]
+    return None
+
+
+def openmp_runtime() -> str | None:
+    """The file of the OpenMP runtime in this process: torch's own rather than another package's."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    loaded = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
+    runtimes = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))]
+    return min(
+        runtimes, key=lambda path: (not path.startswith(str(Path(torch.__file__).parents[1])), path), default=None
+    )
+
+
+def build(name: str, command: list[str]) -> Path:
+    """The compiled library of `cpu/<name>.cpp`. Raises RuntimeError with the compiler's words."""
+    program = Path(command[0]).resolve()
+    key = hashlib.sha256(repr((command, str(program), program.stat().st_mtime_ns, sorted(cpu_features()))).encode())
+    for path in sorted(SOURCES.iterdir()):
+        key.update(path.read_bytes())
+    folder = Path(HF_HOME) / "hf_efficient" / "cpu"
+    library = folder / f"{name}-{platform.machine()}-{key.hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False)
+    except OSError:  # a home that cannot be written: this process only
+        library = Path(tempfile.mkdtemp()) / library.name
+        partial = tempfile.NamedTemporaryFile(dir=library.parent, suffix=".partial", delete=False)
+    partial.close()
+    try:
+        arguments = [*command, str(SOURCES / f"{name}.cpp"), "-o", partial.name, openmp_runtime()]
+        result = subprocess.run(arguments, capture_output=True, text=True)
+        if result.returncode:
+            raise RuntimeError(f"{shlex.join(arguments)}: {result.stderr[-2000:]}")
+        os.replace(partial.name, library)  # whole or not there, whoever else compiles it
+    finally:
+        Path(partial.name).unlink(missing_ok=True)
+    return library
+
+
+@functools.cache
+def load(name: str, **definitions: int) -> ctypes.CDLL | None:
+    """The library of `cpu/<name>.cpp` with the macros `definitions`; None where torch's operators are to be used: other
+    CPUs than `FEATURES` describes, no compiler, or one that fails."""
+    if not FEATURES <= cpu_features():
+        return None
+    command = compiler()
+    try:
+        if command is None:
+            raise RuntimeError("no C++ compiler (g++, or $CXX)")
+        macros = [f"-D{key}={value}" for key, value in definitions.items()]
+        return ctypes.CDLL(str(build(name, [*command, *FLAGS, *macros])))
+    except (OSError, RuntimeError) as reason:
+        _warn_once(str(reason))
+        return None
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning(f"hf_efficient's C++ kernels are not used, torch's slower operators are: {reason}")
