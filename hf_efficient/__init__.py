@@ -14,6 +14,9 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "WeightOnlyConfig": "hf_efficient.configs",
+    "W8A8Config": "hf_efficient.configs",
+    "BitNetConfig": "hf_efficient.configs",
+    "CalibrationConfig": "hf_efficient.configs",
     "PagedCache": "hf_efficient.cache.paged_cache",
     "SpeculativeGenerationMixin": "hf_efficient.generation.speculative",
     "enable_speculation": "hf_efficient.integrations.transformers_generation",

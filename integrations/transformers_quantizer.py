@@ -9,7 +9,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_efficient import methods
-from hf_efficient.configs import CompressionConfig, WeightOnlyConfig, module_matches
+from hf_efficient.configs import BitNetConfig, CompressionConfig, W8A8Config, WeightOnlyConfig, module_matches
 from hf_efficient.experts import (
     EfficientExperts,
     compress_experts,
@@ -22,7 +22,7 @@ from hf_efficient.integrations.heap import HeapTrimmer
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear
 
 
-CONFIGS = (WeightOnlyConfig,)
+CONFIGS = (WeightOnlyConfig, W8A8Config, BitNetConfig)
 
 
 def register() -> None:
@@ -74,14 +74,14 @@ class EfficientQuantizer(HfQuantizer):
         for name, module, config in self._targets(model):
             if not self.pre_quantized and config.needs_calibration():
                 self._plan[name] = config
-                continue
+            stays_dense = dequantize or name in self._plan
             format = config.format()
             if isinstance(module, (nn.Linear, Conv1D)):
                 transposed = isinstance(module, Conv1D)
                 width = (module.nx, module.nf) if transposed else (module.in_features, module.out_features)
                 has_bias, dtype = module.bias is not None, module.weight.dtype
                 self._weights[f"{name}.weight"] = CompressedWeight("", width[1], width[0], format), transposed
-                if not dequantize:
+                if not stays_dense:
                     new = EfficientLinear(*width, has_bias, format, dtype, "meta", transposed)
                     model.set_submodule(name, new)
             else:
@@ -90,10 +90,10 @@ class EfficientQuantizer(HfQuantizer):
                     n, k = (columns, rows) if module.is_transposed else (rows, columns)
                     weight = CompressedWeight(parameter + "_", n, k, format, experts)
                     self._weights[f"{name}.{parameter}"] = weight, module.is_transposed
-                if not dequantize:
+                if not stays_dense:
                     compress_experts(module, format)
         kind = type(self.quantization_config).__name__
-        if not self._weights and not self._plan:
+        if not self._weights:
             raise ValueError(
                 f"{type(model).__name__} has no weight that {kind}(modules_to_not_convert="
                 f"{self.quantization_config.modules_to_not_convert}, overrides={self.quantization_config.overrides}) "
@@ -153,7 +153,11 @@ class EfficientQuantizer(HfQuantizer):
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         if self.pre_quantized:
             return False
-        return param_name in self._weights or (self._tied_head is not None and param_name == self._tied_head[0])
+        return self.on_arrival(param_name) or (self._tied_head is not None and param_name == self._tied_head[0])
+
+    def on_arrival(self, name: str) -> bool:
+        """Whether `name` is a weight that is quantized as it is loaded."""
+        return name in self._weights and name.rpartition(".")[0] not in self._plan
 
     def get_quantize_ops(self) -> ConversionOps:
         return _QuantizeOnArrival(self)
@@ -216,7 +220,7 @@ class EfficientQuantizer(HfQuantizer):
         if self.pre_quantized and self.quantization_config.dequantize:
             return model
         if not self.pre_quantized:
-            missing = sorted(set(self._weights) - self._arrived)
+            missing = sorted(set(filter(self.on_arrival, self._weights)) - self._arrived)
             if missing:
                 raise ValueError(
                     f"the checkpoint has no weights for {len(missing)} of the {len(self._weights)} weights to quantize, "
@@ -239,8 +243,9 @@ class EfficientQuantizer(HfQuantizer):
             if isinstance(module, CompressedModule):
                 for weight in module.compressed_weights():
                     for name in (*weight.names().values(), weight.prefix[:-1] or "weight"):
-                        module._parameters[name].requires_grad_(False)
-                    self._heap.count(module._parameters[weight.names()["qweight"]].nbytes)
+                        if name in module._parameters:  # calibration has derived layouts already
+                            module._parameters[name].requires_grad_(False)
+                            self._heap.count(module._parameters[name].nbytes)
                 module.derive_layouts(module._parameters[weight.prefix[:-1] or "weight"].dtype)
         self._heap.flush()
         checkpoints.save_aside_then_move(model)
@@ -310,7 +315,7 @@ class _QuantizeOnArrival(ConversionOps):
             if quantizer._tied_head is not None and name == quantizer._tied_head[0]:
                 out[name] = tensor
                 name = quantizer._tied_head[1]
-            if name in quantizer._weights:
+            if quantizer.on_arrival(name):
                 config = quantizer.quantization_config.for_module(name.rpartition(".")[0])
                 out.update(quantizer.quantize(name, tensor, config))
             else:

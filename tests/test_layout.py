@@ -31,7 +31,7 @@ MAY_IMPORT = {
     },
     "cli": {"configs", "evaluation", "integrations"},
 }
-LAYER_FILES = {"layers.py", "experts.py"}
+LAYER_FILES = {"layers.py", "experts.py", "bitnet.py"}
 
 
 def sources() -> dict[Path, str]:

@@ -13,6 +13,7 @@ from hf_efficient.calibration.blocks import Block, BlockwiseModel, Chain, replac
 from hf_efficient.calibration.collect import collect
 from hf_efficient.calibration.data import model_inputs
 from hf_efficient.calibration.resume import Progress
+from hf_efficient.calibration.static_ranges import observe
 from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.experts import compress_experts, expert_weight_names, is_fused_experts
 from hf_efficient.formats.transformed import TransformedFormat
@@ -159,7 +160,7 @@ class _Driver:
         if not block.formats:
             return
         in_chain = block.chain is not None
-        needs = {name: getattr(methods.get_method(s.method_name()), "NEEDS", ()) for name, s in block.schemes.items()}
+        needs = {name: _observed(scheme) for name, scheme in block.schemes.items()}
         batches = len(self.followed.batches)
         if any(needs.values()) or (self.transforms and in_chain):
             self._say(block.name, "statistics")
@@ -173,6 +174,8 @@ class _Driver:
         if in_chain and any(getattr(scheme, "refine", False) for scheme in block.schemes.values()):
             self._say(block.name, "refinement")
             self.refine(block, dense)
+        for name, ranges in observe(block, batches).items():
+            block.tensors[name].update(ranges)
         self._replace(block)
 
     def _quantize(self, block: Block, batches: int) -> None:
@@ -253,6 +256,12 @@ class _Driver:
                 self._put_linear(linear, format, tensors)
         chain.modules[index].load_state_dict(state)
         self.bar.update()
+
+
+def _observed(scheme) -> tuple[str, ...]:
+    """What the method of a config is told of the inputs."""
+    method = methods.get_method(scheme.method_name())
+    return (*method.NEEDS, *getattr(method, "USES", ()))
 
 
 def _stages(block: Block) -> list[list[str]]:

@@ -89,7 +89,9 @@ class CompressionConfig(QuantizationConfigMixin):
         """The config of the module called `name`, with the first matching override applied; None: leave it as it is."""
         for pattern, fields in self.overrides.items():
             if module_matches(pattern, name):
-                return None if fields is None else type(self)(**{**self.scheme(), **fields})
+                if fields is None:
+                    return None
+                return type(self)(**{**self.scheme(), **fields}, calibration=self.calibration)
         return self
 
     def scheme(self) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class WeightOnlyConfig(CompressionConfig):
             one scale for the whole tensor. On CPU 8 bits are fast per channel (-1), 4 bits for multiples of 32.
         symmetric: no stored zero point, the middle of the grid is zero. False stores an integer zero point per group.
         method: how the codes are chosen; a file of `hf_efficient/methods`: "rtn" (round to nearest), "mse" (clipped for
-            the least squared error), "hqq" and "kmeans" need no data; "gptq" and "awq" need `calibration`.
+            the least squared error), "hqq" and "kmeans" need no data, though "mse" and "kmeans" are better with it; "gptq"
+            and "awq" need `calibration`.
         codebook: codes are entries of a table instead of points of a grid: "nf4" and "fp4" (4 bits) or "kmeans" (learned).
         double_quantization: store the scales of a codebook in 8 bits, too (QLoRA).
         rotate: spread outliers by random Hadamard rotations (QuIP, QuaRot), undone on the input where they cannot be
@@ -141,4 +142,5 @@ class WeightOnlyConfig(CompressionConfig):
 
     def needs_calibration(self):
         method = importlib.import_module(f"hf_efficient.methods.{self.method_name()}")
-        return bool(self.refine or self.mixed_precision or getattr(method, "NEEDS", ()))
+        uses = self.calibration is not None and getattr(method, "USES", ())
+        return bool(self.refine or self.mixed_precision or method.NEEDS or uses)

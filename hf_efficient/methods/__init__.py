@@ -2,6 +2,7 @@
 
 FORMATS  the `Format` classes it serves
 NEEDS    what it must know of the inputs: () or names of `LinearInputs` attributes, for example ("hessian",)
+USES     what it does without, but better with (optional)
 quantize(weight [N, K] float, format, inputs: LinearInputs | None) -> the canonical tensors of `format`
 
 Files that begin with an underscore are shared by methods.

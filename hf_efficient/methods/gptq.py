@@ -8,7 +8,9 @@ than round to nearest keeps the latter."""
 
 import torch
 
-from hf_efficient.formats import AffineFormat
+from hf_efficient.formats import AffineFormat, Format
+from hf_efficient.formats.codebook import CodebookFormat
+from hf_efficient.methods import _codebook
 from hf_efficient.methods._feedback import Feedback, output_error
 from hf_efficient.methods._grid import (
     Grid,
@@ -23,13 +25,13 @@ from hf_efficient.methods._grid import (
 from hf_efficient.methods.mse import clipped_grid
 
 
-FORMATS = (AffineFormat,)
+FORMATS = (AffineFormat, CodebookFormat)
 NEEDS = ("hessian",)
 _ELEMENTS_AT_ONCE = 1 << 16
 
 
 def quantize(
-    weight: torch.Tensor, format: AffineFormat, inputs=None, damping: float = 0.01, act_order: bool = True
+    weight: torch.Tensor, format: Format, inputs=None, damping: float = 0.01, act_order: bool = True
 ) -> dict[str, torch.Tensor]:
     """weight [N, K] (float16, bfloat16 or float32) -> canonical tensors of `format`, the scale in the weight's dtype.
 
@@ -42,6 +44,8 @@ def quantize(
         ValueError: for NaN or infinite values in the weight or the Hessian, or without a Hessian."""
     if inputs is None or inputs.hessian is None:
         raise ValueError("gptq needs the Hessian of the inputs: inputs.hessian is None")
+    if isinstance(format, CodebookFormat):
+        return _codebook.quantize(weight, format, inputs, damping)
     hessian = inputs.hessian.to(weight.device)
     nearest = covering_grid(weight, format)
     feedback = Feedback(hessian, damping, act_order)

@@ -12,6 +12,7 @@ from hf_efficient.formats.codebook import CodebookFormat
 
 FORMATS = (CodebookFormat,)
 NEEDS = ()
+USES = ("mean_square",)
 _ELEMENTS_AT_ONCE = 1 << 19  # bounds the float64 copies of a weight
 _ITERATIONS = 30
 _CUTS = 64  # pieces of a row in the search for a start

@@ -12,6 +12,7 @@ from hf_efficient.methods._search import GridSearch
 
 FORMATS = (AffineFormat,)
 NEEDS = ()
+USES = ("mean_square",)
 _ELEMENTS_AT_ONCE = 1 << 16  # the search passes over a piece a hundred times: keep it in the cache
 _SHRINK = [0.93**step for step in range(1, 15)]  # of the width of the range; the last one keeps 36 %
 _SIDES = (0.0, 0.25, 0.5, 0.75, 1.0)  # the share of what is cut that comes off the upper end
