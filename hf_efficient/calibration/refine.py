@@ -1,11 +1,12 @@
-"""Tunes the numbers of a quantized block together, by gradient on what the block gives: scales, zero points and rounding
-(BRECQ, https://arxiv.org/abs/2102.05426; SignRound, https://arxiv.org/abs/2309.05516; EfficientQAT's first phase,
+"""Tunes the numbers of a quantized block together, by gradient on what the block gives: scales and rounding (BRECQ,
+https://arxiv.org/abs/2102.05426; SignRound, https://arxiv.org/abs/2309.05516; EfficientQAT's first phase,
 https://arxiv.org/abs/2407.11062).
 
 A weight is `scale * (clamp(round(u) + zero_point, 0, levels) - zero_point)`. Tuned are u (in steps of the grid, so that a
-new scale moves no code), the logarithm of the scale, and the zero point, each on the float32 line and rounded as it will be
-stored; gradients pass the rounding as if it were not there (straight through). A method's codes are kept at the start: u is
-the weight, moved into the interval that rounds to its code.
+new scale moves no code) and the logarithm of the scale, both in float32 and rounded as they will be stored; gradients pass
+the rounding as if it were not there (straight through). A method's codes are kept at the start: u is the weight, moved into
+the interval that rounds to its code. Zero points stay: a step moves all that the range cuts off at once, and tuning them by
+gradient measured no better (2 bits, group 64, a block of SmolLM2: 0.61 of the error at the start, without 0.58).
 """
 
 import math
@@ -23,7 +24,7 @@ from hf_efficient.kernels.hadamard import rotate, unrotate_weight
 logger = logging.get_logger(__name__)
 
 EPOCHS = 2
-CODE_RATE, SCALE_RATE, ZERO_RATE = 2e-3, 4e-3, 1e-2  # Adam's, in steps of the grid, relative, and in steps
+CODE_RATE, SCALE_RATE = 2e-3, 4e-3  # of Adam, in steps of the grid and relative
 _MARGIN = 0.49  # how far u may start from its code
 
 
@@ -66,10 +67,10 @@ def _tune(block: Block, targets: list[torch.Tensor], weights: list["_TunedWeight
     batches = len(targets)
     steps = max(1, round(epochs * batches))
     parameters = [
-        {"params": [parameter for weight in weights for parameter in weight.parameters(kind)], "lr": rate}
-        for kind, rate in (("codes", CODE_RATE), ("log_scale", SCALE_RATE), ("zero", ZERO_RATE))
+        {"params": [weight.codes for weight in weights], "lr": CODE_RATE},
+        {"params": [weight.log_scale for weight in weights], "lr": SCALE_RATE},
     ]
-    optimizer = torch.optim.Adam([group for group in parameters if group["params"]], betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.Adam(parameters, betas=(0.9, 0.95), fused=True)
     warmup = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
@@ -114,21 +115,11 @@ class _TunedWeight:
         def grouped(x):
             return F.pad(x.float(), (0, -self.columns % width)).unflatten(1, (-1, width))
 
-        zero = tensors.get("zero_point", torch.full_like(self.scale, (self.affine.levels + 1) / 2)).float()
-        codes = grouped(self.affine.unpack(tensors["qweight"], self.columns))
+        self.zero = tensors.get("zero_point", torch.full_like(self.scale, (self.affine.levels + 1) / 2)).float()
+        codes = grouped(self.affine.unpack(tensors["qweight"], self.columns)).sub_(self.zero[..., None])
         exact = grouped(weight).div_(self.scale[..., None])
-        lowest = torch.where(
-            codes == 0, -math.inf, -_MARGIN
-        )  # what the range cuts off may lie beyond it, and pulls at it
-        highest = torch.where(codes == self.affine.levels, math.inf, _MARGIN)
-        codes -= zero[..., None]
-        self.codes = (codes + (exact - codes).clamp(lowest, highest)).requires_grad_()
+        self.codes = (codes + (exact - codes).clamp_(-_MARGIN, _MARGIN)).requires_grad_()
         self.log_scale = torch.zeros_like(self.scale).requires_grad_()
-        self.zero = zero.requires_grad_(not self.affine.symmetric)
-
-    def parameters(self, kind: str) -> list[torch.Tensor]:
-        parameter = getattr(self, kind)
-        return [parameter] if parameter.requires_grad else []
 
     def _stored_scale(self) -> torch.Tensor:
         return self.scale * self.log_scale.exp()
@@ -142,9 +133,8 @@ class _TunedWeight:
         return weight
 
     def __call__(self) -> torch.Tensor:
-        rows = self.codes.shape[0]
-        scale, zero = (t.expand(rows, -1) for t in (self._stored_scale(), self.zero))  # one scale a tensor: [1, 1]
-        weight = _FakeQuantize.apply(self.codes, scale, zero, self.affine.levels, self.dtype)
+        scale = self._stored_scale().expand(len(self.codes), -1)  # one scale a tensor: [1, 1]
+        weight = _FakeQuantize.apply(self.codes, scale, self.zero, self.affine.levels, self.dtype)
         weight = weight.flatten(1)[:, : self.columns]
         if self.format is self.affine:
             return weight.to(self.dtype)
@@ -157,20 +147,18 @@ class _TunedWeight:
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
         """The canonical tensors."""
-        levels = self.affine.levels
-        zero = self.zero.round().clamp_(0, levels)
-        codes = (self.codes.round() + zero[..., None]).clamp_(0, levels).to(torch.uint8).flatten(1)[:, : self.columns]
-        found = {**self.start, "qweight": self.affine.pack(codes), "scale": self._stored_scale().to(self.dtype)}
-        return found if self.affine.symmetric else {**found, "zero_point": zero.to(torch.uint8)}
+        codes = _clamped(self.codes.round(), self.zero[..., None], self.affine.levels) + self.zero[..., None]
+        codes = codes.to(torch.uint8).flatten(1)[:, : self.columns]
+        return {**self.start, "qweight": self.affine.pack(codes), "scale": self._stored_scale().to(self.dtype)}
 
 
 class _FakeQuantize(torch.autograd.Function):
-    """codes float32 [N, G, g] in signed steps, scale and zero float32 [N, G] -> float32 weight [N, G, g], rounded as the
-    canonical tensors will be."""
+    """codes float32 [N, G, g] in signed steps, scale float32 [N, G], zero (integers in float32, [N, G] or [1, 1]) -> float32
+    weight [N, G, g], rounded as the canonical tensors will be."""
 
     @staticmethod
     def forward(ctx, codes, scale, zero, levels, dtype):
-        scale, zero = scale.to(dtype).float()[..., None], zero.round().clamp_(0, levels)[..., None]
+        scale, zero = scale.to(dtype).float()[..., None], zero[..., None]
         ctx.save_for_backward(codes, scale, zero)
         ctx.levels = levels
         return _clamped(codes.round(), zero, levels).mul_(scale)
@@ -180,11 +168,7 @@ class _FakeQuantize(torch.autograd.Function):
         codes, scale, zero = ctx.saved_tensors
         rounded = codes.round()
         clamped = _clamped(rounded, zero, ctx.levels)
-        inside = clamped == rounded
-        of_scale = (gradient * clamped).sum(-1)
-        of_codes = gradient * scale
-        of_zero = -(of_codes * ~inside).sum(-1)  # a range that moves up by a step moves what it cuts off down
-        return of_codes.mul_(inside), of_scale, of_zero, None, None
+        return gradient * scale * (clamped == rounded), (gradient * clamped).sum(-1), None, None, None
 
 
 def _clamped(rounded: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
