@@ -62,6 +62,9 @@ def calibrate(
     return {name: _scheme_of(plan[name], format) for name, format in driver.formats.items()}
 
 
+STATISTICS_TOKENS = 1 << 15
+
+
 class _Driver:
     def __init__(self, model, plan, config, tokenizer, transforms, refine):
         self.model, self.plan, self.transforms, self.refine = model, plan, transforms, refine
@@ -165,12 +168,12 @@ class _Driver:
         if any(needs.values()) or (self.transforms and in_chain):
             self._say(block.name, "statistics")
             hessian = any("hessian" in names for names in needs.values())
-            block.statistics = collect(block.run, batches, block.linears, block.experts, hessian)
+            block.statistics = self._collect(block, block.linears, hessian, experts=block.experts)
             for transform in self.transforms if in_chain else ():
                 self._say(block.name, transform.__module__.rpartition(".")[2])
                 transform(block)
         self._say(block.name, "weights")
-        self._quantize(block, batches)
+        self._quantize(block)
         if in_chain and any(getattr(scheme, "refine", False) for scheme in block.schemes.values()):
             self._say(block.name, "refinement")
             self.refine(block, dense)
@@ -178,7 +181,7 @@ class _Driver:
             block.tensors[name].update(ranges)
         self._replace(block)
 
-    def _quantize(self, block: Block, batches: int) -> None:
+    def _quantize(self, block: Block) -> None:
         """Linears of methods that say SEQUENTIAL see the rounding of those called before them in the same block."""
         for name, module in block.experts.items():
             for weight in expert_weight_names(module):
@@ -186,20 +189,28 @@ class _Driver:
         for position, stage in enumerate(_stages(block)):
             if position and any(self._is_sequential(block, name) for name in stage):
                 self._say(block.name, "statistics")
-                block.statistics.update(self._collect_again(block, stage, batches))
+                block.statistics.update(self._collect_again(block, stage))
                 self._say(block.name, "weights")
             for name in stage:
                 inputs, transform = block.statistics.get(name), block.transforms.get(name)
                 weight = _matrix(block.linears[name])
                 block.tensors[name] = self._numbers(name, block, name, weight, inputs, transform)
 
-    def _collect_again(self, block: Block, names: list[str], batches: int) -> dict[str, Any]:
+    def _collect(self, block: Block, linears, hessian: bool, **options) -> dict[str, Any]:
+        """Statistics of as many batches as make `STATISTICS_TOKENS`, evenly spread; of all where tokens are shared out among
+        experts."""
+        routed = block.experts or any(".experts." in name for name in block.linears)
+        tokens = 0 if routed else sum(states.shape[:-1].numel() for states in block.inputs)
+        chosen = range(len(self.followed.batches))[:: max(1, tokens // STATISTICS_TOKENS)]
+        return collect(lambda index: block.run(chosen[index]), len(chosen), linears, hessian=hessian, **options)
+
+    def _collect_again(self, block: Block, names: list[str]) -> dict[str, Any]:
         """Statistics of some linears while those that have their numbers compute with them."""
         done = [name for name in block.linears if name in block.tensors]
         hessian = any(block.statistics[name].hessian is not None for name in names)
         with replaced_forwards([block.linears[name] for name in done], lambda i: _quantized_forward(block, done[i])):
             wanted = {name: block.linears[name] for name in names}
-            return collect(block.run, batches, wanted, hessian=hessian, others=block.statistics)
+            return self._collect(block, wanted, hessian, others=block.statistics)
 
     def _is_sequential(self, block: Block, name: str) -> bool:
         return getattr(methods.get_method(block.schemes[name].method_name()), "SEQUENTIAL", False)

@@ -30,9 +30,9 @@ class TransformedFormat(Format):
         """The weight that acts on the plain x: products of the transforms are taken in float32."""
         weight = self.inner.dequantize(tensors, in_features, torch.float32 if self._own() else dtype)
         if self.rotation:
-            weight = unrotate_weight(weight, tensors["rotation_signs"])
+            weight = unrotate_weight(weight, tensors["rotation_signs"][..., None, :])
         if self.input_scale:
-            weight = weight * tensors["input_scale"].float()
+            weight = weight * tensors["input_scale"][..., None, :].float()
         return weight.to(dtype)
 
     def layout(self, tensors, in_features, dtype):

@@ -36,14 +36,14 @@ def unrotate_weight(weight: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """weight [..., K] R^T: the inverse of `rotate`.
 
     Raises:
-        ValueError: where `signs` is not [K].
+        ValueError: where `signs` is not [K] (or [..., 1, K], for stacked weights).
     """
     _check(weight, signs)
     return _transform(weight, transposed=True) * signs
 
 
 def _check(x: torch.Tensor, signs: torch.Tensor) -> None:
-    if signs.shape != x.shape[-1:]:
+    if signs.shape[-1:] != x.shape[-1:]:
         raise ValueError(f"signs {tuple(signs.shape)} do not fit {x.shape[-1]} columns: expected ({x.shape[-1]},)")
 
 
