@@ -4,8 +4,10 @@ import sys
 
 import pytest
 from helpers import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_efficient.cli import main
+from hf_efficient.formats import AffineFormat
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +68,37 @@ def test_run_prints_only_json_and_writes_the_report(tiny_folder, tmp_path):
     assert speculation["rows_equal_to_plain_generation"] == 2, "float32: speculation is lossless"
     assert speculation["tokens_per_step"] >= 1
     assert sorted(path.name for path in output.iterdir()) == ["model_card.md", "plot.png", "report.json", "report.md"]
+
+
+def test_quantize_saves_what_from_pretrained_loads(tiny_folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("The river runs past the old mill, past the bridge and into the sea. " * 30)
+    output = tmp_path / "quantized"
+    command = ["quantize", str(tiny_folder), "--output", str(output), "--bits", "4", "--group-size", "32"]
+    command += ["--method", "awq", "--calibration", str(text), "--num-samples", "4", "--sequence-length", "32"]
+    assert main(command) == 0, capsys.readouterr().err
+    assert "MB of weights" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.model.layers[0].mlp.down_proj.format == AffineFormat(4, 32, False)
+    saved = json.loads((output / "config.json").read_text())["quantization_config"]
+    assert (saved["method"], saved["calibration"]["num_samples"]) == ("awq", 4)
+    assert AutoTokenizer.from_pretrained(output)("mill").input_ids
+    assert main(command) == 1 and "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bits", "4", "--config", "{}"], "--config and --bits exclude each other"),
+        (["--config", "{"], "neither a JSON file nor JSON"),
+        (["--config", '{"quant_method": "gptq"}'], "efficient_weight_only"),
+        (["--method", "magic"], "method='magic'"),
+        (["--num-samples", "4"], "--num-samples describes calibration text"),
+        (["--method", "gptq"], "calibration=None"),
+        (["--method", "gptq", "--calibration", "no/such.txt"], "does not exist"),
+    ],
+)
+def test_quantize_names_bad_arguments_and_writes_nothing(arguments, message, tiny_folder, tmp_path, capsys):
+    assert main(["quantize", str(tiny_folder), "--output", str(tmp_path / "out"), *arguments]) == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
