@@ -24,7 +24,7 @@ from huggingface_hub.constants import HF_HOME
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-O2", "-march=native", "-std=c++17", "-shared", "-fPIC")
+FLAGS = ("-O2", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
 # Where the kernels are known to be faster than torch's operators.
 FEATURES = frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_bf16"))
 

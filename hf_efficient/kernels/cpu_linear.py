@@ -18,9 +18,8 @@ from hf_efficient.kernels.codes import pack_codes, unpack_codes
 
 LANES = 16
 COLUMNS = {2: 16, 3: 32, 4: 8, 8: 4}  # of the weight in a line
-# Beyond these numbers of rows (tokens) weights are decoded once for all of them. Measured by benchmarks/cpu_linear.py.
-FEW_ROWS = {torch.bfloat16: 24, torch.float32: 32, torch.float16: 32}
-_ELEMENTS_AT_ONCE = 1 << 21  # of a weight in float32 between its decoding and torch's product
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ELEMENTS_AT_ONCE = 1 << 21  # of a weight in float32 on its way to another dtype
 
 
 class _Weight(ctypes.Structure):
@@ -35,6 +34,13 @@ class _Weight(ctypes.Structure):
         ("group", ctypes.c_int64),
         ("scale_is_float", ctypes.c_int64),
     ]
+
+
+@functools.lru_cache(65536)  # the op makes a layout for each call
+def _weight(*fields) -> tuple[_Weight, int]:
+    """(the structure, its address)"""
+    weight = _Weight(*fields)
+    return weight, ctypes.addressof(weight)
 
 
 def _places(bits: int):
@@ -84,7 +90,7 @@ class Kernel:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self.linear, self.dequantize = library.hf_linear, library.hf_dequantize
         self.linear.restype = self.dequantize.restype = None
-        self.linear.argtypes = [pointer, pointer, integer, pointer, pointer, ctypes.c_int, ctypes.c_int]
+        self.linear.argtypes = [pointer, pointer, integer, pointer, pointer, ctypes.c_int]
         self.dequantize.argtypes = [pointer, integer, integer, pointer, integer]
 
 
@@ -109,13 +115,10 @@ class CompiledLinear:
         self.packed, self.scale, self.zero_point = packed, scale, zero_point
         self.layout = stored, group, out_features, in_features
         self.out_features, self.in_features, self.bits, self.dtype = out_features, in_features, bits, dtype
-        self.kernel, self.few_rows = kernel(stored), FEW_ROWS[dtype]
+        self.kernel = kernel(stored)
         zero = None if zero_point is None else zero_point.data_ptr()
-        scale_is_float = scale.dtype is torch.float32
-        self.weight = _Weight(
-            packed.data_ptr(), scale.data_ptr(), zero, out_features, in_features, group, scale_is_float
-        )
-        self.address = ctypes.addressof(self.weight)
+        places = packed.data_ptr(), scale.data_ptr(), zero
+        self.weight, self.address = _weight(*places, out_features, in_features, group, scale.dtype is torch.float32)
         self.tensors = {"packed": packed, "packed_scale": scale}
         if zero_point is not None:
             self.tensors["packed_zero"] = zero_point
@@ -125,7 +128,7 @@ class CompiledLinear:
         """From canonical tensors; None where the kernels do not serve them or are not to be had."""
         out_features, groups = qweight.shape[0], scale.shape[1]
         stored = stored_bits(bits, groups, group_size)
-        if dtype not in FEW_ROWS or stored is None or kernel(stored) is None:
+        if dtype not in DTYPES or stored is None or kernel(stored) is None:
             return None
         if zero_point is None and stored != bits:
             zero_point = torch.full(scale.shape, 2 ** (bits - 1), dtype=torch.uint8)
@@ -145,10 +148,9 @@ class CompiledLinear:
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The product without autograd, x in the layout's dtype."""
         dtype = x.dtype
-        if dtype is not self.dtype or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"x is {dtype} {tuple(x.shape)}, the layout is for {self.dtype} [..., {self.in_features}]"
-            )
+        if dtype is not self.dtype or x.shape[-1] != self.in_features or not x.is_cpu:
+            given = f"{dtype} {tuple(x.shape)} on {x.device}"
+            raise ValueError(f"x is {given}, the layout is for {self.dtype} [..., {self.in_features}] on a CPU")
         if bias is not None and (bias.dtype is not dtype or not bias.is_contiguous()):
             return self.product(x, None).add_(bias)
         if dtype is torch.float16:
@@ -156,41 +158,17 @@ class CompiledLinear:
         return self._product(x, bias)
 
     def _product(self, x, bias):
-        rows = x.numel() // self.in_features
-        few = rows <= self.few_rows
-        if not few and x.dtype is torch.float32:
-            return self._decode_and_multiply(x.reshape(rows, self.in_features), bias).view(
-                *x.shape[:-1], self.out_features
-            )
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], self.out_features)
         self.kernel.linear(
             self.address,
             x.data_ptr(),
-            rows,
+            x.numel() // self.in_features,
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             x.dtype is torch.float32,
-            not few,
         )
         return y
-
-    def _tiles(self):
-        """(first row, last row + 1, the transposed weight float32 [K, rows]), so few that they stay in the cache."""
-        step = max(1, _ELEMENTS_AT_ONCE // (LANES * self.in_features))
-        blocks = -(-self.out_features // LANES)
-        for first in range(0, blocks, step):
-            last = min(blocks, first + step)
-            start, end = first * LANES, min(last * LANES, self.out_features)
-            tile = torch.empty(self.in_features, end - start)
-            self.kernel.dequantize(self.address, first, last, tile.data_ptr(), end - start)
-            yield start, end, tile
-
-    def _decode_and_multiply(self, x, bias):
-        y = x.new_empty(len(x), self.out_features)
-        for start, end, tile in self._tiles():
-            torch.mm(x, tile, out=y[:, start:end])
-        return y if bias is None else y.add_(bias)
 
     def dequantize(self) -> torch.Tensor:
         """The weight [N, K]."""
@@ -200,8 +178,13 @@ class CompiledLinear:
     def decode(self) -> torch.Tensor:
         """The weight [N, K], which no compiler may trace."""
         weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
-        for start, end, tile in self._tiles():
-            weight[start:end] = tile.t()
+        blocks = len(self.packed)
+        step = max(1, _ELEMENTS_AT_ONCE // (LANES * self.in_features))
+        for first in range(0, blocks, step):
+            rows = weight[first * LANES : (first + step) * LANES]
+            tile = torch.empty(self.in_features, len(rows))
+            self.kernel.dequantize(self.address, first, min(blocks, first + step), tile.data_ptr(), len(rows))
+            rows.copy_(tile.t())
         return weight
 
     def qweight(self) -> torch.Tensor:

@@ -41,7 +41,7 @@ struct Codes {
         }
     }
 
-    INLINE void pairs(const uint8_t *line, __m512i *out) const {  // 16 lanes of two bfloat16
+    INLINE void decode(const uint8_t *line, Pairs *out) const {  // 16 lanes of two bfloat16
         Words words[LINES];
 #pragma GCC unroll 3
         for (int i = 0; i < LINES; i++) {
@@ -53,19 +53,19 @@ struct Codes {
             __m512i low = _mm512_permutex2var_epi8(table[0], q, table[1]);
             __m512i high = _mm512_permutex2var_epi8(table[2], q, table[3]);
             high = _mm512_or_si512(high, _mm512_and_si512(q, _mm512_set1_epi8(-128)));
-            out[0] = _mm512_or_si512(_mm512_and_si512(low, even), _mm512_slli_epi16(high, 8));
-            out[1] = _mm512_or_si512(_mm512_srli_epi16(low, 8), _mm512_andnot_si512(even, high));
+            out[0].bits = _mm512_or_si512(_mm512_and_si512(low, even), _mm512_slli_epi16(high, 8));
+            out[1].bits = _mm512_or_si512(_mm512_srli_epi16(low, 8), _mm512_andnot_si512(even, high));
         } else {
 #pragma GCC unroll 16
-            for (int j = 0; j < PAIRS; j++) out[j] = _mm512_permutexvar_epi16((__m512i)shifted(words, j), table[0]);
+            for (int j = 0; j < PAIRS; j++) out[j].bits = _mm512_permutexvar_epi16((__m512i)shifted(words, j), table[0]);
         }
     }
 
-    INLINE void floats(const uint8_t *line, Floats *out) const {
-        __m512i both[PAIRS];
-        pairs(line, both);
+    INLINE void decode(const uint8_t *line, Floats *out) const {
+        Pairs both[PAIRS];
+        decode(line, both);
 #pragma GCC unroll 16
-        for (int j = 0; j < PAIRS; j++) out[2 * j] = (Floats)((Words)both[j] << 16), out[2 * j + 1] = (Floats)((Words)both[j] & 0xffff0000u);
+        for (int j = 0; j < PAIRS; j++) out[2 * j] = (Floats)((Words)both[j].bits << 16), out[2 * j + 1] = (Floats)((Words)both[j].bits & 0xffff0000u);
     }
 #else
     static INLINE Floats value(Words word) {
@@ -74,7 +74,7 @@ struct Codes {
         return __builtin_convertvector(code, Floats) - MIDDLE;
     }
 
-    INLINE void floats(const uint8_t *line, Floats *out) const {
+    INLINE void decode(const uint8_t *line, Floats *out) const {
 #pragma GCC unroll 16
         for (int j = 0; j < PAIRS; j++) {
             Words word = shifted((const Words *)line, j);

@@ -6,40 +6,42 @@
 #include "output.h"
 
 constexpr int ROWS_AT_ONCE = 8;  // rows of x that share one decoding
-constexpr int PREFETCH = 4096;   // bytes ahead in the stream of codes
+constexpr int BLOCKS_AT_ONCE = BITS == 3 ? 1 : 2;  // of W that share one load of x; 32 columns of 3 bits fill the registers
 
-// totals[m] of one block for M rows of x. T is uint32_t (pairs of bfloat16) or float; ld counts T, sums are [M][ld_sums].
-template <int M, class T>
-static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums, int64_t ld_sums, Floats *totals) {
+// totals[m][b] of BLOCKS neighbouring blocks for M rows of x. T is uint32_t (pairs of bfloat16) or float; ld counts T, sums
+// are [M][ld_sums].
+template <int M, int BLOCKS, class T>
+static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums, int64_t ld_sums, Floats (*totals)[BLOCKS]) {
     constexpr bool PAIRED = std::is_same<T, uint32_t>::value;
-    constexpr int TERMS = PAIRED ? Codes::PAIRS : Codes::COLUMNS;      // of a line, for one row of x
-    constexpr int CHAINS = M == 8 ? 2 : M == 4 ? 4 : 8;                // sums that do not wait for each other
-    constexpr int LINES = CHAINS > TERMS ? CHAINS / TERMS : 1;         // at once
-    for (int m = 0; m < M; m++) totals[m] = Floats{};
+    constexpr int TERMS = PAIRED ? Codes::PAIRS : Codes::COLUMNS;  // of a line, for one row of x
+    constexpr int CHAINS = std::min(4, 16 / (M * BLOCKS));         // sums that do not wait for each other
+    constexpr int LINES = CHAINS > TERMS ? CHAINS / TERMS : 1;     // at once
+    const int64_t stride = w.line(1, 0) - w.line(0, 0);
+    for (int m = 0; m < M; m++)
+        for (int b = 0; b < BLOCKS; b++) totals[m][b] = Floats{};
     const bool correct = w.has_offsets();
     for_segments(w, [&](int64_t segment, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
-        Floats sum[M][CHAINS] = {};
+        Floats sum[M][BLOCKS][CHAINS] = {};
         const uint8_t *line = w.line(block, step);
         const T *at = x + step * TERMS;
         auto add = [&](int chain) __attribute__((always_inline)) {
-            for (int i = 0; i < Codes::LINES; i++) __builtin_prefetch(line + PREFETCH + 64 * i);
-            if constexpr (PAIRED) {
-#if BF16_DOT
-                __m512i pairs[TERMS];
-                w.codes.pairs(line, pairs);
-#pragma GCC unroll 16
-                for (int j = 0; j < TERMS; j++)
-#pragma GCC unroll 8
-                    for (int m = 0; m < M; m++) sum[m][(chain + j) % CHAINS] = dot(sum[m][(chain + j) % CHAINS], pairs[j], at[m * ld + j]);
-#endif
-            } else {
-                Floats values[TERMS];
-                w.codes.floats(line, values);
-#pragma GCC unroll 32
-                for (int j = 0; j < TERMS; j++)
-#pragma GCC unroll 8
-                    for (int m = 0; m < M; m++) sum[m][(chain + j) % CHAINS] += values[j] * at[m * ld + j];
+            typename std::conditional<PAIRED, Pairs, Floats>::type values[BLOCKS][TERMS];
+#pragma GCC unroll 2
+            for (int b = 0; b < BLOCKS; b++) {
+                // the same line of the next blocks, to the second-level cache: for short rows up to 1.7 times as fast as a
+                // fixed distance
+                for (int i = 0; i < Codes::LINES; i++) __builtin_prefetch(line + (b + BLOCKS) * stride + 64 * i, 0, 2);
+                w.codes.decode(line + b * stride, values[b]);
             }
+#pragma GCC unroll 32
+            for (int j = 0; j < TERMS; j++)
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                    for (int b = 0; b < BLOCKS; b++) {
+                        Floats &to = sum[m][b][(chain + j) % CHAINS];
+                        to = dot(to, values[b][j], at[m * ld + j]);
+                    }
             at += TERMS;
             line += Codes::LINES * 64;
         };
@@ -48,31 +50,35 @@ static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t 
             for (int i = 0; i < LINES; i++) add(i * TERMS);
         if constexpr (LINES > 1)
             for (; step < end; step++) add(0);
-        const Floats scale = w.scales(block, g), offset = correct ? w.offsets(block, g) : Floats{};
+#pragma GCC unroll 2
+        for (int b = 0; b < BLOCKS; b++) {
+            const Floats scale = w.scales(block + b, g), offset = correct ? w.offsets(block + b, g) : Floats{};
 #pragma GCC unroll 8
-        for (int m = 0; m < M; m++) {
-            Floats all = sum[m][0];
-#pragma GCC unroll 8
-            for (int chain = 1; chain < CHAINS; chain++) all += sum[m][chain];
-            if (correct) all += offset * sums[m * ld_sums + segment];
-            totals[m] += scale * all;
+            for (int m = 0; m < M; m++) {
+                Floats all = sum[m][b][0];
+#pragma GCC unroll 4
+                for (int chain = 1; chain < CHAINS; chain++) all += sum[m][b][chain];
+                if (correct) all += offset * sums[m * ld_sums + segment];
+                totals[m][b] += scale * all;
+            }
         }
     });
 }
 
-template <class T>
-static void few_rows_of_block(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums, int64_t ld_sums, int64_t rows, const Output &out) {
-    Floats totals[ROWS_AT_ONCE];
+template <int BLOCKS, class T>
+static void few_rows_of_blocks(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums, int64_t ld_sums, int64_t rows, const Output &out) {
+    Floats totals[ROWS_AT_ONCE][BLOCKS];
     for (int64_t row = 0; row < rows;) {
         const int64_t left = rows - row;
         int count = 1;
-#define CASE(M) count = M, few_rows<M>(w, block, x + row * ld, ld, sums + row * ld_sums, ld_sums, totals)
+#define CASE(M) count = M, few_rows<M, BLOCKS>(w, block, x + row * ld, ld, sums + row * ld_sums, ld_sums, totals)
         if (left >= 8) CASE(8);
         else if (left >= 4) CASE(4);
         else if (left >= 2) CASE(2);
         else CASE(1);
 #undef CASE
-        for (int m = 0; m < count; m++) out.store(row + m, block * LANES, totals[m]);
+        for (int m = 0; m < count; m++)
+            for (int b = 0; b < BLOCKS; b++) out.store(row + m, (block + b) * LANES, totals[m][b]);
         row += count;
     }
 }
@@ -104,7 +110,11 @@ template <class T> static void few(const Matrix &w, const T *x, int64_t ld, int6
     static thread_local Buffer input_sums;
     float *sums = input_sums.get<float>(rows * segments);
     if (w.has_offsets()) sum_segments(w, x, ld, rows, sums, segments);
-    parallel(w.blocks, [&](int64_t first, int64_t end) {
-        for (int64_t block = first; block < end; block++) few_rows_of_block(w, block, x, ld, sums, segments, rows, out);
+    parallel(ceil_div(w.blocks, BLOCKS_AT_ONCE), [&](int64_t unit, int64_t end) {
+        for (; unit < end; unit++) {
+            const int64_t block = unit * BLOCKS_AT_ONCE;
+            if (block + BLOCKS_AT_ONCE <= w.blocks) few_rows_of_blocks<BLOCKS_AT_ONCE>(w, block, x, ld, sums, segments, rows, out);
+            else few_rows_of_blocks<1>(w, block, x, ld, sums, segments, rows, out);
+        }
     });
 }

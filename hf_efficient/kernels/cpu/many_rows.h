@@ -21,7 +21,7 @@ static void dequantize_tile(const Matrix &w, int64_t block, int blocks, int64_t 
             const Floats scale = w.scales(block + b, g), offset = w.offsets(block + b, g);
             for (step = std::max(step, first), end = std::min(end, last); step < end; step++) {
                 Floats values[Codes::COLUMNS];
-                w.codes.floats(w.line(block + b, step), values);
+                w.codes.decode(w.line(block + b, step), values);
                 __m512i *to = tile + (step - first) * Codes::PAIRS * blocks + b;
 #pragma GCC unroll 16
                 for (int j = 0; j < Codes::PAIRS; j++) {
@@ -43,7 +43,7 @@ static INLINE void tile_product(const uint32_t *x, int64_t ld, const __m512i *ti
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-            for (int b = 0; b < BLOCKS; b++) sum[m][b] = dot(sum[m][b], tile[b], x[m * ld + k]);
+            for (int b = 0; b < BLOCKS; b++) sum[m][b] = dot(sum[m][b], Pairs{tile[b]}, x[m * ld + k]);
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4

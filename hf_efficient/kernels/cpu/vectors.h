@@ -69,11 +69,19 @@ static INLINE float bfloat16_value(uint16_t half) {
     return value;
 }
 
+static INLINE Floats dot(Floats sum, Floats values, float x) { return sum + values * x; }
+
 #if BF16_DOT
-// sum + both products of each lane's pair of bfloat16 with the pair `x`
-static INLINE Floats dot(Floats sum, __m512i pairs, uint32_t x) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(x));
+struct Pairs {  // of bfloat16
+    __m512i bits;
+};
+
+// sum + both products of each lane's pair with the pair `x`
+static INLINE Floats dot(Floats sum, Pairs pairs, uint32_t x) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs.bits, (__m512bh)_mm512_set1_epi32(x));
 }
+#else
+struct Pairs {};
 #endif
 
 struct Buffer {  // of a thread, kept between calls
