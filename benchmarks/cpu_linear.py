@@ -5,8 +5,9 @@
 Layers of SmolLM2-135M and of an 8B model in bfloat16, 1 to 1024 tokens. Every contender rotates over copies of its weight
 that do not fit the last-level cache together, and the contenders take turns, so that a change of the machine's speed meets
 all of them. Times are medians with quartiles in microseconds; GB/s are bytes of the weight over the median, beside the
-bandwidth at which all threads read memory, measured first. `INT4_NATIVE_ROWS` and `INT8_NATIVE_ROWS` of
-hf_efficient.kernels.linear follow from the crossings reported at the end.
+bandwidth at which all threads read memory, measured first. "int4" and "int8" are what a layer uses: C++ kernels where they
+can be compiled; "int4 torch" and "int8 torch" are what it uses elsewhere, from torch's operators. `INT4_NATIVE_ROWS` and
+`INT8_NATIVE_ROWS` of hf_efficient.kernels.linear follow from the crossings reported at the end.
 """
 
 import argparse
@@ -22,13 +23,14 @@ import torch.nn.functional as F
 
 from hf_efficient.evaluation import environment
 from hf_efficient.kernels import activation_linear
-from hf_efficient.kernels.linear import Int4CpuLinear, Int8CpuLinear
+from hf_efficient.kernels.codes import packed_width
+from hf_efficient.kernels.linear import Int4CpuLinear, Int8CpuLinear, device_layout
 
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = [(576, 576), (1536, 576), (576, 1536), (4096, 4096)]  # out_features, in_features
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512, 1024)
-ROTATE_BYTES = 64e6  # twice the last-level cache of most machines that are not servers
+ROTATE_BYTES = 128e6  # four times the last-level cache of most machines that are not servers
 SECONDS_A_CASE = 0.3
 GROUP = 64
 
@@ -44,14 +46,28 @@ def read_bandwidth() -> float:
     return data.nbytes / min(times) / 1e9
 
 
-def int4(n: int, k: int) -> Int4CpuLinear:
+def compiled(bits: int):
+    """What a layer of `bits` bits computes with: groups with zero points, 8 bits per channel and symmetric."""
+
+    def make(n: int, k: int):
+        codes = torch.randint(0, 256, (n, packed_width(k, bits)), dtype=torch.uint8)
+        group = -1 if bits == 8 else GROUP
+        scale = torch.rand(n, 1 if bits == 8 else k // GROUP).bfloat16()
+        zero_point = None if bits == 8 else torch.randint(0, 2**bits, scale.shape, dtype=torch.uint8)
+        arguments = dict(bits=bits, group_size=group, in_features=k, dtype=torch.bfloat16)
+        return device_layout(codes, scale, zero_point, **arguments)
+
+    return make
+
+
+def int4_torch(n: int, k: int) -> Int4CpuLinear:
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
     scale = torch.rand(n, k // GROUP).bfloat16()
     zero_point = torch.randint(0, 16, scale.shape, dtype=torch.uint8)
     return Int4CpuLinear(codes, scale, zero_point, 4, GROUP, k, torch.bfloat16)
 
 
-def int8(n: int, k: int) -> Int8CpuLinear:
+def int8_torch(n: int, k: int) -> Int8CpuLinear:
     codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
     return Int8CpuLinear(codes, torch.rand(n, 1).bfloat16(), None, torch.bfloat16)
 
@@ -91,16 +107,21 @@ def bitsandbytes_nf4(n: int, k: int):
     return layer.to(torch.bfloat16).to("cpu")
 
 
-BYTES_A_WEIGHT = {"bf16": 2, "int8": 1, "w8a8": 1, "torchao int8": 1, "torchao w8a8": 1}
-INT4_BYTES = 0.5 + 4 / GROUP
+BYTES_A_WEIGHT = {"bf16": 2, "int8": 1, "w8a8": 1, "torchao int8": 1, "torchao w8a8": 1, "int8 torch": 1}
+BYTES_A_WEIGHT |= {f"int{bits}": bits / 8 + 3 / GROUP for bits in (2, 3, 4)}
+INT4_BYTES = 0.5 + 4 / GROUP  # torch's operators
 CONTENDERS = {  # name -> (make, method of the object to time; None: the object itself)
     "bf16": (bf16, None),
-    "int4": (int4, None),
-    "int4 native": (int4, "native"),
-    "int4 dequantize": (int4, "many_rows"),
-    "int8": (int8, None),
-    "int8 native": (int8, "native"),
-    "int8 dequantize": (int8, "many_rows"),
+    "int2": (compiled(2), None),
+    "int3": (compiled(3), None),
+    "int4": (compiled(4), None),
+    "int8": (compiled(8), None),
+    "int4 torch": (int4_torch, None),
+    "int4 torch native": (int4_torch, "native"),
+    "int4 torch dequantize": (int4_torch, "many_rows"),
+    "int8 torch": (int8_torch, None),
+    "int8 torch native": (int8_torch, "native"),
+    "int8 torch dequantize": (int8_torch, "many_rows"),
     "w8a8": (w8a8, None),
     "torch int4pack": (torch_int4pack, None),
     "torchao int8": (torchao("Int8WeightOnlyConfig"), None),
@@ -198,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
         },
         "load_average": os.getloadavg(),
         "read_bandwidth_gb_s": round(bandwidth, 2),
-        "native_up_to_rows": {name: crossing(records, name) for name in ("int4", "int8")},
+        "native_up_to_rows": {name: crossing(records, f"{name} torch") for name in ("int4", "int8")},
         "results": records,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
