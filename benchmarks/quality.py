@@ -4,7 +4,7 @@
     python benchmarks/quality.py --table          # the table and the plot of what has been measured, beside the peers
 
 SmolLM2-135M-Instruct, all linears but the head, 24 windows of 1,024 tokens of Wikipedia articles, and 12 of news stories
-that no method was calibrated on. Calibration: 128 windows of 512 tokens of other articles. Every row is made and measured in a
+that no method was calibrated on. Calibration, for every method that can use it: 128 windows of 512 tokens of other articles. Every row is made and measured in a
 process of its own (time and peak memory are those of `from_pretrained`), and stands in the results when it is done: a run
 can be repeated row by row. Differences to bf16 are paired by window, their standard errors stand beside them. Bits of a
 weight count codes, scales, zero points and whatever else is stored. FILE: int64 [rows, length], .safetensors or .pt (read
@@ -57,10 +57,15 @@ def rows() -> dict[str, dict | None]:
     table["nf4 g64"] = weight_only(4, 64, codebook="nf4")
     table["nf4 g64 double quantization"] = weight_only(4, 64, codebook="nf4", double_quantization=True)
     table["fp4 g64"] = weight_only(4, 64, codebook="fp4")
+    table["kmeans 4 bits g64"] = weight_only(4, 64, codebook="kmeans")
+    table["kmeans 4 bits g64 gptq"] = weight_only(4, 64, codebook="kmeans", method="gptq")
     table["kmeans 4 bits channel"] = weight_only(4, -1, codebook="kmeans")
     table["kmeans 3 bits channel"] = weight_only(3, -1, codebook="kmeans")
     for method in ("absmax", "zeropoint", "smoothquant", "llm_int8"):
         table[f"w8a8 int8 {method}"] = w8a8(method=method)
+    rotated = {"o_proj": {"rotate": True}, "down_proj": {"rotate": True}}
+    table["w8a8 int8 smoothquant, o and down rotated"] = w8a8(method="smoothquant", overrides=rotated)
+    table["w8a8 int8 llm_int8, 16 columns"] = w8a8(method="llm_int8", outlier_columns=16)
     table["w8a8 int8 absmax static"] = w8a8(method="absmax", activations="static")
     table["w8a8 int8 smoothquant static"] = w8a8(method="smoothquant", activations="static")
     table["w8a8 fp8 dynamic"] = w8a8(dtype="fp8")
