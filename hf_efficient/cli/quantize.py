@@ -22,7 +22,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     for flag, text in (
         ("--double-quantization", "store the scales of a codebook in 8 bits"),
         ("--rotate", "spread outliers by Hadamard rotations"),
-        ("--refine", "tune scales, zero points and rounding on block outputs"),
+        ("--refine", "tune scales and rounding on block outputs"),
         ("--mixed-precision", "give each layer the bits it needs, --bits on average"),
         ("--quantize-lm-head", "also quantize the output embedding"),
     ):

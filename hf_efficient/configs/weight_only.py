@@ -39,7 +39,7 @@ class WeightOnlyConfig(CompressionConfig):
         double_quantization: store the scales of a codebook in 8 bits, too (QLoRA).
         rotate: spread outliers by random Hadamard rotations (QuIP, QuaRot), undone on the input where they cannot be
             folded into other weights.
-        refine: after each block, tune scales, zero points and rounding by gradient on the block's outputs.
+        refine: after each block, tune scales and rounding by gradient on the block's outputs.
         mixed_precision: give each layer as many bits as it needs, `bits` on average.
         modules_to_not_convert: globs (see `module_matches`) of modules to leave as they are, in addition to the output
             embedding and what is tied to it.
