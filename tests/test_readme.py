@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_efficient.evaluation import report
 
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+TEXT = "The river runs past the old mill, past the bridge and into the sea, where ships wait for the tide. " * 60
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -21,32 +23,51 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.S | re.M)
 
 
+@pytest.fixture(scope="module")
+def shallow_model(sample_model, tmp_path_factory):
+    """The first three blocks of the sample model, for what takes time with every block."""
+    folder = tmp_path_factory.mktemp("shallow")
+    config = AutoConfig.from_pretrained(sample_model, num_hidden_layers=3)
+    AutoModelForCausalLM.from_pretrained(sample_model, config=config, dtype="auto").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(sample_model).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_python_examples_run_one_after_another(sample_model, tmp_path, monkeypatch, capsys):
+def test_python_examples_run_one_after_another(sample_model, shallow_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "calibration.txt").write_text(TEXT)
     namespace = {"__name__": "readme"}
     for number, block in enumerate(blocks("python")):
+        if "CalibrationConfig" in block:
+            namespace["model_id"] = str(shallow_model)
         exec(compile(block.replace(MODEL_ID, str(sample_model)), f"README block {number}", "exec"), namespace)
     assert "Paris" in capsys.readouterr().out
     assert type(namespace["plain"].model.layers[0].mlp.up_proj).__name__ == "Linear", "dequantize() gave plain layers"
     assert len(namespace["answers"]) == 2
     assert namespace["mixed"].model.layers[1].mlp.down_proj.format.bits == 8
+    assert namespace["small"].model.layers[0].mlp.down_proj.format.bits == 3
+    assert type(namespace["both"].model.layers[0].mlp.down_proj.format).__name__ != "AffineFormat"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_commands_run(sample_model, tmp_path):
+def test_commands_run(sample_model, shallow_model, tmp_path):
     commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("hf-efficient")]
     assert commands
+    (tmp_path / "calibration.txt").write_text(TEXT)
     for command in commands:
-        words = shlex.split(command.replace(MODEL_ID, str(sample_model)))
+        model = shallow_model if command.startswith("hf-efficient quantize") else sample_model
+        words = shlex.split(command.replace(MODEL_ID, str(model)))
+        small = ["--windows", "2", "--new-tokens", "4", "--repeats", "1"] if words[1] == "run" else []
         words = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())", *words[1:]]
-        small = ["--windows", "2", "--new-tokens", "4", "--repeats", "1"]
         result = subprocess.run([*words, *small], cwd=tmp_path, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
-        assert "| int4 group 64 |" in result.stdout
-        assert (tmp_path / "report" / "model_card.md").is_file()
+        if small:
+            assert "| int4 group 64 |" in result.stdout
+    assert (tmp_path / "report" / "model_card.md").is_file()
+    assert (tmp_path / "smollm2-awq" / "model.safetensors").is_file()
 
 
 def test_make_targets_named_in_the_readme_exist():
