@@ -44,6 +44,7 @@ def rows() -> dict[str, dict | None]:
                 if group == 64 or (bits == 4 and method in ("rtn", "gptq", "awq")):
                     table[f"int{bits} g{group} {method}"] = weight_only(bits, group, method=method)
             table[f"int{bits} g{group} gptq refine"] = weight_only(bits, group, method="gptq", refine=True)
+    table["int8 channel gptq"] = weight_only(8, -1, symmetric=True, method="gptq")
     table["int4 g64 rtn symmetric"] = weight_only(4, 64, symmetric=True)
     table["int4 channel gptq"] = weight_only(4, -1, method="gptq")
     table["int4 g64 awq refine"] = weight_only(4, 64, method="awq", refine=True)
