@@ -23,12 +23,12 @@ from hf_efficient.kernels.hadamard import rotate, unrotate_weight
 
 logger = logging.get_logger(__name__)
 
-EPOCHS = 2
+EPOCHS, EPOCHS_AT_2_BITS = 1, 2  # the coarser the grid, the longer it goes on gaining
 CODE_RATE, SCALE_RATE = 2e-3, 4e-3  # of Adam, in steps of the grid and relative
 _MARGIN = 0.49  # how far u may start from its code
 
 
-def refine_block(block: Block, targets: list[torch.Tensor], epochs: float = EPOCHS, seed: int = 0) -> None:
+def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None = None, seed: int = 0) -> None:
     """Replaces the numbers in `block.tensors` of the linears with `refine=True` in an affine format (transformed inputs
     included); the others compute with the numbers they have, and fused experts with their original weights.
 
@@ -38,7 +38,7 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float = EPOC
 
     Args:
         targets: what the original model gives after the block, [B, T, H] for each batch.
-        epochs: passes over the batches.
+        epochs: passes over the batches; by default one, two where a linear has 2 bits.
         seed: of the order of the batches.
     """
     tuned, forwards = {}, {}
@@ -52,6 +52,9 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float = EPOC
             forwards[name] = _computes_with(module, lambda weight=weight: weight)
     if not tuned:
         return
+    if epochs is None:
+        bits = min(getattr(block.formats[name], "inner", block.formats[name]).bits for name in tuned)
+        epochs = EPOCHS_AT_2_BITS if bits == 2 else EPOCHS
     names = list(block.linears)
     with replaced_forwards(block.linears.values(), lambda i: forwards[names[i]]):
         before = _mean_loss(block, targets)
