@@ -17,7 +17,7 @@ from hf_efficient.experts import (
     expert_weight_names,
     is_fused_experts,
 )
-from hf_efficient.integrations import calibrated_loading, checkpoints
+from hf_efficient.integrations import calibrated_loading, checkpoints, transformers_bitnet
 from hf_efficient.integrations.heap import HeapTrimmer
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear
 
@@ -33,6 +33,7 @@ def register() -> None:
         auto.AUTO_QUANTIZER_MAPPING[config.name] = EfficientQuantizer
         if config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
             auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (config,)
+    transformers_bitnet.register()
 
 
 class EfficientQuantizer(HfQuantizer):
@@ -47,7 +48,7 @@ class EfficientQuantizer(HfQuantizer):
         return all(weight.experts is None for weight, _ in self._weights.values())
 
     def is_serializable(self) -> bool:
-        return True
+        return not transformers_bitnet.has_norms(self.quantization_config)
 
     def validate_environment(self, *args, **kwargs):
         if self.quantization_config.dequantize and not self.pre_quantized:
@@ -67,6 +68,9 @@ class EfficientQuantizer(HfQuantizer):
                 )
         self._checkpoint_files, self._uses_device_map = checkpoint_files, device_map is not None
         self._arrived, self._tied_head, self._heap = set(), None, HeapTrimmer()
+        # of a checkpoint of transformers' BitNetQuantConfig, the modules that it holds in ternary form
+        self._is_bitnet = getattr(self.quantization_config, "source", None) is not None
+        ternary = transformers_bitnet.settle_modules(self.quantization_config, model) if self._is_bitnet else None
         self._prepare_head(model)
         self._weights = {}  # full name of a weight -> (CompressedWeight, whether the original is transposed)
         self._plan = {}  # full name of a module that is compressed after loading -> its config
@@ -99,6 +103,8 @@ class EfficientQuantizer(HfQuantizer):
                 f"{self.quantization_config.modules_to_not_convert}, overrides={self.quantization_config.overrides}) "
                 "would quantize: it needs nn.Linear, Conv1D or fused expert weights that are not excluded"
             )
+        if self._is_bitnet:
+            transformers_bitnet.prepare(self, model, ternary)
         if self._plan:
             calibrated_loading.check(self.quantization_config, self._plan, device_map)
 
@@ -206,6 +212,8 @@ class EfficientQuantizer(HfQuantizer):
             if isinstance(c, WeightConverter)
             and any(t.rpartition(".")[2] in leaves and t.rpartition(".")[2] != "weight" for t in c.target_patterns)
         ]
+        if self._is_bitnet:
+            return transformers_bitnet.conversions(self, model, weight_conversions)
         if self.pre_quantized:
             checkpoints.check(self._checkpoint_files, self._weights, weight_conversions, model)
             if not self.quantization_config.dequantize:
@@ -217,6 +225,8 @@ class EfficientQuantizer(HfQuantizer):
         return weight_conversions + [WeightConverter(rf"\.{leaf}", f".{leaf}", [_Resave()]) for leaf in leaves]
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if self._is_bitnet:
+            transformers_bitnet.finish(model)
         if self.pre_quantized and self.quantization_config.dequantize:
             return model
         if not self.pre_quantized:
@@ -252,6 +262,8 @@ class EfficientQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model, dtype=None):
+        if transformers_bitnet.has_norms(self.quantization_config):
+            raise ValueError(f"dequantize(): {transformers_bitnet.NO_PLACE_FOR_NORMS}")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         offloaded = [n for n, m in model.named_modules() if isinstance(m, CompressedModule) and m.is_offloaded]
         if offloaded:
