@@ -110,7 +110,9 @@ def _quantization(config: str) -> dict:
             raise ValueError(f"--config {config!r}: expected a JSON object of WeightOnlyConfig arguments")
     checked = WeightOnlyConfig(**arguments)
     group = {-1: "per channel", None: "per tensor"}.get(checked.group_size, f"group {checked.group_size}")
-    return {"name": f"int{checked.bits} {group}", "quantization": checked.to_dict()}
+    kind = f"int{checked.bits}" if checked.codebook is None else f"{checked.codebook} {checked.bits} bits"
+    method = "" if checked.method == "rtn" else f" {checked.method}"
+    return {"name": f"{kind} {group}{method}", "quantization": checked.to_dict()}
 
 
 def _lines(path: str) -> list[str]:

@@ -180,7 +180,7 @@ def _model_card(content: dict, licence: str | None) -> str:
         for key, value in variant["quantization"].items()
         if key in ("bits", "group_size", "symmetric", "method")
         or value
-        and key in ("overrides", "modules_to_not_convert")
+        and key in ("codebook", "double_quantization", "rotate", "overrides", "modules_to_not_convert")
     }
     recipe = ", ".join(f"{key}={value!r}" for key, value in arguments.items()).replace("'", '"')
     template = importlib.resources.files("hf_efficient.model_cards") / "TEMPLATE.md"
