@@ -47,7 +47,8 @@ def package_files() -> set[str]:
         ("kernels/flash-paged/torch-ext/flash_paged", "hf_efficient/kernels/flash_paged"),
         ("kernels/efficient-linear/torch-ext/efficient_linear", "hf_efficient/kernels/efficient_linear"),
     ):
-        files |= {f"{installed}/{path.relative_to(ROOT / folder)}" for path in (ROOT / folder).rglob("*.py")}
+        paths = [path for kind in ("py", "cpp", "h") for path in (ROOT / folder).rglob(f"*.{kind}")]
+        files |= {f"{installed}/{path.relative_to(ROOT / folder)}" for path in paths}
     return files | {"hf_efficient/model_cards/TEMPLATE.md"}
 
 
