@@ -4,7 +4,7 @@
     python benchmarks/quality.py --table          # the table and the plot of what has been measured, beside the peers
 
 SmolLM2-135M-Instruct, all linears but the head, 24 windows of 1,024 tokens of Wikipedia articles, and 12 of news stories
-that no method was calibrated on. Calibration, for every method that can use it: 128 windows of 512 tokens of other articles. Every row is made and measured in a
+that no method was calibrated on. Calibration, for every method that can use it: windows of 512 tokens of other articles. Every row is made and measured in a
 process of its own (time and peak memory are those of `from_pretrained`), and stands in the results when it is done: a run
 can be repeated row by row. Differences to bf16 are paired by window, their standard errors stand beside them. Bits of a
 weight count codes, scales, zero points and whatever else is stored. FILE: int64 [rows, length], .safetensors or .pt (read
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=["*"], help="globs of row names")
     parser.add_argument("--tokens")
     parser.add_argument("--calibration-tokens")
+    parser.add_argument("--calibration-windows", type=int, default=128)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--missing", action="store_true", help="only rows that the output does not hold")
@@ -175,6 +176,7 @@ def main() -> None:
     for name, path in (("wikipedia", options.tokens), ("calibration", options.calibration_tokens)):
         if path:
             tensors[name] = read_tokens(path)[: WINDOWS.get(name)]
+    tensors["calibration"] = tensors["calibration"][: options.calibration_windows]
     done = json.loads(options.output.read_text()) if options.output.is_file() else {}
     chosen = [name for name in rows() if any(fnmatch.fnmatch(name, pattern) for pattern in options.rows)]
     if "bf16" not in done and "bf16" not in chosen:
@@ -188,7 +190,8 @@ def main() -> None:
             command = [sys.executable, __file__, "--one", name, "--tokens", str(tokens), "--output", str(result)]
             if subprocess.run(command).returncode:
                 sys.exit(f"{name} failed")
-            row = {"config": rows()[name], **json.loads(result.read_text())}
+            row = {"config": rows()[name], "calibration_windows": len(tensors["calibration"])}
+            row |= json.loads(result.read_text())
             for text in ("wikipedia", "news"):
                 base = torch.tensor((row if name == "bf16" else done["bf16"])[text]["nll"]).double()
                 difference = perplexity.paired_difference(torch.tensor(row[text]["nll"]).double(), base)
