@@ -33,7 +33,8 @@ from hf_efficient.layers import PLACEHOLDER_SHAPE
 _SUPPORTED = "transformers 5.23"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 NO_PLACE_FOR_NORMS = (
-    "the norms that a BitNet checkpoint with use_rms_norm=True has inside its linear layers have no place here"
+    "this checkpoint has norms inside its linear layers (use_rms_norm=True), which neither our config nor an ordinary model "
+    "has a place for"
 )
 
 

@@ -48,7 +48,9 @@ class EfficientQuantizer(HfQuantizer):
         return all(weight.experts is None for weight, _ in self._weights.values())
 
     def is_serializable(self) -> bool:
-        return not transformers_bitnet.has_norms(self.quantization_config)
+        if transformers_bitnet.has_norms(self.quantization_config):
+            raise ValueError(f"save_pretrained(): {transformers_bitnet.NO_PLACE_FOR_NORMS}")
+        return True
 
     def validate_environment(self, *args, **kwargs):
         if self.quantization_config.dequantize and not self.pre_quantized:

@@ -180,11 +180,11 @@ def test_norms_inside_of_the_layers(kind, checkpoint, tmp_path):
     assert_close_logits(ours, theirs, torch.float32)
     names = {n for n in ours.state_dict() if "rms_norm" in n}
     assert len(names) == 14 and names == {n for n in theirs.state_dict() if "rms_norm" in n}
-    with pytest.raises(ValueError, match="not serializable"):
+    with pytest.raises(ValueError, match=r"save_pretrained\(\): .* norms inside its linear layers"):
         ours.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="have no place"):
+    with pytest.raises(ValueError, match=r"dequantize\(\): .* norms inside its linear layers"):
         ours.dequantize()
-    with pytest.raises(ValueError, match="dequantize=True.*have no place"):
+    with pytest.raises(ValueError, match="dequantize=True: .* norms inside its linear layers"):
         load(folder, config=BitNetConfig(dequantize=True))
 
 
