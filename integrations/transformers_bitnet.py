@@ -32,10 +32,7 @@ from hf_efficient.layers import PLACEHOLDER_SHAPE
 
 _SUPPORTED = "transformers 5.23"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-NO_PLACE_FOR_NORMS = (
-    "this checkpoint has norms inside its linear layers (use_rms_norm=True), which neither our config nor an ordinary model "
-    "has a place for"
-)
+NO_PLACE_FOR_NORMS = "an ordinary model has no place for the norms inside the linear layers (rms_norm_eps)"
 
 
 def register() -> None:
@@ -73,9 +70,8 @@ def _read_bitnet_as_ours(original):
 
 
 def has_norms(config) -> bool:
-    """Whether `config` read a checkpoint with use_rms_norm=True, which no config of ours describes yet."""
-    source = getattr(config, "source", None)
-    return source is not None and source["use_rms_norm"]
+    """Whether the layers of a model with this config normalise their inputs."""
+    return getattr(config, "rms_norm_eps", None) is not None
 
 
 def is_online(source: dict) -> bool:
@@ -129,29 +125,30 @@ def settle_modules(config: BitNetConfig, model) -> set[str]:
     return ternary
 
 
-def prepare(quantizer, model, ternary: set[str]) -> None:
-    """Checks that `quantizer` took exactly the modules called `ternary`, and gives them the norms of `use_rms_norm`, of the
-    class that transformers uses.
-
-    Raises:
-        ValueError: it took others, or dequantize=True with such norms.
-    """
+def check_targets(quantizer, ternary: set[str]) -> None:
+    """Raises ValueError unless `quantizer` took exactly the modules called `ternary`."""
     taken = {name.rpartition(".")[0] for name in quantizer._weights}
     if different := sorted(taken ^ ternary):
         raise ValueError(
             f"{different[0]} is {'not ' if different[0] in taken else ''}ternary in the checkpoint, which hf_efficient "
             "cannot represent for this module: load the checkpoint without BitNetConfig"
         )
-    if not has_norms(quantizer.quantization_config):
+
+
+def attach_norms(quantizer, model) -> None:
+    """Gives the compressed modules the norms that the config has (`rms_norm_eps`), of the class that transformers uses.
+    Raises ValueError for dequantize=True with such norms."""
+    config = quantizer.quantization_config
+    if not has_norms(config):
         return
-    if quantizer.quantization_config.dequantize:
+    if config.dequantize:
         raise ValueError(f"dequantize=True: {NO_PLACE_FOR_NORMS}")
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    for name in ternary:
-        module = model.get_submodule(name)
+    for name in quantizer._weights:
+        module = model.get_submodule(name.rpartition(".")[0])
         with torch.device("meta"):
-            norm = LlamaRMSNorm(module.in_features, eps=quantizer.quantization_config.source["rms_norm_eps"])
+            norm = LlamaRMSNorm(module.in_features, eps=config.rms_norm_eps)
         attach_input_norm(module, norm.to(module.weight.dtype))
 
 

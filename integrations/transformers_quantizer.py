@@ -48,8 +48,6 @@ class EfficientQuantizer(HfQuantizer):
         return all(weight.experts is None for weight, _ in self._weights.values())
 
     def is_serializable(self) -> bool:
-        if transformers_bitnet.has_norms(self.quantization_config):
-            raise ValueError(f"save_pretrained(): {transformers_bitnet.NO_PLACE_FOR_NORMS}")
         return True
 
     def validate_environment(self, *args, **kwargs):
@@ -106,7 +104,8 @@ class EfficientQuantizer(HfQuantizer):
                 "would quantize: it needs nn.Linear, Conv1D or fused expert weights that are not excluded"
             )
         if self._is_bitnet:
-            transformers_bitnet.prepare(self, model, ternary)
+            transformers_bitnet.check_targets(self, ternary)
+        transformers_bitnet.attach_norms(self, model)
         if self._plan:
             calibrated_loading.check(self.quantization_config, self._plan, device_map)
 

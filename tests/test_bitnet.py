@@ -146,6 +146,7 @@ def test_config():
     assert config.for_module("a.k_proj").format() == TernaryFormat() and config.for_module("a.down_proj") is None
     for arguments, message in (
         (dict(per_channel=1), "per_channel=1"),
+        (dict(rms_norm_eps=0), "rms_norm_eps=0"),
         (dict(bits=2), "no argument 'bits'"),
         (dict(overrides={"x": {"dense": 2}}), "dense=2"),
         (dict(calibration={}), "calibration"),

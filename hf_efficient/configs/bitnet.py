@@ -22,6 +22,8 @@ class BitNetConfig(CompressionConfig):
     Args:
         per_channel: one scale a row instead of the paper's one a weight.
         dense: keep five weights in a byte (1.6 bits) instead of four (2 bits) on disk.
+        rms_norm_eps: each ternary layer normalises its input first, by a child `rms_norm` with this epsilon (None: it does
+            not), as `hf_efficient.bitnet.BitLinear(rms_norm=True)` does.
         modules_to_not_convert, overrides, quantize_lm_head, dequantize, version: as in `WeightOnlyConfig`.
 
     Raises:
@@ -36,6 +38,7 @@ class BitNetConfig(CompressionConfig):
         self,
         per_channel: bool = False,
         dense: bool = False,
+        rms_norm_eps: float | None = None,
         modules_to_not_convert: list[str] | None = None,
         overrides: dict[str, Any] | list | None = None,
         quantize_lm_head: bool = False,
@@ -45,6 +48,9 @@ class BitNetConfig(CompressionConfig):
     ):
         if unknown.get("calibration") is not None:
             raise ValueError(unsupported("calibration", unknown["calibration"], "None: ternarising needs no data"))
+        if rms_norm_eps is not None and not (isinstance(rms_norm_eps, float) and rms_norm_eps > 0):
+            raise ValueError(unsupported("rms_norm_eps", rms_norm_eps, "None or a positive float"))
+        self.rms_norm_eps = rms_norm_eps
         super().__init__(
             {"per_channel": per_channel, "dense": dense},
             modules_to_not_convert=modules_to_not_convert,
@@ -58,7 +64,7 @@ class BitNetConfig(CompressionConfig):
     @classmethod
     def of_checkpoint(cls, saved: dict[str, Any], asked: "BitNetConfig | None" = None) -> "BitNetConfig":
         """For reading a checkpoint whose config.json holds `saved`, the dict of a `BitNetQuantConfig`: `asked` (or the default)
-        with the modules that the checkpoint left as they are, and `source` set.
+        with the modules that the checkpoint left as they are, its norms, and `source` set.
 
         Raises:
             ValueError: `saved` is of another method, or `asked` wants one scale a row, which the checkpoint lacks."""
@@ -68,9 +74,16 @@ class BitNetConfig(CompressionConfig):
         if asked.per_channel:
             raise ValueError(unsupported("per_channel", True, "False for a checkpoint with one scale a weight"))
         kept = [*(saved.get("modules_to_not_convert") or ()), *(asked.modules_to_not_convert or ())]
-        config = cls(**{**asked.to_dict(), "modules_to_not_convert": kept or None, "dequantize": asked.dequantize})
-        config.source = {field: saved.get(field, default) for field, default in SOURCE_FIELDS.items()}
+        source = {field: saved.get(field, default) for field, default in SOURCE_FIELDS.items()}
+        own = {"modules_to_not_convert": kept or None, "dequantize": asked.dequantize}
+        own["rms_norm_eps"] = float(source["rms_norm_eps"]) if source["use_rms_norm"] else None
+        config = cls(**{**asked.to_dict(), **own})
+        config.source = source
         return config
+
+    @classmethod
+    def _fields(cls):
+        return (*super()._fields(), "rms_norm_eps")
 
     @classmethod
     def scheme_error(cls, scheme):
