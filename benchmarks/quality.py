@@ -14,6 +14,7 @@ without unpickling objects); without it the windows come from `sample_text()`.
 import argparse
 import fnmatch
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -191,6 +192,7 @@ def main() -> None:
             if subprocess.run(command).returncode:
                 sys.exit(f"{name} failed")
             row = {"config": rows()[name], "calibration_windows": len(tensors["calibration"])}
+            row["load_average"] = os.getloadavg()[1]  # of 2 cores: time taken on a busy machine is longer
             row |= json.loads(result.read_text())
             for text in ("wikipedia", "news"):
                 base = torch.tensor((row if name == "bf16" else done["bf16"])[text]["nll"]).double()
