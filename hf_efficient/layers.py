@@ -1,5 +1,6 @@
 """Modules that hold compressed weights: `EfficientLinear` here, fused experts in `hf_efficient.experts`."""
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,11 @@ def placeholder(dtype: torch.dtype, device) -> nn.Parameter:
     """Tells other code a layer's dtype and device; in a checkpoint its shape makes every loader without hf_efficient fail
     instead of running on garbage."""
     return nn.Parameter(torch.zeros(PLACEHOLDER_SHAPE, dtype=dtype, device=device), requires_grad=False)
+
+
+_DERIVING = (
+    threading.RLock()
+)  # several threads may make the first forward; not a module's own, which is copied and pickled
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,16 @@ class CompressedModule(nn.Module):
     def derive_layouts(self, dtype: torch.dtype) -> None:
         """Derives the layouts for inputs of `dtype` on the device the weights are on, and drops `qweight` where the layout
         replaces it. Does nothing when they are there already or the weights are elsewhere."""
+        if len(self._layouts) < len(self._compressed):
+            with _DERIVING:
+                self._derive_missing(dtype)
+
+    def _derive_missing(self, dtype: torch.dtype) -> None:
         for prefix, weight in self._compressed.items():
             if prefix in self._layouts or self.is_offloaded or self._parameters[prefix + "qweight"].is_meta:
                 continue
-            layouts = self._layouts[prefix] = self._derive(weight, dtype)
+            layouts = self._derive(weight, dtype)
+            self._layouts[prefix] = layouts
             if self._as_list(layouts)[0].replaces_qweight:
                 del self._parameters[prefix + "qweight"]  # gone, not None: PEFT asks hasattr
                 for name, tensor in self._layout_tensors(prefix).items():

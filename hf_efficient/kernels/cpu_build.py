@@ -5,6 +5,7 @@ features, so a later process only loads them. They use the threads of the OpenMP
 there is no compiler (`$CXX`, else g++, c++ or clang++), callers use torch's operators; a warning says so once.
 """
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -24,7 +25,7 @@ from huggingface_hub.constants import HF_HOME
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-O2", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
+FLAGS = ("-O2", "-march=native", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")
 # Where the kernels are known to be faster than torch's operators.
 FEATURES = frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_bf16"))
 
@@ -53,15 +54,19 @@ def openmp_runtime() -> str | None:
     lines = Path("/proc/self/maps").read_text().splitlines()
     loaded = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
     runtimes = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))]
-    return min(
-        runtimes, key=lambda path: (not path.startswith(str(Path(torch.__file__).parents[1])), path), default=None
-    )
+    package = Path(torch.__file__).resolve().parent
+    own = (f"{package}/", f"{package}.libs/")  # wheels keep it in either
+    return min(runtimes, key=lambda path: (not path.startswith(own), path), default=None)
 
 
 def build(name: str, command: list[str]) -> Path:
     """The compiled library of `cpu/<name>.cpp`. Raises RuntimeError with the compiler's words."""
     program = Path(command[0]).resolve()
-    key = hashlib.sha256(repr((command, str(program), program.stat().st_mtime_ns, sorted(cpu_features()))).encode())
+    runtime = openmp_runtime()
+    if runtime is None:
+        raise RuntimeError("torch has loaded no OpenMP runtime")
+    stamp = command, str(program), program.stat().st_mtime_ns, sorted(cpu_features()), Path(runtime).name
+    key = hashlib.sha256(repr(stamp).encode())
     for path in sorted(SOURCES.iterdir()):
         key.update(path.read_bytes())
     folder = Path(HF_HOME) / "hf_efficient" / "cpu"
@@ -73,13 +78,15 @@ def build(name: str, command: list[str]) -> Path:
         partial = tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False)
     except OSError:  # a home that cannot be written: this process only
         library = Path(tempfile.mkdtemp()) / library.name
+        atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
         partial = tempfile.NamedTemporaryFile(dir=library.parent, suffix=".partial", delete=False)
     partial.close()
     try:
-        arguments = [*command, str(SOURCES / f"{name}.cpp"), "-o", partial.name, openmp_runtime()]
-        result = subprocess.run(arguments, capture_output=True, text=True)
+        arguments = [*command, str(SOURCES / f"{name}.cpp"), "-o", partial.name, runtime]
+        result = subprocess.run(arguments, capture_output=True, text=True, errors="replace")
         if result.returncode:
             raise RuntimeError(f"{shlex.join(arguments)}: {result.stderr[-2000:]}")
+        os.chmod(partial.name, 0o755)  # it was made its owner's only
         os.replace(partial.name, library)  # whole or not there, whoever else compiles it
     finally:
         Path(partial.name).unlink(missing_ok=True)
@@ -92,13 +99,13 @@ def load(name: str, **definitions: int) -> ctypes.CDLL | None:
     CPUs than `FEATURES` describes, no compiler, or one that fails."""
     if not FEATURES <= cpu_features():
         return None
-    command = compiler()
     try:
+        command = compiler()
         if command is None:
             raise RuntimeError("no C++ compiler (g++, or $CXX)")
         macros = [f"-D{key}={value}" for key, value in definitions.items()]
         return ctypes.CDLL(str(build(name, [*command, *FLAGS, *macros])))
-    except (OSError, RuntimeError) as reason:
+    except (OSError, RuntimeError, ValueError) as reason:
         _warn_once(str(reason))
         return None
 

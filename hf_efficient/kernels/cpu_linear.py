@@ -62,7 +62,7 @@ def pack_lines(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         codes = torch.where(codes < 128, ~codes, codes ^ 128)
     steps = codes.view(-1, LANES, codes.shape[1] // COLUMNS[bits], COLUMNS[bits]).permute(3, 0, 2, 1).contiguous()
-    words = torch.zeros(*steps.shape[1:3], 3 if bits == 3 else 1, LANES, dtype=torch.int32)
+    words = codes.new_zeros(*steps.shape[1:3], 3 if bits == 3 else 1, LANES, dtype=torch.int32)
     for column, line, word_shift, code_shift, mask in _places(bits):
         words[:, :, line] |= (steps[column] >> code_shift & mask).int() << word_shift
     return words
@@ -70,7 +70,7 @@ def pack_lines(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack_lines(words: torch.Tensor, bits: int, out_features: int, in_features: int) -> torch.Tensor:
     """The inverse of `pack_lines`."""
-    codes = torch.zeros(COLUMNS[bits], *words.shape[:2], LANES, dtype=torch.uint8)
+    codes = words.new_zeros(COLUMNS[bits], *words.shape[:2], LANES, dtype=torch.uint8)
     for column, line, word_shift, code_shift, mask in _places(bits):
         codes[column] |= ((words[:, :, line] >> word_shift & mask) << code_shift).to(torch.uint8)
     codes = codes.permute(1, 3, 2, 0).reshape(words.shape[0] * LANES, -1)[:out_features, :in_features]
@@ -106,6 +106,21 @@ def stored_bits(bits: int, groups: int, group_size: int | None) -> int | None:
     return next((b for b in (2, 3, 4, 8) if b >= bits and (groups == 1 or group_size % COLUMNS[b] == 0)), None)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_observed(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether something besides autograd wants to see the product: a subclass, a mode, a trace, a functorch transform. They
+    see the op; raw pointers would pass them by."""
+    return (
+        type(x) not in _PLAIN
+        or (bias is not None and type(bias) not in _PLAIN)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 class CompiledLinear:
     """A weight [N, K] in the layout of the C++ kernels; `packed`, `scale`, `zero_point` in the forms this file tells."""
 
@@ -131,7 +146,7 @@ class CompiledLinear:
         if dtype not in DTYPES or stored is None or kernel(stored) is None:
             return None
         if zero_point is None and stored != bits:
-            zero_point = torch.full(scale.shape, 2 ** (bits - 1), dtype=torch.uint8)
+            zero_point = qweight.new_full(scale.shape, 2 ** (bits - 1))
         packed = pack_lines(unpack_codes(qweight, bits, in_features), stored)
         scale = _blocks(scale if scale.dtype is torch.bfloat16 else scale.float(), out_features)
         zero_point = None if zero_point is None else _blocks(zero_point, out_features)
@@ -139,8 +154,10 @@ class CompiledLinear:
         return cls(packed, scale, zero_point, stored, group, out_features, in_features, bits, dtype)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if torch.compiler.is_compiling() or (
-            torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad)
+        if (
+            torch.compiler.is_compiling()
+            or _is_observed(x, bias)
+            or (torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad))
         ):
             return torch.ops.hf_efficient.cpu_linear(x, self.packed, self.scale, self.zero_point, bias, *self.layout)
         return self.product(x, bias)
@@ -151,13 +168,19 @@ class CompiledLinear:
         if dtype is not self.dtype or x.shape[-1] != self.in_features or not x.is_cpu:
             given = f"{dtype} {tuple(x.shape)} on {x.device}"
             raise ValueError(f"x is {given}, the layout is for {self.dtype} [..., {self.in_features}] on a CPU")
-        if bias is not None and (bias.dtype is not dtype or not bias.is_contiguous()):
+        if bias is not None and (
+            bias.dtype is not dtype
+            or not bias.is_cpu
+            or bias.shape != (self.out_features,)
+            or not bias.is_contiguous()
+        ):
             return self.product(x, None).add_(bias)
         if dtype is torch.float16:
             return self._product(x.float(), None if bias is None else bias.float()).half()
         return self._product(x, bias)
 
     def _product(self, x, bias):
+        torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], self.out_features)
         self.kernel.linear(
@@ -177,12 +200,13 @@ class CompiledLinear:
 
     def decode(self) -> torch.Tensor:
         """The weight [N, K], which no compiler may trace."""
-        weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
+        torch.get_num_threads()  # see _product
+        weight = self.packed.new_empty(self.out_features, self.in_features, dtype=self.dtype)
         blocks = len(self.packed)
         step = max(1, _ELEMENTS_AT_ONCE // (LANES * self.in_features))
         for first in range(0, blocks, step):
             rows = weight[first * LANES : (first + step) * LANES]
-            tile = torch.empty(self.in_features, len(rows))
+            tile = self.packed.new_empty(self.in_features, len(rows), dtype=torch.float32)
             self.kernel.dequantize(self.address, first, min(blocks, first + step), tile.data_ptr(), len(rows))
             rows.copy_(tile.t())
         return weight
@@ -240,7 +264,7 @@ def _backward(ctx, grad):
     grad_x = None
     if ctx.needs_input_grad[0]:
         grad_x = grad @ torch.ops.hf_efficient.cpu_dequantize(*ctx.saved_tensors, *ctx.layout, x_dtype)
-    grad_bias = None if bias_dtype is None else grad.flatten(0, -2).sum(0).to(bias_dtype)
+    grad_bias = None if bias_dtype is None else grad.reshape(-1, grad.shape[-1]).sum(0).to(bias_dtype)
     return grad_x, None, None, None, grad_bias, None, None, None, None
 
 
