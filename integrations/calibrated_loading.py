@@ -21,10 +21,21 @@ def check(config, plan: dict, device_map) -> None:
             f"calibration=None is not supported with {', '.join(fields)} ({name}): it must be "
             "CalibrationConfig(texts=[...]), CalibrationConfig(dataset='file.txt'), or another source of text"
         )
-    devices = set((device_map or {}).values()) if isinstance(device_map, dict) else set()
+    if config.calibration.source is None:
+        raise ValueError("calibration names no text: give it texts, a dataset, tokens or inputs")
+    if config.calibration.source == "inputs" and any(getattr(own, "mixed_precision", False) for own in plan.values()):
+        raise ValueError(
+            "mixed_precision=True needs text: give calibration texts, a dataset or tokens instead of inputs"
+        )
+    if isinstance(device_map, dict):
+        _check_one_device(device_map)
+
+
+def _check_one_device(device_map: dict) -> None:
+    devices = set(map(str, device_map.values()))
     if "disk" in devices or len(devices) > 1:
         raise ValueError(
-            f"device_map spreads the model over {sorted(map(str, devices))}, but calibration needs it whole on one device: "
+            f"device_map spreads the model over {sorted(devices)}, but calibration needs it whole on one device: "
             "load on the cpu (CalibrationConfig(device='cuda') computes one block at a time there), save, and reload"
         )
 
@@ -35,8 +46,16 @@ def run(model, config, plan: dict) -> None:
 
     from hf_efficient.calibration.run import calibrate
 
-    source = config.calibration
-    tokenizer = None if source.source in ("tokens", "inputs") else AutoTokenizer.from_pretrained(model.name_or_path)
+    _check_one_device(getattr(model, "hf_device_map", None) or {})  # "auto" is known only now
+    source, tokenizer = config.calibration, None
+    if source.source not in ("tokens", "inputs"):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{model.name_or_path} has no tokenizer for the calibration text ({error}): give "
+                "CalibrationConfig(tokens=...)"
+            ) from error
     mixed = {name: own for name, own in plan.items() if getattr(own, "mixed_precision", False)}
     if mixed:
         plan = {**plan, **_with_bits(model, mixed, source, tokenizer)}
@@ -47,6 +66,7 @@ def run(model, config, plan: dict) -> None:
         if any(before[field] != value for field, value in scheme.items()):
             own[name] = {field: value for field, value in scheme.items() if top[field] != value}
     config.overrides = {**own, **config.overrides}  # full names come first: the first match counts
+    config.calibration = type(source)(**source.to_dict())  # what describes the text, not the text
 
 
 def _transforms(plan: dict) -> list:

@@ -1,5 +1,7 @@
 """The quantizer that transformers' `from_pretrained`, `save_pretrained` and `dequantize` call for our configs."""
 
+import copy
+
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, _IdentityOp
@@ -41,6 +43,11 @@ class EfficientQuantizer(HfQuantizer):
 
     requires_calibration = False
     is_trainable = True  # adapters; the compressed weights are frozen
+
+    def __init__(self, quantization_config, **kwargs):
+        super().__init__(
+            copy.copy(quantization_config), **kwargs
+        )  # calibration writes into it, and the caller's stays
 
     @property
     def is_compileable(self) -> bool:
@@ -115,6 +122,9 @@ class EfficientQuantizer(HfQuantizer):
         kept |= set(model._keep_in_fp32_modules or ()) | set(model._keep_in_fp32_modules_strict or ())
         head = model.get_output_embeddings()
         if self.quantization_config.quantize_lm_head:
+            if head is None and self.pre_quantized:  # the base model of a checkpoint that has one
+                self._kept = kept
+                return
             if head is None:
                 raise ValueError(f"quantize_lm_head=True, but {type(model).__name__} has no output embedding")
             name = next(n for n, module in model.named_modules() if module is head)
@@ -140,12 +150,16 @@ class EfficientQuantizer(HfQuantizer):
                             f"{argument}: {pattern!r} matches no module of {type(model).__name__}; names look like "
                             f"{[n for n, m in model.named_modules() if type(m) is nn.Linear][:3]}"
                         )
+        base = (
+            model.base_model_prefix
+        )  # a base model is read from the checkpoint of one with a head: names there begin so
+        inside = f"{base}." if self.pre_quantized and base and not hasattr(model, base) else ""
         for name, module in model.named_modules():
             if any(name == kept or module_matches(kept, name) for kept in self._kept):
                 continue
-            if any(module_matches(pattern, name) for pattern in excluded):
+            if any(module_matches(pattern, inside + name) for pattern in excluded):
                 continue
-            own = config.for_module(name)
+            own = config.for_module(inside + name)
             if own is None:
                 continue
             if type(module) in (nn.Linear, Conv1D) or is_fused_experts(module):

@@ -164,3 +164,18 @@ def test_a_linear_that_nothing_reaches_is_named():
     model = nn.ModuleDict(dict(used=nn.Linear(8, 8), spare=nn.Linear(8, 8)))
     with pytest.raises(ValueError, match="never reaches spare: exclude it with modules_to_not_convert"):
         collect(lambda batch: model["used"](torch.randn(3, 8)), 2, dict(model.items()))
+
+
+def test_experts_that_the_first_batch_does_not_reach_are_counted():
+    """The order of the first batch says where a batch may stop only if that batch called every linear."""
+    experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+    hits = [[0, 2], [0, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    rows = torch.randn(2, 4)
+
+    def run(batch):
+        for expert in hits[batch]:
+            experts[expert](rows + expert)
+
+    linears = {f"experts.{index}.up": expert for index, expert in enumerate(experts)}
+    found = collect(run, len(hits), linears)
+    assert [found[name].count for name in linears] == [8, 4, 8, 6]

@@ -26,6 +26,8 @@ from hf_efficient.configs import available_methods, module_matches
         (dict(codebook="kmeans", bits=8), ["bits=8", "kmeans"]),
         (dict(double_quantization=True), ["double_quantization=True", "codebook"]),
         (dict(codebook="nf4", refine=True), ["refine=True", "nf4"]),
+        (dict(codebook="nf4", method="awq"), ["method='awq'", "nf4"]),
+        (dict(method="kmeans"), ["method='kmeans'"]),
         (dict(rotate=1), ["rotate=1"]),
         (dict(calibration="text"), ["calibration='text'", "CalibrationConfig"]),
         (dict(version=2), ["version=2", "version 1"]),

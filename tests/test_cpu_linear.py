@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import torch.fx.experimental.proxy_tensor
 from helpers import assert_close
 
 from hf_efficient.kernels import cpu_build, cpu_linear
@@ -185,3 +186,38 @@ def test_one_pool_of_threads(kernels):
     with open("/proc/self/maps") as maps:
         runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line}
     assert runtimes == {cpu_build.openmp_runtime()}
+
+
+def int8_layout(n=70, k=192):
+    canonical = tensors(n, k, 8, 64, False, torch.float32)
+    return canonical, cpu_linear.CompiledLinear.pack(*canonical, 8, 64, k, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(kernels, dtype):
+    canonical, layout = int8_layout()
+    expected = dequantize_weight(*canonical, bits=8, group_size=64, in_features=192, dtype=torch.float32)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(layout.dequantize(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_traces_and_transforms_see_the_product(kernels):
+    _, layout = int8_layout()
+    x, other = torch.randn(2, 3, 192)
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda rows: layout(rows), (x,), check_trace=False)
+        assert torch.equal(traced(other), layout(other))
+        graph = torch.fx.experimental.proxy_tensor.make_fx(layout)(x)
+        assert torch.equal(graph(other), layout(other))
+
+
+def test_biases_of_other_shapes_and_inputs_of_one_dimension(kernels):
+    _, layout = int8_layout()
+    x, bias = torch.randn(192), torch.randn(70, requires_grad=True)
+    layout(x, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.ones(70))
+    with torch.no_grad():
+        assert torch.equal(layout(x, torch.ones(1)), layout(x) + 1)

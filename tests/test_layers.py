@@ -1,5 +1,7 @@
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -151,3 +153,20 @@ def test_compiles_without_graph_breaks_once_derived(format):
     x = torch.randn(2, 192).bfloat16()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), layer(x))
+
+
+def test_threads_that_make_the_first_forward_together():
+    module = EfficientLinear(64, 48, False, INT4, torch.bfloat16)
+    with torch.no_grad():
+        for name, tensor in get_method("rtn").quantize(torch.randn(48, 64).bfloat16(), INT4).items():
+            getattr(module, name).copy_(tensor)
+    x, barrier = torch.randn(2, 64).bfloat16(), threading.Barrier(4)
+    expected = x @ module.dequantized().t()
+
+    def forward(_):
+        barrier.wait()
+        return module(x)
+
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        for y in pool.map(forward, range(4)):
+            assert_close(y, expected, 0.02, 0.5, "bfloat16 results")

@@ -137,3 +137,18 @@ def test_the_table_names_every_method():
     named = {config.name for config in transformers_quantizer.CONFIGS}
     assert {row.get("method", "rtn") for row in weight_only} | {"kmeans"} == set(available_methods())
     assert {row["quant_method"] for row in METHODS.values()} == named
+
+
+@pytest.mark.parametrize("method", ["awq_4", "gptq_rotated_4"])
+def test_a_base_model_reads_the_checkpoint_of_one_with_a_head(method, folders, tmp_path):
+    """What calibration decided for single modules counts there, too; and the caller's config stays as it was."""
+    config = config_of(method, modules_to_not_convert=["k_proj"])
+    model = load(folders("llama"), quantization_config=config)
+    assert config.overrides == {} and config.calibration.tokens is TOKENS
+    assert model.config.quantization_config.overrides and model.config.quantization_config.calibration.tokens is None
+    model.save_pretrained(tmp_path)
+    base = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(base(PROMPT).last_hidden_state, model.model(PROMPT).last_hidden_state)
+    again = load(folders("llama"), quantization_config=config)
+    assert torch.equal(logits(again), logits(model))

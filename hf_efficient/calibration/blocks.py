@@ -230,7 +230,8 @@ class Chain:
         for element, value in enumerate(_outputs(output)):
             carried[Produced(index, element)] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
         later = list(enumerate(self.arguments[batch]))[index + 1 :]
-        wanted = {value for i, call in later for value in _leaves(call) if value != Produced(i - 1, 0)}
+        leaves = ((i, value) for i, call in later for value in _leaves(call) if isinstance(value, Produced))
+        wanted = {value for i, value in leaves if value != Produced(i - 1, 0)}
         self.carried[batch] = {key: value for key, value in carried.items() if key in wanted}
         return first_tensor(output).detach().cpu()
 
@@ -362,6 +363,11 @@ def _gives_the_same(chain: Chain, calls: list[_Call], run: Callable[[], Any]) ->
                 expected = first_tensor(call.output).cpu()
                 if not torch.allclose(hidden, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
                     raise RuntimeError(f"{call.name} gives other hidden states when it is run by itself")
+        chain.outputs, expected = [hidden], first_tensor(run())
+        with chain.replayed(0):
+            given = first_tensor(run())
+        if not torch.allclose(given, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
+            raise RuntimeError("the model reads what blocks before the last one give")
     except Exception as error:
         logger.warning(
             "%s cannot be calibrated block by block (%s): its layers are calibrated by passes of the whole model",
@@ -370,6 +376,7 @@ def _gives_the_same(chain: Chain, calls: list[_Call], run: Callable[[], Any]) ->
         )
         return False
     finally:
+        chain.outputs = None
         chain.release()
     return True
 
@@ -384,7 +391,9 @@ class BlockwiseModel:
 
     def __init__(self, model: nn.Module, batches: list[dict[str, torch.Tensor]], targets: Iterable[str]):
         self.model, self.batches, self.chains = model, batches, []
-        example = {name: value[:1, :16] if value.ndim == 2 else value[:1] for name, value in batches[0].items()}
+        example = batches[0]
+        if set(example) <= {"input_ids", "decoder_input_ids", "attention_mask"}:  # text can be cut anywhere
+            example = {name: value[:1, :16] for name, value in example.items()}
         self.chains, self.outside = find_chains(model, targets, lambda: self._call(example))
 
     def _call(self, arguments: dict[str, torch.Tensor]) -> Any:

@@ -87,11 +87,17 @@ class _Observer:
         self._called: set[str] = set()
         self._called_again = False
         self._stop_at: str | None = None
+        self._last: str | None = None  # the linear called last, once a first batch has called every one
+        self._is_first = True
 
     def begin(self, stop_at_last: bool) -> None:
+        if stop_at_last and self._is_first:  # only the first batch tells the order, and only if it called every linear
+            self._is_first = False
+            if len(self._called) == len(self.linears):
+                self._last = next(reversed(self.statistics), None)
         self._fed.clear()
         self._called.clear()
-        self._stop_at = next(reversed(self.statistics), None) if stop_at_last and not self._called_again else None
+        self._stop_at = self._last if stop_at_last and not self._called_again else None
 
     def see(self, name: str, x: torch.Tensor) -> None:
         self._called_again |= name in self._called

@@ -52,6 +52,10 @@ def model_inputs(config: CalibrationConfig, tokenizer, model) -> list[dict[str, 
         ValueError: also for windows that are longer than the model's positions, or a model that reads no text.
     """
     if config.inputs is not None:
+        if any((batch["attention_mask"] == 0).any() for batch in config.inputs if "attention_mask" in batch):
+            raise ValueError(
+                "inputs: attention_mask holds zeros, and padding would count as data: give rows of one length"
+            )
         return config.inputs
     if model.main_input_name != "input_ids":
         raise ValueError(
@@ -108,7 +112,7 @@ def _shuffled(documents: list[str], seed: int) -> Iterator[str]:
 
 def _json_lines(path: Path, column: str) -> list[str]:
     documents = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
             try:
                 documents.append(json.loads(line)[column])

@@ -117,12 +117,14 @@ def _fingerprint(model, plan: dict[str, Any], batches: list[dict], steps: tuple)
     """What must be the same for numbers to go on with."""
     schemes = {name: [scheme.method_name(), scheme.scheme()] for name, scheme in plan.items()}
     samples = [parameter.detach().flatten()[:4096].cpu() for parameter in model.parameters()]
-    data = [tensor for batch in batches for tensor in batch.values()]
+    data = []
+    for name, tensor in (item for batch in batches for item in batch.items()):
+        data += [f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), _bytes(tensor)]
     return {
         "model": _hash(model.config.to_json_string().encode()),
         "weights": _hash(*map(_bytes, samples)),
         "schemes": _hash(json.dumps(schemes, sort_keys=True, default=str).encode()),
-        "tokens": _hash(*map(_bytes, data)),
+        "tokens": _hash(*data),
         "steps": _hash(*(f"{step.__module__}.{step.__qualname__}".encode() for step in steps if step is not None)),
         "versions": f"{hf_efficient.__version__} {torch.__version__} {transformers.__version__}",
     }

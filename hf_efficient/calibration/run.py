@@ -1,6 +1,6 @@
 """Compresses a loaded model block by block, each block with the inputs that the compressed blocks before it give."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_efficient import methods
-from hf_efficient.calibration.blocks import Block, BlockwiseModel, Chain, replaced_forwards
+from hf_efficient.calibration.blocks import Block, BlockwiseModel, Chain, _leaves, replaced_forwards
 from hf_efficient.calibration.collect import collect
 from hf_efficient.calibration.data import model_inputs
 from hf_efficient.calibration.resume import Progress
@@ -20,6 +20,7 @@ from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.layers import compress_linear
 
 
+logger = logging.get_logger(__name__)
 Transform = Callable[[Block], None]
 Refine = Callable[[Block, list[torch.Tensor]], None]
 
@@ -112,6 +113,8 @@ class _Driver:
         hidden = self.followed.record(chain)
         dense = list(hidden) if self.refines else None
         if done:
+            if any(isinstance(value, MutableMapping) for value in _leaves(chain.arguments)):
+                hidden = self._replay(chain, done, hidden)  # blocks fill these for later ones
             hidden, dense, chain.carried = self.progress.hidden_states(number)
         for index in range(done, needed):
             hidden, dense = self._run_block(chain, index, hidden, dense)
@@ -121,6 +124,12 @@ class _Driver:
             self.bar.update()
         chain.outputs = hidden
         chain.release()
+
+    def _replay(self, chain: Chain, done: int, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
+        for index in range(done):
+            with _resident(chain.modules[index], self.device), torch.no_grad():
+                hidden = [chain.advance(index, batch, states) for batch, states in enumerate(hidden)]
+        return hidden
 
     def _blocks_needed(self, chain: Chain) -> int:
         """Blocks after the last one with something to compress are run only for what comes after the chain."""
@@ -144,6 +153,12 @@ class _Driver:
 
     def _run_outside(self) -> None:
         """What lies in no block: one block whose run is a pass of what is left of the model, the chains being done."""
+        if any(getattr(self.plan[name], "refine", False) for name in self.followed.outside) or self.transforms:
+            logger.warning(
+                "%d modules lie in no block and get neither refinement nor the scales of their method, for example %s",
+                len(self.followed.outside),
+                self.followed.outside[:3],
+            )
         block = self._block("outside the blocks", self.model, self.followed.outside, None, 0, [])
         block.run = lambda batch, hidden=None: self.followed.forward(batch)
         self._compress(block, None)

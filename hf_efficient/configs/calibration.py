@@ -93,6 +93,7 @@ class CalibrationConfig:
         return next((name for name in _SOURCES if getattr(self, name) is not None), None)
 
     def __eq__(self, other) -> bool:
+        """Whether the descriptions (`to_dict`) are the same; texts and tokens are not compared."""
         return type(other) is type(self) and other.to_dict() == self.to_dict()
 
     def __repr__(self) -> str:

@@ -115,6 +115,8 @@ class WeightOnlyConfig(CompressionConfig):
             return unsupported("bits", bits, f"4 for codebook={codebook!r}")
         if codebook == "kmeans" and bits == 8:
             return unsupported("bits", bits, "2, 3 or 4 for codebook='kmeans'")
+        if not {"rtn": True, "gptq": True, "kmeans": codebook == "kmeans"}.get(method, codebook is None):
+            return unsupported("method", method, f"one that serves codebook={codebook!r}: rtn or gptq")
         if scheme["double_quantization"] and codebook is None:
             return unsupported("double_quantization", True, "False where there is no codebook")
         for field in ("refine", "mixed_precision"):

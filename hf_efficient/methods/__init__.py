@@ -48,12 +48,15 @@ def _transformed(weight, format, inputs, transform):
     """(weight, inputs, the transform's canonical tensors) after the transforms of `format`."""
     own, dtype = {}, weight.dtype
     if format.input_scale:
+        if "input_scale" not in transform:
+            raise ValueError("input_scale=True is not supported here: calibration sets it, it cannot be asked for")
         scale = own["input_scale"] = transform["input_scale"].to(dtype)
         weight = weight.float() / scale.float()
         inputs = None if inputs is None else inputs.scaled(scale.float())
     if format.rotation:
         signs = transform.get("rotation_signs")
-        signs = own["rotation_signs"] = random_signs(weight.shape[1]) if signs is None else signs
+        signs = random_signs(weight.shape[1]) if signs is None else signs
+        signs = own["rotation_signs"] = signs.to(weight.device)
         weight = rotate(weight.float(), signs.to(weight.device, torch.float32))
         inputs = None if inputs is None else inputs.rotated(lambda rows: rotate(rows, signs.to(rows.device)))
     return weight.to(dtype), inputs, own
