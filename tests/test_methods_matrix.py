@@ -10,10 +10,12 @@ from helpers import assert_close, tiny_model
 from table import METHODS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+import hf_efficient
 from hf_efficient.integrations import transformers_quantizer
 from hf_efficient.layers import CompressedModule
 
 
+hf_efficient.register()  # before transformers' own loading code is imported
 TOKENS = torch.randint(3, 128, (6, 24), generator=torch.Generator().manual_seed(1))
 PROMPT = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
 # bits -> how far the logits may be from those of the dense model, as a share of them: random weights, which have no slack
@@ -142,7 +144,7 @@ def test_the_table_names_every_method():
 @pytest.mark.parametrize("method", ["awq_4", "gptq_rotated_4"])
 def test_a_base_model_reads_the_checkpoint_of_one_with_a_head(method, folders, tmp_path):
     """What calibration decided for single modules counts there, too; and the caller's config stays as it was."""
-    config = config_of(method, modules_to_not_convert=["k_proj"])
+    config = config_of(method, modules_to_not_convert=["k_proj", "gate_proj"])
     model = load(folders("llama"), quantization_config=config)
     assert config.overrides == {} and config.calibration.tokens is TOKENS
     assert model.config.quantization_config.overrides and model.config.quantization_config.calibration.tokens is None
