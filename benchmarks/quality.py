@@ -222,7 +222,8 @@ def write_table(path: Path) -> None:
             cells.append(f"{own['nll_difference']:+.4f} ({own['nll_difference_standard_error']:.4f})")
             if text == "wikipedia":
                 cells.append(f"{row['kl_to_bf16']:.4f}" if "kl_to_bf16" in row else "")
-        cells += [f"{row['seconds']:.0f}", f"{row['peak_memory_bytes'] / 1e9:.2f}"]
+        seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
+        cells += [seconds, f"{row['peak_memory_bytes'] / 1e9:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
