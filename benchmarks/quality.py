@@ -251,11 +251,15 @@ def write_table(path: Path) -> None:
         if value < best.get(round(bits), (1e9,))[0]:
             best[round(bits)] = (value, bits, name)
     for value, bits, name in best.values():
-        axis.annotate(f"{name}: {value:.2f}", (bits, value), fontsize=7, xytext=(4, -9), textcoords="offset points")
+        side = dict(ha="right", xytext=(-6, 8)) if bits > 7 else dict(ha="left", xytext=(6, -10))
+        axis.annotate(f"{name}: {value:.2f}", (bits, value), fontsize=7, textcoords="offset points", **side)
     axis.axhline(done["bf16"]["wikipedia"]["perplexity"], color="#999999", linewidth=1, label="bf16")
     axis.set(
         xlabel="bits of a weight, everything counted", ylabel="perplexity", yscale="log", title="SmolLM2-135M-Instruct"
     )
+    ticks = [20, 25, 30, 40, 60, 100]
+    axis.set_yticks(ticks, [str(tick) for tick in ticks])
+    axis.minorticks_off()
     axis.legend()
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path.with_suffix(".png"), dpi=120)
