@@ -4,11 +4,11 @@
     python benchmarks/quality.py --table          # the table and the plot of what has been measured, beside the peers
 
 SmolLM2-135M-Instruct, all linears but the head, 24 windows of 1,024 tokens of Wikipedia articles, and 12 of news stories
-that no method was calibrated on. Calibration, for every method that can use it: windows of 512 tokens of other articles. Every row is made and measured in a
-process of its own (time and peak memory are those of `from_pretrained`), and stands in the results when it is done: a run
-can be repeated row by row. Differences to bf16 are paired by window, their standard errors stand beside them. Bits of a
-weight count codes, scales, zero points and whatever else is stored. FILE: int64 [rows, length], .safetensors or .pt (read
-without unpickling objects); without it the windows come from `sample_text()`.
+that no method was calibrated on. Calibration, for every method that can use it: windows of 512 tokens of other articles.
+Every row is made and measured in a process of its own (time and peak memory are those of `from_pretrained`), and stands in
+the results when it is done: a run can be repeated row by row. Differences to bf16 are paired by window, their standard
+errors stand beside them. Bits of a weight count codes, scales, zero points and whatever else is stored. FILE: int64
+[rows, length], .safetensors or .pt (read without unpickling objects); without it the windows come from `sample_text()`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def w8a8(**options):
 
 
 def rows() -> dict[str, dict | None]:
-    """name -> arguments of a config; `calibrated` ones are given the calibration tokens."""
+    """name -> arguments of a config, None for the model as it is. All are given the calibration tokens."""
     table = {"bf16": None, "int8 channel rtn": weight_only(8, -1, symmetric=True)}
     for bits in (4, 3, 2):
         for group in (32, 64, 128):

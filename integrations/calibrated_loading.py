@@ -1,17 +1,29 @@
 """Compression that needs to see activations: runs when `from_pretrained` has loaded the model, block by block."""
 
+import copy
 import importlib
 import importlib.util
+
+import torch
+
+from hf_efficient.calibration.data import load_tokens
 
 
 SENSITIVITY_WINDOWS = 16  # of the calibration text, for mixed precision
 
 
-def check(config, plan: dict, device_map) -> None:
-    """Refuses what cannot be calibrated, before weights are loaded. plan: module name -> its config.
+def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
+    """Refuses what cannot be calibrated and reads the text, before weights are loaded.
+
+    Args:
+        config: its `calibration` is replaced by a copy that holds the tokens.
+        plan: module name -> its config.
+        name_or_path: of the model, where its tokenizer is.
 
     Raises:
-        ValueError: no calibration text, or weights that would be offloaded while blocks run.
+        ValueError: no or too little calibration text, no tokenizer for it, or weights that would be offloaded while blocks
+            run.
+        ImportError: a dataset of the Hub without the package `datasets`.
     """
     if config.calibration is None:
         name, own = next(iter(plan.items()))
@@ -29,6 +41,21 @@ def check(config, plan: dict, device_map) -> None:
         )
     if isinstance(device_map, dict):
         _check_one_device(device_map)
+    if config.calibration.source not in ("tokens", "inputs"):
+        config.calibration = copy.copy(config.calibration)
+        with torch.device("cpu"):  # transformers calls this where new tensors are meta tensors
+            config.calibration.tokens = load_tokens(config.calibration, _tokenizer(name_or_path))
+
+
+def _tokenizer(name_or_path: str):
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name_or_path} has no tokenizer for the calibration text ({error}): give CalibrationConfig(tokens=...)"
+        ) from error
 
 
 def _check_one_device(device_map: dict) -> None:
@@ -42,24 +69,14 @@ def _check_one_device(device_map: dict) -> None:
 
 def run(model, config, plan: dict) -> None:
     """Compresses the modules of `plan` in place, and writes what was decided for single modules into `config.overrides`."""
-    from transformers import AutoTokenizer
-
     from hf_efficient.calibration.run import calibrate
 
     _check_one_device(getattr(model, "hf_device_map", None) or {})  # "auto" is known only now
-    source, tokenizer = config.calibration, None
-    if source.source not in ("tokens", "inputs"):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{model.name_or_path} has no tokenizer for the calibration text ({error}): give "
-                "CalibrationConfig(tokens=...)"
-            ) from error
+    source = config.calibration
     mixed = {name: own for name, own in plan.items() if getattr(own, "mixed_precision", False)}
     if mixed:
-        plan = {**plan, **_with_bits(model, mixed, source, tokenizer)}
-    decided = calibrate(model, plan, source, tokenizer, _transforms(plan), _refinement(plan))
+        plan = {**plan, **_with_bits(model, mixed, source.tokens)}
+    decided = calibrate(model, plan, source, None, _transforms(plan), _refinement(plan))
     own = {}
     for name, scheme in decided.items():
         before, top = config.for_module(name).scheme(), config.scheme()
@@ -89,13 +106,11 @@ def _refinement(plan: dict):
     return refine_block
 
 
-def _with_bits(model, plan: dict, source, tokenizer) -> dict:
+def _with_bits(model, plan: dict, tokens) -> dict:
     """The configs of `plan` with the bits that each layer is to have."""
-    from hf_efficient.calibration.data import load_tokens
     from hf_efficient.calibration.sensitivity import choose_bits
 
     formats = {name: own.format() for name, own in plan.items()}
-    tokens = load_tokens(source, tokenizer)[:SENSITIVITY_WINDOWS]
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
-    bits = choose_bits(model, formats, tokens, blocks)
+    bits = choose_bits(model, formats, tokens[:SENSITIVITY_WINDOWS], blocks)
     return {name: type(own)(**{**own.scheme(), "bits": bits[name]}) for name, own in plan.items()}

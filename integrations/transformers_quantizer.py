@@ -45,9 +45,8 @@ class EfficientQuantizer(HfQuantizer):
     is_trainable = True  # adapters; the compressed weights are frozen
 
     def __init__(self, quantization_config, **kwargs):
-        super().__init__(
-            copy.copy(quantization_config), **kwargs
-        )  # calibration writes into it, and the caller's stays
+        # A copy: calibration writes into it, and the caller's stays as it is
+        super().__init__(copy.copy(quantization_config), **kwargs)
 
     @property
     def is_compileable(self) -> bool:
@@ -114,7 +113,7 @@ class EfficientQuantizer(HfQuantizer):
             transformers_bitnet.check_targets(self, ternary)
         transformers_bitnet.attach_norms(self, model)
         if self._plan:
-            calibrated_loading.check(self.quantization_config, self._plan, device_map)
+            calibrated_loading.prepare(self.quantization_config, self._plan, device_map, model.name_or_path)
 
     def _prepare_head(self, model) -> None:
         """Names what is kept by default; unties an output embedding that is to be quantized."""

@@ -7,7 +7,7 @@ from helpers import TINY_MODELS, tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.calibration import blocks
+from hf_efficient.calibration import blocks, model_chains
 from hf_efficient.experts import is_fused_experts
 
 
@@ -77,7 +77,7 @@ def own_hidden_states(model, batch, names) -> dict[str, torch.Tensor]:
 def test_blocks_one_by_one_give_the_models_own_hidden_states(name):
     model, batches = make(name)
     targets = targets_of(model)
-    followed = blocks.BlockwiseModel(model, batches, targets)
+    followed = model_chains.BlockwiseModel(model, batches, targets)
     assert len(followed.chains) == (2 if name in ("t5", "bart", "whisper") else 1)
     held = [target for chain in followed.chains for names in chain.linears for target in names]
     assert sorted(held + followed.outside) == sorted(targets)
@@ -101,11 +101,11 @@ def test_blocks_one_by_one_give_the_models_own_hidden_states(name):
 
 def test_arguments_that_blocks_and_batches_share_are_kept_once():
     model, batches = make("gemma2")
-    followed = blocks.BlockwiseModel(model, batches, targets_of(model))
+    followed = model_chains.BlockwiseModel(model, batches, targets_of(model))
     (chain,) = followed.chains
     followed.record(chain)
     calls = [call for batch in chain.arguments for call in batch]
-    kept = {id(leaf): leaf for call in calls for leaf in blocks._leaves(call) if isinstance(leaf, torch.Tensor)}
+    kept = {id(leaf): leaf for call in calls for leaf in blocks.leaves(call) if isinstance(leaf, torch.Tensor)}
     forms = [(tensor.shape, tensor.dtype) for tensor in kept.values()]
     assert len(calls) == 4 and len(kept) <= 5, forms  # cos, sin, positions, and a mask for each kind of attention
 
@@ -113,5 +113,7 @@ def test_arguments_that_blocks_and_batches_share_are_kept_once():
 def test_a_model_that_calls_a_block_again_is_left_to_passes_of_the_whole():
     small = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48, vocab_size=128)
     model = random_model(transformers.AlbertModel, "AlbertConfig", **small, embedding_size=16)
-    followed = blocks.BlockwiseModel(model, [dict(input_ids=torch.ones(1, 8, dtype=torch.long))], targets_of(model))
+    followed = model_chains.BlockwiseModel(
+        model, [dict(input_ids=torch.ones(1, 8, dtype=torch.long))], targets_of(model)
+    )
     assert followed.chains == [] and set(followed.outside) == set(targets_of(model))

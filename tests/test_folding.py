@@ -7,9 +7,10 @@ from helpers import TINY_MODELS, assert_close, tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.calibration.blocks import Block, BlockwiseModel
+from hf_efficient.calibration.blocks import Block
 from hf_efficient.calibration.collect import collect
 from hf_efficient.calibration.folding import Folding, weight_of
+from hf_efficient.calibration.model_chains import BlockwiseModel
 from hf_efficient.configs import WeightOnlyConfig
 
 

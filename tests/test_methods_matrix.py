@@ -2,11 +2,12 @@
 generates, saves, reloads to the same bits, turns back into an ordinary model, and trains adapters."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import transformers
-from helpers import assert_close, tiny_model
+from helpers import assert_close, tiny_model, tiny_tokenizer
 from table import METHODS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -154,3 +155,18 @@ def test_a_base_model_reads_the_checkpoint_of_one_with_a_head(method, folders, t
         assert torch.equal(base(PROMPT).last_hidden_state, model.model(PROMPT).last_hidden_state)
     again = load(folders("llama"), quantization_config=config)
     assert torch.equal(logits(again), logits(model))
+
+
+def test_bad_calibration_text_is_named_before_weights_are_read(folders, tmp_path, monkeypatch):
+    def too_late(*args, **kwargs):
+        raise AssertionError("the weights have been loaded")
+
+    monkeypatch.setattr(transformers_quantizer.EfficientQuantizer, "_process_model_after_weight_loading", too_late)
+    folder = tmp_path / "model"
+    shutil.copytree(folders("llama"), folder)
+    few = hf_efficient.WeightOnlyConfig(method="gptq", calibration={"texts": ["too little"]})
+    with pytest.raises(ValueError, match="has no tokenizer for the calibration text"):
+        load(folder, quantization_config=few)
+    tiny_tokenizer().save_pretrained(folder)
+    with pytest.raises(ValueError, match="the calibration text has 10 tokens"):
+        load(folder, quantization_config=few)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hf_efficient import methods
 from hf_efficient.calibration import refine
-from hf_efficient.calibration.blocks import Block, find_chains
+from hf_efficient.calibration.blocks import Block
+from hf_efficient.calibration.model_chains import find_chains
 from hf_efficient.calibration.refine import _FakeQuantize, _mean_loss, _TunedWeight, refine_block
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.formats import AffineFormat

@@ -8,7 +8,7 @@ from helpers import assert_close, tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.calibration import blocks
+from hf_efficient.calibration import blocks, model_chains
 from hf_efficient.calibration.collect import collect
 from hf_efficient.calibration.folding import weight_of
 from hf_efficient.calibration.rotation import rotate_block
@@ -107,7 +107,7 @@ def first_block(name: str) -> blocks.Block:
     tokens = torch.randint(3, 128, (2, 2, 24), generator=torch.Generator().manual_seed(0))
     targets = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)]
     with blocks.without_cache(model):
-        chain = blocks.find_chains(model, targets, lambda: model(tokens[0]))[0][0]
+        chain = model_chains.find_chains(model, targets, lambda: model(tokens[0]))[0][0]
         inputs = chain.record(lambda batch: model(tokens[batch]), 2)
     linears = {n: model.get_submodule(n) for n in chain.linears[0]}
     block = blocks.Block(chain.names[0], chain.modules[0], linears, {}, chain, 0, inputs)

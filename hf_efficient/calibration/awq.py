@@ -8,7 +8,8 @@ grid. The scale is folded into what produces the tensor where that is exact, els
 
 import torch
 
-from hf_efficient.calibration.folding import Folding, Producer, centred, weight_of
+from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.calibration.folding import Folding, Producer, centred
 from hf_efficient.formats import AffineFormat
 from hf_efficient.methods._grid import covering_grid, group_width, grouped
 from hf_efficient.methods.awq import rounded

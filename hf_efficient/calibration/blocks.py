@@ -6,19 +6,16 @@ from an encoder to a decoder) is never reimplemented: the model's own forward ru
 that note their arguments and hand the hidden states on.
 """
 
-import logging
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.observers.linear_inputs import LinearInputs
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,8 @@ def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
     return fn(value)
 
 
-def _leaves(value: Any) -> list:
+def leaves(value: Any) -> list:
+    """Everything in `value` that is no list, tuple or dict."""
     found = []
     _map(value, found.append)
     return found
@@ -57,14 +55,19 @@ def hidden_argument(args: tuple, kwargs: dict) -> torch.Tensor | None:
 
 def first_tensor(output: Any) -> torch.Tensor:
     """The hidden states in what a module gives: a tensor, or the first of a tuple or of a ModelOutput."""
-    return output if isinstance(output, torch.Tensor) else next(t for t in _outputs(output) if t is not None)
+    return output if isinstance(output, torch.Tensor) else next(t for t in outputs_of(output) if t is not None)
 
 
-def _outputs(output: Any) -> tuple:
+def outputs_of(output: Any) -> tuple:
     """The elements of what a block gives, the hidden states first."""
     return (
         output if isinstance(output, tuple) else (output,) if isinstance(output, torch.Tensor) else output.to_tuple()
     )
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The weight of a linear or a Conv1D, which keeps it transposed, as a view [N, K]."""
+    return module.weight.data.t() if isinstance(module, Conv1D) else module.weight.data
 
 
 @contextmanager
@@ -227,11 +230,11 @@ class Chain:
         carried = self.carried[batch]
         if index == 0:
             carried[Produced(-1, 0)] = hidden
-        for element, value in enumerate(_outputs(output)):
+        for element, value in enumerate(outputs_of(output)):
             carried[Produced(index, element)] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
         later = list(enumerate(self.arguments[batch]))[index + 1 :]
-        leaves = ((i, value) for i, call in later for value in _leaves(call) if isinstance(value, Produced))
-        wanted = {value for i, value in leaves if value != Produced(i - 1, 0)}
+        marked = ((i, value) for i, call in later for value in leaves(call) if isinstance(value, Produced))
+        wanted = {value for i, value in marked if value != Produced(i - 1, 0)}
         self.carried[batch] = {key: value for key, value in carried.items() if key in wanted}
         return first_tensor(output).detach().cpu()
 
@@ -273,143 +276,3 @@ class Block:
         batch; the other arguments are those the model gave. Records gradients where they are enabled."""
         hidden = self.inputs[batch_index] if hidden is None else hidden
         return first_tensor(self.chain.call(self.index, batch_index, hidden))
-
-
-def find_chains(model: nn.Module, targets: Iterable[str], run: Callable[[], Any]) -> tuple[list[Chain], list[str]]:
-    """The chains of `model` that hold modules named in `targets`, found by watching one forward pass.
-
-    Args:
-        run: calls the model's forward on a small example.
-
-    Returns:
-        the chains in the order they are called, and the targets in none of them, also in that order; a target that the
-        forward pass did not call is not among them unless it lies in a block.
-    """
-    targets = set(targets)
-    lists = {
-        name: {f"{name}.{key}": block for key, block in module.named_children()}
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and any(t.startswith(name + ".") for t in targets)
-    }
-    calls = _watch(model, targets.union(*lists.values()), run)
-    chains, inside = [], ()
-    for name in sorted(lists, key=lambda name: name.count(".")):
-        if name.startswith(inside):
-            continue
-        called = [call for call in calls if call.name in lists[name]]
-        if called and _follow_each_other(called) and not targets.intersection(lists[name]):
-            blocks = {call.name: lists[name][call.name] for call in called}
-            order = {call.name: None for call in calls if call.name in targets}  # a set that keeps its order
-            order.update(dict.fromkeys(sorted(targets - set(order))))
-            linears = [[target for target in order if target.startswith(block + ".")] for block in blocks]
-            chain = Chain(list(blocks), list(blocks.values()), [call.form for call in called], linears)
-            if _gives_the_same(chain, called, run):
-                chains.append((calls.index(called[0]), chain))
-                inside += (name + ".",)
-    chains = [chain for _, chain in sorted(chains, key=lambda pair: pair[0])]
-    held = {target for chain in chains for names in chain.linears for target in names}
-    return chains, list(dict.fromkeys(call.name for call in calls if call.name in targets - held))
-
-
-@dataclass
-class _Call:
-    name: str
-    hidden: torch.Tensor | None
-    output: Any = None
-
-    @property
-    def form(self) -> tuple[bool, ...] | None:
-        return None if isinstance(self.output, torch.Tensor) else tuple(v is not None for v in _outputs(self.output))
-
-
-def _watch(model: nn.Module, names: set[str], run: Callable[[], Any]) -> list[_Call]:
-    """Every call of the modules `names`, in order."""
-    calls, open_calls = [], {name: [] for name in names}
-    with ExitStack() as stack, torch.no_grad():
-        for name in names:
-            module = model.get_submodule(name)
-
-            def before(module, args, kwargs, name=name):
-                calls.append(_Call(name, hidden_argument(args, kwargs)))
-                open_calls[name].append(calls[-1])
-
-            def after(module, args, output, name=name):
-                open_calls[name].pop().output = output
-
-            for handle in (
-                module.register_forward_pre_hook(before, with_kwargs=True),
-                module.register_forward_hook(after),
-            ):
-                stack.callback(handle.remove)
-        run()
-    return calls
-
-
-def _follow_each_other(calls: list[_Call]) -> bool:
-    if len({call.name for call in calls}) < len(calls) or calls[0].hidden is None:
-        return False
-    if not all(isinstance(call.output, (torch.Tensor, tuple)) for call in calls):
-        return False
-    return all(after.hidden is first_tensor(before.output) for before, after in zip(calls, calls[1:]))
-
-
-def _gives_the_same(chain: Chain, calls: list[_Call], run: Callable[[], Any]) -> bool:
-    """Whether the blocks, one by one, give what they gave in the model's own forward."""
-    try:
-        (hidden,) = chain.record(lambda _: run(), 1)
-        with torch.no_grad():
-            for index, call in enumerate(calls):
-                hidden = chain.advance(index, 0, hidden)
-                expected = first_tensor(call.output).cpu()
-                if not torch.allclose(hidden, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
-                    raise RuntimeError(f"{call.name} gives other hidden states when it is run by itself")
-        chain.outputs, expected = [hidden], first_tensor(run())
-        with chain.replayed(0):
-            given = first_tensor(run())
-        if not torch.allclose(given, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
-            raise RuntimeError("the model reads what blocks before the last one give")
-    except Exception as error:
-        logger.warning(
-            "%s cannot be calibrated block by block (%s): its layers are calibrated by passes of the whole model",
-            chain.names[0].rpartition(".")[0],
-            error,
-        )
-        return False
-    finally:
-        chain.outputs = None
-        chain.release()
-    return True
-
-
-class BlockwiseModel:
-    """A model, and the batches (dicts of arguments of its forward) that it is followed on.
-
-    Attributes:
-        chains: in the order to work through them; a chain counts as done once its `outputs` are set.
-        outside: names of the targets in no chain, in the order they are called.
-    """
-
-    def __init__(self, model: nn.Module, batches: list[dict[str, torch.Tensor]], targets: Iterable[str]):
-        self.model, self.batches, self.chains = model, batches, []
-        example = batches[0]
-        if set(example) <= {"input_ids", "decoder_input_ids", "attention_mask"}:  # text can be cut anywhere
-            example = {name: value[:1, :16] for name, value in example.items()}
-        self.chains, self.outside = find_chains(model, targets, lambda: self._call(example))
-
-    def _call(self, arguments: dict[str, torch.Tensor]) -> Any:
-        device = self.model.device
-        with without_cache(self.model), torch.no_grad():
-            return self.model(**{name: value.to(device) for name, value in arguments.items()})
-
-    def forward(self, batch: int) -> Any:
-        """What the model gives for a batch; the chains that are done hand out their outputs instead of running."""
-        with ExitStack() as stack:
-            for chain in self.chains:
-                if chain.outputs is not None:
-                    stack.enter_context(chain.replayed(batch))
-            return self._call(self.batches[batch])
-
-    def record(self, chain: Chain) -> list[torch.Tensor]:
-        """The hidden states into the first block of `chain`, one tensor [B, T, H] a batch, on the CPU; the chain keeps
-        the other arguments of all its blocks."""
-        return chain.record(self.forward, len(self.batches))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.formats.transformed import TransformedFormat
 
 
@@ -185,11 +186,6 @@ class Folding:
             for hook in hooks:
                 hook.remove()
         return calls
-
-
-def weight_of(module: nn.Module) -> torch.Tensor:
-    """The weight of a linear or a Conv1D as a view [N, K]."""
-    return module.weight.data.t() if isinstance(module, Conv1D) else module.weight.data
 
 
 def centred(scale: torch.Tensor, live: torch.Tensor) -> torch.Tensor:

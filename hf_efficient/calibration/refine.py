@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import logging
 
-from hf_efficient.calibration.blocks import Block, replaced_forwards
+from hf_efficient.calibration.blocks import Block, replaced_forwards, weight_of
 from hf_efficient.formats import AffineFormat
 from hf_efficient.kernels.hadamard import rotate, unrotate_weight
 
@@ -48,7 +48,7 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
             tuned[name] = _TunedWeight(module, format, tensors)
             forwards[name] = _computes_with(module, tuned[name])
         else:
-            weight = format.dequantize(tensors, _matrix(module).shape[1], module.weight.dtype)
+            weight = format.dequantize(tensors, weight_of(module).shape[1], module.weight.dtype)
             forwards[name] = _computes_with(module, lambda weight=weight: weight)
     if not tuned:
         return
@@ -111,7 +111,7 @@ class _TunedWeight:
     def __init__(self, module: nn.Module, format, tensors: dict[str, torch.Tensor]):
         self.format, self.start, self.dtype = format, tensors, module.weight.dtype
         self.affine: AffineFormat = getattr(format, "inner", format)
-        weight = self._to_stored(_matrix(module).float())
+        weight = self._to_stored(weight_of(module).float())
         self.columns, self.scale = weight.shape[1], tensors["scale"].float()
         width = self.columns if self.affine.group_size in (None, -1) else min(self.affine.group_size, self.columns)
 
@@ -180,8 +180,3 @@ def _clamped(rounded: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Te
 
 def _computes_with(module: nn.Module, weight):
     return lambda x: F.linear(x, weight(), module.bias)
-
-
-def _matrix(module: nn.Module) -> torch.Tensor:
-    """The weight [N, K] of a linear or a Conv1D, which keeps it transposed."""
-    return module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().t()

@@ -9,9 +9,10 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_efficient import methods
-from hf_efficient.calibration.blocks import Block, BlockwiseModel, Chain, _leaves, replaced_forwards
+from hf_efficient.calibration.blocks import Block, Chain, leaves, replaced_forwards, weight_of
 from hf_efficient.calibration.collect import collect
 from hf_efficient.calibration.data import model_inputs
+from hf_efficient.calibration.model_chains import BlockwiseModel
 from hf_efficient.calibration.resume import Progress
 from hf_efficient.calibration.static_ranges import observe
 from hf_efficient.configs.calibration import CalibrationConfig
@@ -113,7 +114,7 @@ class _Driver:
         hidden = self.followed.record(chain)
         dense = list(hidden) if self.refines else None
         if done:
-            if any(isinstance(value, MutableMapping) for value in _leaves(chain.arguments)):
+            if any(isinstance(value, MutableMapping) for value in leaves(chain.arguments)):
                 hidden = self._replay(chain, done, hidden)  # blocks fill these for later ones
             hidden, dense, chain.carried = self.progress.hidden_states(number)
         for index in range(done, needed):
@@ -208,7 +209,7 @@ class _Driver:
                 self._say(block.name, "weights")
             for name in stage:
                 inputs, transform = block.statistics.get(name), block.transforms.get(name)
-                weight = _matrix(block.linears[name])
+                weight = weight_of(block.linears[name])
                 block.tensors[name] = self._numbers(name, block, name, weight, inputs, transform)
 
     def _collect(self, block: Block, linears, hessian: bool, **options) -> dict[str, Any]:
@@ -278,7 +279,7 @@ class _Driver:
             if is_fused_experts(module):
                 compress_experts(module, format)
             else:
-                tensors = {part: state[prefix + part] for part in format.shapes(*_matrix(module).shape)}
+                tensors = {part: state[prefix + part] for part in format.shapes(*weight_of(module).shape)}
                 self._put_linear(linear, format, tensors)
         chain.modules[index].load_state_dict(state)
         self.bar.update()
@@ -306,13 +307,8 @@ def _stages(block: Block) -> list[list[str]]:
     return list(stages.values())
 
 
-def _matrix(module: nn.Module) -> torch.Tensor:
-    """The weight [N, K] of a linear or a Conv1D, which keeps it transposed."""
-    return module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().t()
-
-
 def _quantized_forward(block: Block, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    module, weight = block.linears[name], _matrix(block.linears[name])
+    module, weight = block.linears[name], weight_of(block.linears[name])
     quantized = block.formats[name].dequantize(block.tensors[name], weight.shape[1], weight.dtype)
     return lambda x: nn.functional.linear(x, quantized, module.bias)
 

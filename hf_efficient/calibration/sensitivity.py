@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient import methods
-from hf_efficient.calibration.blocks import replaced_forwards, without_cache
+from hf_efficient.calibration.blocks import replaced_forwards, weight_of, without_cache
 
 
 _STEPS = 1 << 16  # at most so many different totals are told apart
@@ -102,8 +102,7 @@ def choose_bits(
         if not sensitivity.count:
             continue
         module = model.get_submodule(name)
-        weight = module.weight.detach()
-        weight = weight.t() if isinstance(module, Conv1D) else weight
+        weight = weight_of(module)
         budget += _size(format, weight)
         losses[name], sizes[name] = {}, {}
         for bits in widths:
@@ -160,8 +159,7 @@ def allocate(
 
 
 def _empty(module: nn.Module) -> Sensitivity:
-    shape = module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.shape
-    outputs, inputs = (torch.zeros(size, device=module.weight.device) for size in shape)
+    outputs, inputs = (torch.zeros(size, device=module.weight.device) for size in weight_of(module).shape)
     return Sensitivity(inputs, outputs)
 
 

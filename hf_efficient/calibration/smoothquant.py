@@ -7,7 +7,8 @@ as an input scale."""
 
 import torch
 
-from hf_efficient.calibration.folding import Folding, Producer, centred, weight_of
+from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.calibration.folding import Folding, Producer, centred
 from hf_efficient.calibration.static_ranges import activation_tensors
 from hf_efficient.methods import quantize
 

@@ -1,0 +1,155 @@
+"""Finds the chains of blocks of a model by watching its own forward, and follows the model along them."""
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_efficient.calibration.blocks import Chain, first_tensor, hidden_argument, outputs_of, without_cache
+
+
+logger = logging.getLogger(__name__)
+
+
+def find_chains(model: nn.Module, targets: Iterable[str], run: Callable[[], Any]) -> tuple[list[Chain], list[str]]:
+    """The chains of `model` that hold modules named in `targets`, found by watching one forward pass.
+
+    Args:
+        run: calls the model's forward on a small example.
+
+    Returns:
+        the chains in the order they are called, and the targets in none of them, also in that order; a target that the
+        forward pass did not call is not among them unless it lies in a block.
+    """
+    targets = set(targets)
+    lists = {
+        name: {f"{name}.{key}": block for key, block in module.named_children()}
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and any(t.startswith(name + ".") for t in targets)
+    }
+    calls = _watch(model, targets.union(*lists.values()), run)
+    chains, inside = [], ()
+    for name in sorted(lists, key=lambda name: name.count(".")):
+        if name.startswith(inside):
+            continue
+        called = [call for call in calls if call.name in lists[name]]
+        if called and _follow_each_other(called) and not targets.intersection(lists[name]):
+            blocks = {call.name: lists[name][call.name] for call in called}
+            order = {call.name: None for call in calls if call.name in targets}  # a set that keeps its order
+            order.update(dict.fromkeys(sorted(targets - set(order))))
+            linears = [[target for target in order if target.startswith(block + ".")] for block in blocks]
+            chain = Chain(list(blocks), list(blocks.values()), [call.form for call in called], linears)
+            if _gives_the_same(chain, called, run):
+                chains.append((calls.index(called[0]), chain))
+                inside += (name + ".",)
+    chains = [chain for _, chain in sorted(chains, key=lambda pair: pair[0])]
+    held = {target for chain in chains for names in chain.linears for target in names}
+    return chains, list(dict.fromkeys(call.name for call in calls if call.name in targets - held))
+
+
+@dataclass
+class _Call:
+    name: str
+    hidden: torch.Tensor | None
+    output: Any = None
+
+    @property
+    def form(self) -> tuple[bool, ...] | None:
+        return None if isinstance(self.output, torch.Tensor) else tuple(v is not None for v in outputs_of(self.output))
+
+
+def _watch(model: nn.Module, names: set[str], run: Callable[[], Any]) -> list[_Call]:
+    """Every call of the modules `names`, in order."""
+    calls, open_calls = [], {name: [] for name in names}
+    with ExitStack() as stack, torch.no_grad():
+        for name in names:
+            module = model.get_submodule(name)
+
+            def before(module, args, kwargs, name=name):
+                calls.append(_Call(name, hidden_argument(args, kwargs)))
+                open_calls[name].append(calls[-1])
+
+            def after(module, args, output, name=name):
+                open_calls[name].pop().output = output
+
+            for handle in (
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after),
+            ):
+                stack.callback(handle.remove)
+        run()
+    return calls
+
+
+def _follow_each_other(calls: list[_Call]) -> bool:
+    if len({call.name for call in calls}) < len(calls) or calls[0].hidden is None:
+        return False
+    if not all(isinstance(call.output, (torch.Tensor, tuple)) for call in calls):
+        return False
+    return all(after.hidden is first_tensor(before.output) for before, after in zip(calls, calls[1:]))
+
+
+def _gives_the_same(chain: Chain, calls: list[_Call], run: Callable[[], Any]) -> bool:
+    """Whether the blocks, one by one, give what they gave in the model's own forward."""
+    try:
+        (hidden,) = chain.record(lambda _: run(), 1)
+        with torch.no_grad():
+            for index, call in enumerate(calls):
+                hidden = chain.advance(index, 0, hidden)
+                expected = first_tensor(call.output).cpu()
+                if not torch.allclose(hidden, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
+                    raise RuntimeError(f"{call.name} gives other hidden states when it is run by itself")
+        chain.outputs, expected = [hidden], first_tensor(run())
+        with chain.replayed(0):
+            given = first_tensor(run())
+        if not torch.allclose(given, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
+            raise RuntimeError("the model reads what blocks before the last one give")
+    except Exception as error:
+        logger.warning(
+            "%s cannot be calibrated block by block (%s): its layers are calibrated by passes of the whole model",
+            chain.names[0].rpartition(".")[0],
+            error,
+        )
+        return False
+    finally:
+        chain.outputs = None
+        chain.release()
+    return True
+
+
+class BlockwiseModel:
+    """A model, and the batches (dicts of arguments of its forward) that it is followed on.
+
+    Attributes:
+        chains: in the order to work through them; a chain counts as done once its `outputs` are set.
+        outside: names of the targets in no chain, in the order they are called.
+    """
+
+    def __init__(self, model: nn.Module, batches: list[dict[str, torch.Tensor]], targets: Iterable[str]):
+        self.model, self.batches, self.chains = model, batches, []
+        example = batches[0]
+        if set(example) <= {"input_ids", "decoder_input_ids", "attention_mask"}:  # text can be cut anywhere
+            example = {name: value[:1, :16] for name, value in example.items()}
+        self.chains, self.outside = find_chains(model, targets, lambda: self._call(example))
+
+    def _call(self, arguments: dict[str, torch.Tensor]) -> Any:
+        device = self.model.device
+        with without_cache(self.model), torch.no_grad():
+            return self.model(**{name: value.to(device) for name, value in arguments.items()})
+
+    def forward(self, batch: int) -> Any:
+        """What the model gives for a batch; the chains that are done hand out their outputs instead of running."""
+        with ExitStack() as stack:
+            for chain in self.chains:
+                if chain.outputs is not None:
+                    stack.enter_context(chain.replayed(batch))
+            return self._call(self.batches[batch])
+
+    def record(self, chain: Chain) -> list[torch.Tensor]:
+        """The hidden states into the first block of `chain`, one tensor [B, T, H] a batch, on the CPU; the chain keeps
+        the other arguments of all its blocks."""
+        return chain.record(self.forward, len(self.batches))
