@@ -14,7 +14,8 @@ from transformers import (
 )
 
 from hf_efficient import PagedCache
-from hf_efficient.cache.page_handle import PAGES, PageHandle
+from hf_efficient.cache.page_handle import PAGES
+from hf_efficient.cache.page_store import PageStore
 from hf_efficient.kernels import attention
 
 
@@ -92,8 +93,8 @@ def test_padding_takes_no_slots_and_no_blocks(llama):
         llama(**inputs, past_key_values=cache)
     assert cache.cache_seqlens == [2, 40, 9] and cache.num_used_blocks == 1 + 5 + 2
     assert cache.get_seq_length() == 40 and cache.get_mask_sizes(1, 0) == (41, 0)
-    assert cache.layers[0].keys.shape[0] < 3 * 5 * 2
-    stored = [cache.layers[0].keys.flatten(0, 1)[cache.state.pool.tables[0][0] * 8 + 2 :][:6]]
+    assert cache.layers[0].store.pages["keys"].shape[0] < 3 * 5 * 2
+    stored = [cache.layers[0].store.pages["keys"].flatten(0, 1)[cache.state.pool.tables[0][0] * 8 + 2 :][:6]]
     assert not stored[0].any()  # beyond the row's end nothing was written
 
 
@@ -115,7 +116,7 @@ def test_beams_share_the_blocks_of_their_prompt(llama):
 def test_the_calls_of_the_kernels(name, monkeypatch):
     """What runs on CUDA: appending and attending in one kernel for few columns, writing first for many. The functions
     are those of the kernels, in torch."""
-    monkeypatch.setattr(PageHandle, "_attend_cpu", PageHandle._attend_kernels)
+    monkeypatch.setattr(PageStore, "_attend_cpu", PageStore._attend_kernels)
     calls = []
     for function in ("flash_attn_with_kvcache", "flash_attn_varlen_func"):
         original = getattr(attention, function)
@@ -367,8 +368,9 @@ def test_bad_operations(llama):
             cache.rewind(lengths)
     with pytest.raises(ValueError, match=r"crop\(3\).*negative"):
         cache.crop(3)
-    cache.layers[0].dtype = torch.float16
-    with pytest.raises(ValueError, match="layer 0 stores torch.float16"):
+    store = cache.layers[0].store
+    store.form = (torch.float16, *store.form[1:])
+    with pytest.raises(ValueError, match="layer 0 stores .*torch.float16"):
         steps(llama, cache, torch.ones(2, 1, dtype=torch.long))
     with pytest.raises(RuntimeError, match="torch.no_grad"):
         llama(torch.ones(1, 1, dtype=torch.long), past_key_values=PagedCache(llama.config))
@@ -393,7 +395,7 @@ def test_memory_is_freed_with_the_cache(llama):
     gc.disable()
     try:
         generate(llama, one_prompt(), 4, past_key_values=cache)
-        pages = weakref.ref(cache.layers[0].keys)
+        pages = weakref.ref(cache.layers[0].store.pages["keys"])
         del cache
         assert pages() is None  # no cycle keeps the tensors until the next collection
     finally:

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from hf_efficient.cache.device_tables import DeviceTables, to_device
 from hf_efficient.cache.page_handle import PAGES, PageHandle
+from hf_efficient.cache.page_store import PageStore
 from hf_efficient.cache.step import CacheState, PlannedForward, Step
 
 
@@ -17,7 +18,7 @@ _NO_LAYER_TYPES = ("dummy", "moe", "mlp")
 
 
 class PagedLayer(CacheLayerMixin):
-    """The blocks of one layer: `keys` [num_blocks, block_size, Hk, D] and `values` [num_blocks, block_size, Hk, Dv]."""
+    """What transformers calls a layer of a cache: hands keys and values to the layer's `PageStore`."""
 
     is_compileable = False
     is_croppable = True
@@ -31,17 +32,15 @@ class PagedLayer(CacheLayerMixin):
 
     def forget(self) -> None:
         """Drops the tensors."""
-        self.keys = self.values = None
+        self.store: PageStore | None = None
         self.tables: DeviceTables | None = None  # of a planned forward, on this layer's device
         self.steps = 0  # how many of the cache's steps this layer took part in
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        size, capacity = self.state.pool.block_size, self.state.pool.capacity
-        with torch.inference_mode(False):  # else they could not be written to outside of inference mode
-            self.keys = key_states.new_zeros(capacity, size, key_states.shape[1], key_states.shape[3])
-            self.values = value_states.new_zeros(capacity, size, value_states.shape[1], value_states.shape[3])
+        pool = self.state.pool
+        self.store = PageStore(pool.capacity, pool.block_size, key_states, value_states)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
@@ -71,8 +70,8 @@ class PagedLayer(CacheLayerMixin):
             return key_states, value_states
         step = self.join_step(key_states.shape[0], key_states.shape[2])
         self.prepare(step, key_states, value_states)
-        self.write(step, key_states, value_states)
-        keys, values = self.read(step)
+        self.store.write(step, key_states, value_states)
+        keys, values = self.store.read(step)
         if state.is_ragged:
             lengths = to_device(step.lengths, torch.int64, keys.device)
             beyond = (torch.arange(step.max_length, device=keys.device) >= lengths[:, None])[:, None, :, None]
@@ -100,52 +99,12 @@ class PagedLayer(CacheLayerMixin):
         """Makes the blocks of this step exist, moves and copies those that must be."""
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        elif (self.keys.shape[2:], self.dtype) != ((key.shape[1], key.shape[3]), key.dtype):
+        elif (given := PageStore.form_of(key, value)) != self.store.form:
             raise ValueError(
-                f"PagedCache: layer {self.layer_idx} stores {self.dtype} keys with (heads, head dim) "
-                f"{tuple(self.keys.shape[2:])} and was given {key.dtype}, {(key.shape[1], key.shape[3])}: call reset() "
-                "before using it with another model or dtype."
+                f"PagedCache: layer {self.layer_idx} stores (dtype, key heads, head dim, value heads, head dim) "
+                f"{self.store.form} and was given {given}: call reset() before using it with another model or dtype."
             )
-        self.make_room(step)
-
-    def make_room(self, step: Step) -> None:
-        capacity, moves, copies = step.change
-        if moves is not None or capacity > self.keys.shape[0]:
-            self.keys = _grown(self.keys, capacity, moves)
-            self.values = _grown(self.values, capacity, moves)
-        if copies:
-            source, destination = to_device(copies, torch.int64, self.keys.device).T
-            self.keys[destination] = self.keys[source]
-            self.values[destination] = self.values[source]
-
-    def write(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Stores `key` [B, Hk, S, D] and `value` at the places of `step`; padding is skipped."""
-        for pages, new in ((self.keys, key), (self.values, value)):
-            if step.is_even and step.run is not None:
-                offset, room = step.run
-                heads, dim = pages.shape[2:]
-                strides = (room * heads * dim, dim, heads * dim, 1)
-                pages.as_strided(new.shape, strides, (offset + step.starts[0]) * heads * dim).copy_(new)
-            else:
-                flat, tokens = new.transpose(1, 2).flatten(0, 1), step.token_indices(new.device)
-                flat = flat if tokens is None else flat[tokens]
-                pages.flatten(0, 1).index_copy_(0, step.slot_mapping(new.device), flat)
-
-    def read(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, Hk, longest row, D] and values of all rows: a view where the rows lie evenly, else gathered. What
-        lies beyond the end of a row is finite but meaningless."""
-        result = []
-        for pages in (self.keys, self.values):
-            heads, dim = pages.shape[2:]
-            if step.run is not None:
-                offset, room = step.run
-                size = (len(step.lengths), heads, step.max_length, dim)
-                result.append(pages.as_strided(size, (room * heads * dim, dim, heads * dim, 1), offset * heads * dim))
-            else:
-                table = step.block_table(pages.device)
-                gathered = pages.index_select(0, table.flatten()).view(table.shape[0], -1, heads, dim)
-                result.append(gathered[:, : step.max_length].transpose(1, 2))
-        return result[0], result[1]
+        self.store.make_room(*step.change)
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Columns seen: tokens and, under the paged attention, padding. In a planned forward an int64 [] tensor, which a
@@ -168,15 +127,6 @@ class PagedLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         raise RuntimeError("the layers of a PagedCache share their blocks: call reorder_cache() on the cache")
-
-
-def _grown(pages: torch.Tensor, capacity: int, moves: list[tuple[int, int, int]] | None) -> torch.Tensor:
-    """`pages` with at least `capacity` blocks, the used ones at their new places."""
-    with torch.inference_mode(False):
-        grown = pages.new_zeros(max(capacity, pages.shape[0]), *pages.shape[1:])
-        for old, new, number in [(0, 0, pages.shape[0])] if moves is None else moves:
-            grown[new : new + number] = pages[old : old + number]
-    return grown
 
 
 class PagedCache(Cache):
@@ -290,9 +240,14 @@ class PagedCache(Cache):
             layer.steps = state.steps
         try:
             for layer in layers:
-                layer.make_room(step)
+                layer.store.make_room(*step.change)
                 tables = layer.tables = state.tables_on(layer.device)
-                for tensor in (layer.keys, layer.values, tables.block_table, tables.cache_seqlens, tables.columns):
+                for tensor in (
+                    *layer.store.static_tensors(),
+                    tables.block_table,
+                    tables.cache_seqlens,
+                    tables.columns,
+                ):
                     torch._dynamo.mark_static_address(tensor, guard=False)  # or CUDA graphs would copy it
             position_ids = layers[0].tables.position_ids(width)
             torch._dynamo.mark_static_address(position_ids, guard=False)
@@ -301,6 +256,7 @@ class PagedCache(Cache):
         except BaseException:
             state.planned = state.pending = None
             state.crop(-width)
+            self._rewind_stores()
             raise
         state.planned = None
         state.check_consumed()
@@ -313,11 +269,18 @@ class PagedCache(Cache):
         """
         self.state.check_idle()
         self.state.rewind([int(length) for length in lengths])
+        self._rewind_stores()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` columns (a number <= 0) of all rows."""
         self.state.check_idle()
         self.state.crop(int(tokens_to_remove))
+        self._rewind_stores()
+
+    def _rewind_stores(self) -> None:
+        for layer in self._paged_layers:
+            if layer.is_initialized:
+                layer.store.rewind(self.state.pool.lengths)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i becomes what row `beam_idx[i]` was. Copies nothing: rows that come from the same one share its blocks."""
@@ -328,7 +291,11 @@ class PagedCache(Cache):
         self.state.check_idle()
         if self.state.pool.lengths:
             indices = torch.as_tensor(indices).cpu()
-            self.state.select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+            indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+            self.state.select(indices)
+            for layer in self._paged_layers:
+                if layer.is_initialized:
+                    layer.store.select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row `repeats` times; the copies share their blocks."""

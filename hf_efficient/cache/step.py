@@ -95,6 +95,18 @@ class Step:
 
         return self._cached(("tokens", device), make)
 
+    def tokens_of(self, new: torch.Tensor) -> torch.Tensor:
+        """The tokens among the columns of `new` [B, H, S, D], row after row: [new tokens, H, D]."""
+        flat, tokens = new.transpose(1, 2).flatten(0, 1), self.token_indices(new.device)
+        return flat if tokens is None else flat[tokens]
+
+    def padded(self, output: torch.Tensor, batch: int, width: int) -> torch.Tensor:
+        """`output` [new tokens, H, D] as [B, S, H, D], zeros at padding."""
+        tokens = self.token_indices(output.device)
+        if tokens is not None:
+            output = output.new_zeros(batch * width, *output.shape[1:]).index_copy_(0, tokens, output)
+        return output.view(batch, width, *output.shape[1:])
+
     def attention_mask(self, causal: bool, window: tuple[int, int], device) -> torch.Tensor | None:
         """Additive float32 mask [B or 1, 1, S, longest row]; None where SDPA needs none, or only its `is_causal`."""
         return self._cached((causal, window, device), lambda: self._make_mask(causal, window, device))

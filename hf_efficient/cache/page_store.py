@@ -1,0 +1,142 @@
+"""Where the keys and values of one layer lie: tensors of pages, with what writes, reads and attends over them."""
+
+from collections.abc import Callable
+
+import torch
+
+from hf_efficient.cache.device_tables import DeviceTables, to_device
+from hf_efficient.cache.step import Step
+from hf_efficient.kernels import attention, attention_cpu
+
+
+_MAX_DECODE_QUERIES = 16  # so many new columns or fewer: one kernel that appends and attends
+
+
+class PageStore:
+    """Pages in the model's dtype. Other formats are subclasses.
+
+    pages: name -> tensor [num_blocks, ...]: everything a block holds, so that blocks are copied, moved, saved and offloaded
+    without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks, block_size, Hk, Dv].
+    """
+
+    def __init__(self, capacity: int, block_size: int, key: torch.Tensor, value: torch.Tensor):
+        """key [B, Hk, S, D], value [B, Hk, S, Dv]: like those that will be stored; only shapes, dtype and device count."""
+        self.dtype, self.device, self.form = key.dtype, key.device, self.form_of(key, value)
+        with torch.inference_mode(False):  # else they could not be written to outside of inference mode
+            self.pages = {
+                name: new.new_zeros(capacity, block_size, new.shape[1], new.shape[3])
+                for name, new in (("keys", key), ("values", value))
+            }
+
+    @staticmethod
+    def form_of(key: torch.Tensor, value: torch.Tensor) -> tuple:
+        """What must be the same in all that a store is given: dtype, heads and head dimensions."""
+        return key.dtype, key.shape[1], key.shape[3], value.shape[1], value.shape[3]
+
+    @property
+    def capacity(self) -> int:
+        return next(iter(self.pages.values())).shape[0]
+
+    def static_tensors(self) -> list[torch.Tensor]:
+        """Those that stay where they are while a pool of fixed size is in use."""
+        return list(self.pages.values())
+
+    def make_room(
+        self, capacity: int, moves: list[tuple[int, int, int]] | None, copies: list[tuple[int, int]]
+    ) -> None:
+        """Does a `StorageChange`."""
+        if moves is not None or capacity > self.capacity:
+            self.pages = {name: _grown(pages, capacity, moves) for name, pages in self.pages.items()}
+        if copies:
+            source, destination = to_device(copies, torch.int64, self.device).T
+            for pages in self.pages.values():
+                pages[destination] = pages[source]
+
+    def select(self, rows: list[int]) -> None:
+        """Row i becomes what row `rows[i]` was: for what a store keeps by row and not by block."""
+
+    def rewind(self, lengths: list[int]) -> None:
+        """Row b has `lengths[b]` tokens from now on, no more than before: likewise."""
+
+    def write(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores `key` [B, Hk, S, D] and `value` at the places of `step`; padding is skipped."""
+        for pages, new in ((self.pages["keys"], key), (self.pages["values"], value)):
+            if step.is_even and step.run is not None:
+                offset, room = step.run
+                heads, dim = pages.shape[2:]
+                strides = (room * heads * dim, dim, heads * dim, 1)
+                pages.as_strided(new.shape, strides, (offset + step.starts[0]) * heads * dim).copy_(new)
+            else:
+                pages.flatten(0, 1).index_copy_(0, step.slot_mapping(new.device), step.tokens_of(new))
+
+    def read(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, Hk, longest row, D] and values of all rows: a view where the rows lie evenly, else gathered. What
+        lies beyond the end of a row is finite but meaningless."""
+        result = []
+        for pages in (self.pages["keys"], self.pages["values"]):
+            heads, dim = pages.shape[2:]
+            if step.run is not None:
+                offset, room = step.run
+                size = (len(step.lengths), heads, step.max_length, dim)
+                result.append(pages.as_strided(size, (room * heads * dim, dim, heads * dim, 1), offset * heads * dim))
+            else:
+                table = step.block_table(pages.device)
+                gathered = pages.index_select(0, table.flatten()).view(table.shape[0], -1, heads, dim)
+                result.append(gathered[:, : step.max_length].transpose(1, 2))
+        return result[0], result[1]
+
+    def attend(self, step: Step, tables_on: Callable, query, key, value, **options) -> torch.Tensor:
+        """Stores `key`, `value` [B, Hk, S, D] (unless they are None: stored before) and attends `query` [B, Hq, S, D]
+        over all tokens of each row. tables_on: device -> `DeviceTables`. Returns [B, S, Hq, Dv]; zeros at padding."""
+        attend = self._attend_cpu if query.device.type == "cpu" else self._attend_kernels
+        return attend(step, tables_on, query, key, value, **options)
+
+    def _attend_cpu(self, step, tables_on, query, key, value, *, causal, window_size, **options):
+        if key is not None:
+            self.write(step, key, value)
+        keys, values = self.read(step)
+        mask = step.attention_mask(causal, window_size, query.device)
+        return attention_cpu.attend(
+            query, keys, values, mask=mask, causal=causal and mask is None and step.width > 1, **options
+        )
+
+    def _attend_kernels(self, step, tables_on, query, key, value, **options):
+        device = query.device
+        tables, tokens = tables_on(device), step.token_indices(device)
+        if tokens is None and step.width <= _MAX_DECODE_QUERIES:
+            return self.append_and_attend(tables, query, key, value, **options)
+        query = query.transpose(1, 2)  # [B, S, Hq, D]
+        keys, values, table = self.pages["keys"], self.pages["values"], tables.block_table
+        if key is not None:
+            flat_key, flat_value = step.tokens_of(key), step.tokens_of(value)
+            attention.reshape_and_cache(flat_key, flat_value, keys, values, slot_mapping=step.slot_mapping(device))
+            if not any(step.starts):  # nothing but the new tokens to see
+                keys, values, table = flat_key, flat_value, None
+        flat_query = query.flatten(0, 1) if tokens is None else query.flatten(0, 1)[tokens]
+        output = attention.flash_attn_varlen_func(
+            flat_query, keys, values, step.cu_seqlens(device, new=True), step.cu_seqlens(device, new=False),
+            step.max_new, step.max_length, block_table=table, **options,
+        )  # fmt: skip
+        return step.padded(output, query.shape[0], query.shape[1])
+
+    def append_and_attend(self, tables: DeviceTables, query, key, value, **options) -> torch.Tensor:
+        """`attend` in one op, for forwards in which every new column is a token of its row: touches nothing but tensors,
+        so it can be compiled."""
+        seqlens = tables.cache_seqlens
+        if key is None:
+            value, seqlens = None, seqlens + query.shape[2]
+        else:
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+        return attention.flash_attn_with_kvcache(
+            query.transpose(1, 2), self.pages["keys"], self.pages["values"], key, value, cache_seqlens=seqlens,
+            block_table=tables.block_table, **options,
+        )  # fmt: skip
+
+
+def _grown(pages: torch.Tensor, capacity: int, moves: list[tuple[int, int, int]] | None) -> torch.Tensor:
+    """`pages` with at least `capacity` blocks, the used ones at their new places."""
+    with torch.inference_mode(False):
+        grown = pages.new_zeros(max(capacity, pages.shape[0]), *pages.shape[1:])
+        for old, new, number in [(0, 0, pages.shape[0])] if moves is None else moves:
+            grown[new : new + number] = pages[old : old + number]
+    return grown
