@@ -1,0 +1,119 @@
+"""What a method of evicting tokens is: a `Scorer` that says which tokens matter, and an `EvictionPolicy` that says how many
+stay and when the others go. A paper is one `Scorer` in a file of its own."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class View(NamedTuple):
+    """What a scorer sees of one layer: n is the longest head of a row, W the number of queries.
+
+    keys: [B, Hk, n, D], values: [B, Hk, n, Dv], as stored (after the rotary embedding, the model's dtype), in the order of the
+    text. Heads may hold different tokens: key_positions int64 [B, Hk, n] (tokens of the row before it) and present bool
+    [B, Hk, n], False behind the end of a head. queries: [B, Hq, W, D], the last ones, after the rotary embedding, with
+    query_positions int64 [B, W], -1 where a column is padding. budgets: tokens per head that each row is to keep.
+    accumulated: float32 [B, Hk, n], the sums of what `Scorer.accumulate` returned; None for a scorer that does not.
+    rotate: (x [..., n, D], positions int64 [n] or [..., n]) -> x moved on by so many positions, for scorers that need
+    the rotary embedding.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_positions: torch.Tensor
+    present: torch.Tensor
+    queries: torch.Tensor
+    query_positions: torch.Tensor
+    softmax_scale: float
+    softcap: float
+    budgets: list[int]
+    accumulated: torch.Tensor | None
+    rotate: Callable | None
+
+    def attention(self, columns: slice = slice(None)) -> torch.Tensor:
+        """Causal attention probabilities of the queries `columns`, float32 [B, Hk, G, W, n] (query head h * G + g belongs to
+        key head h); zeros for padding."""
+        queries, positions = self.queries[:, :, columns], self.query_positions[:, columns]
+        scores = self.logits(queries).float()
+        seen = self.present[:, :, None] & (self.key_positions[:, :, None] <= positions[:, None, :, None])
+        scores = scores.masked_fill(~seen[:, :, None], torch.finfo(torch.float32).min)
+        return scores.softmax(-1).mul_((positions >= 0)[:, None, None, :, None])
+
+    def logits(self, queries: torch.Tensor) -> torch.Tensor:
+        """Scaled (and soft-capped) products float32 [B, Hk, G, W, n] of queries [B, Hq, W, D] with all keys."""
+        grouped = queries.float().unflatten(1, (self.keys.shape[1], -1))
+        scores = grouped.flatten(2, 3).mul(self.softmax_scale).matmul(self.keys.float().transpose(2, 3))
+        scores = scores.unflatten(2, grouped.shape[2:4])
+        return torch.tanh(scores / self.softcap) * self.softcap if self.softcap else scores
+
+
+class Scorer:
+    """Which tokens of a layer matter. A subclass defines `score`, and holds no state: all layers share it.
+
+    sinks, recent: so many first and last tokens of a row always stay. window: how many of the last queries `score` is to
+    see; fewer are given where fewer have been since the cache was empty. accumulates: `accumulate` sees every query once.
+    needs_rotary: `View.rotate` is wanted. reindexes: the keys of the sinks are moved on with every eviction, so that the
+    tokens that stay are consecutive for the model (only right where all but the sinks are the last tokens).
+    """
+
+    sinks = 0
+    recent = 16  # so that speculation can take its tokens back
+    window = 0
+    accumulates = False
+    needs_rotary = False
+    reindexes = False
+
+    def score(self, view: View) -> torch.Tensor:
+        """[B, Hk, n]: the highest stay. Sinks, recent tokens and absent ones need no care."""
+        raise NotImplementedError
+
+    def accumulate(self, view: View) -> torch.Tensor:
+        """float32 [B, Hk, n], added to `View.accumulated`; `view.queries` are those not seen before, in groups of any
+        number."""
+        raise NotImplementedError
+
+    def recent_tokens(self, budget: int) -> int:
+        """How many of the last tokens always stay when a head keeps `budget` tokens on average."""
+        return self.recent
+
+    def counts(self, scores: torch.Tensor, budgets: list[int]) -> list[list[int]]:
+        """Tokens that each head of each row keeps: `budgets[row]` on average, never more than it has. scores: [B, Hk, n],
+        inf for tokens that must stay, -inf for absent ones."""
+        return [[budget] * scores.shape[1] for budget in budgets]
+
+
+class EvictionPolicy:
+    """`PagedCache(model.config, eviction=EvictionPolicy(SnapKV(), budget=0.5))`: how many tokens each layer keeps.
+
+    Args:
+        scorer: a `Scorer`.
+        budget: tokens that a key head keeps on average: an int, or a float between 0 and 1, the share of the tokens seen.
+        when: "prefill": after a prompt, that is after the first forward and after every later one of more than 16 columns
+            (a further chunk of the prompt, or the next turn of a chat); what is generated is kept. "always": whenever a
+            forward leaves more than the budget, in steps of a block of the cache.
+
+    A share of a short text is never less than the scorer's sinks and recent tokens. Raises ValueError for other arguments.
+    """
+
+    def __init__(self, scorer: Scorer, budget: int | float, when: str = "prefill"):
+        if not isinstance(scorer, Scorer):
+            raise ValueError(f"scorer={scorer!r}: must be a Scorer of hf_efficient, such as SnapKV()")
+        if when not in ("prefill", "always"):
+            raise ValueError(f'when={when!r}: must be "prefill" or "always"')
+        if isinstance(budget, bool) or not isinstance(budget, int | float):
+            raise ValueError(f"budget={budget!r}: must be a number of tokens, or a share between 0 and 1")
+        self.scorer, self.budget, self.when = scorer, budget, when
+        self.least = scorer.sinks + max(1, scorer.recent)
+        if isinstance(budget, float) and not 0 < budget < 1:
+            raise ValueError(f"budget={budget}: a share must lie between 0 and 1; give an int for a number of tokens")
+        if isinstance(budget, int) and budget < self.least:
+            raise ValueError(
+                f"budget={budget}: {type(scorer).__name__} always keeps {scorer.sinks} sinks and "
+                f"{max(1, scorer.recent)} recent tokens, so {self.least} or more are needed"
+            )
+
+    def target(self, seen: int) -> int:
+        """Tokens per head that a row which has seen `seen` tokens may hold."""
+        return self.budget if isinstance(self.budget, int) else max(math.ceil(self.budget * seen), self.least)

@@ -1,0 +1,30 @@
+"""SnapKV: the attention that the last queries of the prompt pay, pooled over neighbours."""
+
+import torch
+import torch.nn.functional as F
+
+from hf_efficient.cache.eviction.base import Scorer, View
+
+
+class SnapKV(Scorer):
+    """Paper: Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (2404.14469).
+
+    Args:
+        window: the last queries, whose tokens stay.
+        kernel_size: neighbours over which the scores are averaged, an odd number.
+    """
+
+    def __init__(self, window: int = 64, kernel_size: int = 5):
+        for name, value in (("window", window), ("kernel_size", kernel_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be a positive integer")
+        if kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size={kernel_size}: must be odd")
+        self.window = self.recent = window
+        self.kernel_size = kernel_size
+
+    def score(self, view: View) -> torch.Tensor:
+        scores = view.attention().mean(3)  # [B, Hk, G, n]
+        shape = scores.shape
+        pooled = F.avg_pool1d(scores.flatten(0, 2)[:, None], self.kernel_size, 1, self.kernel_size // 2)
+        return pooled.view(shape).mean(2)
