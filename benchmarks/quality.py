@@ -72,6 +72,9 @@ def rows() -> dict[str, dict | None]:
     table["w8a8 int8 smoothquant static"] = w8a8(method="smoothquant", activations="static")
     table["w8a8 fp8 dynamic"] = w8a8(dtype="fp8")
     table["w8a8 fp8 static"] = w8a8(dtype="fp8", activations="static")
+    table["w8a8 fp8 smoothquant"] = w8a8(dtype="fp8", method="smoothquant")
+    for columns in (32, 64):
+        table[f"w8a8 fp8 llm_int8, {columns} columns"] = w8a8(dtype="fp8", method="llm_int8", outlier_columns=columns)
     return table
 
 

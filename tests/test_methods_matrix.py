@@ -96,7 +96,7 @@ def test_a_method_from_loading_to_dequantizing(method, architecture, folders, tm
         if "head" not in n and ("proj" in n or "query" in n)
     ), "every projection is compressed"
     expected, got = logits(dense), logits(model)
-    bits = "fp8" if method == "fp8" else METHODS[method].get("bits", 8)  # fp8 has 3 bits of mantissa
+    bits = METHODS[method].get("dtype") or METHODS[method].get("bits", 8)  # fp8 has 3 bits of mantissa
     if method != "bitnet":  # ternary weights make another model
         error = ((got - expected).norm() / expected.norm()).item()
         assert error < LOSS[bits], f"the logits moved by {error:.3f} of their size"

@@ -23,8 +23,8 @@ class W8A8Config(CompressionConfig):
         weights: one scale a "channel" (vector-wise), a "tensor" or, for fp8, a "block" of 128 x 128.
         threshold: of llm_int8: columns with a magnitude of this or more are outliers (found anew in every call).
         outlier_columns: of llm_int8: this many columns, of the largest mean square on the text of `calibration`, are the
-            outliers instead. Their weights are kept in 16 bits, too, the other activations span their range, and a result
-            does not depend on what else is in the batch.
+            outliers instead. Their weights are kept in 16 bits, too, the other int8 activations span their range, and a
+            result does not depend on what else is in the batch. The only way of llm_int8 for fp8.
         observer: of static activations: "absmax" (the default), "percentile", or for int8 "entropy" or "mse".
         percentile: of that observer, the percentage of the values that are not clipped.
         rotate: spread outliers by random Hadamard rotations of the inputs (QuaRot) before they are rounded.
@@ -83,7 +83,7 @@ class W8A8Config(CompressionConfig):
 
         static = self.activations == "static"
         if self.dtype == "fp8":
-            inner = Float8Format(self.weights, static)
+            inner = Float8Format(self.weights, static, self.outlier_columns)
         else:
             inner = Int8Format(
                 per_channel=self.weights == "channel",
@@ -135,10 +135,11 @@ def _contradiction(scheme) -> str | None:
     is_llm, observer = method == "llm_int8", scheme["observer"]
     rules = (
         (
-            dtype == "fp8" and method in ("zeropoint", "llm_int8"),
+            dtype == "fp8" and (method == "zeropoint" or (is_llm and not scheme["outlier_columns"])),
             "method",
-            "'absmax' or 'smoothquant' for dtype='fp8'",
+            "'absmax', 'smoothquant' or, with outlier_columns, 'llm_int8' for dtype='fp8'",
         ),
+        (is_llm and scheme["weights"] == "block", "weights", "'channel' or 'tensor' for method='llm_int8'"),
         (dtype == "int8" and scheme["weights"] == "block", "weights", "'channel' or 'tensor' for dtype='int8'"),
         (static and scheme["weights"] == "block", "activations", "'dynamic' for weights='block'"),
         (static and is_llm, "activations", "'dynamic' for method='llm_int8'"),

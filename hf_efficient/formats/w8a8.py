@@ -22,8 +22,8 @@ class Int8Format(Format):
     "outlier_columns" int32 [n] and "outlier_weight" [N, n] in the weight's dtype (n = `outlier_columns`, at most K): columns
     that are not rounded, neither the weight's nor the input's; their codes are zeros.
 
-    Inputs are rounded a token at a time, unless `static`; with an `outlier_threshold` LLM.int8() decides in every call which columns
-    of them are not.
+    Inputs are rounded a token at a time, unless `static`; with an `outlier_threshold` LLM.int8() decides in every call
+    which columns of them are not.
     """
 
     per_channel: bool = True
@@ -41,9 +41,7 @@ class Int8Format(Format):
             shapes["zero_point"] = per_row
         if self.static:
             shapes.update({name: (1,) for name in self.activation_tensors})
-        if count := min(self.outlier_columns, in_features):
-            shapes.update(outlier_columns=(count,), outlier_weight=(out_features, count))
-        return shapes
+        return {**shapes, **_outlier_shapes(self, out_features, in_features)}
 
     def dtypes(self, dtype):
         dtypes = {
@@ -66,11 +64,7 @@ class Int8Format(Format):
         numbers = tensors["qweight"].float()
         if self.zero_point:
             numbers -= tensors["zero_point"].float()
-        weight = numbers.mul_(tensors["scale"]).to(dtype)
-        if self.outlier_columns:
-            columns, kept = tensors["outlier_columns"].long(), tensors["outlier_weight"].to(dtype)
-            weight.scatter_(-1, columns[..., None, :].expand_as(kept), kept)
-        return weight
+        return _with_outliers(numbers.mul_(tensors["scale"]).to(dtype), tensors)
 
     def layout(self, tensors, in_features, dtype):
         if tensors["qweight"].device.type not in _DEVICES:
@@ -85,12 +79,14 @@ class Float8Format(Format):
     """w = code * scale with codes in float8 E4M3 (largest 448).
 
     Canonical tensors: "qweight" float8_e4m3fn [N, K]; "scale" float32 [N, 1] ("channel"), [1, 1] ("tensor") or
-    [ceil(N / 128), ceil(K / 128)] ("block"); "activation_scale" float32 [1] for `static` inputs. Other inputs have one scale a
-    token, with "block" one for 128 columns of a token.
+    [ceil(N / 128), ceil(K / 128)] ("block"); "activation_scale" float32 [1] for `static` inputs; "outlier_columns" and
+    "outlier_weight" as in `Int8Format`. Inputs that are not static have one scale a token, with "block" one for 128 columns of a
+    token.
     """
 
     weights: str = "channel"
     static: bool = False
+    outlier_columns: int = 0
     largest: ClassVar[int] = 448
 
     def shapes(self, out_features, in_features):
@@ -100,10 +96,12 @@ class Float8Format(Format):
             "block": (-(-out_features // BLOCK), -(-in_features // BLOCK)),
         }
         shapes = {"qweight": (out_features, in_features), "scale": scales[self.weights]}
-        return {**shapes, **{name: (1,) for name in self.activation_tensors}}
+        shapes.update({name: (1,) for name in self.activation_tensors})
+        return {**shapes, **_outlier_shapes(self, out_features, in_features)}
 
     def dtypes(self, dtype):
-        return {name: torch.float32 if name != "qweight" else torch.float8_e4m3fn for name in self.shapes(1, 1)}
+        dtypes = {"qweight": torch.float8_e4m3fn, "outlier_columns": torch.int32, "outlier_weight": dtype}
+        return {name: dtypes.get(name, torch.float32) for name in self.shapes(1, 1)}
 
     @property
     def activation_tensors(self) -> tuple[str, ...]:
@@ -114,12 +112,25 @@ class Float8Format(Format):
         codes, scale = tensors["qweight"], tensors["scale"]
         if self.weights == "block":
             scale = expand_blocks(scale, codes.shape[-2], in_features)
-        return codes.float().mul_(scale).to(dtype)
+        return _with_outliers(codes.float().mul_(scale).to(dtype), tensors)
 
     def layout(self, tensors, in_features, dtype):
         if tensors["qweight"].device.type not in _DEVICES:
             return self.dequantized_layout(tensors, in_features, dtype)
         return Float8Linear(tensors, dtype, "fp8_block" if self.weights == "block" else "fp8")
+
+
+def _outlier_shapes(format: Format, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+    count = min(format.outlier_columns, in_features)
+    return {"outlier_columns": (count,), "outlier_weight": (out_features, count)} if count else {}
+
+
+def _with_outliers(weight: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """`weight` [..., N, K] with the columns that are kept as they are, in place."""
+    if "outlier_columns" in tensors:
+        columns, kept = tensors["outlier_columns"].long(), tensors["outlier_weight"].to(weight.dtype)
+        weight.scatter_(-1, columns[..., None, :].expand_as(kept), kept)
+    return weight
 
 
 def expand_blocks(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -7,13 +7,23 @@ from hf_efficient.kernels.activation_linear import llm_int8_linear, pack_int8, q
 
 
 class _ActivationQuantizedLinear:
-    """A layout that computes from the canonical tensors as they are."""
+    """A layout that computes from the canonical tensors as they are, and keeps columns that are not rounded out of it."""
 
     replaces_qweight = False
 
     def __init__(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype):
         self.canonical, self.dtype, self.tensors = tensors, dtype, {}
         self.codes, self.scale = tensors["qweight"], tensors["scale"]
+        self.columns = self.outlier_weight = None
+        if "outlier_columns" in tensors:
+            self.columns = tensors["outlier_columns"].long()
+            self.outlier_weight = tensors["outlier_weight"].to(dtype)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.columns is None:
+            return self.product(x, bias)
+        outliers = x[..., self.columns] @ self.outlier_weight.t()
+        return self.product(x.index_fill(-1, self.columns, 0.0), bias).add_(outliers)
 
     def qweight(self) -> torch.Tensor:
         """The canonical qweight."""
@@ -21,7 +31,8 @@ class _ActivationQuantizedLinear:
 
     def dequantize(self) -> torch.Tensor:
         """The weight [N, K] in the dtype of the inputs."""
-        return activation_cpu.dequantize(self.codes, self.scale, self.canonical.get("zero_point"), self.dtype)
+        weight = activation_cpu.dequantize(self.codes, self.scale, self.canonical.get("zero_point"), self.dtype)
+        return weight if self.columns is None else weight.index_copy_(1, self.columns, self.outlier_weight)
 
 
 class Int8Linear(_ActivationQuantizedLinear):
@@ -29,12 +40,9 @@ class Int8Linear(_ActivationQuantizedLinear):
 
     def __init__(self, tensors, dtype, format: str):
         super().__init__(tensors, dtype)
-        self.format, self.columns, self.outlier_weight = format, None, None
+        self.format = format
         if format == "int8_asymmetric":
             self.tensors["code_sums"] = self.codes.sum(1, dtype=torch.int32)
-        if "outlier_columns" in tensors:
-            self.columns = tensors["outlier_columns"].long()
-            self.outlier_weight = tensors["outlier_weight"].to(dtype)
         if self.codes.device.type == "cpu":
             packed = pack_int8(self.codes)
             self.replaces_qweight = packed is not self.codes
@@ -43,11 +51,8 @@ class Int8Linear(_ActivationQuantizedLinear):
             self.tensors["packed"] = self.codes
             self.canonical = {name: tensor for name, tensor in tensors.items() if name != "qweight"}
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        outliers = None
-        if self.columns is not None:
-            outliers, x = x[..., self.columns], x.index_fill(-1, self.columns, 0.0)
-        y = quantized_linear(
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return quantized_linear(
             x,
             self.codes,
             self.scale,
@@ -58,14 +63,9 @@ class Int8Linear(_ActivationQuantizedLinear):
             w_zero_point=self.canonical.get("zero_point"),
             w_sums=self.tensors.get("code_sums"),
         )
-        return y if outliers is None else y.add_(outliers @ self.outlier_weight.t())
 
     def qweight(self) -> torch.Tensor:
         return unpack_int8(self.codes).contiguous() if self.replaces_qweight else super().qweight()
-
-    def dequantize(self) -> torch.Tensor:
-        weight = super().dequantize()
-        return weight if self.columns is None else weight.index_copy_(1, self.columns, self.outlier_weight)
 
 
 class LlmInt8Linear(_ActivationQuantizedLinear):
@@ -75,7 +75,7 @@ class LlmInt8Linear(_ActivationQuantizedLinear):
         super().__init__(tensors, dtype)
         self.threshold = threshold
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return llm_int8_linear(x, self.codes, self.scale, bias, threshold=self.threshold)
 
 
@@ -86,6 +86,6 @@ class Float8Linear(_ActivationQuantizedLinear):
         super().__init__(tensors, dtype)
         self.format = format
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         scale = self.canonical.get("activation_scale")
         return quantized_linear(x, self.codes, self.scale, bias, format=self.format, scale=scale)

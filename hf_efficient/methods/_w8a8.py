@@ -19,26 +19,30 @@ def quantize(weight: torch.Tensor, format: Int8Format | Float8Format, inputs=Non
     `hf_efficient.calibration.static_ranges` observes.
 
     Args:
-        inputs: `LinearInputs`; None: the nearest codes. A format with outlier columns takes those of the largest mean square.
+        inputs: `LinearInputs`; None: the nearest codes. A format with outlier columns takes those of the largest mean square, of
+            floating-point codes (whose errors grow with the numbers) those of the largest share in the output.
 
     Raises:
         ValueError: outlier columns without inputs."""
     hessian = None if inputs is None or inputs.hessian is None else inputs.hessian.to(weight.device)
-    columns = min(getattr(format, "outlier_columns", 0), weight.shape[1])
+    columns = min(format.outlier_columns, weight.shape[1])
     if not columns:
         return _round(weight, format, hessian)
     if inputs is None:
         raise ValueError(f"outlier_columns={columns} are chosen by calibration: the inputs of the layer are needed")
     outliers = torch.zeros(weight.shape[1], dtype=torch.bool, device=weight.device)
-    outliers[inputs.mean_square.topk(columns).indices.to(weight.device)] = True
+    share = inputs.mean_square.to(weight.device)
+    if isinstance(format, Float8Format):
+        share = share * weight.float().square().sum(0)
+    outliers[share.topk(columns).indices] = True
     kept = {
         "outlier_columns": outliers.nonzero().flatten().int(),
         "outlier_weight": weight[:, outliers].contiguous(),
     }
-    codes = torch.zeros_like(weight, dtype=torch.int8)
     if outliers.all():
         return {**_round(torch.zeros_like(weight), format, None), **kept}
     rest = _round(weight[:, ~outliers], format, None if hessian is None else hessian[~outliers][:, ~outliers])
+    codes = torch.zeros_like(weight, dtype=rest["qweight"].dtype)
     codes[:, ~outliers] = rest["qweight"]
     return {**rest, "qweight": codes, **kept}
 
