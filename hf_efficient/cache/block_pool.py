@@ -103,8 +103,9 @@ class BlockPool:
         if self.num_blocks is not None and total > self.num_blocks:
             raise ValueError(
                 f"PagedCache(num_blocks={self.num_blocks}, block_size={self.block_size}) is too small: this step needs "
-                f"{total} blocks ({used} in use and {required} more). Give num_blocks={total} or more, or None for a "
-                "pool that grows."
+                f"{total} blocks ({used} in use and {required} more), {total - self.num_blocks} more than there are. "
+                "Nothing was changed. Free some with batch_select_indices(), rewind(), crop() or reset(), or make a cache of "
+                f"{total} blocks or more, or one that grows (neither num_blocks nor memory)."
             )
         longest = max(len(table) + more for table, more in zip(self.tables, demand))
         if used == 0:  # the first tokens

@@ -37,6 +37,11 @@ class PageStore:
     def capacity(self) -> int:
         return next(iter(self.pages.values())).shape[0]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(pages.nbytes for pages in self.pages.values())
+
     def static_tensors(self) -> list[torch.Tensor]:
         """Those that stay where they are while a pool of fixed size is in use."""
         return list(self.pages.values())

@@ -8,8 +8,10 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from hf_efficient.cache.device_tables import DeviceTables, to_device
+from hf_efficient.cache.memory_budget import MemoryBudget
 from hf_efficient.cache.page_handle import PAGES, PageHandle
 from hf_efficient.cache.page_store import PageStore
+from hf_efficient.cache.stats import CacheStats
 from hf_efficient.cache.step import CacheState, PlannedForward, Step
 
 
@@ -23,6 +25,7 @@ class PagedLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     is_sliding = False  # sliding-window layers store everything, and the mask or the kernel applies the window
+    budget: MemoryBudget | None = None
 
     def __init__(self, state: CacheState, layer_idx: int):
         super().__init__()
@@ -39,9 +42,16 @@ class PagedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        pool = self.state.pool
-        self.store = PageStore(pool.capacity, pool.block_size, key_states, value_states)
+        if self.budget is not None:
+            self.budget.fix_pools(self.make_store, key_states, value_states)
+        self.store = self.make_store(self.state.pool.capacity, key_states, value_states)
+        if self.budget is not None:
+            self.budget.check(self.store, self.layer_idx)
         self.is_initialized = True
+
+    def make_store(self, capacity: int, key: torch.Tensor, value: torch.Tensor) -> PageStore:
+        """Empty pages of `capacity` blocks for keys and values like these [B, H, S, D]."""
+        return PageStore(capacity, self.state.pool.block_size, key, value)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Takes the new keys [B, Hk, S, D] and values [B, Hv, S, Dv] of one forward.
@@ -57,6 +67,8 @@ class PagedLayer(CacheLayerMixin):
                 "PagedCache keeps no gradients: wrap the forward in torch.no_grad(), or train without a cache "
                 "(use_cache=False)."
             )
+        if self.budget is not None:
+            self.budget.fix_pools(self.make_store, key_states, value_states)
         if state.reads_pages:
             if state.planned is None and (
                 torch.compiler.is_compiling() or (key_states.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -157,12 +169,22 @@ class PagedCache(Cache):
         block_size: tokens per block, a power of two from 8 to 256.
         kv_format: how keys and values are stored; only "auto" (the model's dtype).
         num_blocks: blocks of a pool of fixed size, shared by all rows; None for a pool that grows on demand.
+        memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB". Dtype
+            and heads are those of the first forward, which raises ValueError when not one block fits.
 
     Raises ValueError for other arguments, and for models it cannot hold (encoder-decoder, state-space or linear
     attention layers).
     """
 
-    def __init__(self, config, block_size: int = 16, kv_format: str = "auto", num_blocks: int | None = None):
+    def __init__(
+        self,
+        config,
+        block_size: int = 16,
+        kv_format: str = "auto",
+        num_blocks: int | None = None,
+        *,
+        memory: int | str | None = None,
+    ):
         if isinstance(block_size, bool) or block_size not in (8, 16, 32, 64, 128, 256):
             raise ValueError(f"block_size={block_size!r}: must be 8, 16, 32, 64, 128 or 256")
         if kv_format != "auto":
@@ -171,6 +193,8 @@ class PagedCache(Cache):
             isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1
         ):
             raise ValueError(f"num_blocks={num_blocks!r}: must be a positive integer, or None for a pool that grows")
+        if num_blocks is not None and memory is not None:
+            raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
         if not hasattr(config, "get_text_config"):
             raise ValueError(f"config={type(config).__name__}: must be a transformers config, such as model.config")
         decoder = config.get_text_config(decoder=True)
@@ -180,6 +204,9 @@ class PagedCache(Cache):
             for index, kind in enumerate(_layer_types(config, decoder))
         ]
         super().__init__(layers=layers)
+        self.budget = None if memory is None else MemoryBudget(memory, [layer.state for layer in self._paged_layers])
+        for layer in self._paged_layers:
+            layer.budget = self.budget
 
     @property
     def block_size(self) -> int:
@@ -199,6 +226,10 @@ class PagedCache(Cache):
     def num_used_blocks(self) -> int:
         """Blocks in use, each counted once however many rows share it."""
         return self.state.pool.capacity - self.state.pool.num_free
+
+    def stats(self) -> CacheStats:
+        """How full the pool is and what it costs."""
+        return CacheStats.of(self)
 
     @property
     def batch_size(self) -> int:
@@ -307,6 +338,8 @@ class PagedCache(Cache):
         self.state.reset()
         for layer in self._paged_layers:
             layer.forget()
+        if self.budget is not None:
+            self.budget.forget()
 
     def __deepcopy__(self, memo):
         self.state.check_idle()

@@ -1,0 +1,80 @@
+"""A pool sized by a budget of bytes: `PagedCache(config, memory="2GB")`."""
+
+import torch
+
+from hf_efficient.cache.page_store import PageStore
+from hf_efficient.cache.step import CacheState
+
+
+def parse_bytes(name: str, size: int | str) -> int:
+    """`size` in bytes: an int, or a string such as "512MB" (10^6 bytes a MB) or "1.5GiB" (2^30 a GiB).
+
+    Raises ValueError that calls the argument `name` for anything else and for less than one byte.
+    """
+    from accelerate.utils.modeling import convert_file_size_to_int
+
+    try:
+        number = size if isinstance(size, int) else convert_file_size_to_int(size)
+    except (ValueError, AttributeError):
+        number = 0
+    if isinstance(size, bool) or number < 1:
+        raise ValueError(f'{name}={size!r}: must be a positive number of bytes, or a string such as "512MB" or "2GiB"')
+    return number
+
+
+def bytes_per_block(store: PageStore) -> int:
+    """Bytes that one block takes in the pages of `store`, scales and zero-points included."""
+    return store.nbytes // store.capacity
+
+
+class MemoryBudget:
+    """Fixes the size of the pools at the first forward, when dtype and heads are known.
+
+    Args:
+        size: bytes for the pages of all layers together, int or str (`parse_bytes`).
+        states: the state of every layer that stores keys and values; layers of several states get as many blocks each.
+    """
+
+    def __init__(self, size: int | str, states: list[CacheState]):
+        self.size = size
+        self.bytes = parse_bytes("memory", size)
+        self.states = states
+        self.block_bytes: int | None = None  # of one layer
+
+    def fix_pools(self, make_store, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Gives the empty pools as many blocks as the budget holds, unless they have them already. make_store: (capacity,
+        key, value) -> `PageStore`; key, value: the first ones [B, H, S, D].
+
+        Raises ValueError, with nothing changed, when that is not even one block.
+        """
+        if self.block_bytes is not None:
+            return
+        block_size = self.states[0].pool.block_size
+        like = (new[:, :, :1].to("meta", value.dtype) for new in (key, value))
+        block_bytes = bytes_per_block(make_store(1, *like))
+        number = self.bytes // (block_bytes * len(self.states))
+        if number == 0:
+            raise ValueError(
+                f"PagedCache(memory={self.size!r}) holds not one block: {block_size} tokens in {len(self.states)} layers "
+                f"take {block_bytes * len(self.states)} bytes. Give that much or more."
+            )
+        self.block_bytes = block_bytes
+        for state in dict.fromkeys(self.states):
+            state.pool.num_blocks = number
+            state.pool.reset()
+
+    def check(self, store: PageStore, layer_idx: int) -> None:
+        """Raises ValueError when the blocks of this layer are larger than those of the first one, so that the budget
+        would be exceeded."""
+        if bytes_per_block(store) > self.block_bytes:
+            raise ValueError(
+                f"PagedCache(memory={self.size!r}): a block takes {bytes_per_block(store)} bytes in layer {layer_idx} and "
+                f"{self.block_bytes} in the first. Where layers differ, give num_blocks instead."
+            )
+
+    def forget(self) -> None:
+        """The next first forward fixes the pools anew."""
+        self.block_bytes = None
+        for state in dict.fromkeys(self.states):
+            state.pool.num_blocks = None
+            state.pool.reset()
