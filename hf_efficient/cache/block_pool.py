@@ -192,6 +192,33 @@ class BlockPool:
         self.tables = tables
         self._reported = [0] * len(tables)
 
+    def snapshot(self) -> dict:
+        """Everything that `restore` needs, in lists and numbers."""
+        return {"capacity": self.capacity, "tables": self.tables, "lengths": self.lengths}
+
+    def restore(self, snapshot: dict) -> None:
+        """Makes this pool what another of the same block size and `num_blocks` was.
+
+        Raises ValueError, with nothing changed, when that cannot be: a negative or too large block, a block twice in a row,
+        tables that do not fit the lengths.
+        """
+        capacity, tables, lengths = snapshot["capacity"], snapshot["tables"], snapshot["lengths"]
+        if self.num_blocks not in (None, capacity):
+            raise ValueError(f"{capacity} blocks in a pool of {self.num_blocks}")
+        references = [0] * capacity
+        for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+            if length < 0 or len(table) != self.blocks_for(length) or len(set(table)) != len(table):
+                raise ValueError(f"row {row} has {length} tokens and the blocks {table} of {self.block_size} tokens")
+            for block in table:
+                if not 0 <= block < capacity:
+                    raise ValueError(f"row {row} has block {block}, and there are the blocks 0 to {capacity - 1}")
+                references[block] += 1
+        self.reset()
+        self.add_rows(len(tables))
+        self.tables, self.lengths = [list(table) for table in tables], list(lengths)
+        self.is_run = [all(b == a + 1 for a, b in zip(table, table[1:])) for table in tables]
+        self._resize(references)
+
     def table_changes(self) -> list[tuple[int, int, int]]:
         """(row, place, block) of every block in the tables that was not there at the last call, or at another place."""
         changes = [

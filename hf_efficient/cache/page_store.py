@@ -17,11 +17,13 @@ class PageStore:
 
     pages: name -> tensor [num_blocks, ...]: everything a block holds, so that blocks are copied, moved, saved and offloaded
     without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks, block_size, Hk, Dv].
+    rows: name -> tensor [B, ...]: what is kept by row instead, saved and loaded as it is. Here nothing.
     """
 
     def __init__(self, capacity: int, block_size: int, key: torch.Tensor, value: torch.Tensor):
         """key [B, Hk, S, D], value [B, Hk, S, Dv]: like those that will be stored; only shapes, dtype and device count."""
         self.dtype, self.device, self.form = key.dtype, key.device, self.form_of(key, value)
+        self.rows: dict[str, torch.Tensor] = {}
         with torch.inference_mode(False):  # else they could not be written to outside of inference mode
             self.pages = {
                 name: new.new_zeros(capacity, block_size, new.shape[1], new.shape[3])

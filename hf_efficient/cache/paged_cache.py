@@ -1,12 +1,14 @@
 """`PagedCache`: a transformers cache whose keys and values lie in blocks of a pool."""
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
+from hf_efficient.cache import persistence
 from hf_efficient.cache.device_tables import DeviceTables, to_device
 from hf_efficient.cache.memory_budget import MemoryBudget
 from hf_efficient.cache.page_handle import PAGES, PageHandle
@@ -198,6 +200,7 @@ class PagedCache(Cache):
         if not hasattr(config, "get_text_config"):
             raise ValueError(f"config={type(config).__name__}: must be a transformers config, such as model.config")
         decoder = config.get_text_config(decoder=True)
+        self.kv_format = kv_format
         self.state = CacheState(decoder, block_size, num_blocks)
         layers = [
             DummyLayer() if kind in _NO_LAYER_TYPES else PagedLayer(self.state, index)
@@ -230,6 +233,25 @@ class PagedCache(Cache):
     def stats(self) -> CacheStats:
         """How full the pool is and what it costs."""
         return CacheStats.of(self)
+
+    def save(self, path: str | os.PathLike, model: torch.nn.Module | None = None) -> None:
+        """Writes the blocks in use to one safetensors file, beside it first, so that `path` is never half a file.
+
+        model: the one that filled this cache; `load` then refuses other weights or adapters too, not only other configs.
+
+        Raises ValueError when the cache is empty.
+        """
+        persistence.save(self, path, model)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, model) -> "PagedCache":
+        """The cache that `save` wrote, with the same blocks, on the devices of `model`: `generate()` goes on as it would
+        have gone on there. model: the model, or its config, which puts the pages on the CPU and leaves weights unchecked.
+
+        Raises ValueError naming the file when it is truncated or altered, or is that of another model, dtype or format.
+        Nothing of a file is executed.
+        """
+        return persistence.load(cls, path, model)
 
     @property
     def batch_size(self) -> int:

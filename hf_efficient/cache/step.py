@@ -167,6 +167,22 @@ class CacheState:
         self.planned: PlannedForward | None = None
         self.tables: dict[torch.device, DeviceTables] = {}
 
+    def restore(self, snapshot: dict, column_mask: torch.Tensor | None) -> None:
+        """Takes up where another cache was: the pool's snapshot, and `columns` beside it. Raises ValueError when that cannot
+        be."""
+        columns = snapshot["columns"]
+        self.pool.restore(snapshot)
+        rows, tokens = len(self.pool.lengths), self.pool.lengths
+        if column_mask is None:
+            fits = columns == max(tokens)
+        else:
+            fits = column_mask.dtype == torch.bool and column_mask.shape == (rows, columns)
+            fits = fits and column_mask.sum(1).tolist() == tokens
+        if not fits:
+            raise ValueError(f"{columns} columns and their mask do not fit rows of {tokens} tokens")
+        self.columns = self.previous_columns = columns
+        self.column_mask = column_mask
+
     @property
     def reads_pages(self) -> bool:
         return self.config._attn_implementation in ATTENTION_NAMES and not self.has_latents

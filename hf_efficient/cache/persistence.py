@@ -1,0 +1,175 @@
+"""A paged cache in one safetensors file: `cache.save(path)` and `PagedCache.load(path, model)`."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hf_efficient.cache.fingerprint import config_fingerprint, weights_fingerprint
+
+
+_FORMAT = "hf_efficient.paged_cache.1"
+
+
+def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -> None:
+    """`PagedCache.save`."""
+    cache.state.check_idle()
+    layers = {str(layer.layer_idx): layer for layer in cache._paged_layers}
+    if not any(cache.cache_seqlens) or not all(layer.is_initialized for layer in layers.values()):
+        raise ValueError("save(): this PagedCache holds no tokens, or not in every layer")
+    states = list(dict.fromkeys(layer.state for layer in layers.values()))
+    header = {
+        "config": config_fingerprint(cache.state.config),
+        "weights": None if model is None else weights_fingerprint(model),
+        "block_size": cache.block_size,
+        "kv_format": cache.kv_format,
+        "num_blocks": cache.state.pool.num_blocks,
+        "groups": [{**state.pool.snapshot(), "columns": state.columns} for state in states],
+        "layers": {
+            name: {"group": states.index(layer.state), "form": [_name_of(part) for part in layer.store.form]}
+            for name, layer in layers.items()
+        },
+    }
+    tensors = {}
+    for index, state in enumerate(states):
+        if state.column_mask is not None:
+            tensors[f"groups.{index}.column_mask"] = state.column_mask
+    used = [torch.tensor(_used_blocks(state.pool.tables), dtype=torch.int64) for state in states]
+    for name, layer in layers.items():
+        for kind, pages in layer.store.pages.items():
+            blocks = used[states.index(layer.state)].to(pages.device)
+            tensors[f"layers.{name}.pages.{kind}"] = pages.index_select(0, blocks).cpu()
+        for kind, rows in layer.store.rows.items():
+            tensors[f"layers.{name}.rows.{kind}"] = rows.cpu().contiguous()
+    text = json.dumps(header, sort_keys=True)
+    path = Path(path)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, beside, {"format": _FORMAT, "header": text, "digest": _digest(text, tensors)})
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def load(cls, path: str | os.PathLike, model):
+    """`PagedCache.load`."""
+    try:
+        text, tensors = _read(path)
+        header, config = json.loads(text), getattr(model, "config", model)
+        _check_model(header, model, config)
+        cache = cls(config, header["block_size"], header["kv_format"], header["num_blocks"])
+        _fill(cache, header, tensors, _devices(model))
+    except FileNotFoundError:
+        raise
+    except (
+        SafetensorError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ValueError(f"PagedCache.load({str(path)!r}): {error}") from error
+    return cache
+
+
+def _read(path) -> tuple[str, dict[str, torch.Tensor]]:
+    """Header and tensors of a file. Raises ValueError or SafetensorError when it is not one of `save`, whole."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != _FORMAT:
+            raise ValueError("not a file of PagedCache.save(), or one of another version of it")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    text = metadata["header"]
+    if _digest(text, tensors) != metadata["digest"]:
+        raise ValueError("the file was altered: its contents are not what was saved")
+    return text, tensors
+
+
+def _check_model(header: dict, model, config) -> None:
+    """Raises ValueError, naming what differs, when another model filled the cache."""
+    here, there = config_fingerprint(config), header["config"]
+    different = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+    if different:
+        details = ", ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in different)
+        raise ValueError(f"the file is of another model: {details}")
+    if isinstance(model, torch.nn.Module) and header["weights"] not in (None, weights_fingerprint(model)):
+        raise ValueError(
+            "the file is of another model of this architecture: weights, their dtype or the active adapters differ"
+        )
+
+
+def _fill(cache, header: dict, tensors: dict[str, torch.Tensor], device_of) -> None:
+    """Gives the new `cache` what the file holds. Raises, with `cache` half filled, for what cannot be."""
+    layers = {str(layer.layer_idx): layer for layer in cache._paged_layers}
+    if missing := sorted(set(layers) - set(header["layers"])):
+        raise ValueError(f"it has no pages of the layers {list(map(int, missing))}")
+    states: dict[int, object] = {}
+    for name, entry in header["layers"].items():
+        state = states.setdefault(entry["group"], layers[name].state)
+        if state is not layers[name].state:
+            raise ValueError(f"layer {name} is of another group of layers here")
+    for index, group in enumerate(header["groups"]):
+        mask = tensors.pop(f"groups.{index}.column_mask", None)
+        states[index].restore(group, None if mask is None else mask.clone())
+    for name, entry in header["layers"].items():
+        layer, pool = layers[name], layers[name].state.pool
+        dtype, heads, dim, value_heads, value_dim = entry["form"]
+        new = dict(dtype=getattr(torch, dtype), device=device_of(layer.layer_idx))
+        rows = len(pool.lengths)
+        layer.lazy_initialization(
+            torch.empty(rows, heads, 1, dim, **new), torch.empty(rows, value_heads, 1, value_dim, **new)
+        )
+        blocks = torch.tensor(_used_blocks(pool.tables), dtype=torch.int64, device=new["device"])
+        for kind, pages in layer.store.pages.items():
+            stored = _take(tensors, f"layers.{name}.pages.{kind}", (len(blocks), *pages.shape[1:]), pages.dtype)
+            pages[blocks] = stored.to(pages.device)
+        for kind, rows in layer.store.rows.items():
+            rows.copy_(_take(tensors, f"layers.{name}.rows.{kind}", rows.shape, rows.dtype))
+    if tensors:
+        raise ValueError(f"it has tensors that do not belong: {sorted(tensors)}")
+
+
+def _take(tensors: dict, name: str, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
+    tensor = tensors.pop(name)
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} and must be {dtype} {tuple(shape)}")
+    return tensor
+
+
+def _used_blocks(tables: list[list[int]]) -> list[int]:
+    """The blocks in the order of the rows, each once."""
+    return list(dict.fromkeys(block for table in tables for block in table))
+
+
+def _devices(model):
+    """layer index -> device that its attention is on."""
+    if not isinstance(model, torch.nn.Module):
+        return lambda layer_idx: torch.device("cpu")
+    devices = {
+        module.layer_idx: parameter.device
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and (parameter := next(module.parameters(), None)) is not None
+        and not parameter.is_meta
+    }
+    return lambda layer_idx: devices.get(layer_idx, model.device)
+
+
+def _name_of(part) -> int | str:
+    """An entry of a store's `form` as JSON."""
+    return str(part).removeprefix("torch.") if isinstance(part, torch.dtype) else part
+
+
+def _digest(text: str, tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of the header and of names, dtypes, shapes and bytes of all tensors."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
