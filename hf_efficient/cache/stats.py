@@ -7,7 +7,7 @@ from hf_efficient.cache.block_pool import BlockPool
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counts over all pools of a cache (one, unless groups of layers have pools of their own).
+    """Counts over all pools of a cache: one, unless layers have pools of their own.
 
     blocks_used, blocks_free: blocks that hold tokens, and those that exist and do not.
     blocks_shared: blocks held by more than one row; each counts once in `blocks_used`.
@@ -31,7 +31,7 @@ class CacheStats:
         """The counts of a `PagedCache` now."""
         pools: dict[BlockPool, list] = {}
         for layer in cache._paged_layers:
-            pools.setdefault(layer.state.pool, []).append(layer.store)
+            pools.setdefault(getattr(layer.store, "pool", layer.state.pool), []).append(layer.store)
         used = free = shared = slots = tokens = allocated = in_use = 0
         for pool, stores in pools.items():
             used_here = pool.capacity - pool.num_free
