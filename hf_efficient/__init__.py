@@ -18,6 +18,7 @@ _PUBLIC = {
     "BitNetConfig": "hf_efficient.configs",
     "CalibrationConfig": "hf_efficient.configs",
     "PagedCache": "hf_efficient.cache.paged_cache",
+    "PrefixCache": "hf_efficient.cache.prefix_cache",
     "SpeculativeGenerationMixin": "hf_efficient.generation.speculative",
     "enable_speculation": "hf_efficient.integrations.transformers_generation",
     "speculative_generate": "hf_efficient.generation.speculative",

@@ -13,6 +13,7 @@ from hf_efficient.cache.device_tables import DeviceTables, to_device
 from hf_efficient.cache.memory_budget import MemoryBudget
 from hf_efficient.cache.page_handle import PAGES, PageHandle
 from hf_efficient.cache.page_store import PageStore
+from hf_efficient.cache.row_tokens import RowTokens
 from hf_efficient.cache.stats import CacheStats
 from hf_efficient.cache.step import CacheState, PlannedForward, Step
 
@@ -173,6 +174,7 @@ class PagedCache(Cache):
         num_blocks: blocks of a pool of fixed size, shared by all rows; None for a pool that grows on demand.
         memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB". Dtype
             and heads are those of the first forward, which raises ValueError when not one block fits.
+        prefix_cache: a `PrefixCache` of the same model, which keeps what prompts have in common between generations.
 
     Raises ValueError for other arguments, and for models it cannot hold (encoder-decoder, state-space or linear
     attention layers).
@@ -186,6 +188,7 @@ class PagedCache(Cache):
         num_blocks: int | None = None,
         *,
         memory: int | str | None = None,
+        prefix_cache=None,
     ):
         if isinstance(block_size, bool) or block_size not in (8, 16, 32, 64, 128, 256):
             raise ValueError(f"block_size={block_size!r}: must be 8, 16, 32, 64, 128 or 256")
@@ -199,6 +202,10 @@ class PagedCache(Cache):
             raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
         if not hasattr(config, "get_text_config"):
             raise ValueError(f"config={type(config).__name__}: must be a transformers config, such as model.config")
+        if prefix_cache is not None:
+            prefix_cache.check(config, block_size, kv_format)
+        self.prefix_cache = prefix_cache
+        self.row_tokens = None if prefix_cache is None else RowTokens()
         decoder = config.get_text_config(decoder=True)
         self.kv_format = kv_format
         self.state = CacheState(decoder, block_size, num_blocks)
@@ -334,6 +341,8 @@ class PagedCache(Cache):
         for layer in self._paged_layers:
             if layer.is_initialized:
                 layer.store.rewind(self.state.pool.lengths)
+        if self.row_tokens is not None:
+            self.row_tokens.rewind(self.state.pool.lengths)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i becomes what row `beam_idx[i]` was. Copies nothing: rows that come from the same one share its blocks."""
@@ -349,6 +358,8 @@ class PagedCache(Cache):
             for layer in self._paged_layers:
                 if layer.is_initialized:
                     layer.store.select(indices.tolist())
+            if self.row_tokens is not None:
+                self.row_tokens.select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row `repeats` times; the copies share their blocks."""
@@ -362,6 +373,8 @@ class PagedCache(Cache):
             layer.forget()
         if self.budget is not None:
             self.budget.forget()
+        if self.row_tokens is not None:
+            self.row_tokens.reset()
 
     def __deepcopy__(self, memo):
         self.state.check_idle()

@@ -1,0 +1,313 @@
+"""`PrefixCache`: blocks of keys and values that outlive a generation, for prompts that begin alike."""
+
+import inspect
+import threading
+import weakref
+
+import torch
+
+from hf_efficient.cache.device_tables import to_device
+from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.cache.prefix_key import ModelKey
+from hf_efficient.cache.prefix_tree import UNKNOWN, PrefixTree
+from hf_efficient.cache.row_tokens import mark_tokens
+
+
+_FORMATS = ("auto",)
+_INPUTS = {"input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"}
+_OUTPUTS = {"labels", "output_attentions", "output_hidden_states", "output_router_logits"}  # need every column
+_REST = {"logits_to_keep", "use_cache", "return_dict"}
+
+
+class PrefixCache:
+    """Keys and values of prompts and answers, kept for later generations of one model: a prompt that begins like an earlier
+    one (a shared system prompt, the next turn of a chat) runs only from where it differs.
+
+    >>> prefix = PrefixCache(model, num_blocks=256)
+    >>> for inputs in prompts:
+    ...     cache = PagedCache(model.config, prefix_cache=prefix)
+    ...     output = model.generate(**inputs, max_new_tokens=8, past_key_values=cache)
+    >>> prefix.stats()["hits"]
+    1
+
+    Every forward with a cache that names this one stores the blocks it completes, of prompts and of generated tokens. A
+    forward whose tokens are stored already, of a new cache or the next chunk of a prompt, is cut: the stored blocks are
+    copied into the cache, and the model runs on the columns that are left, at least as many as `logits_to_keep`. So the
+    output is that of the whole forward up to the rounding of a shorter one; rows of a batch are cut at one column, where
+    the first of them differs.
+
+    Neither cut nor stored, and counted as `bypassed` in `stats()`: forwards with inputs other than token ids, 2-D masks and
+    positions (embeddings, images, packed sequences, 4-D masks), rows with adapters of their own, training mode, and padded
+    batches under an attention implementation that does not read pages. A forward that asks for the logits of every column
+    (`logits_to_keep=0`, as a direct call does by default), for hidden states, attentions or a loss is stored and not cut.
+    What a compiled forward or the replay of a CUDA graph appends is not stored, nor what follows it.
+
+    Adapters (which are active, merged, and their weights), autocast and changed weights are told apart. Weights changed
+    through `.data` are not seen, and PEFT's unmerging rounds them: call `clear()` then.
+
+    Several threads may use one PrefixCache (on CUDA: on one stream).
+
+    Args:
+        model: a decoder-only model for text; its forward is hooked for as long as this object lives. A PEFT model stands
+            for the model inside.
+        num_blocks: blocks of the pool, over all layers; when it is full the least recently used ones make room.
+        block_size: tokens of a block, that of the caches.
+        kv_format: that of the caches: "auto".
+
+    Raises ValueError for other arguments, and for models whose keys do not follow from the tokens before them.
+    """
+
+    def __init__(self, model, num_blocks: int, *, block_size: int = 16, kv_format: str = "auto"):
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+            raise ValueError(f"model={type(model).__name__}: must be a transformers model")
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+            raise ValueError(f"num_blocks={num_blocks!r}: must be a positive integer")
+        if kv_format not in _FORMATS:
+            raise ValueError(f"kv_format={kv_format!r}: a PrefixCache holds one of {_FORMATS}")
+        PagedCache(model.config, block_size=block_size, kv_format=kv_format)  # raises for what it cannot hold
+        _check_model(model)
+        self.num_blocks, self.block_size, self.kv_format = num_blocks, block_size, kv_format
+        self._config = model.config.get_text_config(decoder=True)
+        self._lock = threading.Lock()
+        self._tree = PrefixTree(num_blocks, block_size)
+        self._forms: list[tuple] = []  # of each layer's pages
+        self._pools: list[dict[str, torch.Tensor]] = []  # of each layer: like `PageStore.pages`
+        self._counts = dict.fromkeys(("hits", "misses", "bypassed", "prompt_tokens", "skipped_tokens"), 0)
+        names = list(inspect.signature(model.forward).parameters)
+        handles = [
+            model.register_forward_pre_hook(_hook(weakref.ref(self), names, PrefixCache._before), with_kwargs=True),
+            model.register_forward_hook(_hook(weakref.ref(self), names, PrefixCache._after), with_kwargs=True),
+        ]
+        for handle in handles:
+            weakref.finalize(self, handle.remove)
+
+    def __deepcopy__(self, memo):
+        return self  # a copy of a cache goes on with the same stored prefixes
+
+    def clear(self) -> None:
+        """Forgets everything and frees the memory. Caches in use go on, and store what they complete afterwards."""
+        with self._lock:
+            self._forget()
+
+    def stats(self) -> dict[str, int]:
+        """Counted since this object was made: `hits`, `misses`: rows that began with stored blocks and were cut, and that
+        were not; `bypassed`: rows that were not looked up; `prompt_tokens`, `skipped_tokens`: tokens of forwards that
+        were looked up, and those of them that did not run; `evicted_blocks`. As of now: `num_blocks`, `used_blocks` and
+        `bytes` of the pool (0 before the first forward)."""
+        return {
+            **self._counts,
+            "evicted_blocks": self._tree.num_evicted,
+            "num_blocks": self.num_blocks,
+            "used_blocks": self._tree.num_used,
+            "bytes": sum(pool.nbytes for pools in self._pools for pool in pools.values()),
+        }
+
+    def check(self, config, block_size: int, kv_format: str) -> None:
+        """Raises ValueError when a PagedCache with these arguments cannot share its blocks."""
+        if config.get_text_config(decoder=True) is not self._config:
+            raise ValueError(
+                "prefix_cache: made for another model. Give PagedCache the config object of the model that the PrefixCache "
+                "was made for (model.config)"
+            )
+        for name, given, own in (
+            ("block_size", block_size, self.block_size),
+            ("kv_format", kv_format, self.kv_format),
+        ):
+            if given != own:
+                raise ValueError(f"{name}={given!r} with a prefix_cache of {name}={own!r}: must be the same")
+
+    def _before(self, model, cache: PagedCache, inputs: dict) -> dict | None:
+        """Before a forward of `inputs`: restores what is stored of its tokens and returns the inputs that are left."""
+        state, tokens = cache.state, cache.row_tokens
+        begins, plain = state.columns == 0, not model.training and _is_plain(inputs, state.columns)
+        limit = _columns_to_skip(model, inputs) if plain and state.planned is None else 0
+        if begins or limit > 0:
+            key = ModelKey(model)
+            tokens.key = key if begins else tokens.key
+            same = tokens.key is not None and tokens.key.digest == key.digest
+        else:
+            same = tokens.key is not None and tokens.key.still_holds(model)
+        tokens.is_plain = plain and same and tokens.key.is_shared
+        new = self._new_tokens(cache, inputs) if tokens.is_plain and limit > 0 else None
+        if new is None:
+            if begins and inputs.get("input_ids") is not None:
+                self._counts["bypassed"] += len(inputs["input_ids"])
+            return None
+        with self._lock:
+            return self._cut(cache, inputs, limit, *new)
+
+    def _new_tokens(self, cache: PagedCache, inputs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """int64 [B, S] from `mark_tokens` and bool [B, S], which columns are tokens; None when a row is not known whole."""
+        state, tokens, mask = cache.state, cache.row_tokens, inputs.get("attention_mask")
+        starts = state.pool.lengths
+        if starts and (len(starts) != len(inputs["input_ids"]) or starts != tokens.lengths):
+            return None
+        valid, seen = None, mask
+        if state.reads_pages and mask is not None:
+            valid, seen = mask[:, state.columns :].bool().cpu(), None
+        starts = starts or [0] * len(inputs["input_ids"])
+        marked = mark_tokens(inputs["input_ids"], inputs.get("position_ids"), valid, seen, starts, state.columns).cpu()
+        valid = torch.ones_like(marked, dtype=torch.bool) if valid is None else valid
+        if bool((marked[valid] == UNKNOWN).any()) or any(UNKNOWN in row for row in tokens.read()):
+            return None
+        return marked, valid
+
+    def _cut(
+        self, cache: PagedCache, inputs: dict, limit: int, marked: torch.Tensor, valid: torch.Tensor
+    ) -> dict | None:
+        """Restores as many columns as are stored of every row, at most `limit`."""
+        state, tokens, mask, size = cache.state, cache.row_tokens, inputs.get("attention_mask"), self.block_size
+        batch = len(marked)
+        held = tokens.read() or [[]] * batch
+        starts = [len(row) for row in held]
+        found = [self._tree.match(tokens.key.digest, held[b] + marked[b][valid[b]].tolist()) for b in range(batch)]
+        stored = torch.tensor([max(0, len(blocks) * size - start) for blocks, start in zip(found, starts)])
+        columns = min(limit, int((valid.cumsum(1) <= stored[:, None]).sum(1).min()))
+        counts = valid[:, :columns].sum(1).tolist()
+        self._counts["prompt_tokens"] += int(valid.sum())
+        if not any(starts):
+            self._counts["hits"] += sum(count > 0 for count in counts)
+            self._counts["misses"] += sum(count == 0 for count in counts)
+        if not any(counts):
+            return None
+
+        layers = cache._paged_layers
+        if any(layer.is_initialized and _form(layer) != form for layer, form in zip(layers, self._forms)):
+            return None
+        mask = None if mask is None else mask[:, : state.columns + columns]
+        for layer, (form, device, _) in zip(layers, self._forms):
+            dtype, key_heads, key_dim, value_heads, value_dim = form
+            like = torch.empty(batch, key_heads + value_heads, 0, key_dim + value_dim, dtype=dtype, device=device)
+            step = layer.join_step(batch, columns, mask)
+            layer.prepare(step, like[:, :key_heads, :, :key_dim], like[:, :value_heads, :, :value_dim])
+        copies = {}
+        for b, (start, count, table) in enumerate(zip(starts, counts, state.pool.tables)):
+            if count:
+                copies.update((table[p], found[b][p]) for p in range(start // size, -(-(start + count) // size)))
+        for layer, pools in zip(layers, self._pools):
+            _copy_blocks(pools, layer.store.pages, list(copies.values()), list(copies))
+        tokens.append(starts, state.pool.lengths, marked[:, :columns], valid[:, :columns])
+        self._counts["skipped_tokens"] += sum(counts)
+        sliced = {"input_ids", "position_ids", "cache_position"}
+        return {
+            name: value[..., columns:] if name in sliced and value is not None else value
+            for name, value in inputs.items()
+        }
+
+    def _after(self, model, cache: PagedCache, inputs: dict) -> None:
+        """After a forward of `inputs`, without what `_before` restored: stores the blocks that have become complete."""
+        state, tokens, step = cache.state, cache.row_tokens, cache.state.step
+        if step is None or step.lengths == tokens.lengths or any(x.steps != state.steps for x in cache._paged_layers):
+            return  # nothing was appended, or not by all layers
+        marked = None
+        if tokens.is_plain and inputs["input_ids"].shape[1] == step.width:
+            seen = None if state.reads_pages else inputs.get("attention_mask")
+            arguments = inputs["input_ids"], inputs.get("position_ids"), step.valid, seen
+            marked = mark_tokens(*arguments, step.starts, state.previous_columns)
+        tokens.append(step.starts, step.lengths, marked, step.valid)
+        size = self.block_size
+        complete = [b for b, (start, end) in enumerate(zip(step.starts, step.lengths)) if start // size < end // size]
+        if complete and tokens.key is not None:
+            rows = tokens.read()
+            with self._lock:
+                self._store(cache, {b: rows[b] for b in complete})
+
+    def _store(self, cache: PagedCache, rows: dict[int, list[int]]) -> None:
+        layers, forms = cache._paged_layers, [_form(layer) for layer in cache._paged_layers]
+        try:
+            if forms != self._forms:  # the first ones, or the model has another dtype now
+                self._forget()
+                with torch.inference_mode(False):
+                    self._pools = [
+                        {name: x.new_zeros(self.num_blocks, *x.shape[1:]) for name, x in layer.store.pages.items()}
+                        for layer in layers
+                    ]
+                self._forms = forms
+            copies = {}
+            for b, row in rows.items():
+                for place, block in self._tree.insert(cache.row_tokens.key.digest, row):
+                    copies[block] = cache.state.pool.tables[b][place]  # of a block taken twice the last one counts
+            for layer, pools in zip(layers, self._pools):
+                _copy_blocks(layer.store.pages, pools, list(copies.values()), list(copies))
+        except BaseException:
+            self._forget()  # else the tree would name blocks that were not filled
+            raise
+
+    def _forget(self) -> None:
+        self._tree.clear()
+        self._forms, self._pools = [], []
+
+
+def _hook(reference: weakref.ref, names: list[str], method):
+    """A hook of the model's forward that calls `method` when the forward uses a cache of this PrefixCache."""
+
+    def hook(model, args, kwargs, *output):
+        if torch.compiler.is_compiling():
+            return None
+        inputs = {**dict(zip(names, args)), **kwargs}
+        cache = inputs.get("past_key_values")
+        prefix = getattr(cache, "prefix_cache", None)
+        if prefix is None or prefix is not reference():
+            return None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return None
+        with torch.no_grad():
+            rest = method(prefix, model, cache, inputs)
+        return None if rest is None else ((), rest)
+
+    return hook
+
+
+def _is_plain(inputs: dict, columns: int) -> bool:
+    """True when keys and values follow from token ids, a 2-D mask and positions."""
+    ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    others = inputs.keys() - _INPUTS - _OUTPUTS - _REST
+    return (
+        isinstance(ids, torch.Tensor)
+        and ids.dim() == 2
+        and (mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (len(ids), columns + ids.shape[1])))
+        and (positions is None or (isinstance(positions, torch.Tensor) and positions.dim() >= 2))
+        and all(inputs[name] is None or inputs[name] is False for name in others)
+    )
+
+
+def _columns_to_skip(model, inputs: dict) -> int:
+    """How many leading columns the caller wants nothing of but their keys and values."""
+    kept = inputs.get("logits_to_keep", 0)
+    every = any(inputs.get(name) is not None and inputs[name] is not False for name in _OUTPUTS)
+    every = every or any(getattr(model.config, name, False) for name in _OUTPUTS)
+    if every or not isinstance(kept, int) or kept < 1:
+        return 0
+    return inputs["input_ids"].shape[1] - kept
+
+
+def _form(layer) -> tuple:
+    """What must be the same in layers that exchange blocks."""
+    pages = [(name, x.dtype, x.shape[1:]) for name, x in layer.store.pages.items()]
+    return layer.store.form, layer.store.device, pages
+
+
+def _copy_blocks(source: dict, target: dict, blocks: list[int], places: list[int]) -> None:
+    """Copies `blocks` of the pages of `source` to `places` of those of `target`."""
+    if not blocks:
+        return
+    device = next(iter(source.values())).device
+    blocks, places = to_device([blocks, places], torch.int64, device)
+    for name, pages in source.items():
+        target[name].index_copy_(0, places, pages.index_select(0, blocks))
+
+
+def _check_model(model) -> None:
+    name, decoder = type(model).__name__, model.config.get_text_config(decoder=True)
+    if decoder is not model.config:
+        raise ValueError(f"model={name}: a PrefixCache takes models for text only")
+    if getattr(decoder, "use_bidirectional_attention", None) or getattr(decoder, "is_causal", True) is False:
+        raise ValueError(f"model={name}: its attention is not causal, so keys depend on the tokens that follow")
+    rope = getattr(decoder, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        kind = parameters.get("rope_type", "") if isinstance(parameters, dict) else ""
+        if "dynamic" in kind or kind == "longrope":
+            raise ValueError(
+                f"model={name}: under rope_type={kind!r} the keys depend on the length of the whole prompt"
+            )

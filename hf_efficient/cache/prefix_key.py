@@ -1,0 +1,52 @@
+"""What keys and values depend on besides the tokens: the weights and adapters of the model, and autocast."""
+
+import hashlib
+
+import torch
+
+
+class ModelKey:
+    """Two forwards of a model with equal keys give the same keys and values for the same tokens.
+
+    The weights enter by where they lie and by torch's count of their changes. That misses a change through `.data` (some
+    optimizers, and PEFT where it merges and unmerges, which rounds the weights): see `PrefixCache.clear`.
+    """
+
+    def __init__(self, model):
+        self._tuners = [
+            m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)
+        ]  # PEFT's layers
+        self._settings = self._read_settings(model)
+        weights = [_version(tensor) for tensor in (*model.parameters(), *model.buffers())]
+        self.digest = hashlib.sha256(repr((self._settings, weights)).encode()).digest()
+
+    @property
+    def is_shared(self) -> bool:
+        """False when the rows of a batch have adapters of their own (PEFT's `adapter_names`)."""
+        return self._settings is not None
+
+    def still_holds(self, model) -> bool:
+        """Looks only at what may change between two forwards of one sequence: autocast and the adapters known so far."""
+        return self._read_settings(model) == self._settings
+
+    def _read_settings(self, model) -> tuple | None:
+        if any(module._forward_pre_hooks for module in self._tuners):
+            return None
+        device = model.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return dtype, [_adapters(module) for module in self._tuners]
+
+
+def _adapters(module) -> tuple:
+    """Of one of PEFT's layers: which adapters act, and how strongly."""
+    scaling = getattr(module, "scaling", None)
+    scaling = dict(scaling) if isinstance(scaling, dict) else None
+    return module.disable_adapters, list(module.active_adapters), list(getattr(module, "merged_adapters", ())), scaling
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    try:
+        place = tensor.data_ptr()
+    except RuntimeError:  # a subclass without storage of its own
+        place = id(tensor)
+    return place, 0 if tensor.is_inference() else tensor._version
