@@ -74,15 +74,14 @@ def test_generate_is_the_same(name):
     model.set_attn_implementation("flash_paged")
     prefix = new_prefix(model, 512)
     for label, kwargs in GENERATIONS.items():
-        for seed in (0, 0, 1):
+        for seed in (0, 1):
             inputs = prompts(seed=seed)
             torch.manual_seed(0)
-            expected = generate(model, inputs, **kwargs)
+            expected = generate(model, inputs, new_tokens=10, **kwargs)
             torch.manual_seed(0)
-            output, saved = skipped(prefix, lambda: generate(model, inputs, prefix, **kwargs))  # noqa: B023
+            output, saved = skipped(prefix, lambda: generate(model, inputs, prefix, 10, **kwargs))  # noqa: B023
             assert torch.equal(output, expected), (label, seed)
-            first = label == "greedy" and (name, seed, saved) == (name, 0, 0)
-            assert first or saved >= 3 * SIZE, (label, seed, saved)
+            assert saved >= 3 * SIZE or (label, seed, saved) == ("greedy", 0, 0)
     stats = prefix.stats()
     assert stats["bypassed"] == 0 and stats["hits"] > 0 and stats["used_blocks"] <= stats["num_blocks"] == 512
 
@@ -406,6 +405,24 @@ def test_a_small_pool(llama, num_blocks):
     assert all(len(pool) == num_blocks for pool in pools)
 
 
+def test_a_pool_of_so_many_bytes(llama):
+    per_block = 2 * 2 * SIZE * 2 * 16 * 4  # layers, keys and values, tokens, heads, head dim, float32
+    prefix = PrefixCache(llama, memory=10 * per_block + 1, block_size=SIZE)
+    cache = PagedCache(llama.config, block_size=SIZE, memory=30 * per_block, prefix_cache=prefix)
+    for _ in range(2):
+        assert torch.equal(generate(llama, prompts(), cache=cache), generate(llama, prompts()))
+        cache.reset()
+    assert prefix.stats()["num_blocks"] == 10 and prefix.stats()["bytes"] == 10 * per_block
+    assert (
+        cache.stats().prefix_hit_rate == prefix.hit_rate == prefix.stats()["skipped_tokens"] / (2 * (33 + 40 + 21)) > 0
+    )
+    prefix = PrefixCache(llama, memory=per_block - 1, block_size=SIZE)
+    with pytest.raises(
+        ValueError, match=rf"memory={per_block - 1}\): a block over all layers takes {per_block} bytes"
+    ):
+        generate(llama, prompts(), prefix)
+
+
 def test_a_full_cache_says_so(llama):
     prefix = new_prefix(llama)
     generate(llama, prompts((40,)), prefix)
@@ -494,6 +511,9 @@ def test_bad_arguments(llama):
         (dict(num_blocks=0), "num_blocks=0: must be a positive integer"),
         (dict(num_blocks=2.0), "num_blocks=2.0: must be"),
         (dict(num_blocks=True), "num_blocks=True: must be"),
+        (dict(num_blocks=None), "num_blocks=None and memory=None: give one of them"),
+        (dict(memory="1GB"), "num_blocks=4 and memory='1GB': give one of them"),
+        (dict(num_blocks=None, memory="much"), "memory='much': must be a positive number of bytes"),
         (dict(block_size=12), "block_size=12: must be 8, 16"),
         (dict(kv_format="int4"), "kv_format='int4': a PrefixCache holds"),
     ):

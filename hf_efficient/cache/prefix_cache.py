@@ -7,6 +7,8 @@ import weakref
 import torch
 
 from hf_efficient.cache.device_tables import to_device
+from hf_efficient.cache.memory_budget import bytes_per_block, parse_bytes
+from hf_efficient.cache.page_store import PageStore
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.prefix_key import ModelKey
 from hf_efficient.cache.prefix_tree import UNKNOWN, PrefixTree
@@ -50,27 +52,40 @@ class PrefixCache:
     Args:
         model: a decoder-only model for text; its forward is hooked for as long as this object lives. A PEFT model stands
             for the model inside.
-        num_blocks: blocks of the pool, over all layers; when it is full the least recently used ones make room.
+        num_blocks: blocks of the pool, each over all layers; when it is full the least recently used ones make room.
+        memory: in place of `num_blocks`, the bytes that the pool may take: an int, or "512MB", "2GiB". The first forward
+            raises ValueError when not one block fits.
         block_size: tokens of a block, that of the caches.
         kv_format: that of the caches: "auto".
 
     Raises ValueError for other arguments, and for models whose keys do not follow from the tokens before them.
     """
 
-    def __init__(self, model, num_blocks: int, *, block_size: int = 16, kv_format: str = "auto"):
+    def __init__(
+        self,
+        model,
+        num_blocks: int | None = None,
+        *,
+        memory: int | str | None = None,
+        block_size: int = 16,
+        kv_format: str = "auto",
+    ):
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
             raise ValueError(f"model={type(model).__name__}: must be a transformers model")
-        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+        if (num_blocks is None) == (memory is None):
+            raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
+        if memory is None and (isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1):
             raise ValueError(f"num_blocks={num_blocks!r}: must be a positive integer")
         if kv_format not in _FORMATS:
             raise ValueError(f"kv_format={kv_format!r}: a PrefixCache holds one of {_FORMATS}")
         PagedCache(model.config, block_size=block_size, kv_format=kv_format)  # raises for what it cannot hold
         _check_model(model)
-        self.num_blocks, self.block_size, self.kv_format = num_blocks, block_size, kv_format
+        self.block_size, self.kv_format = block_size, kv_format
+        self._memory = None if memory is None else parse_bytes("memory", memory)
         self._config = model.config.get_text_config(decoder=True)
         self._lock = threading.Lock()
-        self._tree = PrefixTree(num_blocks, block_size)
+        self._tree = PrefixTree(num_blocks or 0, block_size)
         self._forms: list[tuple] = []  # of each layer's pages
         self._pools: list[dict[str, torch.Tensor]] = []  # of each layer: like `PageStore.pages`
         self._counts = dict.fromkeys(("hits", "misses", "bypassed", "prompt_tokens", "skipped_tokens"), 0)
@@ -94,14 +109,19 @@ class PrefixCache:
         """Counted since this object was made: `hits`, `misses`: rows that began with stored blocks and were cut, and that
         were not; `bypassed`: rows that were not looked up; `prompt_tokens`, `skipped_tokens`: tokens of forwards that
         were looked up, and those of them that did not run; `evicted_blocks`. As of now: `num_blocks`, `used_blocks` and
-        `bytes` of the pool (0 before the first forward)."""
+        `bytes` of the pool (before the first forward it takes none, and has no blocks yet when sized by `memory`)."""
         return {
             **self._counts,
             "evicted_blocks": self._tree.num_evicted,
-            "num_blocks": self.num_blocks,
+            "num_blocks": self._tree.num_blocks,
             "used_blocks": self._tree.num_used,
             "bytes": sum(pool.nbytes for pools in self._pools for pool in pools.values()),
         }
+
+    @property
+    def hit_rate(self) -> float:
+        """Part of the prompt tokens looked up that did not run, 0 to 1."""
+        return self._counts["skipped_tokens"] / max(1, self._counts["prompt_tokens"])
 
     def check(self, config, block_size: int, kv_format: str) -> None:
         """Raises ValueError when a PagedCache with these arguments cannot share its blocks."""
@@ -179,8 +199,10 @@ class PrefixCache:
         for layer, (form, device, _) in zip(layers, self._forms):
             dtype, key_heads, key_dim, value_heads, value_dim = form
             like = torch.empty(batch, key_heads + value_heads, 0, key_dim + value_dim, dtype=dtype, device=device)
-            step = layer.join_step(batch, columns, mask)
-            layer.prepare(step, like[:, :key_heads, :, :key_dim], like[:, :value_heads, :, :value_dim])
+            key_value = like[:, :key_heads, :, :key_dim], like[:, :value_heads, :, :value_dim]
+            if layer.budget is not None:
+                layer.budget.fix_pools(layer.make_store, *key_value)
+            layer.prepare(layer.join_step(batch, columns, mask), *key_value)
         copies = {}
         for b, (start, count, table) in enumerate(zip(starts, counts, state.pool.tables)):
             if count:
@@ -217,12 +239,7 @@ class PrefixCache:
         layers, forms = cache._paged_layers, [_form(layer) for layer in cache._paged_layers]
         try:
             if forms != self._forms:  # the first ones, or the model has another dtype now
-                self._forget()
-                with torch.inference_mode(False):
-                    self._pools = [
-                        {name: x.new_zeros(self.num_blocks, *x.shape[1:]) for name, x in layer.store.pages.items()}
-                        for layer in layers
-                    ]
+                self._make_pools([layer.store for layer in layers])
                 self._forms = forms
             copies = {}
             for b, row in rows.items():
@@ -233,6 +250,22 @@ class PrefixCache:
         except BaseException:
             self._forget()  # else the tree would name blocks that were not filled
             raise
+
+    def _make_pools(self, stores: list[PageStore]) -> None:
+        """Empty pools of blocks like those of the layers."""
+        self._forget()
+        if self._memory is not None:
+            size = sum(bytes_per_block(store) for store in stores)
+            if self._memory < size:
+                raise ValueError(f"PrefixCache(memory={self._memory}): a block over all layers takes {size} bytes")
+            self._tree.num_blocks = self._memory // size
+            self._tree.clear()
+        number = self._tree.num_blocks
+        with torch.inference_mode(False):  # else they could not be written to outside of inference mode
+            self._pools = [
+                {name: pages.new_zeros(number, *pages.shape[1:]) for name, pages in store.pages.items()}
+                for store in stores
+            ]
 
     def _forget(self) -> None:
         self._tree.clear()
