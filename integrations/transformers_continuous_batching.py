@@ -1,5 +1,5 @@
 """Continuous batching (`generate_batch`, `ContinuousBatchingManager`) under `attn_implementation="flash_paged"`: attention
-on transformers' own pages, written and read in place.
+on transformers' own pages, written and read in place; quantized pages are in `continuous_batching_formats`.
 
 Touches the insides of transformers in two places: the layout of its `PagedAttentionCache`, and the gate of its decode path,
 which finds flash implementations by a version digit in their names.
@@ -41,6 +41,7 @@ def attend_pages(
     if not allocator.supports_block_table or (block_table is None and reads.numel() == 0):
         return None
     k_pages, v_pages = allocator.get_cache_for_block_table(layer_idx)
+    scales = allocator.scales(layer_idx) if hasattr(allocator, "scales") else {}
     starts = cu_seq_lens_k[allocator.layer_type]
     is_first = layer_idx == allocator.layer_indices[0]
     options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, s_aux=s_aux)
@@ -48,13 +49,19 @@ def attend_pages(
         query, key, value = (new.permute(2, 0, 1, 3) for new in (query, key, value))
         seqlens = _shared(starts, is_first, lambda: starts.diff() - 1)  # -1 for the empty rows of a padded batch
         output = attention.flash_attn_with_kvcache(
-            query, k_pages, v_pages, key, value, cache_seqlens=seqlens, block_table=block_table[allocator.index], **options
+            query, k_pages, v_pages, key, value, cache_seqlens=seqlens, block_table=block_table[allocator.index], **options,
+            **scales,
         )  # fmt: skip
         return output.transpose(0, 1)
     query, key, value = (new[0].transpose(0, 1) for new in (query, key, value))
-    attention.reshape_and_cache(key, value, k_pages, v_pages, write_index[allocator.index])
+    attention.reshape_and_cache(key, value, k_pages, v_pages, write_index[allocator.index], **scales)
     longest = max_length_k[allocator.layer_type]
     table = _shared(starts, is_first, lambda: block_table_of(reads, starts, longest, allocator.tokens_per_page))
+    if scales:
+        k_pages, v_pages = attention.gather_cache(
+            k_pages, v_pages, table, starts, key.dtype, **scales, num_tokens=reads.numel()
+        )
+        table = None
     output = attention.flash_attn_varlen_func(
         query, k_pages, v_pages, cu_seq_lens_q, starts, max_length_q, longest, block_table=table, **options
     )
@@ -84,22 +91,32 @@ def _shared(owner: torch.Tensor, is_first: bool, make):
 
 def insides() -> tuple[tuple[object, str], ...]:
     """What this module needs of transformers, as (owner, name)."""
-    from transformers.generation.continuous_batching import PagedAttentionCache, cache_allocators, initialization
+    from transformers.generation import continuous_batching
+    from transformers.generation.continuous_batching import PagedAttentionCache, cache_allocators
 
-    full = cache_allocators.FullAttentionCacheAllocator
+    base, full = cache_allocators.CacheAllocator, cache_allocators.FullAttentionCacheAllocator
     return (
-        (initialization, "is_flash_attention_requested"),
+        (continuous_batching.initialization, "is_flash_attention_requested"),
+        (continuous_batching.continuous_api, "PagedAttentionCache"),
+        (continuous_batching.cache, "ATTN_TYPE_TO_ALLOCATOR"),
+        (continuous_batching.cache, "FullAttentionCacheAllocator"),
+        (cache_allocators, "SlidingAttentionCacheAllocator"),
         (PagedAttentionCache, "update"),
-        (cache_allocators.CacheAllocator, "get_cache_for_block_table"),
+        (base, "get_cache_for_block_table"),
+        (base, "_after_cache_tensor_init"),
+        (full, "get_bytes_per_page"),
         (full, "supports_block_table"),
         (full, "layer_type"),
     )
 
 
 def register() -> None:
-    """Opens transformers' decode path by block table to our names. Idempotent."""
+    """Opens transformers' decode path by block table to our names, and its cache to formats. Idempotent."""
     from transformers.generation.continuous_batching import initialization
 
+    from hf_efficient.integrations import continuous_batching_formats
+
+    continuous_batching_formats.register()
     if not hasattr(initialization.is_flash_attention_requested, "_hf_efficient"):
         initialization.is_flash_attention_requested = _count_our_names(initialization.is_flash_attention_requested)
 
