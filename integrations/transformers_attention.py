@@ -2,7 +2,7 @@
 
 Touches the insides of transformers in three places, because it has no registry for them: `_lazy_imports` resolves every
 attention name with "flash" in it, some models redirect every such name to a kernel of the Hub, and `_active_collector` knows
-whether attention weights are asked for. Continuous batching has a file of its own.
+whether attention weights are asked for. Continuous batching and compiling have files of their own.
 """
 
 import functools
@@ -11,6 +11,7 @@ import inspect
 import torch
 
 from hf_efficient.cache.paged_cache import PAGES
+from hf_efficient.integrations import transformers_compile
 from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
 from hf_efficient.kernels import attention
 
@@ -216,6 +217,7 @@ def register() -> None:
         (PreTrainedModel, "_supports_flash_attn"),
         (output_capturing, "_active_collector"),
         *continuous_batching.insides(),
+        *transformers_compile.insides(),
     ):
         if not hasattr(owner, name):
             import transformers
@@ -234,6 +236,7 @@ def register() -> None:
             PreTrainedModel._check_and_adjust_attn_implementation
         )
     continuous_batching.register()
+    transformers_compile.register()
 
 
 def _answer_for_our_names(original, utils):

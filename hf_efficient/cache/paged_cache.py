@@ -228,6 +228,11 @@ class PagedCache(Cache):
         return self.state.reads_pages
 
     @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile its decode step: for a pool of fixed size whose blocks the attention reads."""
+        return self.state.pool.num_blocks is not None and self.reads_pages
+
+    @property
     def cache_seqlens(self) -> list[int]:
         """Tokens stored per row; empty before first use."""
         return list(self.state.pool.lengths)

@@ -1,0 +1,58 @@
+"""`generate(past_key_values=PagedCache(config, num_blocks=n))` compiles its decode step, as transformers does for a static
+cache: on accelerators, once for all lengths, and with CUDA graphs in its default mode.
+
+Touches the insides of transformers in one place: `get_compiled_call`, which gives `generate` what it runs at every step. The
+bookkeeping of a `PagedCache` happens around that call (`decode_step`), outside of the compiled graph.
+"""
+
+import functools
+
+from hf_efficient.cache.paged_cache import PagedCache
+
+
+def insides() -> tuple[tuple[object, str], ...]:
+    """What this module needs of transformers, as (owner, name)."""
+    from transformers import Cache, PreTrainedModel
+
+    return (PreTrainedModel, "get_compiled_call"), (Cache, "is_compileable")
+
+
+def register() -> None:
+    """Idempotent."""
+    from transformers import PreTrainedModel
+
+    if not hasattr(PreTrainedModel.get_compiled_call, "_hf_efficient"):
+        PreTrainedModel.get_compiled_call = _plan_before(PreTrainedModel.get_compiled_call)
+
+
+def _plan_before(original):
+    @functools.wraps(original)
+    def get_compiled_call(self, *args, **kwargs):
+        compiled = original(self, *args, **kwargs)
+
+        def call(*args, **inputs):
+            cache = inputs.get("past_key_values")
+            if not isinstance(cache, PagedCache):
+                return compiled(*args, **inputs)
+            if not _is_decode_step(cache, **inputs):  # such as the chunks of a prompt
+                return self(*args, **inputs)
+            if (positions := inputs.get("position_ids")) is not None:
+                inputs["position_ids"] = (
+                    positions.contiguous()
+                )  # a slice, as of the last chunk, would be another graph
+            with cache.decode_step():
+                return compiled(*args, **{**inputs, "attention_mask": None})
+
+        return call
+
+    get_compiled_call._hf_efficient = True
+    return get_compiled_call
+
+
+def _is_decode_step(cache: PagedCache, input_ids=None, inputs_embeds=None, attention_mask=None, **inputs) -> bool:
+    """Whether the forward appends one token to every row. A mask on an accelerator is not read, as everywhere."""
+    new = inputs_embeds if input_ids is None else input_ids
+    if not cache.is_compileable or not cache.get_seq_length() or new is None or new.shape[1] != 1:
+        return False
+    masks = attention_mask.values() if isinstance(attention_mask, dict) else (attention_mask,)
+    return all(mask is None or mask.device.type != "cpu" or bool(mask[:, -1].all()) for mask in masks)
