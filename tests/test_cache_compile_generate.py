@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
-from hf_efficient import PagedCache
+from hf_efficient import PagedCache, PrefixCache
 from hf_efficient.integrations import transformers_attention, transformers_compile
 
 
@@ -69,8 +69,9 @@ def test_one_compilation(name, options, counter):
 
 
 def test_a_conversation_goes_on(llama, counter):
-    """A second turn over the same cache: its prompt runs uncompiled, its steps in the graph of the first."""
-    cache, plain = PagedCache(llama.config, num_blocks=16), PagedCache(llama.config)
+    """A second turn over the same cache: its prompt runs uncompiled, its steps in the graph of the first. A pool sized by
+    memory is fixed, too."""
+    cache, plain = PagedCache(llama.config, memory="100kB"), PagedCache(llama.config)
     inputs = left_padded_batch((5, 11))
     tokens = generate(llama, counter, cache, inputs)
     assert torch.equal(tokens, generate(llama, None, plain, inputs))
@@ -99,17 +100,22 @@ def fixed(model):
     return PagedCache(model.config, num_blocks=40)
 
 
+def with_prefixes(model):
+    return PagedCache(model.config, num_blocks=40, prefix_cache=PrefixCache(model, num_blocks=40))
+
+
 @pytest.mark.parametrize(
     "attention, make, options",
     [
         ("flash_paged", growing, {}),
+        ("flash_paged", with_prefixes, {}),
         ("sdpa", fixed, {}),
         ("eager", fixed, {}),
         ("flash_paged", fixed, dict(num_beams=3)),
         ("flash_paged", fixed, dict(disable_compile=True)),
         ("flash_paged", fixed, dict(prompt_lookup_num_tokens=3)),
     ],
-    ids=["growing", "sdpa", "eager", "beams", "disabled", "assisted"],
+    ids=["growing", "prefixes", "sdpa", "eager", "beams", "disabled", "assisted"],
 )
 def test_not_compiled(llama, attention, make, options, counter):
     """As it was before, without a word of ours."""
