@@ -20,6 +20,7 @@ _PUBLIC = {
     "PagedCache": "hf_efficient.cache.paged_cache",
     "PrefixCache": "hf_efficient.cache.prefix_cache",
     "ContinuousBatchingConfig": "hf_efficient.integrations.continuous_batching_formats",
+    "Offload": "hf_efficient.cache.offload",
     "SpeculativeGenerationMixin": "hf_efficient.generation.speculative",
     "enable_speculation": "hf_efficient.integrations.transformers_generation",
     "speculative_generate": "hf_efficient.generation.speculative",

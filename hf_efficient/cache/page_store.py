@@ -18,7 +18,10 @@ class PageStore:
     pages: name -> tensor [num_blocks, ...]: everything a block holds, so that blocks are copied, moved, saved and offloaded
     without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks, block_size, Hk, Dv].
     rows: name -> tensor [B, ...]: what is kept by row instead, saved and loaded as it is. Here nothing.
+    lag: so many tokens before the new ones may still change their pages in a forward.
     """
+
+    lag = 0
 
     def __init__(self, capacity: int, block_size: int, key: torch.Tensor, value: torch.Tensor):
         """key [B, Hk, S, D], value [B, Hk, S, Dv]: like those that will be stored; only shapes, dtype and device count."""

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 from hf_efficient.cache import persistence
 from hf_efficient.cache.device_tables import DeviceTables, to_device
 from hf_efficient.cache.memory_budget import MemoryBudget
+from hf_efficient.cache.offload import CacheTiers, Offload
 from hf_efficient.cache.page_handle import PAGES, PageHandle
 from hf_efficient.cache.page_store import PageStore
 from hf_efficient.cache.row_tokens import RowTokens
@@ -29,6 +30,7 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False  # sliding-window layers store everything, and the mask or the kernel applies the window
     budget: MemoryBudget | None = None
+    tiers: CacheTiers | None = None
 
     def __init__(self, state: CacheState, layer_idx: int):
         super().__init__()
@@ -50,6 +52,8 @@ class PagedLayer(CacheLayerMixin):
         self.store = self.make_store(self.state.pool.capacity, key_states, value_states)
         if self.budget is not None:
             self.budget.check(self.store, self.layer_idx)
+        if self.tiers is not None:
+            self.store = self.tiers.adopt(self.store, self.state)
         self.is_initialized = True
 
     def make_store(self, capacity: int, key: torch.Tensor, value: torch.Tensor) -> PageStore:
@@ -175,6 +179,7 @@ class PagedCache(Cache):
         memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB". Dtype
             and heads are those of the first forward, which raises ValueError when not one block fits.
         prefix_cache: a `PrefixCache` of the same model, which keeps what prompts have in common between generations.
+        offload: an `Offload`, shared by several caches: what is not in use leaves the device.
 
     Raises ValueError for other arguments, and for models it cannot hold (encoder-decoder, state-space or linear
     attention layers).
@@ -189,6 +194,7 @@ class PagedCache(Cache):
         *,
         memory: int | str | None = None,
         prefix_cache=None,
+        offload: Offload | None = None,
     ):
         if isinstance(block_size, bool) or block_size not in (8, 16, 32, 64, 128, 256):
             raise ValueError(f"block_size={block_size!r}: must be 8, 16, 32, 64, 128 or 256")
@@ -200,6 +206,8 @@ class PagedCache(Cache):
             raise ValueError(f"num_blocks={num_blocks!r}: must be a positive integer, or None for a pool that grows")
         if num_blocks is not None and memory is not None:
             raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
+        if offload is not None and not isinstance(offload, Offload):
+            raise ValueError(f"offload={offload!r}: must be an hf_efficient.Offload")
         if not hasattr(config, "get_text_config"):
             raise ValueError(f"config={type(config).__name__}: must be a transformers config, such as model.config")
         if prefix_cache is not None:
@@ -215,8 +223,9 @@ class PagedCache(Cache):
         ]
         super().__init__(layers=layers)
         self.budget = None if memory is None else MemoryBudget(memory, [layer.state for layer in self._paged_layers])
+        self.tiers = None if offload is None else CacheTiers(offload)
         for layer in self._paged_layers:
-            layer.budget = self.budget
+            layer.budget, layer.tiers = self.budget, self.tiers
 
     @property
     def block_size(self) -> int:
@@ -247,6 +256,17 @@ class PagedCache(Cache):
     def stats(self) -> CacheStats:
         """How full the pool is and what it costs."""
         return CacheStats.of(self)
+
+    def park(self) -> None:
+        """Moves all pages to the host now, as `offload` does by itself when another cache needs the room. They come back
+        when this cache is used.
+
+        Raises ValueError without `offload`.
+        """
+        self.state.check_idle()
+        if self.tiers is None:
+            raise ValueError("park() needs PagedCache(offload=Offload(...))")
+        self.tiers.park()
 
     def save(self, path: str | os.PathLike, model: torch.nn.Module | None = None) -> None:
         """Writes the blocks in use to one safetensors file, beside it first, so that `path` is never half a file.

@@ -1,0 +1,151 @@
+"""Pages that are not in use leave the device: for host memory, and from there for the disk.
+
+Paper: Yu et al., Stateful Large Language Model Serving with Pensieve (2312.05516), whose unit is a part of a conversation; here
+it is one layer of one `PagedCache`, of which each conversation has its own.
+"""
+
+import os
+import weakref
+from pathlib import Path
+
+from hf_efficient.cache.memory_budget import parse_bytes
+from hf_efficient.cache.tiered_store import TieredStore
+
+
+class Offload:
+    """Memory that several `PagedCache`s share, with results that are bit for bit the same.
+
+    When more pages are on a device than may stay there, those leave that are needed last: first the layers of the caches
+    that ran longest ago (a chat parked while others run, which comes back at its next turn), then of the running cache the
+    layer that it has just used (a context larger than the device). Each layer is brought back while the one before it
+    computes, on a CUDA device by asynchronous copies from pinned memory on a stream of their own. Only blocks that changed
+    are copied out again. What a decoding step has to bring back takes as long as its bytes take over the bus, at every token.
+
+    >>> offload = Offload("4GB")
+    >>> chats = [PagedCache(model.config, offload=offload) for _ in range(10)]
+
+    Args:
+        device_memory: bytes of pages that may stay on each device, an int or "512MB", "2GiB". Two layers of the running
+            cache stay whatever it is. Pages of a model on the CPU leave for other host memory, so for them only the disk
+            saves any.
+        host_memory: bytes of host memory for the pages that left; needs `disk`. None for as many as there are.
+        disk: a folder for the pages beyond, each layer a memory-mapped safetensors file, deleted when it is read or the
+            cache is. They are read where they are needed, not ahead.
+
+    bytes_to_device, bytes_to_host, bytes_to_disk: copied so far.
+
+    Raises ValueError for anything else.
+    """
+
+    def __init__(
+        self,
+        device_memory: int | str,
+        host_memory: int | str | None = None,
+        disk: str | os.PathLike | None = None,
+    ):
+        if (host_memory is None) != (disk is None):
+            raise ValueError(
+                f"Offload(host_memory={host_memory!r}, disk={disk!r}): give both, what may stay in host memory and where the "
+                "rest goes, or neither"
+            )
+        self.device_memory = parse_bytes("device_memory", device_memory)
+        self.host_memory = None if host_memory is None else parse_bytes("host_memory", host_memory)
+        self.disk = None if disk is None else Path(disk)
+        if self.disk is not None and not self.disk.is_dir():
+            raise ValueError(f"disk={str(disk)!r}: must be a folder that exists")
+        self.bytes_to_device = self.bytes_to_host = self.bytes_to_disk = 0
+        self._caches: weakref.WeakSet[CacheTiers] = weakref.WeakSet()
+        self._turns = 0
+
+    def __deepcopy__(self, memo) -> "Offload":
+        return self  # a copied cache shares the memory with the others
+
+    def use(self, store: TieredStore) -> None:
+        """Brings the pages of `store` to its device now and those of the layer after it meanwhile."""
+        self._turns += 1
+        store.tiers.turn = self._turns
+        following = store.tiers.after(store)
+        keep = [store, following] if following.device == store.device else [store]
+        if any(not each.is_resident for each in keep):
+            self.fit(keep, store)
+            for each in keep:
+                self.bytes_to_device += each.bring()
+        store.wait()
+
+    def fit(self, keep: list[TieredStore], current: TieredStore) -> None:
+        """Lets pages leave the device of `current` until there is room for those of `keep`, which stay."""
+        device = current.device
+        candidates = [
+            each for each in self._stores() if each.device == device and each.is_resident and each not in keep
+        ]
+        total = sum(each.nbytes for each in (*keep, *candidates))
+        for each in sorted(candidates, key=lambda each: self._next_use(each, current), reverse=True):
+            if total <= self.device_memory:
+                break
+            total -= each.nbytes
+            self.leave(each, current)
+
+    def leave(self, store: TieredStore, current: TieredStore | None = None) -> None:
+        """Moves the pages of `store` to the host, and what then is too much there to the disk."""
+        self.bytes_to_host += store.leave()
+        if self.host_memory is None:
+            return
+        held = [each for each in self._stores() if each.host_nbytes]
+        total = sum(each.host_nbytes for each in held)
+        held.sort(key=lambda each: (each.is_resident, self._next_use(each, current)), reverse=True)
+        for each in held:
+            if total <= self.host_memory:
+                break
+            total -= each.host_nbytes
+            if each.is_resident:
+                each.drop_host_copy()
+            else:
+                self.bytes_to_disk += each.spill(self.disk)
+
+    def _stores(self) -> list[TieredStore]:
+        return [store for tiers in self._caches for store in tiers.stores]
+
+    @staticmethod
+    def _next_use(store: TieredStore, current: TieredStore | None) -> tuple:
+        """Larger for what is needed later: stores of other caches, the longer ago these ran; then by the layers between."""
+        own = current is not None and store.tiers is current.tiers
+        return not own, -store.tiers.turn, store.tiers.distance(store, current if own else None)
+
+
+class CacheTiers:
+    """The stores of one cache in the order in which a forward uses them."""
+
+    def __init__(self, offload: Offload):
+        self.offload = offload
+        self.turn = 0  # of its last use
+        self._stores: list[weakref.ref[TieredStore]] = []
+        offload._caches.add(self)
+
+    def __deepcopy__(self, memo) -> "CacheTiers":
+        return CacheTiers(self.offload)
+
+    @property
+    def stores(self) -> list[TieredStore]:
+        return [store for each in self._stores if (store := each()) is not None]
+
+    def adopt(self, store, state) -> TieredStore:
+        """`store` of the next layer, whose blocks are those of `state`, with pages that come and go."""
+        tiered = TieredStore(store, state, self)
+        self._stores = [weakref.ref(each) for each in (*self.stores, tiered)]
+        self.offload.fit([tiered], tiered)
+        return tiered
+
+    def after(self, store: TieredStore) -> TieredStore:
+        stores = self.stores
+        return stores[(stores.index(store) + 1) % len(stores)]
+
+    def distance(self, store: TieredStore, current: TieredStore | None) -> int:
+        """How many layers are used before `store`: from `current` on, or from the first."""
+        stores = self.stores
+        return (stores.index(store) - (0 if current is None else stores.index(current))) % len(stores)
+
+    def park(self) -> None:
+        """Moves the pages of all layers to the host."""
+        for store in self.stores:
+            if store.is_resident:
+                self.offload.leave(store)
