@@ -229,6 +229,19 @@ def test_whoever_asks_for_pages_may_write_to_them(llama):
     assert cache.layers[2].store.pages["keys"][0].eq(7).all()
 
 
+def test_blocks_that_move(llama):
+    llama.set_attn_implementation("flash_paged")
+    cache = PagedCache(llama.config, block_size=8, offload=Offload("1GB"))
+    step(llama, cache, torch.randint(3, 128, (1, 40)))
+    step(llama, cache, torch.randint(3, 128, (1, 1)))
+    cache.park()
+    store = cache.layers[1].store
+    store.make_room(store.capacity, [(0, 3, 2), (2, 0, 3), (5, 5, 1)], [])  # the host has a copy, in the old order
+    moved = store.inner.pages["keys"][:6].clone()
+    cache.park()
+    assert torch.equal(store.pages["keys"][:6], moved)
+
+
 def test_inference_mode_and_no_grad_mix(llama):
     llama.set_attn_implementation("flash_paged")
     cache, ids = PagedCache(llama.config, block_size=8, offload=Offload(1)), torch.randint(3, 128, (2, 40))

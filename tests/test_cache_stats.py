@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
 
-from hf_efficient import PagedCache
+from hf_efficient import PagedCache, PrefixCache
 
 
 IMPLEMENTATIONS = ("sdpa", "flash_paged")
@@ -79,6 +79,17 @@ def test_beam_search_shares_its_prompt(model):
     assert stats.blocks_shared >= 8 and stats.blocks_used <= 8 + 4 * 2 < 4 * 9
     assert stats.blocks_used == cache.num_used_blocks == len({b for table in cache.state.pool.tables for b in table})
     assert stats.tokens + stats.wasted_slots == stats.blocks_used * 8
+
+
+def test_the_hit_rate_of_the_prefix_cache():
+    model = tiny_model("llama")
+    prefix, ids = PrefixCache(model, num_blocks=8, block_size=8), torch.randint(3, 128, (1, 18))
+    for rate in (0, 0.5):
+        cache = PagedCache(model.config, block_size=8, prefix_cache=prefix)
+        assert cache.stats().prefix_hit_rate == 0
+        step(model, cache, ids, logits_to_keep=1)
+        assert cache.stats().prefix_hit_rate == pytest.approx(rate, abs=0.06)
+    assert "; prefix hits" in str(cache.stats())
 
 
 @pytest.mark.parametrize("memory", [5 * BLOCK_BYTES + 17, f"{5 * BLOCK_BYTES / 1000 + 0.017}KB"])
