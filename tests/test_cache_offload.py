@@ -260,6 +260,7 @@ def test_decode_step_needs_all_layers(llama):
     results = []
     for offload in (None, Offload("1GB"), Offload(1)):
         cache = PagedCache(llama.config, block_size=8, num_blocks=8, offload=offload)
+        assert cache.is_compileable == (offload is None)  # by generate(), which cannot know whether they are
         step(llama, cache, ids)
         if offload is not None:
             cache.park()

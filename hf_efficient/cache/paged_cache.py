@@ -239,9 +239,9 @@ class PagedCache(Cache):
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile its decode step: a pool of fixed size whose blocks the attention reads. Not with a
-        `prefix_cache`, which stores nothing of what a compiled forward appends."""
+        `prefix_cache`, which stores nothing of what a compiled forward appends, nor with `offload`, which moves pages."""
         is_fixed = self.state.pool.num_blocks is not None or self.budget is not None
-        return is_fixed and self.reads_pages and self.prefix_cache is None
+        return is_fixed and self.reads_pages and self.prefix_cache is None and self.tiers is None
 
     @property
     def cache_seqlens(self) -> list[int]:
