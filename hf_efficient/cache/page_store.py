@@ -68,6 +68,9 @@ class PageStore:
     def rewind(self, lengths: list[int]) -> None:
         """Row b has `lengths[b]` tokens from now on, no more than before: likewise."""
 
+    def check_rewind(self, lengths: list[int]) -> None:
+        """Raises ValueError where `rewind(lengths)` is not possible any more."""
+
     def write(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores `key` [B, Hk, S, D] and `value` at the places of `step`; padding is skipped."""
         for pages, new in ((self.pages["keys"], key), (self.pages["values"], value)):

@@ -10,6 +10,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from hf_efficient.cache import persistence
 from hf_efficient.cache.device_tables import DeviceTables, to_device
+from hf_efficient.cache.evicting_store import EvictingStore, bind
+from hf_efficient.cache.eviction.base import EvictionPolicy
+from hf_efficient.cache.eviction.rotary import Rotary
 from hf_efficient.cache.memory_budget import MemoryBudget
 from hf_efficient.cache.offload import CacheTiers, Offload
 from hf_efficient.cache.page_handle import PAGES, PageHandle
@@ -32,10 +35,13 @@ class PagedLayer(CacheLayerMixin):
     budget: MemoryBudget | None = None
     tiers: CacheTiers | None = None
 
-    def __init__(self, state: CacheState, layer_idx: int):
+    def __init__(
+        self, state: CacheState, layer_idx: int, eviction: tuple[EvictionPolicy, Rotary | None] | None = None
+    ):
         super().__init__()
         self.state = state
         self.layer_idx = layer_idx
+        self.eviction = eviction
         self.forget()
 
     def forget(self) -> None:
@@ -58,6 +64,8 @@ class PagedLayer(CacheLayerMixin):
 
     def make_store(self, capacity: int, key: torch.Tensor, value: torch.Tensor) -> PageStore:
         """Empty pages of `capacity` blocks for keys and values like these [B, H, S, D]."""
+        if self.eviction is not None:
+            return EvictingStore(*self.eviction, self.state.pool.block_size, key, value)
         return PageStore(capacity, self.state.pool.block_size, key, value)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
@@ -76,6 +84,11 @@ class PagedLayer(CacheLayerMixin):
             )
         if self.budget is not None:
             self.budget.fix_pools(self.make_store, key_states, value_states)
+        if self.eviction is not None and not state.reads_pages:
+            raise ValueError(
+                'PagedCache(eviction=...) needs attn_implementation="flash_paged", whose attention reads the tokens that '
+                f"are left, not {state.config._attn_implementation!r}"
+            )
         if state.reads_pages:
             if state.planned is None and (
                 torch.compiler.is_compiling() or (key_states.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -178,6 +191,8 @@ class PagedCache(Cache):
         num_blocks: blocks of a pool of fixed size, shared by all rows; None for a pool that grows on demand.
         memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB". Dtype
             and heads are those of the first forward, which raises ValueError when not one block fits.
+        eviction: an `EvictionPolicy`: the layers of full attention keep only some of their tokens. Needs "flash_paged";
+            not together with num_blocks, memory, prefix_cache, `decode_step`, `save` or rewinding to before the last eviction.
         prefix_cache: a `PrefixCache` of the same model, which keeps what prompts have in common between generations.
         offload: an `Offload`, shared by several caches: what is not in use leaves the device.
 
@@ -193,6 +208,7 @@ class PagedCache(Cache):
         num_blocks: int | None = None,
         *,
         memory: int | str | None = None,
+        eviction: EvictionPolicy | None = None,
         prefix_cache=None,
         offload: Offload | None = None,
     ):
@@ -215,11 +231,17 @@ class PagedCache(Cache):
         self.prefix_cache = prefix_cache
         self.row_tokens = None if prefix_cache is None else RowTokens()
         decoder = config.get_text_config(decoder=True)
-        self.kv_format = kv_format
+        self.kv_format, self.eviction = kv_format, eviction
         self.state = CacheState(decoder, block_size, num_blocks)
+        layer_types = _layer_types(config, decoder)
+        excluded = dict(num_blocks=num_blocks, memory=memory, prefix_cache=prefix_cache)
+        excluded["kv_format"] = None if kv_format == "auto" else kv_format
+        evicting = None if eviction is None else bind(eviction, decoder, self.state, layer_types, **excluded)
         layers = [
-            DummyLayer() if kind in _NO_LAYER_TYPES else PagedLayer(self.state, index)
-            for index, kind in enumerate(_layer_types(config, decoder))
+            DummyLayer()
+            if kind in _NO_LAYER_TYPES
+            else PagedLayer(self.state, index, evicting if kind == "full_attention" else None)
+            for index, kind in enumerate(layer_types)
         ]
         super().__init__(layers=layers)
         self.budget = None if memory is None else MemoryBudget(memory, [layer.state for layer in self._paged_layers])
@@ -250,7 +272,9 @@ class PagedCache(Cache):
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks in use, each counted once however many rows share it."""
+        """Blocks in use, each counted once however many rows share it; with eviction those of all layers' own pools."""
+        if self.eviction is not None:
+            return self.stats().blocks_used
         return self.state.pool.capacity - self.state.pool.num_free
 
     def stats(self) -> CacheStats:
@@ -312,6 +336,8 @@ class PagedCache(Cache):
         """
         state, layers = self.state, self._paged_layers
         state.check_idle()
+        if any(layer.eviction is not None for layer in layers):
+            raise RuntimeError("decode_step() is not possible with PagedCache(eviction=...): its blocks move")
         if not state.reads_pages:
             raise RuntimeError(
                 f"decode_step() needs attn_implementation='flash_paged' and a model whose attention reads pages, not "
@@ -355,14 +381,22 @@ class PagedCache(Cache):
         its own, and a 2-D mask, if one is given, has the shorter rows at the right (padding on the left).
         """
         self.state.check_idle()
-        self.state.rewind([int(length) for length in lengths])
+        lengths = [int(length) for length in lengths]
+        self._check_rewind(lengths)
+        self.state.rewind(lengths)
         self._rewind_stores()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` columns (a number <= 0) of all rows."""
         self.state.check_idle()
+        self._check_rewind(self.state.cropped(int(tokens_to_remove))[1])
         self.state.crop(int(tokens_to_remove))
         self._rewind_stores()
+
+    def _check_rewind(self, lengths: list[int]) -> None:
+        for layer in self._paged_layers:
+            if layer.is_initialized:
+                layer.store.check_rewind(lengths)
 
     def _rewind_stores(self) -> None:
         for layer in self._paged_layers:

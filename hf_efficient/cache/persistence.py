@@ -18,6 +18,8 @@ _FORMAT = "hf_efficient.paged_cache.1"
 def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -> None:
     """`PagedCache.save`."""
     cache.state.check_idle()
+    if cache.eviction is not None:
+        raise ValueError("save(): a PagedCache(eviction=...) cannot be saved, only one that holds all tokens")
     layers = {str(layer.layer_idx): layer for layer in cache._paged_layers}
     if not any(cache.cache_seqlens) or not all(layer.is_initialized for layer in layers.values()):
         raise ValueError("save(): this PagedCache holds no tokens, or not in every layer")

@@ -301,24 +301,25 @@ class CacheState:
         self.column_mask = None
         self.columns = max(lengths, default=0)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def cropped(self, tokens_to_remove: int) -> tuple[int, list[int]]:
+        """Columns and lengths after `crop`."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): give the number of columns to remove as a negative number, as transformers "
                 "does since version 5"
             )
         removed = min(-tokens_to_remove, self.columns)
-        if removed == 0:
-            return
         kept = self.columns - removed
         if self.column_mask is None:
-            lengths = [max(length - removed, 0) for length in self.pool.lengths]
-        else:
-            tokens = self.column_mask[:, kept:].sum(1).tolist()
-            lengths = [length - count for length, count in zip(self.pool.lengths, tokens)]
-            self.column_mask = self.column_mask[:, :kept]
+            return kept, [max(length - removed, 0) for length in self.pool.lengths]
+        tokens = self.column_mask[:, kept:].sum(1).tolist()
+        return kept, [length - count for length, count in zip(self.pool.lengths, tokens)]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.columns, lengths = self.cropped(tokens_to_remove)
         self.pool.rewind(lengths)
-        self.columns = kept
+        if self.column_mask is not None:
+            self.column_mask = self.column_mask[:, : self.columns]
 
     def select(self, rows: torch.Tensor) -> None:
         """Row i becomes row `rows[i]` (int64 [new batch])."""

@@ -14,9 +14,9 @@ class View(NamedTuple):
     keys: [B, Hk, n, D], values: [B, Hk, n, Dv], as stored (after the rotary embedding, the model's dtype), in the order of the
     text. Heads may hold different tokens: key_positions int64 [B, Hk, n] (tokens of the row before it) and present bool
     [B, Hk, n], False behind the end of a head. queries: [B, Hq, W, D], the last ones, after the rotary embedding, with
-    query_positions int64 [B, W], -1 where a column is padding. budgets: tokens per head that each row is to keep.
+    query_positions int64 [B, W], -1 where a column is padding. budgets: tokens per head that each row is to keep, -1 for all.
     accumulated: float32 [B, Hk, n], the sums of what `Scorer.accumulate` returned; None for a scorer that does not.
-    rotate: (x [..., n, D], positions int64 [n] or [..., n]) -> x moved on by so many positions, for scorers that need
+    rotate: (x [..., n, D], positions int64 that expand to [..., n]) -> x moved on by so many positions, for scorers that need
     the rotary embedding.
     """
 
@@ -49,21 +49,35 @@ class View(NamedTuple):
         return torch.tanh(scores / self.softcap) * self.softcap if self.softcap else scores
 
 
+def check_positive(**arguments) -> None:
+    """Raises ValueError for arguments that are not positive integers."""
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}: must be a positive integer")
+
+
 class Scorer:
     """Which tokens of a layer matter. A subclass defines `score`, and holds no state: all layers share it.
 
-    sinks, recent: so many first and last tokens of a row always stay. window: how many of the last queries `score` is to
+    Args:
+        recent: so many of the last tokens always stay. Speculation that proposes more tokens than that together with the
+            prompt cannot take them back.
+
+    sinks: so many of the first tokens always stay. window: how many of the last queries `score` is to
     see; fewer are given where fewer have been since the cache was empty. accumulates: `accumulate` sees every query once.
     needs_rotary: `View.rotate` is wanted. reindexes: the keys of the sinks are moved on with every eviction, so that the
     tokens that stay are consecutive for the model (only right where all but the sinks are the last tokens).
     """
 
     sinks = 0
-    recent = 16  # so that speculation can take its tokens back
     window = 0
     accumulates = False
     needs_rotary = False
     reindexes = False
+
+    def __init__(self, recent: int = 32):
+        check_positive(recent=recent)
+        self.recent = recent
 
     def score(self, view: View) -> torch.Tensor:
         """[B, Hk, n]: the highest stay. Sinks, recent tokens and absent ones need no care."""
@@ -90,9 +104,10 @@ class EvictionPolicy:
     Args:
         scorer: a `Scorer`.
         budget: tokens that a key head keeps on average: an int, or a float between 0 and 1, the share of the tokens seen.
-        when: "prefill": after a prompt, that is after the first forward and after every later one of more than 16 columns
-            (a further chunk of the prompt, or the next turn of a chat); what is generated is kept. "always": whenever a
-            forward leaves more than the budget, in steps of a block of the cache.
+        when: "prefill": after a prompt, that is after the first forward and after every later one of more than 64 columns
+            (a further chunk of the prompt, or the next turn of a chat); other forwards are not watched at all. "always": whenever a
+            forward leaves more than the budget, in steps of a block of the cache; the tokens of a forward of up to 64
+            columns outlive it where the budget has room for them, so that speculation can take them back.
 
     A share of a short text is never less than the scorer's sinks and recent tokens. Raises ValueError for other arguments.
     """
@@ -105,13 +120,13 @@ class EvictionPolicy:
         if isinstance(budget, bool) or not isinstance(budget, int | float):
             raise ValueError(f"budget={budget!r}: must be a number of tokens, or a share between 0 and 1")
         self.scorer, self.budget, self.when = scorer, budget, when
-        self.least = scorer.sinks + max(1, scorer.recent)
+        self.least = scorer.sinks + scorer.recent
         if isinstance(budget, float) and not 0 < budget < 1:
             raise ValueError(f"budget={budget}: a share must lie between 0 and 1; give an int for a number of tokens")
         if isinstance(budget, int) and budget < self.least:
             raise ValueError(
                 f"budget={budget}: {type(scorer).__name__} always keeps {scorer.sinks} sinks and "
-                f"{max(1, scorer.recent)} recent tokens, so {self.least} or more are needed"
+                f"{scorer.recent} recent tokens, so {self.least} or more are needed"
             )
 
     def target(self, seen: int) -> int:

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from hf_efficient.cache.eviction.base import Scorer, View
+from hf_efficient.cache.eviction.base import Scorer, View, check_positive
 
 
 class SnapKV(Scorer):
@@ -15,12 +15,11 @@ class SnapKV(Scorer):
     """
 
     def __init__(self, window: int = 64, kernel_size: int = 5):
-        for name, value in (("window", window), ("kernel_size", kernel_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: must be a positive integer")
+        check_positive(window=window, kernel_size=kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size={kernel_size}: must be odd")
-        self.window = self.recent = window
+        super().__init__(recent=window)
+        self.window = window
         self.kernel_size = kernel_size
 
     def score(self, view: View) -> torch.Tensor:

@@ -1,0 +1,216 @@
+"""What does evicting tokens from the cache cost SmolLM2-135M-Instruct in perplexity and in retrieval, and what does it save?
+
+    python benchmarks/kv_eviction.py --tokens FOLDER [--only prefill|stream|decode] [--scorers SnapKV TOVA ...]
+        [--output benchmarks/results/kv_eviction.json]
+
+FOLDER has wiki_long.pt (int64 [16, 2048]) and wiki_eval.pt (int64 [64, 1024]): tokens of sample_text().
+prefill: prompts of 1,024 tokens lose 50 or 75 % after the prefill. Perplexity: 8 prompts and the 511 tokens that follow each.
+Retrieval: 20 prompts of the same text with one sentence, "The secret word of W is V.", between two others, at depths spread
+evenly; after the prefill the question "The secret word of W is" is put, and V must be the greedy answer.
+stream: perplexity of 20,480 tokens of text in chunks of 256, in a budget of 1,024 tokens and in a cache that keeps all.
+decode: milliseconds of a decode step at 4,096 tokens, with and without eviction, in turns.
+An existing output file keeps what is not measured again.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_efficient
+from hf_efficient import AdaKV, EvictionPolicy, PagedCache, SinkWindow
+from hf_efficient.cache.page_handle import PAGES, PageHandle
+from hf_efficient.evaluation import environment, perplexity, samples
+
+
+SCORERS = {
+    name: getattr(hf_efficient, name)
+    for name in ("ExpectedAttention", "SnapKV", "TOVA", "HeavyHitter", "SinkWindow", "KeyNorm")
+}
+SCORERS["AdaKV(SnapKV)"] = lambda: AdaKV(hf_efficient.SnapKV())
+PEERS = {  # kvpress 0.5.5 at 50 %: perplexity, and retrieval by a task of its own
+    "none": (18.926, 1.0),
+    "ExpectedAttention": (19.196, 0.1),
+    "SnapKV": (19.205, 0.1),
+    "TOVA": (19.220, 0.1),
+    "HeavyHitter": (19.325, 0.9),
+    "SinkWindow": (19.403, 0.4),
+    "KeyNorm": (20.086, 0.0),
+}
+WORDS = (
+    "apple river candle garden mirror hammer violin rocket turtle bridge castle pepper saddle magnet lantern pillow "
+    "anchor basket falcon tunnel helmet orchid dragon ribbon walnut compass barrel canyon feather thunder"
+).split()
+
+
+def questions(tokenizer, tokens: torch.Tensor, number: int, length: int = 1024):
+    """(prompt int64 [length], question, answer: lists of token ids) of the retrieval."""
+    for index in range(number):
+        random_ = random.Random(index)
+        key, value = random_.sample(WORDS, 2)
+        sentence = tokenizer.encode(f" The secret word of {key} is {value}.")
+        text = tokens[index % len(tokens), : length - len(sentence)].tolist()
+        ends = [place + 1 for place, token in enumerate(text) if tokenizer.decode([token]).endswith(".")]
+        place = min(ends, key=lambda end: abs(end - (index + 0.5) / number * len(text)))
+        yield (
+            torch.tensor(text[:place] + sentence + text[place:]),
+            tokenizer.encode(f"\n\nThe secret word of {key} is"),
+            tokenizer.encode(f" {value}"),
+        )
+
+
+@torch.no_grad()
+def record(model, prompt: torch.Tensor) -> list[tuple[tuple, dict]]:
+    """What every layer gives to its attention over the prompt [m]: the same whatever is evicted after it."""
+    calls, attend = [], PageHandle.attend
+
+    def listen(handle, *states, **options):
+        calls.append((states, options))
+        return attend(handle, *states, **options)
+
+    PageHandle.attend = listen
+    try:
+        model(prompt[None], past_key_values=PagedCache(model.config), logits_to_keep=1)
+    finally:
+        PageHandle.attend = attend
+    return calls
+
+
+@torch.no_grad()
+def following_logits(model, calls: list, following: list[int], eviction: EvictionPolicy | None) -> torch.Tensor:
+    """Logits [n - 1, vocabulary] of all tokens of `following` [n] but the first, after the recorded prompt."""
+    cache = PagedCache(model.config, eviction=eviction)
+    for layer, ((query, key, value, mask), options) in enumerate(calls):
+        marked, _ = cache.update(key, value, layer)
+        getattr(marked, PAGES).attend(query, marked, value, mask, **options)
+    return model(torch.tensor([following]), past_key_values=cache).logits[0, :-1].float()
+
+
+def prefill(model, tokenizer, tokens: torch.Tensor, scorers: dict) -> list[dict]:
+    policies = {("none", 0.0): None}
+    for share in (0.5, 0.25):
+        policies.update({(name, 1 - share): EvictionPolicy(make(), share) for name, make in scorers.items()})
+    losses, hits = {key: [] for key in policies}, {key: [] for key in policies}
+    for row in tokens[:8]:
+        calls = record(model, row[:1024])
+        for key, policy in policies.items():
+            logits = following_logits(model, calls, row[1024:1536].tolist(), policy)
+            losses[key].append(torch.nn.functional.cross_entropy(logits, row[1025:1536]).double().item())
+        print({key: round(math.exp(statistics.mean(nll)), 3) for key, nll in losses.items()}, flush=True)
+    for prompt, question, answer in questions(tokenizer, tokens, 20):
+        calls = record(model, prompt)
+        for key, policy in policies.items():
+            logits = following_logits(model, calls, question + answer, policy)
+            hits[key].append(logits[-len(answer) :].argmax(-1).tolist() == answer)
+    records, reference = [], torch.tensor(losses["none", 0.0], dtype=torch.float64)
+    for (name, evicted), values in losses.items():
+        nll = torch.tensor(values, dtype=torch.float64)
+        difference, error = perplexity.paired_difference(nll, reference)
+        records.append(
+            {
+                "scorer": name,
+                "evicted": evicted,
+                "perplexity": perplexity.perplexity(nll),
+                "nll_difference": difference,
+                "nll_difference_standard_error": error,
+                "retrieval": statistics.mean(hits[name, evicted]),
+            }
+        )
+        if evicted < 0.6 and name in PEERS:
+            records[-1]["peer_perplexity"], records[-1]["peer_retrieval"] = PEERS[name]
+        print(json.dumps(records[-1]), flush=True)
+    return records
+
+
+@torch.no_grad()
+def stream(model, tokens: torch.Tensor, budget: int | None, total: int = 20480, chunk: int = 256) -> dict:
+    eviction = budget and EvictionPolicy(SinkWindow(), budget, when="always")
+    cache, losses, last = PagedCache(model.config, eviction=eviction), [], None
+    text, stored = tokens.flatten()[:total], 0
+    for start in range(0, total, chunk):
+        part = text[start : start + chunk]
+        logits = model(part[None], past_key_values=cache).logits[0].float()
+        known = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
+        losses.append(torch.nn.functional.cross_entropy(known, part[-len(known) :], reduction="none"))
+        last = logits[-1:]
+        stored = max(
+            stored,
+            cache.layers[0].store.capacity * cache.block_size // (model.config.num_key_value_heads if budget else 1),
+        )
+    losses = torch.cat(losses).double()
+    record = {
+        "budget": budget,
+        "perplexity_per_2048_tokens": [math.exp(part.mean()) for part in losses.split(2048)],
+        "perplexity": math.exp(losses.mean()),
+        "most_tokens_stored": stored,
+    }
+    print(json.dumps(record), flush=True)
+    return record
+
+
+@torch.no_grad()
+def decode(model, tokens: torch.Tensor, context: int = 4096, steps: int = 32, repeats: int = 5) -> list[dict]:
+    prompt, token = tokens.flatten()[None, :context], tokens[:1, :1]
+    policies = {"none": None}
+    for name in ("SinkWindow", "HeavyHitter", "SnapKV", "AdaKV(SnapKV)"):
+        policies[f"{name}, always 1024"] = EvictionPolicy(SCORERS[name](), 1024, "always")
+    policies["SnapKV, prefill 50 %"] = EvictionPolicy(SCORERS["SnapKV"](), 0.5)
+    policies["SnapKV, always, nothing to evict"] = EvictionPolicy(SCORERS["SnapKV"](), 8192, "always")
+    caches, times = {}, {name: [] for name in policies}
+    for name, policy in policies.items():
+        caches[name] = PagedCache(model.config, eviction=policy)
+        for part in prompt.split(512, 1):
+            model(part, past_key_values=caches[name], logits_to_keep=1)
+    for _ in range(repeats):
+        for name, cache in caches.items():
+            start = time.perf_counter()
+            for _ in range(steps):
+                model(token, past_key_values=cache)
+            times[name].append((time.perf_counter() - start) / steps * 1e3)
+    records = [
+        {
+            "eviction": name,
+            "milliseconds": min(runs),
+            "median": statistics.median(runs),
+            "of_none": min(runs) / min(times["none"]),
+        }
+        for name, runs in times.items()
+    ]
+    print(json.dumps(records, indent=1), flush=True)
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", required=True)
+    parser.add_argument("--only", choices=("prefill", "stream", "decode"))
+    parser.add_argument("--scorers", nargs="+", choices=SCORERS, default=list(SCORERS))
+    parser.add_argument("--output", default="benchmarks/results/kv_eviction.json")
+    options = parser.parse_args()
+
+    path, output = samples.sample_model(), Path(options.output)
+    long, text = (
+        torch.load(Path(options.tokens) / f"{name}.pt", weights_only=True) for name in ("wiki_long", "wiki_eval")
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="flash_paged").eval()
+    content = json.loads(output.read_text()) if output.exists() else {}
+    measure = {
+        "prefill": lambda: prefill(
+            model, AutoTokenizer.from_pretrained(path), long, {n: SCORERS[n] for n in options.scorers}
+        ),
+        "stream": lambda: [stream(model, text, budget) for budget in (1024, None)],
+        "decode": lambda: decode(model, text),
+    }
+    for name in [options.only] if options.only else measure:
+        content[name] = {"environment": environment.describe(), "records": measure[name]()}
+        output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Expected Attention: what queries that come later will pay, were they normally distributed like the last ones."""
+
+import torch
+
+from hf_efficient.cache.eviction.base import Scorer, View, check_positive
+
+
+class ExpectedAttention(Scorer):
+    """Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+    Distribution (2510.00636). Mean and covariance of the queries are taken before the rotary embedding; the attention is
+    weighted by the norm of the values.
+
+    Args:
+        window: the last queries, which the distribution is estimated from.
+        future: positions ahead over which the rotary embedding is averaged.
+        recent: see `Scorer`.
+    """
+
+    sinks = 4
+    needs_rotary = True
+
+    def __init__(self, window: int = 512, future: int = 512, recent: int = 32):
+        super().__init__(recent)
+        check_positive(window=window, future=future)
+        self.window, self.future = window, future
+
+    def score(self, view: View) -> torch.Tensor:
+        positions, heads = view.query_positions, view.keys.shape[1]
+        weights = (positions >= self.sinks).float()
+        weights = (weights / weights.sum(1, keepdim=True).clamp_min(1))[:, None, :, None]
+        queries = view.rotate(view.queries, -positions[:, None].expand(view.queries.shape[:3]))
+        mean = (queries * weights).sum(2, keepdim=True)  # [B, Hq, 1, D]
+        spread = (queries - mean) * weights.sqrt()
+        covariance = spread.transpose(2, 3) @ spread
+        rotation = self._mean_rotation(view, positions.amax(1))  # [B, 1, D, D]: x @ rotation is x moved on
+        mean = mean @ rotation
+        covariance = rotation.transpose(2, 3) @ covariance @ rotation
+        keys = view.keys.float().repeat_interleave(queries.shape[1] // heads, 1) * view.softmax_scale
+        logits = (keys @ mean.transpose(2, 3)).squeeze(3) + ((keys @ covariance) * keys).sum(3) / 2
+        logits = logits.unflatten(1, (heads, -1)).masked_fill(~view.present[:, :, None], float("-inf"))
+        logits[..., : self.sinks] = float("-inf")  # they stay anyway, and would take most of the attention
+        return logits.softmax(-1).mean(2) * view.values.float().norm(dim=-1)
+
+    def _mean_rotation(self, view: View, last: torch.Tensor) -> torch.Tensor:
+        """The mean over the next positions of each row of the matrix that the rotary embedding multiplies with."""
+        axes = torch.eye(view.keys.shape[3], device=last.device)
+        ahead = torch.arange(1, self.future + 1, device=last.device)[:, None]
+        mean = view.rotate(axes.expand(self.future, -1, -1), ahead).mean(0)
+        return view.rotate(mean.expand(len(last), -1, -1), last[:, None])[:, None]

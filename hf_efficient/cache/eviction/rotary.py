@@ -1,0 +1,67 @@
+"""A model's own rotary position embedding, applied to stored keys and queries: moves them on by a number of positions."""
+
+import importlib
+import inspect
+
+import torch
+
+
+_VARYING = ("dynamic", "longrope")  # their frequencies change with the length of the text
+
+
+class Rotary:
+    """The rotary embedding of the model that a config belongs to, found in the modeling module beside the config's.
+
+    Raises ValueError where it cannot be used so: no such functions there, frequencies that change with the length, or
+    rotations that do not add up.
+    """
+
+    def __init__(self, config):
+        self._name = type(config).__name__
+        parameters = getattr(config, "rope_parameters", None) or {}
+        layer_type = "full_attention"  # the only one that evicts
+        parameters = parameters.get(layer_type, parameters)
+        if parameters.get("rope_type") in _VARYING or "mrope_section" in parameters:
+            raise self._refusal(f"its rotary embedding ({parameters}) is not one rotation for all texts")
+        module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+        classes = [
+            value
+            for name, value in vars(module).items()
+            if name.endswith("RotaryEmbedding") and inspect.isclass(value) and value.__module__ == module.__name__
+        ]
+        self._apply = getattr(module, "apply_rotary_pos_emb", None)
+        if len(classes) != 1 or self._apply is None or not parameters:
+            raise self._refusal(f"{module.__name__} has no rotary embedding of the usual form")
+        self._embedding = classes[0](config)
+        by_type = "layer_type" in inspect.signature(self._embedding.forward).parameters
+        self._arguments = (layer_type,) if by_type else ()
+        self._check()
+
+    def _refusal(self, reason: str) -> ValueError:
+        return ValueError(
+            f"eviction of a model of {self._name}: {reason}. Use a scorer that does not move keys, such as SnapKV()."
+        )
+
+    def _check(self) -> None:
+        """Rotating by 3 and by 40 must be rotating by 43."""
+        cos, _ = self._embedding(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long), *self._arguments)
+        states = torch.randn(2, cos.shape[-1], generator=torch.Generator().manual_seed(0))
+        try:
+            first, second, both = (self(states, torch.tensor([n])) for n in (3, 40, 43))
+            twice = self(first, torch.tensor([40]))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise self._refusal(f"its rotary embedding cannot be applied ({error})") from error
+        if not torch.allclose(twice, both, atol=1e-4) or torch.allclose(second, states):
+            raise self._refusal("its rotary embedding is not a rotation by the distance")
+
+    def __call__(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`states` [..., n, D] moved on by `positions` (int64, expanding to [..., n]; may be
+        negative), float32. Dimensions beyond the rotary ones stay."""
+        self._embedding.to(states.device)
+        positions = positions.expand(states.shape[:-1]).reshape(1, -1)
+        flat = states.float().reshape(1, 1, -1, states.shape[-1])
+        cos, sin = self._embedding(flat, positions, *self._arguments)
+        scaling = torch.hypot(cos, sin).clamp_min(1e-30)  # of YaRN and others, which the states have already
+        rotated, kept = flat[..., : cos.shape[-1]], flat[..., cos.shape[-1] :]
+        rotated, _ = self._apply(rotated, rotated, cos / scaling, sin / scaling)
+        return torch.cat([rotated, kept], -1).view(states.shape)

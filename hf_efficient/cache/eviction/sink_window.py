@@ -1,0 +1,27 @@
+"""StreamingLLM: the first tokens and the last ones, which the model sees as one text without a gap."""
+
+import torch
+
+from hf_efficient.cache.eviction.base import Scorer, View, check_positive
+
+
+class SinkWindow(Scorer):
+    """Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks (2309.17453). The sinks' keys are rotated
+    to stand right before the window, so the text may become longer than the model was trained for.
+
+    Args:
+        sinks: how many of the first tokens stay.
+    """
+
+    needs_rotary = reindexes = True
+
+    def __init__(self, sinks: int = 4):
+        check_positive(sinks=sinks)
+        super().__init__(recent=1)
+        self.sinks = sinks
+
+    def score(self, view: View) -> torch.Tensor:
+        return view.key_positions
+
+    def recent_tokens(self, budget: int) -> int:
+        return budget - self.sinks
