@@ -138,6 +138,8 @@ def stream(model, tokens: torch.Tensor, budget: int | None, total: int = 20480, 
         logits = model(part[None], past_key_values=cache).logits[0].float()
         known = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
         losses.append(torch.nn.functional.cross_entropy(known, part[-len(known) :], reduction="none"))
+        if start % 2048 == 0:
+            print(start, math.exp(losses[-1].mean()), flush=True)
         last = logits[-1:]
         stored = max(
             stored,
