@@ -195,6 +195,8 @@ def test_a_copied_and_a_saved_cache(llama, tmp_path):
     first, second = torch.randint(3, 128, (2, 1, 5))
     expected = step(llama, copy.deepcopy(loaded), first)
     assert torch.equal(step(llama, loaded, second), step(llama, cache, second))
+    again = PagedCache.load(tmp_path / "pages", llama, offload=offload)
+    assert len(resident(again)) < LAYERS and torch.equal(step(llama, again, first), expected)
     assert torch.equal(step(llama, duplicate, first), expected)
     assert duplicate.tiers is not cache.tiers and duplicate.tiers.offload is offload
     assert duplicate.layers[1].store.tiers is duplicate.tiers and len(duplicate.tiers.stores) == LAYERS

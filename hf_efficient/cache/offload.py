@@ -20,6 +20,7 @@ class Offload:
     layer that it has just used (a context larger than the device). Each layer is brought back while the one before it
     computes, on a CUDA device by asynchronous copies from pinned memory on a stream of their own. Only blocks that changed
     are copied out again. What a decoding step has to bring back takes as long as its bytes take over the bus, at every token.
+    Caches that share an `Offload` must run in one thread.
 
     >>> offload = Offload("4GB")
     >>> chats = [PagedCache(model.config, offload=offload) for _ in range(10)]

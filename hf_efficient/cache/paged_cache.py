@@ -302,14 +302,15 @@ class PagedCache(Cache):
         persistence.save(self, path, model)
 
     @classmethod
-    def load(cls, path: str | os.PathLike, model) -> "PagedCache":
+    def load(cls, path: str | os.PathLike, model, *, offload: Offload | None = None) -> "PagedCache":
         """The cache that `save` wrote, with the same blocks, on the devices of `model`: `generate()` goes on as it would
         have gone on there. model: the model, or its config, which puts the pages on the CPU and leaves weights unchecked.
+        offload: as in `PagedCache`.
 
         Raises ValueError naming the file when it is truncated or altered, or is that of another model, dtype or format.
         Nothing of a file is executed.
         """
-        return persistence.load(cls, path, model)
+        return persistence.load(cls, path, model, offload)
 
     @property
     def batch_size(self) -> int:

@@ -57,13 +57,13 @@ def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -
         beside.unlink(missing_ok=True)
 
 
-def load(cls, path: str | os.PathLike, model):
+def load(cls, path: str | os.PathLike, model, offload=None):
     """`PagedCache.load`."""
     try:
         text, tensors = _read(path)
         header, config = json.loads(text), getattr(model, "config", model)
         _check_model(header, model, config)
-        cache = cls(config, header["block_size"], header["kv_format"], header["num_blocks"])
+        cache = cls(config, header["block_size"], header["kv_format"], header["num_blocks"], offload=offload)
         _fill(cache, header, tensors, _devices(model))
     except FileNotFoundError:
         raise

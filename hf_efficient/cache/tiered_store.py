@@ -27,13 +27,17 @@ class TieredStore:
         self._host: dict[str, torch.Tensor] | None = None
         self._file: weakref.finalize | None = None  # deletes the file while the pages are in one
         self._arrival = self._departure = None  # events of copies under way
-        self._used = np.zeros(self.capacity, dtype=bool)
+        self._used = self._used_now()
         self._synced = np.zeros(self.capacity, dtype=bool)
 
     def __getattr__(self, name):
+        """Whatever else a format has. A method of it may read and write pages."""
         if name == "inner":  # while it is being copied
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        value = getattr(self.inner, name)
+        if callable(value):
+            self.forget_host_copy()
+        return value
 
     def __deepcopy__(self, memo):
         self._resident()
@@ -47,8 +51,7 @@ class TieredStore:
     @property
     def pages(self) -> dict[str, torch.Tensor]:
         """The pages on the device. Whoever asks may write to them, so the host's copy of them is forgotten."""
-        self._resident()
-        self._synced[:] = False
+        self.forget_host_copy()
         return self.inner.pages
 
     @property
@@ -70,7 +73,15 @@ class TieredStore:
                 offload.fit([self], self)
         lag = self.inner.lag
         self._synced[step._cached(("written", lag), lambda: _written_blocks(step, lag))] = False
-        self._used = step._cached("used", lambda: np.array(self.state.pool.references) > 0)
+        self._used = step._cached("used", self._used_now)
+
+    def select(self, rows: list[int]) -> None:
+        self.inner.select(rows)
+
+    def rewind(self, lengths: list[int]) -> None:
+        if self.inner.rows:  # which may have to take up what is in pages
+            self._resident()
+        self.inner.rewind(lengths)
 
     def write(self, *args) -> None:
         self._resident()
@@ -149,6 +160,11 @@ class TieredStore:
         self.inner.pages = None
         return number
 
+    def forget_host_copy(self) -> None:
+        """Brings the pages to the device for someone who may write to them."""
+        self._resident()
+        self._synced[:] = False
+
     def drop_host_copy(self) -> None:
         """Frees the host memory while the pages are on the device."""
         self._host = None
@@ -168,6 +184,9 @@ class TieredStore:
         if not self.is_resident:
             self.tiers.offload.use(self)
         self.wait()
+
+    def _used_now(self) -> np.ndarray:
+        return np.array(self.state.pool.references, dtype=np.int64) > 0
 
 
 def _written_blocks(step, lag: int) -> list[int]:
