@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
 
-from hf_efficient import Offload, PagedCache
+from hf_efficient import EvictionPolicy, KeyNorm, Offload, PagedCache
 from hf_efficient.cache import tiered_store
 
 
@@ -291,6 +291,8 @@ def test_bad_arguments(llama, tmp_path):
             Offload(*arguments)
     with pytest.raises(ValueError, match=r"offload='1GB': must be an hf_efficient\.Offload"):
         PagedCache(llama.config, offload="1GB")
+    with pytest.raises(ValueError, match="offload=.* with eviction"):
+        PagedCache(llama.config, offload=Offload(1), eviction=EvictionPolicy(KeyNorm(), budget=64))
     with pytest.raises(ValueError, match=r"park\(\) needs PagedCache\(offload="):
         PagedCache(llama.config).park()
 
