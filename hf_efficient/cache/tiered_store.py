@@ -13,6 +13,14 @@ from safetensors.torch import load_file, save_file
 from hf_efficient.cache.page_store import PageStore
 
 
+_WITHOUT_PAGES = (
+    "select",
+    "drop",
+    "check_rewind",
+    "form_of",
+)  # methods of a `PageStore` that may be called while they are away
+
+
 class TieredStore:
     """A `PageStore` of any format whose pages come to the device when they are used.
 
@@ -35,7 +43,7 @@ class TieredStore:
         if name == "inner":  # while it is being copied
             raise AttributeError(name)
         value = getattr(self.inner, name)
-        if callable(value):
+        if callable(value) and name not in _WITHOUT_PAGES:
             self.forget_host_copy()
         return value
 
@@ -74,9 +82,6 @@ class TieredStore:
         lag = self.inner.lag
         self._synced[step._cached(("written", lag), lambda: _written_blocks(step, lag))] = False
         self._used = step._cached("used", self._used_now)
-
-    def select(self, rows: list[int]) -> None:
-        self.inner.select(rows)
 
     def rewind(self, lengths: list[int]) -> None:
         if self.inner.rows:  # which may have to take up what is in pages
