@@ -18,10 +18,22 @@ _SCORES = 1 << 24  # numbers of a score matrix that is held at a time
 def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, softcap=0.0, s_aux=None):
     """Attention of `query` [B, Hq, S, D] over `key` [B, Hk, n, D], `value` [B, Hk, n, Dv], any strides: with an additive
     `mask` [B or 1, 1 or Hq, S, n], or `causal` where S = n. Returns [B, S, Hq, Dv]; zeros where nothing is visible."""
-    if softcap or s_aux is not None:
-        return _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux)[0]
     batch, heads, width, dim = query.shape
-    group = heads // key.shape[1]
+    group, plain = heads // key.shape[1], bool(softcap) or s_aux is not None
+    numbers = (
+        batch * key.shape[2] * (heads if plain else group)
+    )  # that a query costs: of scores, or of a mask that is repeated
+    if width * numbers > _SCORES and (plain or mask is not None):
+        options = dict(causal=causal, softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux)
+        step, parts = max(1, _SCORES // numbers), []
+        for start in range(0, width, step):
+            seen = start + step if causal else None
+            rows = None if mask is None else mask[:, :, start : start + step]
+            part = query[:, :, start : start + step], key[:, :, :seen], value[:, :, :seen]
+            parts.append(attend(*part, mask=rows, **options))
+        return torch.cat(parts, 1)
+    if plain:
+        return _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux)[0]
     if group == 1 or causal:
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=softmax_scale, enable_gqa=group > 1
@@ -38,7 +50,7 @@ def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, so
 
 
 def _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux):
-    """As `attend`; returns the log-sum-exp float32 [B, Hq, S] too."""
+    """As `attend`, `causal` aligned to the bottom right; returns the log-sum-exp float32 [B, Hq, S] too."""
     batch, heads, width, dim = query.shape
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     grouped = query.float().reshape(batch, key.shape[1], -1, width, dim)
@@ -46,7 +58,7 @@ def _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(key.shape[2] - width)
         scores = scores.masked_fill(~seen, float("-inf"))
     if mask is not None:
         scores = scores + mask.reshape(
