@@ -207,8 +207,7 @@ class PrefixCache:
         for b, (start, count, table) in enumerate(zip(starts, counts, state.pool.tables)):
             if count:
                 copies.update((table[p], found[b][p]) for p in range(start // size, -(-(start + count) // size)))
-        for layer, pools in zip(layers, self._pools):
-            _copy_blocks(pools, layer.store.pages, list(copies.values()), list(copies))
+        _copy_blocks(self._pools, [layer.store.pages for layer in layers], copies)
         tokens.append(starts, state.pool.lengths, marked[:, :columns], valid[:, :columns])
         self._counts["skipped_tokens"] += sum(counts)
         sliced = {"input_ids", "position_ids", "cache_position"}
@@ -245,8 +244,7 @@ class PrefixCache:
             for b, row in rows.items():
                 for place, block in self._tree.insert(cache.row_tokens.key.digest, row):
                     copies[block] = cache.state.pool.tables[b][place]  # of a block taken twice the last one counts
-            for layer, pools in zip(layers, self._pools):
-                _copy_blocks(layer.store.pages, pools, list(copies.values()), list(copies))
+            _copy_blocks([layer.store.pages for layer in layers], self._pools, copies)
         except BaseException:
             self._forget()  # else the tree would name blocks that were not filled
             raise
@@ -321,14 +319,25 @@ def _form(layer) -> tuple:
     return layer.store.form, layer.store.device, pages
 
 
-def _copy_blocks(source: dict, target: dict, blocks: list[int], places: list[int]) -> None:
-    """Copies `blocks` of the pages of `source` to `places` of those of `target`."""
-    if not blocks:
-        return
-    device = next(iter(source.values())).device
-    blocks, places = to_device([blocks, places], torch.int64, device)
-    for name, pages in source.items():
-        target[name].index_copy_(0, places, pages.index_select(0, blocks))
+def _copy_blocks(sources: list[dict], targets: list[dict], copies: dict[int, int]) -> None:
+    """Copies block `copies[place]` of the pages of every layer in `sources` to `place` of those in `targets`."""
+    runs: list[list[int]] = []  # [place, block, number]
+    for place, block in sorted(copies.items()):
+        if runs and (place, block) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1][2] += 1
+        else:
+            runs.append([place, block, 1])
+    in_runs = 4 * len(runs) <= len(copies) + 3  # as slices, which is ten times faster than by index
+    for source, target in zip(sources, targets):
+        if not in_runs:
+            device = next(iter(source.values())).device
+            places, blocks = to_device([list(copies), list(copies.values())], torch.int64, device)
+        for name, pages in source.items():
+            if in_runs:
+                for place, block, number in runs:
+                    target[name][place : place + number].copy_(pages[block : block + number])
+            else:
+                target[name].index_copy_(0, places, pages.index_select(0, blocks))
 
 
 def _check_model(model) -> None:

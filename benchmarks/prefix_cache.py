@@ -1,0 +1,113 @@
+"""Time to the first token of a prompt that shares its beginning with one seen before, on SmolLM2-135M-Instruct. Writes
+benchmarks/results/prefix_cache.json.
+
+Every repeat takes two prompts of new text that share `--shared` of `--tokens` tokens, and runs in turn
+  second_without    the second, without a prefix cache (an empty PagedCache)
+  second_dynamic    the second, with transformers' DynamicCache and sdpa
+  first             the first, which the PrefixCache has not seen; stores its blocks
+  second            the second: restores what it shares
+each as generate(max_new_tokens=1). A record has the median of each in milliseconds, the quartiles, and the speedup of
+`second`, taken repeat by repeat.
+
+    python benchmarks/prefix_cache.py [--threads 2] [--tokens 1024] [--shared 960] [--repeats 9] [--output FILE]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import hf_efficient
+from hf_efficient.evaluation import environment, samples
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def first_token(model, implementation: str, ids: torch.Tensor, cache) -> tuple[int, float]:
+    """The first token after `ids` [1, tokens], and the seconds it took."""
+    model.set_attn_implementation(implementation)
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+    start = time.perf_counter()
+    output = model.generate(**inputs, past_key_values=cache)
+    return int(output[0, -1]), time.perf_counter() - start
+
+
+def measure(dtype: torch.dtype, tokens: int, shared: int, repeats: int) -> dict:
+    """One record."""
+    folder = samples.sample_model()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer(samples.sample_text(), return_tensors="pt")["input_ids"]
+    prefix = hf_efficient.PrefixCache(model, num_blocks=2 * tokens // 16 * 2)
+    times = {name: [] for name in ("second_without", "second_dynamic", "first", "second")}
+    same = 0
+    for repeat in range(repeats + 1):
+        start = repeat * (2 * tokens - shared)
+        beginning, end = text[:, start : start + shared], start + 2 * tokens - shared
+        prompts = {
+            "first": torch.cat([beginning, text[:, start + shared : start + tokens]], 1),
+            "second": torch.cat([beginning, text[:, start + tokens : end]], 1),
+        }
+        calls = {
+            "second_without": ("flash_paged", hf_efficient.PagedCache(model.config)),
+            "second_dynamic": ("sdpa", DynamicCache(config=model.config)),
+            "first": ("flash_paged", hf_efficient.PagedCache(model.config, prefix_cache=prefix)),
+            "second": ("flash_paged", hf_efficient.PagedCache(model.config, prefix_cache=prefix)),
+        }
+        skipped, found = prefix.stats()["skipped_tokens"], {}
+        for name, (implementation, cache) in calls.items():
+            found[name], seconds = first_token(model, implementation, prompts[name.split("_")[0]], cache)
+            if repeat:  # after a round to warm up
+                times[name].append(seconds)
+        assert prefix.stats()["skipped_tokens"] - skipped == shared // 16 * 16
+        same += found["second"] == found["second_without"]
+    speedups = [without / hit for without, hit in zip(times["second_without"], times["second"])]
+    record = {
+        "dtype": str(dtype)[6:],
+        "milliseconds": {name: round(statistics.median(values) * 1e3, 1) for name, values in times.items()},
+        "quartiles": {
+            name: [round(value * 1e3, 1) for value in statistics.quantiles(values)[::2]]
+            for name, values in times.items()
+        },
+        "speedup": round(statistics.median(speedups), 2),
+        "speedup_lowest_and_highest": [round(min(speedups), 2), round(max(speedups), 2)],
+        "same_first_token": f"{same} of {repeats + 1}",
+    }
+    print(json.dumps(record), flush=True)
+    return record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--shared", type=int, default=960)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/prefix_cache.json")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    records = [
+        measure(dtype, options.tokens, options.shared, options.repeats) for dtype in (torch.bfloat16, torch.float32)
+    ]
+    result = {
+        "question": "milliseconds (median) to the first token of a prompt whose beginning was seen before",
+        "model": samples.SAMPLE_MODEL,
+        "environment": environment.describe(),
+        "load_average": os.getloadavg(),
+        "tokens": options.tokens,
+        "shared": options.shared,
+        "repeats": options.repeats,
+        "records": records,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
