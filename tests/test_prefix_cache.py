@@ -15,7 +15,7 @@ from helpers import TINY_MODELS, left_padded_batch, tiny_model
 from torch import nn
 from transformers import LlamaConfig
 
-from hf_efficient import PagedCache, PrefixCache, enable_speculation
+from hf_efficient import Offload, PagedCache, PrefixCache, enable_speculation
 
 
 SIZE = 8
@@ -421,6 +421,18 @@ def test_a_pool_of_so_many_bytes(llama):
         ValueError, match=rf"memory={per_block - 1}\): a block over all layers takes {per_block} bytes"
     ):
         generate(llama, prompts(), prefix)
+
+
+def test_pages_that_leave_the_device(llama):
+    prefix, offload = new_prefix(llama), Offload(1)
+    caches = [PagedCache(llama.config, block_size=SIZE, prefix_cache=prefix, offload=offload) for _ in range(3)]
+    first = caches[0]
+    for seed, cache in zip((0, 1, 0), caches):
+        expected = generate(llama, prompts(seed=seed))
+        output, saved = skipped(prefix, lambda: generate(llama, prompts(seed=seed), cache=cache))  # noqa: B023
+        assert torch.equal(output, expected) and (saved > 0) == (cache is not first)
+        cache.park()
+    assert offload.bytes_to_host > 0
 
 
 def test_a_full_cache_says_so(llama):

@@ -196,7 +196,7 @@ class PrefixCache:
         if any(layer.is_initialized and _form(layer) != form for layer, form in zip(layers, self._forms)):
             return None
         mask = None if mask is None else mask[:, : state.columns + columns]
-        for layer, (form, device, _) in zip(layers, self._forms):
+        for layer, (form, device) in zip(layers, self._forms):
             dtype, key_heads, key_dim, value_heads, value_dim = form
             like = torch.empty(batch, key_heads + value_heads, 0, key_dim + value_dim, dtype=dtype, device=device)
             key_value = like[:, :key_heads, :, :key_dim], like[:, :value_heads, :, :value_dim]
@@ -207,7 +207,9 @@ class PrefixCache:
         for b, (start, count, table) in enumerate(zip(starts, counts, state.pool.tables)):
             if count:
                 copies.update((table[p], found[b][p]) for p in range(start // size, -(-(start + count) // size)))
-        _copy_blocks(self._pools, [layer.store.pages for layer in layers], copies)
+        copy = _copier(copies)
+        for layer, pools in zip(layers, self._pools):
+            copy(pools, layer.store.pages)
         tokens.append(starts, state.pool.lengths, marked[:, :columns], valid[:, :columns])
         self._counts["skipped_tokens"] += sum(counts)
         sliced = {"input_ids", "position_ids", "cache_position"}
@@ -244,7 +246,9 @@ class PrefixCache:
             for b, row in rows.items():
                 for place, block in self._tree.insert(cache.row_tokens.key.digest, row):
                     copies[block] = cache.state.pool.tables[b][place]  # of a block taken twice the last one counts
-            _copy_blocks([layer.store.pages for layer in layers], self._pools, copies)
+            copy = _copier(copies)
+            for layer, pools in zip(layers, self._pools):
+                copy(layer.store.pages, pools)
         except BaseException:
             self._forget()  # else the tree would name blocks that were not filled
             raise
@@ -314,30 +318,33 @@ def _columns_to_skip(model, inputs: dict) -> int:
 
 
 def _form(layer) -> tuple:
-    """What must be the same in layers that exchange blocks."""
-    pages = [(name, x.dtype, x.shape[1:]) for name, x in layer.store.pages.items()]
-    return layer.store.form, layer.store.device, pages
+    """What must be the same in layers that exchange blocks, of one format and block size."""
+    return layer.store.form, layer.store.device
 
 
-def _copy_blocks(sources: list[dict], targets: list[dict], copies: dict[int, int]) -> None:
-    """Copies block `copies[place]` of the pages of every layer in `sources` to `place` of those in `targets`."""
+def _copier(copies: dict[int, int]):
+    """A function of (source, target), the pages of a layer, that copies block `copies[place]` to each `place`."""
     runs: list[list[int]] = []  # [place, block, number]
     for place, block in sorted(copies.items()):
         if runs and (place, block) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
             runs[-1][2] += 1
         else:
             runs.append([place, block, 1])
-    in_runs = 4 * len(runs) <= len(copies) + 3  # as slices, which is ten times faster than by index
-    for source, target in zip(sources, targets):
-        if not in_runs:
-            device = next(iter(source.values())).device
-            places, blocks = to_device([list(copies), list(copies.values())], torch.int64, device)
+
+    def copy_runs(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
         for name, pages in source.items():
-            if in_runs:
-                for place, block, number in runs:
-                    target[name][place : place + number].copy_(pages[block : block + number])
-            else:
-                target[name].index_copy_(0, places, pages.index_select(0, blocks))
+            for place, block, number in runs:
+                target[name][place : place + number].copy_(pages[block : block + number])
+
+    def copy_by_index(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+        device = next(iter(source.values())).device
+        places, blocks = to_device([list(copies), list(copies.values())], torch.int64, device)
+        for name, pages in source.items():
+            target[name].index_copy_(0, places, pages.index_select(0, blocks))
+
+    return (
+        copy_runs if 4 * len(runs) <= len(copies) + 3 else copy_by_index
+    )  # a run takes as long as four of the latter
 
 
 def _check_model(model) -> None:
