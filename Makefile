@@ -30,7 +30,7 @@ style: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_linear.py
 	$(BIN)/python benchmarks/cpu_attention.py
-	$(BIN)/python benchmarks/weight_only_perplexity.py
+	$(BIN)/python benchmarks/quality.py --missing --output output/quality.json
 	$(BIN)/hf-efficient demo --output output/demo
 	cp output/demo/report.json benchmarks/results/demo_cpu.json
 

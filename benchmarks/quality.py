@@ -13,6 +13,7 @@ errors stand beside them. Bits of a weight count codes, scales, zero points and 
 
 import argparse
 import fnmatch
+import hashlib
 import json
 import os
 import subprocess
@@ -181,7 +182,10 @@ def main() -> None:
         if path:
             tensors[name] = read_tokens(path)[: WINDOWS.get(name)]
     tensors["calibration"] = tensors["calibration"][: options.calibration_windows]
+    digests = {name: hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()[:16] for name in WINDOWS}
     done = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    if any(row["texts"] != digests for row in done.values()):
+        sys.exit(f"{options.output} was measured on other texts: give --tokens as then, or another --output")
     chosen = [name for name in rows() if any(fnmatch.fnmatch(name, pattern) for pattern in options.rows)]
     if "bf16" not in done and "bf16" not in chosen:
         chosen.insert(0, "bf16")
@@ -194,7 +198,7 @@ def main() -> None:
             command = [sys.executable, __file__, "--one", name, "--tokens", str(tokens), "--output", str(result)]
             if subprocess.run(command).returncode:
                 sys.exit(f"{name} failed")
-            row = {"config": rows()[name], "calibration_windows": len(tensors["calibration"])}
+            row = {"config": rows()[name], "calibration_windows": len(tensors["calibration"]), "texts": digests}
             row["load_average"] = os.getloadavg()[1]  # of 2 cores: time taken on a busy machine is longer
             row |= json.loads(result.read_text())
             for text in ("wikipedia", "news"):
