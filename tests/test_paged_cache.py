@@ -345,7 +345,7 @@ def test_a_layer_that_was_left_out_is_found(llama):
     [
         (dict(block_size=12), "block_size=12: must be 8, 16"),
         (dict(block_size="16"), "block_size='16'"),
-        (dict(kv_format="int8"), "kv_format='int8': must be \"auto\""),
+        (dict(kv_format="int3"), "kv_format='int3': must be one of auto, int8"),
         (dict(num_blocks=0), "num_blocks=0: must be a positive integer"),
         (dict(num_blocks=2.5), "num_blocks=2.5"),
         (dict(config=MambaConfig()), "MambaConfig.*attention layers, and this model has none"),

@@ -9,11 +9,11 @@ from hf_efficient.cache.step import Step
 from hf_efficient.kernels import attention, attention_cpu
 
 
-_MAX_DECODE_QUERIES = 16  # so many new columns or fewer: one kernel that appends and attends
+MAX_DECODE_QUERIES = 16  # so many new columns or fewer: one kernel that appends and attends
 
 
 class PageStore:
-    """Pages in the model's dtype. Other formats are subclasses.
+    """Pages in the model's dtype. Other formats are subclasses (`quantized_store.py`).
 
     pages: name -> tensor [num_blocks, ...]: everything a block holds, so that blocks are copied, moved, saved and offloaded
     without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks, block_size, Hk, Dv].
@@ -28,10 +28,13 @@ class PageStore:
         self.dtype, self.device, self.form = key.dtype, key.device, self.form_of(key, value)
         self.rows: dict[str, torch.Tensor] = {}
         with torch.inference_mode(False):  # else they could not be written to outside of inference mode
-            self.pages = {
-                name: new.new_zeros(capacity, block_size, new.shape[1], new.shape[3])
-                for name, new in (("keys", key), ("values", value))
-            }
+            self.pages = self._make_pages(capacity, block_size, key, value)
+
+    def _make_pages(self, capacity, block_size, key, value) -> dict[str, torch.Tensor]:
+        return {
+            name: new.new_zeros(capacity, block_size, new.shape[1], new.shape[3])
+            for name, new in (("keys", key), ("values", value))
+        }
 
     @staticmethod
     def form_of(key: torch.Tensor, value: torch.Tensor) -> tuple:
@@ -49,7 +52,7 @@ class PageStore:
 
     def static_tensors(self) -> list[torch.Tensor]:
         """Those that stay where they are while a pool of fixed size is in use."""
-        return list(self.pages.values())
+        return [*self.pages.values(), *self.rows.values()]
 
     def make_room(
         self, capacity: int, moves: list[tuple[int, int, int]] | None, copies: list[tuple[int, int]]
@@ -62,6 +65,12 @@ class PageStore:
             for pages in self.pages.values():
                 pages[destination] = pages[source]
 
+    def make_ready(self, step: Step) -> None:
+        """Called when there is room for `step`, before one op appends its tokens."""
+
+    def restored(self) -> None:
+        """`rows` were read from a file."""
+
     def select(self, rows: list[int]) -> None:
         """Row i becomes what row `rows[i]` was: for what a store keeps by row and not by block."""
 
@@ -70,6 +79,11 @@ class PageStore:
 
     def check_rewind(self, lengths: list[int]) -> None:
         """Raises ValueError where `rewind(lengths)` is not possible any more."""
+
+    def update(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores `key` [B, Hk, S, D] and `value`, and reads all."""
+        self.write(step, key, value)
+        return self.read(step)
 
     def write(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores `key` [B, Hk, S, D] and `value` at the places of `step`; padding is skipped."""
@@ -116,7 +130,7 @@ class PageStore:
     def _attend_kernels(self, step, tables_on, query, key, value, **options):
         device = query.device
         tables, tokens = tables_on(device), step.token_indices(device)
-        if tokens is None and step.width <= _MAX_DECODE_QUERIES:
+        if tokens is None and step.width <= MAX_DECODE_QUERIES:
             return self.append_and_attend(tables, query, key, value, **options)
         query = query.transpose(1, 2)  # [B, S, Hq, D]
         keys, values, table = self.pages["keys"], self.pages["values"], tables.block_table
@@ -141,9 +155,12 @@ class PageStore:
         else:
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         return attention.flash_attn_with_kvcache(
-            query.transpose(1, 2), self.pages["keys"], self.pages["values"], key, value, cache_seqlens=seqlens,
-            block_table=tables.block_table, **options,
+            query.transpose(1, 2), k=key, v=value, cache_seqlens=seqlens, **self._cache(tables.block_table), **options
         )  # fmt: skip
+
+    def _cache(self, block_table: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arguments by which the attention ops are told what is stored."""
+        return dict(k_cache=self.pages["keys"], v_cache=self.pages["values"], block_table=block_table)
 
 
 def _grown(pages: torch.Tensor, capacity: int, moves: list[tuple[int, int, int]] | None) -> torch.Tensor:

@@ -13,6 +13,7 @@ from hf_efficient.cache.device_tables import DeviceTables, to_device
 from hf_efficient.cache.evicting_store import EvictingStore, bind
 from hf_efficient.cache.eviction.base import EvictionPolicy
 from hf_efficient.cache.eviction.rotary import Rotary
+from hf_efficient.cache.kv_formats import KV_FORMATS, check_form, default_block_size, make_store
 from hf_efficient.cache.memory_budget import MemoryBudget
 from hf_efficient.cache.offload import CacheTiers, Offload
 from hf_efficient.cache.page_handle import PAGES, PageHandle
@@ -36,12 +37,19 @@ class PagedLayer(CacheLayerMixin):
     tiers: CacheTiers | None = None
 
     def __init__(
-        self, state: CacheState, layer_idx: int, eviction: tuple[EvictionPolicy, Rotary | None] | None = None
+        self,
+        state: CacheState,
+        layer_idx: int,
+        eviction: tuple[EvictionPolicy, Rotary | None] | None = None,
+        kv_format: str = "auto",
+        has_window: bool = False,
     ):
         super().__init__()
         self.state = state
         self.layer_idx = layer_idx
         self.eviction = eviction
+        self.kv_format = kv_format
+        self.has_window = has_window
         self.forget()
 
     def forget(self) -> None:
@@ -66,7 +74,7 @@ class PagedLayer(CacheLayerMixin):
         """Empty pages of `capacity` blocks for keys and values like these [B, H, S, D]."""
         if self.eviction is not None:
             return EvictingStore(*self.eviction, self.state.pool.block_size, key, value)
-        return PageStore(capacity, self.state.pool.block_size, key, value)
+        return make_store(self.kv_format, self.state.pool, capacity, key, value, self.has_window)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Takes the new keys [B, Hk, S, D] and values [B, Hv, S, Dv] of one forward.
@@ -82,6 +90,7 @@ class PagedLayer(CacheLayerMixin):
                 "PagedCache keeps no gradients: wrap the forward in torch.no_grad(), or train without a cache "
                 "(use_cache=False)."
             )
+        check_form(self.kv_format, key_states, value_states)
         if self.budget is not None:
             self.budget.fix_pools(self.make_store, key_states, value_states)
         if self.eviction is not None and not state.reads_pages:
@@ -102,8 +111,7 @@ class PagedLayer(CacheLayerMixin):
             return key_states, value_states
         step = self.join_step(key_states.shape[0], key_states.shape[2])
         self.prepare(step, key_states, value_states)
-        self.store.write(step, key_states, value_states)
-        keys, values = self.store.read(step)
+        keys, values = self.store.update(step, key_states, value_states)
         if state.is_ragged:
             lengths = to_device(step.lengths, torch.int64, keys.device)
             beyond = (torch.arange(step.max_length, device=keys.device) >= lengths[:, None])[:, None, :, None]
@@ -186,8 +194,10 @@ class PagedCache(Cache):
 
     Args:
         config: the model's own config object (`model.config`): its attention implementation is read at every forward.
-        block_size: tokens per block, a power of two from 8 to 256.
-        kv_format: how keys and values are stored; only "auto" (the model's dtype).
+        block_size: tokens per block, a power of two from 8 to 256; by default 16, and 64 for "int4", 32 for "int2".
+        kv_format: how keys and values are stored: "auto" (the model's dtype), "int8" or "fp8" (E4M3; about half the memory of
+            bfloat16), "int4" or "int2" (0.28 and 0.19 of it; the first block of every row and its last 128 tokens stay in
+            the model's dtype, beside the blocks). New tokens see each other exactly in a forward of more than 16.
         num_blocks: blocks of a pool of fixed size, shared by all rows; None for a pool that grows on demand.
         memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB". Dtype
             and heads are those of the first forward, which raises ValueError when not one block fits.
@@ -198,13 +208,13 @@ class PagedCache(Cache):
         offload: an `Offload`, shared by several caches: what is not in use leaves the device.
 
     Raises ValueError for other arguments, and for models it cannot hold (encoder-decoder, state-space or linear
-    attention layers).
+    attention layers); the first forward does for head dims that int4 and int2 cannot hold (multiples of 8 and 16).
     """
 
     def __init__(
         self,
         config,
-        block_size: int = 16,
+        block_size: int | None = None,
         kv_format: str = "auto",
         num_blocks: int | None = None,
         *,
@@ -213,10 +223,12 @@ class PagedCache(Cache):
         prefix_cache=None,
         offload: Offload | None = None,
     ):
+        if kv_format not in KV_FORMATS:
+            raise ValueError(f"kv_format={kv_format!r}: must be one of {', '.join(KV_FORMATS)}")
+        if block_size is None:
+            block_size = default_block_size(kv_format)
         if isinstance(block_size, bool) or block_size not in (8, 16, 32, 64, 128, 256):
             raise ValueError(f"block_size={block_size!r}: must be 8, 16, 32, 64, 128 or 256")
-        if kv_format != "auto":
-            raise ValueError(f'kv_format={kv_format!r}: must be "auto" (keys and values in the model\'s dtype)')
         if num_blocks is not None and (
             isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1
         ):
@@ -241,7 +253,13 @@ class PagedCache(Cache):
         layers = [
             DummyLayer()
             if kind in _NO_LAYER_TYPES
-            else PagedLayer(self.state, index, evicting if kind == "full_attention" else None)
+            else PagedLayer(
+                self.state,
+                index,
+                evicting if kind == "full_attention" else None,
+                kv_format,
+                _has_window(decoder, kind),
+            )
             for index, kind in enumerate(layer_types)
         ]
         super().__init__(layers=layers)
@@ -356,6 +374,7 @@ class PagedCache(Cache):
         try:
             for layer in layers:
                 layer.store.make_room(*step.change)
+                layer.store.make_ready(step)
                 tables = layer.tables = state.tables_on(layer.device)
                 for tensor in (
                     *layer.store.static_tensors(),
@@ -461,3 +480,10 @@ def _layer_types(config, decoder) -> list[str]:
     if unknown:
         raise ValueError(f"config={name}: PagedCache cannot hold layers of type {unknown}, only {list(_LAYER_TYPES)}")
     return layer_types
+
+
+def _has_window(decoder, layer_type: str) -> bool:
+    """Whether the attention of such a layer sees only what is near."""
+    if getattr(decoder, "layer_types", None):
+        return layer_type in ("sliding_attention", "chunked_attention")
+    return getattr(decoder, "sliding_window", None) is not None

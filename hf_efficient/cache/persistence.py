@@ -133,6 +133,7 @@ def _fill(cache, header: dict, tensors: dict[str, torch.Tensor], device_of) -> N
             pages[blocks] = stored.to(pages.device)
         for kind, rows in layer.store.rows.items():
             rows.copy_(_take(tensors, f"layers.{name}.rows.{kind}", rows.shape, rows.dtype))
+        layer.store.restored()
     if tensors:
         raise ValueError(f"it has tensors that do not belong: {sorted(tensors)}")
 

@@ -18,6 +18,7 @@ _WITHOUT_PAGES = (
     "drop",
     "check_rewind",
     "form_of",
+    "restored",
 )  # methods of a `PageStore` that may be called while they are away
 
 
@@ -91,6 +92,14 @@ class TieredStore:
     def write(self, *args) -> None:
         self._resident()
         self.inner.write(*args)
+
+    def update(self, *args):
+        self._resident()
+        return self.inner.update(*args)
+
+    def make_ready(self, step) -> None:
+        self._resident()
+        self.inner.make_ready(step)
 
     def read(self, *args):
         self._resident()

@@ -1,0 +1,106 @@
+"""Pages of fewer bits than the model's numbers, and the 8-bit ones: a scale for each token and head."""
+
+from itertools import accumulate
+
+import torch
+
+from hf_efficient.cache.device_tables import to_device
+from hf_efficient.cache.page_store import MAX_DECODE_QUERIES, PageStore
+from hf_efficient.cache.step import Step
+from hf_efficient.kernels import attention
+
+
+class QuantizedStore(PageStore):
+    """Few new tokens are appended and attended to by one op, which reads the codes. Many attend to themselves as they are
+    and to the tokens before them as they come back from the pages, and are stored then."""
+
+    def gather(self, block_table: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `lengths[b]` tokens of each row, one row after the other: keys [sum, Hk, D], values [sum, Hk, Dv], in the
+        model's dtype. block_table: int32 [B, blocks]."""
+        starts = to_device(list(accumulate(lengths, initial=0)), torch.int32, self.device)
+        return attention.gather_cache(
+            cu_seqlens_k=starts, dtype=self.dtype, num_tokens=sum(lengths), **self._cache(block_table)
+        )
+
+    def read(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = self.gather(step.block_table(self.device).int(), step.lengths)
+        return tuple(_padded(tokens, step.lengths) for tokens in flat)
+
+    def update(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = self._earlier_and_new(step, key, value)
+        self.write(step, key, value)
+        return tuple(_padded(tokens, step.lengths) for tokens in flat)
+
+    def _earlier_and_new(self, step: Step, key, value) -> list[torch.Tensor]:
+        """As `gather`, before `key` and `value` are stored and with them."""
+        new = step.tokens_of(key), step.tokens_of(value)
+        if not any(step.starts):
+            return list(new)
+        counts = [length - start for start, length in zip(step.starts, step.lengths)]
+        earlier = self.gather(step.block_table(self.device).int(), step.starts)
+        return [
+            torch.cat([part for pair in zip(old.split(step.starts), more.split(counts)) for part in pair])
+            for old, more in zip(earlier, new)
+        ]
+
+    def attend(self, step: Step, tables_on, query, key, value, **options) -> torch.Tensor:
+        if self._reads_codes(step, options["window_size"]):
+            self.make_ready(step)
+            return self.append_and_attend(tables_on(query.device), query, key, value, **options)
+        tokens = step.token_indices(query.device)
+        if key is None:
+            keys, values = self.gather(step.block_table(self.device).int(), step.lengths)
+        else:
+            keys, values = self._earlier_and_new(step, key, value)
+            self.write(step, key, value)
+        flat_query = query.transpose(1, 2).flatten(0, 1)
+        output = attention.flash_attn_varlen_func(
+            flat_query if tokens is None else flat_query[tokens], keys, values, step.cu_seqlens(query.device, new=True),
+            step.cu_seqlens(query.device, new=False), step.max_new, step.max_length, **options,
+        )  # fmt: skip
+        return step.padded(output, query.shape[0], query.shape[2])
+
+    def _reads_codes(self, step: Step, window_size: tuple[int, int]) -> bool:
+        return step.valid is None and step.width <= MAX_DECODE_QUERIES and any(step.starts)
+
+
+class TokenStore(QuantizedStore):
+    """int8 or fp8 (E4M3): x = code * scale with one float16 scale for each token and head.
+
+    pages: "keys", "values" int8 (or uint8, the bits of fp8) [num_blocks, block_size, Hk, D], "key_scales", "value_scales"
+    float16 [num_blocks, block_size, Hk].
+    """
+
+    def __init__(self, capacity: int, block_size: int, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype):
+        """dtype: int8 or float8_e4m3fn; the rest as in `PageStore`."""
+        self.code_dtype = dtype
+        super().__init__(capacity, block_size, key, value)
+
+    def _make_pages(self, capacity, block_size, key, value):
+        storage, pages = torch.int8 if self.code_dtype == torch.int8 else torch.uint8, {}
+        for name, new in (("key", key), ("value", value)):
+            shape = capacity, block_size, new.shape[1]
+            pages[name + "s"] = new.new_zeros(*shape, new.shape[3], dtype=storage)
+            pages[name + "_scales"] = new.new_zeros(shape, dtype=torch.float16)
+        return pages
+
+    def _cache(self, block_table):
+        return dict(self._pages(), block_table=block_table)
+
+    def _pages(self):
+        keys, values = (self.pages[name].view(self.code_dtype) for name in ("keys", "values"))
+        return dict(k_cache=keys, v_cache=values, k_scale=self.pages["key_scales"], v_scale=self.pages["value_scales"])
+
+    def write(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
+        attention.reshape_and_cache(
+            step.tokens_of(key), step.tokens_of(value), slot_mapping=step.slot_mapping(key.device), **self._pages()
+        )
+
+
+def _padded(tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Rows one after the other [sum, H, D] as [B, H, longest, D], zeros after each."""
+    if min(lengths) == max(lengths):
+        rows = tokens.view(len(lengths), -1, *tokens.shape[1:])
+    else:
+        rows = torch.nn.utils.rnn.pad_sequence(tokens.split(lengths), batch_first=True)
+    return rows.transpose(1, 2)
