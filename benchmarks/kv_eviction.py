@@ -1,7 +1,7 @@
 """What does evicting tokens from the cache cost SmolLM2-135M-Instruct in perplexity and in retrieval, and what does it save?
 
     python benchmarks/kv_eviction.py --tokens FOLDER [--only prefill|stream|decode] [--scorers SnapKV TOVA ...]
-        [--output benchmarks/results/kv_eviction.json]
+        [--evicted 0.5 0.75] [--output benchmarks/results/kv_eviction.json]
 
 FOLDER has wiki_long.pt (int64 [16, 2048]) and wiki_eval.pt (int64 [64, 1024]): tokens of sample_text().
 prefill: prompts of 1,024 tokens lose 50 or 75 % after the prefill. Perplexity: 8 prompts and the 511 tokens that follow each.
@@ -92,10 +92,10 @@ def following_logits(model, calls: list, following: list[int], eviction: Evictio
     return model(torch.tensor([following]), past_key_values=cache).logits[0, :-1].float()
 
 
-def prefill(model, tokenizer, tokens: torch.Tensor, scorers: dict) -> list[dict]:
+def prefill(model, tokenizer, tokens: torch.Tensor, scorers: list[str], evicted: list[float]) -> list[dict]:
     policies = {("none", 0.0): None}
-    for share in (0.5, 0.25):
-        policies.update({(name, 1 - share): EvictionPolicy(make(), share) for name, make in scorers.items()})
+    for share in evicted:
+        policies.update({(name, share): EvictionPolicy(SCORERS[name](), 1 - share) for name in scorers})
     losses, hits = {key: [] for key in policies}, {key: [] for key in policies}
     for row in tokens[:8]:
         calls = record(model, row[:1024])
@@ -109,20 +109,20 @@ def prefill(model, tokenizer, tokens: torch.Tensor, scorers: dict) -> list[dict]
             logits = following_logits(model, calls, question + answer, policy)
             hits[key].append(logits[-len(answer) :].argmax(-1).tolist() == answer)
     records, reference = [], torch.tensor(losses["none", 0.0], dtype=torch.float64)
-    for (name, evicted), values in losses.items():
+    for (name, share), values in losses.items():
         nll = torch.tensor(values, dtype=torch.float64)
         difference, error = perplexity.paired_difference(nll, reference)
         records.append(
             {
                 "scorer": name,
-                "evicted": evicted,
+                "evicted": share,
                 "perplexity": perplexity.perplexity(nll),
                 "nll_difference": difference,
                 "nll_difference_standard_error": error,
-                "retrieval": statistics.mean(hits[name, evicted]),
+                "retrieval": statistics.mean(hits[name, share]),
             }
         )
-        if evicted < 0.6 and name in PEERS:
+        if share <= 0.5 and name in PEERS:
             records[-1]["peer_perplexity"], records[-1]["peer_retrieval"] = PEERS[name]
         print(json.dumps(records[-1]), flush=True)
     return records
@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--tokens", required=True)
     parser.add_argument("--only", choices=("prefill", "stream", "decode"))
     parser.add_argument("--scorers", nargs="+", choices=SCORERS, default=list(SCORERS))
+    parser.add_argument("--evicted", nargs="+", type=float, default=[0.5, 0.75])
     parser.add_argument("--output", default="benchmarks/results/kv_eviction.json")
     options = parser.parse_args()
 
@@ -203,9 +204,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="flash_paged").eval()
     content = json.loads(output.read_text()) if output.exists() else {}
     measure = {
-        "prefill": lambda: prefill(
-            model, AutoTokenizer.from_pretrained(path), long, {n: SCORERS[n] for n in options.scorers}
-        ),
+        "prefill": lambda: prefill(model, AutoTokenizer.from_pretrained(path), long, options.scorers, options.evicted),
         "stream": lambda: [stream(model, text, budget) for budget in (1024, None)],
         "decode": lambda: decode(model, text),
     }

@@ -120,6 +120,9 @@ def test_memory_of_the_prompt_is_given_back(llama):
     stats = caches[1].stats()
     assert stats.tokens == 4 * 50 and stats.blocks_used == caches[1].num_used_blocks == 4 * 7
     assert stats.bytes_allocated == 2 * sizes[1]
+    with torch.inference_mode():
+        logits(llama, caches[1], ids[:, :100])
+    assert logits(llama, caches[1], ids[:, :100]).isfinite().all() and held(caches[1]) == [100, 100]
     caches[1].reset()
     assert generate(llama, dict(input_ids=ids), 4, past_key_values=caches[1]).shape == (1, 204)
 

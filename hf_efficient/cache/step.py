@@ -116,6 +116,9 @@ class Step:
         unbounded = (left < 0 or left >= self.max_length - 1) and (right < 0 or causal or right >= self.max_length - 1)
         if self.is_even and unbounded and (not causal or self.width == 1 or self.starts[0] == 0):
             return None
+        if self.width == 1 and unbounded and self.valid is None:  # every decode step of a ragged batch: few operations
+            lengths = to_device(self.lengths, torch.int64, device)
+            return additive((torch.arange(self.max_length, device=device) < lengths[:, None])[:, None])
         starts = torch.tensor(self.starts, device=device)
         if self.valid is None:
             positions = starts[:, None] + torch.arange(self.width, device=device)
