@@ -37,7 +37,7 @@ def poison(monkeypatch):
         pages = store.inner.pages
         number = leave(store)
         for tensor in pages.values():
-            tensor.fill_(float("nan"))
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 85)
         return number
 
     monkeypatch.setattr(tiered_store.TieredStore, "leave", poisoned)
@@ -61,13 +61,13 @@ def resident(cache):
 
 
 KINDS = {
-    "growing": dict(),
-    "fixed": dict(num_blocks=60),
+    "growing": dict(block_size=8),
+    "fixed": dict(block_size=8, num_blocks=60),
+    "int8": dict(block_size=8, kv_format="int8"),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layers", [2, 3, LAYERS])
+@pytest.mark.parametrize(("kind", "layers"), [("growing", 2), ("growing", LAYERS), ("fixed", 3), ("int8", 2)])
 def test_a_context_larger_than_the_device(model, layers, kind):
     ragged, even = (
         left_padded_batch((5, 33, 8)),
@@ -79,16 +79,41 @@ def test_a_context_larger_than_the_device(model, layers, kind):
         (even, dict(max_new_tokens=30)),
     ):
         rows = len(inputs["input_ids"]) * kwargs.get("num_beams", 1)
-        plain = PagedCache(model.config, block_size=8, **KINDS[kind])
+        plain = PagedCache(model.config, **KINDS[kind])
         expected = generate(model, inputs, plain, **kwargs)
         full = max(layer.store.nbytes for layer in plain.layers)
         offload = Offload(layers * full if layers > 2 else 1)
-        cache = PagedCache(model.config, block_size=8, **KINDS[kind], offload=offload)
+        cache = PagedCache(model.config, **KINDS[kind], offload=offload)
         actual = generate(model, inputs, cache, **kwargs)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
         assert cache.stats() == plain.stats() and len(cache.cache_seqlens) == rows
         assert len(resident(cache)) == layers
         assert (offload.bytes_to_host > 0) == (offload.bytes_to_device > 0) == (layers < LAYERS)
+
+
+@pytest.mark.parametrize("kv_format", ["int4", "int2"])
+def test_formats_that_quantize_later(model, kv_format):
+    """Tokens move from a ring of the row to the pages long after they came; rewinding takes them up from there."""
+    ids = torch.randint(3, 128, (2, 400))
+    caches = [PagedCache(model.config, kv_format=kv_format, offload=offload) for offload in (None, Offload(1))]
+    for first, last in ((0, 300), (300, 301), (301, 400)):
+        expected, actual = (step(model, cache, ids[:, first:last]) for cache in caches)
+        assert torch.equal(actual, expected)
+    for cache in caches:
+        cache.rewind([300, 170])
+        cache.batch_select_indices(torch.tensor([1, 0, 1]))
+        cache.rewind([170, 170, 130])
+    for width in (1, 60):
+        more = torch.randint(3, 128, (3, width))
+        positions = torch.tensor(caches[0].cache_seqlens)[:, None] + torch.arange(width)
+        kwargs = {"position_ids": positions} if caches[0].reads_pages else {"attention_mask": causal(positions)}
+        kwargs["position_ids"] = positions
+        assert torch.equal(*(step(model, cache, more, **kwargs) for cache in caches))
+
+
+def causal(positions):
+    """Of new tokens at `positions` [B, S], the ones that they see: bool [B, 1, S, longest row]."""
+    return (torch.arange(int(positions.max()) + 1) <= positions[..., None])[:, None]
 
 
 def test_two_layers_stay_and_the_next_is_ahead(model):
