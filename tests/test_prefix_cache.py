@@ -423,6 +423,34 @@ def test_a_pool_of_so_many_bytes(llama):
         generate(llama, prompts(), prefix)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_paged"])
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+def test_quantized_pages(llama, kv_format, implementation):
+    """As in two forwards: what was restored has been through the pages, and so is not what a whole forward sees. A key that
+    lies between two codes may be rounded either way, which the tolerance allows."""
+    llama.set_attn_implementation(implementation)
+    options = dict(block_size=SIZE, kv_format=kv_format)
+    prefix, ids = PrefixCache(llama, 64, **options), prompts((40, 40), shared=32)["input_ids"]
+    other = torch.cat([ids[:, :32], left_padded_batch((9, 9), seed=2)["input_ids"]], 1)
+    forward(llama, PagedCache(llama.config, prefix_cache=prefix, **options), ids)
+    whole = PagedCache(llama.config, **options)
+    forward(llama, whole, other[:, :32])
+    expected = forward(llama, whole, other[:, 32:])
+    cache = PagedCache(llama.config, prefix_cache=prefix, **options)
+    output, saved = skipped(prefix, lambda: forward(llama, cache, other, logits_to_keep=3))
+    assert saved == 2 * 32 and cache.cache_seqlens == [41, 41]
+    torch.testing.assert_close(output, expected[:, -3:], rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+    assert prefix.stats()["bytes"] < new_prefix_bytes(llama) / 2
+    with pytest.raises(ValueError, match=f"kv_format='auto' with a prefix_cache of kv_format='{kv_format}'"):
+        PagedCache(llama.config, block_size=SIZE, prefix_cache=prefix)
+
+
+def new_prefix_bytes(model):
+    prefix = new_prefix(model)
+    generate(model, prompts((16,)), prefix, new_tokens=1)
+    return prefix.stats()["bytes"]
+
+
 def test_pages_that_leave_the_device(llama):
     prefix, offload = new_prefix(llama), Offload(1)
     caches = [PagedCache(llama.config, block_size=SIZE, prefix_cache=prefix, offload=offload) for _ in range(3)]

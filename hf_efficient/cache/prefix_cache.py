@@ -15,7 +15,7 @@ from hf_efficient.cache.prefix_tree import UNKNOWN, PrefixTree
 from hf_efficient.cache.row_tokens import mark_tokens
 
 
-_FORMATS = ("auto",)
+_FORMATS = ("auto", "int8", "fp8")
 _INPUTS = {"input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"}
 _OUTPUTS = {"labels", "output_attentions", "output_hidden_states", "output_router_logits"}  # need every column
 _REST = {"logits_to_keep", "use_cache", "return_dict"}
@@ -56,7 +56,8 @@ class PrefixCache:
         memory: in place of `num_blocks`, the bytes that the pool may take: an int, or "512MB", "2GiB". The first forward
             raises ValueError when not one block fits.
         block_size: tokens of a block, that of the caches.
-        kv_format: that of the caches: "auto".
+        kv_format: that of the caches: "auto", "int8" or "fp8". Under the latter two a cut prompt sees its beginning as it
+            comes back from the pages, like the next chunk of a chunked prefill does.
 
     Raises ValueError for other arguments, and for models whose keys do not follow from the tokens before them.
     """
@@ -78,7 +79,10 @@ class PrefixCache:
         if memory is None and (isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1):
             raise ValueError(f"num_blocks={num_blocks!r}: must be a positive integer")
         if kv_format not in _FORMATS:
-            raise ValueError(f"kv_format={kv_format!r}: a PrefixCache holds one of {_FORMATS}")
+            raise ValueError(
+                f"kv_format={kv_format!r}: a PrefixCache holds {', '.join(_FORMATS)}; formats of fewer bits keep the ends of "
+                "rows beside their blocks, so that blocks alone are no prefix"
+            )
         PagedCache(model.config, block_size=block_size, kv_format=kv_format)  # raises for what it cannot hold
         _check_model(model)
         self.block_size, self.kv_format = block_size, kv_format
