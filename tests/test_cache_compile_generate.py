@@ -68,6 +68,17 @@ def test_one_compilation(name, options, counter):
     assert counter.frame_count == 1 and not counters["graph_break"]
 
 
+@pytest.mark.parametrize("kv_format", ["int8", "fp8", "int4", "int2"])
+def test_quantized_pages(kv_format, counter):
+    """In the graph of one step as uncompiled: with prompts longer than what int4 and int2 keep exact."""
+    model = flash_model("llama", num_hidden_layers=1)
+    inputs = left_padded_batch((150, 190))
+    cache = PagedCache(model.config, kv_format=kv_format, num_blocks=32)
+    expected = generate(model, None, PagedCache(model.config, kv_format=kv_format), inputs, max_new_tokens=40)
+    assert torch.equal(generate(model, counter, cache, inputs, max_new_tokens=40), expected)
+    assert counter.frame_count == 1
+
+
 def test_a_conversation_goes_on(llama, counter):
     """A second turn over the same cache: its prompt runs uncompiled, its steps in the graph of the first. A pool sized by
     memory is fixed, too."""

@@ -35,6 +35,27 @@ def test_tokens_are_those_of_the_whole_prompt(name, attention):
         inputs = dict(input_ids=ids, attention_mask=mask)
 
 
+@pytest.mark.parametrize("kv_format", ["int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("attention", ["flash_paged", "sdpa"])
+def test_quantized_pages(kv_format, attention):
+    """A chunk sees the rounded keys and values of those before it: as a prompt given in three forwards, and longer than what
+    int4 and int2 keep exact."""
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=512)
+    model.set_attn_implementation(attention)
+    inputs = left_padded_batch((270, 330))
+    cache, other = (PagedCache(model.config, kv_format=kv_format) for _ in range(2))
+    tokens = generate(model, cache, inputs, 150)
+    with torch.no_grad():
+        for stop in (150, 300, 330):
+            start = other.get_seq_length()
+            mask = inputs["attention_mask"][:, :stop]
+            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start:]
+            logits = model(
+                inputs["input_ids"][:, start:stop], attention_mask=mask, position_ids=positions, past_key_values=other
+            ).logits
+    assert torch.equal(tokens[:, 330], logits[:, -1].argmax(-1)) and cache.cache_seqlens[1] == 335
+
+
 @pytest.mark.parametrize("options", [dict(num_beams=3), dict(num_return_sequences=2, do_sample=True, top_k=1)])
 def test_beams_and_samples(options):
     model = tiny_model("llama")
