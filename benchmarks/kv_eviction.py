@@ -1,11 +1,11 @@
 """What does evicting tokens from the cache cost SmolLM2-135M-Instruct in perplexity and in retrieval, and what does it save?
 
-    python benchmarks/kv_eviction.py --tokens FOLDER [--only prefill|stream|decode] [--scorers SnapKV TOVA ...]
+    python benchmarks/kv_eviction.py --tokens FOLDER [--only perplexity|retrieval|stream|decode] [--scorers SnapKV TOVA ...]
         [--evicted 0.5 0.75] [--output benchmarks/results/kv_eviction.json]
 
 FOLDER has wiki_long.pt (int64 [16, 2048]) and wiki_eval.pt (int64 [64, 1024]): tokens of sample_text().
-prefill: prompts of 1,024 tokens lose 50 or 75 % after the prefill. Perplexity: 8 prompts and the 511 tokens that follow each.
-Retrieval: 20 prompts of the same text with one sentence, "The secret word of W is V.", between two others, at depths spread
+perplexity: 8 prompts of 1,024 tokens that lose 50 or 75 % after the prefill, and the 511 tokens that follow each.
+retrieval: 20 such prompts of the same text with one sentence, "The secret word of W is V.", between two others, at depths spread
 evenly; after the prefill the question "The secret word of W is" is put, and V must be the greedy answer.
 stream: perplexity of 20,480 tokens of text in chunks of 256, in a budget of 1,024 tokens and in a cache that keeps all.
 decode: milliseconds of a decode step at 4,096 tokens, with and without eviction, in turns.
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_efficient
 from hf_efficient import AdaKV, EvictionPolicy, PagedCache, SinkWindow
 from hf_efficient.cache.page_handle import PAGES, PageHandle
+from hf_efficient.cache.page_store import PageStore
 from hf_efficient.evaluation import environment, perplexity, samples
 
 
@@ -82,32 +83,40 @@ def record(model, prompt: torch.Tensor) -> list[tuple[tuple, dict]]:
     return calls
 
 
+def write_only(store, step, tables_on, query, key, value, **options) -> torch.Tensor:
+    """In place of `PageStore.attend`, where the output is known already."""
+    store.write(step, key, value)
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
 @torch.no_grad()
 def following_logits(model, calls: list, following: list[int], eviction: EvictionPolicy | None) -> torch.Tensor:
     """Logits [n - 1, vocabulary] of all tokens of `following` [n] but the first, after the recorded prompt."""
-    cache = PagedCache(model.config, eviction=eviction)
-    for layer, ((query, key, value, mask), options) in enumerate(calls):
-        marked, _ = cache.update(key, value, layer)
-        getattr(marked, PAGES).attend(query, marked, value, mask, **options)
+    cache, attend = PagedCache(model.config, eviction=eviction), PageStore.attend
+    PageStore.attend = write_only
+    try:
+        for layer, ((query, key, value, mask), options) in enumerate(calls):
+            marked, _ = cache.update(key, value, layer)
+            getattr(marked, PAGES).attend(query, marked, value, mask, **options)
+    finally:
+        PageStore.attend = attend
     return model(torch.tensor([following]), past_key_values=cache).logits[0, :-1].float()
 
 
-def prefill(model, tokenizer, tokens: torch.Tensor, scorers: list[str], evicted: list[float]) -> list[dict]:
-    policies = {("none", 0.0): None}
-    for share in evicted:
-        policies.update({(name, share): EvictionPolicy(SCORERS[name](), 1 - share) for name in scorers})
-    losses, hits = {key: [] for key in policies}, {key: [] for key in policies}
+def policies(scorers: list[str], evicted: list[float]) -> dict:
+    """(scorer, share that is evicted) -> policy; first without any."""
+    made = {(name, share): EvictionPolicy(SCORERS[name](), 1 - share) for share in evicted for name in scorers}
+    return {("none", 0.0): None, **made}
+
+
+def measure_perplexity(model, tokens: torch.Tensor, policies: dict) -> list[dict]:
+    losses = {key: [] for key in policies}
     for row in tokens[:8]:
         calls = record(model, row[:1024])
         for key, policy in policies.items():
             logits = following_logits(model, calls, row[1024:1536].tolist(), policy)
             losses[key].append(torch.nn.functional.cross_entropy(logits, row[1025:1536]).double().item())
         print({key: round(math.exp(statistics.mean(nll)), 3) for key, nll in losses.items()}, flush=True)
-    for prompt, question, answer in questions(tokenizer, tokens, 20):
-        calls = record(model, prompt)
-        for key, policy in policies.items():
-            logits = following_logits(model, calls, question + answer, policy)
-            hits[key].append(logits[-len(answer) :].argmax(-1).tolist() == answer)
     records, reference = [], torch.tensor(losses["none", 0.0], dtype=torch.float64)
     for (name, share), values in losses.items():
         nll = torch.tensor(values, dtype=torch.float64)
@@ -119,12 +128,28 @@ def prefill(model, tokenizer, tokens: torch.Tensor, scorers: list[str], evicted:
                 "perplexity": perplexity.perplexity(nll),
                 "nll_difference": difference,
                 "nll_difference_standard_error": error,
-                "retrieval": statistics.mean(hits[name, share]),
             }
         )
         if share <= 0.5 and name in PEERS:
-            records[-1]["peer_perplexity"], records[-1]["peer_retrieval"] = PEERS[name]
-        print(json.dumps(records[-1]), flush=True)
+            records[-1]["peer"] = PEERS[name][0]
+    return records
+
+
+def measure_retrieval(model, tokenizer, tokens: torch.Tensor, policies: dict) -> list[dict]:
+    hits, losses = {key: [] for key in policies}, {key: [] for key in policies}
+    for prompt, question, answer in questions(tokenizer, tokens, 20):
+        calls = record(model, prompt)
+        for key, policy in policies.items():
+            logits = following_logits(model, calls, question + answer, policy)[-len(answer) :]
+            hits[key].append(logits.argmax(-1).tolist() == answer)
+            losses[key].append(torch.nn.functional.cross_entropy(logits, torch.tensor(answer)).item())
+        print({key: sum(hit) for key, hit in hits.items()}, flush=True)
+    records = []
+    for (name, share), hit in hits.items():
+        loss = statistics.mean(losses[name, share])
+        records.append({"scorer": name, "evicted": share, "retrieval": statistics.mean(hit), "answer_nll": loss})
+        if share <= 0.5 and name in PEERS:
+            records[-1]["peer_in_its_own_task"] = PEERS[name][1]
     return records
 
 
@@ -138,8 +163,6 @@ def stream(model, tokens: torch.Tensor, budget: int | None, total: int = 20480, 
         logits = model(part[None], past_key_values=cache).logits[0].float()
         known = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
         losses.append(torch.nn.functional.cross_entropy(known, part[-len(known) :], reduction="none"))
-        if start % 2048 == 0:
-            print(start, math.exp(losses[-1].mean()), flush=True)
         last = logits[-1:]
         stored = max(
             stored,
@@ -159,13 +182,13 @@ def stream(model, tokens: torch.Tensor, budget: int | None, total: int = 20480, 
 @torch.no_grad()
 def decode(model, tokens: torch.Tensor, context: int = 4096, steps: int = 32, repeats: int = 5) -> list[dict]:
     prompt, token = tokens.flatten()[None, :context], tokens[:1, :1]
-    policies = {"none": None}
+    made = {"none": None}
     for name in ("SinkWindow", "HeavyHitter", "SnapKV", "AdaKV(SnapKV)"):
-        policies[f"{name}, always 1024"] = EvictionPolicy(SCORERS[name](), 1024, "always")
-    policies["SnapKV, prefill 50 %"] = EvictionPolicy(SCORERS["SnapKV"](), 0.5)
-    policies["SnapKV, always, nothing to evict"] = EvictionPolicy(SCORERS["SnapKV"](), 8192, "always")
-    caches, times = {}, {name: [] for name in policies}
-    for name, policy in policies.items():
+        made[f"{name}, always 1024"] = EvictionPolicy(SCORERS[name](), 1024, "always")
+    made["SnapKV, prefill 50 %"] = EvictionPolicy(SCORERS["SnapKV"](), 0.5)
+    made["SnapKV, always, nothing to evict"] = EvictionPolicy(SCORERS["SnapKV"](), 8192, "always")
+    caches, times = {}, {name: [] for name in made}
+    for name, policy in made.items():
         caches[name] = PagedCache(model.config, eviction=policy)
         for part in prompt.split(512, 1):
             model(part, past_key_values=caches[name], logits_to_keep=1)
@@ -191,7 +214,7 @@ def decode(model, tokens: torch.Tensor, context: int = 4096, steps: int = 32, re
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", required=True)
-    parser.add_argument("--only", choices=("prefill", "stream", "decode"))
+    parser.add_argument("--only", choices=("perplexity", "retrieval", "stream", "decode"))
     parser.add_argument("--scorers", nargs="+", choices=SCORERS, default=list(SCORERS))
     parser.add_argument("--evicted", nargs="+", type=float, default=[0.5, 0.75])
     parser.add_argument("--output", default="benchmarks/results/kv_eviction.json")
@@ -203,8 +226,10 @@ def main() -> None:
     )
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="flash_paged").eval()
     content = json.loads(output.read_text()) if output.exists() else {}
+    chosen = policies(options.scorers, options.evicted)
     measure = {
-        "prefill": lambda: prefill(model, AutoTokenizer.from_pretrained(path), long, options.scorers, options.evicted),
+        "perplexity": lambda: measure_perplexity(model, long, chosen),
+        "retrieval": lambda: measure_retrieval(model, AutoTokenizer.from_pretrained(path), long, chosen),
         "stream": lambda: [stream(model, text, budget) for budget in (1024, None)],
         "decode": lambda: decode(model, text),
     }
