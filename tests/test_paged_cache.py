@@ -93,7 +93,7 @@ def test_padding_takes_no_slots_and_no_blocks(llama):
         llama(**inputs, past_key_values=cache)
     assert cache.cache_seqlens == [2, 40, 9] and cache.num_used_blocks == 1 + 5 + 2
     assert cache.get_seq_length() == 40 and cache.get_mask_sizes(1, 0) == (41, 0)
-    assert cache.layers[0].store.pages["keys"].shape[0] < 3 * 5 * 2
+    assert cache.layers[0].store.pages["keys"].shape[0] <= 3 * 5 * 2
     stored = [cache.layers[0].store.pages["keys"].flatten(0, 1)[cache.state.pool.tables[0][0] * 8 + 2 :][:6]]
     assert not stored[0].any()  # beyond the row's end nothing was written
 

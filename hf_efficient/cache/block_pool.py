@@ -7,11 +7,17 @@ import heapq
 from typing import NamedTuple
 
 
+_SMALL = 64  # blocks not worth saving
+_ROOM = 32  # blocks of room behind a row that is longer than that
+
+
 class StorageChange(NamedTuple):
     """What the tensors have to do before the tokens of an `append` are written, in this order."""
 
     capacity: int  # blocks that must exist
-    moves: list[tuple[int, int, int]] | None  # (old, new, number) of the used blocks, or None: all stay where they are
+    moves: (
+        list[tuple[int, int, int]] | None
+    )  # (old, new, number) of the blocks to keep, or None: all stay where they are
     copies: list[tuple[int, int]]  # (source, destination) of shared blocks that are written to
 
 
@@ -22,8 +28,10 @@ class BlockPool:
         block_size: tokens in a block.
         num_blocks: a pool of exactly so many blocks; None for one that grows on demand.
 
-    A row's blocks are placed one after another where possible, so that its tokens can be read without a gather:
-    a growing pool leaves room behind every row, and moves the rows apart again when that room is used up.
+    A row's blocks are placed one after another where that costs little, so that its tokens can be read without a gather: a
+    growing pool leaves room behind rows of about equal length, and moves them apart again when that room is used up. Rows
+    of unequal length, and rows that share blocks, lie close: such a pool has at most 1/32 more blocks than are used (or one
+    a row), and what forks and drops leave empty is given back.
     """
 
     def __init__(self, block_size: int, num_blocks: int | None = None):
@@ -34,7 +42,8 @@ class BlockPool:
     def reset(self) -> None:
         """Forgets all rows. A growing pool has no blocks afterwards."""
         self.tables: list[list[int]] = []  # row -> its blocks, in order
-        self.lengths: list[int] = []  # row -> its tokens
+        self.lengths: list[int] = []  # row -> the tokens in its blocks
+        self.dropped: list[int] = []  # row -> tokens before these, which `drop` forgot
         self.is_run: list[bool] = []  # row -> whether its blocks follow one another
         self._reported: list[int] = []  # row -> leading blocks of its table that `table_changes` has told already
         self._resize([0] * (self.num_blocks or 0))
@@ -49,11 +58,17 @@ class BlockPool:
         """Blocks that exist now, used or free."""
         return len(self.references)
 
+    @property
+    def total_lengths(self) -> list[int]:
+        """Tokens of each row, the dropped ones too."""
+        return [length + dropped for length, dropped in zip(self.lengths, self.dropped)]
+
     def add_rows(self, number: int) -> None:
         """Adds `number` empty rows."""
         for _ in range(number):
             self.tables.append([])
             self.lengths.append(0)
+            self.dropped.append(0)
             self.is_run.append(True)
             self._reported.append(0)
 
@@ -107,47 +122,45 @@ class BlockPool:
                 "Nothing was changed. Free some with batch_select_indices(), rewind(), crop() or reset(), or make a cache of "
                 f"{total} blocks or more, or one that grows (neither num_blocks nor memory)."
             )
+        rows, shared = len(self.tables), used != sum(map(len, self.tables))
         longest = max(len(table) + more for table, more in zip(self.tables, demand))
-        if used == 0:  # the first tokens
-            room = 1 << longest.bit_length()
-            capacity = self.num_blocks or (room * len(self.tables) if longest * len(self.tables) <= 2 * total else 0)
-            room = capacity // len(self.tables)
-            if room >= longest:
-                return None, self._place_apart(capacity, room)
-        elif self.num_blocks is None and used == sum(map(len, self.tables)):  # no block is shared
-            blocked = any(
-                run and more and not self._is_free_run(table[-1] + 1, more)
-                for run, more, table in zip(self.is_run, demand, self.tables)
-                if table
-            )
-            if blocked and longest * len(self.tables) <= 2 * total:
-                before = [list(table) for table in self.tables]
-                room = 1 << longest.bit_length()
-                starts = self._place_apart(room * len(self.tables), room)
-                moves = []
-                for old, new in zip(before, self.tables):
-                    first = 0
-                    for last in range(1, len(old) + 1):  # piece by piece
-                        if last == len(old) or old[last] != old[last - 1] + 1:
-                            moves.append((old[first], new[first], last - first))
-                            first = last
-                return moves, starts
+        if self.num_blocks is not None:
+            room = self.num_blocks // rows
+            return None, {row: row * room for row in range(rows)} if used == 0 and longest <= room else {}
+        spare = longest * rows - total
+        apart = not shared and spare <= max(total // 4, min(total, _SMALL))
+        room = longest + max(longest // 8, min(longest, _ROOM)) if apart else 0
+        capacity = room * rows if apart else total + max(total // 32, rows)
+        blocked = apart and any(
+            more and not self._is_free_run(table[-1] + 1, more) for more, table in zip(demand, self.tables) if table
+        )
+        if used == 0 or blocked or self.capacity > max(2 * capacity, _SMALL):
+            return self._place(capacity, room)
         if self.num_free < required:
-            capacity = max(2 * self.capacity, total)
             self._resize(self.references + [0] * (capacity - self.capacity))
         return None, {}
 
-    def _place_apart(self, capacity: int, room: int) -> dict[int, int]:
-        """Gives row r the blocks r * room, r * room + 1, … of a pool of `capacity` blocks."""
-        references = [0] * capacity
+    def _place(self, capacity: int, room: int) -> tuple[list[tuple[int, int, int]], dict[int, int]]:
+        """Moves to a pool of `capacity` blocks: row r from block r * room on, or all closely when `room` is 0. Returns the
+        moves and the block to begin with for each empty row."""
+        places: dict[int, int] = {}  # old -> new
         for row, table in enumerate(self.tables):
-            table[:] = range(row * room, row * room + len(table))
+            for place, block in enumerate(table):
+                places.setdefault(block, row * room + place if room else len(places))
+            table[:] = [places[block] for block in table]
             self._reported[row] = 0
-            self.is_run[row] = True
-            for block in table:
-                references[block] = 1
+            self.is_run[row] = all(b == a + 1 for a, b in zip(table, table[1:]))
+        references = [0] * capacity
+        for block in (block for table in self.tables for block in table):
+            references[block] += 1
         self._resize(references)
-        return {row: row * room for row, table in enumerate(self.tables) if not table}
+        moves: list[tuple[int, int, int]] = []
+        for old, new in places.items():  # piece by piece
+            if moves and (old, new) == (moves[-1][0] + moves[-1][2], moves[-1][1] + moves[-1][2]):
+                moves[-1] = (*moves[-1][:2], moves[-1][2] + 1)
+            else:
+                moves.append((old, new, 1))
+        return moves, {row: row * room for row, table in enumerate(self.tables) if room and not table}
 
     def _is_free_run(self, start: int, number: int) -> bool:
         return start + number <= self.capacity and not any(self.references[start : start + number])
@@ -170,13 +183,28 @@ class BlockPool:
                 self._free_heap = [b for b, count in enumerate(self.references) if count == 0]
 
     def rewind(self, lengths: list[int]) -> None:
-        """Shortens each row to `lengths[row]` tokens and frees the blocks beyond."""
+        """Shortens each row to `lengths[row]` tokens, dropped ones included, and frees the blocks beyond."""
         for row, (table, length) in enumerate(zip(self.tables, lengths)):
+            if length == 0:
+                self.dropped[row] = 0
+            length -= self.dropped[row]
             while len(table) > self.blocks_for(length):
                 self._release(table.pop())
             self.lengths[row] = length
             self._reported[row] = min(self._reported[row], len(table))
             self.is_run[row] = self.is_run[row] or len(table) < 2
+
+    def drop(self, tokens: list[int]) -> None:
+        """Forgets the first `tokens[row]` tokens of each row, whole blocks: what is left is the row from now on."""
+        for row, (table, number) in enumerate(zip(self.tables, tokens)):
+            if number:
+                for block in table[: number // self.block_size]:
+                    self._release(block)
+                del table[: number // self.block_size]
+                self.lengths[row] -= number
+                self.dropped[row] += number
+                self._reported[row] = 0
+                self.is_run[row] = self.is_run[row] or len(table) < 2
 
     def fork(self, rows: list[int]) -> None:
         """Row i becomes what row `rows[i]` was; a row named twice is shared, one not named is freed."""
@@ -188,13 +216,14 @@ class BlockPool:
             for block in table:
                 self._release(block)
         self.lengths = [self.lengths[row] for row in rows]
+        self.dropped = [self.dropped[row] for row in rows]
         self.is_run = [self.is_run[row] for row in rows]
         self.tables = tables
         self._reported = [0] * len(tables)
 
     def snapshot(self) -> dict:
         """Everything that `restore` needs, in lists and numbers."""
-        return {"capacity": self.capacity, "tables": self.tables, "lengths": self.lengths}
+        return {"capacity": self.capacity, "tables": self.tables, "lengths": self.lengths, "dropped": self.dropped}
 
     def restore(self, snapshot: dict) -> None:
         """Makes this pool what another of the same block size and `num_blocks` was.
@@ -202,7 +231,7 @@ class BlockPool:
         Raises ValueError, with nothing changed, when that cannot be: a negative or too large block, a block twice in a row,
         tables that do not fit the lengths.
         """
-        capacity, tables, lengths = snapshot["capacity"], snapshot["tables"], snapshot["lengths"]
+        capacity, tables, lengths, dropped = (snapshot[name] for name in ("capacity", "tables", "lengths", "dropped"))
         if self.num_blocks not in (None, capacity):
             raise ValueError(f"{capacity} blocks in a pool of {self.num_blocks}")
         references = [0] * capacity
@@ -213,9 +242,11 @@ class BlockPool:
                 if not 0 <= block < capacity:
                     raise ValueError(f"row {row} has block {block}, and there are the blocks 0 to {capacity - 1}")
                 references[block] += 1
+        if len(dropped) != len(tables) or any(number < 0 or number % self.block_size for number in dropped):
+            raise ValueError(f"{dropped} tokens dropped, of {len(tables)} rows in blocks of {self.block_size}")
         self.reset()
         self.add_rows(len(tables))
-        self.tables, self.lengths = [list(table) for table in tables], list(lengths)
+        self.tables, self.lengths, self.dropped = [list(table) for table in tables], list(lengths), list(dropped)
         self.is_run = [all(b == a + 1 for a, b in zip(table, table[1:])) for table in tables]
         self._resize(references)
 

@@ -17,7 +17,8 @@ class DeviceTables:
 
     block_table: int32 [B, blocks]: the blocks of each row; entries beyond its tokens mean nothing. As wide as a pool of
     fixed size, else a power of two.
-    cache_seqlens: int32 [B]: tokens of each row before the forward.
+    cache_seqlens: int32 [B]: tokens of each row before the forward, without `dropped` ones (int32 [B], or None in a pool
+    that has dropped none).
     columns: int64 []: what transformers calls the length before the forward.
     """
 
@@ -28,19 +29,26 @@ class DeviceTables:
             self.block_table = to_device(rows, torch.int32, device)
             self.cache_seqlens = to_device(starts, torch.int32, device)
             self.columns = torch.full((), columns, dtype=torch.int64, device=device)
+            self.dropped = None
+            self._set_dropped(pool.dropped)
             self._position_ids: dict[int, torch.Tensor] = {}
 
     def fits(self, pool: BlockPool) -> bool:
         rows, width = self.block_table.shape
         return rows == len(pool.tables) and max(map(len, pool.tables)) <= width
 
-    def update(self, changes: list[tuple[int, int, int]], starts: list[int], columns: int) -> None:
+    def _set_dropped(self, dropped: list[int]) -> None:
+        if self.dropped is not None or any(dropped):
+            self.dropped = to_device(dropped, torch.int32, self.columns.device)
+
+    def update(self, changes: list[tuple[int, int, int]], starts: list[int], dropped: list[int], columns: int) -> None:
         """Writes the next forward's state in place. changes: (row, column, block) of the table."""
         device = self.block_table.device
         if changes:
             rows, places, blocks = to_device(list(zip(*changes)), torch.int64, device)
             self.block_table.index_put_((rows, places), blocks.int())
         self.cache_seqlens.copy_(to_device(starts, torch.int32, device))
+        self._set_dropped(dropped)
         self.columns.fill_(columns)
 
     def position_ids(self, width: int) -> torch.Tensor:
@@ -49,4 +57,5 @@ class DeviceTables:
             with torch.inference_mode(False):
                 self._position_ids[width] = self.columns.new_empty(len(self.cache_seqlens), width)
         offsets = torch.arange(width, device=self.columns.device)
-        return torch.add(self.cache_seqlens[:, None], offsets, out=self._position_ids[width])
+        seen = self.cache_seqlens if self.dropped is None else self.cache_seqlens + self.dropped
+        return torch.add(seen[:, None], offsets, out=self._position_ids[width])

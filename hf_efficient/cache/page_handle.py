@@ -30,6 +30,7 @@ class PageHandle:
         if layer.state.planned is not None:  # nothing but tensors from here on: this may be compiled
             layer.state.planned.check(key.shape[0], key.shape[2], attention_mask)
             return layer.store.append_and_attend(layer.tables, query, key if new else None, value, **options)
+        layer.state.see(window_size)
         if new:
             self.step = layer.join_step(key.shape[0], key.shape[2], attention_mask)
             layer.prepare(self.step, key, value)

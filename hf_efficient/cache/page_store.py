@@ -59,7 +59,7 @@ class PageStore:
     ) -> None:
         """Does a `StorageChange`."""
         if moves is not None or capacity > self.capacity:
-            self.pages = {name: _grown(pages, capacity, moves) for name, pages in self.pages.items()}
+            self.pages = {name: _moved(pages, capacity, moves) for name, pages in self.pages.items()}
         if copies:
             source, destination = to_device(copies, torch.int64, self.device).T
             for pages in self.pages.values():
@@ -84,6 +84,9 @@ class PageStore:
         """Stores `key` [B, Hk, S, D] and `value`, and reads all."""
         self.write(step, key, value)
         return self.read(step)
+
+    def drop(self, tokens: list[int]) -> None:
+        """Row b has lost its first `tokens[b]` tokens, whole blocks, and what is left counts from 0: likewise."""
 
     def write(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores `key` [B, Hk, S, D] and `value` at the places of `step`; padding is skipped."""
@@ -163,10 +166,15 @@ class PageStore:
         return dict(k_cache=self.pages["keys"], v_cache=self.pages["values"], block_table=block_table)
 
 
-def _grown(pages: torch.Tensor, capacity: int, moves: list[tuple[int, int, int]] | None) -> torch.Tensor:
-    """`pages` with at least `capacity` blocks, the used ones at their new places."""
-    with torch.inference_mode(False):
-        grown = pages.new_zeros(max(capacity, pages.shape[0]), *pages.shape[1:])
-        for old, new, number in [(0, 0, pages.shape[0])] if moves is None else moves:
-            grown[new : new + number] = pages[old : old + number]
-    return grown
+def _moved(pages: torch.Tensor, capacity: int, moves: list[tuple[int, int, int]] | None) -> torch.Tensor:
+    """`pages` with `capacity` blocks, the used ones at their new places: the same tensor when it has that size."""
+    moves = [(0, 0, pages.shape[0])] if moves is None else moves
+    if capacity == pages.shape[0]:
+        pieces = [pages[old : old + number].clone() for old, _, number in moves]
+    else:
+        pieces = [pages[old : old + number] for old, _, number in moves]
+        with torch.inference_mode(False):
+            pages = pages.new_zeros(capacity, *pages.shape[1:])
+    for (_, new, number), piece in zip(moves, pieces):
+        pages[new : new + number] = piece
+    return pages

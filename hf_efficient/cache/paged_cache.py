@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 
 from hf_efficient.cache import persistence
 from hf_efficient.cache.device_tables import DeviceTables, to_device
@@ -24,7 +24,7 @@ from hf_efficient.cache.step import CacheState, PlannedForward, Step
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_NO_LAYER_TYPES = ("dummy", "moe", "mlp")
+_NO_LAYER_TYPES = ("dummy",)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -32,7 +32,6 @@ class PagedLayer(CacheLayerMixin):
 
     is_compileable = False
     is_croppable = True
-    is_sliding = False  # sliding-window layers store everything, and the mask or the kernel applies the window
     budget: MemoryBudget | None = None
     tiers: CacheTiers | None = None
 
@@ -51,6 +50,10 @@ class PagedLayer(CacheLayerMixin):
         self.kv_format = kv_format
         self.has_window = has_window
         self.forget()
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.state.window is not None
 
     def forget(self) -> None:
         """Drops the tensors."""
@@ -81,7 +84,8 @@ class PagedLayer(CacheLayerMixin):
 
         Under the paged attention nothing is stored yet: they come back marked, and the attention function stores them.
         Under any other, returns contiguous keys and values of all tokens: [B, H, longest row, D], each row at the left
-        and zeros after it.
+        and zeros after it. Layers with a window give the last `window - 1 + S` tokens, as transformers' own do, and zeros for
+        what is dropped while rows are ragged.
         """
         state = self.state
         state.check_consumed()
@@ -112,10 +116,22 @@ class PagedLayer(CacheLayerMixin):
         step = self.join_step(key_states.shape[0], key_states.shape[2])
         self.prepare(step, key_states, value_states)
         keys, values = self.store.update(step, key_states, value_states)
-        if state.is_ragged:
+        if not state.is_ragged:
+            if state.window is not None:
+                visible = slice(-(state.window - 1 + step.width), None)
+                keys, values = keys[:, :, visible], values[:, :, visible]
+        else:
             lengths = to_device(step.lengths, torch.int64, keys.device)
             beyond = (torch.arange(step.max_length, device=keys.device) >= lengths[:, None])[:, None, :, None]
             keys, values = keys.masked_fill(beyond, 0), values.masked_fill(beyond, 0)
+            if any(dropped := state.pool.dropped):
+                if min(dropped) != max(dropped):
+                    raise RuntimeError(
+                        "PagedCache: rows of unequal length have dropped unequal numbers of tokens behind the window of some "
+                        "layers under the paged attention, which has to go on with them: call reset(), or keep the "
+                        "implementation."
+                    )
+                keys, values = (torch.nn.functional.pad(x, (0, 0, dropped[0], 0)) for x in (keys, values))
         return keys.contiguous(), values.contiguous()
 
     def join_step(self, batch: int, width: int, mask: torch.Tensor | None = None) -> Step:
@@ -144,7 +160,12 @@ class PagedLayer(CacheLayerMixin):
                 f"PagedCache: layer {self.layer_idx} stores (dtype, key heads, head dim, value heads, head dim) "
                 f"{self.store.form} and was given {given}: call reset() before using it with another model or dtype."
             )
+        self._make_room(step)
+
+    def _make_room(self, step: Step) -> None:
         self.store.make_room(*step.change)
+        if step.dropped is not None:
+            self.store.drop(step.dropped)
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Columns seen: tokens and, under the paged attention, padding. In a planned forward an int64 [] tensor, which a
@@ -157,7 +178,10 @@ class PagedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.state.planned is not None:  # a number that stays the same, and that no mask has
             return self.tables.block_table.shape[1] * self.state.pool.block_size + query_length, 0
-        return self.get_seq_length() + query_length, 0
+        columns, window = self.get_seq_length(), self.state.window
+        if window is None or self.state.reads_pages or self.state.is_ragged:
+            return columns + query_length, 0
+        return min(columns, window - 1) + query_length, max(columns - window + 1, 0)
 
     def get_max_length(self) -> int:
         return -1
@@ -245,22 +269,32 @@ class PagedCache(Cache):
         self.row_tokens = None if prefix_cache is None else RowTokens()
         decoder = config.get_text_config(decoder=True)
         self.kv_format, self.eviction = kv_format, eviction
-        self.state = CacheState(decoder, block_size, num_blocks)
-        layer_types = _layer_types(config, decoder)
+        windows = _windows(config, decoder)
+        if prefix_cache is not None or eviction is not None or kv_format in ("int4", "int2"):
+            windows = [window and None for window in windows]  # these count on blocks that stay
+        states = {
+            window: CacheState(decoder, block_size, num_blocks, window)
+            for window in sorted({window for window in windows if window != 0}, key=lambda n: -(n or float("inf")))
+        }
+        self.states = list(states.values())
+        for state in self.states:
+            state.peers = list(self.states)
+        self.state = self.states[0]
+        layer_types = _layer_types(config, decoder)[0]
         excluded = dict(num_blocks=num_blocks, memory=memory, prefix_cache=prefix_cache, offload=offload)
         excluded["kv_format"] = None if kv_format == "auto" else kv_format
         evicting = None if eviction is None else bind(eviction, decoder, self.state, layer_types, **excluded)
         layers = [
             DummyLayer()
-            if kind in _NO_LAYER_TYPES
+            if window == 0
             else PagedLayer(
-                self.state,
+                states[window],
                 index,
                 evicting if kind == "full_attention" else None,
                 kv_format,
-                _has_window(decoder, kind),
+                kind in ("sliding_attention", "chunked_attention"),
             )
-            for index, kind in enumerate(layer_types)
+            for index, (window, kind) in enumerate(zip(windows, layer_types))
         ]
         super().__init__(layers=layers)
         self.budget = None if memory is None else MemoryBudget(memory, [layer.state for layer in self._paged_layers])
@@ -287,11 +321,12 @@ class PagedCache(Cache):
     @property
     def cache_seqlens(self) -> list[int]:
         """Tokens stored per row; empty before first use."""
-        return list(self.state.pool.lengths)
+        return list(self.state.lengths)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks in use, each counted once however many rows share it; with eviction those of all layers' own pools."""
+        """Blocks in use in each of the layers that keep most, counted once however many rows share them; with eviction
+        those of all layers' own pools."""
         if self.eviction is not None:
             return self.stats().blocks_used
         return self.state.pool.capacity - self.state.pool.num_free
@@ -368,14 +403,14 @@ class PagedCache(Cache):
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise ValueError(f"width={width!r}: must be a positive integer")
         rows = len(state.pool.lengths)
-        step = state.plan_tokens(rows, width, None)
+        state.plan_tokens(rows, width, None)
         for layer in layers:
             layer.steps = state.steps
         try:
             for layer in layers:
-                layer.store.make_room(*step.change)
-                layer.store.make_ready(step)
-                tables = layer.tables = state.tables_on(layer.device)
+                layer._make_room(layer.state.step)
+                layer.store.make_ready(layer.state.step)
+                tables = layer.tables = layer.state.tables_on(layer.device)
                 for tensor in (
                     *layer.store.static_tensors(),
                     tables.block_table,
@@ -385,14 +420,17 @@ class PagedCache(Cache):
                     torch._dynamo.mark_static_address(tensor, guard=False)  # or CUDA graphs would copy it
             position_ids = layers[0].tables.position_ids(width)
             torch._dynamo.mark_static_address(position_ids, guard=False)
-            state.planned = PlannedForward(rows, width)
+            for each in self.states:
+                each.planned = PlannedForward(rows, width)
             yield position_ids
         except BaseException:
-            state.planned = state.pending = None
+            for each in self.states:
+                each.planned = each.pending = None
             state.crop(-width)
             self._rewind_stores()
             raise
-        state.planned = None
+        for each in self.states:
+            each.planned = None
         state.check_consumed()
 
     def rewind(self, lengths: list[int]) -> None:
@@ -417,12 +455,13 @@ class PagedCache(Cache):
     def _check_rewind(self, lengths: list[int]) -> None:
         for layer in self._paged_layers:
             if layer.is_initialized:
-                layer.store.check_rewind(lengths)
+                dropped = layer.state.pool.dropped
+                layer.store.check_rewind([max(length - number, 0) for length, number in zip(lengths, dropped)])
 
     def _rewind_stores(self) -> None:
         for layer in self._paged_layers:
             if layer.is_initialized:
-                layer.store.rewind(self.state.pool.lengths)
+                layer.store.rewind(layer.state.pool.lengths)
         if self.row_tokens is not None:
             self.row_tokens.rewind(self.state.pool.lengths)
 
@@ -450,7 +489,8 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Forgets everything, also the tensors and the batch size."""
-        self.state.reset()
+        for state in self.states:
+            state.reset()
         for layer in self._paged_layers:
             layer.forget()
         if self.budget is not None:
@@ -466,24 +506,23 @@ class PagedCache(Cache):
         return duplicate
 
 
-def _layer_types(config, decoder) -> list[str]:
-    """The kind of every layer of the decoder. Raises ValueError for those that this cache cannot hold."""
+def _layer_types(config, decoder) -> tuple[list[str], list[dict]]:
+    """The kind of every layer of the decoder, and transformers' arguments of its cache layer. Raises ValueError for those that
+    this cache cannot hold."""
     name = type(config).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"config={name}: PagedCache holds decoder-only models, not encoder-decoder ones")
     if getattr(decoder, "num_attention_heads", None) is None:
         raise ValueError(f"config={name}: PagedCache holds attention layers, and this model has none")
-    layer_types = getattr(decoder, "layer_types", None) or ["full_attention"] * decoder.num_hidden_layers
-    sharing = getattr(decoder, "kv_sharing_modes", None) or [None] * len(layer_types)
-    layer_types = ["dummy" if mode == "reuse" else kind for kind, mode in zip(layer_types, sharing)]
+    layer_types, layer_kwargs = get_layer_types_and_kwargs(decoder)
     unknown = sorted({kind for kind in layer_types if kind not in _LAYER_TYPES + _NO_LAYER_TYPES})
     if unknown:
         raise ValueError(f"config={name}: PagedCache cannot hold layers of type {unknown}, only {list(_LAYER_TYPES)}")
-    return layer_types
+    return layer_types, layer_kwargs
 
 
-def _has_window(decoder, layer_type: str) -> bool:
-    """Whether the attention of such a layer sees only what is near."""
-    if getattr(decoder, "layer_types", None):
-        return layer_type in ("sliding_attention", "chunked_attention")
-    return getattr(decoder, "sliding_window", None) is not None
+def _windows(config, decoder) -> list[int | None]:
+    """How many tokens each layer of the decoder sees: None for all, 0 for a layer that stores nothing."""
+    return [
+        0 if kind in _NO_LAYER_TYPES else kwargs["sliding_window"] or None if kind == "sliding_attention" else None
+        for kind, kwargs in zip(*_layer_types(config, decoder))

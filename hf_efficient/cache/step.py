@@ -15,15 +15,24 @@ from hf_efficient.kernels.attention_cpu import additive, visibility
 class Step:
     """One forward that appends tokens to the rows: where they go, and what the attention may read.
 
-    starts, lengths: tokens of each row before and after. valid: bool [B, S], or None when every one of the S new
-    columns is a token. Tensors are made when first asked for, once per device.
+    starts, lengths: tokens of each row before and after, of those that the pool has not dropped: positions count from the
+    first of these, which changes no causal mask and no window. dropped: tokens that this step dropped of each row, or None.
+    valid: bool [B, S], or None when every one of the S new columns is a token. Tensors are made when first asked for, once
+    per device.
     """
 
     def __init__(
-        self, pool: BlockPool, change: StorageChange, starts: list[int], valid: torch.Tensor | None, width: int
+        self,
+        pool: BlockPool,
+        change: StorageChange,
+        dropped: list[int] | None,
+        starts: list[int],
+        valid: torch.Tensor | None,
+        width: int,
     ):
         self.block_size = pool.block_size
         self.change = change
+        self.dropped = dropped
         self.starts, self.lengths = starts, pool.lengths
         self.valid = valid
         self.width = width  # S
@@ -148,19 +157,30 @@ class PlannedForward(NamedTuple):
             raise ValueError("decode_step() takes no attention_mask: every new column is a token; leave it out")
 
 
-class CacheState:
-    """What all layers of a `PagedCache` share. `columns` counts what transformers calls the sequence length: tokens and,
-    under the paged attention, the padding that the 2-D masks showed; `column_mask` (bool [B, columns] or None for no
-    padding) says which of them are tokens."""
+REWINDABLE = 64  # tokens that layers with a window keep beyond it, for speculation to take back
 
-    def __init__(self, config, block_size: int, num_blocks: int | None):
+
+class CacheState:
+    """What the layers of a `PagedCache` share that see as far back as each other. `columns` counts what transformers calls
+    the sequence length: tokens and, under the paged attention, the padding that the 2-D masks showed; `column_mask` (bool
+    [B, columns] or None for no padding) says which of them are tokens.
+
+    window: how many tokens, itself included, a query of these layers sees; blocks that lie `REWINDABLE` tokens or more
+    behind the window of the next query are freed. None for all tokens. peers: the states of all groups of layers of the
+    cache, this one too, the one that keeps most first: operations on one of them are done on all.
+    """
+
+    def __init__(self, config, block_size: int, num_blocks: int | None, window: int | None = None):
         self.config = config
+        self.window = window
+        self.peers = [self]
         self.pool = BlockPool(block_size, num_blocks)
         # attention over compressed latents expands them after `update`, so it cannot read pages
         self.has_latents = getattr(config, "kv_lora_rank", None) is not None
         self.reset()
 
     def reset(self) -> None:
+        """Of this state alone."""
         self.pool.reset()
         self.columns = self.previous_columns = 0
         self.column_mask: torch.Tensor | None = None
@@ -191,15 +211,36 @@ class CacheState:
         return self.config._attn_implementation in ATTENTION_NAMES and not self.has_latents
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row: what they would be if nothing was dropped."""
+        return self.pool.lengths if self.window is None else self.pool.total_lengths
+
+    @property
     def is_ragged(self) -> bool:
-        lengths = self.pool.lengths
+        lengths = self.lengths
         return bool(lengths) and min(lengths) != max(lengths)
+
+    def see(self, window_size: tuple[int, int]) -> None:
+        """Tells that a layer attends to `window_size[0]` tokens before each query (-1: to all). One that sees further than
+        the config says ends the dropping, or raises RuntimeError when it comes too late."""
+        if self.window is None or 0 <= window_size[0] < self.window:
+            return
+        if any(self.pool.dropped):
+            raise RuntimeError(
+                f"PagedCache dropped tokens that lie more than {self.window} before the end, as the config says that these "
+                f"layers see no others, and one of them now attends with window_size={window_size}"
+            )
+        self.window = None
+        self.peers.remove(self)
+        self.peers.insert(0, self)
 
     def check_consumed(self) -> None:
         """Raises RuntimeError when the keys and values of the last `update` never reached the paged attention."""
-        if self.pending is not None:
-            layer = self.pending.layer.layer_idx
-            self.pending = None
+        for state in self.peers:
+            if state.pending is None:
+                continue
+            layer = state.pending.layer.layer_idx
+            state.pending = None
             raise RuntimeError(
                 f"PagedCache under attn_implementation={self.config._attn_implementation!r}: the keys that update() gave "
                 f"to layer {layer} never reached that attention function (the model changed them, or ran another "
@@ -215,7 +256,8 @@ class CacheState:
 
     def check_batch(self, batch: int) -> None:
         if not self.pool.lengths:
-            self.pool.add_rows(batch)
+            for state in self.peers:
+                state.pool.add_rows(batch)
         elif len(self.pool.lengths) != batch:
             raise ValueError(
                 f"PagedCache holds {len(self.pool.lengths)} rows and cannot take a batch of {batch}: call reset(), "
@@ -231,7 +273,7 @@ class CacheState:
                 "keep the implementation."
             )
         self.check_batch(batch)
-        return self._append([width] * batch, None, width, None)
+        return self._append([width] * batch, None, width, None, evenly=True)
 
     def plan_tokens(self, batch: int, width: int, mask: torch.Tensor | None) -> Step:
         """Plans a forward of the paged attention. `mask`: bool or int [B, columns + width], 0 is padding; or None.
@@ -256,13 +298,13 @@ class CacheState:
             seen = mask[:, : self.columns]
             stored = self.column_mask
             if stored is None:  # rows of unequal length stand at the right
-                lengths = torch.tensor(self.pool.lengths)
+                lengths = torch.tensor(self.lengths)
                 stored = torch.arange(self.columns) >= self.columns - lengths[:, None]
             if not torch.equal(seen, stored):
                 raise ValueError(
                     "attention_mask contradicts the cache: of the columns that PagedCache has seen it marks "
                     f"{seen.sum(1).tolist()} as tokens, at other places or in other number than the "
-                    f"{self.pool.lengths} that are stored. A token cannot be hidden later: use rewind() or crop(), or "
+                    f"{self.lengths} that are stored. A token cannot be hidden later: use rewind() or crop(), or "
                     'attn_implementation="sdpa".'
                 )
         self.check_batch(batch)
@@ -272,23 +314,38 @@ class CacheState:
             valid = None
         return self._append(counts, valid, width, mask)
 
-    def _append(self, counts, valid, width, column_mask) -> Step:
-        starts = self.pool.lengths
+    def _append(self, counts, valid, width, column_mask, evenly=False) -> Step:
+        for state in self.peers:  # the first one needs most blocks: when the pools are too small it raises
+            state._append_own(counts, valid, width, column_mask, evenly)
+        return self.step
+
+    def _append_own(self, counts, valid, width, column_mask, evenly) -> None:
         change = self.pool.append(counts)
-        if self.pool.lengths is starts:  # changed in place
-            starts = [length - count for length, count in zip(starts, counts)]
+        dropped = self._drop(counts, evenly)
+        starts = [length - count for length, count in zip(self.pool.lengths, counts)]
         self.column_mask = column_mask
         self.previous_columns = self.columns
         self.columns += width
         self.steps += 1
-        self.step = Step(self.pool, change, starts, valid, width)
+        self.step = Step(self.pool, change, dropped, starts, valid, width)
         changes = self.pool.table_changes()
         for device, tables in self.tables.items():
             if tables.fits(self.pool):
-                tables.update(changes, starts, self.previous_columns)
+                tables.update(changes, starts, self.pool.dropped, self.previous_columns)
             else:
                 self.tables[device] = DeviceTables(self.pool, starts, self.previous_columns, device)
-        return self.step
+
+    def _drop(self, counts: list[int], evenly: bool) -> list[int] | None:
+        """Drops what no query sees any more, as much of each row as of the others when `evenly`. Returns how many tokens."""
+        if self.window is None:
+            return None
+        size, kept = self.pool.block_size, self.window - 1 + REWINDABLE
+        tokens = [max(0, n - c - kept) // size * size for n, c in zip(self.pool.lengths, counts)]
+        tokens = [min(tokens)] * len(tokens) if evenly else tokens
+        if not any(tokens):
+            return None
+        self.pool.drop(tokens)
+        return tokens
 
     def tables_on(self, device) -> DeviceTables:
         """The tables of the current step."""
@@ -297,12 +354,23 @@ class CacheState:
         return self.tables[device]
 
     def rewind(self, lengths: list[int]) -> None:
-        held = self.pool.lengths
+        held = self.lengths
         if len(lengths) != len(held) or any(not 0 <= new <= now for new, now in zip(lengths, held)):
             raise ValueError(f"rewind(lengths={lengths}): needs one length per row, each from 0 to the row's {held}")
-        self.pool.rewind(lengths)
-        self.column_mask = None
-        self.columns = max(lengths, default=0)
+        self._shorten(lengths, max(lengths, default=0), None)
+
+    def _shorten(self, lengths: list[int], columns: int, column_mask: torch.Tensor | None) -> None:
+        for state in self.peers:
+            for row, (length, dropped) in enumerate(zip(lengths, state.pool.dropped)):
+                if dropped and 0 < length < dropped + state.window - 1:
+                    raise ValueError(
+                        f"PagedCache cannot go back to {length} tokens in row {row}: the layers that see {state.window} "
+                        f"tokens have dropped its first {dropped}, so it can go back to {dropped + state.window - 1} or to "
+                        f"0. Up to {REWINDABLE} tokens can always be taken back; for more, run the text again."
+                    )
+        for state in self.peers:
+            state.pool.rewind(lengths)
+            state.columns, state.column_mask = columns, column_mask
 
     def cropped(self, tokens_to_remove: int) -> tuple[int, list[int]]:
         """Columns and lengths after `crop`."""
@@ -314,20 +382,19 @@ class CacheState:
         removed = min(-tokens_to_remove, self.columns)
         kept = self.columns - removed
         if self.column_mask is None:
-            return kept, [max(length - removed, 0) for length in self.pool.lengths]
+            return kept, [max(length - removed, 0) for length in self.lengths]
         tokens = self.column_mask[:, kept:].sum(1).tolist()
-        return kept, [length - count for length, count in zip(self.pool.lengths, tokens)]
+        return kept, [length - count for length, count in zip(self.lengths, tokens)]
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.columns, lengths = self.cropped(tokens_to_remove)
-        self.pool.rewind(lengths)
-        if self.column_mask is not None:
-            self.column_mask = self.column_mask[:, : self.columns]
+        kept, lengths = self.cropped(tokens_to_remove)
+        self._shorten(lengths, kept, None if self.column_mask is None else self.column_mask[:, :kept])
 
     def select(self, rows: torch.Tensor) -> None:
         """Row i becomes row `rows[i]` (int64 [new batch])."""
-        self.pool.fork(rows.tolist())
-        if self.column_mask is not None:
-            self.column_mask = self.column_mask[rows]
-        else:  # no column belongs to padding alone
-            self.columns = max(self.pool.lengths, default=0)
+        mask = None if self.column_mask is None else self.column_mask[rows]
+        for state in self.peers:
+            state.pool.fork(rows.tolist())
+            state.column_mask = mask
+            if mask is None:  # no column belongs to padding alone
+                state.columns = max(state.lengths, default=0)
