@@ -125,12 +125,6 @@ class PagedLayer(CacheLayerMixin):
             beyond = (torch.arange(step.max_length, device=keys.device) >= lengths[:, None])[:, None, :, None]
             keys, values = keys.masked_fill(beyond, 0), values.masked_fill(beyond, 0)
             if any(dropped := state.pool.dropped):
-                if min(dropped) != max(dropped):
-                    raise RuntimeError(
-                        "PagedCache: rows of unequal length have dropped unequal numbers of tokens behind the window of some "
-                        "layers under the paged attention, which has to go on with them: call reset(), or keep the "
-                        "implementation."
-                    )
                 keys, values = (torch.nn.functional.pad(x, (0, 0, dropped[0], 0)) for x in (keys, values))
         return keys.contiguous(), values.contiguous()
 

@@ -272,6 +272,12 @@ class CacheState:
                 f"attn_implementation={self.config._attn_implementation!r}, which expects it. Call reset() first, or "
                 "keep the implementation."
             )
+        if any(len(set(state.pool.dropped)) > 1 for state in self.peers):
+            raise RuntimeError(
+                "PagedCache: under the paged attention rows of unequal length dropped unequal numbers of tokens behind the "
+                f"window of some layers, and cannot be continued by attn_implementation="
+                f"{self.config._attn_implementation!r}. Call reset() first, or keep the implementation."
+            )
         self.check_batch(batch)
         return self._append([width] * batch, None, width, None, evenly=True)
 
