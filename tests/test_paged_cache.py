@@ -1,10 +1,10 @@
-"""PagedCache: tokens identical to DynamicCache under any attention implementation, and its own operations."""
+"""PagedCache: its own operations (test_cache_equality.py has generation beside DynamicCache)."""
 
 import copy
 
 import pytest
 import torch
-from helpers import TINY_MODELS, left_padded_batch, tiny_model
+from helpers import left_padded_batch, tiny_model
 from transformers import (
     BartConfig,
     DynamicCache,
@@ -30,40 +30,6 @@ def one_prompt():
 
 def generate(model, inputs, new_tokens=24, **kwargs):
     return model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **kwargs)
-
-
-GENERATIONS = {
-    "greedy": {},
-    "beams": dict(num_beams=3, num_return_sequences=2, new_tokens=12),
-    "chunked prefill": dict(prefill_chunk_size=4, new_tokens=12),
-}
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_paged"])
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_generate_equals_dynamic_cache(name, implementation):
-    model, inputs = tiny_model(name), left_padded_batch()
-    if implementation == "sdpa" and not model._supports_sdpa:
-        pytest.skip("transformers has no sdpa for this architecture")
-    for label, kwargs in GENERATIONS.items():
-        model.set_attn_implementation("eager")
-        expected = generate(model, inputs, **kwargs)
-        model.set_attn_implementation(implementation)
-        cache = PagedCache(model.config, block_size=8)
-        assert torch.equal(generate(model, inputs, **kwargs, past_key_values=cache), expected), label
-        tokens = max(cache.cache_seqlens)
-        assert tokens == expected.shape[1] - 1 or expected.shape[1] < 11 + kwargs.get("new_tokens", 24), label
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "flash_paged"])
-def test_assisted_and_prompt_lookup_at_batch_one(llama, implementation):
-    draft = tiny_model("llama", num_hidden_layers=1)
-    llama.set_attn_implementation("eager")
-    expected = generate(llama, one_prompt())
-    llama.set_attn_implementation(implementation)
-    for kwargs in (dict(assistant_model=draft), dict(prompt_lookup_num_tokens=3)):
-        cache = PagedCache(llama.config)
-        assert torch.equal(generate(llama, one_prompt(), past_key_values=cache, **kwargs), expected)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flash_paged"])
