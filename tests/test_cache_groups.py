@@ -198,3 +198,16 @@ def test_a_full_pool_of_either_kind_changes_nothing():
         step(model, cache, ids[:, :8])
     assert [state.pool.lengths for state in cache.states] == [[30], [30]]
     close(step(model, cache, ids[:, :2])[:, -1], alone(model, torch.cat([ids, ids[:, :2]], 1)))
+
+
+def test_saved_and_loaded_with_what_is_dropped(tmp_path):
+    model = tiny_model("gemma2", max_position_embeddings=1024)
+    model.set_attn_implementation("flash_paged")
+    ids = torch.randint(3, 128, (2, 200))
+    cache = PagedCache(model.config, BLOCK)
+    step(model, cache, ids)
+    step(model, cache, ids[:, :1])
+    cache.save(tmp_path / "pages.safetensors")
+    loaded = PagedCache.load(tmp_path / "pages.safetensors", model)
+    assert loaded.cache_seqlens == [201, 201] and loaded.states[1].pool.dropped == [128, 128]
+    assert torch.equal(step(model, loaded, ids[:, :1]), step(model, cache, ids[:, :1]))

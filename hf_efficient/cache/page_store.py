@@ -9,6 +9,7 @@ from hf_efficient.cache.step import Step
 from hf_efficient.kernels import attention, attention_cpu
 
 
+_MANY = 1 << 20  # numbers of keys from which reading them page by page costs a CPU less than gathering them
 MAX_DECODE_QUERIES = 16  # so many new columns or fewer: one kernel that appends and attends
 
 
@@ -122,6 +123,12 @@ class PageStore:
         return attend(step, tables_on, query, key, value, **options)
 
     def _attend_cpu(self, step, tables_on, query, key, value, *, causal, window_size, **options):
+        gathered = (
+            0 if step.run is not None else len(step.lengths) * step.max_length * self.pages["keys"][0, 0].numel()
+        )
+        if gathered > _MANY and step.valid is None and step.width <= MAX_DECODE_QUERIES:
+            options |= dict(causal=causal, window_size=window_size)
+            return self.append_and_attend(tables_on(query.device), query, key, value, **options)
         if key is not None:
             self.write(step, key, value)
         keys, values = self.read(step)

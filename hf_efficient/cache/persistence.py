@@ -39,7 +39,7 @@ def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -
     tensors = {}
     for index, state in enumerate(states):
         if state.column_mask is not None:
-            tensors[f"groups.{index}.column_mask"] = state.column_mask
+            tensors[f"groups.{index}.column_mask"] = state.column_mask.clone()  # groups share it
     used = [torch.tensor(_used_blocks(state.pool.tables), dtype=torch.int64) for state in states]
     for name, layer in layers.items():
         for kind, pages in layer.store.pages.items():

@@ -195,7 +195,7 @@ class CacheState:
         be."""
         columns = snapshot["columns"]
         self.pool.restore(snapshot)
-        rows, tokens = len(self.pool.lengths), self.pool.lengths
+        rows, tokens = len(self.lengths), self.lengths
         if column_mask is None:
             fits = columns == max(tokens)
         else:
