@@ -34,4 +34,7 @@ class PageHandle:
         if new:
             self.step = layer.join_step(key.shape[0], key.shape[2], attention_mask)
             layer.prepare(self.step, key, value)
-        return layer.store.attend(self.step, layer.state.tables_on, query, key if new else None, value, **options)
+        output = layer.store.attend(self.step, layer.state.tables_on, query, key if new else None, value, **options)
+        if layer.layer_idx == layer.state.last_layer:
+            self.step.forget_tensors()
+        return output

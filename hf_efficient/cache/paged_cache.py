@@ -295,6 +295,7 @@ class PagedCache(Cache):
         self.tiers = None if offload is None else CacheTiers(offload)
         for layer in self._paged_layers:
             layer.budget, layer.tiers = self.budget, self.tiers
+            layer.state.last_layer = layer.layer_idx
 
     @property
     def block_size(self) -> int:

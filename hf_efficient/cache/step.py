@@ -59,6 +59,10 @@ class Step:
             self._tensors[key] = make()
         return self._tensors[key]
 
+    def forget_tensors(self) -> None:
+        """Drops the tensors made so far, masks above all, once the layers are done with them."""
+        self._tensors.clear()
+
     def slot_mapping(self, device) -> torch.Tensor:
         """int64 [new tokens]: block * block_size + offset of every new token, row after row."""
         return self._cached(("slots", device), lambda: to_device(self._slots(), torch.int64, device))
@@ -174,6 +178,7 @@ class CacheState:
         self.config = config
         self.window = window
         self.peers = [self]
+        self.last_layer: int | None = None  # the index of the last layer of this state
         self.pool = BlockPool(block_size, num_blocks)
         # attention over compressed latents expands them after `update`, so it cannot read pages
         self.has_latents = getattr(config, "kv_lora_rank", None) is not None
