@@ -1,6 +1,8 @@
 """The block tables and lengths of a paged cache on a device, in tensors that stay where they are: what kernels, compiled
 forwards and captured CUDA graphs read. The host writes them and never waits for the device."""
 
+from collections.abc import Sequence
+
 import torch
 
 from hf_efficient.cache.block_pool import BlockPool
@@ -37,11 +39,13 @@ class DeviceTables:
         rows, width = self.block_table.shape
         return rows == len(pool.tables) and max(map(len, pool.tables)) <= width
 
-    def _set_dropped(self, dropped: list[int]) -> None:
+    def _set_dropped(self, dropped: Sequence[int]) -> None:
         if self.dropped is not None or any(dropped):
             self.dropped = to_device(dropped, torch.int32, self.columns.device)
 
-    def update(self, changes: list[tuple[int, int, int]], starts: list[int], dropped: list[int], columns: int) -> None:
+    def update(
+        self, changes: list[tuple[int, int, int]], starts: list[int], columns: int, dropped: Sequence[int] = ()
+    ) -> None:
         """Writes the next forward's state in place. changes: (row, column, block) of the table."""
         device = self.block_table.device
         if changes:

@@ -25,10 +25,10 @@ class Step:
         self,
         pool: BlockPool,
         change: StorageChange,
-        dropped: list[int] | None,
         starts: list[int],
         valid: torch.Tensor | None,
         width: int,
+        dropped: list[int] | None = None,
     ):
         self.block_size = pool.block_size
         self.change = change
@@ -338,11 +338,11 @@ class CacheState:
         self.previous_columns = self.columns
         self.columns += width
         self.steps += 1
-        self.step = Step(self.pool, change, dropped, starts, valid, width)
+        self.step = Step(self.pool, change, starts, valid, width, dropped)
         changes = self.pool.table_changes()
         for device, tables in self.tables.items():
             if tables.fits(self.pool):
-                tables.update(changes, starts, self.pool.dropped, self.previous_columns)
+                tables.update(changes, starts, self.previous_columns, self.pool.dropped)
             else:
                 self.tables[device] = DeviceTables(self.pool, starts, self.previous_columns, device)
 
