@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 _SMALL = 64  # blocks not worth saving
-_ROOM = 32  # blocks of room behind a row that is longer than that
+_ROOM = 8  # blocks of room behind a row of more than that, or an eighth of the row
 
 
 class StorageChange(NamedTuple):

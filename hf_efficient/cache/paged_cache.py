@@ -194,6 +194,10 @@ class PagedCache(Cache):
     under any other implementation `update` returns ordinary contiguous keys and values. Rows that share a beginning
     (beam search, `num_return_sequences`) share its blocks until one writes.
 
+    Layers of sliding attention have blocks of their own, and free those that lie 64 tokens or more behind the window:
+    `rewind` and `crop` raise ValueError when they would need these back. With `prefix_cache`, `eviction` or int4 and int2 pages they keep
+    all.
+
     A 2-D mask must agree with what is stored, which is checked, except that on an accelerator the mask of a forward of
     one new column is taken to be right: reading it would wait for the device at every token.
 
@@ -216,7 +220,7 @@ class PagedCache(Cache):
         kv_format: how keys and values are stored: "auto" (the model's dtype), "int8" or "fp8" (E4M3; about half the memory of
             bfloat16), "int4" or "int2" (0.28 and 0.19 of it; the first block of every row and its last 128 tokens stay in
             the model's dtype, beside the blocks). New tokens see each other exactly in a forward of more than 16.
-        num_blocks: blocks of a pool of fixed size, shared by all rows; None for a pool that grows on demand.
+        num_blocks: blocks of a pool of fixed size, shared by all rows, in every layer; None for a pool that grows on demand.
         memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB". Dtype
             and heads are those of the first forward, which raises ValueError when not one block fits.
         eviction: an `EvictionPolicy`: the layers of full attention keep only some of their tokens. Needs "flash_paged";
@@ -521,3 +525,4 @@ def _windows(config, decoder) -> list[int | None]:
     return [
         0 if kind in _NO_LAYER_TYPES else kwargs["sliding_window"] or None if kind == "sliding_attention" else None
         for kind, kwargs in zip(*_layer_types(config, decoder))
+    ]
