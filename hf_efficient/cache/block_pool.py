@@ -134,7 +134,7 @@ class BlockPool:
         blocked = apart and any(
             more and not self._is_free_run(table[-1] + 1, more) for more, table in zip(demand, self.tables) if table
         )
-        if used == 0 or blocked or self.capacity > max(2 * capacity, _SMALL):
+        if used == 0 or blocked or self.capacity > max(capacity + capacity // 2, _SMALL):
             return self._place(capacity, room)
         if self.num_free < required:
             self._resize(self.references + [0] * (capacity - self.capacity))
