@@ -362,6 +362,19 @@ def test_changed_weights_are_not_served_from_before():
             assert saved == expected_saving and torch.equal(output, generate(model, inputs))
 
 
+def test_a_cache_in_use_brings_nothing_back_after_clear(llama):
+    """Its blocks may be of weights that are no more."""
+    prefix, ids = new_prefix(llama), prompts((40,))["input_ids"]
+    cache = PagedCache(llama.config, block_size=SIZE, prefix_cache=prefix)
+    forward(llama, cache, ids)
+    prefix.clear()
+    forward(llama, cache, ids, logits_to_keep=1)
+    assert prefix.stats()["used_blocks"] == 0 and cache.cache_seqlens == [80]
+    cache.rewind([0])
+    forward(llama, cache, ids)
+    assert prefix.stats()["used_blocks"] == 5
+
+
 def test_autocast_is_told_apart(llama):
     prefix, inputs = new_prefix(llama), prompts((40,))
     for dtype in (torch.float32, torch.bfloat16, torch.float32):

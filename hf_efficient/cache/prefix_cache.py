@@ -89,6 +89,7 @@ class PrefixCache:
         self._memory = None if memory is None else parse_bytes("memory", memory)
         self._config = model.config.get_text_config(decoder=True)
         self._lock = threading.Lock()
+        self._clears = 0
         self._tree = PrefixTree(num_blocks or 0, block_size)
         self._forms: list[tuple] = []  # of each layer's pages
         self._pools: list[dict[str, torch.Tensor]] = []  # of each layer: like `PageStore.pages`
@@ -105,9 +106,11 @@ class PrefixCache:
         return self  # a copy of a cache goes on with the same stored prefixes
 
     def clear(self) -> None:
-        """Forgets everything and frees the memory. Caches in use go on, and store what they complete afterwards."""
+        """Forgets everything and frees the memory. Caches in use go on, and neither find nor store anything until they are
+        empty again."""
         with self._lock:
             self._forget()
+            self._clears += 1
 
     def stats(self) -> dict[str, int]:
         """Counted since this object was made: `hits`, `misses`: rows that began with stored blocks and were cut, and that
@@ -148,11 +151,12 @@ class PrefixCache:
         limit = _columns_to_skip(model, inputs) if plain and state.planned is None else 0
         if begins or limit > 0:
             key = ModelKey(model)
-            tokens.key = key if begins else tokens.key
+            if begins:
+                tokens.key, tokens.clears = key, self._clears
             same = tokens.key is not None and tokens.key.digest == key.digest
         else:
             same = tokens.key is not None and tokens.key.still_holds(model)
-        tokens.is_plain = plain and same and tokens.key.is_shared
+        tokens.is_plain = plain and same and tokens.key.is_shared and tokens.clears == self._clears
         new = self._new_tokens(cache, inputs) if tokens.is_plain and limit > 0 else None
         if new is None:
             if begins and inputs.get("input_ids") is not None:
@@ -215,6 +219,7 @@ class PrefixCache:
         for layer, pools in zip(layers, self._pools):
             copy(pools, layer.store.pages)
         tokens.append(starts, state.pool.lengths, marked[:, :columns], valid[:, :columns])
+        tokens.read()  # these are on the CPU, and those of forwards need not be
         self._counts["skipped_tokens"] += sum(counts)
         sliced = {"input_ids", "position_ids", "cache_position"}
         return {
@@ -235,7 +240,7 @@ class PrefixCache:
         tokens.append(step.starts, step.lengths, marked, step.valid)
         size = self.block_size
         complete = [b for b, (start, end) in enumerate(zip(step.starts, step.lengths)) if start // size < end // size]
-        if complete and tokens.key is not None:
+        if complete and tokens.key is not None and tokens.clears == self._clears:
             rows = tokens.read()
             with self._lock:
                 self._store(cache, {b: rows[b] for b in complete})

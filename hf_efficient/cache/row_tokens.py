@@ -36,8 +36,8 @@ class RowTokens:
     """The ids of the tokens in each row; UNKNOWN for what no one reported. Ids on an accelerator are read all at once
     when somebody asks, and not forward by forward.
 
-    key: the `ModelKey` of the first forward. is_plain: whether the current forward has that key, and keys and values that
-    follow from its tokens.
+    key: the `ModelKey` of the first forward. clears: how often the prefix cache had been cleared then. is_plain: whether the
+    current forward has that key, and keys and values that follow from its tokens.
     """
 
     def __init__(self):
@@ -45,6 +45,7 @@ class RowTokens:
 
     def reset(self) -> None:
         self.key: ModelKey | None = None
+        self.clears = 0
         self.is_plain = False
         self.lengths: list[int] = []
         self._rows: list[list[int]] = []
