@@ -256,7 +256,7 @@ class PrefixCache:
                 for place, block in self._tree.insert(cache.row_tokens.key.digest, row):
                     copies[block] = cache.state.pool.tables[b][place]  # of a block taken twice the last one counts
             copy = _copier(copies)
-            for layer, pools in zip(layers, self._pools):
+            for layer, pools in zip(layers if copies else (), self._pools):
                 copy(layer.store.pages, pools)
         except BaseException:
             self._forget()  # else the tree would name blocks that were not filled
@@ -333,27 +333,24 @@ def _form(layer) -> tuple:
 
 def _copier(copies: dict[int, int]):
     """A function of (source, target), the pages of a layer, that copies block `copies[place]` to each `place`."""
-    runs: list[list[int]] = []  # [place, block, number]
-    for place, block in sorted(copies.items()):
-        if runs and (place, block) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1][2] += 1
+    places, runs = sorted(copies), []
+    for place in places:
+        if runs and place == runs[-1].stop:
+            runs[-1] = slice(runs[-1].start, place + 1)
         else:
-            runs.append([place, block, 1])
+            runs.append(slice(place, place + 1))
+    blocks = [copies[place] for place in places]
 
-    def copy_runs(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+    def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+        to, of = to_device([places, blocks], torch.int64, next(iter(source.values())).device)
         for name, pages in source.items():
-            for place, block, number in runs:
-                target[name][place : place + number].copy_(pages[block : block + number])
+            if len(runs) > 4:
+                target[name].index_copy_(0, to, pages.index_select(0, of))
+            else:  # ten times faster on a CPU
+                for run, chosen in zip(runs, of.split([run.stop - run.start for run in runs])):
+                    torch.index_select(pages, 0, chosen, out=target[name][run])
 
-    def copy_by_index(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
-        device = next(iter(source.values())).device
-        places, blocks = to_device([list(copies), list(copies.values())], torch.int64, device)
-        for name, pages in source.items():
-            target[name].index_copy_(0, places, pages.index_select(0, blocks))
-
-    return (
-        copy_runs if 4 * len(runs) <= len(copies) + 3 else copy_by_index
-    )  # a run takes as long as four of the latter
+    return copy
 
 
 def _check_model(model) -> None:
