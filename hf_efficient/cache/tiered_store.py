@@ -13,13 +13,8 @@ from safetensors.torch import load_file, save_file
 from hf_efficient.cache.page_store import PageStore
 
 
-_WITHOUT_PAGES = (
-    "select",
-    "drop",
-    "check_rewind",
-    "form_of",
-    "restored",
-)  # methods of a `PageStore` that may be called while they are away
+# methods of a `PageStore` that may be called while the pages are away
+_WITHOUT_PAGES = ("select", "drop", "check_rewind", "form_of", "restored")
 
 
 class TieredStore:
