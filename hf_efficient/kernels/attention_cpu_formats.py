@@ -34,15 +34,24 @@ class Pages(NamedTuple):
             return self.data.index_select(0, blocks)
         scale = self.scale.index_select(0, blocks).float()
         if self.minimum is None:
-            data = self.data if self.data.dtype == torch.int8 else self.data.view(torch.uint8)
-            codes = data.index_select(0, blocks).view(self.data.dtype)
-            return codes.float().mul_(scale[..., None])
+            if self.data.dtype == torch.int8:
+                numbers = self.data.index_select(0, blocks).float()
+            else:
+                numbers = _widen(self.data.view(torch.uint8).index_select(0, blocks))
+            return numbers.mul_(scale[..., None])
         minimum = self.minimum.index_select(0, blocks).float()
         codes = unpack(self.data.index_select(0, blocks), self.dim // self.data.shape[-1]).float()
         # keys: groups of tokens share a scale for each channel; values: groups of channels one for each token
         split = codes.unflatten(1, (scale.shape[1], -1)).unflatten(-1, (scale.shape[-1], -1))
         split.mul_(scale[:, :, None, ..., None]).add_(minimum[:, :, None, ..., None])
         return codes
+
+
+def _widen(bits: torch.Tensor) -> torch.Tensor:
+    """uint8 bits of finite float8_e4m3fn numbers -> these in float32, through those of float16, whose exponents begin 8 lower:
+    torch converts one number at a time."""
+    wide = bits.to(torch.int16)
+    return ((wide & 0x80) << 8 | (wide & 0x7F) << 7).view(torch.float16).float().mul_(256.0)
 
 
 def unpack(packed: torch.Tensor, parts: int) -> torch.Tensor:
