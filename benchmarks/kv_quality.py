@@ -127,7 +127,11 @@ def write_table(path: Path) -> None:
             size = f"{row['bytes_per_token']:.0f} | {row['bytes_per_token'] / base['bytes_per_token']:.3f}"
             quality = f"{row['kl_to_bf16']:.4f} | {100 * row['top1_agreement']:.1f} %"
             lines.append(f"| {name} | {size} | {row['perplexity']:.3f} | {change} | {quality} |")
-    lines += ["", "Peers on the windows of `shared/quality/wiki_long.pt` (bf16 `DynamicCache` 19.017), with their own packages:", ""]
+    lines += [
+        "",
+        "Peers on the windows of `shared/quality/wiki_long.pt` (bf16 `DynamicCache` 19.017), with their own packages:",
+        "",
+    ]
     lines += ["| peer | bits | perplexity | KL to bf16 | top-1 agreement |", "|---|" + "---:|" * 4]
     lines += [f"| {name} | {bits} | {value:.3f} | {kl} | {top} % |" for name, (bits, value, kl, top) in PEERS.items()]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")

@@ -127,6 +127,13 @@ class GroupStore(QuantizedStore):
                 self._advance(rows, start, done, *new, done + groups * self.group)
         self._tell()
 
+    def _append(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
+        starts = to_device(step.starts, torch.int64, self.device)[:, None]
+        slots = (starts + torch.arange(step.width, device=self.device)) % self.ring
+        row = torch.arange(len(starts), device=self.device)[:, None]
+        for name, new in zip(_RINGS, (key, value)):
+            self.rows[name][row, slots] = new.transpose(1, 2)
+
     def make_ready(self, step: Step) -> None:
         """Quantizes what has to go for the new tokens of `step` to fit into the rings."""
         changed = False

@@ -7,7 +7,11 @@ import torch
 from hf_efficient.cache.device_tables import to_device
 from hf_efficient.cache.page_store import MAX_DECODE_QUERIES, PageStore
 from hf_efficient.cache.step import Step
-from hf_efficient.kernels import attention
+from hf_efficient.kernels import attention, attention_cpu
+from hf_efficient.kernels.attention_cpu_formats import Pages
+
+
+WHOLE = 1 << 22  # numbers of keys, padded: on a CPU so many are read at once, which costs less than taking them apart
 
 
 class QuantizedStore(PageStore):
@@ -46,6 +50,9 @@ class QuantizedStore(PageStore):
     def attend(self, step: Step, tables_on, query, key, value, **options) -> torch.Tensor:
         if self._reads_codes(step, options["window_size"]):
             self.make_ready(step)
+            _, heads, dim, _, _ = self.form
+            if query.device.type == "cpu" and len(step.starts) * step.max_length * heads * dim <= WHOLE:
+                return self._attend_whole(step, query, key, value, **options)
             return self.append_and_attend(tables_on(query.device), query, key, value, **options)
         tokens = step.token_indices(query.device)
         if key is None:
@@ -59,6 +66,24 @@ class QuantizedStore(PageStore):
             step.cu_seqlens(query.device, new=False), step.max_new, step.max_length, **options,
         )  # fmt: skip
         return step.padded(output, query.shape[0], query.shape[2])
+
+    def _attend_whole(self, step, query, key, value, *, causal, window_size, **options):
+        if key is not None:
+            self._append(step, key, value)
+        keys, values = self._read_whole(step)
+        mask = step.attention_mask(causal, window_size, query.device)
+        output = attention_cpu.attend(
+            query.to(keys.dtype), keys, values, mask=mask, causal=causal and mask is None and step.width > 1, **options
+        )
+        return output.to(query.dtype)
+
+    def _append(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores few tokens, in every column one."""
+        self.write(step, key, value)
+
+    def _read_whole(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `read`, or in float32; what lies beyond the end of a row is finite but meaningless."""
+        return self.read(step)
 
     def _reads_codes(self, step: Step, window_size: tuple[int, int]) -> bool:
         return step.valid is None and step.width <= MAX_DECODE_QUERIES and any(step.starts)
@@ -95,6 +120,11 @@ class TokenStore(QuantizedStore):
         attention.reshape_and_cache(
             step.tokens_of(key), step.tokens_of(value), slot_mapping=step.slot_mapping(key.device), **self._pages()
         )
+
+    def _read_whole(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        table = step.block_table(self.device)
+        tokens = (pages.read(table.flatten()).unflatten(0, table.shape) for pages in Pages.of_cache(**self._pages()))
+        return tuple(x.flatten(1, 2)[:, : step.max_length].transpose(1, 2) for x in tokens)
 
 
 def _padded(tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
