@@ -5,8 +5,7 @@
 
 FOLDER has wiki_long.pt (int64 [16, 2048]) and wiki_eval.pt (int64 [64, 1024]): tokens of sample_text().
 perplexity: 8 prompts of 1,024 tokens that lose 50 or 75 % after the prefill, and the 511 tokens that follow each.
-retrieval: 20 such prompts of the same text with one sentence, "The secret word of W is V.", between two others, at depths spread
-evenly; after the prefill the question "The secret word of W is" is put, and V must be the greedy answer.
+retrieval: 20 such prompts of the same text for each kind of kv_retrieval.py, asked after the eviction.
 stream: perplexity of 20,480 tokens of text in chunks of 256, in a budget of 1,024 tokens and in a cache that keeps all.
 decode: milliseconds of a decode step at 4,096 tokens, with and without eviction, in turns.
 An existing output file keeps what is not measured again.
@@ -15,12 +14,12 @@ An existing output file keeps what is not measured again.
 import argparse
 import json
 import math
-import random
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from kv_retrieval import KINDS, questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_efficient
@@ -35,6 +34,7 @@ SCORERS = {
     for name in ("ExpectedAttention", "SnapKV", "TOVA", "HeavyHitter", "SinkWindow", "KeyNorm")
 }
 SCORERS["AdaKV(SnapKV)"] = lambda: AdaKV(hf_efficient.SnapKV())
+SCORERS["AdaKV(Distinctive)"] = lambda: AdaKV(hf_efficient.Distinctive(), floor=0.5)
 PEERS = {  # kvpress 0.5.5 at 50 %: perplexity, and retrieval by a task of its own
     "none": (18.926, 1.0),
     "ExpectedAttention": (19.196, 0.1),
@@ -44,26 +44,6 @@ PEERS = {  # kvpress 0.5.5 at 50 %: perplexity, and retrieval by a task of its o
     "SinkWindow": (19.403, 0.4),
     "KeyNorm": (20.086, 0.0),
 }
-WORDS = (
-    "apple river candle garden mirror hammer violin rocket turtle bridge castle pepper saddle magnet lantern pillow "
-    "anchor basket falcon tunnel helmet orchid dragon ribbon walnut compass barrel canyon feather thunder"
-).split()
-
-
-def questions(tokenizer, tokens: torch.Tensor, number: int, length: int = 1024):
-    """(prompt int64 [length], question, answer: lists of token ids) of the retrieval."""
-    for index in range(number):
-        random_ = random.Random(index)
-        key, value = random_.sample(WORDS, 2)
-        sentence = tokenizer.encode(f" The secret word of {key} is {value}.")
-        text = tokens[index % len(tokens), : length - len(sentence)].tolist()
-        ends = [place + 1 for place, token in enumerate(text) if tokenizer.decode([token]).endswith(".")]
-        place = min(ends, key=lambda end: abs(end - (index + 0.5) / number * len(text)))
-        yield (
-            torch.tensor(text[:place] + sentence + text[place:]),
-            tokenizer.encode(f"\n\nThe secret word of {key} is"),
-            tokenizer.encode(f" {value}"),
-        )
 
 
 @torch.no_grad()
@@ -136,20 +116,21 @@ def measure_perplexity(model, tokens: torch.Tensor, policies: dict) -> list[dict
 
 
 def measure_retrieval(model, tokenizer, tokens: torch.Tensor, policies: dict) -> list[dict]:
-    hits, losses = {key: [] for key in policies}, {key: [] for key in policies}
-    for prompt, question, answer in questions(tokenizer, tokens, 20):
-        calls = record(model, prompt)
-        for key, policy in policies.items():
-            logits = following_logits(model, calls, question + answer, policy)[-len(answer) :]
-            hits[key].append(logits.argmax(-1).tolist() == answer)
-            losses[key].append(torch.nn.functional.cross_entropy(logits, torch.tensor(answer)).item())
-        print({key: sum(hit) for key, hit in hits.items()}, flush=True)
     records = []
-    for (name, share), hit in hits.items():
-        loss = statistics.mean(losses[name, share])
-        records.append({"scorer": name, "evicted": share, "retrieval": statistics.mean(hit), "answer_nll": loss})
-        if share <= 0.5 and name in PEERS:
-            records[-1]["peer_in_its_own_task"] = PEERS[name][1]
+    for kind in KINDS:
+        hits, losses = {key: [] for key in policies}, {key: [] for key in policies}
+        for prompt, question, answer in questions(tokenizer, tokens, 20, kind):
+            calls = record(model, prompt)
+            for key, policy in policies.items():
+                logits = following_logits(model, calls, question + answer, policy)[-len(answer) :]
+                hits[key].append(logits.argmax(-1).tolist() == answer)
+                losses[key].append(torch.nn.functional.cross_entropy(logits, torch.tensor(answer)).item())
+            print(kind, {key: sum(hit) for key, hit in hits.items()}, flush=True)
+        for (name, share), hit in hits.items():
+            measured = {"retrieval": statistics.mean(hit), "answer_nll": statistics.mean(losses[name, share])}
+            records.append({"scorer": name, "evicted": share, "kind": kind, **measured})
+            if share <= 0.5 and name in PEERS:
+                records[-1]["peer_in_its_own_task"] = PEERS[name][1]
     return records
 
 

@@ -23,6 +23,7 @@ _PUBLIC = {
     "Offload": "hf_efficient.cache.offload",
     "EvictionPolicy": "hf_efficient.cache.eviction.base",
     "AdaKV": "hf_efficient.cache.eviction.adakv",
+    "Distinctive": "hf_efficient.cache.eviction.distinctive",
     "ExpectedAttention": "hf_efficient.cache.eviction.expected_attention",
     "HeavyHitter": "hf_efficient.cache.eviction.heavy_hitter",
     "KeyNorm": "hf_efficient.cache.eviction.key_norm",

@@ -10,6 +10,7 @@ from helpers import left_padded_batch, tiny_model
 from hf_efficient import (
     TOVA,
     AdaKV,
+    Distinctive,
     EvictionPolicy,
     ExpectedAttention,
     HeavyHitter,
@@ -31,6 +32,7 @@ SCORERS = {
     "SnapKV": SnapKV(window=8),
     "ExpectedAttention": ExpectedAttention(window=32, future=16, recent=16),
     "AdaKV": AdaKV(SnapKV(window=8)),
+    "Distinctive": AdaKV(Distinctive(window=32, future=16, recent=16), floor=0.5),
 }
 
 
