@@ -15,6 +15,7 @@ from hf_efficient import (
     ExpectedAttention,
     HeavyHitter,
     KeyNorm,
+    Offload,
     PagedCache,
     SinkWindow,
     SnapKV,
@@ -176,15 +177,15 @@ def test_rewinding_while_the_tokens_are_there(llama):
 def test_speculation_takes_back_tokens_that_are_left(llama):
     """The first forward holds the prompt and what was proposed, so the tokens equal plain ones only without eviction."""
     inputs = left_padded_batch((60,))
-    expected = generate(llama, inputs, 40)
+    expected = generate(llama, inputs, 20)
     for kwargs in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=tiny_model("llama", seed=1))):
         for scorer in (SinkWindow(), AdaKV(HeavyHitter())):
             cache = cache_of(llama, scorer, 200)
-            assert torch.equal(generate(llama, inputs, 40, past_key_values=cache, **kwargs), expected)
+            assert torch.equal(generate(llama, inputs, 20, past_key_values=cache, **kwargs), expected)
             for budget, when in ((0.6, "prefill"), (40, "always")):
                 cache = cache_of(llama, scorer, budget, when)
-                assert generate(llama, inputs, 40, past_key_values=cache, **kwargs).shape == (1, 100)
-                assert sum(held(cache)) < 2 * (40 if when == "always" else 80)
+                assert generate(llama, inputs, 20, past_key_values=cache, **kwargs).shape == (1, 80)
+                assert sum(held(cache)) < 2 * (40 if when == "always" else 60)
 
 
 @pytest.mark.parametrize("name", ["SinkWindow", "AdaKV"])
@@ -273,7 +274,9 @@ def test_the_rotary_embedding_is_the_models():
         (lambda: AdaKV(SnapKV(), floor=1.5), "floor=1.5"),
         (lambda: cache_with(0.5), "eviction=0.5: must be an EvictionPolicy"),
         (lambda: cache_with(num_blocks=4), "num_blocks=4 with eviction"),
-        (lambda: cache_with(memory="1GB"), "memory='1GB' with eviction"),
+        (lambda: cache_with(memory="1GB"), "memory='1GB' with eviction: leave one of them out"),
+        (lambda: cache_with(kv_format="int8"), "kv_format='int8' with eviction"),
+        (lambda: cache_with(offload=Offload("1MB")), "offload=.*with eviction"),
         (lambda: cache_with(config=transformers.MistralConfig(sliding_window=8)), "no layer of full attention"),
         (lambda: cache_with(config=transformers.DeepseekV3Config()), "compressed latents"),
     ],

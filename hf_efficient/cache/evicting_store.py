@@ -307,7 +307,8 @@ def bind(
     for argument, value in excluded.items():
         if value is not None:
             raise ValueError(
-                f"{argument}={value!r} with eviction: every layer has a pool of its own, which its budget bounds"
+                f"{argument}={value!r} with eviction: leave one of them out (each layer keeps its tokens in a pool of its own, "
+                "in the model's dtype, and the policy's budget bounds it)"
             )
     name = type(decoder).__name__
     slides = getattr(decoder, "layer_types", None) is None and getattr(decoder, "sliding_window", None)
