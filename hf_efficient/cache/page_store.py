@@ -9,7 +9,7 @@ from hf_efficient.cache.step import Step
 from hf_efficient.kernels import attention, attention_cpu
 
 
-_MANY = 1 << 20  # numbers of keys from which reading them page by page costs a CPU less than gathering them
+_MANY = 10 << 20  # numbers of keys from which reading them page by page costs a CPU less than gathering them
 MAX_DECODE_QUERIES = 16  # so many new columns or fewer: one kernel that appends and attends
 
 
