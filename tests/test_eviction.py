@@ -249,6 +249,11 @@ def test_the_rotary_embedding_is_the_models():
         config = transformers.LlamaConfig(**small, rope_parameters=dict(parameters, rope_theta=10000.0))
         with pytest.raises(ValueError, match="LlamaConfig: its rotary embedding .*not one rotation for all texts"):
             Rotary(config)
+    for name in ("Cohere2", "SmolLM3", "Exaone4", "HunYuanDenseV1"):  # no rotation in some layers, or a norm after it
+        with pytest.raises(
+            ValueError, match=f"{name}Attention does not rotate the keys of all layers, or changes them"
+        ):
+            Rotary(getattr(transformers, f"{name}Config")(**small))
 
 
 @pytest.mark.parametrize(

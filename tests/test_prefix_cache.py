@@ -362,6 +362,41 @@ def test_changed_weights_are_not_served_from_before():
             assert saved == expected_saving and torch.equal(output, generate(model, inputs))
 
 
+def test_a_new_weight_where_another_one_lay(llama):
+    """Allocators give an address again: a weight is not the one that was there before."""
+    model = tiny_model("llama")
+    model.set_attn_implementation("flash_paged")
+    prefix, ids, layer = new_prefix(model, 512), prompts((40,))["input_ids"], model.model.layers[0].self_attn.k_proj
+    addresses = set()
+    for seed in range(50):
+        del layer.weight
+        layer.weight = nn.Parameter(torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)))
+        forward(model, PagedCache(model.config, block_size=SIZE, prefix_cache=prefix), ids, logits_to_keep=1)
+        assert prefix.stats()["skipped_tokens"] == 0
+        if layer.weight.data_ptr() in addresses:
+            return
+        addresses.add(layer.weight.data_ptr())
+    pytest.skip("this allocator gave no address twice")
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_paged"])
+def test_a_forward_that_raises_after_the_cut(llama, implementation):
+    """Before a layer has appended anything the cache is what it was: the same forward can be tried again."""
+    llama.set_attn_implementation(implementation)
+    prefix, ids = new_prefix(llama), prompts((60,))["input_ids"]
+    expected = forward(llama, PagedCache(llama.config, block_size=SIZE, prefix_cache=prefix), ids, logits_to_keep=1)
+    cache, bad = PagedCache(llama.config, block_size=SIZE, prefix_cache=prefix), ids.clone()
+    bad[:, [29, 59]] = 1000
+    for part, wrong in zip(ids.split(30, 1), bad.split(30, 1)):
+        before = cache.cache_seqlens, cache.get_seq_length()
+        with pytest.raises(IndexError):
+            forward(llama, cache, wrong, logits_to_keep=1)
+        assert (cache.cache_seqlens, cache.get_seq_length()) == before
+        output = forward(llama, cache, part, logits_to_keep=1)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-4)
+    assert cache.cache_seqlens == [60] and prefix.stats()["skipped_tokens"] > 2 * 48
+
+
 def test_a_cache_in_use_brings_nothing_back_after_clear(llama):
     """Its blocks may be of weights that are no more."""
     prefix, ids = new_prefix(llama), prompts((40,))["input_ids"]

@@ -97,7 +97,9 @@ class PrefixCache:
         names = list(inspect.signature(model.forward).parameters)
         handles = [
             model.register_forward_pre_hook(_hook(weakref.ref(self), names, PrefixCache._before), with_kwargs=True),
-            model.register_forward_hook(_hook(weakref.ref(self), names, PrefixCache._after), with_kwargs=True),
+            model.register_forward_hook(
+                _hook(weakref.ref(self), names, PrefixCache._after), with_kwargs=True, always_call=True
+            ),
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)
@@ -147,6 +149,7 @@ class PrefixCache:
     def _before(self, model, cache: PagedCache, inputs: dict) -> dict | None:
         """Before a forward of `inputs`: restores what is stored of its tokens and returns the inputs that are left."""
         state, tokens = cache.state, cache.row_tokens
+        tokens.restored = None
         begins, plain = state.columns == 0, not model.training and _is_plain(inputs, state.columns)
         limit = _columns_to_skip(model, inputs) if plain and state.planned is None else 0
         if begins or limit > 0:
@@ -200,7 +203,7 @@ class PrefixCache:
         if not any(counts):
             return None
 
-        layers = cache._paged_layers
+        layers, was_empty = cache._paged_layers, not state.pool.lengths
         if any(layer.is_initialized and _form(layer) != form for layer, form in zip(layers, self._forms)):
             return None
         mask = None if mask is None else mask[:, : state.columns + columns]
@@ -220,6 +223,7 @@ class PrefixCache:
             copy(pools, layer.store.pages)
         tokens.append(starts, state.pool.lengths, marked[:, :columns], valid[:, :columns])
         tokens.read()  # these are on the CPU, and those of forwards need not be
+        tokens.restored = columns, was_empty, state.steps
         self._counts["skipped_tokens"] += sum(counts)
         sliced = {"input_ids", "position_ids", "cache_position"}
         return {
@@ -227,8 +231,11 @@ class PrefixCache:
             for name, value in inputs.items()
         }
 
-    def _after(self, model, cache: PagedCache, inputs: dict) -> None:
-        """After a forward of `inputs`, without what `_before` restored: stores the blocks that have become complete."""
+    def _after(self, model, cache: PagedCache, inputs: dict, output) -> None:
+        """After a forward of `inputs`, without what `_before` restored: stores the blocks that have become complete. output:
+        None when the forward raised."""
+        if output is None:
+            return self._undo(cache)
         state, tokens, step = cache.state, cache.row_tokens, cache.state.step
         if step is None or step.lengths == tokens.lengths or any(x.steps != state.steps for x in cache._paged_layers):
             return  # nothing was appended, or not by all layers
@@ -240,10 +247,22 @@ class PrefixCache:
         tokens.append(step.starts, step.lengths, marked, step.valid)
         size = self.block_size
         complete = [b for b, (start, end) in enumerate(zip(step.starts, step.lengths)) if start // size < end // size]
-        if complete and tokens.key is not None and tokens.clears == self._clears:
+        if complete and tokens.key is not None:
             rows = tokens.read()
             with self._lock:
-                self._store(cache, {b: rows[b] for b in complete})
+                if tokens.clears == self._clears:
+                    self._store(cache, {b: rows[b] for b in complete})
+
+    def _undo(self, cache: PagedCache) -> None:
+        """Takes back what was restored for a forward that raised before a layer appended anything."""
+        state, restored, cache.row_tokens.restored = cache.state, cache.row_tokens.restored, None
+        if restored is None or state.pending is not None:
+            return
+        columns, was_empty, steps = restored
+        if steps == state.steps and was_empty:
+            cache.reset()
+        elif steps == state.steps:
+            cache.crop(-columns)
 
     def _store(self, cache: PagedCache, rows: dict[int, list[int]]) -> None:
         layers, forms = cache._paged_layers, [_form(layer) for layer in cache._paged_layers]
@@ -297,7 +316,7 @@ def _hook(reference: weakref.ref, names: list[str], method):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
         with torch.no_grad():
-            rest = method(prefix, model, cache, inputs)
+            rest = method(prefix, model, cache, inputs, *output)
         return None if rest is None else ((), rest)
 
     return hook

@@ -1,14 +1,19 @@
 """What keys and values depend on besides the tokens: the weights and adapters of the model, and autocast."""
 
 import hashlib
+import itertools
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+_numbers, _next_number = WeakTensorKeyDictionary(), itertools.count()  # of every weight that was seen and is alive
 
 
 class ModelKey:
     """Two forwards of a model with equal keys give the same keys and values for the same tokens.
 
-    The weights enter by where they lie and by torch's count of their changes. That misses a change through `.data` (some
+    The weights enter by which tensors they are, where they lie and torch's count of their changes. That misses a change through `.data` (some
     optimizers, and PEFT where it merges and unmerges, which rounds the weights): see `PrefixCache.clear`.
     """
 
@@ -44,9 +49,13 @@ def _adapters(module) -> tuple:
     return module.disable_adapters, list(module.active_adapters), list(getattr(module, "merged_adapters", ())), scaling
 
 
-def _version(tensor: torch.Tensor) -> tuple[int, int]:
+def _version(tensor: torch.Tensor) -> tuple[int, int, int]:
+    number = -1  # accelerate makes a new tensor on the meta device after every forward
+    if not tensor.is_meta:  # a new tensor may lie where another one was
+        number = _numbers.get(tensor)
+        number = _numbers.setdefault(tensor, next(_next_number)) if number is None else number
     try:
         place = tensor.data_ptr()
     except RuntimeError:  # a subclass without storage of its own
         place = id(tensor)
-    return place, 0 if tensor.is_inference() else tensor._version
+    return number, place, 0 if tensor.is_inference() else tensor._version

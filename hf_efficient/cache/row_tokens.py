@@ -37,7 +37,8 @@ class RowTokens:
     when somebody asks, and not forward by forward.
 
     key: the `ModelKey` of the first forward. clears: how often the prefix cache had been cleared then. is_plain: whether the
-    current forward has that key, and keys and values that follow from its tokens.
+    current forward has that key, and keys and values that follow from its tokens. restored: of what the current forward found
+    stored: columns, whether the cache had no rows before, and the cache's steps since; None when it found nothing.
     """
 
     def __init__(self):
@@ -47,6 +48,7 @@ class RowTokens:
         self.key: ModelKey | None = None
         self.clears = 0
         self.is_plain = False
+        self.restored: tuple[int, bool, int] | None = None
         self.lengths: list[int] = []
         self._rows: list[list[int]] = []
         self._unread: list[tuple[list[int], list[int], torch.Tensor | None, torch.Tensor | None]] = []

@@ -106,7 +106,8 @@ class EvictionPolicy:
         budget: tokens that a key head keeps on average: an int, or a float between 0 and 1, the share of the tokens seen.
         when: "prefill": after a prompt, that is after the first forward and after every later one of more than 64 columns
             (a further chunk of the prompt, or the next turn of a chat); other forwards are not watched at all. "always": whenever a
-            forward leaves more than the budget, in steps of a block of the cache; the tokens of a forward of up to 64
+            forward leaves more than the budget, down to a block of the cache less one token below it (never below the
+            scorer's sinks and recent tokens), so a budget should be many blocks; the tokens of a forward of up to 64
             columns outlive it where the budget has room for them, so that speculation can take them back.
 
     A share of a short text is never less than the scorer's sinks and recent tokens. Raises ValueError for other arguments.

@@ -1,7 +1,9 @@
 """A model's own rotary position embedding, applied to stored keys and queries: moves them on by a number of positions."""
 
+import ast
 import importlib
 import inspect
+import textwrap
 
 import torch
 
@@ -12,8 +14,8 @@ _VARYING = ("dynamic", "longrope")  # their frequencies change with the length o
 class Rotary:
     """The rotary embedding of the model that a config belongs to, found in the modeling module beside the config's.
 
-    Raises ValueError where it cannot be used so: no such functions there, frequencies that change with the length, or
-    rotations that do not add up.
+    Raises ValueError where it cannot be used so: no such functions there, frequencies that change with the length, attention
+    that rotates not in all layers or changes the keys afterwards, or rotations that do not add up.
     """
 
     def __init__(self, config):
@@ -32,6 +34,9 @@ class Rotary:
         self._apply = getattr(module, "apply_rotary_pos_emb", None)
         if len(classes) != 1 or self._apply is None or not parameters:
             raise self._refusal(f"{module.__name__} has no rotary embedding of the usual form")
+        for name, value in vars(module).items():
+            if name.endswith("Attention") and inspect.isclass(value) and not _stores_rotated_keys(value):
+                raise self._refusal(f"{name} does not rotate the keys of all layers, or changes them afterwards")
         self._embedding = classes[0](config)
         by_type = "layer_type" in inspect.signature(self._embedding.forward).parameters
         self._arguments = (layer_type,) if by_type else ()
@@ -65,3 +70,18 @@ class Rotary:
         rotated, kept = flat[..., : cos.shape[-1]], flat[..., cos.shape[-1] :]
         rotated, _ = self._apply(rotated, rotated, cos / scaling, sin / scaling)
         return torch.cat([rotated, kept], -1).view(states.shape)
+
+
+def _stores_rotated_keys(attention: type) -> bool:
+    """False when the forward of this class rotates only under a condition (some layers of Cohere2 and SmolLM3 have no positions)
+    or norms the keys after that (Hunyuan)."""
+    keys = None
+    for statement in ast.parse(textwrap.dedent(inspect.getsource(attention.forward))).body[0].body:
+        text = ast.unparse(statement)
+        if "apply_rotary_pos_emb(" in text:
+            if not isinstance(statement, ast.Assign):
+                return False
+            keys = ast.unparse(statement.targets[0].elts[1])
+        elif keys is not None and text.startswith(f"{keys} = ") and "norm" in text:
+            return False
+    return True
