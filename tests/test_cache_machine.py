@@ -121,9 +121,8 @@ class CacheMachine(RuleBasedStateMachine):
             mask = torch.arange(state.columns) >= state.columns - lengths[:, None]
         mask = torch.cat([mask, torch.arange(width) >= width - torch.tensor(counts)[:, None]], 1)
         mask = None if even and state.column_mask is None else mask
-        if not self.rows:
-            self.rows = [torch.zeros(0, dtype=torch.long)] * rows
-            self.cache.state.check_batch(rows)
+        held = self.rows
+        self.rows = self.rows or [torch.zeros(0, dtype=torch.long)] * rows
 
         def write(layer, keys, values):
             step = layer.join_step(rows, width, mask)
@@ -134,7 +133,8 @@ class CacheMachine(RuleBasedStateMachine):
 
         if self.refused(lambda: self.forward(counts, write)):
             assert self.is_full
-            self.shorten([0] * rows, self.cache.rewind)  # that is possible at any time
+            self.rows = held
+            self.shorten([0] * len(held), self.cache.rewind)  # that is possible at any time
 
     @precondition(lambda self: self.rows and self.cache.layers[0].is_initialized)
     @rule(width=st.integers(1, 3))

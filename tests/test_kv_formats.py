@@ -237,6 +237,22 @@ def test_bytes_of_a_token(kv_format, most, head_dim):
     assert sizes[1] == 2 * 2 * 2 * head_dim and sizes[0] <= most * sizes[1]
 
 
+@torch.no_grad()
+def test_too_many_tokens_for_the_rings_change_nothing():
+    """Though the blocks of a growing pool have moved when that is found out."""
+    model, ids = llama(), torch.randint(3, 128, (2, 200))
+    model.set_attn_implementation("flash_paged")
+    logits = []
+    for width in (None, 600):
+        cache = PagedCache(model.config, 8, "int4")
+        model(ids, past_key_values=cache)
+        if width is not None:
+            with pytest.raises(ValueError, match="600 new tokens"), cache.decode_step(width):
+                pass
+        logits.append(model(ids[:, :1], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
 def generate(model, inputs, cache, new_tokens=40, **kwargs):
     inputs = {**inputs, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, **kwargs}
     return model.generate(**inputs, past_key_values=cache)

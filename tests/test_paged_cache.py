@@ -1,6 +1,8 @@
 """PagedCache: its own operations (test_cache_equality.py has generation beside DynamicCache)."""
 
 import copy
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -220,7 +222,7 @@ def test_pool_too_small_changes_nothing(llama, implementation):
     cache = PagedCache(llama.config, block_size=8, num_blocks=3)
     with pytest.raises(ValueError, match=r"num_blocks=3.*needs 4 blocks"):
         steps(llama, cache, torch.ones(2, 10, dtype=torch.long))
-    cache.reset()
+    assert cache.batch_size == -1
     ids = torch.randint(3, 128, (1, 20))
     steps(llama, cache, ids)
     with pytest.raises(ValueError, match=r"needs 4 blocks \(3 in use and 1 more\)"):
@@ -304,6 +306,38 @@ def test_a_layer_that_was_left_out_is_found(llama):
     cache.update(key, key, 0)
     with pytest.raises(RuntimeError, match="layer 1 took part in 0 forwards"):
         cache.update(key, key, 1)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_layer_that_found_no_room_is_found(llama, layer, planned, monkeypatch):
+    """Its pages are not where the tables say, the last layer's too."""
+    llama.set_attn_implementation("flash_paged")
+    cache, ids = PagedCache(llama.config, block_size=8), torch.randint(3, 128, (2, 20))
+    steps(llama, cache, ids)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(cache.layers[layer].store, "make_room", mock.Mock(side_effect=MemoryError))
+        with cache.decode_step() if planned else nullcontext():
+            steps(llama, cache, ids[:, :1])
+    with pytest.raises(RuntimeError, match=r"call reset\(\)"):
+        steps(llama, cache, ids[:, :1])
+    with pytest.raises(RuntimeError, match=r"call reset\(\)"), cache.decode_step():
+        pass
+    cache.reset()
+    torch.testing.assert_close(
+        steps(llama, cache, ids), steps(llama, None, ids, use_cache=False), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_rows_all_freed_and_new_ones(llama):
+    llama.set_attn_implementation("flash_paged")
+    inputs = left_padded_batch((5, 11, 8))
+    for kv_format in ("auto", "int4"):
+        cache = PagedCache(llama.config, kv_format=kv_format)
+        generate(llama, left_padded_batch((5, 9)), 8, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([False, False]))
+        assert cache.batch_size == -1 and cache.get_seq_length() == 0
+        assert torch.equal(generate(llama, inputs, 8, past_key_values=cache), generate(llama, inputs, 8))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class PagedLayer(CacheLayerMixin):
         """Drops the tensors."""
         self.store: PageStore | None = None
         self.tables: DeviceTables | None = None  # of a planned forward, on this layer's device
-        self.steps = 0  # how many of the cache's steps this layer took part in
+        self.steps = 0  # how many of the cache's steps this layer took part in, -1 when it failed in one
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -142,11 +142,11 @@ class PagedLayer(CacheLayerMixin):
                     f"{step.width}). All layers must take part in every forward: call reset() after a forward that "
                     "failed halfway, and use DynamicCache for early exit."
                 )
-        self.steps = state.steps
         return step
 
     def prepare(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
         """Makes the blocks of this step exist, moves and copies those that must be."""
+        self.steps = -1  # until that is done
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         elif (given := PageStore.form_of(key, value)) != self.store.form:
@@ -155,6 +155,7 @@ class PagedLayer(CacheLayerMixin):
                 f"{self.store.form} and was given {given}: call reset() before using it with another model or dtype."
             )
         self._make_room(step)
+        self.steps = self.state.steps
 
     def _make_room(self, step: Step) -> None:
         self.store.make_room(*step.change)
@@ -380,7 +381,8 @@ class PagedCache(Cache):
         or here waits for the device.
 
         Gives the new tokens' positions, int64 [B, width]. Run exactly one forward inside, compiled or a replayed CUDA
-        graph of it, without `attention_mask`; when it raises, the cache is as before.
+        graph of it, without `attention_mask`; when it raises, the cache is as before. When the memory for a growing pool
+        is missing it is not, and every later use raises RuntimeError until `reset()`.
 
         A pool of fixed size (`num_blocks`) keeps its tensors until `reset()` (`rewind` to zeros keeps them). A growing one
         replaces them now and then: a compiled forward is compiled again, a captured CUDA graph is not valid any more.
@@ -401,13 +403,18 @@ class PagedCache(Cache):
             raise RuntimeError("decode_step() continues a filled cache: run the prompt through the model first")
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise ValueError(f"width={width!r}: must be a positive integer")
+        if any(layer.steps != state.steps for layer in layers):
+            raise RuntimeError("decode_step() after a forward that failed halfway: call reset() and begin anew")
         rows = len(state.pool.lengths)
         state.plan_tokens(rows, width, None)
+        for layer in layers:
+            layer.steps = -1
+        for layer in layers:  # what fails here, for want of memory, leaves a cache that only reset() helps
+            layer._make_room(layer.state.step)
         for layer in layers:
             layer.steps = state.steps
         try:
             for layer in layers:
-                layer._make_room(layer.state.step)
                 layer.store.make_ready(layer.state.step)
                 tables = layer.tables = layer.state.tables_on(layer.device)
                 for tensor in (
@@ -469,11 +476,13 @@ class PagedCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows of `indices` (int64 indices, or a bool mask over the rows)."""
+        """Keeps the rows of `indices` (int64 indices, or a bool mask over the rows). None are kept by `reset()`."""
         self.state.check_idle()
         if self.state.pool.lengths:
             indices = torch.as_tensor(indices).cpu()
             indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+            if len(indices) == 0:
+                return self.reset()
             self.state.select(indices)
             for layer in self._paged_layers:
                 if layer.is_initialized:

@@ -260,10 +260,7 @@ class CacheState:
         self.check_consumed()
 
     def check_batch(self, batch: int) -> None:
-        if not self.pool.lengths:
-            for state in self.peers:
-                state.pool.add_rows(batch)
-        elif len(self.pool.lengths) != batch:
+        if self.pool.lengths and len(self.pool.lengths) != batch:
             raise ValueError(
                 f"PagedCache holds {len(self.pool.lengths)} rows and cannot take a batch of {batch}: call reset(), "
                 "batch_repeat_interleave() or batch_select_indices() first."
@@ -326,8 +323,18 @@ class CacheState:
         return self._append(counts, valid, width, mask)
 
     def _append(self, counts, valid, width, column_mask, evenly=False) -> Step:
-        for state in self.peers:  # the first one needs most blocks: when the pools are too small it raises
-            state._append_own(counts, valid, width, column_mask, evenly)
+        is_new = not self.pool.lengths
+        if is_new:
+            for state in self.peers:
+                state.pool.add_rows(len(counts))
+        try:
+            for state in self.peers:  # the first one needs most blocks: when the pools are too small it raises
+                state._append_own(counts, valid, width, column_mask, evenly)
+        except ValueError:
+            if is_new:
+                for state in self.peers:
+                    state.pool.reset()
+            raise
         return self.step
 
     def _append_own(self, counts, valid, width, column_mask, evenly) -> None:
