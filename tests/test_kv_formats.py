@@ -237,6 +237,20 @@ def test_bytes_of_a_token(kv_format, most, head_dim):
     assert sizes[1] == 2 * 2 * 2 * head_dim and sizes[0] <= most * sizes[1]
 
 
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_tensors_stay_while_rows_change_places(kv_format, small_window):
+    """So that a CUDA graph of decode_step() stays valid."""
+    with torch.no_grad():
+        harness = Harness(kv_format, "flash_paged", 8, num_blocks=60)
+        harness.forward(3, 60)
+        before = [tensor.data_ptr() for tensor in harness.store.static_tensors()]
+        harness.select([2, 0, 0])
+        harness.forward(3, 1)
+        harness.rewind([50, 61, 0])
+        harness.forward(3, 20)
+    assert before == [tensor.data_ptr() for tensor in harness.store.static_tensors()]
+
+
 @torch.no_grad()
 def test_too_many_tokens_for_the_rings_change_nothing():
     """Though the blocks of a growing pool have moved when that is found out."""

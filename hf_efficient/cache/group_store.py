@@ -189,7 +189,12 @@ class GroupStore(QuantizedStore):
     def select(self, rows: list[int]) -> None:
         index = to_device(rows, torch.int64, self.device)
         with torch.inference_mode(False):
-            self.rows = {name: tensor[index] for name, tensor in self.rows.items()}
+            for name, tensor in self.rows.items():
+                chosen = tensor[index]
+                if chosen.shape == tensor.shape:  # a captured graph reads the tensor that was there
+                    tensor.copy_(chosen)
+                else:
+                    self.rows[name] = chosen
         self.quantized = [self.quantized[row] for row in rows]
 
     def restored(self) -> None:
