@@ -335,6 +335,8 @@ def test_rows_all_freed_and_new_ones(llama):
     for kv_format in ("auto", "int4"):
         cache = PagedCache(llama.config, kv_format=kv_format)
         generate(llama, left_padded_batch((5, 9)), 8, past_key_values=cache)
+        with pytest.raises(ValueError, match="a mask over 1 rows, and there are 2"):
+            cache.batch_select_indices(torch.tensor([True]))
         cache.batch_select_indices(torch.tensor([False, False]))
         assert cache.batch_size == -1 and cache.get_seq_length() == 0
         assert torch.equal(generate(llama, inputs, 8, past_key_values=cache), generate(llama, inputs, 8))

@@ -480,6 +480,8 @@ class PagedCache(Cache):
         self.state.check_idle()
         if self.state.pool.lengths:
             indices = torch.as_tensor(indices).cpu()
+            if indices.dtype == torch.bool and len(indices) != len(self.state.pool.lengths):
+                raise ValueError(f"a mask over {len(indices)} rows, and there are {len(self.state.pool.lengths)}")
             indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
             if len(indices) == 0:
                 return self.reset()
