@@ -208,6 +208,21 @@ def test_parking(model):
     assert offload.bytes_to_host and caches[0].stats() == caches[1].stats()
 
 
+def test_a_disk_that_fails_loses_nothing(llama, tmp_path):
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    plain, cache = PagedCache(llama.config), PagedCache(llama.config, offload=Offload("1GB", 1, folder))
+    tokens = torch.randint(3, 128, (1, 20))
+    assert torch.equal(step(llama, cache, tokens), step(llama, plain, tokens))
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(Exception, match="No such file"):
+        cache.park()
+    (tmp_path / "elsewhere").rename(folder)
+    cache.park()
+    assert len(list(folder.iterdir())) == LAYERS
+    assert torch.equal(step(llama, cache, tokens), step(llama, plain, tokens))
+
+
 def test_a_copied_and_a_saved_cache(llama, tmp_path):
     llama.set_attn_implementation("flash_paged")
     offload = Offload(1)

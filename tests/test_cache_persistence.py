@@ -183,6 +183,18 @@ def length(tokens):
     return change
 
 
+def capacity(blocks, fixed=False):
+    def change(header, tensors):
+        header["groups"][0]["capacity"] = blocks
+        header["num_blocks"] = blocks if fixed else None
+
+    return change
+
+
+def wide(header, tensors):
+    header["layers"]["0"]["form"][2] = 10**9
+
+
 def without_layer_1(header, tensors):
     del header["layers"]["1"]
     del tensors["layers.1.pages.keys"], tensors["layers.1.pages.values"]
@@ -200,6 +212,13 @@ def narrower_keys(header, tensors):
         (first_block("0"), ""),
         (length(40), "row 1 has 40 tokens and the blocks"),
         (length(18), "19 columns and their mask do not fit rows of"),
+        (capacity(10**12), "its blocks take .* bytes on cpu, and .* are free there"),
+        (capacity(10**12, fixed=True), "its blocks take .* bytes on cpu, and .* are free there"),
+        (wide, r"layers\.0\.pages\.keys is torch\.float32 .* and must be"),
+        (
+            lambda header, tensors: header["groups"][0].update(dropped=[0, 8]),
+            "layers that see all tokens have dropped",
+        ),
         (narrower_keys, r"layers\.1\.pages\.keys is torch\.float32 .* and must be"),
         (lambda header, tensors: tensors.pop("layers.0.pages.values"), "layers.0.pages.values"),
         (lambda header, tensors: tensors.update(more=torch.zeros(1)), "tensors that do not belong"),

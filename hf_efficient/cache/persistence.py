@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -13,6 +14,7 @@ from hf_efficient.cache.fingerprint import config_fingerprint, weights_fingerpri
 
 
 _FORMAT = "hf_efficient.paged_cache.1"
+_BLOCK_BYTES = 64  # at the least, in the lists of a pool
 
 
 def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -> None:
@@ -63,6 +65,7 @@ def load(cls, path: str | os.PathLike, model, offload=None):
         text, tensors = _read(path)
         header, config = json.loads(text), getattr(model, "config", model)
         _check_model(header, model, config)
+        _check_size(header, tensors, _devices(model), offload)
         cache = cls(config, header["block_size"], header["kv_format"], header["num_blocks"], offload=offload)
         _fill(cache, header, tensors, _devices(model))
     except FileNotFoundError:
@@ -106,6 +109,28 @@ def _check_model(header: dict, model, config) -> None:
         )
 
 
+def _check_size(header: dict, tensors: dict[str, torch.Tensor], device_of, offload) -> None:
+    """Raises ValueError, before anything of that size is made, for pools that are larger than the memory that is free; with
+    `offload`, for layers that are."""
+    needed: dict[torch.device, int] = {}
+    for name, entry in header["layers"].items():
+        capacity = max(header["groups"][entry["group"]]["capacity"], header["num_blocks"] or 0)
+        pages = [tensor for key, tensor in tensors.items() if key.startswith(f"layers.{name}.pages.")]
+        block_bytes = sum(tensor.shape[1:].numel() * tensor.element_size() for tensor in pages)
+        size, device = capacity * max(block_bytes, _BLOCK_BYTES), device_of(int(name))
+        needed[device] = max(needed.get(device, 0), size) if offload else needed.get(device, 0) + size
+    for device, size in needed.items():
+        if size > (free := _free_bytes(device)):
+            raise ValueError(f"its blocks take {size} bytes on {device}, and {free} are free there")
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
 def _fill(cache, header: dict, tensors: dict[str, torch.Tensor], device_of) -> None:
     """Gives the new `cache` what the file holds. Raises, with `cache` half filled, for what cannot be."""
     layers = {str(layer.layer_idx): layer for layer in cache._paged_layers}
@@ -121,21 +146,33 @@ def _fill(cache, header: dict, tensors: dict[str, torch.Tensor], device_of) -> N
         states[index].restore(group, None if mask is None else mask.clone())
     for name, entry in header["layers"].items():
         layer, pool = layers[name], layers[name].state.pool
-        dtype, heads, dim, value_heads, value_dim = entry["form"]
-        new = dict(dtype=getattr(torch, dtype), device=device_of(layer.layer_idx))
-        rows = len(pool.lengths)
-        layer.lazy_initialization(
-            torch.empty(rows, heads, 1, dim, **new), torch.empty(rows, value_heads, 1, value_dim, **new)
-        )
-        blocks = torch.tensor(_used_blocks(pool.tables), dtype=torch.int64, device=new["device"])
+        rows, device = len(pool.lengths), device_of(layer.layer_idx)
+        blocks = torch.tensor(_used_blocks(pool.tables), dtype=torch.int64)
+        wanted, stored, stored_rows = (
+            layer.make_store(1, *_like(entry["form"], rows, "meta")),
+            {},
+            {},
+        )  # checked before memory is taken
+        for kind, pages in wanted.pages.items():
+            shape = len(blocks), *pages.shape[1:]
+            stored[kind] = _take(tensors, f"layers.{name}.pages.{kind}", shape, pages.dtype)
+        for kind, by_row in wanted.rows.items():
+            stored_rows[kind] = _take(tensors, f"layers.{name}.rows.{kind}", by_row.shape, by_row.dtype)
+        layer.lazy_initialization(*_like(entry["form"], rows, device))
         for kind, pages in layer.store.pages.items():
-            stored = _take(tensors, f"layers.{name}.pages.{kind}", (len(blocks), *pages.shape[1:]), pages.dtype)
-            pages[blocks] = stored.to(pages.device)
-        for kind, rows in layer.store.rows.items():
-            rows.copy_(_take(tensors, f"layers.{name}.rows.{kind}", rows.shape, rows.dtype))
+            pages[blocks.to(device)] = stored[kind].to(device)
+        for kind, by_row in layer.store.rows.items():
+            by_row.copy_(stored_rows[kind])
         layer.store.restored()
     if tensors:
         raise ValueError(f"it has tensors that do not belong: {sorted(tensors)}")
+
+
+def _like(form: list, rows: int, device):
+    """Keys and values of one token a row, of a store's `form`; meaningless."""
+    dtype, heads, dim, value_heads, value_dim = form
+    for number, size in ((heads, dim), (value_heads, value_dim)):
+        yield torch.empty(rows, number, 1, size, dtype=getattr(torch, dtype), device=device)
 
 
 def _take(tensors: dict, name: str, shape: tuple, dtype: torch.dtype) -> torch.Tensor:

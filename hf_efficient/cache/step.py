@@ -206,6 +206,8 @@ class CacheState:
         else:
             fits = column_mask.dtype == torch.bool and column_mask.shape == (rows, columns)
             fits = fits and column_mask.sum(1).tolist() == tokens
+        if self.window is None and any(self.pool.dropped):
+            raise ValueError("layers that see all tokens have dropped some")
         if not fits:
             raise ValueError(f"{columns} columns and their mask do not fit rows of {tokens} tokens")
         self.columns = self.previous_columns = columns

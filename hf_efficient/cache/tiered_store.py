@@ -183,9 +183,14 @@ class TieredStore:
         """Moves the host's copy to a file. Returns its bytes."""
         if self._departure is not None:
             self._departure.synchronize()
-        self._path = folder / f"{uuid.uuid4().hex}.safetensors"
-        self._file = weakref.finalize(self, self._path.unlink, missing_ok=True)
-        save_file(self._host, self._path)
+        path = folder / f"{uuid.uuid4().hex}.safetensors"
+        file = weakref.finalize(self, path.unlink, missing_ok=True)
+        try:
+            save_file(self._host, path)
+        except BaseException:  # such as a full disk: the host keeps its copy
+            file()
+            raise
+        self._path, self._file = path, file
         number, self._host = self.host_nbytes, None
         return number
 
