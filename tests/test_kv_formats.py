@@ -486,3 +486,19 @@ def test_head_dims_that_do_not_pack(kv_format, head_dim, multiple, route):
 def test_unknown_formats(kv_format):
     with pytest.raises(ValueError, match=r"kv_format=.*must be one of auto, int8, fp8, int4, int2"):
         PagedCache(llama().config, kv_format=kv_format)
+
+
+def test_a_refused_decode_step_changes_nothing():
+    """Also when the growing pool has moved its blocks for it."""
+    model = tiny_model("llama")
+    model.set_attn_implementation("flash_paged")
+    prompt, new = torch.randint(3, 128, (2, 230)), torch.randint(3, 128, (2, 1))
+    refused, plain = (PagedCache(model.config, kv_format="int2") for _ in range(2))
+    with torch.no_grad():
+        for cache in (refused, plain):
+            model(prompt, past_key_values=cache)
+        with pytest.raises(ValueError, match="500 new tokens in a row do not fit"), refused.decode_step(500):
+            pass
+        assert refused.cache_seqlens == [230, 230]
+        actual, expected = (model(new, past_key_values=cache).logits for cache in (refused, plain))
+    assert torch.equal(actual, expected)
