@@ -6,6 +6,7 @@ logits within 1e-5 of their size in float32.
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -590,6 +591,20 @@ def test_hooks_and_memory_go_with_it():
         assert model() is None and kept.stats()["used_blocks"] == 0
     finally:
         gc.enable()
+
+
+def test_a_hooked_model_is_copied_and_pickled():
+    model = tiny_model("llama")
+    prefix = PrefixCache(model, num_blocks=4)
+    copies = (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+    )  # before transformers' own hooks, which are not pickled
+    before, ids = dict(prefix.stats()), torch.arange(3, 40)[None]
+    for other in copies:
+        logits = other(ids, past_key_values=PagedCache(other.config)).logits
+        torch.testing.assert_close(logits, model(ids, past_key_values=PagedCache(model.config)).logits)
+    assert prefix.stats() == before
 
 
 def test_bad_arguments(llama):

@@ -96,10 +96,8 @@ class PrefixCache:
         self._counts = dict.fromkeys(("hits", "misses", "bypassed", "prompt_tokens", "skipped_tokens"), 0)
         names = list(inspect.signature(model.forward).parameters)
         handles = [
-            model.register_forward_pre_hook(_hook(weakref.ref(self), names, PrefixCache._before), with_kwargs=True),
-            model.register_forward_hook(
-                _hook(weakref.ref(self), names, PrefixCache._after), with_kwargs=True, always_call=True
-            ),
+            model.register_forward_pre_hook(_Hook(self, names, PrefixCache._before), with_kwargs=True),
+            model.register_forward_hook(_Hook(self, names, PrefixCache._after), with_kwargs=True, always_call=True),
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)
@@ -302,24 +300,30 @@ class PrefixCache:
         self._forms, self._pools = [], []
 
 
-def _hook(reference: weakref.ref, names: list[str], method):
-    """A hook of the model's forward that calls `method` when the forward uses a cache of this PrefixCache."""
+class _Hook:
+    """A hook of the model's forward that calls `method` when the forward uses a cache of `prefix`, which it keeps no hold of.
+    Does nothing in a copied or pickled model."""
 
-    def hook(model, args, kwargs, *output):
-        if torch.compiler.is_compiling():
+    def __init__(self, prefix: PrefixCache | None, names: list[str], method):
+        self._prefix = None if prefix is None else weakref.ref(prefix)
+        self._names, self._method = names, method
+
+    def __reduce__(self):
+        return _Hook, (None, self._names, self._method)
+
+    def __call__(self, model, args, kwargs, *output):
+        if torch.compiler.is_compiling() or self._prefix is None:
             return None
-        inputs = {**dict(zip(names, args)), **kwargs}
+        inputs = {**dict(zip(self._names, args)), **kwargs}
         cache = inputs.get("past_key_values")
         prefix = getattr(cache, "prefix_cache", None)
-        if prefix is None or prefix is not reference():
+        if prefix is None or prefix is not self._prefix():
             return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
         with torch.no_grad():
-            rest = method(prefix, model, cache, inputs, *output)
+            rest = self._method(prefix, model, cache, inputs, *output)
         return None if rest is None else ((), rest)
-
-    return hook
 
 
 def _is_plain(inputs: dict, columns: int) -> bool:
