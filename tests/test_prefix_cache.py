@@ -593,6 +593,7 @@ def test_hooks_and_memory_go_with_it():
         gc.enable()
 
 
+@torch.no_grad()
 def test_a_hooked_model_is_copied_and_pickled():
     model = tiny_model("llama")
     prefix = PrefixCache(model, num_blocks=4)
