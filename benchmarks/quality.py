@@ -255,8 +255,8 @@ def write_table(path: Path) -> None:
     axis.scatter(*zip(*PEERS.values()), color="#b5533c", marker="x", label="peers")
     best = {}
     for bits, value, name in sorted(ours):
-        if value < best.get(round(bits), (1e9,))[0]:
-            best[round(bits)] = (value, bits, name)
+        if value < best.get(min(8, round(bits)), (1e9,))[0]:
+            best[min(8, round(bits))] = (value, bits, name)
     for value, bits, name in best.values():
         side = dict(ha="right", xytext=(-6, 8)) if bits > 7 else dict(ha="left", xytext=(6, -10))
         axis.annotate(f"{name}: {value:.2f}", (bits, value), fontsize=7, textcoords="offset points", **side)
@@ -266,7 +266,7 @@ def write_table(path: Path) -> None:
     )
     ticks = [20, 25, 30, 40, 60, 100]
     axis.set_yticks(ticks, [str(tick) for tick in ticks])
-    axis.set_ylim(19, 140)  # int2 to nearest lies at 8e5
+    axis.set_ylim(18.5, 140)  # int2 to nearest lies at 8e5
     axis.minorticks_off()
     axis.legend()
     axis.spines[["top", "right"]].set_visible(False)
