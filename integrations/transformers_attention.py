@@ -10,7 +10,7 @@ import inspect
 
 import torch
 
-from hf_efficient.cache.paged_cache import PAGES
+from hf_efficient.cache.page_handle import PAGES
 from hf_efficient.integrations import transformers_compile
 from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
 from hf_efficient.kernels import attention

@@ -37,9 +37,8 @@ def _plan_before(original):
             if not _is_decode_step(cache, **inputs):  # such as the chunks of a prompt
                 return self(*args, **inputs)
             if (positions := inputs.get("position_ids")) is not None:
-                inputs["position_ids"] = (
-                    positions.contiguous()
-                )  # a slice, as of the last chunk, would be another graph
+                # a slice, as of the last chunk, would be another graph
+                inputs["position_ids"] = positions.contiguous()
             with cache.decode_step():
                 return compiled(*args, **{**inputs, "attention_mask": None})
 

@@ -38,6 +38,15 @@ def nan_poison(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
 
 
+@pytest.fixture
+def fresh_compiler():
+    """torch.compile forgets what it compiled, before and after, and its counters start at 0."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

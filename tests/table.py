@@ -62,6 +62,19 @@ SPECULATION = {
     "assistant": lambda model: {"assistant_model": model},
 }
 
+# name -> Scorer for eviction, of small models; those whose names begin with "AdaKV " have their definition in
+# test_eviction_scorers.py by that name, Distinctive in a file of its own
+SCORERS = {
+    "SinkWindow": hf_efficient.SinkWindow(),
+    "KeyNorm": hf_efficient.KeyNorm(recent=16),
+    "HeavyHitter": hf_efficient.HeavyHitter(recent=16),
+    "TOVA": hf_efficient.TOVA(recent=16),
+    "SnapKV": hf_efficient.SnapKV(window=8),
+    "ExpectedAttention": hf_efficient.ExpectedAttention(window=32, future=16, recent=16),
+    "AdaKV SnapKV": hf_efficient.AdaKV(hf_efficient.SnapKV(window=8)),
+    "Distinctive": hf_efficient.AdaKV(hf_efficient.Distinctive(window=32, future=16, recent=16), floor=0.5),
+}
+
 # (architecture, attention) -> the error, as a pattern; transformers' own refusals are listed too
 _NO_SDPA = "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention"
 REFUSALS = {

@@ -11,12 +11,7 @@ from hf_efficient import PagedCache, PrefixCache
 from hf_efficient.integrations import transformers_attention, transformers_compile
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from helpers import left_padded_batch, tiny_model
 from transformers import DynamicCache
 
 from hf_efficient import PagedCache
-from hf_efficient.cache.step import REWINDABLE
+from hf_efficient.cache.cache_state import REWINDABLE
 
 
 WINDOW, BLOCK = 8, 8

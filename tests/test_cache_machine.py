@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Gemma2Config
 
 from hf_efficient import PagedCache
-from hf_efficient.cache import step as step_module
+from hf_efficient.cache import cache_state
 
 
 EXAMPLES, STEPS = 150, 100
@@ -58,7 +58,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(block_size=st.sampled_from([8, 16]), num_blocks=st.sampled_from([None, None, 24, 60]))
     def start(self, block_size, num_blocks):
-        self.patch = mock.patch.object(step_module, "REWINDABLE", REWINDABLE)  # or rows would have to be long
+        self.patch = mock.patch.object(cache_state, "REWINDABLE", REWINDABLE)  # or rows would have to be long
         self.patch.start()
         self.cache = self.make_cache(block_size, num_blocks)
         self.rows: list[torch.Tensor] = []

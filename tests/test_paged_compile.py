@@ -15,15 +15,10 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from hf_efficient import PagedCache
-from hf_efficient.cache import paged_cache
+from hf_efficient.cache import paged_layer
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture
@@ -233,7 +228,7 @@ def test_what_cannot_be_planned(llama, monkeypatch):
             cache.decode_step(width).__enter__()
     with pytest.raises(Exception, match=r"with cache.decode_step\(\)"):
         compiled(llama)[0](token, past_key_values=cache)
-    monkeypatch.setattr(paged_cache, "PAGES", "lost")  # a model that changes its keys after update()
+    monkeypatch.setattr(paged_layer, "PAGES", "lost")  # a model that changes its keys after update()
     forward = compiled(llama)[0]
     with pytest.raises(RuntimeError, match="layer 0 never reached"):
         with cache.decode_step():

@@ -623,6 +623,8 @@ def test_bad_arguments(llama):
     ):
         with pytest.raises(ValueError, match=message):
             PrefixCache(**{"model": llama, "num_blocks": 4, **arguments})
+    with pytest.raises(ValueError, match="prefix_cache=True: must be an hf_efficient.PrefixCache"):
+        PagedCache(llama.config, prefix_cache=True)
     with pytest.raises(ValueError, match="block_size=16 with a prefix_cache of block_size=8"):
         PagedCache(llama.config, prefix_cache=new_prefix(llama))
     with pytest.raises(ValueError, match="made for another model"):

@@ -3,11 +3,12 @@
 import torch
 
 from hf_efficient.cache.block_pool import BlockPool
+from hf_efficient.cache.cache_state import CacheState
 from hf_efficient.cache.device_tables import DeviceTables, to_device
 from hf_efficient.cache.eviction.base import EvictionPolicy, View
 from hf_efficient.cache.eviction.rotary import Rotary
 from hf_efficient.cache.page_store import PageStore
-from hf_efficient.cache.step import CacheState, Step
+from hf_efficient.cache.step import Step
 
 
 _PROMPT = 64  # a forward of more columns is a prompt also in a filled cache; others may be taken back by speculation

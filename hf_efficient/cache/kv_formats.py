@@ -22,7 +22,10 @@ def check_form(kv_format: str, key: torch.Tensor, value: torch.Tensor) -> None:
     """Raises ValueError for keys [B, Hk, S, D] or values [B, Hv, S, Dv] that the format cannot hold."""
     if kv_format == "auto":
         return
-    given = f"PagedCache(kv_format={kv_format!r}): keys have {key.shape[1]} heads of dim {key.shape[3]}, values {value.shape[1]} of dim {value.shape[3]}"
+    given = (
+        f"PagedCache(kv_format={kv_format!r}): keys have {key.shape[1]} heads of dim {key.shape[3]}, values "
+        f"{value.shape[1]} of dim {value.shape[3]}"
+    )
     if key.shape[1] != value.shape[1]:
         raise ValueError(f'{given}: there must be as many of both; "auto" takes any')
     multiple = 32 // _GROUPS[kv_format][0] if kv_format in _GROUPS else 1

@@ -6,186 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, DummyLayer, get_layer_types_and_kwargs
 
 from hf_efficient.cache import persistence
-from hf_efficient.cache.device_tables import DeviceTables, to_device
-from hf_efficient.cache.evicting_store import EvictingStore, bind
+from hf_efficient.cache.cache_state import CacheState, PlannedForward
+from hf_efficient.cache.evicting_store import bind
 from hf_efficient.cache.eviction.base import EvictionPolicy
-from hf_efficient.cache.eviction.rotary import Rotary
-from hf_efficient.cache.kv_formats import KV_FORMATS, check_form, default_block_size, make_store
+from hf_efficient.cache.kv_formats import KV_FORMATS, default_block_size
 from hf_efficient.cache.memory_budget import MemoryBudget
 from hf_efficient.cache.offload import CacheTiers, Offload
-from hf_efficient.cache.page_handle import PAGES, PageHandle
-from hf_efficient.cache.page_store import PageStore
+from hf_efficient.cache.paged_layer import PagedLayer
 from hf_efficient.cache.row_tokens import RowTokens
 from hf_efficient.cache.stats import CacheStats
-from hf_efficient.cache.step import CacheState, PlannedForward, Step
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _NO_LAYER_TYPES = ("dummy",)
-
-
-class PagedLayer(CacheLayerMixin):
-    """What transformers calls a layer of a cache: hands keys and values to the layer's `PageStore`."""
-
-    is_compileable = False
-    is_croppable = True
-    budget: MemoryBudget | None = None
-    tiers: CacheTiers | None = None
-
-    def __init__(
-        self,
-        state: CacheState,
-        layer_idx: int,
-        eviction: tuple[EvictionPolicy, Rotary | None] | None = None,
-        kv_format: str = "auto",
-        has_window: bool = False,
-    ):
-        super().__init__()
-        self.state = state
-        self.layer_idx = layer_idx
-        self.eviction = eviction
-        self.kv_format = kv_format
-        self.has_window = has_window
-        self.forget()
-
-    @property
-    def is_sliding(self) -> bool:
-        return self.state.window is not None
-
-    def forget(self) -> None:
-        """Drops the tensors."""
-        self.store: PageStore | None = None
-        self.tables: DeviceTables | None = None  # of a planned forward, on this layer's device
-        self.steps = 0  # how many of the cache's steps this layer took part in, -1 when it failed in one
-        self.is_initialized = False
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        if self.budget is not None:
-            self.budget.fix_pools(self.make_store, key_states, value_states)
-        self.store = self.make_store(self.state.pool.capacity, key_states, value_states)
-        if self.budget is not None:
-            self.budget.check(self.store, self.layer_idx)
-        if self.tiers is not None:
-            self.store = self.tiers.adopt(self.store, self.state)
-        self.is_initialized = True
-
-    def make_store(self, capacity: int, key: torch.Tensor, value: torch.Tensor) -> PageStore:
-        """Empty pages of `capacity` blocks for keys and values like these [B, H, S, D]."""
-        if self.eviction is not None:
-            return EvictingStore(*self.eviction, self.state.pool.block_size, key, value)
-        return make_store(self.kv_format, self.state.pool, capacity, key, value, self.has_window)
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Takes the new keys [B, Hk, S, D] and values [B, Hv, S, Dv] of one forward.
-
-        Under the paged attention nothing is stored yet: they come back marked, and the attention function stores them.
-        Under any other, returns contiguous keys and values of all tokens: [B, H, longest row, D], each row at the left
-        and zeros after it. Layers with a window give the last `window - 1 + S` tokens, as transformers' own do, and zeros for
-        what is dropped while rows are ragged.
-        """
-        state = self.state
-        state.check_consumed()
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise RuntimeError(
-                "PagedCache keeps no gradients: wrap the forward in torch.no_grad(), or train without a cache "
-                "(use_cache=False)."
-            )
-        check_form(self.kv_format, key_states, value_states)
-        if self.budget is not None:
-            self.budget.fix_pools(self.make_store, key_states, value_states)
-        if self.eviction is not None and not state.reads_pages:
-            raise ValueError(
-                'PagedCache(eviction=...) needs attn_implementation="flash_paged", whose attention reads the tokens that '
-                f"are left, not {state.config._attn_implementation!r}"
-            )
-        if state.reads_pages:
-            if state.planned is None and (
-                torch.compiler.is_compiling() or (key_states.is_cuda and torch.cuda.is_current_stream_capturing())
-            ):
-                raise RuntimeError(
-                    "PagedCache: a forward that is compiled or captured in a CUDA graph must run under "
-                    "`with cache.decode_step():`, which does its bookkeeping outside"
-                )
-            handle = state.pending = PageHandle(self)
-            setattr(key_states, PAGES, handle)
-            return key_states, value_states
-        step = self.join_step(key_states.shape[0], key_states.shape[2])
-        self.prepare(step, key_states, value_states)
-        keys, values = self.store.update(step, key_states, value_states)
-        if not state.is_ragged:
-            if state.window is not None:
-                visible = slice(-(state.window - 1 + step.width), None)
-                keys, values = keys[:, :, visible], values[:, :, visible]
-        else:
-            lengths = to_device(step.lengths, torch.int64, keys.device)
-            beyond = (torch.arange(step.max_length, device=keys.device) >= lengths[:, None])[:, None, :, None]
-            keys, values = keys.masked_fill(beyond, 0), values.masked_fill(beyond, 0)
-            if any(dropped := state.pool.dropped):
-                keys, values = (torch.nn.functional.pad(x, (0, 0, dropped[0], 0)) for x in (keys, values))
-        return keys.contiguous(), values.contiguous()
-
-    def join_step(self, batch: int, width: int, mask: torch.Tensor | None = None) -> Step:
-        """The plan of the current forward, made by the first layer that asks."""
-        state = self.state
-        if self.steps == state.steps:
-            step = state.plan_tokens(batch, width, mask) if state.reads_pages else state.plan_columns(batch, width)
-        else:
-            step = state.step
-            if self.steps != state.steps - 1 or (len(step.starts), step.width) != (batch, width):
-                raise RuntimeError(
-                    f"PagedCache: layer {self.layer_idx} took part in {self.steps} forwards with this cache and another "
-                    f"layer in {state.steps} (now {batch} rows of {width} columns, there {len(step.starts)} of "
-                    f"{step.width}). All layers must take part in every forward: call reset() after a forward that "
-                    "failed halfway, and use DynamicCache for early exit."
-                )
-        return step
-
-    def prepare(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Makes the blocks of this step exist, moves and copies those that must be."""
-        self.steps = -1  # until that is done
-        if not self.is_initialized:
-            self.lazy_initialization(key, value)
-        elif (given := PageStore.form_of(key, value)) != self.store.form:
-            raise ValueError(
-                f"PagedCache: layer {self.layer_idx} stores (dtype, key heads, head dim, value heads, head dim) "
-                f"{self.store.form} and was given {given}: call reset() before using it with another model or dtype."
-            )
-        self._make_room(step)
-        self.steps = self.state.steps
-
-    def _make_room(self, step: Step) -> None:
-        self.store.make_room(*step.change)
-        if step.dropped is not None:
-            self.store.drop(step.dropped)
-
-    def get_seq_length(self) -> int | torch.Tensor:
-        """Columns seen: tokens and, under the paged attention, padding. In a planned forward an int64 [] tensor, which a
-        compiled graph reads anew every time."""
-        state = self.state
-        if state.planned is not None:
-            return self.tables.columns
-        return state.previous_columns if self.steps == state.steps - 1 else state.columns
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.state.planned is not None:  # a number that stays the same, and that no mask has
-            return self.tables.block_table.shape[1] * self.state.pool.block_size + query_length, 0
-        columns, window = self.get_seq_length(), self.state.window
-        if window is None or self.state.reads_pages or self.state.is_ragged:
-            return columns + query_length, 0
-        return min(columns, window - 1) + query_length, max(columns - window + 1, 0)
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def reset(self) -> None:
-        raise RuntimeError("the layers of a PagedCache share their blocks: call reset() on the cache")
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        raise RuntimeError("the layers of a PagedCache share their blocks: call reorder_cache() on the cache")
 
 
 class PagedCache(Cache):
@@ -263,6 +99,8 @@ class PagedCache(Cache):
         if not hasattr(config, "get_text_config"):
             raise ValueError(f"config={type(config).__name__}: must be a transformers config, such as model.config")
         if prefix_cache is not None:
+            if not callable(getattr(prefix_cache, "check", None)):
+                raise ValueError(f"prefix_cache={prefix_cache!r}: must be an hf_efficient.PrefixCache")
             prefix_cache.check(config, block_size, kv_format)
         self.prefix_cache = prefix_cache
         self.row_tokens = None if prefix_cache is None else RowTokens()
@@ -270,7 +108,7 @@ class PagedCache(Cache):
         self.kv_format, self.eviction = kv_format, eviction
         windows = _windows(config, decoder)
         if prefix_cache is not None or eviction is not None or kv_format in ("int4", "int2"):
-            windows = [window and None for window in windows]  # these count on blocks that stay
+            windows = [0 if window == 0 else None for window in windows]  # these count on blocks that stay
         states = {
             window: CacheState(decoder, block_size, num_blocks, window)
             for window in sorted({window for window in windows if window != 0}, key=lambda n: -(n or float("inf")))
@@ -533,7 +371,8 @@ def _layer_types(config, decoder) -> tuple[list[str], list[dict]]:
 
 def _windows(config, decoder) -> list[int | None]:
     """How many tokens each layer of the decoder sees: None for all, 0 for a layer that stores nothing."""
-    return [
-        0 if kind in _NO_LAYER_TYPES else kwargs["sliding_window"] or None if kind == "sliding_attention" else None
-        for kind, kwargs in zip(*_layer_types(config, decoder))
-    ]
+    windows = []
+    for kind, kwargs in zip(*_layer_types(config, decoder)):
+        window = kwargs["sliding_window"] or None if kind == "sliding_attention" else None
+        windows.append(0 if kind in _NO_LAYER_TYPES else window)
+    return windows

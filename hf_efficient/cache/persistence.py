@@ -148,11 +148,8 @@ def _fill(cache, header: dict, tensors: dict[str, torch.Tensor], device_of) -> N
         layer, pool = layers[name], layers[name].state.pool
         rows, device = len(pool.lengths), device_of(layer.layer_idx)
         blocks = torch.tensor(_used_blocks(pool.tables), dtype=torch.int64)
-        wanted, stored, stored_rows = (
-            layer.make_store(1, *_like(entry["form"], rows, "meta")),
-            {},
-            {},
-        )  # checked before memory is taken
+        wanted = layer.make_store(1, *_like(entry["form"], rows, "meta"))  # checked before memory is taken
+        stored, stored_rows = {}, {}
         for kind, pages in wanted.pages.items():
             shape = len(blocks), *pages.shape[1:]
             stored[kind] = _take(tensors, f"layers.{name}.pages.{kind}", shape, pages.dtype)

@@ -12,7 +12,8 @@ import torch
 
 
 def describe() -> dict:
-    """Hardware, versions of the stack, git commit (None outside a checkout), command line and UTC time."""
+    """Hardware, versions of the stack, git commit (None outside a checkout; "-dirty" when other files than results are
+    changed), command line and UTC time."""
     packages = ("hf_efficient", "torch", "triton", "transformers", "accelerate", "safetensors", "huggingface_hub")
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -37,9 +38,14 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--match="]
-    try:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    results = ":(exclude,top)benchmarks/results"  # which a script writes while it measures
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", results)
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
