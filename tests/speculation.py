@@ -27,6 +27,7 @@ def perturbed(model, amount: float, seed: int = 1):
 def drafting(model, tokens: int = 4):
     model.generation_config.num_assistant_tokens = tokens
     model.generation_config.assistant_confidence_threshold = 0.0
+    model.generation_config.num_assistant_tokens_schedule = "constant"  # tests count forwards
     return model
 
 

@@ -34,32 +34,32 @@ class TestPromptLookup:
     def test_proposes_what_followed_the_longest_suffix(self):
         # after "5 6" came 7; after the more recent lone "6" came 9
         drafter = self.begin([[5, 6, 7, 8, 6, 9, 1, 5, 6]])
-        proposal = drafter.propose([10])
+        proposal = drafter.propose([10], 63)
         assert proposal.tokens.tolist() == [[7, 8, 6, 9]] and proposal.counts.tolist() == [4]
         assert proposal.probabilities is None
-        assert self.begin([[5, 6, 7, 8, 6, 9, 1, 5, 6]], max_ngram=1).propose([10]).tokens[0, 0] == 9
+        assert self.begin([[5, 6, 7, 8, 6, 9, 1, 5, 6]], max_ngram=1).propose([10], 63).tokens[0, 0] == 9
 
     def test_rows_without_a_match_propose_nothing(self):
         drafter = self.begin([[1, 2, 3, 4], [7, 8, 9, 7], [5, 6, 5, 6, 5]])
-        proposal = drafter.propose([10, 10, 3])
+        proposal = drafter.propose([10, 10, 3], 63)
         assert proposal.counts.tolist() == [0, 4, 3]
         assert proposal.tokens.tolist()[1] == [8, 9, 7, 8], "the copy may run into its own output"
         assert proposal.tokens.tolist()[2][:3] == [6, 5, 6]
         drafter.select([0])
-        assert drafter.propose([10]) is None
+        assert drafter.propose([10], 63) is None
 
     def test_padding_is_never_matched(self):
         drafter = self.begin([[3, 0], [1, 2, 3, 4, 5, 6]])
-        assert drafter.propose([10, 10]) is None
+        assert drafter.propose([10, 10], 63) is None
 
     def test_learns_the_output(self):
         drafter = self.begin([[1, 2, 3]], num_tokens=2)
-        assert drafter.propose([9]) is None
+        assert drafter.propose([9], 63) is None
         drafter.accept([[1]])
-        assert drafter.propose([9]).tokens.tolist() == [[2, 3]]
+        assert drafter.propose([9], 63).tokens.tolist() == [[2, 3]]
         drafter.accept([[4, 1]])  # the most recent "1" wins
-        assert drafter.propose([9]).tokens.tolist() == [[4, 1]]
-        assert drafter.propose([0]) is None
+        assert drafter.propose([9], 63).tokens.tolist() == [[4, 1]]
+        assert drafter.propose([0], 63) is None
 
     @pytest.mark.parametrize("arguments", [(0,), (-1,), (2.0,), (True,), (3, 0)])
     def test_refuses_other_numbers(self, arguments):
@@ -104,7 +104,7 @@ class TestAssistant:
             ([2], [0], [9]),
             ([0], [0], [9]),
         ):
-            proposal = drafter.propose(limits)
+            proposal = drafter.propose(limits, 63)
             expected = self.greedy(model, rows, 3)
             assert proposal.counts.tolist() == [min(3, limit) for limit in limits]
             for got, want, limit in zip(proposal.tokens.tolist(), expected, limits):
@@ -128,9 +128,9 @@ class TestAssistant:
         drafter = AssistantDrafter(model, False, model.generation_config)
         drafter.check(model)
         drafter.begin(sequences_of(**batch, first=torch.tensor([9, 10])))
-        proposal = drafter.propose([9, 9])
+        proposal = drafter.propose([9, 9], 63)
         assert proposal.tokens.shape == (2, 1) and proposal.counts.tolist() == [1, 1]
-        assert drafter.propose([0, 0]) is None
+        assert drafter.propose([0, 0], 63) is None
 
     @torch.no_grad()
     def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(self, model):
@@ -139,7 +139,7 @@ class TestAssistant:
         drafter = AssistantDrafter(model, True, model.generation_config)
         drafter.check(model)
         drafter.begin(sequences)
-        proposal = drafter.propose([9, 9])
+        proposal = drafter.propose([9, 9], 63)
         for row, (prompt, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"])):
             ids = prompt[mask.bool()].tolist() + [9 + row] + proposal.tokens[row].tolist()
             expected = model(torch.tensor([ids]), use_cache=False).logits[0, -4:-1].softmax(-1)

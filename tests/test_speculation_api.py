@@ -158,8 +158,8 @@ def test_refusals_name_the_argument(kind, llama, monkeypatch):
 def test_custom_generate_refusals(llama):
     target, draft, batch, _ = llama
     options = dict(**batch, custom_generate=speculative_generate, max_new_tokens=4)
-    with pytest.raises(ValueError, match="nothing to draft with"):
-        target.generate(**options)
+    with pytest.raises(TypeError, match="draft='str'"):
+        target.generate(**options, draft_model="gpt2")
     with pytest.raises(ValueError, match="num_beams=2"):
         target.generate(**options, draft_model=draft, num_beams=2)
     with pytest.raises(ValueError, match="remembers its last call"):

@@ -8,7 +8,7 @@ import torch
 from speculation import NEW, Recorder, counting, drafting, end_token
 
 from hf_efficient import PagedCache, speculative_generate
-from hf_efficient.generation.speculative import SpeculativeOutput
+from hf_efficient.generation.output import SpeculativeOutput
 
 
 llama = pytest.fixture(speculation.llama)

@@ -2,6 +2,7 @@ import math
 
 import torch
 
+from hf_efficient.generation.drafters.base import Proposal
 from hf_efficient.generation.verification import verify
 
 
@@ -25,7 +26,7 @@ def scores_choosing(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
 def test_greedy_keeps_the_matching_prefix_of_each_row():
     target = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
     drafts = torch.tensor([[1, 2, 3], [1, 0, 3], [0, 2, 3], [1, 2, 3]])
-    tokens, accepted = verify(scores_choosing(target, 6), drafts, torch.tensor([3, 3, 3, 2]))
+    tokens, accepted, _ = verify(scores_choosing(target, 6), Proposal(drafts, torch.tensor([3, 3, 3, 2])))
     assert accepted.tolist() == [3, 1, 0, 2]  # after a miss a later match does not count; filler is never accepted
     assert [row[: n + 1] for row, n in zip(tokens.tolist(), accepted.tolist())] == [
         [1, 2, 3, 4],
@@ -36,11 +37,10 @@ def test_greedy_keeps_the_matching_prefix_of_each_row():
 
 
 def test_without_drafts_it_is_plain_decoding():
-    drafts, counts = torch.empty(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    tokens, accepted = verify(scores_choosing(torch.tensor([[3], [5]]), 6), drafts, counts)
+    tokens, accepted, _ = verify(scores_choosing(torch.tensor([[3], [5]]), 6), None)
     assert tokens.tolist() == [[3], [5]] and accepted.tolist() == [0, 0]
     certain = torch.full((2, 1, 6), float("-inf")).index_fill(2, torch.tensor([4]), 0.0)
-    tokens, accepted = verify(certain, drafts, counts, do_sample=True)
+    tokens, accepted, _ = verify(certain, None, do_sample=True)
     assert tokens.tolist() == [[4], [4]] and accepted.tolist() == [0, 0]
 
 
@@ -71,7 +71,7 @@ def sample_chain(one_hot: bool, counts: int) -> tuple[torch.Tensor, torch.Tensor
     drafts = torch.stack([first, second], 1)
     scores = torch.stack([target[0].expand(ROWS, -1), target[first], target[second]], 1).log()
     proposed = None if one_hot else torch.stack([draft[0].expand(ROWS, -1), draft[first]], 1)
-    tokens, accepted = verify(scores, drafts, torch.full((ROWS,), counts), True, proposed)
+    tokens, accepted, _ = verify(scores, Proposal(drafts, torch.full((ROWS,), counts), proposed), True)
     # rows with one token go on by the target itself, as the next step would
     second = torch.where(accepted > 0, tokens[:, 1], torch.multinomial(target[tokens[:, 0]], 1)[:, 0])
     pairs = torch.bincount(tokens[:, 0] * VOCABULARY + second, minlength=VOCABULARY**2)
@@ -103,7 +103,7 @@ def test_equal_distributions_accept_everything():
     scores = torch.randn(500, 4, 11)
     probabilities = scores[:, :3].softmax(-1)
     drafts = torch.multinomial(probabilities.flatten(0, 1), 1).view(500, 3)
-    tokens, accepted = verify(scores, drafts, torch.full((500,), 3), True, probabilities)
+    tokens, accepted, _ = verify(scores, Proposal(drafts, torch.full((500,), 3), probabilities), True)
     assert (accepted == 3).all() and torch.equal(tokens[:, :3], drafts)
 
 
@@ -112,5 +112,5 @@ def test_a_draft_the_target_excludes_is_never_kept():
     scores = torch.randn(400, 2, 5)
     scores[:, :, 3] = float("-inf")
     drafts = torch.full((400, 1), 3)
-    tokens, accepted = verify(scores, drafts, torch.ones(400, dtype=torch.int64), True)
+    tokens, accepted, _ = verify(scores, Proposal(drafts, torch.ones(400, dtype=torch.int64)), True)
     assert (accepted == 0).all() and (tokens[:, 0] != 3).all()

@@ -76,6 +76,12 @@ class BlockPool:
         """Blocks that `tokens` tokens take."""
         return -(-tokens // self.block_size)
 
+    def slots(self, row: int, first: int, number: int) -> list[int]:
+        """block * block_size + offset of `number` tokens of the row from its token `first` on."""
+        size, first = self.block_size, first - self.dropped[row]
+        table = self.tables[row]
+        return [table[token // size] * size + token % size for token in range(first, first + number)]
+
     def append(self, counts: list[int]) -> StorageChange:
         """Makes room for `counts[row]` more tokens at the end of each row.
 

@@ -59,6 +59,7 @@ class CacheState:
         self.step: Step | None = None
         self.pending = None
         self.planned: PlannedForward | None = None
+        self.tree: torch.Tensor | None = None  # of the forward under way, as in `Step`
         self.tables: dict[torch.device, DeviceTables] = {}
 
     def restore(self, snapshot: dict, column_mask: torch.Tensor | None) -> None:
@@ -213,7 +214,7 @@ class CacheState:
         self.previous_columns = self.columns
         self.columns += width
         self.steps += 1
-        self.step = Step(self.pool, change, starts, valid, width, dropped)
+        self.step = Step(self.pool, change, starts, valid, width, dropped, self.tree)
         changes = self.pool.table_changes()
         for device, tables in self.tables.items():
             if tables.fits(self.pool):

@@ -81,6 +81,13 @@ class PageStore:
     def check_rewind(self, lengths: list[int]) -> None:
         """Raises ValueError where `rewind(lengths)` is not possible any more."""
 
+    def move(self, sources: list[int], destinations: list[int]) -> None:
+        """The tokens in slots `sources` (block * block_size + offset) are in `destinations` from now on."""
+        source, destination = to_device([sources, destinations], torch.int64, self.device)
+        for pages in self.pages.values():
+            flat = pages.flatten(0, 1)
+            flat[destination] = flat[source]
+
     def update(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores `key` [B, Hk, S, D] and `value`, and reads all."""
         self.write(step, key, value)
@@ -127,7 +134,7 @@ class PageStore:
             0 if step.run is not None else len(step.lengths) * step.max_length * self.pages["keys"][0, 0].numel()
         )
         if gathered > _MANY and step.valid is None and step.width <= MAX_DECODE_QUERIES:
-            options |= dict(causal=causal, window_size=window_size)
+            options |= dict(causal=causal, window_size=window_size, tree_mask=step.tree_mask(query.device))
             return self.append_and_attend(tables_on(query.device), query, key, value, **options)
         if key is not None:
             self.write(step, key, value)
@@ -140,7 +147,8 @@ class PageStore:
     def _attend_kernels(self, step, tables_on, query, key, value, **options):
         device = query.device
         tables, tokens = tables_on(device), step.token_indices(device)
-        if tokens is None and step.width <= MAX_DECODE_QUERIES:
+        if step.tree is not None or (tokens is None and step.width <= MAX_DECODE_QUERIES):
+            options["tree_mask"] = step.tree_mask(device)
             return self.append_and_attend(tables, query, key, value, **options)
         query = query.transpose(1, 2)  # [B, S, Hq, D]
         keys, values, table = self.pages["keys"], self.pages["values"], tables.block_table

@@ -277,6 +277,61 @@ class PagedCache(Cache):
             each.planned = None
         state.check_consumed()
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether `token_tree` and `keep` are possible: not with `eviction`, nor with int4 and int2 pages, whose tokens are
+        quantized together."""
+        return self.eviction is None and self.kv_format not in ("int4", "int2")
+
+    @contextmanager
+    def token_tree(self, seen: torch.Tensor) -> Iterator[None]:
+        """For one forward whose new tokens are a tree in every row and not one continuation.
+
+        seen: bool [B, S, S], which of the S new tokens each of them sees, itself included; all of them see what the row
+        held before. A node stands behind those that it sees, and its position is that of the row's last token plus their
+        number: pass `position_ids`. Attention implementations that do not read pages also need a 4-D mask that says so.
+        `keep` afterwards makes one continuation of the tree.
+
+        Raises ValueError when not `takes_trees`.
+        """
+        if not self.takes_trees:
+            raise ValueError(
+                f"a token tree needs a PagedCache without eviction whose pages are in the model's dtype, int8 or fp8, not "
+                f"kv_format={self.kv_format!r}{', eviction=...' if self.eviction is not None else ''}"
+            )
+        for state in self.states:
+            state.tree = seen
+        try:
+            yield
+        finally:
+            for state in self.states:
+                state.tree = None
+
+    def keep(self, columns: list[list[int]], width: int) -> None:
+        """Of the last `width` tokens of row b, keeps those numbered `columns[b]` (ascending from 0), one behind the other,
+        and forgets the rest."""
+        self.state.check_idle()
+        starts = [length - width for length in self.state.lengths]
+        lengths = [start + len(kept) for start, kept in zip(starts, columns)]
+        self._check_rewind(lengths)
+        moved = [
+            (row, kept, place)
+            for row, places in enumerate(columns)
+            for place, kept in enumerate(places)
+            if kept != place
+        ]
+        if moved:
+            for state in self.states:
+                slots = [state.pool.slots(row, starts[row], width) for row in range(len(columns))]
+                sources, destinations = zip(*((slots[row][kept], slots[row][place]) for row, kept, place in moved))
+                for layer in self._paged_layers:
+                    if layer.state is state and layer.is_initialized:
+                        layer.store.move(sources, destinations)
+            if self.row_tokens is not None:
+                self.row_tokens.keep(starts, columns)
+        self.state.rewind(lengths)
+        self._rewind_stores()
+
     def rewind(self, lengths: list[int]) -> None:
         """Shortens row b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
 

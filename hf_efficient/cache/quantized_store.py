@@ -53,6 +53,7 @@ class QuantizedStore(PageStore):
             _, heads, dim, _, _ = self.form
             if query.device.type == "cpu" and len(step.starts) * step.max_length * heads * dim <= WHOLE:
                 return self._attend_whole(step, query, key, value, **options)
+            options["tree_mask"] = step.tree_mask(query.device)
             return self.append_and_attend(tables_on(query.device), query, key, value, **options)
         tokens = step.token_indices(query.device)
         if key is None:
@@ -86,7 +87,8 @@ class QuantizedStore(PageStore):
         return self.read(step)
 
     def _reads_codes(self, step: Step, window_size: tuple[int, int]) -> bool:
-        return step.valid is None and step.width <= MAX_DECODE_QUERIES and any(step.starts)
+        few = step.width <= MAX_DECODE_QUERIES or step.tree is not None
+        return step.valid is None and few and any(step.starts)
 
 
 class TokenStore(QuantizedStore):

@@ -93,3 +93,9 @@ class RowTokens:
         for row, length in zip(self.read(), lengths):
             del row[length:]
         self.lengths = [len(row) for row in self._rows]
+
+    def keep(self, starts: list[int], columns: list[list[int]]) -> None:
+        """Of what row b holds from `starts[b]` on only the tokens `columns[b]` stay, one behind the other."""
+        for row, start, kept in zip(self.read(), starts, columns):
+            row[start:] = [row[start + column] for column in kept]
+        self.lengths = [len(row) for row in self._rows]

@@ -7,6 +7,7 @@ import torch
 from hf_efficient.cache.block_pool import BlockPool, StorageChange
 from hf_efficient.cache.device_tables import to_device
 from hf_efficient.kernels.attention_cpu import additive, visibility
+from hf_efficient.kernels.attention_cpu_masks import QueryRows
 
 
 class Step:
@@ -14,8 +15,8 @@ class Step:
 
     starts, lengths: tokens of each row before and after, of those that the pool has not dropped: positions count from the
     first of these, which changes no causal mask and no window. dropped: tokens that this step dropped of each row, or None.
-    valid: bool [B, S], or None when every one of the S new columns is a token. Tensors are made when first asked for, once
-    per device.
+    valid: bool [B, S], or None when every one of the S new columns is a token. tree: bool [B, S, S], which of the new tokens
+    each of them sees when they are a token tree, or None. Tensors are made when first asked for, once per device.
     """
 
     def __init__(
@@ -26,12 +27,14 @@ class Step:
         valid: torch.Tensor | None,
         width: int,
         dropped: list[int] | None = None,
+        tree: torch.Tensor | None = None,
     ):
         self.block_size = pool.block_size
         self.change = change
         self.dropped = dropped
         self.starts, self.lengths = starts, pool.lengths
         self.valid = valid
+        self.tree = tree
         self.width = width  # S
         self.max_length = max(self.lengths)
         self.tables = pool.tables
@@ -117,12 +120,23 @@ class Step:
             output = output.new_zeros(batch * width, *output.shape[1:]).index_copy_(0, tokens, output)
         return output.view(batch, width, *output.shape[1:])
 
+    def tree_mask(self, device) -> torch.Tensor | None:
+        """`tree` as the attention kernels take it: int64 [B, S], None without one."""
+        if self.tree is None:
+            return None
+        order = torch.arange(self.width, device=device)  # bit j of [b, i]: whether i sees j
+        return self._cached(("tree", device), lambda: (self.tree.to(device).long() << order).sum(-1))
+
     def attention_mask(self, causal: bool, window: tuple[int, int], device) -> torch.Tensor | None:
         """Additive float32 mask [B or 1, 1, S, longest row]; None where SDPA needs none, or only its `is_causal`."""
         return self._cached((causal, window, device), lambda: self._make_mask(causal, window, device))
 
     def _make_mask(self, causal, window, device):
         left, right = window
+        if self.tree is not None:
+            lengths = torch.tensor(self.lengths)
+            queries = QueryRows.aligned(lengths, self.width, True, left, right, self.tree_mask(lengths.device))
+            return additive(queries.sees(torch.arange(self.max_length).expand(len(lengths), -1)).to(device))
         unbounded = (left < 0 or left >= self.max_length - 1) and (right < 0 or causal or right >= self.max_length - 1)
         if self.is_even and unbounded and (not causal or self.width == 1 or self.starts[0] == 0):
             return None

@@ -1,6 +1,7 @@
 """A model over a `PagedCache` whose rows hold different numbers of tokens: positions and masks for one forward of all."""
 
 import inspect
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.nn.functional import pad
@@ -21,12 +22,29 @@ class RaggedModel:
         cache: its cache; already filled when a generation is continued.
         max_new_tokens: no row grows beyond this many; positions of filler stay below too.
         max_position: largest position id given to the model, None for no limit (a draft may know fewer positions).
+        keeps_hidden: `hidden` [rows, columns, hidden size] is what the output head read in the last forward.
     """
 
-    def __init__(self, model, cache: PagedCache, max_new_tokens: int, max_position: int | None = None):
-        self.model, self.cache = model, cache
+    hidden: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        model,
+        cache: PagedCache,
+        max_new_tokens: int,
+        max_position: int | None = None,
+        keeps_hidden: bool = False,
+    ):
+        self.model, self.cache, self.keeps_hidden = model, cache, keeps_hidden
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
         self.limits_logits = model._supports_logits_to_keep()
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether a forward may be of token trees: the cache can keep one path of them, and the attention takes their mask."""
+        config = self.model.config.get_text_config(decoder=True)
+        takes_masks = config._attn_implementation in ("sdpa", "eager") and not _other_layers(config)
+        return self.cache.takes_trees and (self.cache.reads_pages or takes_masks)
 
     @staticmethod
     def check(model, batch_size: int, argument: str) -> None:
@@ -48,10 +66,9 @@ class RaggedModel:
                     f"{argument}={name} has attn_implementation={implementation!r}: speculation on a batch of {batch_size} "
                     "needs 'flash_paged', 'sdpa' or 'eager' (a batch of 1 takes any)"
                 )
-            unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-            if unknown or getattr(config, "attention_chunk_size", None):
+            if unknown := _other_layers(config):
                 raise ValueError(
-                    f"{argument}={name} has {', '.join(sorted(unknown)) or 'chunked attention'} layers: speculation on a "
+                    f"{argument}={name} has {unknown} layers: speculation on a "
                     f"batch of {batch_size} takes full_attention and sliding_attention layers"
                 )
 
@@ -60,7 +77,8 @@ class RaggedModel:
         [rows, vocabulary]."""
         model_kwargs = {**model_kwargs, "past_key_values": self.cache, "use_cache": True}
         attention_mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
-        outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
+        with self._keeping_hidden():
+            outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
         self.prompt = list(self.cache.cache_seqlens)  # tokens of each row's prompt in the cache
         rows = len(input_ids)
         device = self.model.device
@@ -76,12 +94,18 @@ class RaggedModel:
                 self.extra[key] = torch.zeros_like(self.extra[key][:, -1:])
         return outputs.logits[:, -1]
 
-    def __call__(self, tokens: torch.Tensor, first: list[int], keep: int | None = None) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, first: list[int], keep: int | None = None, tree: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Appends `tokens` [rows, width] to the cache; `tokens[b, 0]` is generated token `first[b]` of its row.
+
+        tree: bool [rows, width, width], when the tokens are a tree whose root is the first of them: which of them each one
+        descends from, itself included (`token_tree.ancestors`). The cache then holds all of them until `keep`.
         Returns the logits of the last `keep` columns (all by default), [rows, keep, vocabulary]."""
         width, device = tokens.shape[1], tokens.device
         columns = [prompt + index for prompt, index in zip(self.prompt, first)]
-        offset = torch.tensor(first, device=device)[:, None] + torch.arange(width, device=device)
+        depth = torch.arange(width, device=device) if tree is None else tree.to(device).sum(-1) - 1
+        offset = torch.tensor(first, device=device)[:, None] + depth
         positions = self.position + 1 + offset.clamp(max=self.max_new_tokens - 2)  # the last one is never fed
         if self.max_position is not None:
             positions = positions.clamp(max=self.max_position)
@@ -94,12 +118,32 @@ class RaggedModel:
         inputs = self.model.prepare_inputs_for_generation(
             tokens,
             past_key_values=self.cache,
-            attention_mask=self._mask(columns, width, device),
+            attention_mask=self._mask(columns, width, device, tree),
             position_ids=positions,
             use_cache=True,
             **extra,
         )
-        return self.model(**inputs, return_dict=True).logits[:, -(keep or width) :]
+        with nullcontext() if tree is None else self.cache.token_tree(tree), self._keeping_hidden():
+            return self.model(**inputs, return_dict=True).logits[:, -(keep or width) :]
+
+    def keep(self, columns: list[list[int]], width: int) -> None:
+        """Of the `width` tokens appended last, row b keeps those numbered `columns[b]`, ascending."""
+        self.cache.keep(columns, width)
+
+    @contextmanager
+    def _keeping_hidden(self):
+        if not self.keeps_hidden:
+            yield
+            return
+        parts = []
+        hook = self.model.get_decoder().register_forward_hook(
+            lambda module, inputs, outputs: parts.append(outputs.last_hidden_state)
+        )
+        try:
+            yield
+        finally:
+            hook.remove()
+        self.hidden = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def rewind(self, generated: list[int]) -> None:
         """Forgets all but the first `generated[b]` generated tokens of each row (-1 takes the prompt's last token too)."""
@@ -119,24 +163,37 @@ class RaggedModel:
             if torch.is_tensor(value) and value.dim() > 0 and len(value) == batch_size:
                 self.extra[key] = value[index.to(value.device)]
 
-    def _mask(self, columns: list[int], width: int, device):
+    def _mask(self, columns: list[int], width: int, device, tree: torch.Tensor | None):
         """What the model takes as `attention_mask` when row b's new tokens start at column `columns[b]`."""
         if self.cache.reads_pages:
             return None
         keys = max(columns) + width
         # generated columns are no padding; the causal bound hides what lies beyond a row's own length
         valid = None if self.mask is None else pad(self.mask, (0, keys - self.mask.shape[1]), value=True)
-        if min(columns) == max(columns):
+        is_even = min(columns) == max(columns)
+        if is_even and tree is None:
             return None if valid is None else valid.long()
         config = self.model.config.get_text_config(decoder=True)
-        query = torch.tensor(columns, device=device)[:, None] + torch.arange(width, device=device)
-        key = torch.arange(keys, device=device)
-        causal = key <= query[..., None]
+        first = torch.tensor(columns, device=device)[:, None]
+        query = first + torch.arange(width, device=device)
+        key = torch.arange(keys, device=device).expand(len(columns), -1)  # position of each column
+        causal = key[:, None] <= query[..., None]
+        if tree is not None:
+            tree = tree.to(device)
+            query, node = first + tree.sum(-1) - 1, key - first
+            is_node, node = (node >= 0) & (node < width), node.clamp(0, width - 1)
+            seen = tree.gather(2, node[:, None].expand(-1, width, -1))
+            causal = torch.where(is_node[:, None], seen, key[:, None] < first[..., None])
+            key = torch.where(is_node, query.gather(1, node), key)
         if valid is not None:
             causal &= valid[:, None]
+        drops = is_even and any(layer.is_sliding for layer in self.cache.layers)
 
         def layer_mask(window: int | None):
-            visible = (causal if window is None else causal & (key > query[..., None] - window))[:, None]
+            visible = causal if window is None else causal & (key[:, None] > query[..., None] - window)
+            if window is not None and drops:  # such layers are given no more keys than they see
+                visible = visible[..., -(window - 1 + width) :]
+            visible = visible[:, None]
             if config._attn_implementation == "sdpa":
                 return visible
             lowest = torch.finfo(self.model.dtype).min  # eager attention adds its mask
@@ -148,3 +205,9 @@ class RaggedModel:
                 kind: layer_mask(window if kind == "sliding_attention" else None) for kind in set(config.layer_types)
             }
         return layer_mask(window)
+
+
+def _other_layers(config) -> str:
+    """The kinds of layers for which no mask is made here, as text."""
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    return ", ".join(sorted(unknown)) or ("chunked attention" if getattr(config, "attention_chunk_size", None) else "")

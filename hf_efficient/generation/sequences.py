@@ -2,11 +2,14 @@
 
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as processors_of
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from hf_efficient.generation.uniforms import Uniforms
 
 
 # Processors that look at one row of scores and at nothing else: they act on all rows and positions in one call.
@@ -88,8 +91,14 @@ class Sequences:
         )
         # without an end-of-sequence token plain generation lets a stopped row run on until all rows have stopped
         self.rows_end = any(hasattr(c, "eos_token_id") for c in criteria)
+        self._uniforms = Uniforms()
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
+
+    @property
+    def collects(self) -> bool:
+        """Whether scores or logits are kept."""
+        return self.scores is not None or self.logits is not None
 
     @property
     def lengths(self) -> list[int]:
@@ -119,6 +128,13 @@ class Sequences:
             [token for token, real in zip(row, mask) if real] + row[self.prompt_length : length]
             for row, mask, length in zip(rows, masks, self.lengths)
         ]
+
+    def uniforms(self, depth: torch.Tensor | None) -> torch.Tensor:
+        """What the tokens of each live row are drawn by: float64 [rows, width]. depth: int64 [rows, width], how many tokens
+        behind the row's end each one stands; None for the one at the end."""
+        index = np.zeros((len(self.live), 1), np.int64) if depth is None else depth.cpu().numpy()
+        positions = np.array(self.lengths)[:, None] + index
+        return self._uniforms(self.live, positions).to(self.device)
 
     def write(self, tokens: torch.Tensor, offset: int = 0) -> None:
         """Puts `tokens` [rows, width] after each live row's last token (`offset` columns later), without counting them."""

@@ -1,46 +1,18 @@
-"""Speculative generation at any batch size: draft, verify all rows in one forward, accept per row, rewind lengths."""
-
-from dataclasses import dataclass
+"""Speculative generation at any batch size, inside transformers' `generate()`."""
 
 import torch
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.generation.drafters.assistant import AssistantDrafter
-from hf_efficient.generation.drafters.base import Drafter
-from hf_efficient.generation.drafters.prompt_lookup import PromptLookupDrafter
+from hf_efficient.generation.loop import SpeculativeLoop
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import Sequences
-from hf_efficient.generation.verification import verify
-
-
-@dataclass
-class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `generate(..., return_dict_in_generate=True)` returns under speculation.
-
-    `sequences`, `scores`, `logits` and `past_key_values` are those of plain generation. `scores[i]` and `logits[i]`
-    ([batch, vocabulary]) are zero for a row that ended before its i-th generated token. `past_key_values` holds only the
-    rows that were live at the end, unless the caller passed a cache: that one keeps all rows.
-
-    num_steps: verification forwards of the target (each is one forward for all live rows). The prompt's forward, which
-        gives every row its first token, is not counted.
-    row_steps: int64 [batch], the verification forwards in which the row took part.
-    drafted_tokens: int64 [batch], tokens proposed for the row.
-    accepted_tokens: int64 [batch], those of them that are in the output.
-    tokens_per_step: generated tokens a row gains per verification forward, over all rows and steps: (tokens generated
-        after the first of each row) / (sum of row_steps). Plain decoding is 1.0; 0.0 when there was no such forward.
-    """
-
-    num_steps: int | None = None
-    row_steps: torch.LongTensor | None = None
-    drafted_tokens: torch.LongTensor | None = None
-    accepted_tokens: torch.LongTensor | None = None
-    tokens_per_step: float | None = None
+from hf_efficient.generation.speculation import chosen
 
 
 class SpeculativeGenerationMixin:
     """Gives a causal LM `generate(assistant_model=draft)` and `generate(prompt_lookup_num_tokens=n)` at any batch size,
-    greedy or sampled, with the output of plain generation (exactly when greedy, in distribution when sampled).
+    greedy or sampled, with the output of plain generation (exactly when greedy, in distribution when sampled). draft: a model,
+    a `Drafter`, or a `Speculation` around one.
 
         class MyModel(SpeculativeGenerationMixin, LlamaForCausalLM): ...
 
@@ -49,8 +21,13 @@ class SpeculativeGenerationMixin:
     """
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
-        if generation_config.prompt_lookup_num_tokens is not None or "assistant_model" in generation_mode_kwargs:
+        kwargs, draft = generation_mode_kwargs, generation_mode_kwargs.get("assistant_model")
+        if draft is not None:  # transformers knows models only
+            model = chosen(draft, generation_config).model
+            kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
+            kwargs |= {} if model is None else {"assistant_model": model}
+        super()._validate_generation_mode(generation_mode, generation_config, kwargs)
+        if generation_config.prompt_lookup_num_tokens is not None or draft is not None:
             _check_mode(generation_config)
 
     def _assisted_decoding(
@@ -111,7 +88,8 @@ def speculative_generate(
     **model_kwargs,
 ):
     """The same loop for a model without the mixin: `model.generate(..., custom_generate=speculative_generate,
-    draft_model=draft)`, or with `prompt_lookup_num_tokens=n` and no draft.
+    draft_model=draft)`, or with `prompt_lookup_num_tokens=n` and no draft; with neither it decodes token by token.
+    draft: a model, a `Drafter`, or a `Speculation` around one.
 
     A streamer goes in as `token_streamer=streamer`. `generate()` hands `streamer=`, `assistant_model=` and tokenizers to
     no callable: a streamer passed as `streamer=` gets the prompt and nothing else, and whoever reads it waits forever.
@@ -150,11 +128,14 @@ def _decode(
 ):
     try:
         _check(model, input_ids, generation_config, streamer, synced_gpus)
-        drafter = _make_drafter(draft_model, generation_config, tokenizers)
+        speculation = chosen(draft_model, generation_config)
         RaggedModel.check(model, len(input_ids), "model")
-        if draft_model is not None:
-            RaggedModel.check(draft_model, len(input_ids), "assistant_model")
-        drafter.check(model)
+        drafter = None
+        if speculation is not None:
+            if speculation.model is not None:
+                RaggedModel.check(speculation.model, len(input_ids), "assistant_model")
+            drafter = speculation.drafter(generation_config, tokenizers)
+            drafter.check(model)
         cache = _prepare_cache(model, generation_config, model_kwargs)
         padding = generation_config._pad_token_tensor
         collects = generation_config.return_dict_in_generate
@@ -167,78 +148,37 @@ def _decode(
             keep_scores=bool(collects and generation_config.output_scores),
             keep_logits=bool(collects and generation_config.output_logits),
         )
-        target = RaggedModel(model, cache, sequences.max_length - sequences.prompt_length)
+        target = RaggedModel(
+            model,
+            cache,
+            sequences.max_length - sequences.prompt_length,
+            keeps_hidden=drafter is not None and drafter.reads_hidden,
+        )
         logits = target.prefill(sequences.tokens, generation_config, model_kwargs)
-        keep_rows = cache is model_kwargs.get("past_key_values")
-        return _loop(target, drafter, sequences, logits, streamer, generation_config, keep_rows)
+        loop = SpeculativeLoop(
+            target,
+            drafter,
+            sequences,
+            generation_config.do_sample,
+            None if speculation is None else speculation.acceptance,
+            speculation is not None and speculation.adapts,
+            keep_rows=cache is model_kwargs.get("past_key_values"),
+            streamer=streamer,
+        )
+        loop.run(logits)
     finally:
         if streamer is not None:
             streamer.end()
-
-
-def _loop(
-    target: RaggedModel, drafter: Drafter, sequences: Sequences, logits, streamer, generation_config, keep_rows: bool
-):
-    """From the logits after the prompt to the finished output. `keep_rows`: finished rows stay, at their final length."""
-    batch_size, device = sequences.batch_size, sequences.device
-    row_steps, drafted, accepted = [0] * batch_size, [0] * batch_size, [0] * batch_size
-    steps, begun = 0, False
-    logits = logits[:, None].to(device)
-    drafts = torch.empty(batch_size, 0, dtype=torch.int64, device=device)
-    counts, probabilities = torch.zeros(batch_size, dtype=torch.int64, device=device), None
-    while True:
-        scores = sequences.process(logits)
-        tokens, matches = verify(scores, drafts, counts, generation_config.do_sample, probabilities)
-        new, row_accepted, row_drafted = sequences.extend(tokens, matches, counts, scores, logits)
-        for b, kept, hits, proposed in zip(sequences.live, new, row_accepted, row_drafted):
-            if steps and kept:
-                row_steps[b] += 1
-                drafted[b] += proposed
-                accepted[b] += hits
-        if streamer is not None:
-            for token in new[0]:
-                streamer.put(torch.tensor([token]))
-        going = [row for row, b in enumerate(sequences.live) if sequences.unfinished(b)]
-        if begun:
-            drafter.accept(new)
-        if going and len(going) < len(sequences.live) and not keep_rows:
-            sequences.select(going)
-            target.select(going)
-            if begun:
-                drafter.select(going)
-        done = [length - sequences.prompt_length for length in sequences.lengths]
-        target.rewind([total - 1 for total in done])  # the last token of a row is the target's own and was never fed
-        if not going:
-            break
-        if not begun:
-            drafter.begin(sequences)
-            begun = True
-        proposal = drafter.propose(sequences.limits)
-        fed = sequences.last(1)
-        if proposal is None:
-            drafts, counts, probabilities = fed[:, :0], torch.zeros_like(fed[:, 0]), None
-        else:
-            drafts, counts, probabilities = proposal.tokens, proposal.counts, proposal.probabilities
-            fed = torch.cat([fed, drafts], 1)
-            if sequences.processors_read_ids:
-                sequences.write(drafts)
-        logits = target(fed.to(target.model.device), [total - 1 for total in done]).to(device)
-        steps += 1
-
     ids = sequences.finish()
-    if not generation_config.return_dict_in_generate:
+    loop.statistics.log(sequences.generated)
+    if not collects:
         return ids
-    after_first = sum(generated - 1 for generated in sequences.generated)
-    return SpeculativeOutput(
+    return loop.statistics.output(
+        sequences.generated,
         sequences=ids,
         scores=None if sequences.scores is None else tuple(sequences.scores),
         logits=None if sequences.logits is None else tuple(sequences.logits),
-        past_key_values=target.cache,
-        num_steps=steps,
-        row_steps=torch.tensor(row_steps),
-        drafted_tokens=torch.tensor(drafted),
-        accepted_tokens=torch.tensor(accepted),
-        tokens_per_step=after_first / sum(row_steps) if steps else 0.0,
+        past_key_values=cache,
     )
 
 
@@ -278,17 +218,6 @@ def _check(model, input_ids, generation_config, streamer, synced_gpus) -> None:
         )
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer was given with a batch of {len(input_ids)}: streaming takes a batch of 1")
-
-
-def _make_drafter(draft_model, generation_config, tokenizers) -> Drafter:
-    lookup = generation_config.prompt_lookup_num_tokens
-    if lookup is not None and draft_model is not None:
-        raise ValueError(f"prompt_lookup_num_tokens={lookup} and an assistant model were both given: pass one of them")
-    if lookup is not None:
-        return PromptLookupDrafter(lookup, generation_config.max_matching_ngram_size or 2)
-    if draft_model is None:
-        raise ValueError("nothing to draft with: pass draft_model=a smaller model, or prompt_lookup_num_tokens=n")
-    return AssistantDrafter(draft_model, generation_config.do_sample, generation_config, tokenizers)
 
 
 def _prepare_cache(model, generation_config, model_kwargs) -> PagedCache:

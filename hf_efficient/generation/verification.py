@@ -1,63 +1,153 @@
-"""Which drafted tokens the target model keeps, for a whole batch at once, without a loop over rows or positions."""
+"""Which drafted tokens the target model keeps, for a whole batch at once."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
+
+from hf_efficient.generation.drafters.base import Proposal
+from hf_efficient.generation.token_tree import ancestors
+
+
+@dataclass(frozen=True)
+class TypicalAcceptance:
+    """Keeps what is plausible to the target instead of what it would have said: a draft x whose probability p(x) exceeds
+    min(epsilon, delta * exp(-entropy of p)); the longest such continuation. More is kept, and the output is **not** that of
+    the target any more (Cai et al. 2024, "Medusa", section 2.3.1).
+
+    Raises ValueError for values outside (0, 1].
+    """
+
+    epsilon: float = 0.3
+    delta: float = 0.09
+
+    def __post_init__(self):
+        for name in ("epsilon", "delta"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+                raise ValueError(f"{name}={value!r}: must be a number above 0 and at most 1")
+
+    def keeps(self, at_parent: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """at_parent: probabilities [..., vocabulary] of what each of `tokens` [...] guesses."""
+        entropy = torch.special.entr(at_parent).sum(-1)
+        threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
+        return at_parent.gather(-1, tokens[..., None])[..., 0] > threshold
+
+
+class Verified(NamedTuple):
+    """tokens int64 [rows, width + 1] and accepted int64 [rows] (0..width): row b continues with
+    `tokens[b, : accepted[b] + 1]`, its kept drafts and one token of the target's. path int64 [rows, width]: which of the
+    drafts these were, ascending. What follows in either is filler."""
+
+    tokens: torch.Tensor
+    accepted: torch.Tensor
+    path: torch.Tensor
 
 
 def verify(
     scores: torch.Tensor,
-    drafts: torch.Tensor,
-    counts: torch.Tensor,
+    proposal: Proposal | None,
     do_sample: bool = False,
-    draft_probabilities: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    acceptance: TypicalAcceptance | None = None,
+    uniforms: torch.Tensor | None = None,
+) -> Verified:
     """Compares drafted tokens with the target's scores and adds the target's own next token.
 
-    Greedy: a draft is kept while it is the target's argmax. Sampling: a draft x is kept with probability
-    min(1, p(x) / q(x)), and the token after the last kept one is drawn from the normalised positive part of p - q (from
-    p itself where every draft was kept). Both leave the distribution of the output exactly that of the target
-    (Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding", theorem 1).
+    - Greedy: a draft is kept while it is the target's argmax.
+    - Sampling, drafts that were not drawn: the target draws its token at every node, and a draft is kept while it is that.
+    - Sampling, drawn drafts: x is kept with probability min(1, p(x) / q(x)); after a rejection p becomes the normalised
+      positive part of p - q, for the next sibling or for the target's own token (Leviathan, Kalman, Matias 2023, "Fast
+      Inference from Transformers via Speculative Decoding"; for siblings drawn without replacement Yang et al. 2024,
+      "Multi-Candidate Speculative Decoding").
+
+    All three leave the distribution of the output exactly that of the target; `TypicalAcceptance` does not.
 
     Args:
-        scores: float [rows, width + 1, vocabulary], the target's scores after logits processors. Position i is the
-            distribution of the token that `drafts[:, i]` guesses; the last position follows all the drafts.
-        drafts: int64 [rows, width]; width may be 0, which is plain decoding.
-        counts: int64 [rows], how many leading drafts of each row are real (0..width); the rest is filler.
-        do_sample: rejection sampling instead of greedy matching.
-        draft_probabilities: float [rows, width, vocabulary], the distribution q each draft was drawn from, or None when
-            drafts were not drawn at random (q is then one-hot: prompt lookup, greedy drafts).
-
-    Returns:
-        tokens int64 [rows, width + 1] and accepted int64 [rows] (0..counts). Row b continues with
-        `tokens[b, : accepted[b] + 1]`: its kept drafts and one token of the target's. What follows is filler.
+        scores: float [rows, width + 1, vocabulary], the target's scores after logits processors: after the row's last
+            token, and after each draft.
+        proposal: the drafts; None is plain decoding.
+        uniforms: float64 [rows, width + 1] in [0, 1), what the target draws its tokens by; equal numbers at equal depth
+            make its draws the same whatever was drafted. None: from torch's generator.
     """
-    width = drafts.shape[1]
-    position = torch.arange(width, device=drafts.device)
-    real = position < counts[:, None]
-    if not do_sample:
-        choice = scores.argmax(-1)
-        accepted = ((drafts == choice[:, :width]) & real).cumprod(1).sum(1)
-        # a kept draft is the choice itself, so the choices are the output
-        return choice, accepted
+    if proposal is None:
+        tokens = _draw(scores.softmax(-1), uniforms) if do_sample else scores.argmax(-1)
+        none = torch.zeros_like(tokens[:, 0])
+        return Verified(tokens[:, :1], none, tokens[:, :0])
+    tokens, parents, width = proposal.tokens, proposal.parents, proposal.width
+    order = torch.arange(width, device=tokens.device)
+    real = order < proposal.counts[:, None]
+    if acceptance is not None:
+        return _typical(scores, proposal, real, do_sample, acceptance, uniforms)
+    if do_sample and proposal.probabilities is not None:
+        return _rejection(scores.softmax(-1), proposal, real)
+    choice = _draw(scores.softmax(-1), uniforms) if do_sample else scores.argmax(-1)
+    if parents is None:
+        accepted = ((tokens == choice[:, :width]) & real).cumprod(1).sum(1)
+        return Verified(choice, accepted, order.expand(len(tokens), -1))  # a kept draft is the choice itself
+    kept = (tokens == choice.gather(1, parents + 1)) & real
+    kept = ~(ancestors(parents)[:, 1:, 1:] & ~kept[:, None]).any(-1)  # and so was everything above it
+    return _finish(tokens, kept, choice)
 
+
+def _finish(tokens: torch.Tensor, kept: torch.Tensor, following: torch.Tensor) -> Verified:
+    """kept: bool [rows, width], the nodes of one path from the root. following: int64 [rows, width + 1], the target's own
+    token after the root and after each node."""
+    width = tokens.shape[1]
+    order = torch.arange(width, device=tokens.device)
+    path = torch.where(kept, order, order + width).sort(1).values % width
+    accepted = kept.sum(1)
+    last = torch.where(accepted > 0, path.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0] + 1, 0)
+    own = following.gather(1, last[:, None])
+    drafts = pad(tokens.gather(1, path), (0, 1))
+    drafts = torch.where(torch.arange(width + 1, device=tokens.device) < accepted[:, None], drafts, own)
+    return Verified(drafts, accepted, path)
+
+
+def _typical(scores, proposal: Proposal, real, do_sample: bool, acceptance, uniforms) -> Verified:
+    tokens, width = proposal.tokens, proposal.width
     target = scores.softmax(-1)
-    if width == 0:
-        return torch.multinomial(target[:, 0], 1), torch.zeros_like(counts)
-    wanted = target[:, :width].gather(-1, drafts[..., None])[..., 0]
-    proposed = 1.0 if draft_probabilities is None else draft_probabilities.gather(-1, drafts[..., None])[..., 0]
-    keep = torch.rand_like(wanted) * proposed < wanted
-    accepted = (keep & real).cumprod(1).sum(1)
+    following = _draw(target, uniforms) if do_sample else scores.argmax(-1)
+    parents = proposal.parents
+    if parents is None:
+        parents = torch.arange(-1, width - 1, device=tokens.device).expand(len(tokens), -1)
+    above = ancestors(parents)[:, 1:, 1:]
+    at_parent = target.gather(1, (parents + 1)[..., None].expand(-1, -1, target.shape[-1]))
+    kept = acceptance.keeps(at_parent, tokens) & real
+    kept = ~(above & ~kept[:, None]).any(-1)
+    depth = torch.where(kept, above.sum(-1), 0)
+    deepest = depth.argmax(1)  # the first of the deepest
+    path = above[torch.arange(len(tokens), device=tokens.device), deepest] & (depth.amax(1) > 0)[:, None]
+    return _finish(tokens, path, following)
 
-    rows = torch.arange(len(drafts), device=drafts.device)
-    after = target[rows, accepted]
-    rejected = accepted < counts
-    where = accepted.clamp(max=width - 1)
-    if draft_probabilities is None:
-        taken = torch.zeros_like(after).scatter_(1, drafts.gather(1, where[:, None]), 1.0)
-    else:
-        taken = draft_probabilities[rows, where]
-    residual = (after - taken * rejected[:, None]).clamp_(min=0)
-    # p == q up to rounding leaves nothing: then p itself is right
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, after)
-    following = torch.multinomial(residual, 1)
-    kept = torch.nn.functional.pad(drafts, (0, 1))
-    return torch.where(torch.arange(width + 1, device=drafts.device) < accepted[:, None], kept, following), accepted
+
+def _rejection(target: torch.Tensor, proposal: Proposal, real: torch.Tensor) -> Verified:
+    """target: probabilities [rows, width + 1, vocabulary]. Walks through the nodes: `at` is where each row stands, `left` the
+    distribution from which its next token still has to come."""
+    tokens, drawn_from, parents = proposal.tokens, proposal.probabilities, proposal.parents
+    rows = torch.arange(len(tokens), device=tokens.device)
+    at, left = torch.full_like(rows, -1), target[:, 0]
+    kept = torch.zeros_like(real)
+    for node in range(proposal.width):
+        token, drawn = tokens[:, node], drawn_from[:, node]
+        parent = node - 1 if parents is None else parents[:, node]
+        asked = (at == parent) & real[:, node]
+        taken = asked & (torch.rand_like(left[:, 0]) * drawn[rows, token] < left[rows, token])
+        rest = (left - drawn).clamp_(min=0)
+        total = rest.sum(-1, keepdim=True)
+        # p == q up to rounding leaves nothing: then p itself is right
+        rest = torch.where(total > 0, rest / total, left)
+        left = torch.where(taken[:, None], target[:, node + 1], torch.where(asked[:, None], rest, left))
+        at = torch.where(taken, node, at)
+        kept[:, node] = taken
+    own = torch.multinomial(left, 1)
+    return _finish(tokens, kept, own.expand(-1, proposal.width + 1))
+
+
+def _draw(probabilities: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
+    """One token from each distribution [rows, width, vocabulary], int64 [rows, width]."""
+    if uniforms is None:
+        return torch.multinomial(probabilities.flatten(0, 1), 1).view(probabilities.shape[:2])
+    total = probabilities.cumsum(-1, dtype=torch.float64)
+    drawn = torch.searchsorted(total, (uniforms * total[..., -1])[..., None], right=True)[..., 0]
+    return drawn.clamp(max=probabilities.shape[-1] - 1)

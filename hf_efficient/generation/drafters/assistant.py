@@ -13,7 +13,7 @@ class AssistantDrafter(Drafter):
 
     It drafts `model.generation_config.num_assistant_tokens` tokens (20 when unset), and a row stops early after a token
     the draft itself gave less than `assistant_confidence_threshold` probability (0.4 when unset, 0 never stops): the
-    two settings transformers' own assisted generation reads. The schedule is constant.
+    two settings transformers' own assisted generation reads.
 
     Args:
         model: a decoder-only causal LM with the target's tokenizer.
@@ -24,10 +24,11 @@ class AssistantDrafter(Drafter):
     """
 
     def __init__(self, model, do_sample: bool, generation_config, tokenizers=(None, None)):
-        self.model, self.do_sample, self.generation_config = model, do_sample, generation_config
+        self.model, self.generation_config = model, generation_config
+        self.do_sample = self.draws = do_sample
         self.tokenizers = tokenizers
         settings = {**model.generation_config._get_default_generation_params(), **_set_values(model.generation_config)}
-        self.num_tokens = int(settings["num_assistant_tokens"])
+        self.num_tokens = self.max_tokens = int(settings["num_assistant_tokens"])
         self.threshold = settings["assistant_confidence_threshold"] or 0.0
         if self.num_tokens < 1:
             raise ValueError(
@@ -52,8 +53,9 @@ class AssistantDrafter(Drafter):
                 "generate(assistant_model=..., tokenizer=..., assistant_tokenizer=...)"
             )
         self.vocabulary = target
+        self.relative_cost = self.model.num_parameters() / max(model.num_parameters(), 1)
 
-    def begin(self, sequences: Sequences) -> None:
+    def begin(self, sequences: Sequences, hidden=None) -> None:
         config = self.model.config.get_text_config(decoder=True)
         limit = getattr(config, "max_position_embeddings", None)
         self.sequences = sequences
@@ -74,8 +76,8 @@ class AssistantDrafter(Drafter):
         self.runner.prefill(prompts, self.generation_config, kwargs)
         self.cached = [0] * len(prompts)  # generated tokens of each row that the draft's cache holds
 
-    def propose(self, limits: list[int]) -> Proposal | None:
-        width = min(self.num_tokens, max(limits))
+    def propose(self, limits: list[int], nodes: int) -> Proposal | None:
+        width = min(self.num_tokens, max(limits), nodes)
         if width == 0:
             return None
         sequences, device = self.sequences, self.model.device
@@ -117,7 +119,7 @@ class AssistantDrafter(Drafter):
         probabilities = torch.stack(distributions, 1) if self.do_sample else None
         return Proposal(torch.cat(tokens, 1), counts, probabilities)
 
-    def accept(self, tokens: list[list[int]]) -> None:
+    def accept(self, tokens: list[list[int]], hidden=None) -> None:
         totals = [length - self.sequences.prompt_length for length in self.sequences.lengths]
         # the last token of a row is the target's own and was never fed
         self.cached = [min(cached, total - 1) for cached, total in zip(self.cached, totals)]

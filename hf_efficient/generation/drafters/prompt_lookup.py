@@ -21,15 +21,16 @@ class PromptLookupDrafter(Drafter):
         for name, value in (("prompt_lookup_num_tokens", num_tokens), ("max_matching_ngram_size", max_ngram)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected an integer of at least 1")
-        self.num_tokens, self.max_ngram = num_tokens, max_ngram
+        self.num_tokens = self.max_tokens = num_tokens
+        self.max_ngram = max_ngram
 
-    def begin(self, sequences: Sequences) -> None:
+    def begin(self, sequences: Sequences, hidden=None) -> None:
         self.device = sequences.device
         self.rows: list[list[int]] = [[] for _ in sequences.live]
         self.followed_by: list[dict] = [{} for _ in sequences.live]  # n-gram -> where what followed it last begins
         self.accept(sequences.token_lists())
 
-    def accept(self, tokens: list[list[int]]) -> None:
+    def accept(self, tokens: list[list[int]], hidden=None) -> None:
         for row, followed_by, new in zip(self.rows, self.followed_by, tokens):
             for token in new:
                 end = len(row)  # the n-grams ending just before are now known to be followed by `token`
@@ -37,9 +38,9 @@ class PromptLookupDrafter(Drafter):
                     followed_by[tuple(row[end - n :])] = end
                 row.append(token)
 
-    def propose(self, limits: list[int]) -> Proposal | None:
+    def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         guesses = [
-            self._guess(row, followed_by, min(limit, self.num_tokens)) if limit > 0 else []
+            self._guess(row, followed_by, min(limit, self.num_tokens, nodes)) if limit > 0 else []
             for row, followed_by, limit in zip(self.rows, self.followed_by, limits)
         ]
         counts = [len(guess) for guess in guesses]
