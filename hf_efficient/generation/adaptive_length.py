@@ -10,15 +10,15 @@ import torch
 from hf_efficient.generation.drafters.base import Proposal
 
 
-DECAY = 0.9  # weight of what is known of a row's acceptance when the next step is added
-PRIOR = 4.0  # steps that the first guess of the acceptance counts for
+DECAY, FADE = 0.9, 0.97  # weight of what is known of a row's acceptance after a step with a draft, and without one
+GUESS, PRIOR = 0.7, 2.0  # the acceptance at first, and the tokens it counts for
 CHEAP = 0.03  # of a forward: a draft that costs less is made in every step
-FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # plain steps between two trials of a drafter that does not pay
+FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # plain steps between two trials of a drafter that does not pay
 
 
 class Seconds:
-    """Measured times by size: the median of the last few of each size, lines between sizes, and no more than at the largest
-    size beyond it, so that larger ones are tried."""
+    """Measured times by size: the median of the last few of each size, lines between sizes, and beyond the largest size no more
+    than there, so that larger ones are tried."""
 
     def __init__(self):
         self._measured: dict[int, deque] = defaultdict(lambda: deque(maxlen=7))
@@ -31,8 +31,10 @@ class Seconds:
         self._measured[size].append(seconds)
         self._medians[size] = median(self._measured[size])
 
-    def __bool__(self) -> bool:
-        return bool(self._sizes)
+    @property
+    def largest(self) -> int:
+        """The largest size measured, 0 for none."""
+        return self._sizes[-1] if self._sizes else 0
 
     def at(self, size: int) -> float:
         """0.0 while nothing is known."""
@@ -69,93 +71,94 @@ class AdaptiveLength:
         self.depth, self.timed, self.draft_cost = depth, timed, draft_cost
         self.forward = _forward_seconds.setdefault(model, Seconds()) if timed else Seconds()
         self.drafting = Seconds()
-        self.kept, self.tried = [0.75 * PRIOR] * rows, [PRIOR] * rows  # of the drafts that had a right one before them
+        self.kept, self.tried = [0.0] * rows, [0.0] * rows  # of the drafts that had only right ones before them
         self.calibration = 1.0  # accepted tokens by those that the drafter's confidence promised
         self.tells_itself = False  # whether the drafter says how sure it is
         self.pause = self.waiting = 0
 
     def choose(self, limits: list[int]) -> int:
         """How deep to draft now, 0 for a plain step."""
-        deepest = min(self.depth, max(limits))
-        if deepest == 0:
-            return 0
-        rows = len(limits)
-        if self.timed and not self.forward:
+        rows, deepest = len(limits), min(self.depth, max(limits))
+        if deepest == 0 or (self.timed and not self.forward.largest):
             return 0  # the first step shows what a plain one costs
         if self.tells_itself and self.drafting.at(deepest) < CHEAP * self.forward.at(rows):
             return deepest  # and `cut` decides
-        if self.waiting:
-            self.waiting -= 1
-            return 0 if self.waiting else deepest
-        gains = [0.0] * (deepest + 1)
+        deepest = min(deepest, self._widest(rows))
+        all_rows = (sum(self.kept) + GUESS * PRIOR) / (sum(self.tried) + PRIOR)
+        gains = [0.0] * deepest
         for kept, tried, limit in zip(self.kept, self.tried, limits):
-            reached = 1.0
-            for depth in range(1, min(deepest, limit) + 1):
-                reached *= kept / tried
+            acceptance, reached = (kept + all_rows * PRIOR) / (tried + PRIOR), 1.0
+            for depth in range(min(deepest, limit)):
+                reached *= acceptance
                 gains[depth] += reached
-        total, rates = 0.0, []
-        for depth in range(deepest + 1):
-            total += gains[depth]
-            rates.append((rows + total) / self._step(rows, depth, depth))
-        best = max(range(deepest + 1), key=rates.__getitem__)
-        if best == 0:
-            self._wait()
-        return best
+        return self._best(rows, gains, drafts=True)
 
     def cut(self, proposal: Proposal) -> Proposal | None:
         """As much of the proposal as pays; None for a plain step."""
         self.tells_itself = proposal.confidence is not None
         if not self.tells_itself:
             return proposal
-        real = torch.arange(proposal.width, device=proposal.tokens.device) < proposal.counts[:, None]
-        gains = (proposal.confidence * real).sum(0).tolist()
-        rows, total = len(proposal.counts), 0.0
-        best, best_rate = 0, rows / self._step(rows, 0, 0)
-        for width, gain in enumerate(gains, 1):
-            total += gain * self.calibration
-            rate = (rows + total) / self._step(rows, width, 0)
-            if rate > best_rate:
-                best, best_rate = width, rate
-        if best == 0 and self.waiting == 0:
-            self._wait()
-        elif best == 0:
-            self.waiting -= 1
-            if self.waiting == 0:
-                best = min(4, proposal.width)
-        return proposal.cut(best) if best else None
+        rows = len(proposal.counts)
+        gains = [gain * self.calibration for gain in _promised(proposal)[: self._widest(rows)]]
+        width = self._best(rows, gains, drafts=False)
+        return proposal.cut(width) if width else None
 
-    def learn(self, proposal: Proposal | None, accepted: list[int], depths: list[int], draft_seconds, verify_seconds):
-        """After a step: accepted and depths (the deepest draft) of each row."""
-        rows = len(accepted)
+    def learn(
+        self,
+        proposal: Proposal | None,
+        accepted: list[int],
+        depths: list[int],
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
+        """After a step: accepted and depths (of the deepest draft) of each row; seconds of `propose`, and of the rest."""
         width = 0 if proposal is None else proposal.width
         if self.timed:
-            self.forward.add(rows * (width + 1), verify_seconds)
-        if proposal is None:
-            return
-        if self.timed:
-            self.drafting.add(max(depths), draft_seconds)
+            self.forward.add(len(accepted) * (width + 1), verify_seconds)
+            if width:
+                self.drafting.add(max(depths), draft_seconds)
         for row, (hits, depth) in enumerate(zip(accepted, depths)):
-            if depth:
-                self.kept[row] = DECAY * self.kept[row] + hits
-                self.tried[row] = DECAY * self.tried[row] + min(hits + 1, depth)
-        if proposal.confidence is not None:
-            real = torch.arange(width, device=proposal.tokens.device) < proposal.counts[:, None]
-            promised = (proposal.confidence * real).sum().item()
-            if promised > 0:
-                ratio = min(max((sum(accepted) + 0.1) / (promised + 0.1), 0.1), 2.0)
-                self.calibration = DECAY * self.calibration + (1 - DECAY) * ratio
-        if sum(accepted):
-            self.pause = 0
+            weight = DECAY if depth else FADE
+            self.kept[row] = weight * self.kept[row] + hits
+            self.tried[row] = weight * self.tried[row] + min(hits + 1, depth)
+        if self.tells_itself and width:
+            promised = sum(_promised(proposal))
+            ratio = min((sum(accepted) + 0.5) / (promised + 0.5), 2.0)
+            self.calibration = DECAY * self.calibration + (1 - DECAY) * ratio
 
     def select(self, rows: list[int]) -> None:
         self.kept, self.tried = [self.kept[row] for row in rows], [self.tried[row] for row in rows]
 
-    def _step(self, rows: int, width: int, depth: int) -> float:
-        """Seconds of a step that verifies `width` drafts a row, drafted `depth` deep."""
-        if not self.timed:
-            return 1.0 + self.draft_cost * depth
-        return self.forward.at(rows * (width + 1)) + (self.drafting.at(depth) if depth else 0.0)
+    def _widest(self, rows: int) -> int:
+        """So many drafts a row are tried at most: twice what has been measured."""
+        return max(3, 2 * (self.forward.largest // rows)) if self.timed else self.depth
 
-    def _wait(self) -> None:
-        self.pause = min(max(FIRST_PAUSE, 2 * self.pause), LONGEST_PAUSE)
-        self.waiting = self.pause
+    def _best(self, rows: int, gains: list[float], drafts: bool) -> int:
+        """The number of tokens that gives most tokens a second. gains: what each of them adds to the tokens of the step.
+        drafts: drafting them is still to be paid."""
+        best, total, best_rate = 0, 0.0, rows / self._seconds(rows, 0, drafts)
+        for width, gain in enumerate(gains, 1):
+            total += gain
+            rate = (rows + total) / self._seconds(rows, width, drafts)
+            if rate > best_rate:
+                best, best_rate = width, rate
+        if best:
+            self.pause = self.waiting = 0
+        elif self.waiting == 0:
+            self.pause = self.waiting = min(max(FIRST_PAUSE, 2 * self.pause), LONGEST_PAUSE)
+        else:
+            self.waiting -= 1
+            best = int(self.waiting == 0)  # a trial
+        return best
+
+    def _seconds(self, rows: int, width: int, drafts: bool) -> float:
+        """Of a step that verifies `width` drafts a row."""
+        if not self.timed:
+            return 1.0 + self.draft_cost * width
+        return self.forward.at(rows * (width + 1)) + (self.drafting.at(width) if drafts and width else 0.0)
+
+
+def _promised(proposal: Proposal) -> list[float]:
+    """The tokens of all rows that each place of the proposal adds, by the drafter's confidence."""
+    real = torch.arange(proposal.width, device=proposal.tokens.device) < proposal.counts[:, None]
+    return (proposal.confidence * real.to(proposal.confidence.device)).sum(0).tolist()

@@ -1,0 +1,90 @@
+"""How many tokens are drafted follows from what was accepted and from measured seconds; here both are simulated."""
+
+import random
+
+import pytest
+import torch
+
+from hf_efficient.generation.adaptive_length import AdaptiveLength, Seconds
+from hf_efficient.generation.drafters.base import Proposal
+
+
+def forward(tokens: int) -> float:
+    """Bound by memory up to 8 tokens, then by arithmetic."""
+    return 1.0 + 0.02 * tokens + 0.1 * max(0, tokens - 8)
+
+
+def simulate(acceptance, rows=1, steps=400, depth=10, draft=0.0, confident=False, timed=True):
+    """Returns tokens a second by those of plain decoding, and the mean depth of the last quarter. draft: seconds of one
+    drafted token. confident: the drafter says how sure it is, and is right about it."""
+    model, chance = torch.nn.Linear(1, 1), random.Random(0)
+    length = AdaptiveLength(model, rows, depth, timed, draft_cost=draft)
+    seconds = tokens = 0.0
+    depths = []
+    for _ in range(steps):
+        chosen, proposal, accepted = length.choose([depth] * rows), None, [0] * rows
+        if chosen:
+            sure = torch.tensor([[acceptance ** (i + 1) for i in range(chosen)]] * rows) if confident else None
+            proposal = Proposal(torch.zeros(rows, chosen).long(), torch.full((rows,), chosen), confidence=sure)
+            proposal = length.cut(proposal)
+        width = 0 if proposal is None else proposal.width
+        for row in range(rows):
+            while accepted[row] < width and chance.random() < acceptance:
+                accepted[row] += 1
+        spent = forward(rows * (width + 1)) * chance.uniform(0.95, 1.05)
+        length.learn(proposal, accepted, [width] * rows, draft * chosen, spent)
+        seconds += spent + draft * chosen
+        tokens += sum(accepted) + rows
+        depths.append(width)
+    late = depths[-steps // 4 :]
+    return tokens / seconds / (rows / forward(rows)), sum(late) / len(late)
+
+
+def best(acceptance, rows, draft, depth=10):
+    """What always drafting the best number of tokens gives."""
+    rates = []
+    for g in range(depth + 1):
+        expected = sum(acceptance**i for i in range(g + 1))
+        rates.append(expected / (forward(rows * (g + 1)) + draft * g) / (1 / forward(rows)))
+    return max(rates)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize(("draft", "confident"), [(0.0, True), (0.1, False), (0.5, False)])
+def test_close_to_the_best_length_and_never_slower_than_plain(rows, acceptance, draft, confident):
+    speed, _ = simulate(acceptance, rows, draft=draft, confident=confident)
+    optimum = best(acceptance, rows, draft)
+    assert speed > 0.97, "trials of drafts that do not pay cost less than 3 %"
+    # what is lost: learning what forwards cost, the noise of the estimates, and trials
+    assert speed > 0.9 * optimum
+
+
+def test_without_a_clock_the_length_follows_from_acceptance_alone():
+    runs = [simulate(0.7, 2, draft=0.2, timed=False) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert simulate(0.2, 1, draft=0.5, timed=False)[1] < 0.3 and simulate(0.95, 1, draft=0.05, timed=False)[1] > 5
+
+
+def test_rows_that_leave_take_their_estimate_along():
+    length = AdaptiveLength(torch.nn.Linear(1, 1), 3, 4, timed=False, draft_cost=0.1)
+    for _ in range(30):
+        length.learn(Proposal(torch.zeros(3, 4).long(), torch.full((3,), 4)), [4, 0, 0], [4, 4, 4], 0, 0)
+    length.select([1, 2])
+    assert length.choose([4, 4]) == 0
+    length.select([0])
+    assert length.choose([4]) == 0 and len(length.kept) == 1
+
+
+def test_limits_bound_the_depth():
+    length = AdaptiveLength(torch.nn.Linear(1, 1), 2, 8, timed=False, draft_cost=0.01)
+    assert length.choose([3, 1]) <= 3 and length.choose([0, 0]) == 0
+
+
+def test_seconds_between_and_beyond_what_was_measured():
+    seconds = Seconds()
+    assert seconds.largest == 0 and seconds.at(5) == 0.0
+    for size, value in ((2, 1.0), (2, 9.0), (2, 1.2), (10, 3.2)):
+        seconds.add(size, value)
+    assert seconds.at(2) == 1.2 and seconds.at(6) == pytest.approx(2.2)
+    assert seconds.at(1) == 1.2 and seconds.at(50) == 3.2
