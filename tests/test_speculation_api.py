@@ -196,6 +196,26 @@ def test_foreign_caches_and_models_are_refused(llama, monkeypatch):
         flex.generate(**batch, prompt_lookup_num_tokens=2, max_new_tokens=4)
 
 
+def test_models_with_a_state_are_refused_as_drafts(llama, monkeypatch):
+    target, _, batch, _ = llama
+    shape = dict(vocab_size=128, hidden_size=16, num_hidden_layers=4)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8, intermediate_size=16)
+    linear = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
+    linear |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+    experts = dict(num_experts=2, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+    hybrid = transformers.Qwen3NextConfig(**shape, **heads, **linear, **experts)
+    shapes = counting(target, monkeypatch)
+    for draft, reason in (
+        (transformers.MambaForCausalLM(transformers.MambaConfig(**shape, state_size=8)), "takes no position_ids"),
+        (transformers.Qwen3NextForCausalLM(hybrid), "cannot hold layers of type \\['linear_attention'\\]"),
+    ):
+        for rows in (1, 3):
+            inputs = {key: value[:rows] for key, value in batch.items()}
+            with pytest.raises(ValueError, match=f"assistant_model={type(draft).__name__}: .*{reason}"):
+                target.generate(**inputs, assistant_model=draft, max_new_tokens=4)
+    assert shapes == []
+
+
 def test_bad_draft_settings_are_refused(llama):
     target, _, batch, _ = llama
     draft = drafting(copy.deepcopy(target), 0)

@@ -59,7 +59,11 @@ class RaggedModel:
             raise ValueError(
                 f"{argument}={name}: {reason}; speculation needs a model with position_ids and past_key_values"
             )
-        if batch_size > 1 and not PagedCache(model.config).reads_pages:
+        try:
+            cache = PagedCache(model.config)
+        except ValueError as error:  # layers with a state that cannot be taken back
+            raise ValueError(f"{argument}={name}: {error}") from None
+        if batch_size > 1 and not cache.reads_pages:
             implementation = config._attn_implementation
             if implementation not in ("sdpa", "eager"):
                 raise ValueError(
