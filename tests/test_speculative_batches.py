@@ -1,0 +1,56 @@
+"""Greedy output under speculation is that of plain generation for every row of large ragged batches, with every drafter of the
+table and with an oracle that is right now and then, one continuation or a tree (float32)."""
+
+import functools
+
+import pytest
+import torch
+from helpers import TINY_MODELS, left_padded_batch, tiny_model
+from oracle import Oracle
+from speculation import drafting, perturbed
+from table import SPECULATION
+
+from hf_efficient import Speculation, enable_speculation
+
+
+NEW = 12
+
+
+@functools.cache
+def target_and_output(name: str, batch: int):
+    """The model, the inputs (prompts of 1 to 24 tokens) and the plain greedy output, in which some rows end early."""
+    inputs = left_padded_batch([1 + (7 * row) % 24 for row in range(batch)], seed=batch)
+    target, options = tiny_model(name), dict(max_new_tokens=NEW, do_sample=False)
+    target.generation_config.eos_token_id = int(target.generate(**inputs, **options)[batch // 2, -NEW // 2])
+    return enable_speculation(target), inputs, target.generate(**inputs, **options)
+
+
+def oracle(siblings: int, adaptive: bool):
+    return lambda target, plain: {
+        "assistant_model": Speculation(Oracle(plain, 0.7, 4, 128, siblings), adaptive=adaptive)
+    }
+
+
+DRAFTING = {name: lambda target, plain, make=make: make(target) for name, make in SPECULATION.items()} | {
+    "perturbed": lambda target, plain: {"assistant_model": perturbed(target, 0.1)},
+    "oracle": oracle(1, adaptive=False),
+    "oracle, a tree": oracle(3, adaptive=False),
+    "oracle, a tree, adaptive": oracle(3, adaptive=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name, batch, attention",
+    [(name, 32, "flash_paged") for name in TINY_MODELS]
+    + [(name, 32, "eager") for name in ("mistral", "gpt2")]
+    + [(name, 8, "sdpa") for name in ("llama", "mistral", "gpt2")],  # rotary, sliding windows of 8, learned positions
+)
+def test_every_row_of_a_ragged_batch(name, batch, attention):
+    target, inputs, plain = target_and_output(name, batch)
+    drafting(target).set_attn_implementation(attention)
+    ended = (plain[:, -NEW:] == target.generation_config.eos_token_id).any(1).sum()
+    assert 0 < ended < batch, "rows leave the batch"
+    for drafter, make in DRAFTING.items():
+        output = target.generate(**inputs, **make(target, plain), max_new_tokens=NEW, do_sample=False)
+        different = [row for row in range(batch) if not torch.equal(output[row], plain[row])]
+        assert not different, (drafter, different)
