@@ -139,7 +139,10 @@ def _refuse_packed(position_ids, query, handle) -> None:
     """Several sequences packed into one row would see each other in a cache."""
     if query.shape[0] != 1 or query.shape[2] == 1 or position_ids is None or position_ids.dim() != 2:
         return
-    if handle.layer.state.planned is not None:  # its positions are the cache's own, and reading them ends a graph
+    state = handle.layer.state
+    if state.planned is not None:  # its positions are the cache's own, and reading them ends a graph
+        return
+    if state.tree is not None:  # a node may stand behind deeper ones
         return
     if bool((position_ids[:, 1:] < position_ids[:, :-1]).any()):
         raise ValueError(

@@ -59,6 +59,7 @@ CACHES = {
 SPECULATION = {
     "none": lambda model: {},
     "prompt_lookup": lambda model: {"prompt_lookup_num_tokens": 3},
+    "token_recycling": lambda model: {"assistant_model": hf_efficient.TokenRecycling()},
     "assistant": lambda model: {"assistant_model": model},
 }
 

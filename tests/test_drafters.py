@@ -4,7 +4,8 @@ from helpers import left_padded_batch, tiny_model
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
-from hf_efficient.generation.drafters.prompt_lookup import PromptLookupDrafter
+from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
+from hf_efficient.generation.drafters.suffix_automaton import SuffixAutomaton
 from hf_efficient.generation.sequences import Sequences
 
 
@@ -21,23 +22,57 @@ def append(sequences: Sequences, tokens: torch.Tensor, accepted=None) -> list[li
     return sequences.extend(tokens, accepted, accepted)[0]
 
 
+class TestSuffixAutomaton:
+    @pytest.mark.parametrize("vocabulary", [1, 2, 4, 12])
+    def test_knows_what_followed_every_suffix(self, vocabulary):
+        """Against a search of the whole row, token by token."""
+        generator = torch.Generator().manual_seed(vocabulary)
+        row, automaton = [], SuffixAutomaton()
+        for token in torch.randint(vocabulary, (30,), generator=generator).tolist():
+            row.append(token)
+            automaton.append(token)
+            for longest in (None, 1, 3):
+                for n in range(min(len(row) - 1, longest or len(row)), -1, -1):
+                    suffix = row[len(row) - n :]
+                    ends = [end for end in range(n, len(row)) if row[end - n : end] == suffix]
+                    if ends:
+                        break
+                state = automaton.match(longest)
+                assert automaton.length[automaton.link[state]] < n <= automaton.length[state] if n else state == 0
+                assert set(automaton.following[state]) == {row[end] for end in ends}
+                for following, reached in automaton.following[state].items() if n else ():
+                    after = [end + 1 for end in ends if row[end] == following]
+                    assert (automaton.count[reached], automaton.latest[reached]) == (len(after), after[-1])
+
+    def test_long_periods_take_linear_time(self):
+        for row in ([1] * 3000, [1, 2, 3] * 1000, [*range(1000)] * 3):
+            automaton = SuffixAutomaton()
+            for token in row:
+                automaton.append(token)
+            state, period = automaton.match(), len(set(row))
+            assert len(automaton.link) < 2 * len(row)
+            assert automaton.length[state] == len(row) - period
+            assert list(automaton.following[state]) == [row[-period]]
+
+
 class TestPromptLookup:
-    def begin(self, rows: list[list[int]], num_tokens=4, max_ngram=2) -> PromptLookupDrafter:
+    def begin(self, rows: list[list[int]], num_tokens=4, max_ngram=None, drafter=None) -> PromptLookup:
         """The last token of each row is the target's; rows are padded on the left with 0."""
         width = max(map(len, rows)) - 1
         prompts = torch.tensor([[0] * (width - len(row) + 1) + row[:-1] for row in rows])
         mask = torch.tensor([[0] * (width - len(row) + 1) + [1] * (len(row) - 1) for row in rows])
-        drafter = PromptLookupDrafter(num_tokens, max_ngram)
+        drafter = drafter or PromptLookup(num_tokens, max_ngram)
         drafter.begin(sequences_of(prompts, mask, torch.tensor([row[-1] for row in rows])))
         return drafter
 
     def test_proposes_what_followed_the_longest_suffix(self):
-        # after "5 6" came 7; after the more recent lone "6" came 9
-        drafter = self.begin([[5, 6, 7, 8, 6, 9, 1, 5, 6]])
-        proposal = drafter.propose([10], 63)
+        # after "4 5 6" came 7; after the more recent lone "6" came 9
+        row = [4, 5, 6, 7, 8, 6, 9, 1, 4, 5, 6]
+        proposal = self.begin([row]).propose([10], 63)
         assert proposal.tokens.tolist() == [[7, 8, 6, 9]] and proposal.counts.tolist() == [4]
-        assert proposal.probabilities is None
-        assert self.begin([[5, 6, 7, 8, 6, 9, 1, 5, 6]], max_ngram=1).propose([10], 63).tokens[0, 0] == 9
+        assert proposal.probabilities is None and proposal.parents is None
+        for max_ngram, first in ((1, 9), (2, 7), (3, 7)):
+            assert self.begin([row], max_ngram=max_ngram).propose([10], 63).tokens[0, 0] == first
 
     def test_rows_without_a_match_propose_nothing(self):
         drafter = self.begin([[1, 2, 3, 4], [7, 8, 9, 7], [5, 6, 5, 6, 5]])
@@ -57,14 +92,59 @@ class TestPromptLookup:
         assert drafter.propose([9], 63) is None
         drafter.accept([[1]])
         assert drafter.propose([9], 63).tokens.tolist() == [[2, 3]]
-        drafter.accept([[4, 1]])  # the most recent "1" wins
-        assert drafter.propose([9], 63).tokens.tolist() == [[4, 1]]
+        drafter.accept([[4, 1]])
+        proposal = drafter.propose([9], 63)
+        assert proposal.tokens[0, 0] == 4, "the most recent 1 comes first"
         assert drafter.propose([0], 63) is None
 
-    @pytest.mark.parametrize("arguments", [(0,), (-1,), (2.0,), (True,), (3, 0)])
+    def test_several_continuations_make_a_tree(self):
+        # "1 2" was followed by 3, twice by 4 and last by 5
+        row = [1, 2, 4, 6, 1, 2, 3, 7, 1, 2, 4, 6, 1, 2, 5, 8, 1, 2]
+        proposal = self.begin([row], num_tokens=5).propose([2], 63)
+        tokens, parents = proposal.tokens[0].tolist(), proposal.parents[0].tolist()
+        assert proposal.counts.tolist() == [5]
+        roots = [token for token, parent in zip(tokens, parents) if parent == -1]
+        assert roots[:2] == [5, 4] or roots[:2] == [4, 5]
+        after = {(tokens[parent], token) for token, parent in zip(tokens, parents) if parent >= 0}
+        assert after <= {(4, 6), (5, 8), (3, 7)} and len(after) >= 2, "two tokens deep, no more"
+        single = self.begin([row], num_tokens=5).propose([9], 1)
+        assert single.tokens.tolist() == [tokens[:1]] and single.parents is None
+
+    def test_trees_are_in_order_and_occurred_before(self):
+        generator = torch.Generator().manual_seed(0)
+        rows, limits = torch.randint(3, (6, 60), generator=generator).tolist(), [9, 9, 9, 3, 1, 0]
+        proposal = self.begin(rows, num_tokens=12, max_ngram=2).propose(limits, 10)
+        counts = proposal.counts.tolist()
+        assert counts[:4] == [10] * 4 and counts[4] in (1, 2, 3) and counts[5] == 0
+        parts = (proposal.tokens, proposal.parents, proposal.confidence)
+        for row, count, limit, tokens, parents, chances in zip(rows, counts, limits, *(x.tolist() for x in parts)):
+            pairs, paths = set(zip(row, row[1:])), {-1: row[-1:]}
+            for node, (token, parent) in enumerate(zip(tokens[:count], parents[:count])):
+                paths[node] = [*paths[parent], token]
+                assert parent < node and len(paths[node]) <= limit + 1
+                assert tuple(paths[node][-2:]) in pairs
+                assert chances[node] < (chances[parent] if parent >= 0 else 1)
+            assert len({tuple(path) for path in paths.values()}) == count + 1, "siblings differ"
+            assert chances == sorted(chances, reverse=True) and not any(chances[count:])
+
+    def test_confidence_follows_what_was_right(self):
+        row = [1, 9, 2, 9, 3, 9, 4, 9]
+        drafter = self.begin([row], max_ngram=1)
+        before = drafter.propose([9], 1).confidence.item()
+        for token in range(10, 40):
+            drafter.accept([[token, 9]])  # 9 never goes on as it did
+        wrong = self.begin([row], drafter=drafter).propose([9], 1).confidence.item()
+        assert wrong < 0.4 * before, "what was learned stays for the next run"
+        for _ in range(300):
+            drafter.accept([[1, 9]])
+        right = self.begin([row], drafter=drafter).propose([9], 1).confidence.item()
+        assert right > 2 * wrong
+
+    @pytest.mark.parametrize("arguments", [(0,), (-1,), (2.0,), (True,), (3, 0), (3, 1.5)])
     def test_refuses_other_numbers(self, arguments):
-        with pytest.raises(ValueError, match="expected an integer of at least 1"):
-            PromptLookupDrafter(*arguments)
+        name = "num_tokens" if len(arguments) == 1 else "max_ngram"
+        with pytest.raises(ValueError, match=rf"{arguments[-1]!r} \({name} of PromptLookup\): expected an integer"):
+            PromptLookup(*arguments)
 
 
 class TestAssistant:

@@ -11,7 +11,7 @@ from test_verification import chi_square_excess
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_efficient import Speculation, enable_speculation
-from hf_efficient.generation.drafters.prompt_lookup import PromptLookupDrafter
+from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
 
 
 SDPA_REFUSED = ("gemma2", "gpt_oss")  # transformers offers no SDPA for these
@@ -180,7 +180,7 @@ def test_sampled_text_has_the_distribution_of_the_target(drafting_with, processo
     warpers = dict(temperature=1.7, top_k=6) if processor == "pointwise" else dict(top_k=0, repetition_penalty=1.4)
     option = {"assistant_model": perturbed(target, 0.5)} if drafting_with == "assistant" else {}
     if drafting_with == "lookup":
-        option = {"assistant_model": Speculation(PromptLookupDrafter(2, 1), adaptive=False)}
+        option = {"assistant_model": Speculation(PromptLookup(2, 1), adaptive=False)}
     probabilities, texts = torch.ones(1), prompt
     for _ in range(3):
         scores = target.generate(

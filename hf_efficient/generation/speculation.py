@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.generation.drafters.base import Drafter
-from hf_efficient.generation.drafters.prompt_lookup import PromptLookupDrafter
+from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
 from hf_efficient.generation.verification import TypicalAcceptance
 
 
@@ -59,5 +59,5 @@ def chosen(draft, generation_config) -> Speculation | None:
     if lookup is not None and draft is not None:
         raise ValueError(f"prompt_lookup_num_tokens={lookup} and an assistant model were both given: pass one of them")
     if lookup is not None:
-        return Speculation(PromptLookupDrafter(lookup, generation_config.max_matching_ngram_size or 2))
+        return Speculation(PromptLookup(lookup, generation_config.max_matching_ngram_size))
     return draft if draft is None or isinstance(draft, Speculation) else Speculation(draft)

@@ -1,0 +1,70 @@
+"""All substrings of a row that grows token by token, with where and how often each of them occurred."""
+
+_MARKED = 32  # suffixes told of each new occurrence, longest first: bounds the work on periodic rows
+
+
+class SuffixAutomaton:
+    """The suffix automaton of a list of tokens (Blumer et al. 1985; for drafts Hu et al. 2024, "SAM Decoding"), grown in
+    O(1) amortised a token.
+
+    A state stands for the substrings that end at the same places: `length[state]` is that of the longest, `link[state]`
+    the state of its longest suffix that ends elsewhere too, and `following[state]` maps a token to the state it leads to.
+    State 0 is the empty string. `count[state]` says how often the substring occurred and `latest[state]` where it ended
+    last; of a row's very long periods the shorter suffixes may miss the newest occurrences.
+    """
+
+    def __init__(self):
+        self.following: list[dict[int, int]] = [{}]
+        self.link, self.length, self.count, self.latest = [-1], [0], [1], [0]
+        self.whole = 0  # the state of the whole list
+
+    def append(self, token: int) -> None:
+        length, count, latest = self.length, self.count, self.latest
+        end, new = length[self.whole] + 1, len(length)
+        self._add({}, end, 1, end, 0)
+        self.link[new] = self._suffix(self.whole, token, new)
+        self.whole = new
+        state = self.link[new]
+        for _ in range(_MARKED):
+            if state == 0:
+                break
+            count[state] += 1
+            latest[state] = end
+            state = self.link[state]
+
+    def _suffix(self, state: int, token: int, new: int) -> int:
+        """Lets `token` lead from `state` and its suffixes to `new` where it led nowhere. Returns the state of the longest of
+        these strings with which it led somewhere."""
+        following, link, length = self.following, self.link, self.length
+        while state >= 0 and token not in following[state]:
+            following[state][token] = new
+            state = link[state]
+        if state < 0:
+            return 0
+        reached = following[state][token]
+        if length[reached] == length[state] + 1:
+            return reached
+        # `token` led there from longer strings, too: with `state` and its suffixes it gets a state of its own
+        own = len(length)
+        self._add(
+            following[reached].copy(), length[state] + 1, self.count[reached], self.latest[reached], link[reached]
+        )
+        link[reached] = own
+        while state >= 0 and following[state].get(token) == reached:
+            following[state][token] = own
+            state = link[state]
+        return own
+
+    def _add(self, following: dict[int, int], length: int, count: int, latest: int, link: int) -> None:
+        self.following.append(following)
+        self.length.append(length)
+        self.count.append(count)
+        self.latest.append(latest)
+        self.link.append(link)
+
+    def match(self, longest: int | None = None) -> int:
+        """The state of the longest suffix (of at most `longest` tokens) that occurred before; 0 when none did."""
+        state = max(self.link[self.whole], 0)
+        while longest is not None and state and self.length[self.link[state]] >= longest:
+            state = self.link[state]
+        return state
