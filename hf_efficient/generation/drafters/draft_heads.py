@@ -1,0 +1,229 @@
+"""Draft heads: small modules that read the target's hidden states, share its embeddings, and are saved as an adapter."""
+
+import importlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers.utils import PushToHubMixin, cached_file
+
+from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
+
+
+CONFIG, WEIGHTS = "draft_heads.json", "draft_heads.safetensors"
+KINDS = {"medusa": "MedusaHeads", "eagle": "EagleHead"}
+
+
+class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
+    """What `MedusaHeads` and `EagleHead` share. They guess from a part of the target's vocabulary, the `draft_tokens`
+    (Zhao et al. 2025, "FR-Spec"): rows of the target's own output head, so nothing of it is stored.
+
+    `from_pretrained(folder_or_repo)` loads either kind, `save_pretrained(folder)` writes `draft_heads.json` and
+    `draft_heads.safetensors`, `push_to_hub(repo)` publishes them.
+
+    Args:
+        target: `name`, `model_type`, `hidden_size`, `vocab_size` and `num_hidden_layers` of the model they belong to.
+        draft_tokens: how many tokens they guess from.
+        max_tokens: how many tokens deep they guess at most, >= 1.
+        shape: further integers that the sizes of the weights follow from.
+
+    Attributes:
+        nodes: tokens guessed at most a step and row, 1 to 63; may be set any time.
+        temperatures: one a depth; softmax(logits / temperature) is how often a guess there is right (measured).
+        accuracies: one list a depth: how often the r-th likeliest guess was right, on text not trained on.
+    """
+
+    kind: str
+    reads_hidden = True
+
+    def __init__(self, target: dict, draft_tokens: int, max_tokens: int, **shape: int):
+        super().__init__()
+        self.target, self.max_tokens, self.shape = dict(target), max_tokens, shape
+        self.nodes = 32
+        self.temperatures = [1.0] * max_tokens
+        self.accuracies = [[1.0 / draft_tokens]] * max_tokens
+        self.register_buffer("draft_tokens", torch.arange(draft_tokens))
+        self._bound = None
+
+    @staticmethod
+    def describe(model) -> dict:
+        """What is kept about a target: the argument `target`."""
+        config = model.config.get_text_config(decoder=True)
+        names = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
+        return {"name": model.config._name_or_path, **{name: getattr(config, name) for name in names}}
+
+    def check(self, model) -> None:
+        ours = self.describe(model)
+        for field, value in ours.items():
+            if field != "name" and value != self.target[field]:
+                raise ValueError(
+                    f"the draft heads were made for {self.target['name'] or 'a model'} with {field}={self.target[field]}, "
+                    f"{type(model).__name__} has {field}={value}: heads draft for the model they were trained on"
+                )
+        self.to(model.dtype)
+        self.bind(model)
+
+    def bind(self, model) -> None:
+        """Moves to the device of `model` and reads its embeddings and output head from now on."""
+        output = model.get_output_embeddings()
+        self.to(model.device)
+        # a tuple, so that the target's modules do not become parts of this one
+        self._bound = (model.get_input_embeddings(), _rows_of(output, self.draft_tokens, self.target, model))
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The target's embeddings of `tokens` [...], float [..., hidden_size]."""
+        return self._bound[0](tokens)
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """The target's output head on `features` [..., hidden_size], at `draft_tokens` only: [..., draft tokens]."""
+        weight, bias = self._bound[1]
+        return torch.nn.functional.linear(features, weight.to(features.dtype), bias if bias is None else bias.to(features.dtype))
+
+    def save_pretrained(self, save_directory, **_) -> None:
+        """Writes the two files, each beside and renamed."""
+        folder = Path(save_directory)
+        if folder.is_file():
+            raise ValueError(f"save_directory={save_directory!r} is a file: give a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "version": 1,
+            "kind": self.kind,
+            "target": self.target,
+            "shape": {"draft_tokens": len(self.draft_tokens), "max_tokens": self.max_tokens, **self.shape},
+            "temperatures": self.temperatures,
+            "accuracies": self.accuracies,
+        }
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        aside = Path(tempfile.mkdtemp(prefix=".draft-heads-", dir=folder))
+        try:
+            save_file(tensors, aside / WEIGHTS, {"format": "pt"})
+            (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            for name in (WEIGHTS, CONFIG):
+                (aside / name).replace(folder / name)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    @classmethod
+    def from_pretrained(cls, folder_or_repo, **hub_options) -> "DraftHeads":
+        """Heads of either kind from a folder or a Hub repository. `hub_options` (revision, token, …) are those of
+        `transformers.utils.cached_file`.
+
+        Raises:
+            OSError: the files are not there (only safetensors are read).
+            ValueError: they are not what they say, or of another kind than the class asked.
+        """
+        config_path, weights_path = (cached_file(folder_or_repo, name, **hub_options) for name in (CONFIG, WEIGHTS))
+        config = _read_config(config_path)
+        kind = _class_of(config["kind"])
+        if not issubclass(kind, cls):
+            raise ValueError(f"{folder_or_repo} holds {kind.__name__}, not {cls.__name__}: load it with {kind.__name__}")
+        with torch.device("meta"):
+            heads = kind(config["target"], **config["shape"])
+        heads.temperatures, heads.accuracies = config["temperatures"], config["accuracies"]
+        heads.load_state_dict(_read_weights(weights_path, heads.state_dict(), heads.target["vocab_size"]), assign=True)
+        return heads.requires_grad_(False).eval()
+
+
+def best_first(
+    tokens: torch.Tensor, confidence: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, limits, nodes: int
+) -> Proposal | None:
+    """The `nodes` most probable of the candidates, per row, as a tree whose nodes stand best first.
+
+    Args: tokens int64 [rows, candidates]; confidence float [rows, candidates], that of a node at most its parent's;
+    parents int64 [rows, candidates], before their children; depths int64 [candidates], from 1; limits: deepest
+    allowed, a row.
+    """
+    limit = torch.tensor(limits, device=tokens.device)[:, None]
+    confidence = confidence.float().masked_fill(depths > limit, -1.0)
+    order = confidence.argsort(dim=1, descending=True, stable=True)
+    rank = order.argsort(1)
+    order = order[:, : min(nodes, MAX_NODES)]
+    confidence = confidence.gather(1, order)
+    counts = (confidence >= 0).sum(1)
+    above = parents.gather(1, order)
+    above = torch.where(above < 0, -1, rank.gather(1, above.clamp(min=0)))
+    return Proposal(tokens.gather(1, order), counts, None, above, confidence.clamp(min=0)) if any(limits) else None
+
+
+def _rows_of(output, tokens: torch.Tensor, target: dict, model) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight [tokens, hidden_size] and bias [tokens] of the target's output head at `tokens`."""
+    if isinstance(output, torch.nn.Linear):
+        weight, bias = output.weight, output.bias
+    else:  # a compressed head: what it answers to unit vectors
+        size = target["hidden_size"]
+        zero = torch.zeros(1, size, device=tokens.device, dtype=model.dtype)
+        bias = output(zero)[0]
+        parts = torch.eye(size, device=tokens.device, dtype=model.dtype).split(256)
+        weight = torch.cat([(output(part) - bias)[:, tokens] for part in parts]).T.contiguous()
+        return weight.detach(), bias[tokens].detach()
+    return weight[tokens].detach(), None if bias is None else bias[tokens].detach()
+
+
+def _class_of(kind) -> type[DraftHeads]:
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r} is not one of {sorted(KINDS)}")
+    return getattr(importlib.import_module(f"hf_efficient.generation.drafters.{kind}"), KINDS[kind])
+
+
+def _read_config(path) -> dict:
+    try:
+        config = json.loads(Path(path).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    wanted = {
+        "version": int,
+        "kind": str,
+        "target": dict,
+        "shape": dict,
+        "temperatures": list,
+        "accuracies": list,
+    }
+    for field, type_ in wanted.items():
+        if not isinstance(config, dict) or not isinstance(config.get(field), type_):
+            raise ValueError(f"{path}: {field!r} is missing or no {type_.__name__}")
+    if config["version"] != 1:
+        raise ValueError(f"{path} has version {config['version']}, this hf_efficient reads version 1")
+    wanted = {*_class_of(config["kind"]).shape_fields, "draft_tokens", "max_tokens"}
+    shape = config["shape"]
+    if set(shape) != wanted or any(type(size) is not int or size < 1 for size in shape.values()):
+        raise ValueError(f"{path}: shape={shape} must give {', '.join(sorted(wanted))} as integers of at least 1")
+    target = config["target"]
+    for field in ("hidden_size", "vocab_size", "num_hidden_layers"):
+        if type(target.get(field)) is not int or target[field] < 1:
+            raise ValueError(f"{path}: target {field}={target.get(field)!r} must be an integer of at least 1")
+    depth, numbers = shape["max_tokens"], (int, float)
+    temperatures, accuracies = config["temperatures"], config["accuracies"]
+    if len(temperatures) != depth or not all(isinstance(t, numbers) and t > 0 for t in temperatures):
+        raise ValueError(f"{path}: temperatures={temperatures} must be {depth} positive numbers, one a depth")
+    if len(accuracies) != depth or not all(
+        isinstance(row, list) and row and all(isinstance(a, numbers) and 0 <= a <= 1 for a in row) for row in accuracies
+    ):
+        raise ValueError(f"{path}: accuracies must be {depth} lists of numbers from 0 to 1, one a depth")
+    return config
+
+
+def _read_weights(path, expected: dict[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
+    """The tensors of `path` when their names, shapes and dtypes are the expected ones."""
+    try:
+        with safe_open(path, "pt") as file:
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from None
+    wanted = {name: list(tensor.shape) for name, tensor in expected.items()}
+    for name in sorted({*wanted, *shapes}):
+        if shapes.get(name) != wanted.get(name):
+            raise ValueError(
+                f"{path}: tensor {name!r} has shape {shapes.get(name)}, the configuration beside it says {wanted.get(name)}"
+            )
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() != expected[name].is_floating_point():
+            raise ValueError(f"{path}: tensor {name!r} is {tensor.dtype}, expected like {expected[name].dtype}")
+    tokens = tensors["draft_tokens"]
+    if tokens.min() < 0 or tokens.max() >= vocab_size or len(tokens.unique()) < len(tokens):
+        raise ValueError(f"{path}: draft_tokens must be different tokens from 0 to {vocab_size - 1}")
+    return tensors

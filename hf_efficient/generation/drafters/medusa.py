@@ -1,0 +1,90 @@
+"""Drafts from Medusa heads: from the target's last hidden state, each guesses one of the tokens to come."""
+
+import torch
+
+from hf_efficient.generation.drafters.base import MAX_NODES, Proposal
+from hf_efficient.generation.drafters.draft_heads import DraftHeads, best_first
+
+
+class MedusaHeads(DraftHeads):
+    """Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads". Head k (from 0)
+    reads h, the hidden state that predicted a row's last token, and guesses the token k + 1 places after that one:
+    softmax(W (h + silu(A_k h + b_k))) with W the target's output head. A_k and b_k start at zero, where every head
+    says what the target said.
+
+    Candidates are the static tree of the `MAX_NODES` paths that were right most often on held-out text; of these each row
+    proposes the `nodes` it finds most probable (the product of the calibrated probabilities along the path).
+
+    Args: `max_tokens` is the number of heads; the others see `DraftHeads`.
+    """
+
+    kind, shape_fields = "medusa", ()
+
+    def __init__(self, target: dict, draft_tokens: int, max_tokens: int = 4):
+        super().__init__(target, draft_tokens, max_tokens)
+        size = self.target["hidden_size"]
+        self.weight = torch.nn.Parameter(torch.zeros(max_tokens, size, size))
+        self.bias = torch.nn.Parameter(torch.zeros(max_tokens, size))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden_size] -> what the target's head shall read, [rows, heads, hidden_size]."""
+        heads, size = self.bias.shape
+        inner = torch.nn.functional.linear(hidden, self.weight.view(-1, size), self.bias.view(-1))
+        return hidden[:, None] + torch.nn.functional.silu(inner).view(-1, heads, size)
+
+    def unroll(self, tokens: torch.Tensor, hidden: torch.Tensor, depth: int):
+        """What training compares: as `EagleHead.unroll`."""
+        guesses = self(hidden.flatten(0, 1)).view(*hidden.shape[:2], *self.bias.shape)
+        for head in range(depth):
+            yield torch.nn.functional.pad(guesses[:, : -(head + 1), head], (0, 0, head + 1, 0))
+
+    def begin(self, sequences, hidden=None) -> None:
+        self._hidden, self._device = hidden[:, -1], sequences.device
+        self._ranks, self._parents, self._depths = (
+            values.to(self.bias.device) for values in static_tree(self.accuracies, MAX_NODES)
+        )
+
+    @torch.no_grad()
+    def propose(self, limits: list[int], nodes: int) -> Proposal | None:
+        if not any(limits):
+            return None
+        scores = self.logits(self(self._hidden.to(self.bias)))
+        scores = scores.float() / torch.tensor(self.temperatures, device=scores.device)[:, None]
+        likely, places = scores.softmax(-1).topk(int(self._ranks.max()) + 1, dim=-1)  # [rows, heads, ranks]
+        head = self._depths - 1
+        tokens = self.draft_tokens[places[:, head, self._ranks]]
+        confidence = likely[:, head, self._ranks]
+        for node, parent in enumerate(self._parents.tolist()):
+            if parent >= 0:
+                confidence[:, node] *= confidence[:, parent]
+        candidates = (tokens, confidence, self._parents.expand_as(tokens), self._depths)
+        candidates = (values.to(self._device) for values in candidates)
+        return best_first(*candidates, limits, min(nodes, self.nodes))
+
+    def accept(self, tokens: list[list[int]], hidden=None) -> None:
+        going = torch.tensor([len(new) for new in tokens], device=hidden.device)
+        latest = hidden[torch.arange(len(tokens), device=hidden.device), (going - 1).clamp(min=0)]
+        self._hidden = torch.where(going[:, None] > 0, latest, self._hidden)
+
+    def select(self, rows: list[int]) -> None:
+        self._hidden = self._hidden[rows]
+
+
+def static_tree(accuracies: list[list[float]], nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `nodes` paths whose product of accuracies is largest, found best first. `accuracies[k][r]`: how often the r-th
+    guess of head k is right. Returns, for each node, its rank among the guesses of its head, its parent (-1: none) and
+    its depth (from 1), all int64 [nodes]; fewer nodes where there are fewer paths of probability above 0."""
+    frontier, tree = [(accuracies[0][0], -1, 0, 1)], []  # (probability, parent, rank, depth)
+    while frontier and len(tree) < nodes:
+        best = max(frontier, key=lambda node: node[0])
+        frontier.remove(best)
+        probability, parent, rank, depth = best
+        if tree and probability <= 0:
+            break
+        tree.append((rank, parent, depth))
+        own = accuracies[depth - 1]
+        if rank + 1 < len(own):
+            frontier.append((probability * own[rank + 1] / max(own[rank], 1e-9), parent, rank + 1, depth))
+        if depth < len(accuracies):
+            frontier.append((probability * accuracies[depth][0], len(tree) - 1, 0, depth + 1))
+    return tuple(torch.tensor(values) for values in zip(*tree))

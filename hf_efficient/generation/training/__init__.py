@@ -1,0 +1,1 @@
+"""Distilling draft heads from a target model on text it generates itself."""

@@ -1,0 +1,161 @@
+"""Trains draft heads on the text of their target, resumably, and measures how often they are right."""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tqdm.auto import tqdm
+
+from hf_efficient.generation.drafters.draft_heads import DraftHeads
+from hf_efficient.generation.training.text import Row
+
+
+TRAINED_DEPTH = 3  # guesses in a row that are trained; deeper ones are only measured
+DEPTH_DECAY = 0.8  # a guess counts this much less than the one before it
+WARMUP = 0.05  # of the steps
+RANKS = 10  # accuracies are kept for this many guesses a depth
+TEMPERATURES = [0.5 * 1.08**i for i in range(26)]  # 0.5 to 3.4
+STATE = "training.safetensors"
+KEEP_EVERY = 50  # steps
+
+
+def distill(
+    heads: DraftHeads, model, rows: list[Row], folder: Path, steps: int, batch_size: int, learning_rate: float, seed: int
+) -> float:
+    """Minimises the divergence KL(target || heads) over the draft tokens at every token of the answers, for up to
+    `TRAINED_DEPTH` guesses in a row, with AdamW and a cosine schedule (Zhou et al. 2023, "DistillSpec", on text of the
+    target). Weights are float32; products run in bfloat16 where the model does.
+
+    Every `KEEP_EVERY` steps the state goes to `folder`; a run with the same arguments goes on from there and ends the same.
+    Returns the mean loss of the last 50 steps (nats a guess).
+    """
+    heads.float().requires_grad_(True).train()
+    heads.bind(model)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    run = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
+    run |= {"kind": heads.kind, "shape": heads.shape, "target": heads.target, "lengths": [len(row.tokens) for row in rows]}
+    run = json.dumps(run, sort_keys=True)
+    done, losses = _resume(folder / STATE, heads, optimizer, run)
+    order = _order([len(row.tokens) for row in rows], batch_size, steps, seed)
+    with tqdm(total=steps, initial=done, desc="training", unit="step") as bar:
+        for step in range(done, steps):
+            warm = min(1.0, (step + 1) / max(1, WARMUP * steps))
+            rate = learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            loss = _loss(heads, model, [rows[i] for i in order[step]])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
+            optimizer.step()
+            losses = [*losses[-49:], loss.item()]
+            bar.update()
+            bar.set_postfix(loss=f"{sum(losses) / len(losses):.3f}")
+            if (step + 1) % KEEP_EVERY == 0:
+                _keep(folder / STATE, heads, optimizer, run, step + 1, losses)
+    heads.requires_grad_(False).eval()
+    return sum(losses) / len(losses)
+
+
+def measure(heads: DraftHeads, model, rows: list[Row], batch_size: int) -> None:
+    """Sets `heads.accuracies` (against what the target says at each token of the answers, `RANKS` guesses a depth) and
+    `heads.temperatures` (those of the least negative log-likelihood) from text that was not trained on."""
+    heads.check(model)
+    output, device = model.get_output_embeddings(), heads.draft_tokens.device
+    place = torch.full((heads.target["vocab_size"],), -1, device=device)
+    place[heads.draft_tokens] = torch.arange(len(heads.draft_tokens), device=device)
+    ranks = min(RANKS, len(heads.draft_tokens))
+    hits = torch.zeros(heads.max_tokens, ranks, dtype=torch.float64)
+    surprise = torch.zeros(heads.max_tokens, len(TEMPERATURES), dtype=torch.float64)
+    counts = torch.zeros(heads.max_tokens, dtype=torch.float64)
+    with torch.no_grad():
+        for start in range(0, len(rows), batch_size):
+            tokens, hidden, since = _batch(rows[start : start + batch_size], device)
+            hidden = hidden.to(model.dtype)
+            truth = torch.full(hidden.shape[:2], -1, device=device)
+            truth[since >= 0] = place[output(hidden[since >= 0]).argmax(-1)]
+            for depth, guesses in enumerate(heads.unroll(tokens, hidden, heads.max_tokens)):
+                wanted = truth[since >= depth]
+                logits = heads.logits(guesses[since >= depth]).float()
+                counts[depth] += len(wanted)
+                hits[depth] += (logits.topk(ranks).indices == wanted[:, None]).sum(0).cpu()
+                logits, wanted = logits[wanted >= 0], wanted[wanted >= 0]
+                for i, temperature in enumerate(TEMPERATURES):
+                    loss = torch.nn.functional.cross_entropy(logits / temperature, wanted, reduction="sum")
+                    surprise[depth, i] += loss.item()
+    heads.accuracies = (hits / counts[:, None].clamp(min=1)).tolist()
+    heads.temperatures = [TEMPERATURES[i] for i in surprise.argmin(1).tolist()]
+
+
+def _loss(heads: DraftHeads, model, rows: list[Row]) -> torch.Tensor:
+    tokens, hidden, since = _batch(rows, heads.draft_tokens.device)
+    hidden = hidden.float()
+    total, weight = 0.0, 0.0
+    with torch.autocast(hidden.device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
+        with torch.no_grad():
+            target = hidden.new_zeros(*since.shape, len(heads.draft_tokens))
+            target[since >= 0] = heads.logits(hidden[since >= 0]).float().log_softmax(-1)
+        for depth, guesses in enumerate(heads.unroll(tokens, hidden, min(heads.max_tokens, TRAINED_DEPTH))):
+            said = heads.logits(guesses[since >= depth]).float().log_softmax(-1)
+            divergence = torch.nn.functional.kl_div(said, target[since >= depth], reduction="sum", log_target=True)
+            total = total + DEPTH_DECAY**depth * divergence / max(len(said), 1)
+            weight += DEPTH_DECAY**depth
+    return total / weight
+
+
+def _batch(rows: list[Row], device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """tokens int64 [rows, length + 1] and hidden [rows, length, hidden_size], padded on the right, and since int64 [rows,
+    length]: how many tokens the answer had before its last one where hidden predicts the next (below 0: in the prompt or
+    padding). A guess of depth d (from 0) starts from an answer's token where since >= d."""
+    lengths = torch.tensor([len(row.hidden) for row in rows])
+    prompts = torch.tensor([row.prompt for row in rows])
+    tokens = torch.nn.utils.rnn.pad_sequence([row.tokens for row in rows], batch_first=True)
+    hidden = torch.nn.utils.rnn.pad_sequence([row.hidden for row in rows], batch_first=True)
+    column = torch.arange(hidden.shape[1])
+    since = torch.where(column < lengths[:, None], column - prompts[:, None], -1)
+    return tokens.to(device), hidden.to(device), since.to(device)
+
+
+def _order(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[list[int]]:
+    """The rows of each step: all of them once before any comes again, those of one step about equally long."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    while len(batches) < steps:
+        shuffled, epoch = torch.randperm(len(lengths), generator=generator).tolist(), []
+        for start in range(0, len(shuffled), 16 * batch_size):
+            near = sorted(shuffled[start : start + 16 * batch_size], key=lambda row: lengths[row])
+            epoch += [near[i : i + batch_size] for i in range(0, len(near), batch_size)]
+        batches += [epoch[i] for i in torch.randperm(len(epoch), generator=generator).tolist()]
+    return batches[:steps]
+
+
+def _keep(path: Path, heads, optimizer, run: str, done: int, losses: list[float]) -> None:
+    tensors = {}
+    for name, parameter in heads.named_parameters():
+        state = optimizer.state[parameter]
+        tensors |= {name: parameter.detach()} | {f"{name}.{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}
+    partial = path.with_suffix(".partial")
+    metadata = {"run": run, "done": str(done), "losses": json.dumps(losses)}
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
+    partial.replace(path)
+
+
+def _resume(path: Path, heads, optimizer, run: str) -> tuple[int, list[float]]:
+    """How many steps `path` holds, and their last losses; heads and optimizer are set to them."""
+    if not path.exists():
+        return 0, []
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    if metadata["run"] != run:
+        raise ValueError(f"{path} holds another training (other text, target or arguments): delete it, or give another cache")
+    tensors = load_file(path)
+    done = int(metadata["done"])
+    with torch.no_grad():
+        for name, parameter in heads.named_parameters():
+            parameter.copy_(tensors[name])
+            moments = {key: tensors[f"{name}.{key}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.tensor(float(done)), **moments}
+    return done, json.loads(metadata["losses"])

@@ -1,0 +1,134 @@
+"""The text draft heads learn from: what the target itself answers to prompts, with the hidden state before every token."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm.auto import tqdm
+
+from hf_efficient.generation.drafters.base import Drafter
+from hf_efficient.generation.speculation import Speculation
+from hf_efficient.generation.speculative import speculative_generate
+
+
+class Recorder(Drafter):
+    """Guesses nothing and keeps the hidden states that it is shown."""
+
+    reads_hidden = True
+    max_tokens = 1
+
+    def begin(self, sequences, hidden=None) -> None:
+        self._live = list(range(len(hidden)))
+        self._parts = [[states] for states in hidden]
+
+    def propose(self, limits, nodes):
+        return None
+
+    def accept(self, tokens, hidden=None) -> None:
+        for b, new, states in zip(self._live, tokens, hidden):
+            self._parts[b].append(states[: len(new)])
+
+    def select(self, rows) -> None:
+        self._live = [self._live[row] for row in rows]
+
+    def hidden(self) -> list[torch.Tensor]:
+        """Of each row of the batch: what predicted its tokens from the second column of the prompt on."""
+        return [torch.cat(parts) for parts in self._parts]
+
+
+def generate_text(
+    model, tokenizer, prompts: list[str], folder: Path, batch: int, batch_size: int, max_new_tokens: int, seed: int
+) -> Path:
+    """Answers batch number `batch` of the prompts (which repeat when they run out): every second batch greedily, the others
+    sampled at temperature 0.8. Rows that end leave the batch.
+
+    Returns the path of a safetensors file of the rows, one after the other and without padding: `tokens` int64 (prompt and
+    answer), `hidden` in the model's dtype (one less a row: the i-th predicted token i + 1), `lengths` and `prompts` int64
+    [rows], the tokens of a row and of its prompt. A file that is already there is kept: the same arguments make it again.
+    """
+    path = folder / f"text-{batch}.safetensors"
+    if path.exists():
+        return path
+    chosen = [prompts[(batch * batch_size + i) % len(prompts)] for i in range(batch_size)]
+    inputs = _encode(tokenizer, chosen).to(model.device)
+    recorder = Recorder()
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0} if batch % 2 else {"do_sample": False}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed * 1_000_003 + batch)
+        ids = model.generate(
+            **inputs,
+            **sampling,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            custom_generate=speculative_generate,
+            draft_model=Speculation(recorder, adaptive=False),
+        )
+    width = inputs["input_ids"].shape[1]
+    tokens, hidden, lengths, prompt_lengths = [], [], [], []
+    for row, mask, states in zip(ids, inputs["attention_mask"], recorder.hidden()):
+        padding = width - int(mask.sum())
+        states = states[padding:]
+        tokens.append(row[padding : padding + len(states) + 1])
+        hidden.append(states)
+        lengths.append(len(states) + 1)
+        prompt_lengths.append(width - padding)
+    tensors = {"tokens": torch.cat(tokens), "hidden": torch.cat(hidden).to(model.dtype)}
+    tensors |= {"lengths": torch.tensor(lengths), "prompts": torch.tensor(prompt_lengths)}
+    partial = path.with_suffix(".partial")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial)
+    return partial.replace(path)
+
+
+def collect_text(model, tokenizer, prompts, folder: Path, num_tokens: int, deadline=None, **generation) -> list[Path]:
+    """`generate_text`, batch by batch, until the answers have `num_tokens` tokens, or `deadline()` is true after a batch."""
+    files, answered = [], 0
+    with tqdm(total=num_tokens, desc="generating text", unit="token") as bar:
+        while answered < num_tokens and not (files and deadline is not None and deadline()):
+            files.append(generate_text(model, tokenizer, prompts, folder, len(files), **generation))
+            shard = load_file(files[-1])
+            new = int((shard["lengths"] - shard["prompts"]).sum())
+            answered += new
+            bar.update(new)
+    return files
+
+
+class Row:
+    """One answer: tokens int64 [n], hidden [n - 1, hidden_size], and how many of the tokens are the prompt."""
+
+    def __init__(self, tokens: torch.Tensor, hidden: torch.Tensor, prompt: int):
+        self.tokens, self.hidden, self.prompt = tokens, hidden, prompt
+
+
+def load_rows(files: list[Path]) -> list[Row]:
+    """All rows of the files; hidden states stay on disk until they are used (memory-mapped)."""
+    rows = []
+    for file in files:
+        shard = load_file(file)
+        lengths = shard["lengths"].tolist()
+        tokens = shard["tokens"].split(lengths)
+        hidden = shard["hidden"].split([length - 1 for length in lengths])
+        rows += [Row(*parts) for parts in zip(tokens, hidden, shard["prompts"].tolist())]
+    return rows
+
+
+def frequent_tokens(rows: list[Row], vocab_size: int, count: int) -> torch.Tensor:
+    """The `count` tokens that the answers hold most often, int64, most frequent first; ties by number."""
+    answers = torch.cat([row.tokens[row.prompt :] for row in rows])
+    return torch.bincount(answers, minlength=vocab_size).argsort(descending=True, stable=True)[:count].clone()
+
+
+def _encode(tokenizer, prompts: list[str]):
+    if tokenizer.chat_template is not None:
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+            for prompt in prompts
+        ]
+    return tokenizer(
+        prompts,
+        return_tensors="pt",
+        padding=True,
+        padding_side="left",
+        add_special_tokens=tokenizer.chat_template is None,
+    )
