@@ -56,6 +56,11 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         names = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
         return {"name": model.config._name_or_path, **{name: getattr(config, name) for name in names}}
 
+    @classmethod
+    def for_model(cls, model, draft_tokens: int) -> "DraftHeads":
+        """Untrained heads of the size that suits `model`."""
+        return cls(cls.describe(model), draft_tokens)
+
     def check(self, model) -> None:
         ours = self.describe(model)
         for field, value in ours.items():
@@ -81,7 +86,9 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """The target's output head on `features` [..., hidden_size], at `draft_tokens` only: [..., draft tokens]."""
         weight, bias = self._bound[1]
-        return torch.nn.functional.linear(features, weight.to(features.dtype), bias if bias is None else bias.to(features.dtype))
+        return torch.nn.functional.linear(
+            features, weight.to(features.dtype), bias if bias is None else bias.to(features.dtype)
+        )
 
     def save_pretrained(self, save_directory, **_) -> None:
         """Writes the two files, each beside and renamed."""
@@ -118,9 +125,11 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         """
         config_path, weights_path = (cached_file(folder_or_repo, name, **hub_options) for name in (CONFIG, WEIGHTS))
         config = _read_config(config_path)
-        kind = _class_of(config["kind"])
+        kind = class_of(config["kind"])
         if not issubclass(kind, cls):
-            raise ValueError(f"{folder_or_repo} holds {kind.__name__}, not {cls.__name__}: load it with {kind.__name__}")
+            raise ValueError(
+                f"{folder_or_repo} holds {kind.__name__}, not {cls.__name__}: load it with {kind.__name__}"
+            )
         with torch.device("meta"):
             heads = kind(config["target"], **config["shape"])
         heads.temperatures, heads.accuracies = config["temperatures"], config["accuracies"]
@@ -163,7 +172,8 @@ def _rows_of(output, tokens: torch.Tensor, target: dict, model) -> tuple[torch.T
     return weight[tokens].detach(), None if bias is None else bias[tokens].detach()
 
 
-def _class_of(kind) -> type[DraftHeads]:
+def class_of(kind: str) -> type[DraftHeads]:
+    """The class of a key of `KINDS`."""
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is not one of {sorted(KINDS)}")
     return getattr(importlib.import_module(f"hf_efficient.generation.drafters.{kind}"), KINDS[kind])
@@ -187,7 +197,7 @@ def _read_config(path) -> dict:
             raise ValueError(f"{path}: {field!r} is missing or no {type_.__name__}")
     if config["version"] != 1:
         raise ValueError(f"{path} has version {config['version']}, this hf_efficient reads version 1")
-    wanted = {*_class_of(config["kind"]).shape_fields, "draft_tokens", "max_tokens"}
+    wanted = {*class_of(config["kind"]).shape_fields, "draft_tokens", "max_tokens"}
     shape = config["shape"]
     if set(shape) != wanted or any(type(size) is not int or size < 1 for size in shape.values()):
         raise ValueError(f"{path}: shape={shape} must give {', '.join(sorted(wanted))} as integers of at least 1")
@@ -200,7 +210,8 @@ def _read_config(path) -> dict:
     if len(temperatures) != depth or not all(isinstance(t, numbers) and t > 0 for t in temperatures):
         raise ValueError(f"{path}: temperatures={temperatures} must be {depth} positive numbers, one a depth")
     if len(accuracies) != depth or not all(
-        isinstance(row, list) and row and all(isinstance(a, numbers) and 0 <= a <= 1 for a in row) for row in accuracies
+        isinstance(row, list) and row and all(isinstance(a, numbers) and 0 <= a <= 1 for a in row)
+        for row in accuracies
     ):
         raise ValueError(f"{path}: accuracies must be {depth} lists of numbers from 0 to 1, one a depth")
     return config

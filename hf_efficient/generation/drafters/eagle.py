@@ -34,11 +34,11 @@ class EagleHead(DraftHeads):
         self,
         target: dict,
         draft_tokens: int,
+        num_heads: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        intermediate_size: int,
         max_tokens: int = 5,
-        num_heads: int = 8,
-        num_key_value_heads: int = 8,
-        head_dim: int = 64,
-        intermediate_size: int = 1024,
     ):
         shape = (num_heads, num_key_value_heads, head_dim, intermediate_size)
         super().__init__(target, draft_tokens, max_tokens, **dict(zip(self.shape_fields, shape)))
@@ -55,6 +55,15 @@ class EagleHead(DraftHeads):
             self.register_parameter(name, torch.nn.Parameter(torch.randn(out, into) * into**-0.5))
         for name in ("embedding_norm", "feature_norm", "attention_norm", "mlp_norm", "output_norm"):
             self.register_parameter(name, torch.nn.Parameter(torch.ones(size)))
+
+    @classmethod
+    def for_model(cls, model, draft_tokens: int) -> "EagleHead":
+        config = model.config.get_text_config(decoder=True)
+        heads, size = config.num_attention_heads, config.hidden_size
+        key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or size // heads
+        intermediate_size = getattr(config, "intermediate_size", None) or 4 * size
+        return cls(cls.describe(model), draft_tokens, heads, key_value_heads, head_dim, intermediate_size)
 
     def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """What the layer reads, [..., hidden_size], from tokens' embeddings and the features that predicted them."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import torch
@@ -18,12 +19,12 @@ DEPTH_DECAY = 0.8  # a guess counts this much less than the one before it
 WARMUP = 0.05  # of the steps
 RANKS = 10  # accuracies are kept for this many guesses a depth
 TEMPERATURES = [0.5 * 1.08**i for i in range(26)]  # 0.5 to 3.4
-STATE = "training.safetensors"
+ROWS = 8  # answers a step
 KEEP_EVERY = 50  # steps
 
 
 def distill(
-    heads: DraftHeads, model, rows: list[Row], folder: Path, steps: int, batch_size: int, learning_rate: float, seed: int
+    heads: DraftHeads, model, rows: list[Row], folder: Path, steps: int, learning_rate: float, seed: int
 ) -> float:
     """Minimises the divergence KL(target || heads) over the draft tokens at every token of the answers, for up to
     `TRAINED_DEPTH` guesses in a row, with AdamW and a cosine schedule (Zhou et al. 2023, "DistillSpec", on text of the
@@ -35,11 +36,16 @@ def distill(
     heads.float().requires_grad_(True).train()
     heads.bind(model)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    run = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
-    run |= {"kind": heads.kind, "shape": heads.shape, "target": heads.target, "lengths": [len(row.tokens) for row in rows]}
+    run = {"steps": steps, "learning_rate": learning_rate, "seed": seed}
+    run |= {
+        "kind": heads.kind,
+        "shape": [*heads.shape.values(), heads.max_tokens, len(heads.draft_tokens)],
+        "target": heads.target,
+        "lengths": [len(row.tokens) for row in rows],
+    }
     run = json.dumps(run, sort_keys=True)
-    done, losses = _resume(folder / STATE, heads, optimizer, run)
-    order = _order([len(row.tokens) for row in rows], batch_size, steps, seed)
+    done, losses = _resume(folder / f"{heads.kind}.safetensors", heads, optimizer, run)
+    order = _order([len(row.tokens) for row in rows], steps, seed)
     with tqdm(total=steps, initial=done, desc="training", unit="step") as bar:
         for step in range(done, steps):
             warm = min(1.0, (step + 1) / max(1, WARMUP * steps))
@@ -55,12 +61,23 @@ def distill(
             bar.update()
             bar.set_postfix(loss=f"{sum(losses) / len(losses):.3f}")
             if (step + 1) % KEEP_EVERY == 0:
-                _keep(folder / STATE, heads, optimizer, run, step + 1, losses)
+                _keep(folder / f"{heads.kind}.safetensors", heads, optimizer, run, step + 1, losses)
     heads.requires_grad_(False).eval()
     return sum(losses) / len(losses)
 
 
-def measure(heads: DraftHeads, model, rows: list[Row], batch_size: int) -> None:
+def step_seconds(heads: DraftHeads, model, rows: list[Row]) -> float:
+    """What a step takes, with nothing changed."""
+    heads.float().requires_grad_(True).bind(model)
+    for _ in range(2):
+        start = time.perf_counter()
+        _loss(heads, model, rows[:ROWS]).backward()
+        seconds = time.perf_counter() - start
+    heads.zero_grad(set_to_none=True)
+    return seconds
+
+
+def measure(heads: DraftHeads, model, rows: list[Row]) -> None:
     """Sets `heads.accuracies` (against what the target says at each token of the answers, `RANKS` guesses a depth) and
     `heads.temperatures` (those of the least negative log-likelihood) from text that was not trained on."""
     heads.check(model)
@@ -72,8 +89,8 @@ def measure(heads: DraftHeads, model, rows: list[Row], batch_size: int) -> None:
     surprise = torch.zeros(heads.max_tokens, len(TEMPERATURES), dtype=torch.float64)
     counts = torch.zeros(heads.max_tokens, dtype=torch.float64)
     with torch.no_grad():
-        for start in range(0, len(rows), batch_size):
-            tokens, hidden, since = _batch(rows[start : start + batch_size], device)
+        for start in range(0, len(rows), ROWS):
+            tokens, hidden, since = _batch(rows[start : start + ROWS], device)
             hidden = hidden.to(model.dtype)
             truth = torch.full(hidden.shape[:2], -1, device=device)
             truth[since >= 0] = place[output(hidden[since >= 0]).argmax(-1)]
@@ -119,15 +136,15 @@ def _batch(rows: list[Row], device) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return tokens.to(device), hidden.to(device), since.to(device)
 
 
-def _order(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[list[int]]:
+def _order(lengths: list[int], steps: int, seed: int) -> list[list[int]]:
     """The rows of each step: all of them once before any comes again, those of one step about equally long."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     while len(batches) < steps:
         shuffled, epoch = torch.randperm(len(lengths), generator=generator).tolist(), []
-        for start in range(0, len(shuffled), 16 * batch_size):
-            near = sorted(shuffled[start : start + 16 * batch_size], key=lambda row: lengths[row])
-            epoch += [near[i : i + batch_size] for i in range(0, len(near), batch_size)]
+        for start in range(0, len(shuffled), 16 * ROWS):
+            near = sorted(shuffled[start : start + 16 * ROWS], key=lambda row: lengths[row])
+            epoch += [near[i : i + ROWS] for i in range(0, len(near), ROWS)]
         batches += [epoch[i] for i in torch.randperm(len(epoch), generator=generator).tolist()]
     return batches[:steps]
 
@@ -150,7 +167,9 @@ def _resume(path: Path, heads, optimizer, run: str) -> tuple[int, list[float]]:
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     if metadata["run"] != run:
-        raise ValueError(f"{path} holds another training (other text, target or arguments): delete it, or give another cache")
+        raise ValueError(
+            f"{path} holds another training (other text, target or arguments): delete it, or give another cache"
+        )
     tensors = load_file(path)
     done = int(metadata["done"])
     with torch.no_grad():

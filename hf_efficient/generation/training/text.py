@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
@@ -12,49 +13,54 @@ from hf_efficient.generation.speculative import speculative_generate
 
 
 class Recorder(Drafter):
-    """Guesses nothing and keeps the hidden states that it is shown."""
+    """Guesses nothing and keeps the hidden states that it is shown.
+
+    states: of each batch row whose answer has more than one token, what predicted its tokens from the second column of the
+        prompt on, [columns, hidden size] each, in order.
+    """
 
     reads_hidden = True
     max_tokens = 1
 
+    def __init__(self):
+        self.states: dict[int, list[torch.Tensor]] = {}
+
     def begin(self, sequences, hidden=None) -> None:
-        self._live = list(range(len(hidden)))
-        self._parts = [[states] for states in hidden]
+        self._sequences = sequences
+        self.states = {b: [prompt] for b, prompt in zip(sequences.live, hidden)}
 
     def propose(self, limits, nodes):
         return None
 
     def accept(self, tokens, hidden=None) -> None:
-        for b, new, states in zip(self._live, tokens, hidden):
-            self._parts[b].append(states[: len(new)])
+        for b, new, states in zip(self._sequences.live, tokens, hidden):
+            self.states[b].append(states[: len(new)])
 
     def select(self, rows) -> None:
-        self._live = [self._live[row] for row in rows]
-
-    def hidden(self) -> list[torch.Tensor]:
-        """Of each row of the batch: what predicted its tokens from the second column of the prompt on."""
-        return [torch.cat(parts) for parts in self._parts]
+        pass
 
 
 def generate_text(
-    model, tokenizer, prompts: list[str], folder: Path, batch: int, batch_size: int, max_new_tokens: int, seed: int
+    model, tokenizer, prompts: list[str], folder: Path, number: int, batch_size: int, max_new_tokens: int, seed: int
 ) -> Path:
-    """Answers batch number `batch` of the prompts (which repeat when they run out): every second batch greedily, the others
+    """Answers batch `number` of the prompts (which repeat when they run out): every second batch greedily, the others
     sampled at temperature 0.8. Rows that end leave the batch.
 
     Returns the path of a safetensors file of the rows, one after the other and without padding: `tokens` int64 (prompt and
     answer), `hidden` in the model's dtype (one less a row: the i-th predicted token i + 1), `lengths` and `prompts` int64
     [rows], the tokens of a row and of its prompt. A file that is already there is kept: the same arguments make it again.
     """
-    path = folder / f"text-{batch}.safetensors"
+    path = folder / f"text-{number}.safetensors"
     if path.exists():
         return path
-    chosen = [prompts[(batch * batch_size + i) % len(prompts)] for i in range(batch_size)]
+    chosen = [prompts[(number * batch_size + i) % len(prompts)] for i in range(batch_size)]
     inputs = _encode(tokenizer, chosen).to(model.device)
     recorder = Recorder()
-    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0} if batch % 2 else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0} if number % 2 else {"do_sample": False}
+    )
     with torch.random.fork_rng():
-        torch.manual_seed(seed * 1_000_003 + batch)
+        torch.manual_seed(seed * 1_000_003 + number)
         ids = model.generate(
             **inputs,
             **sampling,
@@ -65,10 +71,10 @@ def generate_text(
         )
     width = inputs["input_ids"].shape[1]
     tokens, hidden, lengths, prompt_lengths = [], [], [], []
-    for row, mask, states in zip(ids, inputs["attention_mask"], recorder.hidden()):
-        padding = width - int(mask.sum())
-        states = states[padding:]
-        tokens.append(row[padding : padding + len(states) + 1])
+    for b, parts in recorder.states.items():
+        padding = width - int(inputs["attention_mask"][b].sum())
+        states = torch.cat(parts)[padding:]
+        tokens.append(ids[b, padding : padding + len(states) + 1])
         hidden.append(states)
         lengths.append(len(states) + 1)
         prompt_lengths.append(width - padding)
@@ -79,16 +85,21 @@ def generate_text(
     return partial.replace(path)
 
 
-def collect_text(model, tokenizer, prompts, folder: Path, num_tokens: int, deadline=None, **generation) -> list[Path]:
-    """`generate_text`, batch by batch, until the answers have `num_tokens` tokens, or `deadline()` is true after a batch."""
+def collect_text(
+    model, tokenizer, prompts: list[str], folder: Path, num_tokens: int, count: int | None = None, late=None, **answers
+) -> list[Path]:
+    """`generate_text`, batch by batch, until the answers have `num_tokens` tokens. It ends earlier after the batch at which
+    `late()` becomes true; `count`, when given, is the number of batches where it ended last time."""
     files, answered = [], 0
     with tqdm(total=num_tokens, desc="generating text", unit="token") as bar:
-        while answered < num_tokens and not (files and deadline is not None and deadline()):
-            files.append(generate_text(model, tokenizer, prompts, folder, len(files), **generation))
-            shard = load_file(files[-1])
-            new = int((shard["lengths"] - shard["prompts"]).sum())
+        while answered < num_tokens:
+            files.append(generate_text(model, tokenizer, prompts, folder, len(files), **answers))
+            with safe_open(files[-1], "pt") as file:
+                new = int((file.get_tensor("lengths") - file.get_tensor("prompts")).sum())
             answered += new
             bar.update(new)
+            if len(files) == count or (count is None and late is not None and late()):
+                break
     return files
 
 

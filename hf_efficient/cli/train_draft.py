@@ -1,0 +1,83 @@
+"""`hf-efficient train-draft`: trains draft heads for a model on text it writes itself."""
+
+import argparse
+import json
+from pathlib import Path
+
+
+TRAINING = ("num_tokens", "epochs", "minutes", "draft_tokens", "max_new_tokens", "batch_size", "learning_rate", "seed")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `hf-efficient train-draft`."""
+    command.add_argument("model", help="Hub id or local folder of the target")
+    command.add_argument("--output", required=True, help="folder for the heads; must not exist or be empty")
+    command.add_argument("--kind", choices=("eagle", "medusa"), default="eagle", help="default eagle")
+    command.add_argument(
+        "--prompts",
+        help='file with one prompt a line, or .jsonl with "prompt" or "text" in each line (default: built in)',
+    )
+    command.add_argument("--num-tokens", type=int, help="tokens of answers to learn from (default 400000)")
+    command.add_argument("--epochs", type=int, help="times each answer is seen (default 8)")
+    command.add_argument("--minutes", type=float, help="end after about so long, half of it for the text")
+    command.add_argument("--draft-tokens", type=int, help="frequent tokens that the heads guess from (default 4096)")
+    command.add_argument("--max-new-tokens", type=int, help="longest answer (default 256)")
+    command.add_argument("--batch-size", type=int, help="answers generated at a time (default 64)")
+    command.add_argument("--learning-rate", type=float, help="the largest of the schedule (default 0.002)")
+    command.add_argument("--seed", type=int, help="default 0")
+    command.add_argument(
+        "--cache", help="folder that keeps text and progress (default: OUTPUT-progress, deleted at the end)"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Trains and saves the heads, and prints how often they are right.
+
+    Raises:
+        ValueError: for arguments that are not allowed, before the model is loaded where they show.
+    """
+    output = Path(options.output)
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        raise ValueError(f"--output {output} exists already: give a new or an empty folder")
+    if Path(options.model).exists() and not (Path(options.model) / "config.json").is_file():
+        raise ValueError(f"{options.model}: the folder holds no config.json")
+    prompts = None if options.prompts is None else _read_prompts(Path(options.prompts))
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_efficient import train_draft
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    device_map = "cuda" if torch.cuda.is_available() else None
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto", device_map=device_map)
+    given = {name: getattr(options, name) for name in TRAINING if getattr(options, name) is not None}
+    heads = train_draft(model, tokenizer, output, kind=options.kind, prompts=prompts, cache=options.cache, **given)
+    print(f"{output}: {sum(p.numel() for p in heads.parameters()) / 1e6:.1f} million parameters")
+    for depth, rights in enumerate(heads.accuracies, 1):
+        print(f"guess {depth}: right {rights[0]:.1%} of the time, among the first {len(rights)} {sum(rights):.1%}")
+
+
+def _read_prompts(path: Path) -> list[str]:
+    if not path.is_file():
+        raise ValueError(f"--prompts {path}: there is no such file")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if path.suffix == ".jsonl":
+        lines = [_prompt(path, number, line) for number, line in enumerate(lines, 1)]
+    if not lines:
+        raise ValueError(f"--prompts {path}: the file is empty")
+    return lines
+
+
+def _prompt(path: Path, number: int, line: str) -> str:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--prompts {path}, line {number}: no JSON ({error})") from None
+    if isinstance(value, dict):
+        value = value.get("prompt", value.get("text"))
+    if not isinstance(value, str):
+        raise ValueError(f'--prompts {path}, line {number}: expected a text, or an object with "prompt" or "text"')
+    return value

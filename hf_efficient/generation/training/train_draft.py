@@ -1,0 +1,150 @@
+"""Draft heads for a model, from nothing but the model: it writes the text, the heads learn from it."""
+
+import hashlib
+import json
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from hf_efficient.generation.drafters.draft_heads import KINDS, DraftHeads, class_of
+from hf_efficient.generation.ragged_model import RaggedModel
+from hf_efficient.generation.training.distill import ROWS, distill, measure, step_seconds
+from hf_efficient.generation.training.prompts import default_prompts
+from hf_efficient.generation.training.text import collect_text, frequent_tokens, load_rows
+
+
+HELD_OUT = 20  # one answer in so many is measured on instead of trained on
+
+
+def train_draft(
+    model,
+    tokenizer,
+    output,
+    kind: str = "eagle",
+    prompts: list[str] | None = None,
+    num_tokens: int = 400_000,
+    epochs: int = 8,
+    minutes: float | None = None,
+    draft_tokens: int = 4096,
+    max_new_tokens: int = 256,
+    batch_size: int = 64,
+    learning_rate: float = 2e-3,
+    seed: int = 0,
+    cache=None,
+) -> DraftHeads:
+    """Distils draft heads from `model` and saves them in `output`; `generate(assistant_model=heads)` uses them.
+
+    The model answers the prompts (half greedily, half sampled), every token with its hidden state; then heads of `kind`
+    learn the model's distributions on these answers (Zhou et al. 2023, "DistillSpec"). The hidden states take
+    `num_tokens * hidden_size` numbers of the model's dtype on disk, about half as much again with the prompts'.
+
+    Args:
+        model: a decoder-only causal LM.
+        tokenizer: its tokenizer, with a padding token; its chat template, where it has one, wraps every prompt.
+        output: folder for the heads.
+        kind: "eagle" or "medusa".
+        prompts: what to ask; by default about 8,000 everyday chat prompts.
+        num_tokens: how many tokens of answers to learn from.
+        epochs: how often each answer is seen.
+        minutes: if given, text ends after half of them and training fits in what is left, whatever else was asked.
+        draft_tokens: the heads guess from this many tokens, the most frequent ones of the answers.
+        max_new_tokens, batch_size: of the answers.
+        learning_rate: the largest of its schedule.
+        cache: folder for text and progress: what an interrupted run goes on from, with the same result, and what a run of
+            another kind takes its text from. By default `<output>-progress`, deleted at the end.
+
+    Returns the heads, with the accuracies measured on answers held out (one in twenty).
+    Raises ValueError, before anything is computed, for arguments that are not allowed, or a cache of another run.
+    """
+    config = model.config.get_text_config(decoder=True)
+    draft_tokens = min(draft_tokens, config.vocab_size)
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r} is not one of {sorted(KINDS)}")
+    for name, value, least in (
+        ("num_tokens", num_tokens, 1),
+        ("epochs", epochs, 1),
+        ("draft_tokens", draft_tokens, 1),
+        ("max_new_tokens", max_new_tokens, 3),
+        ("batch_size", batch_size, 1),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes={minutes}: expected more than 0, or None for no limit")
+    if not learning_rate > 0:
+        raise ValueError(f"learning_rate={learning_rate}: expected more than 0")
+    if tokenizer.pad_token_id is None:
+        raise ValueError("the tokenizer has no padding token: set tokenizer.pad_token")
+    if prompts is not None and not prompts:
+        raise ValueError("prompts is empty: give at least one, or None for the default prompts")
+    RaggedModel.check(model, batch_size, "model")
+    output = Path(output)
+    if output.is_file():
+        raise ValueError(f"output={str(output)!r} is a file: give a folder")
+    prompts = default_prompts(seed) if prompts is None else list(prompts)
+    folder = output.with_name(output.name + "-progress") if cache is None else Path(cache)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    start = time.perf_counter()
+    answers = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "seed": seed}
+    plan = _Plan(folder, {"model": _fingerprint(model), "prompts": prompts, "num_tokens": num_tokens, **answers})
+    late = None if minutes is None else lambda: time.perf_counter() - start > 30 * minutes
+    files = collect_text(model, tokenizer, prompts, folder, num_tokens, plan.get("files"), late, **answers)
+    plan.set("files", len(files))
+    rows = load_rows(files)
+    held_out, rows = rows[::HELD_OUT], [row for i, row in enumerate(rows) if i % HELD_OUT]
+    if not rows:
+        raise ValueError("fewer than two answers have more than one token: ask for more num_tokens, or other prompts")
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        heads = class_of(kind).for_model(model, draft_tokens)
+    heads.draft_tokens.copy_(frequent_tokens(rows, config.vocab_size, draft_tokens))
+    steps = epochs * -(-len(rows) // ROWS)
+    if minutes is not None:
+        left = 60 * minutes - (time.perf_counter() - start)
+        fitting = plan.get(f"{kind} steps") or int(left / step_seconds(heads, model, rows))
+        steps = max(1, min(steps, fitting))
+        plan.set(f"{kind} steps", steps)
+    distill(heads, model, rows, folder, steps, learning_rate, seed)
+    measure(heads, model, held_out)
+    heads.save_pretrained(output)
+    if cache is None:
+        shutil.rmtree(folder)
+    return heads
+
+
+class _Plan:
+    """What a run has decided so far, in `plan.json` of its folder. Raises ValueError when another run's lies there."""
+
+    def __init__(self, folder: Path, run: dict):
+        self._path, run = folder / "plan.json", {**run, "prompts": _hash(json.dumps(run["prompts"]).encode())}
+        self._plan = json.loads(self._path.read_text()) if self._path.exists() else {"run": run}
+        other = [name for name, value in run.items() if self._plan["run"].get(name) != value]
+        if other:
+            raise ValueError(
+                f"{folder} holds the text of another run ({', '.join(other)} differ): delete it, or give another cache"
+            )
+
+    def get(self, name: str) -> int | None:
+        return self._plan.get(name)
+
+    def set(self, name: str, value: int) -> None:
+        self._plan[name] = value
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._plan, indent=2))
+        partial.replace(self._path)
+
+
+def _fingerprint(model) -> str:
+    samples = [parameter.detach().flatten()[:256].cpu() for parameter in model.parameters()]
+    return _hash(
+        json.dumps([DraftHeads.describe(model), str(model.dtype)]).encode(),
+        *(sample.contiguous().view(torch.uint8).numpy().tobytes() for sample in samples),
+    )
+
+
+def _hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
