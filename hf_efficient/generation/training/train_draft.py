@@ -121,7 +121,11 @@ class _Plan:
 
     def __init__(self, folder: Path, run: dict):
         self._path, run = folder / "plan.json", {**run, "prompts": _hash(json.dumps(run["prompts"]).encode())}
-        self._plan = json.loads(self._path.read_text()) if self._path.exists() else {"run": run}
+        if self._path.exists():
+            self._plan = json.loads(self._path.read_text())
+        else:
+            self._plan = {}
+            self.set("run", run)
         other = [name for name, value in run.items() if self._plan["run"].get(name) != value]
         if other:
             raise ValueError(
@@ -131,7 +135,7 @@ class _Plan:
     def get(self, name: str) -> int | None:
         return self._plan.get(name)
 
-    def set(self, name: str, value: int) -> None:
+    def set(self, name: str, value) -> None:
         self._plan[name] = value
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps(self._plan, indent=2))

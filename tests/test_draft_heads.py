@@ -1,0 +1,326 @@
+import json
+
+import pytest
+import torch
+from helpers import assert_close, left_padded_batch, tiny_model
+from safetensors.torch import load_file, save_file
+from speculation import counting
+from test_drafters import append, sequences_of
+
+from hf_efficient import DraftHeads, EagleHead, MedusaHeads, Speculation, enable_speculation
+from hf_efficient.generation.drafters.draft_heads import CONFIG, WEIGHTS, best_first
+from hf_efficient.generation.drafters.medusa import static_tree
+from hf_efficient.generation.training import distill as training
+from hf_efficient.generation.training.text import Row
+
+
+NEW = 24
+KINDS = (EagleHead, MedusaHeads)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return enable_speculation(tiny_model("llama", eos_token_id=None))
+
+
+@pytest.fixture(scope="module")
+def text(target):
+    """The batch, what plain greedy generation makes of it, and that with hidden states as training rows."""
+    batch = left_padded_batch()
+    plain = target.generate(**batch, max_new_tokens=NEW, do_sample=False)
+    mask = torch.nn.functional.pad(batch["attention_mask"], (0, NEW), value=1)
+    with torch.no_grad():
+        hidden = target.model(plain, attention_mask=mask).last_hidden_state
+    prompts = batch["attention_mask"].sum(1).tolist()
+    rows = [Row(plain[b, 11 - prompt :], hidden[b, 11 - prompt : -1], prompt) for b, prompt in enumerate(prompts)]
+    return batch, plain, rows
+
+
+@pytest.fixture(scope="module")
+def trained(target, text, tmp_path_factory):
+    """Heads of each kind that know the text by heart, more or less."""
+    heads = {}
+    for kind in KINDS:
+        torch.manual_seed(0)
+        heads[kind] = kind.for_model(target, draft_tokens=120)
+        training.distill(heads[kind], target, text[2], tmp_path_factory.mktemp("heads"), 40, 1e-2, seed=0)
+        training.measure(heads[kind], target, text[2])
+    return heads
+
+
+def generate(target, inputs, heads, adaptive=False, **options):
+    heads = Speculation(heads, adaptive=adaptive)
+    options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **options}
+    return target.generate(**inputs, assistant_model=heads, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nodes", [1, 4, 32])
+def test_greedy_output_is_that_of_plain_generation(kind, nodes, target, text, trained):
+    batch, plain, _ = text
+    single = {key: value[1:2] for key, value in batch.items()}
+    for heads in (trained[kind], kind.for_model(target, 128)):
+        heads.nodes, heads.beam = nodes, min(nodes, 6)
+        outputs = generate(target, batch, heads), generate(target, single, heads), generate(target, batch, heads, True)
+        for output, expected in zip(outputs, (plain, plain[1:2], plain)):
+            assert output.sequences.tolist() == expected.tolist()
+    trained[kind].nodes = nodes
+    assert generate(target, batch, trained[kind]).tokens_per_step > {1: 1.3, 4: 1.5, 32: 1.8}[nodes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_end_leave_and_pages_are_read(kind, target, text, trained):
+    batch, plain, _ = text
+    end = plain[0, 11 + 5].item()
+    options = {"eos_token_id": end, "pad_token_id": 0}
+    expected = target.generate(**batch, max_new_tokens=NEW, do_sample=False, **options)
+    for attention in ("flash_paged", "sdpa"):
+        target.set_attn_implementation(attention)
+        assert generate(target, batch, trained[kind], **options).sequences.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gemma_too(kind):
+    """Scaled embeddings, a capped head, sliding windows."""
+    model = enable_speculation(tiny_model("gemma3", eos_token_id=None))
+    batch = left_padded_batch()
+    plain = model.generate(**batch, max_new_tokens=NEW, do_sample=False)
+    assert generate(model, batch, kind.for_model(model, 128)).sequences.tolist() == plain.tolist()
+
+
+class TestEagle:
+    def begin(self, heads, target, rows: list[list[int]], generated: int):
+        """The drafter after `generated` tokens of each row were made one by one; rows are padded on the left."""
+        hidden = [target.model(torch.tensor([row[:-1]])).last_hidden_state[0] for row in rows]
+        width = max(map(len, rows)) - generated
+        pads = [width - len(row) + generated for row in rows]
+        prompts = torch.tensor([[0] * n + row[: len(row) - generated] for n, row in zip(pads, rows)])
+        mask = torch.tensor([[0] * n + [1] * (width - n) for n in pads])
+        first = torch.tensor([row[-generated] for row in rows])
+        sequences = sequences_of(prompts, mask, first)
+        heads.check(target)
+        cut = [states[: len(row) - generated] for states, row in zip(hidden, rows)]
+        heads.begin(sequences, torch.stack([torch.nn.functional.pad(c, (0, 0, n, 0)) for c, n in zip(cut, pads)]))
+        for back in range(generated - 1, 0, -1):
+            new = append(sequences, torch.tensor([[row[-back]] for row in rows]))
+            heads.accept(new, torch.stack([states[-back] for states in hidden])[:, None])
+        return sequences
+
+    ROWS = [[5, 9, 30, 77, 12, 4, 99, 100], [8, 3, 21, 54, 60], [17, 90, 91, 92, 13, 14]]
+
+    @torch.no_grad()
+    def test_a_chain_is_what_training_unrolled(self, target, trained):
+        """Reading the cache gives what one pass over the whole text gives, guess for guess."""
+        heads = trained[EagleHead]
+        heads.nodes, heads.beam = 4, 1
+        for generated in (1, 3):
+            self.begin(heads, target, self.ROWS, generated)
+            proposal = heads.propose([4, 4, 4], 4)
+            for b, row in enumerate(self.ROWS):
+                chain = [node for node in range(4) if proposal.parents[b, node] == node - 1]
+                draft = proposal.tokens[b, chain].tolist()
+                tokens = torch.tensor([row + draft])
+                hidden = target.model(tokens[:, :-1]).last_hidden_state
+                hidden[:, len(row) - 1 :] = 0.0  # what the target has not seen
+                likely = 1.0
+                for depth, guesses in enumerate(heads.unroll(tokens, hidden, len(draft))):
+                    logits = heads.logits(guesses[0, len(row) - 1 + depth]) / heads.temperatures[depth]
+                    likely = likely * logits.softmax(-1).max()
+                    assert heads.draft_tokens[logits.argmax()] == draft[depth]
+                    reason = "float32 sums in another order"
+                    assert_close(proposal.confidence[b, chain[depth]], likely, 1e-4, 1e-4, reason)
+
+    @torch.no_grad()
+    def test_rows_do_not_touch_each_other(self, target, trained):
+        heads = trained[EagleHead]
+        heads.nodes, heads.beam = 16, 4
+        self.begin(heads, target, self.ROWS, 2)
+        heads.select([0, 2])
+        batch = heads.propose([3, 5], 63)
+        for b, row in enumerate((self.ROWS[0], self.ROWS[2])):
+            self.begin(heads, target, [row], 2)
+            alone = heads.propose([(3, 5)[b]], 63)
+            count = int(alone.counts)
+            assert batch.counts[b] == count == 16
+            assert batch.tokens[b].tolist() == alone.tokens[0].tolist()
+            assert batch.parents[b].tolist() == alone.parents[0].tolist()
+            reason = "float32 sums in another order"
+            assert_close(batch.confidence[b], alone.confidence[0], 1e-4, 1e-4, reason)
+
+    def test_a_proposal_is_a_tree_best_first_within_the_limits(self, target, trained):
+        heads = trained[EagleHead]
+        heads.nodes, heads.beam = 63, 6
+        sequences = self.begin(heads, target, self.ROWS, 1)
+        proposal = heads.propose([5, 1, 0], 20)
+        assert proposal.tokens.shape == (3, 20) and proposal.tokens.device == sequences.device
+        assert proposal.counts.tolist() == [20, 8, 0], "eight children of the root are considered"
+        parents, confidence = proposal.parents[0], proposal.confidence
+        assert (parents < torch.arange(20)).all() and (parents >= -1).all()
+        assert (confidence[0, 1:] <= confidence[0, :-1]).all() and (confidence <= 1).all()
+        assert (proposal.parents[1, :8] == -1).all()
+        siblings = list(zip(parents.tolist(), proposal.tokens[0].tolist()))
+        assert len(set(siblings)) == 20
+        assert heads.propose([0, 0, 0], 20) is None
+
+
+class TestMedusa:
+    def test_untrained_heads_say_what_the_target_said(self, target):
+        heads = MedusaHeads.for_model(target, 128)
+        heads.check(target)
+        hidden = torch.randn(2, 64)
+        said = target.lm_head(hidden)
+        assert_close(heads.logits(heads(hidden))[:, 3], said, 1e-6, 1e-5, "the same product, of the same numbers")
+
+    def test_static_tree_takes_the_paths_that_are_right_most_often(self):
+        nodes = list(zip(*(values.tolist() for values in static_tree([[0.6, 0.2, 0.1], [0.5, 0.3]], 6))))
+        # rank, parent, depth of paths that are right with 0.6, 0.6 * 0.5, 0.2, 0.6 * 0.3; then twice 0.1
+        assert nodes[:4] == [(0, -1, 1), (0, 0, 2), (1, -1, 1), (1, 0, 2)]
+        assert sorted(nodes[4:]) == [(0, 2, 2), (2, -1, 1)]
+        assert len(static_tree([[0.6, 0.2], [0.5]], 50)[0]) == 4
+
+    def test_confidence_is_the_product_along_the_path(self, target, trained):
+        heads = trained[MedusaHeads]
+        heads.check(target)
+        heads.nodes = 12
+        heads.begin(sequences_of(torch.tensor([[5, 6]]), first=torch.tensor([7])), torch.randn(1, 2, 64))
+        proposal = heads.propose([4], 12)
+        likely = heads.logits(heads(heads._hidden)) / torch.tensor(heads.temperatures)[:, None]
+        likely = likely.softmax(-1)[0]
+        for node in range(12):
+            path = [node]
+            while proposal.parents[0, path[0]] >= 0:
+                path.insert(0, int(proposal.parents[0, path[0]]))
+            at = [(heads.draft_tokens == proposal.tokens[0, n]).nonzero().item() for n in path]
+            product = torch.stack([likely[depth, place] for depth, place in enumerate(at)]).prod()
+            assert_close(proposal.confidence[0, node], product.detach(), 1e-5, 1e-6, "the same factors")
+
+
+def test_best_first_keeps_parents_before_children():
+    tokens = torch.arange(6)[None]
+    confidence = torch.tensor([[0.5, 0.4, 0.45, 0.1, 0.4, 0.39]])
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 2]])
+    proposal = best_first(tokens, confidence, parents, torch.tensor([1, 1, 2, 2, 2, 3]), [2], 4)
+    assert proposal.tokens.tolist() == [[0, 2, 1, 4]] and proposal.parents.tolist() == [[-1, 0, -1, 2]]
+    assert proposal.counts.tolist() == [4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_lowers_the_loss_and_goes_on_after_an_interruption(kind, target, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "KEEP_EVERY", 4)
+    rows = text[2] * 5  # two batches an epoch
+
+    def run(folder, steps=10):
+        torch.manual_seed(0)
+        heads = kind.for_model(target, 128)
+        folder.mkdir(exist_ok=True)
+        return heads, training.distill(heads, target, rows, folder, steps, 1e-2, seed=3)
+
+    first = training._loss
+    start = kind.for_model(target, 128)
+    start.bind(target)
+    before = first(start, target, rows[:8]).item()
+    whole, loss = run(tmp_path / "whole")
+    assert loss < before
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return first(*arguments)
+
+    monkeypatch.setattr(training, "_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts")
+    resumed, same = run(tmp_path / "parts")
+    assert len(calls) == 7 + 6, "steps 5 to 10 were made after the four kept ones"
+    assert same == loss
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+    with pytest.raises(ValueError, match="holds another training"):
+        run(tmp_path / "parts", steps=11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_heads_come_back_bit_for_bit(kind, trained, target, tmp_path):
+    heads = trained[kind].to(torch.bfloat16)
+    heads.save_pretrained(tmp_path, max_shard_size="50GB")  # as push_to_hub calls it
+    heads.float()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG, WEIGHTS]
+    for loaded in (DraftHeads.from_pretrained(tmp_path), kind.from_pretrained(str(tmp_path))):
+        assert type(loaded) is kind and loaded.target == heads.target and loaded.max_tokens == heads.max_tokens
+        assert loaded.accuracies == heads.accuracies and loaded.temperatures == heads.temperatures
+        state = heads.to(torch.bfloat16).state_dict()
+        assert state.keys() == loaded.state_dict().keys() and len(state) > 1
+        assert all(torch.equal(state[name], tensor) for name, tensor in loaded.state_dict().items())
+    heads.float()
+    other = KINDS[1 - KINDS.index(kind)]
+    with pytest.raises(ValueError, match=f"holds {kind.__name__}, not {other.__name__}"):
+        other.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32, "head_dim": 16}, "hidden_size=64, LlamaForCausalLM has hidden_size=32"),
+        ({"vocab_size": 100}, "vocab_size=128, LlamaForCausalLM has vocab_size=100"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers=2, LlamaForCausalLM has num_hidden_layers=1"),
+    ],
+)
+def test_heads_of_another_model_are_refused_before_any_forward(changes, message, target, monkeypatch):
+    other = enable_speculation(tiny_model("llama", **changes))
+    forwards = counting(other, monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        heads = MedusaHeads.for_model(target, 128)
+        other.generate(torch.tensor([[5, 6]]), max_new_tokens=4, assistant_model=heads)
+    assert forwards == []
+
+
+def rewrite(folder, **changes):
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"kind": "os"}, "kind='os' is not one of"),
+        ({"target": {"hidden_size": 0}}, "hidden_size=0 must be an integer of at least 1"),
+        ({"shape": {"draft_tokens": 128}}, "must give draft_tokens, max_tokens as integers"),
+        ({"shape": {"draft_tokens": 128, "max_tokens": 10**9}}, "temperatures=.* must be 1000000000 positive numbers"),
+        ({"temperatures": [1, 1, 1, 0]}, "must be 4 positive numbers"),
+        ({"accuracies": [[2.0]] * 4}, "numbers from 0 to 1"),
+        ({"accuracies": None}, "'accuracies' is missing"),
+    ],
+)
+def test_a_configuration_that_is_not_one_is_refused(changes, message, target, tmp_path):
+    MedusaHeads.for_model(target, 128).save_pretrained(tmp_path)
+    rewrite(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        DraftHeads.from_pretrained(tmp_path)
+
+
+def test_weights_that_are_not_what_the_configuration_says_are_refused(target, tmp_path):
+    MedusaHeads.for_model(target, 128).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    for change, message in (
+        ({"weight": torch.zeros(4, 64, 65)}, r"'weight' has shape \[4, 64, 65\], the configuration .* \[4, 64, 64\]"),
+        ({"extra": torch.zeros(1)}, r"'extra' has shape \[1\], the configuration beside it says None"),
+        ({"bias": torch.zeros(4, 64, dtype=torch.int64)}, "'bias' is torch.int64"),
+        ({"draft_tokens": torch.arange(128) + 1}, "different tokens from 0 to 127"),
+        ({"draft_tokens": torch.zeros(128, dtype=torch.int64)}, "different tokens from 0 to 127"),
+    ):
+        save_file({**tensors, **change}, tmp_path / WEIGHTS)
+        with pytest.raises(ValueError, match=message):
+            DraftHeads.from_pretrained(tmp_path)
+    torch.save(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match="is no safetensors file"):
+        DraftHeads.from_pretrained(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "draft_heads.bin")
+    with pytest.raises(OSError, match=WEIGHTS):
+        DraftHeads.from_pretrained(tmp_path)
+    (tmp_path / CONFIG).write_bytes(b"\x80\x04pickle")
+    (tmp_path / "draft_heads.bin").rename(tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match="is not JSON"):
+        DraftHeads.from_pretrained(tmp_path)
