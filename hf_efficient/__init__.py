@@ -30,6 +30,7 @@ _PUBLIC = {
     "SinkWindow": "hf_efficient.cache.eviction.sink_window",
     "SnapKV": "hf_efficient.cache.eviction.snapkv",
     "TOVA": "hf_efficient.cache.eviction.tova",
+    "BestOf": "hf_efficient.generation.drafters.best_of",
     "Drafter": "hf_efficient.generation.drafters.base",
     "PromptLookup": "hf_efficient.generation.drafters.prompt_lookup",
     "Speculation": "hf_efficient.generation.speculation",

@@ -2,9 +2,8 @@
 
 from heapq import heappop, heappush
 
-import torch
-
 from hf_efficient.generation.drafters.base import Drafter, Proposal
+from hf_efficient.generation.drafters.row_trees import RowTree, proposal_of
 from hf_efficient.generation.drafters.suffix_automaton import SuffixAutomaton
 from hf_efficient.generation.sequences import Sequences
 
@@ -53,26 +52,10 @@ class PromptLookup(Drafter):
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         nodes = min(nodes, self.max_tokens)
-        guesses = [self._guess(row, limit, nodes) for row, limit in zip(self.rows, limits)]
-        width = max(len(tokens) for tokens, _, _ in guesses)
-        if width == 0:
-            return None
-        whole, chances, is_tree = [], [], False
-        for tokens, parents, confidence in guesses:
-            missing = width - len(tokens)
-            whole.append([len(tokens), *tokens, *[0] * missing, *parents, *[-1] * missing])
-            chances.append(confidence + [0.0] * missing)
-            is_tree = is_tree or parents != list(range(-1, len(parents) - 1))
-        whole = torch.tensor(whole, device=self.device)
-        return Proposal(
-            whole[:, 1 : width + 1],
-            whole[:, 0],
-            parents=whole[:, width + 1 :] if is_tree else None,
-            confidence=torch.tensor(chances, dtype=torch.float32, device=self.device),
-        )
+        return proposal_of([self._guess(row, limit, nodes) for row, limit in zip(self.rows, limits)], self.device)
 
-    def _guess(self, row: SuffixAutomaton, depth: int, nodes: int) -> tuple[list[int], list[int], list[float]]:
-        """Tokens, parents and confidence of at most `nodes` guesses, the most probable first."""
+    def _guess(self, row: SuffixAutomaton, depth: int, nodes: int) -> RowTree:
+        """At most `nodes` guesses, the most probable first."""
         following, link, length, count, latest = row.following, row.link, row.length, row.count, row.latest
         tokens, parents, confidence, heap, pushed = [], [], [], [], 0
         state, matched, chance, level = row.match(self.max_ngram), length[row.whole], 1.0, 0
@@ -93,7 +76,7 @@ class PromptLookup(Drafter):
                         after = (token, reached, matched + 1, level + 1, len(tokens) - 1)
                         heappush(heap, (-chance * share, pushed, *after))
             if not heap or len(tokens) == nodes:
-                return tokens, parents, confidence
+                return RowTree(tokens, parents, confidence)
             chance, _, token, state, matched, level, parent = heappop(heap)
             chance = -chance
             tokens.append(token)

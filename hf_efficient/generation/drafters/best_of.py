@@ -1,0 +1,108 @@
+"""The likeliest guesses of several drafters, in one tree."""
+
+import torch
+
+from hf_efficient.generation.drafters.base import Drafter, Proposal
+from hf_efficient.generation.drafters.row_trees import RowTree, proposal_of, trees_of
+from hf_efficient.generation.sequences import Sequences
+
+
+_FLOOR = 0.01  # less probable guesses are left out: merging them costs more than they bring
+
+
+class BestOf(Drafter):
+    """Lets every drafter propose and merges the proposals of a row into one tree, the most probable nodes first: what two
+    drafters say is one node. `BestOf(PromptLookup(), TokenRecycling())` copies where there is something to copy and knows
+    common continuations elsewhere, as Hu et al. 2024, "SAM Decoding", fall back on another drafter when the match is short.
+
+    A token that a drafter gives probability b after some node has a + (1 - s) b, where the drafters before it give that
+    token a, and all tokens they name there s: a later drafter speaks for what the earlier ones leave open.
+
+    Args:
+        drafters: at least two, the most trustworthy first; they must say how sure they are (`Proposal.confidence`).
+
+    Raises TypeError for what is no `Drafter`, and ValueError for fewer than two, for drafters whose tokens are drawn at
+    random, and at the first proposal without confidence.
+    """
+
+    def __init__(self, *drafters: Drafter):
+        if len(drafters) < 2:
+            raise ValueError(f"BestOf takes at least two drafters, {len(drafters)} given")
+        for drafter in drafters:
+            if not isinstance(drafter, Drafter):
+                raise TypeError(f"BestOf takes drafters, {type(drafter).__name__!r} is none")
+            if drafter.draws:
+                raise ValueError(f"{type(drafter).__name__} draws its tokens at random: BestOf cannot merge them")
+        self.drafters = drafters
+        self.max_tokens = max(drafter.max_tokens for drafter in drafters)
+        self.relative_cost = sum(drafter.relative_cost for drafter in drafters)
+        self.reads_hidden = any(drafter.reads_hidden for drafter in drafters)
+        self.reads_logits = any(drafter.reads_logits for drafter in drafters)
+
+    def check(self, model) -> None:
+        for drafter in self.drafters:
+            drafter.check(model)
+
+    def begin(self, sequences: Sequences, hidden: torch.Tensor | None = None) -> None:
+        self.device = sequences.device
+        for drafter in self.drafters:
+            drafter.begin(sequences, hidden if drafter.reads_hidden else None)
+
+    def propose(self, limits: list[int], nodes: int) -> Proposal | None:
+        proposals = []
+        for drafter in self.drafters:
+            proposal = drafter.propose([min(limit, drafter.max_tokens) for limit in limits], nodes)
+            if proposal is not None:
+                if proposal.confidence is None:
+                    raise ValueError(
+                        f"{type(drafter).__name__} does not say how sure it is: BestOf cannot rank its tokens"
+                    )
+                proposals.append(proposal)
+        if len(proposals) < 2:
+            return proposals[0] if proposals else None
+        return proposal_of([_merge(trees, nodes) for trees in zip(*map(trees_of, proposals))], self.device)
+
+    def observe(self, tokens: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor) -> None:
+        for drafter in self.drafters:
+            if drafter.reads_logits:
+                drafter.observe(tokens, counts, logits)
+
+    def accept(self, tokens: list[list[int]], hidden: torch.Tensor | None = None) -> None:
+        for drafter in self.drafters:
+            drafter.accept(tokens, hidden if drafter.reads_hidden else None)
+
+    def select(self, rows: list[int]) -> None:
+        for drafter in self.drafters:
+            drafter.select(rows)
+
+
+def _merge(trees: tuple[RowTree, ...], nodes: int) -> RowTree:
+    """The `nodes` most probable nodes of all trees."""
+    found: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+    named: dict[int, float] = {}  # node -> what its children have together
+    tokens, parents, chances = [], [], []  # chances: once the parent is kept
+    for tree in trees:
+        places, before = {-1: -1}, dict(named)
+        for node, (token, parent, confidence) in enumerate(zip(*tree)):
+            if confidence < _FLOOR:  # and so are its children
+                continue
+            above = places[parent]
+            chance = confidence if parent < 0 else min(confidence / tree.confidence[parent], 1.0)
+            chance *= 1 - before.get(above, 0.0)
+            place = places[node] = found.setdefault((above, token), len(tokens))
+            if place == len(tokens):
+                tokens.append(token)
+                parents.append(above)
+                chances.append(0.0)
+            chances[place] += chance
+            named[above] = named.get(above, 0.0) + chance
+    for place, above in enumerate(parents):
+        if above >= 0:
+            chances[place] = min(chances[place], 1.0) * chances[above]
+    order = sorted(range(len(tokens)), key=chances.__getitem__, reverse=True)[:nodes]
+    at = {-1: -1} | {place: node for node, place in enumerate(order)}
+    return RowTree(
+        [tokens[place] for place in order],
+        [at[parents[place]] for place in order],
+        [chances[place] for place in order],
+    )

@@ -1,0 +1,122 @@
+"""The proposals of several drafters as one tree."""
+
+import pytest
+import torch
+from speculation import NEW, models
+
+from hf_efficient import BestOf, Drafter, PromptLookup, Speculation, TokenRecycling, speculative_generate
+from hf_efficient.generation.drafters.row_trees import RowTree, proposal_of, trees_of
+from hf_efficient.generation.sequences import Sequences
+
+
+class Says(Drafter):
+    """Always proposes `trees`, and notes what it is told."""
+
+    max_tokens = 2
+
+    def __init__(self, *trees: RowTree, confident: bool = True):
+        self.trees, self.confident, self.told = list(trees), confident, []
+
+    def begin(self, sequences, hidden=None):
+        self.told.append(("begin", hidden))
+
+    def propose(self, limits, nodes):
+        assert max(limits) <= self.max_tokens
+        proposal = proposal_of(self.trees, "cpu")
+        if proposal is not None and not self.confident:
+            proposal.confidence = None
+        return proposal
+
+    def accept(self, tokens, hidden=None):
+        self.told.append(("accept", tokens, hidden))
+
+    def select(self, rows):
+        self.trees = [self.trees[row] for row in rows]
+
+
+NOTHING = RowTree([], [], [])
+
+
+def begun(*drafters: Drafter) -> BestOf:
+    best, sequences = BestOf(*drafters), object.__new__(Sequences)
+    sequences.device = torch.device("cpu")
+    best.begin(sequences)
+    return best
+
+
+def test_what_two_say_is_one_node():
+    first = RowTree([5, 6, 7], [-1, 0, -1], [0.6, 0.3, 0.2])  # 5, 5 6, 7
+    second = RowTree([8, 5, 6, 9], [-1, -1, 1, 1], [0.5, 0.25, 0.2, 0.05])  # 8, 5, 5 6, 5 9
+    best = begun(Says(first, NOTHING, NOTHING), Says(second, second, NOTHING))
+    whole = best.propose([9, 9, 9], 63)
+    merged, alone, none = trees_of(whole)
+    # at the root 0.8 is named, 0.2 left: 8 is 0.2 * 0.5, 5 is 0.6 + 0.2 * 0.25. After 5: 6 is 0.5 + 0.5 * 0.8, 9 is 0.5 * 0.2
+    assert merged.tokens == [5, 6, 7, 8, 9] and merged.parents == [-1, 0, -1, -1, 0]
+    assert merged.confidence == pytest.approx([0.65, 0.65 * 0.9, 0.2, 0.1, 0.65 * 0.1])
+    assert alone.tokens == second.tokens and alone.confidence == pytest.approx(second.confidence)
+    assert none == NOTHING
+    assert trees_of(best.propose([9, 9, 9], 2))[0].tokens == [5, 6]
+    best.select([1])
+    assert best.propose([9], 63).tokens.tolist() == [second.tokens]
+
+
+def test_one_speaks_where_the_other_has_nothing():
+    tree = RowTree([5, 6], [-1, 0], [0.5, 0.25])
+    for drafters in ((Says(tree), Says(NOTHING)), (Says(NOTHING), Says(tree))):
+        proposal = begun(*drafters).propose([2], 63)
+        assert trees_of(proposal) == [tree] and proposal.parents is None
+    assert begun(Says(NOTHING), Says(NOTHING)).propose([2], 63) is None
+
+
+def test_certain_tokens_stay_behind_their_parents():
+    best = begun(Says(RowTree([5, 6], [-1, 0], [1.0, 1.0])), Says(RowTree([7, 5, 6], [-1, -1, 1], [0.3, 0.3, 0.3])))
+    (tree,) = trees_of(best.propose([2], 63))
+    assert tree.tokens == [5, 6, 7] and tree.parents == [-1, 0, -1] and tree.confidence == [1.0, 1.0, 0.0]
+
+
+def test_everyone_is_told_what_it_reads():
+    plain, reader = Says(NOTHING), Says(NOTHING)
+    reader.reads_hidden = True
+    best = BestOf(plain, reader)
+    assert best.reads_hidden and not best.reads_logits and BestOf(plain, TokenRecycling()).reads_logits
+    hidden = torch.ones(1, 2, 3)
+    best.accept([[1]], hidden)
+    assert plain.told == [("accept", [[1]], None)] and reader.told == [("accept", [[1]], hidden)]
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="at least two drafters, 1 given"):
+        BestOf(PromptLookup())
+    with pytest.raises(TypeError, match="'int' is none"):
+        BestOf(PromptLookup(), 3)
+    drawing = Says(NOTHING)
+    drawing.draws = True
+    with pytest.raises(ValueError, match="Says draws its tokens at random"):
+        BestOf(PromptLookup(), drawing)
+    unsure = Says(RowTree([5], [-1], [0.5]), confident=False)
+    with pytest.raises(ValueError, match="Says does not say how sure it is"):
+        begun(Says(NOTHING), unsure).propose([1], 63)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("name, attention", [("llama", "sdpa"), ("gemma3", "flash_paged"), ("opt", "eager")])
+def test_greedy_output_is_that_of_plain_generation(name, attention, adaptive):
+    model, _, inputs, plain = models(name)
+    model.set_attn_implementation(attention)
+    drafter = BestOf(PromptLookup(8), TokenRecycling(candidates=3, max_tokens=3))
+    for _ in range(2):
+        for batch, expected in zip(inputs, plain):
+            output = model.generate(
+                **batch, assistant_model=Speculation(drafter, adaptive=adaptive), max_new_tokens=NEW, do_sample=False
+            )
+            assert torch.equal(output, expected)
+
+
+def test_sampled_text_does_not_depend_on_the_guesses():
+    model, _, (batch, _), _ = models("llama")
+    options = dict(**batch, max_new_tokens=NEW, do_sample=True, temperature=0.7, custom_generate=speculative_generate)
+    drafter, texts = Speculation(BestOf(PromptLookup(8), TokenRecycling()), adaptive=False), []
+    for draft in (None, drafter, drafter):
+        torch.manual_seed(5)
+        texts.append(model.generate(**options, draft_model=draft))
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
