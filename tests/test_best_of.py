@@ -1,12 +1,13 @@
 """The proposals of several drafters as one tree."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from speculation import NEW, models
 
 from hf_efficient import BestOf, Drafter, PromptLookup, Speculation, TokenRecycling, speculative_generate
 from hf_efficient.generation.drafters.row_trees import RowTree, proposal_of, trees_of
-from hf_efficient.generation.sequences import Sequences
 
 
 class Says(Drafter):
@@ -38,9 +39,8 @@ NOTHING = RowTree([], [], [])
 
 
 def begun(*drafters: Drafter) -> BestOf:
-    best, sequences = BestOf(*drafters), object.__new__(Sequences)
-    sequences.device = torch.device("cpu")
-    best.begin(sequences)
+    best = BestOf(*drafters)
+    best.begin(SimpleNamespace(device="cpu"))
     return best
 
 

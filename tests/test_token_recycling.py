@@ -58,6 +58,7 @@ def test_knows_nothing_but_the_prompt_at_first():
     proposal = drafter.propose([9, 9], 63)
     assert proposal.counts.tolist() == [6, 0]
     assert paths_of(proposal, 0)[-1] == (2, 3, 1, 2, 3, 1), "six tokens deep"
+    assert drafter.propose([9, 9], 5).counts.tolist() == [5, 0]
     assert drafter.propose([2, 9], 63).counts.tolist() == [2, 0]
     assert drafter.propose([0, 9], 63) is None
 

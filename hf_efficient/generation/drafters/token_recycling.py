@@ -23,7 +23,7 @@ class TokenRecycling(Drafter):
     candidate. No model and no training; the table is int32 [vocabulary, candidates], 4 MB at 128k tokens.
 
     Which ranks at which depths are in the tree, and in which order, follows from how often they were right; a run keeps
-    one tree, and proposals are its first nodes. The table and these rates stay for the next run.
+    one tree, and proposals are the first of its nodes whose token is known. The table and these rates stay for the next run.
 
     Args:
         candidates: kept for each token, >= 1.
@@ -98,7 +98,7 @@ class TokenRecycling(Drafter):
             tokens[:, level + 1] = self.table[tokens[:, self.parents[level] + 1], self.ranks[level]].long()
         tokens = tokens[:, 1:]
         real = (tokens >= 0) & (self.depths <= torch.tensor(limits, device=tokens.device)[:, None])
-        real[:, nodes:] = False
+        real &= real.cumsum(1) <= nodes
         width = int(real.sum(1).max())
         if width == 0:
             return None
@@ -118,12 +118,9 @@ class TokenRecycling(Drafter):
         vocabulary = len(self.table) - 1
         likeliest = logits[..., :vocabulary].topk(self.candidates).indices.int()
         filler = torch.arange(tokens.shape[1], device=tokens.device) > counts[:, None]
-        # of a token that was read twice the node that stands first counts, so it is written last
-        tokens, likeliest = (
-            tokens.masked_fill(filler, -1).flip(1),
-            likeliest.masked_fill(filler[..., None], -1).flip(1),
-        )
-        self.table[tokens] = likeliest
+        # backwards: of a token that was read twice the node that stands first is the likelier one (on a GPU either may win)
+        tokens, likeliest = tokens.masked_fill(filler, -1), likeliest.masked_fill(filler[..., None], -1)
+        self.table[tokens.flip(1)] = likeliest.flip(1)
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         if self.drafted is None:
