@@ -60,9 +60,6 @@ SPECULATION = {
     "none": lambda model: {},
     "prompt_lookup": lambda model: {"prompt_lookup_num_tokens": 3},
     "token_recycling": lambda model: {"assistant_model": hf_efficient.TokenRecycling()},
-    "best_of": lambda model: {
-        "assistant_model": hf_efficient.BestOf(hf_efficient.PromptLookup(), hf_efficient.TokenRecycling())
-    },
     "assistant": lambda model: {"assistant_model": model},
 }
 
