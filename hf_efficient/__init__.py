@@ -40,6 +40,8 @@ _PUBLIC = {
     "EagleHead": "hf_efficient.generation.drafters.eagle",
     "MedusaHeads": "hf_efficient.generation.drafters.medusa",
     "train_draft": "hf_efficient.generation.training.train_draft",
+    "SelfSpeculation": "hf_efficient.generation.drafters.self_speculation",
+    "TranslatedDrafter": "hf_efficient.generation.drafters.translated",
     "SpeculativeGenerationMixin": "hf_efficient.generation.speculative",
     "enable_speculation": "hf_efficient.integrations.transformers_generation",
     "speculative_generate": "hf_efficient.generation.speculative",

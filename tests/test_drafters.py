@@ -1,7 +1,7 @@
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
-from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
@@ -9,10 +9,11 @@ from hf_efficient.generation.drafters.suffix_automaton import SuffixAutomaton
 from hf_efficient.generation.sequences import Sequences
 
 
-def sequences_of(input_ids, attention_mask=None, first=None, max_length=64) -> Sequences:
+def sequences_of(input_ids, attention_mask=None, first=None, max_length=64, do_sample=False) -> Sequences:
     """Sequences after the target's first token (`first` [rows], int64)."""
     criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
-    sequences = Sequences(input_ids, attention_mask, 0, LogitsProcessorList(), criteria)
+    config = GenerationConfig(do_sample=do_sample)
+    sequences = Sequences(input_ids, attention_mask, 0, LogitsProcessorList(), criteria, generation_config=config)
     append(sequences, first[:, None])
     return sequences
 
@@ -170,7 +171,7 @@ class TestAssistant:
         batch = left_padded_batch((5, 9, 7))
         prompts = [row[mask.bool()].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"])]
         sequences = sequences_of(**batch, first=torch.tensor([11, 12, 13]))
-        drafter = AssistantDrafter(model, False, model.generation_config)
+        drafter = AssistantDrafter(model)
         drafter.check(model)
         drafter.begin(sequences)
         rows = [prompt + [token] for prompt, token in zip(prompts, [11, 12, 13])]
@@ -205,7 +206,7 @@ class TestAssistant:
     def test_stops_where_it_is_unsure(self, model):
         batch = left_padded_batch((6, 6))
         model.generation_config.assistant_confidence_threshold = 1.1  # never sure
-        drafter = AssistantDrafter(model, False, model.generation_config)
+        drafter = AssistantDrafter(model)
         drafter.check(model)
         drafter.begin(sequences_of(**batch, first=torch.tensor([9, 10])))
         proposal = drafter.propose([9, 9], 63)
@@ -215,8 +216,8 @@ class TestAssistant:
     @torch.no_grad()
     def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(self, model):
         batch = left_padded_batch((6, 4))
-        sequences = sequences_of(**batch, first=torch.tensor([9, 10]))
-        drafter = AssistantDrafter(model, True, model.generation_config)
+        sequences = sequences_of(**batch, first=torch.tensor([9, 10]), do_sample=True)
+        drafter = AssistantDrafter(model)
         drafter.check(model)
         drafter.begin(sequences)
         proposal = drafter.propose([9, 9], 63)
@@ -228,5 +229,5 @@ class TestAssistant:
 
     def test_default_settings_are_those_of_transformers(self):
         model = tiny_model("llama")
-        drafter = AssistantDrafter(model, False, model.generation_config)
-        assert drafter.num_tokens == 20 and drafter.threshold == 0.4
+        drafter = AssistantDrafter(model)
+        assert drafter.max_tokens == 20 and drafter.threshold == 0.4

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "layers": {"kernels", "formats"},
     "calibration": {"observers", "configs", "kernels", "formats", "methods", "layers"},
     "cache": {"kernels"},
-    "generation": {"cache"},
+    "generation": {"cache", "configs", "methods", "layers"},
     "evaluation": set(),
     "model_cards": set(),
     "integrations": {

@@ -5,7 +5,7 @@ from itertools import groupby
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as processors_of
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -54,6 +54,7 @@ class Sequences:
         pad_token_id: fills rows that finish early; None when the model has none.
         processors, criteria: as `generate()` hands them to a decoding loop.
         keep_scores, keep_logits: collect the scores after, the logits before the processors, for every position.
+        generation_config: of the run, for drafters; None is greedy.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Sequences:
         criteria: StoppingCriteriaList,
         keep_scores: bool = False,
         keep_logits: bool = False,
+        generation_config: GenerationConfig | None = None,
     ):
         for processor in processors:
             if isinstance(processor, STATEFUL):
@@ -73,6 +75,7 @@ class Sequences:
                     "from it: generate without an assistant model and without prompt_lookup_num_tokens"
                 )
         self.batch_size, self.prompt_length = input_ids.shape
+        self.generation_config = generation_config or GenerationConfig(do_sample=False)
         self.device = input_ids.device
         self.prompt_mask = None if attention_mask is None else attention_mask[:, -self.prompt_length :]
         self.padding = 0 if pad_token_id is None else pad_token_id

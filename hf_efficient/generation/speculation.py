@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
+from hf_efficient.generation.drafters.self_speculation import SelfSpeculation
+from hf_efficient.generation.drafters.translated import drafter_of
 from hf_efficient.generation.verification import TypicalAcceptance
 
 
@@ -46,18 +47,21 @@ class Speculation:
         fixed = self.model is not None and self.model.generation_config.num_assistant_tokens_schedule == "constant"
         return self.adaptive and not fixed
 
-    def drafter(self, generation_config, tokenizers) -> Drafter:
-        """generation_config: of the run. tokenizers: the target's and the draft model's, or None."""
-        if self.model is None:
-            return self.draft
-        return AssistantDrafter(self.model, generation_config.do_sample, generation_config, tokenizers)
+    def drafter(self, tokenizers) -> Drafter:
+        """tokenizers: the target's and the draft model's, or None."""
+        return self.draft if self.model is None else drafter_of(self.model, tokenizers)
 
 
 def chosen(draft, generation_config) -> Speculation | None:
     """What `generate()` was told to draft with; None for nothing. Raises ValueError for two things at once."""
-    lookup = generation_config.prompt_lookup_num_tokens
-    if lookup is not None and draft is not None:
-        raise ValueError(f"prompt_lookup_num_tokens={lookup} and an assistant model were both given: pass one of them")
+    lookup, exit_layer = generation_config.prompt_lookup_num_tokens, generation_config.assistant_early_exit
+    given = {"prompt_lookup_num_tokens": lookup, "assistant_early_exit": exit_layer}
+    named = [f"{name}={value}" for name, value in given.items() if value is not None]
+    named += [] if draft is None else ["an assistant model"]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} were both given: pass one of them")
     if lookup is not None:
         return Speculation(PromptLookup(lookup, generation_config.max_matching_ngram_size))
+    if exit_layer is not None:
+        return Speculation(SelfSpeculation(exit_layer=exit_layer))
     return draft if draft is None or isinstance(draft, Speculation) else Speculation(draft)

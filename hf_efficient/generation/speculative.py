@@ -10,24 +10,23 @@ from hf_efficient.generation.speculation import chosen
 
 
 class SpeculativeGenerationMixin:
-    """Gives a causal LM `generate(assistant_model=draft)` and `generate(prompt_lookup_num_tokens=n)` at any batch size,
-    greedy or sampled, with the output of plain generation (exactly when greedy, in distribution when sampled). draft: a model,
-    a `Drafter`, or a `Speculation` around one.
+    """Gives a causal LM `generate(assistant_model=draft)`, `generate(prompt_lookup_num_tokens=n)` and
+    `generate(assistant_early_exit=n)` at any batch size, greedy or sampled, with the output of plain generation (exactly when
+    greedy, in distribution when sampled). draft: a model, a `Drafter`, or a `Speculation` around one.
 
         class MyModel(SpeculativeGenerationMixin, LlamaForCausalLM): ...
 
-    or `enable_speculation(model)` for a model that is already loaded. Early-exit, multi-token-prediction and DFlash
-    drafting remain transformers' own (batch size 1).
+    or `enable_speculation(model)` for a model that is already loaded. Multi-token-prediction and DFlash drafting remain
+    transformers' own (batch size 1).
     """
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        kwargs, draft = generation_mode_kwargs, generation_mode_kwargs.get("assistant_model")
-        if draft is not None:  # transformers knows models only
-            model = chosen(draft, generation_config).model
-            kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
-            kwargs |= {} if model is None else {"assistant_model": model}
+        speculation = chosen(generation_mode_kwargs.get("assistant_model"), generation_config)
+        kwargs = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
+        if speculation is not None and speculation.model is not None:  # transformers knows models only
+            kwargs["assistant_model"] = speculation.model
         super()._validate_generation_mode(generation_mode, generation_config, kwargs)
-        if generation_config.prompt_lookup_num_tokens is not None or draft is not None:
+        if speculation is not None:
             _check_mode(generation_config)
 
     def _assisted_decoding(
@@ -44,11 +43,7 @@ class SpeculativeGenerationMixin:
         tokenizer=None,
         **model_kwargs,
     ):
-        if (
-            generation_config.assistant_early_exit is not None
-            or generation_config.use_mtp
-            or generation_config.speculation_type == "dflash"
-        ):
+        if generation_config.use_mtp or generation_config.speculation_type == "dflash":
             return super()._assisted_decoding(
                 input_ids,
                 logits_processor,
@@ -134,7 +129,7 @@ def _decode(
         if speculation is not None:
             if speculation.model is not None:
                 RaggedModel.check(speculation.model, len(input_ids), "assistant_model")
-            drafter = speculation.drafter(generation_config, tokenizers)
+            drafter = speculation.drafter(tokenizers)
             drafter.check(model)
         cache = _prepare_cache(model, generation_config, model_kwargs)
         padding = generation_config._pad_token_tensor
@@ -147,6 +142,7 @@ def _decode(
             stopping_criteria,
             keep_scores=bool(collects and generation_config.output_scores),
             keep_logits=bool(collects and generation_config.output_logits),
+            generation_config=generation_config,
         )
         target = RaggedModel(
             model,

@@ -1,0 +1,110 @@
+"""Drafts from the target's own weights: with layers skipped, an early exit, or in few bits."""
+
+import weakref
+
+import torch
+
+from hf_efficient.configs import WeightOnlyConfig
+from hf_efficient.generation.drafters.assistant import AssistantDrafter, draft_settings
+from hf_efficient.generation.drafters.layer_skip import decoder_layers, with_layers
+from hf_efficient.generation.drafters.low_precision import low_precision_modules, with_modules
+
+
+GROUP_SIZE = 32  # weights that share a scale: what the kernels of every device read, and small enough for 2 bits
+
+
+class SelfSpeculation(AssistantDrafter):
+    """Drafts with the target itself, made cheaper; nothing about the target changes. Layers that are skipped cost no memory
+    but a cache of the others; few-bit copies of the linear layers take `bits` + 0.75 bits a weight (in 16-bit models), and
+    the first run with a model makes them. Give `skip_layers` or `exit_layer`, `bits`, or both.
+
+    >>> model.generate(**inputs, assistant_model=SelfSpeculation(bits=4))
+
+    Args:
+        skip_layers: indices of the decoder's layers to leave out (Zhang et al. 2023, "Draft & Verify"; `search` finds some).
+        exit_layer: use only so many first layers, then the model's own norm and head, >= 1 (Elhoushi et al. 2024,
+            "LayerSkip": good drafts need a model trained for it).
+        bits: 2, 3, 4 or 8, of round-to-nearest copies in groups of 32 (as `WeightOnlyConfig` makes them).
+        num_tokens: how many to draft at most; None: the `num_assistant_tokens` of the model's generation config, or 8. A row
+            stops early after a token of less probability than its `assistant_confidence_threshold` (0.4 when unset).
+
+    Raises ValueError for other arguments, and `check` for layers that the model does not have.
+    """
+
+    def __init__(
+        self,
+        *,
+        skip_layers: list[int] | None = None,
+        exit_layer: int | None = None,
+        bits: int | None = None,
+        num_tokens: int | None = None,
+    ):
+        if skip_layers is not None and exit_layer is not None:
+            raise ValueError(f"skip_layers={skip_layers} and exit_layer={exit_layer}: give one of them")
+        if skip_layers is None and exit_layer is None and bits is None:
+            raise ValueError("nothing makes the draft cheaper than the model: give skip_layers, exit_layer or bits")
+        if skip_layers is not None and not (skip_layers and all(type(index) is int for index in skip_layers)):
+            raise ValueError(f"skip_layers={skip_layers!r}: must be a list of at least one layer index")
+        for name, value in (("exit_layer", exit_layer), ("num_tokens", num_tokens)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r}: must be an integer of at least 1")
+        self.config = None if bits is None else WeightOnlyConfig(bits=bits, group_size=GROUP_SIZE)
+        self.skip_layers, self.exit_layer = skip_layers, exit_layer
+        self._copies = weakref.WeakKeyDictionary()  # target -> (its device and dtype, few-bit modules by name)
+        self.num_tokens, self.tokenizers = num_tokens, (None, None)
+
+    def check(self, model) -> None:
+        draft, kept = model, self._kept(len(decoder_layers(model)[1]))
+        if self.config is not None:
+            place = model.device, model.dtype
+            if self._copies.get(model, (None,))[0] != place:
+                self._copies[model] = place, low_precision_modules(model, self.config)
+            draft = with_modules(draft, self._copies[model][1])
+        self.model = with_layers(draft, kept)
+        max_tokens, self.threshold = draft_settings(model, 8)
+        self.max_tokens = self.num_tokens or max_tokens
+        super().check(model)
+        self.relative_cost = _bytes(self.model) / _bytes(model)
+
+    def _kept(self, count: int) -> list[int]:
+        if self.exit_layer is not None and self.exit_layer > count:
+            raise ValueError(f"exit_layer={self.exit_layer}: the model has {count} layers")
+        skipped = set(range(self.exit_layer or count, count)) if self.skip_layers is None else set(self.skip_layers)
+        unknown = sorted(index for index in skipped if not 0 <= index < count)
+        if unknown:
+            raise ValueError(
+                f"skip_layers={self.skip_layers}: the model has layers 0 to {count - 1}, not {unknown[0]}"
+            )
+        if len(skipped) == count:
+            raise ValueError(
+                f"skip_layers={self.skip_layers}: these are all layers of the model; at least one must stay"
+            )
+        return [index for index in range(count) if index not in skipped]
+
+    @classmethod
+    @torch.no_grad()
+    def search(cls, model, input_ids: torch.Tensor, number: int, **options) -> "SelfSpeculation":
+        """A drafter that skips `number` layers, chosen one by one: each time the one without which the likeliest next token
+        stays what it is in the whole model at most places of a text. Takes `number` times as many forwards of the text as
+        the model has layers.
+
+        input_ids: int64 [batch, length], a text without padding. options: as in `SelfSpeculation`.
+        Raises ValueError when that would leave no layer.
+        """
+        kept = list(range(len(decoder_layers(model)[1])))
+        if type(number) is not int or not 1 <= number < len(kept):
+            raise ValueError(f"number={number!r}: must be an integer from 1 to {len(kept) - 1}")
+        skipped, expected = [], model(input_ids, use_cache=False).logits.argmax(-1)
+
+        def agreement(without: int) -> float:
+            draft = with_layers(model, [index for index in kept if index != without])
+            return (draft(input_ids, use_cache=False).logits.argmax(-1) == expected).float().mean().item()
+
+        for _ in range(number):
+            skipped.append(max(kept, key=agreement))
+            kept.remove(skipped[-1])
+        return cls(skip_layers=sorted(skipped), **options)
+
+
+def _bytes(model) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -1,0 +1,87 @@
+"""Token ids of a target in the token ids of a draft, and back."""
+
+from itertools import groupby
+
+from transformers.generation.candidate_generator import AssistantVocabTranslatorCache
+
+
+_REWRITES = 16  # draft tokens of a row that may change when text is added: no more, as layers with a window forget
+
+
+class Translation:
+    """Between the token ids of a target and those of a draft.
+
+    draft_of: target id -> draft id of the tokens that both vocabularies have (the same text, as transformers'
+        `AssistantToTargetTranslator` compares it), and of the end of a sequence.
+    overlap: how many tokens of text these are, as a share of the smaller vocabulary.
+    """
+
+    CONTEXT = 8  # tokens read again before new ones, so that these are cut as they are in running text
+
+    def __init__(self, target, draft, target_size: int, draft_size: int):
+        self.target, self.draft = target, draft
+        translator = AssistantVocabTranslatorCache.get_translator(target, draft, target_size)
+        pairs = translator.target_to_assistant_input_ids
+        self.draft_of = {t: d for t, d in pairs.items() if t < target_size and d < draft_size}
+        in_both = self.draft_of.keys() - set(target.all_special_ids)
+        self.overlap = len(in_both) / min(len(target), len(draft))
+        if target.eos_token_id is not None and draft.eos_token_id is not None:
+            self.draft_of = {t: d for t, d in self.draft_of.items() if d != draft.eos_token_id}
+            self.draft_of[target.eos_token_id] = draft.eos_token_id
+        shared = set(target.all_special_tokens) & set(draft.all_special_tokens)
+        self._specials = dict(zip(target.all_special_ids, target.all_special_tokens))
+        self._specials = {token: text if text in shared else "" for token, text in self._specials.items()}
+
+    def prompt(self, ids: list[int]) -> list[int]:
+        """A prompt in draft ids, at least one. Special tokens that only the target has are left out."""
+        pieces = [
+            "".join(self._specials[token] for token in tokens) if special else _decode(self.target, list(tokens))
+            for special, tokens in groupby(ids, lambda token: token in self._specials)
+        ]
+        translated = self.draft("".join(pieces))["input_ids"]
+        begin = self.draft.bos_token_id
+        if translated[:2] == [begin, begin]:  # one in the text, one that the tokenizer adds
+            translated = translated[1:]
+        return translated or [begin or 0]
+
+    def extend(self, row: list[int], before: list[int], new: list[int], by_tokens: bool) -> list[int]:
+        """`row`, the draft ids of a text that ends with the target ids `before`, with the target ids `new` added: with
+        `by_tokens` those that both have as they are, the others, or else all, by their text. The end of `row` changes where
+        the draft's tokenizer joins old and new text in one token."""
+        for known, part in groupby(new, lambda token: by_tokens and token in self.draft_of):
+            part = list(part)
+            if known:
+                row = row + [self.draft_of[token] for token in part]
+            else:
+                row = _extended(self.target, self.draft, row, before[-self.CONTEXT :], part)
+            before = before + part
+        return row
+
+    def back(self, before: list[int], new: list[int], ends: bool) -> list[int]:
+        """The target ids of the draft ids `new` after the draft ids `before`; `ends`: with the end of the sequence."""
+        before = before[-self.CONTEXT :]
+        own = _encode(self.target, _decode(self.draft, before))
+        extended = _extended(self.draft, self.target, own, before, new)
+        if extended[: len(own)] != own:  # the target has said those tokens and cannot say others
+            extended = own + _encode(self.target, _decode(self.draft, new))
+        end = [self.target.eos_token_id] if ends and self.target.eos_token_id is not None else []
+        return extended[len(own) :] + end
+
+
+def _extended(source, destination, row: list[int], before: list[int], new: list[int]) -> list[int]:
+    old, text = _decode(source, before), _decode(source, before + new)
+    without, with_new = _encode(destination, old), _encode(destination, text)
+    same = next((i for i, (a, b) in enumerate(zip(without, with_new)) if a != b), min(len(without), len(with_new)))
+    changed = len(without) - same
+    if changed <= min(_REWRITES, len(row)) and row[len(row) - changed :] == without[same:]:
+        return row[: len(row) - changed] + with_new[same:]
+    return row + _encode(destination, _decode(source, new))
+
+
+def _decode(tokenizer, ids: list[int]) -> str:
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character whose bytes are not all there yet
+
+
+def _encode(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
