@@ -61,6 +61,7 @@ SPECULATION = {
     "prompt_lookup": lambda model: {"prompt_lookup_num_tokens": 3},
     "token_recycling": lambda model: {"assistant_model": hf_efficient.TokenRecycling()},
     "assistant": lambda model: {"assistant_model": model},
+    "self_speculation": lambda model: {"assistant_model": hf_efficient.SelfSpeculation(skip_layers=[0])},
 }
 
 # name -> Scorer for eviction, of small models; those whose names begin with "AdaKV " have their definition in

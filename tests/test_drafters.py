@@ -2,6 +2,7 @@ import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
 from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
@@ -201,6 +202,23 @@ class TestAssistant:
                 rows = [rows[row] for row in kept]
                 sequences.select(kept)
                 drafter.select(kept)
+
+    @torch.no_grad()
+    def test_rows_that_have_ended_may_stay(self, model):
+        batch, end = left_padded_batch((5, 9, 7)), EosTokenCriteria(eos_token_id=2)
+        criteria = StoppingCriteriaList([MaxLengthCriteria(64), end])
+        sequences = Sequences(**batch, pad_token_id=0, processors=LogitsProcessorList(), criteria=criteria)
+        append(sequences, torch.tensor([[11], [2], [13]]))
+        drafter = AssistantDrafter(model)
+        drafter.check(model)
+        drafter.begin(sequences)
+        for _ in range(2):
+            for step in range(9):
+                drafter.accept(append(sequences, torch.tensor([[20 + step], [3], [40 + step]])))
+            proposal = drafter.propose([9, 0, 9], 63)
+            rows = sequences.token_lists()
+            assert proposal.counts.tolist() == [3, 0, 3]
+            assert proposal.tokens[[0, 2]].tolist() == self.greedy(model, [rows[0], rows[2]], 3)
 
     @torch.no_grad()
     def test_stops_where_it_is_unsure(self, model):

@@ -89,7 +89,9 @@ def test_the_same_model_in_another_vocabulary_is_always_right(architecture, atte
         output = target.generate(**options, do_sample=False)
         assert torch.equal(output.sequences, plain)
         assert torch.equal(output.accepted_tokens, output.drafted_tokens)
-        assert output.num_steps <= (3 if method == "tokens" else 4)  # a text ends at an end token that is said in passing
+        assert output.num_steps <= (
+            3 if method == "tokens" else 4
+        )  # a text ends at an end token that is said in passing
         output = target.generate(**options, do_sample=True)
         if method == "tokens":  # p and q differ by rounding alone: a rejection is not seen in this few draws
             assert torch.equal(output.accepted_tokens, output.drafted_tokens)

@@ -78,7 +78,7 @@ class AssistantDrafter(Drafter):
         done = [length - sequences.prompt_length for length in sequences.lengths]
         # All rows feed equally many tokens the draft has not seen; one with fewer repeats some of its last.
         pending = max(total - cached for total, cached in zip(done, self.cached))
-        first = [total - pending for total in done]
+        first = [max(total - pending, 0) for total in done]  # a row that has ended may stay, and be shorter
         self.runner.rewind(first)
         fed = sequences.last(pending).to(device)
         limit = torch.tensor(limits, device=sequences.device)
@@ -86,6 +86,8 @@ class AssistantDrafter(Drafter):
         counts, tokens, distributions = torch.zeros_like(limit), [], []
         for step in range(width):
             logits = self.runner(fed, first, keep=1)[..., : self.vocabulary].to(sequences.device)
+            if pending > min(done):
+                self.runner.rewind([total + step for total in done])
             if logits.shape[-1] < self.vocabulary:
                 missing = self.vocabulary - logits.shape[-1]
                 logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
