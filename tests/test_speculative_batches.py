@@ -10,7 +10,7 @@ from oracle import Oracle
 from speculation import drafting, perturbed
 from table import SPECULATION
 
-from hf_efficient import Speculation, enable_speculation
+from hf_efficient import EagleHead, MedusaHeads, Speculation, enable_speculation
 
 
 NEW = 12
@@ -31,8 +31,14 @@ def oracle(siblings: int, adaptive: bool):
     }
 
 
+def heads(kind):
+    return lambda target, plain: {"assistant_model": Speculation(kind.for_model(target, 64), adaptive=False)}
+
+
 DRAFTING = {name: lambda target, plain, make=make: make(target) for name, make in SPECULATION.items()} | {
     "perturbed": lambda target, plain: {"assistant_model": perturbed(target, 0.1)},
+    "untrained Medusa heads": heads(MedusaHeads),
+    "untrained EAGLE head": heads(EagleHead),
     "oracle": oracle(1, adaptive=False),
     "oracle, a tree": oracle(3, adaptive=False),
     "oracle, a tree, adaptive": oracle(3, adaptive=True),
