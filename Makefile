@@ -30,6 +30,7 @@ style: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_linear.py
 	$(BIN)/python benchmarks/cpu_attention.py
+	$(BIN)/python benchmarks/speculation.py
 	$(BIN)/python benchmarks/quality.py --missing --output output/quality.json
 	$(BIN)/hf-efficient demo --output output/demo
 	cp output/demo/report.json benchmarks/results/demo_cpu.json
@@ -38,6 +39,7 @@ bench-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/linear.py
+	$(BIN)/python benchmarks/speculation_gpu.py
 
 cards: $(STAMP)
 	$(BIN)/hf-efficient demo --output output/demo

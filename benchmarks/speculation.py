@@ -1,0 +1,253 @@
+"""Speculative against plain decoding of SmolLM2-135M-Instruct on CPU, on prompts whose answers copy from them (summarise,
+rewrite, edit code) and on open chat. Writes benchmarks/results/speculation_cpu.json.
+
+Every repeat takes the prompts in turn, and with each all ways to generate, so that what else the machine does falls on all of
+them; the first repeat warms up and is not counted. Batch 1 is the prompts one by one, batch 8 all of a kind at once. Greedy,
+bf16, whole calls of generate(), the prompt included:
+  generate         generate() on a PagedCache under flash_paged, no speculation
+  loop             the speculative loop without a drafter
+  transformers     plain generate() of a model that hf_efficient has not touched (sdpa, DynamicCache)
+  transformers prompt_lookup, transformers assistant   its own speculation (batch 1)
+  others           our drafters; `assistant` drafts with the same 4-bit model as transformers' assistant
+A record has tokens/s (of the median of each prompt's seconds; the slowest and the fastest repeat stand beside it) and their
+ratio to `generate`, `loop` and `transformers`; `decoding_ratio`, to `loop` by the time after the prompt; tokens per step;
+acceptance by position (a mean over prompts); seconds of draft, verification and host, and the host's share of them. Nearly
+equal logits fall differently in bf16 when several tokens are computed at once, so `identical` counts the rows whose tokens are
+those of plain generation (of `generate`, or of `transformers` for its own), and nothing is asserted.
+
+    python benchmarks/speculation.py [--quick] [--threads 2] [--repeats 5] [--heads FOLDER] [--output FILE]
+"""
+
+import argparse
+import copy
+import inspect
+import itertools
+import json
+import os
+import statistics
+import textwrap
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_efficient
+from hf_efficient.evaluation import environment, samples
+
+
+ROOT = Path(__file__).resolve().parents[1]
+GUESSES = 10  # prompt_lookup_num_tokens, ours and transformers'
+COUNTED = ("draft_seconds", "verify_seconds", "host_seconds")
+CHAT = (
+    "Why is the sky blue? Explain it to a child.",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "What should I think about before I adopt a dog?",
+    "Give me three ideas for a birthday party in winter and describe each of them.",
+    "How do vaccines work?",
+    "Describe a walk through an old city at night.",
+    "What is the difference between a virus and a bacterium?",
+    "Write a letter to a friend who has just moved to another country.",
+)
+
+
+def copying() -> list[str]:
+    news = [story for story in samples.sample_text("news").split("\n\n") if 800 < len(story) < 1300]
+    code = [inspect.getsource(function) for function in (textwrap.shorten, statistics.fmean, copy.copy)]
+    return [
+        f"Summarise this text in a few sentences.\n\n{news[0]}",
+        f"Which sentences of this text matter most? Quote them.\n\n{news[1]}",
+        f"Write this text again and correct its spelling where it is wrong.\n\n{news[2]}",
+        f"Write this text again in the past tense.\n\n{news[3]}",
+        f"Repeat this text with the first sentence left out.\n\n{news[4]}",
+        f"Add type annotations to this function and show all of it.\n\n```python\n{code[0]}```",
+        f"Rename the argument `data` to `values` and show the whole function.\n\n```python\n{code[1]}```",
+        f"Rename the variable `cls` to `kind` and show the whole function.\n\n```python\n{code[2]}```",
+    ]
+
+
+def ways_to_generate(folder: Path, heads: Path | None) -> dict:
+    """name -> (plain way whose tokens are the right ones, largest batch, generate(**inputs))."""
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval() for _ in range(2))
+    hf_efficient.enable_speculation(ours).set_attn_implementation("flash_paged")
+    four_bits = hf_efficient.WeightOnlyConfig(bits=4, group_size=32)
+    draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=four_bits).eval()
+    settings = draft.generation_config
+    itself = hf_efficient.SelfSpeculation(bits=4)
+
+    def plain(**inputs):
+        return ours.generate(**inputs, past_key_values=hf_efficient.PagedCache(ours.config))
+
+    def assisted(model, implementation):
+        def generate(**inputs):
+            draft.set_attn_implementation(implementation)
+            draft.generation_config = copy.deepcopy(settings)  # transformers learns in it
+            return model.generate(**inputs, assistant_model=draft)
+
+        return generate
+
+    def drafted(make):
+        return lambda **inputs: ours.generate(**inputs, assistant_model=make())
+
+    loop, lookup = {"custom_generate": hf_efficient.speculative_generate}, {"prompt_lookup_num_tokens": GUESSES}
+    found = {
+        "generate": ("generate", 8, plain),
+        "loop": ("generate", 8, lambda **inputs: ours.generate(**inputs, **loop)),
+        "prompt_lookup": ("generate", 8, lambda **inputs: ours.generate(**inputs, **lookup)),
+        # a new one each time, as it learns the answers
+        "token_recycling": ("generate", 8, drafted(hf_efficient.TokenRecycling)),
+        "self_speculation": ("generate", 8, drafted(lambda: itself)),
+        "assistant": ("generate", 8, assisted(ours, "flash_paged")),
+        "transformers": ("transformers", 8, theirs.generate),
+        "transformers prompt_lookup": ("transformers", 1, lambda **inputs: theirs.generate(**inputs, **lookup)),
+        "transformers assistant": ("transformers", 1, assisted(theirs, "sdpa")),
+    }
+    if heads is not None:
+        trained = hf_efficient.DraftHeads.from_pretrained(heads)
+        found["heads"] = ("generate", 8, drafted(lambda: trained))
+    return found
+
+
+def measure(found: dict, batches: list[dict], new: int, repeats: int) -> dict:
+    """name -> seconds [repeats][batches] and outputs [batches] of each way."""
+    options = dict(max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
+    seconds = {name: [[] for _ in range(repeats)] for name in found}
+    outputs = {name: [None] * len(batches) for name in found}
+    for repeat in range(-1, repeats):
+        for index, inputs in enumerate(batches):
+            for name, (_, _, generate) in found.items():
+                start = time.perf_counter()
+                outputs[name][index] = generate(**inputs, **options)
+                if repeat >= 0:
+                    seconds[name][repeat].append(time.perf_counter() - start)
+    return {name: (seconds[name], outputs[name]) for name in found}
+
+
+def rows_of(output, inputs: dict, end: int) -> list[list[int]]:
+    """The generated tokens of each row, up to and with the end of sequence."""
+    rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+
+
+def record(kind: str, size: int, name: str, measured: dict, right: str, batches: list[dict], end: int) -> dict:
+    """One record, without the ratios."""
+    seconds, outputs = measured[name]
+    rows = [row for output, inputs in zip(outputs, batches) for row in rows_of(output, inputs, end)]
+    expected = [row for output, inputs in zip(measured[right][1], batches) for row in rows_of(output, inputs, end)]
+    tokens = sum(map(len, rows))
+    median = sum(map(statistics.median, zip(*seconds)))
+    line = {
+        "prompts": kind,
+        "batch": size,
+        "way": name,
+        "tokens_per_s": {
+            "median": tokens / median,
+            "min": tokens / max(map(sum, seconds)),
+            "max": tokens / min(map(sum, seconds)),
+        },
+        "identical": f"{sum(a == b for a, b in zip(rows, expected))} of {len(rows)}",
+    }
+    if hasattr(outputs[0], "num_steps"):
+        spent = {key: sum(getattr(output, key) for output in outputs) for key in COUNTED}
+        shares = itertools.zip_longest(*(output.acceptance_by_position for output in outputs))
+        line |= {
+            "tokens_per_step": (tokens - len(rows)) / sum(int(output.row_steps.sum()) for output in outputs),
+            "acceptance_by_position": [statistics.mean(x for x in each if x is not None) for each in shares],
+            **spent,
+            "host_share": spent["host_seconds"] / sum(spent.values()),
+            "decoded_tokens_per_s": (tokens - len(rows)) / sum(spent.values()),
+        }
+    return line
+
+
+def goals(lines: list[dict]) -> list[dict]:
+    found = {(line["prompts"], line["batch"], line["way"]): line for line in lines}
+
+    def ratio(kind, size, ours, *others):
+        speed = [found.get((kind, size, name), {}).get("tokens_per_s") for name in (ours, *others)]
+        return None if None in speed else speed[0]["median"] / max(other["median"] for other in speed[1:])
+
+    rows = [
+        (f"{way} over plain decoding, {kind}, batch {size}", at_least, ratio(kind, size, way, "generate", "loop"))
+        for way, kind, size, at_least in (
+            *(("prompt_lookup", "copying", size, 2.5) for size in (1, 8)),
+            *(("prompt_lookup", "chat", size, 1.0) for size in (1, 8)),
+            ("heads", "chat", 1, 1.6),
+        )
+    ]
+    rows += [
+        (f"{way} over that of transformers, {kind}, batch 1", 1.3, ratio(kind, 1, way, f"transformers {way}"))
+        for way in ("prompt_lookup", "assistant")
+        for kind in ("copying", "chat")
+    ]
+    host = [line["host_share"] for line in lines if line["batch"] == 8 and "host_share" in line]
+    rows.append(
+        ("share of a step that is not the host's, batch 8, the worst way", 0.95, 1 - max(host) if host else None)
+    )
+    return [dict(goal=goal, at_least=at_least, measured=measured) for goal, at_least, measured in rows]
+
+
+def rounded(value):
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three prompts, 16 tokens, once: tests the script")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--heads", type=Path, help="folder of draft heads trained for the model")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/speculation_cpu.json")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    new, repeats = (16, 1) if options.quick else (128, options.repeats)
+    folder = samples.sample_model()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    found = ways_to_generate(folder, options.heads)
+    lines = []
+    for kind, prompts in (("copying", copying()), ("chat", CHAT)):
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        template = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True)
+        chats = chats[-3:] if options.quick else chats
+        for size, groups in ((1, [[chat] for chat in chats]), (len(chats), [chats])):
+            batches = [dict(tokenizer.apply_chat_template(group, **template)) for group in groups]
+            ways = {name: way for name, way in found.items() if way[1] >= size}
+            measured = measure(ways, batches, new, repeats)
+            some = [
+                record(kind, size, name, measured, ways[name][0], batches, tokenizer.eos_token_id) for name in ways
+            ]
+            speed = {line["way"]: line["tokens_per_s"]["median"] for line in some}
+            decoded = next(line["decoded_tokens_per_s"] for line in some if line["way"] == "loop")
+            for line in some:
+                plain = ("generate", "loop", "transformers")
+                line["ratio"] = {name: speed[line["way"]] / speed[name] for name in plain}
+                if "decoded_tokens_per_s" in line:
+                    line["decoding_ratio"] = line["decoded_tokens_per_s"] / decoded
+                print(json.dumps(rounded(line)), flush=True)
+            lines += some
+    reached = goals(lines)
+    for goal in reached:
+        goal["reached"] = None if options.quick or goal["measured"] is None else goal["measured"] >= goal["at_least"]
+        print(f"{goal['goal']:72s} at least {goal['at_least']}: {rounded(goal['measured'])}")
+    result = {
+        "question": "tokens/s of generate() with and without speculation on CPU",
+        "model": samples.SAMPLE_MODEL,
+        "environment": environment.describe(),
+        "load_average": os.getloadavg(),
+        "new_tokens": new,
+        "repeats": repeats,
+        "goals": rounded(reached),
+        "records": rounded(lines),
+    }
+    if options.quick:
+        result["warning"] = "a quick run: too few tokens and repeats for its times to mean anything"
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
