@@ -2,12 +2,14 @@ import json
 
 import pytest
 import torch
-from helpers import assert_close, left_padded_batch, tiny_model
+from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
 from safetensors.torch import load_file, save_file
 from speculation import counting
+from table import REFUSALS
 from test_drafters import append, sequences_of
+from transformers import AutoModelForCausalLM
 
-from hf_efficient import DraftHeads, EagleHead, MedusaHeads, Speculation, enable_speculation
+from hf_efficient import DraftHeads, EagleHead, MedusaHeads, Speculation, WeightOnlyConfig, enable_speculation
 from hf_efficient.generation.drafters.draft_heads import CONFIG, WEIGHTS, best_first
 from hf_efficient.generation.drafters.medusa import static_tree
 from hf_efficient.generation.training import distill as training
@@ -79,13 +81,29 @@ def test_rows_that_end_leave_and_pages_are_read(kind, target, text, trained):
         assert generate(target, batch, trained[kind], **options).sequences.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gemma_too(kind):
-    """Scaled embeddings, a capped head, sliding windows."""
-    model = enable_speculation(tiny_model("gemma3", eos_token_id=None))
+@pytest.mark.parametrize("architecture", TINY_MODELS)
+def test_every_architecture_keeps_its_output(architecture):
+    """Scaled embeddings, capped or biased heads, learned positions, sliding windows, experts."""
+    model = enable_speculation(tiny_model(architecture, eos_token_id=None))
+    model.set_attn_implementation("eager" if (architecture, "sdpa") in REFUSALS else "sdpa")
     batch = left_padded_batch()
-    plain = model.generate(**batch, max_new_tokens=NEW, do_sample=False)
-    assert generate(model, batch, kind.for_model(model, 128)).sequences.tolist() == plain.tolist()
+    plain = model.generate(**batch, max_new_tokens=12, do_sample=False).tolist()
+    for kind in KINDS:
+        heads = kind.for_model(model, 128)
+        assert generate(model, batch, heads, max_new_tokens=12).sequences.tolist() == plain
+
+
+def test_a_compressed_output_head_is_asked_for_its_rows(target, tmp_path):
+    target.save_pretrained(tmp_path)
+    config = WeightOnlyConfig(bits=8, group_size=32, quantize_lm_head=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=config)
+    assert type(model.lm_head) is not torch.nn.Linear
+    heads = MedusaHeads.for_model(model, 50)
+    heads.draft_tokens.copy_(torch.randperm(128)[:50])
+    heads.check(model)
+    hidden = torch.randn(3, 64)
+    expected = model.lm_head(hidden)[:, heads.draft_tokens]
+    assert_close(heads.logits(hidden), expected, 1e-3, 1e-2, "the kernel's own sums and scales of float32")
 
 
 class TestEagle:

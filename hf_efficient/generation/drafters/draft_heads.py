@@ -61,6 +61,9 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         """Untrained heads of the size that suits `model`."""
         return cls(cls.describe(model), draft_tokens)
 
+    def fit(self, examples) -> None:  # noqa: B027
+        """A better start than random weights, from tokens int64 [length + 1] and hidden [length, hidden_size] of texts."""
+
     def check(self, model) -> None:
         ours = self.describe(model)
         for field, value in ours.items():
@@ -69,6 +72,12 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
                     f"the draft heads were made for {self.target['name'] or 'a model'} with {field}={self.target[field]}, "
                     f"{type(model).__name__} has {field}={value}: heads draft for the model they were trained on"
                 )
+        width = model.get_input_embeddings().weight.shape[-1]
+        if width != ours["hidden_size"]:
+            raise ValueError(
+                f"{type(model).__name__} embeds tokens in {width} dimensions and has hidden_size={ours['hidden_size']}: "
+                "draft heads need them to be equal"
+            )
         self.to(model.dtype)
         self.bind(model)
 
@@ -160,7 +169,7 @@ def best_first(
 
 def _rows_of(output, tokens: torch.Tensor, target: dict, model) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight [tokens, hidden_size] and bias [tokens] of the target's output head at `tokens`."""
-    if isinstance(output, torch.nn.Linear):
+    if type(output) is torch.nn.Linear:
         weight, bias = output.weight, output.bias
     else:  # a compressed head: what it answers to unit vectors
         size = target["hidden_size"]

@@ -67,8 +67,10 @@ class EagleHead(DraftHeads):
 
     def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """What the layer reads, [..., hidden_size], from tokens' embeddings and the features that predicted them."""
-        both = torch.cat([_norm(embeddings, self.embedding_norm), _norm(features, self.feature_norm)], -1)
-        return linear(both, self.fuse)
+        return linear(self._read_by_fuse(embeddings, features), self.fuse)
+
+    def _read_by_fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return torch.cat([_norm(embeddings, self.embedding_norm), _norm(features, self.feature_norm)], -1)
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values [rows, heads, columns, head_dim] of x [rows, columns, hidden_size] at `positions` [rows,
@@ -93,6 +95,28 @@ class EagleHead(DraftHeads):
         gate, up = linear(_norm(x, self.mlp_norm), self.mlp_in).chunk(2, -1)
         x = x + linear(silu(gate) * up, self.mlp_out)
         return _norm(x, self.output_norm)
+
+    @torch.no_grad()
+    def fit(self, examples) -> None:
+        """Least squares: the next feature, each of its numbers scaled to a mean square of 1, as a linear function of what
+        `fuse` reads. The rest of the layer starts out silent."""
+        size = len(self.output_norm)
+        products = torch.zeros(2 * size, 2 * size, dtype=torch.float64)
+        targets, squares, count = torch.zeros(2 * size, size, dtype=torch.float64), torch.zeros(size), 0
+        for tokens, hidden in examples:
+            hidden = hidden.to(self.fuse)
+            embeddings = self.embed(tokens[1:-1].to(self.fuse.device)).to(self.fuse.dtype)
+            read, following = self._read_by_fuse(embeddings, hidden[:-1]), hidden[1:]
+            products += (read.T @ read).cpu()
+            targets += (read.T @ following).cpu()
+            squares += following.square().sum(0).cpu()
+            count += len(following)
+        scale = (squares / max(count, 1)).sqrt().clamp(min=1e-6)
+        products.diagonal().add_(1e-4 * products.diagonal().mean() + 1e-9)
+        self.fuse.copy_(torch.linalg.solve(products, targets / scale.double()).T)
+        self.output_norm.copy_(scale)
+        self.attention_out.zero_()
+        self.mlp_out.zero_()
 
     def unroll(self, tokens: torch.Tensor, hidden: torch.Tensor, depth: int):
         """Guesses at every position of known text, from features that are guesses themselves ("training-time test" of Li et

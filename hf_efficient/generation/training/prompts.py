@@ -117,8 +117,8 @@ Turn these notes into a paragraph: meeting on Monday, budget too high, cut trave
 
 
 def default_prompts(seed: int = 0) -> list[str]:
-    """About 8,000 distinct prompts in a shuffled order that depends on `seed` alone: every task with every subject, and one
-    in eight from a list of whole prompts (those repeat)."""
+    """7,899 prompts in a shuffled order that depends on `seed` alone: every task with every subject, and one in eight from a
+    list of whole prompts (those repeat)."""
     generator = random.Random(seed)
     subjects = [subject for line in _SUBJECTS.splitlines() for subject in line.split("|")]
     prompts = [

@@ -102,6 +102,8 @@ def train_draft(
         torch.manual_seed(seed)
         heads = class_of(kind).for_model(model, draft_tokens)
     heads.draft_tokens.copy_(frequent_tokens(rows, config.vocab_size, draft_tokens))
+    heads.bind(model)
+    heads.fit((row.tokens, row.hidden) for row in rows)
     steps = epochs * -(-len(rows) // ROWS)
     if minutes is not None:
         left = 60 * minutes - (time.perf_counter() - start)
