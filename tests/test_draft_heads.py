@@ -10,6 +10,7 @@ from test_drafters import append, sequences_of
 from transformers import AutoModelForCausalLM
 
 from hf_efficient import DraftHeads, EagleHead, MedusaHeads, Speculation, WeightOnlyConfig, enable_speculation
+from hf_efficient.generation.drafters import eagle
 from hf_efficient.generation.drafters.draft_heads import CONFIG, WEIGHTS, best_first
 from hf_efficient.generation.drafters.medusa import static_tree
 from hf_efficient.generation.training import distill as training
@@ -149,7 +150,8 @@ class TestEagle:
                     assert_close(proposal.confidence[b, chain[depth]], likely, 1e-4, 1e-4, reason)
 
     @torch.no_grad()
-    def test_rows_do_not_touch_each_other(self, target, trained):
+    def test_rows_do_not_touch_each_other(self, target, trained, monkeypatch):
+        monkeypatch.setattr(eagle, "REACHED", 0.0)  # the depth of all rows follows the surest one
         heads = trained[EagleHead]
         heads.nodes, heads.beam = 16, 4
         self.begin(heads, target, self.ROWS, 2)
@@ -165,10 +167,39 @@ class TestEagle:
             reason = "float32 sums in another order"
             assert_close(batch.confidence[b], alone.confidence[0], 1e-4, 1e-4, reason)
 
-    def test_a_proposal_is_a_tree_best_first_within_the_limits(self, target, trained):
+    @torch.no_grad()
+    def test_it_starts_from_least_squares(self, target, text):
+        heads = EagleHead.for_model(target, 128)
+        heads.bind(target)
+        rows = text[2] * 20  # more examples than unknowns, with noise
+        examples = [(row.tokens, row.hidden + 0.5 * torch.randn(row.hidden.shape)) for row in rows]
+        heads.fit(examples)
+
+        def error():
+            total = 0.0
+            for tokens, hidden in examples:
+                x = heads.inputs(heads.embed(tokens[1:-1]), hidden[:-1])
+                total += (x - hidden[1:] / heads.output_norm).square().sum().item()
+            return total
+
+        best, fuse = error(), heads.fuse.clone()
+        for _ in range(5):
+            heads.fuse.copy_(fuse + 0.01 * torch.randn(fuse.shape))
+            assert error() > best
+        heads.fuse.copy_(fuse)
+        tokens, hidden = examples[0]
+        x = heads.inputs(heads.embed(tokens[1:]), hidden)
+        expected = torch.nn.functional.rms_norm(x, (64,), heads.output_norm, 1e-6)
+        guesses = next(heads.unroll(tokens[None], hidden[None], 1))
+        assert_close(guesses[0, 1:], expected[:-1], 1e-6, 1e-5, "the silent layer adds zeros")
+
+    def test_a_proposal_is_a_tree_best_first_within_the_limits(self, target, trained, monkeypatch):
         heads = trained[EagleHead]
         heads.nodes, heads.beam = 63, 6
         sequences = self.begin(heads, target, self.ROWS, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(eagle, "REACHED", 1.0)
+            assert (heads.propose([5, 1, 0], 20).parents[:, :8] == -1).all(), "nothing is sure enough to go on from"
         proposal = heads.propose([5, 1, 0], 20)
         assert proposal.tokens.shape == (3, 20) and proposal.tokens.device == sequences.device
         assert proposal.counts.tolist() == [20, 8, 0], "eight children of the root are considered"
@@ -225,7 +256,7 @@ def test_best_first_keeps_parents_before_children():
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_lowers_the_loss_and_goes_on_after_an_interruption(kind, target, text, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "KEEP_EVERY", 4)
-    rows = text[2] * 5  # two batches an epoch
+    rows = text[2] * 3  # three batches an epoch
 
     def run(folder, steps=10):
         torch.manual_seed(0)

@@ -17,13 +17,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--prompts",
         help='file with one prompt a line, or .jsonl with "prompt" or "text" in each line (default: built in)',
     )
-    command.add_argument("--num-tokens", type=int, help="tokens of answers to learn from (default 400000)")
-    command.add_argument("--epochs", type=int, help="times each answer is seen (default 8)")
+    command.add_argument("--num-tokens", type=int, help="tokens of answers to learn from (default 300000)")
+    command.add_argument("--epochs", type=int, help="times each answer is seen (default 5)")
     command.add_argument("--minutes", type=float, help="end after about so long, half of it for the text")
     command.add_argument("--draft-tokens", type=int, help="frequent tokens that the heads guess from (default 4096)")
     command.add_argument("--max-new-tokens", type=int, help="longest answer (default 256)")
     command.add_argument("--batch-size", type=int, help="answers generated at a time (default 64)")
-    command.add_argument("--learning-rate", type=float, help="the largest of the schedule (default 0.002)")
+    command.add_argument("--learning-rate", type=float, help="the largest of the schedule (default 0.001)")
     command.add_argument("--seed", type=int, help="default 0")
     command.add_argument(
         "--cache", help="folder that keeps text and progress (default: OUTPUT-progress, deleted at the end)"

@@ -8,6 +8,7 @@ from hf_efficient.generation.drafters.draft_heads import DraftHeads, best_first
 
 
 BRANCHES = 8  # children of a node that are considered
+REACHED = 0.2  # a depth is drafted only where it is as probable as that, in some row, that the target gets there
 PREFILL = 512  # tokens of a prompt read at a time
 
 
@@ -214,6 +215,8 @@ class EagleHead(DraftHeads):
                 break
             first = sum(part.shape[1] for part in confidence[:-1])
             likely, best = confidence[-1].topk(min(beam, confidence[-1].shape[1]), dim=-1)
+            if likely.sum(1).max() < REACHED:
+                break
             above, of = first + best, best // branches
             index = of[..., None]
             features = features.gather(1, index.expand(-1, -1, features.shape[-1]))
