@@ -23,7 +23,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--draft-tokens", type=int, help="frequent tokens that the heads guess from (default 4096)")
     command.add_argument("--max-new-tokens", type=int, help="longest answer (default 256)")
     command.add_argument("--batch-size", type=int, help="answers generated at a time (default 64)")
-    command.add_argument("--learning-rate", type=float, help="the largest of the schedule (default 0.001)")
+    command.add_argument("--learning-rate", type=float, help="the largest of the schedule (default 0.0005)")
     command.add_argument("--seed", type=int, help="default 0")
     command.add_argument(
         "--cache", help="folder that keeps text and progress (default: OUTPUT-progress, deleted at the end)"

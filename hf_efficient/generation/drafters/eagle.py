@@ -100,7 +100,7 @@ class EagleHead(DraftHeads):
     @torch.no_grad()
     def fit(self, examples) -> None:
         """Least squares: the next feature, each of its numbers scaled to a mean square of 1, as a linear function of what
-        `fuse` reads. The rest of the layer starts out silent."""
+        `fuse` reads. The rest of the layer starts out silent. For heads whose norms have not been trained."""
         size = len(self.output_norm)
         products = torch.zeros(2 * size, 2 * size, dtype=torch.float64)
         targets, squares, count = torch.zeros(2 * size, size, dtype=torch.float64), torch.zeros(size), 0
@@ -113,9 +113,14 @@ class EagleHead(DraftHeads):
             squares += following.square().sum(0).cpu()
             count += len(following)
         scale = (squares / max(count, 1)).sqrt().clamp(min=1e-6)
-        products.diagonal().add_(1e-4 * products.diagonal().mean() + 1e-9)
-        self.fuse.copy_(torch.linalg.solve(products, targets / scale.double()).T)
+        read_scale = (products.diagonal() / max(count, 1)).sqrt().clamp(min=1e-6)
+        products.diagonal().mul_(1 + 1e-4)
+        solution = torch.linalg.solve(products, targets / scale)  # [what is read, the next feature]
         self.output_norm.copy_(scale)
+        # what is read is scaled to a mean square of 1 too: steps of one size then suit all weights
+        self.embedding_norm.copy_(1 / read_scale[:size])
+        self.feature_norm.copy_(1 / read_scale[size:])
+        self.fuse.copy_((solution * read_scale[:, None]).T)
         self.attention_out.zero_()
         self.mlp_out.zero_()
 

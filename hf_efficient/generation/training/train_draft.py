@@ -30,7 +30,7 @@ def train_draft(
     draft_tokens: int = 4096,
     max_new_tokens: int = 256,
     batch_size: int = 64,
-    learning_rate: float = 1e-3,
+    learning_rate: float = 5e-4,
     seed: int = 0,
     cache=None,
 ) -> DraftHeads:
