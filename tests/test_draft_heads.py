@@ -74,12 +74,14 @@ def test_greedy_output_is_that_of_plain_generation(kind, nodes, target, text, tr
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_end_leave_and_pages_are_read(kind, target, text, trained):
     batch, plain, _ = text
+    single = {key: value[1:2] for key, value in batch.items()}
     end = plain[0, 11 + 5].item()
     options = {"eos_token_id": end, "pad_token_id": 0}
     expected = target.generate(**batch, max_new_tokens=NEW, do_sample=False, **options)
     for attention in ("flash_paged", "sdpa"):
         target.set_attn_implementation(attention)
         assert generate(target, batch, trained[kind], **options).sequences.tolist() == expected.tolist()
+        assert generate(target, single, trained[kind]).sequences.tolist() == plain[1:2].tolist()
 
 
 @pytest.mark.parametrize("architecture", TINY_MODELS)
