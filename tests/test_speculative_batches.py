@@ -10,7 +10,7 @@ from oracle import Oracle
 from speculation import drafting, perturbed
 from table import SPECULATION
 
-from hf_efficient import EagleHead, MedusaHeads, Speculation, enable_speculation
+from hf_efficient import EagleHead, MedusaHeads, PromptLookup, Speculation, enable_speculation
 
 
 NEW = 12
@@ -35,7 +35,19 @@ def heads(kind):
     return lambda target, plain: {"assistant_model": Speculation(kind.for_model(target, 64), adaptive=False)}
 
 
-DRAFTING = {name: lambda target, plain, make=make: make(target) for name, make in SPECULATION.items()} | {
+def always(make):
+    """The table's drafter, whether drafting pays or not."""
+
+    def options(target, plain):
+        given = make(target)
+        lookup = given.get("prompt_lookup_num_tokens")
+        drafter = given["assistant_model"] if lookup is None else PromptLookup(lookup)
+        return {"assistant_model": Speculation(drafter, adaptive=False)}
+
+    return options
+
+
+DRAFTING = {name: always(make) for name, make in SPECULATION.items() if name != "none"} | {
     "perturbed": lambda target, plain: {"assistant_model": perturbed(target, 0.1)},
     "untrained Medusa heads": heads(MedusaHeads),
     "untrained EAGLE head": heads(EagleHead),
@@ -57,6 +69,9 @@ def test_every_row_of_a_ragged_batch(name, batch, attention):
     ended = (plain[:, -NEW:] == target.generation_config.eos_token_id).any(1).sum()
     assert 0 < ended < batch, "rows leave the batch"
     for drafter, make in DRAFTING.items():
-        output = target.generate(**inputs, **make(target, plain), max_new_tokens=NEW, do_sample=False)
-        different = [row for row in range(batch) if not torch.equal(output[row], plain[row])]
+        output = target.generate(
+            **inputs, **make(target, plain), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True
+        )
+        different = [row for row in range(batch) if not torch.equal(output.sequences[row], plain[row])]
         assert not different, (drafter, different)
+        assert output.drafted_tokens.sum() > 0 or drafter == "oracle, a tree, adaptive", drafter
