@@ -40,6 +40,7 @@ _PUBLIC = {
     "EagleHead": "hf_efficient.generation.drafters.eagle",
     "MedusaHeads": "hf_efficient.generation.drafters.medusa",
     "train_draft": "hf_efficient.generation.training.train_draft",
+    "AssistantDrafter": "hf_efficient.generation.drafters.assistant",
     "SelfSpeculation": "hf_efficient.generation.drafters.self_speculation",
     "TranslatedDrafter": "hf_efficient.generation.drafters.translated",
     "SpeculativeGenerationMixin": "hf_efficient.generation.speculative",

@@ -1,9 +1,11 @@
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
+from speculation import perturbed
 from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from hf_efficient import BestOf, Speculation, TokenRecycling, enable_speculation
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
 from hf_efficient.generation.drafters.suffix_automaton import SuffixAutomaton
@@ -221,6 +223,42 @@ class TestAssistant:
             assert proposal.tokens[[0, 2]].tolist() == self.greedy(model, [rows[0], rows[2]], 3)
 
     @torch.no_grad()
+    def test_trees_hold_the_likeliest_nodes(self, model):
+        sequences = sequences_of(**left_padded_batch((5, 9, 7)), first=torch.tensor([11, 12, 13]))
+        drafter = AssistantDrafter(model, tree=10)
+        drafter.check(model)
+        drafter.begin(sequences)
+        for limits in ([9, 9, 9], [9, 1, 0], [2, 9, 9]):
+            proposal = drafter.propose(limits, 63)
+            for row, ids in enumerate(sequences.token_lists()):
+                paths = []
+                for node in range(int(proposal.counts[row])):
+                    above = int(proposal.parents[row, node])
+                    assert above < node
+                    tokens = (paths[above][0] if above >= 0 else []) + [int(proposal.tokens[row, node])]
+                    scores = model(torch.tensor([ids + tokens[:-1]]), use_cache=False).logits[0, -1].softmax(-1)
+                    chance = (paths[above][1] if above >= 0 else 1.0) * scores[tokens[-1]].item()
+                    # float32 attention in another order of summation, several probabilities multiplied
+                    assert proposal.confidence[row, node].item() == pytest.approx(chance, rel=1e-3)
+                    if node == 0:
+                        assert tokens[0] == int(scores.argmax())
+                    paths.append((tokens, chance))
+                depth = max((len(tokens) for tokens, _ in paths), default=0)
+                assert depth <= min(3, limits[row]) and len(paths) == (0, 4, 10, 10)[min(3, limits[row])]
+                assert [chance for _, chance in paths] == sorted((chance for _, chance in paths), reverse=True)
+            choices = proposal.tokens[:, :1]
+            accepted = (proposal.counts > 0).long()
+            own = torch.tensor([[30], [31], [32]])
+            drafter.accept(
+                append(sequences, torch.where(accepted[:, None] > 0, torch.cat([choices, own], 1), own), accepted)
+            )
+
+    def test_bad_trees_are_refused(self, model):
+        for tree in (0, 64, 4.0, True):
+            with pytest.raises(ValueError, match="must be an integer from 1 to 63"):
+                AssistantDrafter(model, tree=tree)
+
+    @torch.no_grad()
     def test_stops_where_it_is_unsure(self, model):
         batch = left_padded_batch((6, 6))
         model.generation_config.assistant_confidence_threshold = 1.1  # never sure
@@ -249,3 +287,22 @@ class TestAssistant:
         model = tiny_model("llama")
         drafter = AssistantDrafter(model)
         assert drafter.max_tokens == 20 and drafter.threshold == 0.4
+
+    @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}])
+    def test_output_with_trees_is_that_of_plain_generation(self, model, sampling):
+        target, batch = enable_speculation(tiny_model("qwen3")), left_padded_batch()
+        target.set_attn_implementation(model.config._attn_implementation)
+        draft = perturbed(model, 0.1)
+        plain = target.generate(**batch, max_new_tokens=14, do_sample=False)
+        steps = []
+        for tree in (None, 12):
+            speculation = Speculation(AssistantDrafter(draft, tree=tree), adaptive=False)
+            options = dict(max_new_tokens=14, assistant_model=speculation, return_dict_in_generate=True, **sampling)
+            output = target.generate(**batch, **options)
+            assert torch.equal(output.sequences, plain)
+            steps.append(output.num_steps)
+        assert steps[1] < steps[0] or sampling["do_sample"], "a tree holds more; not where one token is left"
+        both = Speculation(BestOf(AssistantDrafter(draft, tree=6), TokenRecycling()), adaptive=False)
+        assert torch.equal(target.generate(**batch, **{**options, "assistant_model": both}).sequences, plain)
+        options["assistant_model"] = Speculation(AssistantDrafter(draft, tree=12), adaptive=False)
+        target.generate(**batch, **options, repetition_penalty=1.1)

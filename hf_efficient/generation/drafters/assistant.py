@@ -4,9 +4,15 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.generation.drafters.base import Drafter, Proposal
+from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
+from hf_efficient.generation.drafters.draft_heads import best_first
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import Sequences
+from hf_efficient.generation.token_tree import ancestors
+
+
+_BEAM = 4  # nodes of a tree continued at each depth
+_BRANCHES = 4  # children of a node that are considered
 
 
 class AssistantDrafter(Drafter):
@@ -20,14 +26,22 @@ class AssistantDrafter(Drafter):
         model: a decoder-only causal LM with the target's tokenizer.
         tokenizers: the target's and the draft's, both needed where the vocabulary sizes in the configs differ (padded
             embeddings); their vocabularies must be equal.
+        tree: propose a tree of up to so many tokens, 1 to 63, instead of one continuation, and draw none: at each depth the 4
+            most probable nodes are continued, and the most probable of all are proposed (Li et al. 2024, "EAGLE-2"). Still
+            one continuation where logits processors read the ids, or the draft's attention takes no trees (`RaggedModel`).
     """
 
     draws = True
 
-    def __init__(self, model, tokenizers=(None, None)):
+    tree: int | None = None
+
+    def __init__(self, model, tokenizers=(None, None), tree: int | None = None):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model={type(model).__name__}: expected a transformers model")
-        self.model, self.tokenizers = model, tokenizers
+        if tree is not None and (type(tree) is not int or not 1 <= tree <= MAX_NODES):
+            raise ValueError(f"tree={tree!r}: must be an integer from 1 to {MAX_NODES}, or None")
+        self.model, self.tokenizers, self.tree = model, tokenizers, tree
+        self.draws = tree is None
         self.max_tokens, self.threshold = draft_settings(model)
 
     def check(self, model) -> None:
@@ -74,7 +88,7 @@ class AssistantDrafter(Drafter):
         if width == 0:
             return None
         sequences, device = self.sequences, self.model.device
-        do_sample = sequences.generation_config.do_sample
+        do_sample = self.draws and sequences.generation_config.do_sample
         done = [length - sequences.prompt_length for length in sequences.lengths]
         # All rows feed equally many tokens the draft has not seen; one with fewer repeats some of its last.
         pending = max(total - cached for total, cached in zip(done, self.cached))
@@ -83,15 +97,14 @@ class AssistantDrafter(Drafter):
         fed = sequences.last(pending).to(device)
         limit = torch.tensor(limits, device=sequences.device)
         confident = torch.ones_like(limit, dtype=torch.bool)
-        counts, tokens, distributions = torch.zeros_like(limit), [], []
+        counts, tokens, chances, distributions = torch.zeros_like(limit), [], [], []
         for step in range(width):
-            logits = self.runner(fed, first, keep=1)[..., : self.vocabulary].to(sequences.device)
+            scores = self._scores(fed, first, step)[:, 0]
             if pending > min(done):
                 self.runner.rewind([total + step for total in done])
-            if logits.shape[-1] < self.vocabulary:
-                missing = self.vocabulary - logits.shape[-1]
-                logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-            scores = sequences.process(logits, offset=step)[:, 0]
+            if self.tree and not sequences.processors_read_ids and self.runner.takes_trees:
+                self.cached = done
+                return self._grow(scores, done, limits, min(self.tree, nodes))
             if do_sample:
                 distribution = scores.softmax(-1)
                 token = torch.multinomial(distribution, 1)
@@ -99,21 +112,61 @@ class AssistantDrafter(Drafter):
             else:
                 token = scores.argmax(-1, keepdim=True)
             tokens.append(token)
+            chances.append((scores.gather(1, token)[:, 0] - scores.logsumexp(-1)).exp())
             counts += confident & (limit > step)
             first = [total + step for total in done]
             fed = token.to(device)
             if step + 1 == width:
                 break
             if self.threshold > 0:
-                probability = scores.gather(1, token)[:, 0] - scores.logsumexp(-1)
-                confident &= (probability.exp() >= self.threshold) & (limit > step + 1)
+                confident &= (chances[-1] >= self.threshold) & (limit > step + 1)
                 if not confident.any():
                     break
             if sequences.processors_read_ids:
                 sequences.write(token, offset=step)
         self.cached = [total + len(tokens) - 1 for total in done]
         probabilities = torch.stack(distributions, 1) if do_sample else None
-        return Proposal(torch.cat(tokens, 1), counts, probabilities)
+        confidence = torch.stack(chances, 1).cumprod(1) if self.tree else None
+        return Proposal(torch.cat(tokens, 1), counts, probabilities, confidence=confidence)
+
+    def _scores(self, fed: torch.Tensor, first: list[int], offset: int, keep: int = 1, tree=None) -> torch.Tensor:
+        """Processed scores [rows, keep, target vocabulary] after the last `keep` columns of `fed` (as in `RaggedModel`), the
+        `offset`-th after each row's last token."""
+        logits = self.runner(fed, first, keep=keep, tree=tree)[..., : self.vocabulary].to(self.sequences.device)
+        if logits.shape[-1] < self.vocabulary:
+            missing = self.vocabulary - logits.shape[-1]
+            logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return self.sequences.process(logits, offset)
+
+    def _grow(self, scores: torch.Tensor, done: list[int], limits: list[int], nodes: int) -> Proposal | None:
+        """A tree from the scores [rows, vocabulary] after each row's last token, which the cache holds, then as now. Each
+        depth is one forward of all that is continued, and of the row's last token."""
+        rows, device = len(done), scores.device
+        branches, first = min(_BRANCHES, scores.shape[-1]), [total - 1 for total in done]
+        chances, likely = scores.softmax(-1)[:, None], scores.new_ones(rows, 1)
+        above = at = torch.full((rows, 1), -1, device=device)  # what is continued: numbers as candidates, and as read
+        fed, read = self.sequences.last(1), above[:, :0]
+        tokens, confidence, parents, depths = [], [], [], []
+        for depth in range(1, min(self.max_tokens, max(limits)) + 1):
+            best, choice = chances.topk(branches, -1)
+            numbered = len(depths)
+            tokens.append(choice.flatten(1))
+            confidence.append((best * likely[..., None]).flatten(1))
+            parents.append(above[..., None].expand_as(choice).flatten(1))
+            depths += [depth] * tokens[-1].shape[1]
+            if depth == min(self.max_tokens, max(limits)):
+                break
+            likely, chosen = confidence[-1].topk(min(_BEAM, confidence[-1].shape[1]), -1)
+            above = numbered + chosen
+            fed = torch.cat([fed, tokens[-1].gather(1, chosen)], 1)
+            read = torch.cat([read, at.gather(1, chosen // branches)], 1)
+            at = torch.arange(read.shape[1] - chosen.shape[1], read.shape[1], device=device).expand_as(chosen)
+            self.runner.rewind(first)
+            here = fed.to(self.model.device)
+            chances = self._scores(here, first, depth, chosen.shape[1], ancestors(read)).softmax(-1)
+        self.runner.rewind(done)
+        candidates = (torch.cat(part, 1) for part in (tokens, confidence, parents))
+        return best_first(*candidates, torch.tensor(depths, device=device), limits, nodes)
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         totals = [length - self.sequences.prompt_length for length in self.sequences.lengths]

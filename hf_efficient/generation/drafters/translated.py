@@ -54,6 +54,7 @@ class TranslatedDrafter(AssistantDrafter):
                 "assistant of the same language, or draft in text: TranslatedDrafter(..., method='text')"
             )
         self.by_tokens = self.method == "tokens" or (self.method is None and translation.overlap >= ENOUGH)
+        self.draws = self.by_tokens
         pairs = torch.tensor(sorted(translation.draft_of.items())).view(-1, 2)
         self.target_ids, self.draft_ids, self.vocabulary = pairs[:, 0], pairs[:, 1], target
         self.relative_cost = self.model.num_parameters() / max(model.num_parameters(), 1)
