@@ -8,7 +8,8 @@ bf16, whole calls of generate(), the prompt included:
   loop             the speculative loop without a drafter
   transformers     plain generate() of a model that hf_efficient has not touched (sdpa, DynamicCache)
   transformers prompt_lookup, transformers assistant   its own speculation (batch 1)
-  others           our drafters; `assistant` drafts with the same 4-bit model as transformers' assistant
+  others           our drafters; `both` is the best of prompt lookup and token recycling, and `assistant` drafts with the same
+                   4-bit model as transformers' assistant
 A record has tokens/s (of the median of each prompt's seconds; the slowest and the fastest repeat stand beside it) and their
 ratio to `generate`, `loop` and `transformers`; `decoding_ratio`, to `loop` by the time after the prompt; tokens per step;
 acceptance by position (a mean over prompts); seconds of draft, verification and host, and the host's share of them. Nearly
@@ -86,6 +87,9 @@ def ways_to_generate(folder: Path, heads: Path | None) -> dict:
 
         return generate
 
+    def both():
+        return hf_efficient.BestOf(hf_efficient.PromptLookup(GUESSES), hf_efficient.TokenRecycling())
+
     def drafted(make):
         return lambda **inputs: ours.generate(**inputs, assistant_model=make())
 
@@ -94,8 +98,9 @@ def ways_to_generate(folder: Path, heads: Path | None) -> dict:
         "generate": ("generate", 8, plain),
         "loop": ("generate", 8, lambda **inputs: ours.generate(**inputs, **loop)),
         "prompt_lookup": ("generate", 8, lambda **inputs: ours.generate(**inputs, **lookup)),
-        # a new one each time, as it learns the answers
+        # new ones each time, as they learn the answers
         "token_recycling": ("generate", 8, drafted(hf_efficient.TokenRecycling)),
+        "both": ("generate", 8, drafted(both)),
         "self_speculation": ("generate", 8, drafted(lambda: itself)),
         "assistant": ("generate", 8, assisted(ours, "flash_paged")),
         "transformers": ("transformers", 8, theirs.generate),

@@ -10,7 +10,8 @@ from oracle import Oracle
 from speculation import drafting, perturbed
 from table import SPECULATION
 
-from hf_efficient import EagleHead, MedusaHeads, PromptLookup, Speculation, enable_speculation
+from hf_efficient import BestOf, EagleHead, MedusaHeads, PromptLookup, Speculation, TokenRecycling, enable_speculation
+from hf_efficient.generation.drafters.assistant import AssistantDrafter
 
 
 NEW = 12
@@ -49,6 +50,12 @@ def always(make):
 
 DRAFTING = {name: always(make) for name, make in SPECULATION.items() if name != "none"} | {
     "perturbed": lambda target, plain: {"assistant_model": perturbed(target, 0.1)},
+    "tree of an assistant": lambda target, plain: {
+        "assistant_model": Speculation(AssistantDrafter(perturbed(target, 0.1), tree=12), adaptive=False)
+    },
+    "best of two": lambda target, plain: {
+        "assistant_model": Speculation(BestOf(PromptLookup(), TokenRecycling()), adaptive=False)
+    },
     "untrained Medusa heads": heads(MedusaHeads),
     "untrained EAGLE head": heads(EagleHead),
     "oracle": oracle(1, adaptive=False),

@@ -14,6 +14,7 @@ from helpers import tiny_model
 from speculation import drafting, perturbed
 
 from hf_efficient import Speculation, enable_speculation
+from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.generation.drafters.base import Drafter, Proposal
 from hf_efficient.generation.verification import TypicalAcceptance, verify
 
@@ -275,6 +276,7 @@ class Guesses(Drafter):
 
 LONG_RUNS = {
     "assistant": lambda: models()[1],
+    "tree of the assistant": lambda: Speculation(AssistantDrafter(models()[1], tree=6), adaptive=False),
     "drawn tree": lambda: Speculation(Guesses(True, False), adaptive=False),
     "drawn tree that is sure": lambda: Guesses(True, True),
     "likeliest tree": lambda: Speculation(Guesses(False, True), adaptive=False),
