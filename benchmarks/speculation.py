@@ -12,7 +12,8 @@ bf16, whole calls of generate(), the prompt included:
                    4-bit model as transformers' assistant
 A record has tokens/s (of the median of each prompt's seconds; the slowest and the fastest repeat stand beside it) and their
 ratio to `generate`, `loop` and `transformers`; `decoding_ratio`, to `loop` by the time after the prompt; tokens per step;
-acceptance by position (a mean over prompts); seconds of draft, verification and host, and the host's share of them. Nearly
+acceptance by position (a mean over prompts); seconds of draft, verification and host; and `host_share`, the share of all these
+spent neither in the drafter nor in the target's forward (the cache's bookkeeping within a forward counts as forward). Nearly
 equal logits fall differently in bf16 when several tokens are computed at once, so `identical` counts the rows whose tokens are
 those of plain generation (of `generate`, or of `transformers` for its own), and nothing is asserted.
 
@@ -21,6 +22,7 @@ those of plain generation (of `generate`, or of `transformers` for its own), and
 
 import argparse
 import copy
+import functools
 import inspect
 import itertools
 import json
@@ -67,8 +69,24 @@ def copying() -> list[str]:
     ]
 
 
-def ways_to_generate(folder: Path, heads: Path | None) -> dict:
-    """name -> (plain way whose tokens are the right ones, largest batch, generate(**inputs))."""
+def noting(model) -> list[float]:
+    """The seconds of each forward of `model` from now on."""
+    seconds, forward = [], model.forward
+
+    @functools.wraps(forward)
+    def timed(*args, **kwargs):
+        start = time.perf_counter()
+        output = forward(*args, **kwargs)
+        seconds.append(time.perf_counter() - start)
+        return output
+
+    model.forward = timed
+    return seconds
+
+
+def ways_to_generate(folder: Path, heads: Path | None) -> tuple[dict, list[float]]:
+    """name -> (plain way whose tokens are the right ones, largest batch, generate(**inputs)); and the seconds of our model's
+    forwards, as they come."""
     ours, theirs = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval() for _ in range(2))
     hf_efficient.enable_speculation(ours).set_attn_implementation("flash_paged")
     four_bits = hf_efficient.WeightOnlyConfig(bits=4, group_size=32)
@@ -110,22 +128,24 @@ def ways_to_generate(folder: Path, heads: Path | None) -> dict:
     if heads is not None:
         trained = hf_efficient.DraftHeads.from_pretrained(heads)
         found["heads"] = ("generate", 8, drafted(lambda: trained))
-    return found
+    return found, noting(ours)
 
 
-def measure(found: dict, batches: list[dict], new: int, repeats: int) -> dict:
-    """name -> seconds [repeats][batches] and outputs [batches] of each way."""
+def measure(found: dict, forwards: list[float], batches: list[dict], new: int, repeats: int) -> dict:
+    """name -> seconds [repeats][batches], outputs [batches], and the seconds of forwards [batches][...] of each way."""
     options = dict(max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
     seconds = {name: [[] for _ in range(repeats)] for name in found}
-    outputs = {name: [None] * len(batches) for name in found}
+    outputs, inside = ({name: [None] * len(batches) for name in found} for _ in range(2))
     for repeat in range(-1, repeats):
         for index, inputs in enumerate(batches):
             for name, (_, _, generate) in found.items():
+                forwards.clear()
                 start = time.perf_counter()
                 outputs[name][index] = generate(**inputs, **options)
+                inside[name][index] = forwards[1:]  # after the prompt
                 if repeat >= 0:
                     seconds[name][repeat].append(time.perf_counter() - start)
-    return {name: (seconds[name], outputs[name]) for name in found}
+    return {name: (seconds[name], outputs[name], inside[name]) for name in found}
 
 
 def rows_of(output, inputs: dict, end: int) -> list[list[int]]:
@@ -136,7 +156,7 @@ def rows_of(output, inputs: dict, end: int) -> list[list[int]]:
 
 def record(kind: str, size: int, name: str, measured: dict, right: str, batches: list[dict], end: int) -> dict:
     """One record, without the ratios."""
-    seconds, outputs = measured[name]
+    seconds, outputs, inside = measured[name]
     rows = [row for output, inputs in zip(outputs, batches) for row in rows_of(output, inputs, end)]
     expected = [row for output, inputs in zip(measured[right][1], batches) for row in rows_of(output, inputs, end)]
     tokens = sum(map(len, rows))
@@ -159,9 +179,13 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
             "tokens_per_step": (tokens - len(rows)) / sum(int(output.row_steps.sum()) for output in outputs),
             "acceptance_by_position": [statistics.mean(x for x in each if x is not None) for each in shares],
             **spent,
-            "host_share": spent["host_seconds"] / sum(spent.values()),
             "decoded_tokens_per_s": (tokens - len(rows)) / sum(spent.values()),
         }
+        if all(
+            len(each) == output.num_steps for each, output in zip(inside, outputs)
+        ):  # the drafter runs none of them
+            inside_or_draft = sum(map(sum, inside)) + spent["draft_seconds"]
+            line["host_share"] = 1 - inside_or_draft / sum(spent.values())
     return line
 
 
@@ -212,7 +236,7 @@ def main() -> None:
     new, repeats = (16, 1) if options.quick else (128, options.repeats)
     folder = samples.sample_model()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    found = ways_to_generate(folder, options.heads)
+    found, forwards = ways_to_generate(folder, options.heads)
     lines = []
     for kind, prompts in (("copying", copying()), ("chat", CHAT)):
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -221,7 +245,7 @@ def main() -> None:
         for size, groups in ((1, [[chat] for chat in chats]), (len(chats), [chats])):
             batches = [dict(tokenizer.apply_chat_template(group, **template)) for group in groups]
             ways = {name: way for name, way in found.items() if way[1] >= size}
-            measured = measure(ways, batches, new, repeats)
+            measured = measure(ways, forwards, batches, new, repeats)
             some = [
                 record(kind, size, name, measured, ways[name][0], batches, tokenizer.eos_token_id) for name in ways
             ]
