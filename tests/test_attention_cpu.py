@@ -1,4 +1,5 @@
-"""Attention on CPU against the float64 references of flash_paged: every option, page layout and cache format."""
+"""Attention on CPU by torch's operators against the float64 references of flash_paged: every option, page layout and cache
+format. (test_cpu_pages.py: by the C++ kernels.)"""
 
 import itertools
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 from helpers import assert_close
 
-from hf_efficient.kernels import attention, attention_cpu, attention_cpu_pages, flash_paged
+from hf_efficient.kernels import attention, attention_cpu, attention_cpu_compiled, attention_cpu_pages, flash_paged
 
 
 FLOAT32 = dict(rms=1e-5, maximum=1e-4, reason="float32 sums in another order")
@@ -24,6 +25,11 @@ OPTIONS = {
 }
 LENGTHS = [0, 1, 129, 256, 300]  # none, one, beyond a segment, the end of a page and of a segment, ragged
 FORMATS = [torch.float32, torch.int8, torch.float8_e4m3fn, 4, 2]
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(attention_cpu_compiled, "kernel", lambda dtype: None)
 
 
 @pytest.fixture(params=["gathered", "in segments"])

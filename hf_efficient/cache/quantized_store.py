@@ -7,7 +7,7 @@ import torch
 from hf_efficient.cache.device_tables import to_device
 from hf_efficient.cache.page_store import MAX_DECODE_QUERIES, PageStore
 from hf_efficient.cache.step import Step
-from hf_efficient.kernels import attention, attention_cpu
+from hf_efficient.kernels import attention, attention_cpu, attention_cpu_compiled
 from hf_efficient.kernels.attention_cpu_formats import Pages
 
 
@@ -52,7 +52,8 @@ class QuantizedStore(PageStore):
             self.make_ready(step)
             _, heads, dim, _, _ = self.form
             if query.device.type == "cpu" and len(step.starts) * step.max_length * heads * dim <= WHOLE:
-                return self._attend_whole(step, query, key, value, **options)
+                if not attention_cpu_compiled.serves(query.transpose(1, 2), **self._pages()):
+                    return self._attend_whole(step, query, key, value, **options)
             options["tree_mask"] = step.tree_mask(query.device)
             return self.append_and_attend(tables_on(query.device), query, key, value, **options)
         tokens = step.token_indices(query.device)

@@ -107,7 +107,7 @@ def flash_attn_with_kvcache(
         )
     if quantized and (k_scale is None or v_scale is None):
         raise ValueError(f"a cache of {k_cache.dtype} needs k_scale and v_scale")
-    if k_cache.dtype == torch.uint8 and None in (k_min, v_min, k_tail, v_tail, quantized_seqlens):
+    if k_cache.dtype == torch.uint8 and any(x is None for x in (k_min, v_min, k_tail, v_tail, quantized_seqlens)):
         raise ValueError("int4 and int2 caches need k_min, v_min, k_tail, v_tail and quantized_seqlens")
     if cache_seqlens is None:
         if k is not None or k_tail is not None:

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from hf_efficient.kernels import attention_cpu_compiled as compiled
 from hf_efficient.kernels.attention_cpu_formats import Pages, check_blocks, read_row, read_rows, write_tokens
 from hf_efficient.kernels.attention_cpu_masks import QueryRows, additive, visibility
 from hf_efficient.kernels.attention_cpu_pages import attend_pages
@@ -153,8 +154,15 @@ def flash_attn_with_kvcache_cpu(
     return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
 ):  # fmt: skip
     batch, width = q.shape[:2]
-    keys, values = Pages.of_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min)
     table = torch.arange(batch)[:, None] if block_table is None else block_table
+    if compiled.serves(q, k_cache, v_cache, k, v, k_scale, v_scale, k_min, v_min, k_tail, v_tail):
+        result = compiled.attend(
+            q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux,
+            return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
+        )  # fmt: skip
+        if result is not None:  # else an error that is raised below
+            return result
+    keys, values = Pages.of_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min)
     appended = 0 if k is None else k.shape[1]
     lengths = torch.where(cache_seqlens >= 0, cache_seqlens.long() + appended, 0)
     stored = lengths if k_tail is None else torch.where(lengths > 0, quantized_seqlens.long(), 0)

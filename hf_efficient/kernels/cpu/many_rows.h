@@ -1,12 +1,10 @@
-// Many rows of x, bound by arithmetic: tiles of W as bfloat16 that stay in the second-level cache, and a product of tiles
-// blocked in registers.
+// Many rows of x, bound by arithmetic: tiles of W as bfloat16 that stay in the second-level cache.
 
 #pragma once
 #include "codes.h"
 #include "output.h"
+#include "tile_product.h"
 
-constexpr int TILE_ROWS = 6;  // of x, by 4 blocks of W: 24 accumulators
-constexpr int TILE_BLOCKS = 4;
 constexpr int TILE_COLUMNS = 4096;  // of W: 512 KB
 constexpr int ROWS_A_UNIT = 1024;   // of x that stay in the third-level cache
 
@@ -32,31 +30,6 @@ static void dequantize_tile(const Matrix &w, int64_t block, int blocks, int64_t 
         });
 }
 
-template <int M, int BLOCKS>
-static INLINE void tile_product(const uint32_t *x, int64_t ld, const __m512i *tile, int64_t pairs, bool begin, Floats (*sums)[TILE_BLOCKS]) {
-    Floats sum[M][BLOCKS];
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-        for (int b = 0; b < BLOCKS; b++) sum[m][b] = begin ? Floats{} : sums[m][b];
-    for (int64_t k = 0; k < pairs; k++, tile += BLOCKS)
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-            for (int b = 0; b < BLOCKS; b++) sum[m][b] = dot(sum[m][b], Pairs{tile[b]}, x[m * ld + k]);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-        for (int b = 0; b < BLOCKS; b++) sums[m][b] = sum[m][b];
-}
-
-template <int BLOCKS, int M = TILE_ROWS>
-static void tile_rows(int64_t rows, const uint32_t *x, int64_t ld, const __m512i *tile, int64_t pairs, bool begin, Floats (*sums)[TILE_BLOCKS]) {
-    for (; rows >= M; rows -= M, x += M * ld, sums += M) tile_product<M, BLOCKS>(x, ld, tile, pairs, begin, sums);
-    if constexpr (M > 1)
-        if (rows) tile_rows<BLOCKS, M - 1>(rows, x, ld, tile, pairs, begin, sums);
-}
-
 static void many(const Matrix &w, const uint32_t *x, int64_t ld, int64_t rows, const Output &out) {
     const int64_t tiles = ceil_div(w.blocks, TILE_BLOCKS);
     int64_t units = ceil_div(rows, ROWS_A_UNIT);  // of rows
@@ -80,10 +53,7 @@ static void many(const Matrix &w, const uint32_t *x, int64_t ld, int64_t rows, c
                 if (!fits || held != n) dequantize_tile(w, block, blocks, step, last, tile);
                 held = n;
                 const uint32_t *at = x + first * ld + step * (w.COLUMNS / 2);
-                if (blocks == 4) tile_rows<4>(count, at, ld, tile, pairs, step == 0, sums);
-                if (blocks == 3) tile_rows<3>(count, at, ld, tile, pairs, step == 0, sums);
-                if (blocks == 2) tile_rows<2>(count, at, ld, tile, pairs, step == 0, sums);
-                if (blocks == 1) tile_rows<1>(count, at, ld, tile, pairs, step == 0, sums);
+                tile_rows(blocks, count, at, ld, (const Floats *)tile, pairs, step == 0, sums);
             }
             for (int64_t row = 0; row < count; row++)
                 for (int b = 0; b < blocks; b++) out.store(first + row, (block + b) * LANES, sums[row][b]);

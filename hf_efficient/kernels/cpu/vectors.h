@@ -108,3 +108,6 @@ template <class F> static INLINE void parallel(int64_t count, F body) {
 }
 
 static INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Bits 0 to n - 1 of a word.
+static INLINE uint64_t bits_below(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~0ull : (1ull << n) - 1; }

@@ -1,0 +1,156 @@
+"""Attention of few queries over pages on CPUs whose C++ kernels are worth compiling (see `cpu_build`): reads full-precision and
+quantized pages and rings where they lie, in one call."""
+
+import ctypes
+import functools
+
+import torch
+
+from hf_efficient.kernels import cpu_build
+
+
+MAX_QUERIES = 64  # of a row: a tree has so many, and more are prefill
+_MAX_DIM = 256
+_TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}  # NumberType of cpu/page_call.h
+_CODES = {torch.int8: 3, torch.float8_e4m3fn: 4}
+_PACKED = {4: 5, 2: 6}  # by bits
+
+
+class _Pages(ctypes.Structure):
+    """`Pages` of cpu/page_call.h."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("minimum", ctypes.c_void_p),
+        ("dim", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+    ]
+
+
+_POINTERS = {
+    "query",
+    "out",
+    "lse",
+    "table",
+    "lengths",
+    "new_keys",
+    "new_values",
+    "stored",
+    "ancestors",
+    "slopes",
+    "sinks",
+}
+_NAMES = (
+    "batch width query_heads heads query_type page_type query out lse keys values num_blocks block_size table table_columns "
+    "table_stride lengths appended new_keys new_values token_group ring_keys ring_values ring stored left right ancestors "
+    "slopes slopes_stride sinks scale softcap"
+).split()
+
+
+class _Call(ctypes.Structure):
+    """`Call` of cpu/page_call.h."""
+
+    _fields_ = [
+        (
+            name,
+            ctypes.c_void_p if name in _POINTERS
+            else _Pages if name.endswith(("keys", "values"))
+            else ctypes.c_double if name in ("scale", "softcap")
+            else ctypes.c_int64,
+        )
+        for name in _NAMES
+    ]  # fmt: skip
+
+
+@functools.cache
+def kernel(dtype: torch.dtype):
+    """The compiled function for queries of this dtype, compiled when it is not there; None where torch's operators are to be
+    used."""
+    library = cpu_build.load("pages", QUERY=_TYPES[dtype])
+    if library is None:
+        return None
+    library.hf_attend_pages.argtypes = [ctypes.c_void_p]
+    return library.hf_attend_pages
+
+
+def serves(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    k_scale=None,
+    v_scale=None,
+    k_min=None,
+    v_min=None,
+    k_tail=None,
+    v_tail=None,
+    **_,
+) -> bool:
+    """Whether the kernels read such a cache for such queries; arguments as of `flash_attn_with_kvcache`."""
+    if q.dtype not in _TYPES or not q.numel() or q.shape[1] > MAX_QUERIES or q.shape[-1] > _MAX_DIM:
+        return False
+    if k_min is not None:
+        bits, groups = 8 * k_cache.shape[-1] // q.shape[-1], v_scale.shape[-1]
+        value_dim = v_cache.shape[-1] * 8 // max(1, bits)
+        formats = bits in _PACKED and (groups == 1 or value_dim % (16 * groups) == 0)
+    else:
+        value_dim = v_cache.shape[-1]
+        formats = k_cache.dtype == v_cache.dtype and (k_cache.dtype == q.dtype or k_cache.dtype in _CODES)
+    numbers = (x for x in (k, v, k_tail, v_tail) if x is not None)
+    stored = (x for x in (k_cache, v_cache, k_scale, v_scale, k_min, v_min, k_tail, v_tail) if x is not None)
+    return (
+        formats
+        and value_dim <= _MAX_DIM
+        and all(x.dtype == q.dtype for x in numbers)
+        and all(x.is_contiguous() for x in stored)
+        and kernel(q.dtype) is not None
+    )
+
+
+def _int32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.int32 else x.int()
+
+
+def attend(
+    q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux,
+    return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
+):  # fmt: skip
+    """`flash_attn_with_kvcache_cpu` for what `serves`. None, and nothing is done, where a row has more tokens than there is room
+    for or the table has a block that does not exist."""
+    batch, width, query_heads, dim = q.shape
+    block_size, heads = k_cache.shape[1:3]
+    value_dim = v_cache.shape[-1] if v_tail is None else v_tail.shape[-1]
+    q, out = q.contiguous(), q.new_empty(batch, width, query_heads, value_dim)
+    lse = torch.empty((batch, query_heads, width) if return_lse else 0)
+    if k is not None:
+        k, v = k.contiguous(), v.contiguous()
+    table, lengths = _int32(table), _int32(cache_seqlens).contiguous()
+    if table.stride(-1) != 1:
+        table = table.contiguous()
+    sinks = None if s_aux is None else s_aux.float().contiguous()
+    slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+    tree = None if tree_mask is None else tree_mask.contiguous()
+    stored = None if quantized_seqlens is None else _int32(quantized_seqlens).contiguous()
+    groups = v_scale.shape[-1] if k_min is not None else 1
+    if k_min is not None:
+        page_type = _PACKED[8 * k_cache.shape[-1] // dim]
+    else:
+        page_type = _TYPES[q.dtype] if k_cache.dtype == q.dtype else _CODES[k_cache.dtype]
+
+    def at(x):
+        return None if x is None else x.data_ptr()
+
+    call = _Call(
+        batch, width, query_heads, heads, _TYPES[q.dtype], page_type, at(q), at(out), at(lse) if return_lse else None,
+        _Pages(at(k_cache), at(k_scale), at(k_min), dim, 1), _Pages(at(v_cache), at(v_scale), at(v_min), value_dim, groups),
+        len(k_cache), block_size, at(table), table.shape[1], table.stride(0), at(lengths),
+        0 if k is None else k.shape[1], at(k), at(v), 0 if k_min is None else block_size // k_scale.shape[1],
+        _Pages(at(k_tail), None, None, dim, 1), _Pages(at(v_tail), None, None, value_dim, groups),
+        0 if k_tail is None else k_tail.shape[1], at(stored), left, 0 if causal else right, at(tree), at(slopes),
+        0 if slopes is None or slopes.dim() == 1 else query_heads, at(sinks),
+        dim**-0.5 if softmax_scale is None else softmax_scale, softcap,
+    )  # fmt: skip
+    torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
+    return (out, lse) if kernel(q.dtype)(ctypes.addressof(call)) else None

@@ -1,0 +1,202 @@
+// Attention of the queries that share a key head to a stretch of the tokens of their row.
+
+#pragma once
+#include "online_softmax.h"
+#include "page_tiles.h"
+#include "visibility.h"
+
+struct Span {  // tokens [begin, end) of a row, all in pages or all in its ring
+    int64_t row, begin, end;
+    bool in_ring;
+};
+
+// What a span contributes: a Softmax a row of queries, and the weighted sums of values [block of channels][row][4] vectors.
+struct Partial {
+    Softmax *softmax;
+    Floats (*sums)[TILE_BLOCKS];
+};
+
+// The queries of a row for one key head, [head of the group, query], as terms of channels.
+template <class A> struct Queries {
+    typedef typename A::Term Term;
+    int64_t rows, dim, ld;  // ld: terms of a row, whole chunks
+    Term *terms;
+
+    Queries(const Call &call, int64_t row, int64_t head) : rows(call.height()), dim(call.keys.dim), ld(ceil_div(dim, CHUNK) * CHUNK / A::NUMBERS) {
+        static thread_local Buffer buffer;
+        terms = buffer.get<Term>(rows * ld);
+        memset(terms, 0, rows * ld * sizeof(Term));
+        for (int64_t m = 0; m < rows; m++) {
+            const int64_t query_head = head * call.group() + m / call.width;
+            const int64_t at = ((row * call.width + m % call.width) * call.query_heads + query_head) * dim;
+            if (call.query_type == BFLOAT16) memcpy(terms + m * ld, (const uint16_t *)call.query + at, dim * 2);
+            if (call.query_type == FLOAT32) memcpy(terms + m * ld, (const float *)call.query + at, dim * 4);
+            if (call.query_type == FLOAT16)
+                for (int64_t c = 0; c < dim; c++) terms[m * ld + c] = _cvtsh_ss(((const uint16_t *)call.query)[at + c]);
+        }
+    }
+    INLINE void widened(int64_t m, int64_t chunk, Floats *out) const {
+        const Term *from = terms + m * ld + chunk * A::VECTORS * LANES;
+        for (int half = 0; half < 2; half++) {
+            if constexpr (A::NUMBERS == 2) out[half] = widen(((const Halves *)from)[half]);
+            else out[half] = ((const Floats *)from)[half];
+        }
+    }
+
+    // Keys minimum + (code - MIDDLE) * scale: scaled[row] <- the query times the scales, offsets[row] <- its product with what
+    // code MIDDLE stands for.
+    void scale(const uint16_t *scale, const uint16_t *minimum, float middle, Term *scaled, float *offsets) const {
+        for (int64_t m = 0; m < rows; m++) offsets[m] = 0;
+        for (int64_t chunk = 0; chunk < ceil_div(dim, CHUNK); chunk++) {
+            Floats scales[2], middles[2];
+            for (int half = 0; half < 2; half++) {
+                const int64_t at = chunk * CHUNK + half * LANES;
+                const __mmask16 present = bits_below(dim - at);
+                scales[half] = (Floats)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(present, scale + at));
+                middles[half] = (Floats)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(present, minimum + at)) + middle * scales[half];
+            }
+            for (int64_t m = 0; m < rows; m++) {
+                Floats query[2];
+                widened(m, chunk, query);
+                const Chunk<A> product = chunk_of<A>((__m512)(query[0] * scales[0]), (__m512)(query[1] * scales[1]));
+                memcpy(scaled + m * ld + chunk * A::VECTORS * LANES, &product, sizeof(product));
+                offsets[m] += sum(query[0] * middles[0] + query[1] * middles[1]);
+            }
+        }
+    }
+};
+
+// What turns products into scores in powers of two: the softmax's scale, softcap and ALiBi.
+struct Biases {
+    const Call &call;
+    const float *slopes;  // of the group's heads, or null
+
+    Biases(const Call &call, int64_t row, int64_t head)
+        : call(call), slopes(call.slopes ? call.slopes + row * call.slopes_stride + head * call.group() : nullptr) {}
+
+    // score: of row m of the queries, for 16 keys from `token` on
+    INLINE Floats apply(Floats score, const Visibility &sight, int64_t m, int64_t token) const {
+        if (call.softcap) score = soft_capped(score * float(call.scale), call.softcap) * LOG2_E;
+        else score *= float(call.scale * LOG2_E);
+        if (!slopes) return score;
+        const int64_t at = sight.position(m % call.width);
+        Floats distance;
+        for (int i = 0; i < LANES; i++) distance[i] = std::abs(at - sight.key_position(std::min(token + i, sight.length - 1)));
+        return score - distance * (slopes[m / call.width] * LOG2_E);
+    }
+};
+
+// Weights of the keys [blocks] as terms of tokens.
+template <class A> static INLINE void store_terms(const Floats *weights, int64_t blocks, typename A::Term *out) {
+    if constexpr (A::NUMBERS == 2) {
+        for (int64_t b = 0; b < blocks; b += 2)
+            _mm512_storeu_si512(out + b * LANES / 2, chunk_of<A>((__m512)weights[b], b + 1 < blocks ? (__m512)weights[b + 1] : __m512{}).terms[0]);
+    } else {
+        for (int64_t b = 0; b < blocks; b++) ((Floats *)out)[b] = weights[b];
+    }
+}
+
+// A: the arithmetic; F: the format of the pages or of the ring.
+template <class A, class F> static void attend_span(const Call &call, const F &key_format, const F &value_format, const Span &span, int64_t head, Prefetch ahead, const Partial &result) {
+    typedef typename A::Term Term;
+    constexpr int TERMS = TILE_TOKENS / A::NUMBERS;  // of a tile's tokens
+    const Source source = {call, span.row, span.in_ring};
+    const Pages &keys = source.keys(), &values = source.values();
+    const Visibility sight(call, span.row);
+    const ChannelBlocks channels(values);
+    const int64_t rows = call.height(), width = call.width, ld = ceil_div(keys.dim, CHUNK) * CHUNK / A::NUMBERS;
+
+    static thread_local Buffer buffers[7];
+    Floats *key_tile = buffers[0].get<Floats>(ld * A::NUMBERS * TILE_BLOCKS);
+    Floats *value_tile = buffers[1].get<Floats>(TERMS * channels.vectors);
+    Floats(*scores)[TILE_BLOCKS] = (Floats(*)[TILE_BLOCKS])buffers[2].get<Floats>(rows * TILE_BLOCKS);
+    Term *weights = buffers[3].get<Term>(rows * TERMS), *scaled = buffers[4].get<Term>(rows * ld);
+    float *offsets = buffers[5].get<float>(2 * rows), *corrections = offsets + rows;
+    uint64_t *seen = buffers[6].get<uint64_t>(width);
+
+    const Queries<A> queries(call, span.row, head);
+    const Biases biases(call, span.row, head);
+    for (int64_t m = 0; m < rows; m++) result.softmax[m] = Softmax();
+    for (int64_t i = 0; i < channels.count * rows * TILE_BLOCKS; i++) result.sums[0][i] = Floats{};
+
+    for (int64_t start = span.begin, end; start < span.end; start = end) {
+        end = std::min(start + TILE_TOKENS, span.end);
+        const int64_t group_end = F::SCALES == PER_GROUP ? (start / call.token_group + 1) * call.token_group : end;
+        if ((group_end - start) % LANES || call.token_group % LANES) end = std::min(end, group_end);
+        Tile tile(source, start, end - start, head, key_format.bytes, value_format.bytes);
+        uint64_t anyone = 0;
+        for (int64_t i = 0; i < width; i++) {
+            seen[i] = sight.seen(i, start, tile.count) & tile.present;
+            anyone |= seen[i];
+        }
+        if (!anyone) continue;
+
+        const int64_t share = ceil_div(tile.count, 4 * call.heads);  // of the next span, in four parts
+        tile.keep(anyone);
+        ahead.some(share);
+        for (int64_t block = 0, last; block < tile.blocks; block = last) {  // group of tokens by group
+            const int64_t token = start + block * LANES;
+            const Term *query_terms = queries.terms;
+            last = tile.blocks;
+            if constexpr (F::SCALES == PER_GROUP) {
+                last = std::min(last, block + ceil_div(call.token_group - token % call.token_group, LANES));
+                const int64_t slot = source.slot(token);
+                if (slot < 0) continue;
+                const int64_t group = (slot / call.token_group * call.heads + head) * keys.dim;
+                queries.scale(keys.scale + group, keys.minimum + group, F::MIDDLE, scaled, offsets);
+                query_terms = scaled;
+            }
+            load_keys<A>(tile, block, last, key_format, keys, key_tile);
+            tile_rows(last - block, rows, query_terms, ld, key_tile, ceil_div(keys.dim, A::NUMBERS), true, (Floats(*)[TILE_BLOCKS])&scores[0][block]);
+            if (F::SCALES == PER_GROUP)
+                for (int64_t m = 0; m < rows; m++)
+                    for (int64_t b = block; b < last; b++) scores[m][b] += offsets[m];
+            ahead.some(ceil_div(share * (last - block), tile.blocks));
+        }
+        Floats key_scales[TILE_BLOCKS], value_scales[TILE_BLOCKS], value_middles[TILE_BLOCKS];
+        if constexpr (F::SCALES == PER_TOKEN) {
+            tile.scales(keys.scale, 1, key_scales);
+            tile.scales(values.scale, 1, value_scales);
+        }
+        ahead.some(share);
+        load_values<A>(tile, value_format, values, channels, value_tile);
+        ahead.some(share);
+
+        for (int64_t m = 0; m < rows; m++) {
+            for (int64_t b = 0; b < tile.blocks; b++) {
+                Floats score = scores[m][b];
+                if (F::SCALES == PER_TOKEN) score *= key_scales[b];
+                score = biases.apply(score, sight, m, start + b * LANES);
+                const __mmask16 visible = seen[m % width] >> (b * LANES);
+                scores[m][b] = (Floats)_mm512_mask_blend_ps(visible, _mm512_set1_ps(-INFINITY), (__m512)score);
+            }
+            corrections[m] = result.softmax[m].add(scores[m], tile.blocks);
+        }
+
+        int64_t group = -1;
+        Floats(*sums)[TILE_BLOCKS] = result.sums;
+        for (int64_t i = 0; i < channels.count; i++, sums += rows) {
+            const auto block = channels.block[i];
+            const bool is_new = block.group != group;
+            group = block.group;
+            if (F::SCALES == PER_GROUP && is_new) {
+                tile.scales(values.scale + group, values.groups, value_scales);
+                tile.scales(values.minimum + group, values.groups, value_middles);
+                for (int64_t b = 0; b < tile.blocks; b++) value_middles[b] += F::MIDDLE * value_scales[b];
+            }
+            for (int64_t m = 0; m < rows; m++) {
+                Floats scaled_weights[TILE_BLOCKS], shift = {};
+                for (int64_t b = 0; b < tile.blocks; b++) {
+                    scaled_weights[b] = F::SCALES == NONE ? scores[m][b] : scores[m][b] * value_scales[b];
+                    if (F::SCALES == PER_GROUP) shift += scores[m][b] * value_middles[b];
+                }
+                if (is_new) store_terms<A>(scaled_weights, tile.blocks, weights + m * TERMS);
+                const float constant = F::SCALES == PER_GROUP ? sum(shift) : 0;
+                if (F::SCALES != PER_GROUP && corrections[m] == 1) continue;
+                for (int64_t v = 0; v < block.width; v++) sums[m][v] = sums[m][v] * corrections[m] + constant;
+            }
+            const int64_t steps = ceil_div(tile.count, A::NUMBERS);
+            tile_rows(block.width, rows, weights, TERMS, value_tile + block.first * steps, steps, false, sums);
+        }
+    }
+}

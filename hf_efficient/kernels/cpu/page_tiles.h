@@ -1,0 +1,137 @@
+// Up to 64 tokens of one key head, laid out for products: keys with 16 tokens to a vector, values with 16 channels.
+
+#pragma once
+#include "page_formats.h"
+#include "tile_product.h"
+#include "transpose.h"
+
+constexpr int TILE_TOKENS = TILE_BLOCKS * LANES;
+
+alignas(64) static const uint8_t NOTHING[4 * 256] = {};  // what a token that is not there has
+
+struct Tile {
+    int64_t count, blocks;                                       // tokens, times 16
+    uint64_t present = 0;                                        // a bit for each token that is there
+    int64_t place[TILE_TOKENS];                                  // slot * heads + head, 0 for others
+    const uint8_t *key[TILE_TOKENS], *value[TILE_TOKENS];
+
+    // key_bytes, value_bytes: of a token and head
+    Tile(const Source &source, int64_t start, int64_t count, int64_t head, int64_t key_bytes, int64_t value_bytes)
+        : count(count), blocks(ceil_div(count, LANES)) {
+        const int64_t heads = source.call.heads, size = source.in_ring ? source.call.ring : source.call.block_size;
+        for (int64_t i = 0; i < count;) {  // page by page
+            const int64_t slot = source.slot(start + i), end = std::min(count, i + size - (start + i) % size);
+            if (slot < 0) {
+                for (; i < end; i++) skip(i);
+                continue;
+            }
+            present |= bits_below(end) & ~bits_below(i);
+            int64_t at = slot * heads + head;
+            const uint8_t *key_at = (const uint8_t *)source.keys().data + at * key_bytes;
+            const uint8_t *value_at = (const uint8_t *)source.values().data + at * value_bytes;
+            for (; i < end; i++, at += heads, key_at += heads * key_bytes, value_at += heads * value_bytes)
+                place[i] = at, key[i] = key_at, value[i] = value_at;
+        }
+        for (int64_t i = count; i < blocks * LANES; i++) skip(i);
+    }
+    void skip(int64_t i) { place[i] = 0, key[i] = value[i] = NOTHING; }
+    void keep(uint64_t seen) {  // what nobody sees is not read
+        for (uint64_t unseen = present & ~seen; unseen; unseen &= unseen - 1) skip(__builtin_ctzll(unseen));
+        present &= seen;
+    }
+    // A scale for each token, float16 at scale[place * stride]; 0 where there is none.
+    INLINE void scales(const uint16_t *scale, int64_t stride, Floats *out) const {
+        alignas(64) uint16_t halves[TILE_TOKENS];
+        for (int64_t i = 0; i < blocks * LANES; i++) halves[i] = scale[place[i] * stride];
+        for (int64_t b = 0; b < blocks; b++)
+            out[b] = (Floats)_mm512_maskz_cvtph_ps(present >> (b * LANES), _mm256_load_si256((const __m256i *)halves + b));
+    }
+};
+
+// Fetches tokens [at, end) with all their heads, which lie side by side, ahead of use.
+struct Prefetch {
+    Source source;
+    int64_t at, end, key_bytes, value_bytes;  // of a token with all heads
+
+    void some(int64_t count) {
+        for (const int64_t stop = std::min(at + count, end); at < stop; at++) {
+            const int64_t slot = source.slot(at);
+            if (slot < 0) continue;
+            lines((const uint8_t *)source.keys().data + slot * key_bytes, key_bytes);
+            lines((const uint8_t *)source.values().data + slot * value_bytes, value_bytes);
+        }
+    }
+    static INLINE void lines(const uint8_t *data, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, 2);
+    }
+};
+
+// out[term of channels][block] <- keys of blocks [first, end), a term of 16 tokens to a vector
+template <class A, class F> static void load_keys(const Tile &tile, int64_t first, int64_t end, const F &format, const Pages &pages, Floats *out) {
+    for (int64_t chunk = 0; chunk < ceil_div(pages.dim, CHUNK); chunk++)
+        for (int64_t b = first; b < end; b++) {
+            __m512i terms[A::VECTORS][LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) {
+                const Chunk<A> loaded = format.template load<A>(tile.key[b * LANES + i], chunk);
+#pragma GCC unroll 2
+                for (int v = 0; v < A::VECTORS; v++) terms[v][i] = loaded.terms[v];
+            }
+#pragma GCC unroll 2
+            for (int v = 0; v < A::VECTORS; v++) {
+                transpose(terms[v]);
+                Floats *to = out + (chunk * A::VECTORS + v) * LANES * (end - first) + b - first;
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++) to[i * (end - first)] = (Floats)terms[v][i];
+            }
+        }
+}
+
+// The channels of values in blocks of up to 4 vectors, of which none has channels of two groups.
+struct ChannelBlocks {
+    int64_t count = 0, vectors;
+    struct {
+        int64_t first, width, group;  // in vectors
+    } block[16];
+    int64_t block_of[16];  // of each vector
+
+    explicit ChannelBlocks(const Pages &values) : vectors(ceil_div(values.dim, LANES)) {
+        const int64_t per_group = ceil_div(vectors, values.groups);
+        for (int64_t first = 0; first < vectors; count++) {
+            const int64_t group = first / per_group, end = std::min(vectors, (group + 1) * per_group);
+            block[count] = {first, std::min<int64_t>(TILE_BLOCKS, end - first), group};
+            for (int64_t i = 0; i < block[count].width; i++) block_of[first++] = count;
+        }
+    }
+};
+
+// For each block of channels, tile[term of tokens][width] <- values, a term of 16 channels to a vector
+template <class A, class F>
+static void load_values(const Tile &tile, const F &format, const Pages &pages, const ChannelBlocks &channels, Floats *out) {
+    const int64_t steps = ceil_div(tile.count, A::NUMBERS), chunks = ceil_div(pages.dim, CHUNK);
+    // its lanes: one number of each of two tokens, for the first 16 channels of a chunk, and for the last
+    alignas(64) uint16_t order[2][32];
+    for (int i = 0; i < 32; i++) order[0][i] = i / 2 + i % 2 * 32, order[1][i] = order[0][i] + 16;
+    const __m512i first_half = _mm512_load_si512(order[0]), second_half = _mm512_load_si512(order[1]);
+    Floats *to[17], beyond;  // where a vector of channels goes for step 0, and how far from step to step
+    int64_t stride[17];
+    for (int64_t v = 0; v < channels.vectors; v++) {
+        const auto &block = channels.block[channels.block_of[v]];
+        to[v] = out + block.first * steps + v - block.first, stride[v] = block.width;
+    }
+    to[channels.vectors] = &beyond, stride[channels.vectors] = 0;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        Floats *const *const both = to + 2 * chunk;
+        const int64_t first_stride = stride[2 * chunk], second_stride = stride[2 * chunk + 1];
+        for (int64_t k = 0; k < steps; k++) {
+            const Chunk<A> loaded = format.template load<A>(tile.value[k * A::NUMBERS], chunk);
+            __m512i first = loaded.terms[0], second = loaded.terms[A::VECTORS - 1];
+            if constexpr (A::NUMBERS == 2) {
+                const __m512i odd = format.template load<A>(tile.value[k * 2 + 1], chunk).terms[0];
+                second = _mm512_permutex2var_epi16(first, second_half, odd);
+                first = _mm512_permutex2var_epi16(first, first_half, odd);
+            }
+            both[0][k * first_stride] = (Floats)first, both[1][k * second_stride] = (Floats)second;
+        }
+    }
+}

@@ -1,0 +1,144 @@
+// Attention of few queries over pages read where they lie, the FlashDecoding of
+// https://crfm.stanford.edu/2023/10/12/flashdecoding.html: each row's tokens in spans, which threads share, combined at the end.
+// Spans do not depend on the threads, and each sum has one order: so have results.
+
+#include "page_append.h"
+#include "page_attention.h"
+#include <vector>
+
+constexpr int64_t SPAN = 256;           // tokens
+constexpr int64_t SPAN_BYTES = 1 << 18;
+constexpr int64_t PARTIALS = 1 << 22;   // floats of all spans' results; longer spans rather than more
+
+struct Plan {
+    std::vector<Span> spans;
+    std::vector<int64_t> first;  // span of each row, and their number
+
+    Plan(const Call &call, int64_t longest) {
+        for (int64_t row = 0; row < call.batch; row++) {
+            first.push_back(spans.size());
+            const int64_t length = call.length(row), in_pages = call.in_pages(row), seen = Visibility(call, row).first_seen();
+            cut({row, std::min(seen, in_pages), in_pages, false}, longest);
+            cut({row, std::max(seen, in_pages), length, true}, longest);
+        }
+        first.push_back(spans.size());
+    }
+    void cut(const Span &all, int64_t longest) {  // in equal parts, on borders of tiles
+        const int64_t begin = all.begin / TILE_TOKENS * TILE_TOKENS, count = ceil_div(all.end - begin, longest);
+        if (all.end <= all.begin) return;
+        const int64_t part = ceil_div(ceil_div(all.end - begin, count), TILE_TOKENS) * TILE_TOKENS;
+        for (int64_t start = begin; start < all.end; start += part)
+            spans.push_back({all.row, std::max(start, all.begin), std::min(start + part, all.end), all.in_ring});
+    }
+};
+
+struct Results {
+    int64_t rows, per_unit;  // per_unit: sums [rows][4] vectors of a span and head
+    Softmax *softmax;
+    Floats (*sums)[TILE_BLOCKS];
+
+    Partial of(int64_t unit) const { return {softmax + unit * rows, sums + unit * per_unit}; }
+};
+
+static void store(void *out, int64_t type, int64_t at, int64_t count, Floats values) {
+    const __mmask16 present = bits_below(count);
+    if (type == FLOAT32) _mm512_mask_storeu_ps((float *)out + at, present, (__m512)values);
+    else if (type == BFLOAT16) _mm256_mask_storeu_epi16((uint16_t *)out + at, present, (__m256i)narrow(values));
+    else _mm256_mask_storeu_epi16((uint16_t *)out + at, present, _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// The spans' results of a row and key head, in one.
+static void combine(const Call &call, const Plan &plan, const Results &results, const ChannelBlocks &channels, int64_t row, int64_t head) {
+    const int64_t dim = call.values.dim;
+    for (int64_t m = 0; m < call.height(); m++) {
+        const int64_t query_head = head * call.group() + m / call.width, query = m % call.width;
+        const float sink = call.sinks ? call.sinks[query_head] * LOG2_E : -INFINITY;
+        float top = std::max(LOWEST, sink);
+        for (int64_t span = plan.first[row]; span < plan.first[row + 1]; span++)
+            top = std::max(top, results.of(span * call.heads + head).softmax[m].top);
+        float total = exp2f(sink - top);
+        Floats sums[16] = {};
+        for (int64_t span = plan.first[row]; span < plan.first[row + 1]; span++) {
+            const Partial part = results.of(span * call.heads + head);
+            const float weight = exp2f(part.softmax[m].top - top);
+            total += part.softmax[m].total * weight;
+            for (int64_t v = 0; v < channels.vectors; v++) {
+                const int64_t block = channels.block_of[v];
+                sums[v] += part.sums[block * results.rows + m][v - channels.block[block].first] * weight;
+            }
+        }
+        const int64_t at = ((row * call.width + query) * call.query_heads + query_head) * dim;
+        const float inverse = total == 0 ? 0 : 1 / total;
+        for (int64_t v = 0; v < channels.vectors; v++) store(call.out, call.query_type, at + v * LANES, dim - v * LANES, sums[v] * inverse);
+        if (call.lse) call.lse[(row * call.query_heads + query_head) * call.width + query] = total == 0 ? -INFINITY : (top + log2f(total)) * LN_2;
+    }
+}
+
+// A: the arithmetic; F: the format of the pages; R: that of the rings, and of the queries.
+template <class A, class F, class R> static void attend(const Call &call) {
+    const F keys(call.keys.dim), values(call.values.dim);
+    const R ring_keys(call.keys.dim), ring_values(call.values.dim);
+    const ChannelBlocks channels(call.values);
+    const int64_t rows = call.height(), of_unit = channels.count * rows;
+    const int64_t token_bytes = call.heads * (keys.bytes + values.bytes);
+    int64_t longest = std::max<int64_t>(TILE_TOKENS, std::min<int64_t>(SPAN, SPAN_BYTES / token_bytes / TILE_TOKENS * TILE_TOKENS)), total = 0;
+    for (int64_t row = 0; row < call.batch; row++) total += call.length(row);
+    while (total / longest * call.heads * of_unit * TILE_BLOCKS * LANES > PARTIALS) longest *= 2;
+    const Plan plan(call, longest);
+    const int64_t units = plan.spans.size() * call.heads;
+    static thread_local Buffer softmaxes, sums;
+    const Results results = {rows, of_unit, softmaxes.get<Softmax>(units * rows), (Floats(*)[TILE_BLOCKS])sums.get<Floats>(units * of_unit * TILE_BLOCKS)};
+    parallel(units, [&](int64_t unit, int64_t end) {
+        for (; unit < end; unit++) {  // heads of a span follow each other: they share lines of the cache
+            const Span &span = plan.spans[unit / call.heads];
+            const int64_t head = unit % call.heads;
+            const Span &next = plan.spans[std::min<int64_t>(unit / call.heads + 1, plan.spans.size() - 1)];
+            const int64_t count = next.end - next.begin;
+            const Prefetch ahead = {{call, next.row, next.in_ring}, next.begin + count * head / call.heads, next.begin + count * (head + 1) / call.heads,
+                call.heads * (next.in_ring ? ring_keys.bytes : keys.bytes), call.heads * (next.in_ring ? ring_values.bytes : values.bytes)};
+            if (span.in_ring) attend_span<A>(call, ring_keys, ring_values, span, head, ahead, results.of(unit));
+            else attend_span<A>(call, keys, values, span, head, ahead, results.of(unit));
+        }
+    });
+    parallel(call.batch * call.heads, [&](int64_t unit, int64_t end) {
+        for (; unit < end; unit++) combine(call, plan, results, channels, unit / call.heads, unit % call.heads);
+    });
+}
+
+template <class A, class R> static void attend(const Call &call) {
+    switch (call.page_type) {
+        case INT8: return attend<A, Int8Pages, R>(call);
+        case FP8: return attend<A, Fp8Pages, R>(call);
+        case INT4: return attend<A, PackedPages<4>, R>(call);
+        case INT2: return attend<A, PackedPages<2>, R>(call);
+        default: return attend<A, R, R>(call);
+    }
+}
+
+// Whether every row has room for its tokens, and every block that is looked up is one that the cache has.
+static bool fits(const Call &call) {
+    const int64_t room = call.table_columns * call.block_size;
+    for (int64_t row = 0; row < call.batch; row++) {
+        const int64_t length = call.length(row), in_pages = call.in_pages(row), beyond = length - in_pages;
+        if (in_pages < 0 || in_pages > room || beyond < 0 || beyond > call.ring) return false;
+        int64_t first = Visibility(call, row).first_seen();
+        if (!call.ring && length) first = std::min<int64_t>(first, call.lengths[row]);
+        for (int64_t column = first / call.block_size; column < ceil_div(in_pages, call.block_size); column++)
+            if (call.table[row * call.table_stride + column] >= call.num_blocks) return false;
+    }
+    return true;
+}
+
+// Appends and attends; QUERY, a compiler flag, is the type of the queries. Returns whether `fits`: else nothing is done.
+extern "C" int hf_attend_pages(const Call *call) {
+    if (!fits(*call)) return 0;
+    append(*call);
+#if QUERY == 0
+    attend<BFloat16, BFloat16Pages>(*call);
+#elif QUERY == 1
+    attend<Float32, Float32Pages>(*call);
+#else
+    attend<Float32, Float16Pages>(*call);
+#endif
+    return 1;
+}
