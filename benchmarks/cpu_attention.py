@@ -1,14 +1,17 @@
-"""Decode attention over scattered pages on CPU: the pages read in segments, beside gathering them for SDPA and beside SDPA
-over keys that are contiguous already. Writes benchmarks/results/cpu_attention.json.
+"""Decode attention over scattered pages on CPU, in full precision and in every quantized format, beside gathering the pages for
+SDPA and beside SDPA over keys that are contiguous already. Writes benchmarks/results/cpu_attention.json.
 
-The three run in turn, many times; a record has the median of each in milliseconds, the quartiles, and GB/s of keys and
-values beside the read bandwidth measured in the same process. Ragged batches have lengths from 1/16 to all of the tokens,
-and SDPA pads them. Quantized pages (of the same keys) are in the record too.
+All run in turn, many times, each over as many caches as take 64 MB, one after the other, as the layers of a model find theirs:
+not in the processor's cache. Pages hold 16 tokens, of int4 64 and of int2 32, as those of `PagedCache` do, and int4 and int2 keep
+their last tokens in rings. A record has the median, the fastest and the quartiles of each in milliseconds, GB/s of keys and values
+beside the read bandwidth measured in the same process, and how many times as fast as SDPA over contiguous keys each is, by the
+medians and by the fastest. Ragged batches have lengths from 1/16 to all of the tokens, and SDPA pads them.
 
-    python benchmarks/cpu_attention.py [--threads 2] [--batch 8] [--tokens 4096] [--repeats 25] [--output FILE]
+    python benchmarks/cpu_attention.py [--threads 1 2] [--batch 1 8] [--tokens 4096] [--repeats 15] [--output FILE]
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -18,130 +21,172 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from hf_efficient.cache.kv_formats import KV_FORMATS
 from hf_efficient.evaluation import environment
 from hf_efficient.kernels import attention, attention_cpu_masks
 
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = {"SmolLM2-135M": (9, 3, 64), "Llama-3-8B": (32, 8, 128)}  # query heads, key heads, head dim
-PAGES = (16, 64, 256)
 DTYPES = (torch.bfloat16, torch.float32)
+PAGE = 16
+GROUPS = {"int4": (4, 64), "int2": (2, 32)}  # bits, and tokens or channels that share a scale: those of PagedCache
+RING, LAST = 320, 160  # tokens that a ring has room for, and tokens in it
+COLD = 64 << 20  # bytes
 
 
 def interleaved(calls: dict, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, in turn, after a round to warm up."""
+    """Seconds of each call, in turn, after a round to warm up. calls: name -> (function, arguments of its calls)."""
     times = {name: [] for name in calls}
     for round_ in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if round_:
-                times[name].append(time.perf_counter() - start)
+        for name, (call, arguments) in calls.items():
+            for given in arguments:
+                start = time.perf_counter()
+                call(**given)
+                if round_:
+                    times[name].append(time.perf_counter() - start)
     return times
 
 
 def read_bandwidth(repeats: int) -> float:
     """GB/s of a sum over 512 MB, the best of `repeats`."""
     numbers = torch.ones(1 << 27)
-    return numbers.nbytes / min(interleaved({"sum": numbers.sum}, repeats)["sum"]) / 1e9
+    return numbers.nbytes / min(interleaved({"sum": (numbers.sum, [{}])}, repeats)["sum"]) / 1e9
 
 
-def quantized(k_cache, v_cache, dtype) -> dict:
-    """The pages in int8 or fp8 with their scales, as keywords of flash_attn_with_kvcache."""
-    result = {}
-    for name, cache in (("k", k_cache), ("v", v_cache)):
-        scale = (cache.float().abs().amax(-1) / (127 if dtype == torch.int8 else 448)).half()
-        codes = cache.float() / scale.float()[..., None]
-        result[f"{name}_cache"] = (codes.round() if dtype == torch.int8 else codes).to(dtype)
-        result[f"{name}_scale"] = scale
-    return result
+def copies(tensors: dict) -> list[dict]:
+    """The tensors and so many copies of them that all take `COLD` bytes."""
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return [tensors, *({name: tensor.clone() for name, tensor in tensors.items()} for _ in range(COLD // size))]
 
 
-def measure(model: str, page: int, dtype: torch.dtype, lengths: list[int], repeats: int) -> dict:
+def paged(keys, values, lengths: list[int], kv_format: str) -> dict:
+    """keys, values [B, T, Hk, D] in pages, as keywords of flash_attn_with_kvcache."""
+    batch, tokens, heads, dim = keys.shape
+    bits, group = GROUPS.get(kv_format, (None, None))
+    page = group or PAGE
+    per_row = -(-tokens // page)
+    table = torch.randperm(batch * per_row).view(batch, -1).int()
+    where = dict(cache_seqlens=torch.tensor(lengths, dtype=torch.int32), block_table=table)
+    shape = batch * per_row, page, heads
+    if bits is None:
+        code = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kv_format, keys.dtype)
+        where |= {name: torch.zeros(*shape, dim, dtype=code) for name in ("k_cache", "v_cache")}
+        scales = {} if kv_format == "auto" else {name: torch.zeros(shape).half() for name in ("k_scale", "v_scale")}
+        slots = (table[..., None] * page + torch.arange(page)).flatten(1)[:, :tokens].flatten().long()
+        flat = keys.flatten(0, 1), values.flatten(0, 1)
+        attention.reshape_and_cache(*flat, where["k_cache"], where["v_cache"], slots, **scales)
+        return where | scales
+    where |= {name: torch.zeros(*shape, dim * bits // 8, dtype=torch.uint8) for name in ("k_cache", "v_cache")}
+    where |= {name: torch.zeros(shape[0], 1, heads, dim).half() for name in ("k_scale", "k_min")}
+    where |= {name: torch.zeros(*shape, dim // group).half() for name in ("v_scale", "v_min")}
+    padded = (F.pad(x, (0, 0, 0, 0, 0, per_row * page - tokens)) for x in (keys, values))
+    groups = (x.view(batch * per_row, page, heads, dim) for x in padded)
+    names = "k_cache", "v_cache", "k_scale", "k_min", "v_scale", "v_min"
+    attention.quantize_and_cache(*groups, *(where[name] for name in names), table.flatten().long())
+    stored = [max(0, length - LAST) // group * group for length in lengths]
+    for name, x in (("k_tail", keys), ("v_tail", values)):
+        where[name] = x.new_zeros(batch, RING, heads, dim)
+        for row, (first, length) in enumerate(zip(stored, lengths)):
+            where[name][row, torch.arange(first, length) % RING] = x[row, first:length]
+    return where | dict(quantized_seqlens=torch.tensor(stored, dtype=torch.int32))
+
+
+def measure(model: str, dtype: torch.dtype, lengths: list[int], repeats: int) -> dict:
     """One record."""
     (heads, kv_heads, dim), batch, longest = MODELS[model], len(lengths), max(lengths)
-    per_row = -(-longest // page)
-    k_cache, v_cache = (torch.randn(batch * per_row, page, kv_heads, dim, dtype=dtype) for _ in range(2))
     q = torch.randn(batch, 1, heads, dim, dtype=dtype)
-    blocks = torch.randperm(batch * per_row)
-    table, seqlens = blocks.view(batch, -1).int(), torch.tensor(lengths, dtype=torch.int32)
+    keys, values = torch.randn(2, batch, longest, kv_heads, dim, dtype=dtype)  # tokens before heads, as in pages
     query = q.view(batch, kv_heads, -1, dim)  # the group's queries as rows of one product: each key is read once
-    mask = None
+    mask, seqlens = None, torch.tensor(lengths)
     if min(lengths) < longest:
         seen = attention_cpu_masks.visibility(seqlens[:, None] - 1, seqlens, longest, True, (-1, -1))
         mask = attention_cpu_masks.additive(seen)
 
-    def gather():
-        return [
-            cache.index_select(0, blocks).view(batch, -1, kv_heads, dim)[:, :longest].transpose(1, 2)
-            for cache in (k_cache, v_cache)
-        ]
+    def contiguous(keys, values):
+        return F.scaled_dot_product_attention(query, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
 
-    contiguous = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gather()]  # tokens before heads, as in pages
-    where = dict(cache_seqlens=seqlens, block_table=table)
+    def gathered(k_cache, v_cache, block_table, cache_seqlens):
+        pages = (x.index_select(0, block_table.flatten()).view(batch, -1, kv_heads, dim) for x in (k_cache, v_cache))
+        return contiguous(*(x[:, :longest] for x in pages))
+
+    formats = {name: copies(paged(keys, values, lengths, name)) for name in KV_FORMATS}
     calls = {
-        "pages": lambda: attention.flash_attn_with_kvcache(q, k_cache, v_cache, **where),
-        "gather_sdpa": lambda: F.scaled_dot_product_attention(query, *gather(), attn_mask=mask),
-        "contiguous_sdpa": lambda: F.scaled_dot_product_attention(query, *contiguous, attn_mask=mask),
+        "contiguous_sdpa": (contiguous, copies(dict(keys=keys, values=values))),
+        "gather_sdpa": (gathered, formats["auto"]),
     }
-    for kind in (torch.int8, torch.float8_e4m3fn):
-        codes = quantized(k_cache, v_cache, kind)
-        calls[f"pages_{str(kind)[6:]}"] = lambda codes=codes: attention.flash_attn_with_kvcache(q, **codes, **where)
-    expected = calls["contiguous_sdpa"]().view_as(q).float()
-    error = (calls["pages"]().float() - expected).norm() / expected.norm()
-    assert error < (1e-5 if dtype == torch.float32 else 1e-2), f"wrong result: {error}"
+    calls |= {
+        name: (functools.partial(attention.flash_attn_with_kvcache, q), caches) for name, caches in formats.items()
+    }
+    results = {name: call(**arguments[0]).view_as(q).float() for name, (call, arguments) in calls.items()}
+    expected, errors = results["contiguous_sdpa"], {}
+    for name, result in results.items():
+        errors[name] = round(((result - expected).norm() / expected.norm()).item(), 6)
+    assert errors["auto"] < (1e-5 if dtype == torch.float32 else 1e-2), f"wrong result: {errors}"
     times = interleaved(calls, repeats)
-    size = 2 * sum(lengths) * kv_heads * dim * dtype.itemsize
     median = {name: statistics.median(values) for name, values in times.items()}
+    fastest = {name: min(values) for name, values in times.items()}
+    size = {
+        name: sum(x.nbytes for x in caches[0].values()) * sum(lengths) / longest / batch
+        for name, caches in formats.items()
+    }
     record = {
         "model": model,
-        "page": page,
         "dtype": str(dtype)[6:],
-        "lengths": "ragged" if mask is not None else "equal",
+        "threads": torch.get_num_threads(),
+        "batch": batch,
+        "lengths": "equal" if mask is None else "ragged",
         "milliseconds": {name: round(value * 1e3, 3) for name, value in median.items()},
+        "fastest": {name: round(value * 1e3, 3) for name, value in fastest.items()},
         "quartiles": {
             name: [round(value * 1e3, 3) for value in statistics.quantiles(values)[::2]]
             for name, values in times.items()
         },
-        "gigabytes_per_second": {name: round(size / median[name] / 1e9, 2) for name in list(calls)[:3]},
-        "speedup_over_gather_sdpa": round(median["gather_sdpa"] / median["pages"], 2),
-        "speedup_over_contiguous_sdpa": round(median["contiguous_sdpa"] / median["pages"], 2),
+        "gigabytes_per_second": {name: round(size[name] / median[name] / 1e9, 2) for name in formats},
+        "speedup_over_contiguous_sdpa": {
+            name: round(median["contiguous_sdpa"] / value, 2) for name, value in median.items()
+        },
+        "speedup_of_the_fastest": {
+            name: round(fastest["contiguous_sdpa"] / value, 2) for name, value in fastest.items()
+        },
+        "error": errors,
+        "load_average": os.getloadavg()[0],
     }
-    print(json.dumps(record), flush=True)
+    print(json.dumps({name: record[name] for name in record if name != "quartiles"}), flush=True)
     return record
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/cpu_attention.json")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    batches = [[options.tokens] * options.batch]
-    if options.batch > 1:
-        shortest = options.tokens // 16
-        batches.append(
-            [shortest + (options.tokens - shortest) * row // (options.batch - 1) for row in range(options.batch)]
-        )
-    bandwidth = read_bandwidth(options.repeats)
-    records = [
-        measure(model, page, dtype, lengths, options.repeats)
-        for model in MODELS
-        for dtype in DTYPES
-        for lengths in batches
-        for page in (PAGES if lengths is batches[0] else PAGES[:1])
-    ]
+    shortest, batches = options.tokens // 16, []
+    for batch in options.batch:
+        batches.append([options.tokens] * batch)
+        if batch > 1:
+            ragged = [shortest + (options.tokens - shortest) * row // (batch - 1) for row in range(batch)]
+            batches.append(ragged)
+    records, bandwidth = [], {}
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        bandwidth[threads] = round(read_bandwidth(options.repeats), 1)
+        records += [
+            measure(model, dtype, lengths, options.repeats)
+            for model in MODELS
+            for dtype in DTYPES
+            for lengths in batches
+        ]
     result = {
         "question": "milliseconds (median) of one decode step's attention over a paged cache on CPU",
         "environment": environment.describe(),
         "load_average": os.getloadavg(),
-        "batch": options.batch,
         "tokens": options.tokens,
-        "read_bandwidth_gigabytes_per_second": round(bandwidth, 1),
+        "read_bandwidth_gigabytes_per_second": bandwidth,
         "records": records,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)

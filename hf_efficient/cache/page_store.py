@@ -130,10 +130,7 @@ class PageStore:
         return attend(step, tables_on, query, key, value, **options)
 
     def _attend_cpu(self, step, tables_on, query, key, value, *, causal, window_size, **options):
-        gathered = (
-            0 if step.run is not None else len(step.lengths) * step.max_length * self.pages["keys"][0, 0].numel()
-        )
-        if gathered > _MANY and step.valid is None and step.width <= MAX_DECODE_QUERIES:
+        if step.valid is None and step.width <= MAX_DECODE_QUERIES and self._reads_pages(step, query):
             options |= dict(causal=causal, window_size=window_size, tree_mask=step.tree_mask(query.device))
             return self.append_and_attend(tables_on(query.device), query, key, value, **options)
         if key is not None:
@@ -143,6 +140,13 @@ class PageStore:
         return attention_cpu.attend(
             query, keys, values, mask=mask, causal=causal and mask is None and step.width > 1, **options
         )
+
+    def _reads_pages(self, step: Step, query: torch.Tensor) -> bool:
+        """Whether few queries read the pages where they lie, which changes the last bits of the result."""
+        gathered = (
+            0 if step.run is not None else len(step.lengths) * step.max_length * self.pages["keys"][0, 0].numel()
+        )
+        return gathered > _MANY
 
     def _attend_kernels(self, step, tables_on, query, key, value, **options):
         device = query.device

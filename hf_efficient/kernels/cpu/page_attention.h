@@ -119,6 +119,7 @@ template <class A, class F> static void attend_span(const Call &call, const F &k
     for (int64_t m = 0; m < rows; m++) result.softmax[m] = Softmax();
     for (int64_t i = 0; i < channels.count * rows * TILE_BLOCKS; i++) result.sums[0][i] = Floats{};
 
+    const int64_t share = ceil_div(ahead.end - ahead.at, 4 * ceil_div(span.end - span.begin, TILE_TOKENS));  // four a tile
     for (int64_t start = span.begin, end; start < span.end; start = end) {
         end = std::min(start + TILE_TOKENS, span.end);
         const int64_t group_end = F::SCALES == PER_GROUP ? (start / call.token_group + 1) * call.token_group : end;
@@ -131,7 +132,6 @@ template <class A, class F> static void attend_span(const Call &call, const F &k
         }
         if (!anyone) continue;
 
-        const int64_t share = ceil_div(tile.count, 4 * call.heads);  // of the next span, in four parts
         tile.keep(anyone);
         ahead.some(share);
         for (int64_t block = 0, last; block < tile.blocks; block = last) {  // group of tokens by group

@@ -48,17 +48,17 @@ struct Tile {
     }
 };
 
-// Fetches tokens [at, end) with all their heads, which lie side by side, ahead of use.
+// Fetches tokens [at, end) ahead of use, `heads` of their heads from `head` on, which lie side by side.
 struct Prefetch {
     Source source;
-    int64_t at, end, key_bytes, value_bytes;  // of a token with all heads
+    int64_t at, end, head, heads, key_bytes, value_bytes;  // bytes: of a token and head
 
     void some(int64_t count) {
         for (const int64_t stop = std::min(at + count, end); at < stop; at++) {
-            const int64_t slot = source.slot(at);
+            const int64_t slot = source.slot(at), place = slot * source.call.heads + head;
             if (slot < 0) continue;
-            lines((const uint8_t *)source.keys().data + slot * key_bytes, key_bytes);
-            lines((const uint8_t *)source.values().data + slot * value_bytes, value_bytes);
+            lines((const uint8_t *)source.keys().data + place * key_bytes, heads * key_bytes);
+            lines((const uint8_t *)source.values().data + place * value_bytes, heads * value_bytes);
         }
     }
     static INLINE void lines(const uint8_t *data, int64_t bytes) {

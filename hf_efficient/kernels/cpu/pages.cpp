@@ -81,6 +81,7 @@ template <class A, class F, class R> static void attend(const Call &call) {
     const ChannelBlocks channels(call.values);
     const int64_t rows = call.height(), of_unit = channels.count * rows;
     const int64_t token_bytes = call.heads * (keys.bytes + values.bytes);
+    const bool narrow = token_bytes * TILE_TOKENS * 2 <= SPAN_BYTES;
     int64_t longest = std::max<int64_t>(TILE_TOKENS, std::min<int64_t>(SPAN, SPAN_BYTES / token_bytes / TILE_TOKENS * TILE_TOKENS)), total = 0;
     for (int64_t row = 0; row < call.batch; row++) total += call.length(row);
     while (total / longest * call.heads * of_unit * TILE_BLOCKS * LANES > PARTIALS) longest *= 2;
@@ -92,10 +93,15 @@ template <class A, class F, class R> static void attend(const Call &call) {
         for (; unit < end; unit++) {  // heads of a span follow each other: they share lines of the cache
             const Span &span = plan.spans[unit / call.heads];
             const int64_t head = unit % call.heads;
-            const Span &next = plan.spans[std::min<int64_t>(unit / call.heads + 1, plan.spans.size() - 1)];
-            const int64_t count = next.end - next.begin;
-            const Prefetch ahead = {{call, next.row, next.in_ring}, next.begin + count * head / call.heads, next.begin + count * (head + 1) / call.heads,
-                call.heads * (next.in_ring ? ring_keys.bytes : keys.bytes), call.heads * (next.in_ring ? ring_values.bytes : values.bytes)};
+            const bool is_last = head + 1 == call.heads;
+            const Span &next = plan.spans[std::min<int64_t>(unit / call.heads + (narrow || is_last), plan.spans.size() - 1)];
+            Prefetch ahead = {{call, next.row, next.in_ring}, next.begin, next.end, is_last ? 0 : head + 1, 1,
+                next.in_ring ? ring_keys.bytes : keys.bytes, next.in_ring ? ring_values.bytes : values.bytes};
+            if (narrow) {  // a part of the next span's tokens with all their heads
+                const int64_t count = next.end - next.begin;
+                ahead.end = next.begin + count * (head + 1) / call.heads, ahead.at += count * head / call.heads;
+                ahead.head = 0, ahead.heads = call.heads;
+            }
             if (span.in_ring) attend_span<A>(call, ring_keys, ring_values, span, head, ahead, results.of(unit));
             else attend_span<A>(call, keys, values, span, head, ahead, results.of(unit));
         }
