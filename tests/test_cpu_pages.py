@@ -224,6 +224,22 @@ def test_what_is_left_to_torch(change, calls):
     assert not calls
 
 
+@pytest.mark.parametrize("wrong", ["heads", "lengths", "sinks", "tree"])
+def test_arguments_that_do_not_belong(wrong):
+    """No kernel reads what is not there: torch's operators raise."""
+    cache, q, options = TypedCache([40, 7], 16, torch.int8, torch.float32), torch.randn(2, 1, 4, 32), {}
+    if wrong == "heads":
+        q = torch.randn(2, 1, 5, 32)
+    elif wrong == "lengths":
+        cache.lengths = torch.tensor([40, 7, 3], dtype=torch.int32)
+    elif wrong == "sinks":
+        options = dict(s_aux=torch.randn(3))
+    else:
+        options = dict(tree_mask=torch.ones(3, 1, dtype=torch.int64))
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        cache.attend(attention.flash_attn_with_kvcache, q, **options)
+
+
 def test_a_compiler_that_fails(monkeypatch, caplog):
     """Torch's operators serve, and one warning says so."""
     cache, q = TypedCache([40, 7], 16, torch.int8, torch.float32), torch.randn(2, 1, 4, 32)

@@ -155,7 +155,7 @@ def flash_attn_with_kvcache_cpu(
 ):  # fmt: skip
     batch, width = q.shape[:2]
     table = torch.arange(batch)[:, None] if block_table is None else block_table
-    if compiled.serves(q, k_cache, v_cache, k, v, k_scale, v_scale, k_min, v_min, k_tail, v_tail):
+    if compiled.serves(q, k_cache, v_cache, k_scale, v_scale, k_min, v_min):
         result = compiled.attend(
             q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux,
             return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,

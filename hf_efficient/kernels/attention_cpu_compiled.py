@@ -74,37 +74,40 @@ def kernel(dtype: torch.dtype):
     return library.hf_attend_pages
 
 
-def serves(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    k_scale=None,
-    v_scale=None,
-    k_min=None,
-    v_min=None,
-    k_tail=None,
-    v_tail=None,
-    **_,
-) -> bool:
-    """Whether the kernels read such a cache for such queries; arguments as of `flash_attn_with_kvcache`."""
-    if q.dtype not in _TYPES or not q.numel() or q.shape[1] > MAX_QUERIES or q.shape[-1] > _MAX_DIM:
+def serves(q, k_cache, v_cache, k_scale=None, v_scale=None, k_min=None, v_min=None, **_) -> bool:
+    """Whether the kernels read such pages for such queries; arguments as of `flash_attn_with_kvcache`."""
+    dim, page = q.shape[-1], k_cache.shape[:3]
+    if q.dtype not in _TYPES or not q.numel() or q.shape[1] > MAX_QUERIES or dim > _MAX_DIM:
         return False
-    if k_min is not None:
-        bits, groups = 8 * k_cache.shape[-1] // q.shape[-1], v_scale.shape[-1]
+    if v_cache.shape[:3] != page or q.shape[2] % page[2] or k_cache.dtype != v_cache.dtype:
+        return False
+    packed, stored = [k_cache, v_cache], [x for x in (k_scale, v_scale, k_min, v_min) if x is not None]
+    if len(stored) == 4:
+        bits, groups, size = 8 * k_cache.shape[-1] // dim, v_scale.shape[-1], k_scale.shape[1]
         value_dim = v_cache.shape[-1] * 8 // max(1, bits)
-        formats = bits in _PACKED and (groups == 1 or value_dim % (16 * groups) == 0)
+        fits = (
+            bits in _PACKED
+            and (groups == 1 or value_dim % (16 * groups) == 0)
+            and k_cache.dtype == torch.uint8
+            and size
+            and page[1] % size == 0
+            and k_scale.shape == k_min.shape == (page[0], size, page[2], dim)
+            and v_scale.shape == v_min.shape == (*page, groups)
+        )
     else:
         value_dim = v_cache.shape[-1]
-        formats = k_cache.dtype == v_cache.dtype and (k_cache.dtype == q.dtype or k_cache.dtype in _CODES)
-    numbers = (x for x in (k, v, k_tail, v_tail) if x is not None)
-    stored = (x for x in (k_cache, v_cache, k_scale, v_scale, k_min, v_min, k_tail, v_tail) if x is not None)
+        fits = k_cache.shape[-1] == dim and (
+            k_cache.dtype in _CODES
+            and len(stored) == 2
+            and k_scale.shape == v_scale.shape == page
+            or k_cache.dtype == q.dtype
+            and not stored
+        )
     return (
-        formats
+        bool(fits)
         and value_dim <= _MAX_DIM
-        and all(x.dtype == q.dtype for x in numbers)
-        and all(x.is_contiguous() for x in stored)
+        and all(x.is_contiguous() and x.is_cpu for x in packed + stored)
+        and all(x.dtype == torch.float16 for x in stored)
         and kernel(q.dtype) is not None
     )
 
@@ -117,11 +120,37 @@ def attend(
     q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux,
     return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
 ):  # fmt: skip
-    """`flash_attn_with_kvcache_cpu` for what `serves`. None, and nothing is done, where a row has more tokens than there is room
-    for or the table has a block that does not exist."""
+    """`flash_attn_with_kvcache_cpu` for what `serves`. None, and nothing is done, where the other arguments have shapes or dtypes
+    that do not belong to it, a row has more tokens than there is room for, or the table has a block that does not exist."""
     batch, width, query_heads, dim = q.shape
     block_size, heads = k_cache.shape[1:3]
     value_dim = v_cache.shape[-1] if v_tail is None else v_tail.shape[-1]
+    bits = 8 * k_cache.shape[-1] // dim if k_min is not None else 8
+    new, ring = (0 if x is None else x.shape[1] for x in (k, k_tail))
+    numbers = (
+        (k, (batch, new, heads, dim)),
+        (v, (batch, new, heads, value_dim)),
+        (k_tail, (batch, ring, heads, dim)),
+        (v_tail, (batch, ring, heads, value_dim)),
+    )
+    others = (
+        (table, (batch, table.shape[1])),
+        (cache_seqlens, (batch,)),
+        (quantized_seqlens, (batch,)),
+        (tree_mask, (batch, width)),
+        (s_aux, (query_heads,)),
+        (alibi_slopes, (batch, query_heads)[2 - alibi_slopes.dim() :] if alibi_slopes is not None else ()),
+    )
+    if (
+        any(x is not None and (x.shape != shape or not x.is_cpu) for x, shape in numbers + others)
+        or any(x is not None and x.dtype != q.dtype for x, _ in numbers)
+        or any(x is not None and not x.is_contiguous() for x in (k_tail, v_tail))
+        or (k is None) != (v is None)
+        or bool(ring) != (bits < 8)
+        or k_min is not None
+        and v_cache.shape[-1] * 8 // bits != value_dim
+    ):
+        return None
     q, out = q.contiguous(), q.new_empty(batch, width, query_heads, value_dim)
     lse = torch.empty((batch, query_heads, width) if return_lse else 0)
     if k is not None:
@@ -131,11 +160,11 @@ def attend(
         table = table.contiguous()
     sinks = None if s_aux is None else s_aux.float().contiguous()
     slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
-    tree = None if tree_mask is None else tree_mask.contiguous()
+    tree = None if tree_mask is None else tree_mask.long().contiguous()
     stored = None if quantized_seqlens is None else _int32(quantized_seqlens).contiguous()
     groups = v_scale.shape[-1] if k_min is not None else 1
     if k_min is not None:
-        page_type = _PACKED[8 * k_cache.shape[-1] // dim]
+        page_type = _PACKED[bits]
     else:
         page_type = _TYPES[q.dtype] if k_cache.dtype == q.dtype else _CODES[k_cache.dtype]
 
@@ -146,9 +175,9 @@ def attend(
         batch, width, query_heads, heads, _TYPES[q.dtype], page_type, at(q), at(out), at(lse) if return_lse else None,
         _Pages(at(k_cache), at(k_scale), at(k_min), dim, 1), _Pages(at(v_cache), at(v_scale), at(v_min), value_dim, groups),
         len(k_cache), block_size, at(table), table.shape[1], table.stride(0), at(lengths),
-        0 if k is None else k.shape[1], at(k), at(v), 0 if k_min is None else block_size // k_scale.shape[1],
+        new, at(k), at(v), 0 if k_min is None else block_size // k_scale.shape[1],
         _Pages(at(k_tail), None, None, dim, 1), _Pages(at(v_tail), None, None, value_dim, groups),
-        0 if k_tail is None else k_tail.shape[1], at(stored), left, 0 if causal else right, at(tree), at(slopes),
+        ring, at(stored), left, 0 if causal else right, at(tree), at(slopes),
         0 if slopes is None or slopes.dim() == 1 else query_heads, at(sinks),
         dim**-0.5 if softmax_scale is None else softmax_scale, softcap,
     )  # fmt: skip
