@@ -9,21 +9,11 @@ from hf_efficient.cache.eviction.base import EvictionPolicy, View
 from hf_efficient.cache.eviction.rotary import Rotary
 from hf_efficient.cache.page_store import PageStore
 from hf_efficient.cache.step import Step
-from hf_efficient.kernels import attention_cpu_compiled
 
 
 _PROMPT = 64  # a forward of more columns is a prompt also in a filled cache; others may be taken back by speculation
 _PENDING = 64  # so many forwards of queries may wait to be accumulated
 _SCORES = 1 << 24  # attention probabilities that are held at a time
-
-
-class _HeadStore(PageStore):
-    """The pages of an `EvictingStore`: rows of unequal lengths, which no other cache's bits are compared with."""
-
-    def _reads_pages(self, step, query):
-        if attention_cpu_compiled.serves(query.transpose(1, 2), **self._cache(None)):
-            return any(step.starts)
-        return super()._reads_pages(step, query)
 
 
 class EvictingStore(PageStore):
@@ -40,7 +30,7 @@ class EvictingStore(PageStore):
         self.rows, self.heads = {}, key.shape[1]
         self.pool = BlockPool(block_size)
         self.pool.add_rows(key.shape[0] * self.heads)
-        self.store = _HeadStore(0, block_size, key[:, :1], value[:, :1])
+        self.store = self._new_store(0, key[:, :1], value[:, :1])
         self.seen = [0] * key.shape[0]
         self._floors = [0] * key.shape[0]  # a row can be rewound to so many tokens
         self._tables: DeviceTables | None = None
@@ -50,6 +40,11 @@ class EvictingStore(PageStore):
             self._accumulated = torch.empty(len(self.pool.tables), 0, device=key.device)
             self._sinks = None  # keys of the first tokens as they were given, [rows, sinks, D]
         self._placed = [0] * len(self.pool.tables)  # tokens that `_positions` knows; behind them they are consecutive
+
+    def _new_store(self, capacity: int, key, value) -> PageStore:
+        store = PageStore(capacity, self.pool.block_size, key, value)
+        store.exact = False  # heads of unequal lengths: no other cache has the same sums
+        return store
 
     @property
     def pages(self) -> dict[str, torch.Tensor]:
@@ -298,7 +293,7 @@ class EvictingStore(PageStore):
         valid = None if present is None else present.flatten(0, 1).cpu()
         plan = Step(self.pool, change, [0] * rows, valid, longest)
         if change.capacity != self.store.capacity:
-            self.store = _HeadStore(change.capacity, self.pool.block_size, keys, values)
+            self.store = self._new_store(change.capacity, keys, values)
         self.store.write(plan, keys, values)
         self._tables = None
 

@@ -6,7 +6,7 @@ import torch
 
 from hf_efficient.cache.device_tables import DeviceTables, to_device
 from hf_efficient.cache.step import Step
-from hf_efficient.kernels import attention, attention_cpu
+from hf_efficient.kernels import attention, attention_cpu, attention_cpu_compiled
 
 
 _MANY = 10 << 20  # numbers of keys from which reading them page by page costs a CPU less than gathering them
@@ -20,9 +20,12 @@ class PageStore:
     without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks, block_size, Hk, Dv].
     rows: name -> tensor [B, ...]: what is kept by row instead, saved and loaded as it is. Here nothing.
     lag: so many tokens before the new ones may still change their pages in a forward.
+    exact: on a CPU the attention has the bits of SDPA over a `DynamicCache`, where that costs little. Else few queries read the
+    pages where they lie, at least twice as fast.
     """
 
     lag = 0
+    exact = True
 
     def __init__(self, capacity: int, block_size: int, key: torch.Tensor, value: torch.Tensor):
         """key [B, Hk, S, D], value [B, Hk, S, Dv]: like those that will be stored; only shapes, dtype and device count."""
@@ -130,7 +133,7 @@ class PageStore:
         return attend(step, tables_on, query, key, value, **options)
 
     def _attend_cpu(self, step, tables_on, query, key, value, *, causal, window_size, **options):
-        if step.valid is None and step.width <= MAX_DECODE_QUERIES and self._reads_pages(step, query):
+        if step.valid is None and self._reads_pages(step, query):
             options |= dict(causal=causal, window_size=window_size, tree_mask=step.tree_mask(query.device))
             return self.append_and_attend(tables_on(query.device), query, key, value, **options)
         if key is not None:
@@ -142,11 +145,14 @@ class PageStore:
         )
 
     def _reads_pages(self, step: Step, query: torch.Tensor) -> bool:
-        """Whether few queries read the pages where they lie, which changes the last bits of the result."""
+        """Whether a CPU reads the pages where they lie, which gives other bits than SDPA."""
+        if not self.exact and any(step.starts):
+            if attention_cpu_compiled.serves(query.transpose(1, 2), **self._cache(None)):
+                return True
         gathered = (
             0 if step.run is not None else len(step.lengths) * step.max_length * self.pages["keys"][0, 0].numel()
         )
-        return gathered > _MANY
+        return step.width <= MAX_DECODE_QUERIES and gathered > _MANY
 
     def _attend_kernels(self, step, tables_on, query, key, value, **options):
         device = query.device

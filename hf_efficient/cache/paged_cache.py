@@ -138,6 +138,7 @@ class PagedCache(Cache):
         self.tiers = None if offload is None else CacheTiers(offload)
         for layer in self._paged_layers:
             layer.budget, layer.tiers = self.budget, self.tiers
+            layer.exact = prefix_cache is None  # a prompt that is not run from its beginning has sums of its own
             layer.state.last_layer = layer.layer_idx
 
     @property

@@ -23,6 +23,7 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     budget: MemoryBudget | None = None
     tiers: CacheTiers | None = None
+    exact = True  # see `PageStore`
 
     def __init__(
         self,
@@ -66,7 +67,9 @@ class PagedLayer(CacheLayerMixin):
         """Empty pages of `capacity` blocks for keys and values like these [B, H, S, D]."""
         if self.eviction is not None:
             return EvictingStore(*self.eviction, self.state.pool.block_size, key, value)
-        return make_store(self.kv_format, self.state.pool, capacity, key, value, self.has_window)
+        store = make_store(self.kv_format, self.state.pool, capacity, key, value, self.has_window)
+        store.exact = self.exact
+        return store
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Takes the new keys [B, Hk, S, D] and values [B, Hv, S, Dv] of one forward.
