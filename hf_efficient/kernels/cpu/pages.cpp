@@ -4,6 +4,7 @@
 
 #include "page_append.h"
 #include "page_attention.h"
+#include <atomic>
 #include <vector>
 
 constexpr int64_t SPAN = 256;           // tokens
@@ -89,6 +90,13 @@ template <class A, class F, class R> static void attend(const Call &call) {
     const int64_t units = plan.spans.size() * call.heads;
     static thread_local Buffer softmaxes, sums;
     const Results results = {rows, of_unit, softmaxes.get<Softmax>(units * rows), (Floats(*)[TILE_BLOCKS])sums.get<Floats>(units * of_unit * TILE_BLOCKS)};
+    std::vector<std::atomic<int64_t>> spans_left(call.batch * call.heads);  // who is last combines
+    for (int64_t row = 0; row < call.batch; row++)
+        for (int64_t head = 0; head < call.heads; head++) {
+            const int64_t count = plan.first[row + 1] - plan.first[row];
+            spans_left[row * call.heads + head] = count;
+            if (count == 0) combine(call, plan, results, channels, row, head);
+        }
     parallel(units, [&](int64_t unit, int64_t end) {
         for (; unit < end; unit++) {  // heads of a span follow each other: they share lines of the cache
             const Span &span = plan.spans[unit / call.heads];
@@ -104,10 +112,8 @@ template <class A, class F, class R> static void attend(const Call &call) {
             }
             if (span.in_ring) attend_span<A>(call, ring_keys, ring_values, span, head, ahead, results.of(unit));
             else attend_span<A>(call, keys, values, span, head, ahead, results.of(unit));
+            if (--spans_left[span.row * call.heads + head] == 0) combine(call, plan, results, channels, span.row, head);
         }
-    });
-    parallel(call.batch * call.heads, [&](int64_t unit, int64_t end) {
-        for (; unit < end; unit++) combine(call, plan, results, channels, unit / call.heads, unit % call.heads);
     });
 }
 
