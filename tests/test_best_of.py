@@ -116,7 +116,7 @@ def test_sampled_text_does_not_depend_on_the_guesses():
     model, _, (batch, _), _ = models("llama")
     options = dict(**batch, max_new_tokens=NEW, do_sample=True, temperature=0.7, custom_generate=speculative_generate)
     drafter, texts = Speculation(BestOf(PromptLookup(8), TokenRecycling()), adaptive=False), []
-    for draft in (None, drafter, drafter):
+    for draft in (PromptLookup(3), drafter, drafter):
         torch.manual_seed(5)
         texts.append(model.generate(**options, draft_model=draft))
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "layers": {"kernels", "formats"},
     "calibration": {"observers", "configs", "kernels", "formats", "methods", "layers"},
     "cache": {"kernels"},
-    "generation": {"cache", "configs", "methods", "layers"},
+    "generation": {"cache", "configs", "methods", "layers", "kernels"},
     "evaluation": set(),
     "model_cards": set(),
     "integrations": {

@@ -6,7 +6,7 @@ from helpers import tiny_model
 from speculation import NEW, models
 from test_drafters import append, sequences_of
 
-from hf_efficient import Speculation, TokenRecycling, speculative_generate
+from hf_efficient import PromptLookup, Speculation, TokenRecycling, speculative_generate
 
 
 VOCABULARY = 128
@@ -164,9 +164,9 @@ def test_sampled_text_does_not_depend_on_the_guesses():
     model, _, (batch, _), _ = models("llama")
     options = dict(**batch, max_new_tokens=NEW, do_sample=True, temperature=0.7, custom_generate=speculative_generate)
     texts, drafter = [], TokenRecycling()
-    for draft in (None, drafter, drafter):
+    for draft in (PromptLookup(3), drafter, drafter):
         torch.manual_seed(5)
-        draft = None if draft is None else Speculation(draft, adaptive=False)
+        draft = Speculation(draft, adaptive=False)
         output = model.generate(**options, draft_model=draft, return_dict_in_generate=True)
         texts.append(output.sequences)
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])

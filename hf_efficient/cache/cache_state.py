@@ -15,10 +15,11 @@ class PlannedForward(NamedTuple):
 
     rows: int
     width: int
+    tree_mask: torch.Tensor | None = None  # as the attention kernels take it
 
     def check(self, rows: int, width: int, mask: torch.Tensor | None) -> None:
         """Raises ValueError when the forward is not the one that was planned."""
-        if (rows, width) != self:
+        if (rows, width) != self[:2]:
             raise ValueError(
                 f"decode_step(width={self.width}) of a PagedCache with {self.rows} rows, but the forward has {rows} rows "
                 f"of {width} columns"

@@ -29,6 +29,8 @@ class PageHandle:
             layer.state.pending = None
         if layer.state.planned is not None:  # nothing but tensors from here on: this may be compiled
             layer.state.planned.check(key.shape[0], key.shape[2], attention_mask)
+            if layer.state.planned.tree_mask is not None:
+                options["tree_mask"] = layer.state.planned.tree_mask
             return layer.store.append_and_attend(layer.tables, query, key if new else None, value, **options)
         layer.state.see(window_size)
         if new:

@@ -214,12 +214,13 @@ class PagedCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     @contextmanager
-    def decode_step(self, width: int = 1) -> Iterator[torch.Tensor]:
+    def decode_step(self, width: int = 1, tree_mask: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
         """Does the bookkeeping for one forward of `width` new tokens in every row before that forward runs, which then
         only touches tensors that stay where they are: it can be compiled with `fullgraph=True`, once, and nothing in it
         or here waits for the device.
 
-        Gives the new tokens' positions, int64 [B, width]. Run exactly one forward inside, compiled or a replayed CUDA
+        Gives the new tokens' positions, int64 [B, width]. tree_mask: int64 [B, width] where they are a token tree: bit j of
+        [b, i] says that token i sees token j (`token_tree`); then positions are the caller's to give. Run exactly one forward inside, compiled or a replayed CUDA
         graph of it, without `attention_mask`; when it raises, the cache is as before. When the memory for a growing pool
         is missing it is not, and every later use raises RuntimeError until `reset()`.
 
@@ -255,18 +256,13 @@ class PagedCache(Cache):
         try:
             for layer in layers:
                 layer.store.make_ready(layer.state.step)
-                tables = layer.tables = layer.state.tables_on(layer.device)
-                for tensor in (
-                    *layer.store.static_tensors(),
-                    tables.block_table,
-                    tables.cache_seqlens,
-                    tables.columns,
-                ):
-                    torch._dynamo.mark_static_address(tensor, guard=False)  # or CUDA graphs would copy it
+                layer.tables = layer.state.tables_on(layer.device)
+            for tensor in self.static_tensors():
+                torch._dynamo.mark_static_address(tensor, guard=False)  # or CUDA graphs would copy it
             position_ids = layers[0].tables.position_ids(width)
             torch._dynamo.mark_static_address(position_ids, guard=False)
             for each in self.states:
-                each.planned = PlannedForward(rows, width)
+                each.planned = PlannedForward(rows, width, tree_mask)
             yield position_ids
         except BaseException:
             for each in self.states:
@@ -332,6 +328,16 @@ class PagedCache(Cache):
                 self.row_tokens.keep(starts, columns)
         self.state.rewind(lengths)
         self._rewind_stores()
+
+    def static_tensors(self) -> list[torch.Tensor]:
+        """What a forward under `decode_step` touches; with a pool of fixed size the same tensors until `reset()`."""
+        tensors, seen = [], set()
+        for layer in self._paged_layers:
+            tensors += layer.store.static_tensors()
+            if id(layer.tables) not in seen:  # those of other layers too
+                seen.add(id(layer.tables))
+                tensors += [layer.tables.block_table, layer.tables.cache_seqlens, layer.tables.columns]
+        return tensors
 
     def rewind(self, lengths: list[int]) -> None:
         """Shortens row b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.

@@ -10,6 +10,11 @@ from hf_efficient.kernels.attention_cpu import additive, visibility
 from hf_efficient.kernels.attention_cpu_masks import QueryRows
 
 
+def tree_mask(seen: torch.Tensor) -> torch.Tensor:
+    """bool [B, S, S <= 64] as the attention kernels take it, int64 [B, S]: bit j of [b, i] is seen[b, i, j]."""
+    return (seen.long() << torch.arange(seen.shape[-1], device=seen.device)).sum(-1)
+
+
 class Step:
     """One forward that appends tokens to the rows: where they go, and what the attention may read.
 
@@ -124,8 +129,7 @@ class Step:
         """`tree` as the attention kernels take it: int64 [B, S], None without one."""
         if self.tree is None:
             return None
-        order = torch.arange(self.width, device=device)  # bit j of [b, i]: whether i sees j
-        return self._cached(("tree", device), lambda: (self.tree.to(device).long() << order).sum(-1))
+        return self._cached(("tree", device), lambda: tree_mask(self.tree.to(device)))
 
     def attention_mask(self, causal: bool, window: tuple[int, int], device) -> torch.Tensor | None:
         """Additive float32 mask [B or 1, 1, S, longest row]; None where SDPA needs none, or only its `is_causal`."""

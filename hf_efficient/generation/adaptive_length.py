@@ -95,7 +95,8 @@ class AdaptiveLength:
 
     def cut(self, proposal: Proposal) -> Proposal | None:
         """As much of the proposal as pays; None for a plain step."""
-        self.tells_itself = proposal.confidence is not None
+        # cutting drawn tokens by how sure the drafter is of them would change what is drawn
+        self.tells_itself = proposal.confidence is not None and proposal.probabilities is None
         if not self.tells_itself:
             return proposal
         rows = len(proposal.counts)

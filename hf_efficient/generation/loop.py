@@ -103,8 +103,8 @@ class SpeculativeLoop:
         is_tree = proposal is not None and proposal.parents is not None
         width = 0 if proposal is None else proposal.width
         scores = sequences.process(logits)
-        uniforms = None
-        if self.do_sample:
+        uniforms = None  # without a drafter the draws are those of plain generation
+        if self.do_sample and drafter is not None:
             depth = self._tree.sum(-1) - 1 if is_tree else torch.arange(width + 1).expand(len(scores), -1)
             uniforms = sequences.uniforms(depth)
         verified = verify(scores, proposal, self.do_sample, self.acceptance, uniforms)
@@ -138,7 +138,7 @@ class SpeculativeLoop:
         # the last token of a row is the target's own and was never fed
         if is_tree:
             columns = [[0, *(node + 1 for node in nodes[: len(kept) - 1])] for nodes, kept in zip(path, new)]
-            target.keep([some if kept else [] for some, kept in zip(columns, new)], width + 1)
+            target.keep([some if kept else [] for some, kept in zip(columns, new)])
         going = [row for row, b in enumerate(sequences.live) if sequences.unfinished(b)]
         self._rows = list(range(len(sequences.live)))
         if going and len(going) < len(sequences.live) and not self.keep_rows:

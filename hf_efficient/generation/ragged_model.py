@@ -7,6 +7,8 @@ import torch
 from torch.nn.functional import pad
 
 from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.cache.step import tree_mask
+from hf_efficient.generation.taped_forward import TapedForward
 
 
 class RaggedModel:
@@ -23,6 +25,7 @@ class RaggedModel:
         max_new_tokens: no row grows beyond this many; positions of filler stay below too.
         max_position: largest position id given to the model, None for no limit (a draft may know fewer positions).
         keeps_hidden: `hidden` [rows, columns, hidden size] is what the output head read in the last forward.
+        taped: what was recorded over this cache before.
     """
 
     hidden: torch.Tensor | None = None
@@ -34,8 +37,9 @@ class RaggedModel:
         max_new_tokens: int,
         max_position: int | None = None,
         keeps_hidden: bool = False,
+        taped: TapedForward | None = None,
     ):
-        self.model, self.cache, self.keeps_hidden = model, cache, keeps_hidden
+        self.model, self.cache, self.keeps_hidden, self.taped = model, cache, keeps_hidden, taped
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
         self.limits_logits = model._supports_logits_to_keep()
 
@@ -96,6 +100,10 @@ class RaggedModel:
         for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):  # what is generated is text
             if key in self.extra:
                 self.extra[key] = torch.zeros_like(self.extra[key][:, -1:])
+        if self.taped is not None:
+            self.taped.forward = self._forward
+        elif TapedForward.serves(self.model, self.cache):
+            self.taped = TapedForward(self._forward, self.cache)
         return outputs.logits[:, -1]
 
     def __call__(
@@ -113,6 +121,13 @@ class RaggedModel:
         positions = self.position + 1 + offset.clamp(max=self.max_new_tokens - 2)  # the last one is never fed
         if self.max_position is not None:
             positions = positions.clamp(max=self.max_position)
+        self._appended = width
+        if self.taped is not None and not self.extra:
+            outputs = self.taped(tokens, positions, None if tree is None else tree_mask(tree))
+            if outputs is not None:
+                logits, self.hidden = (None if x is None else x[:, :width] for x in outputs)
+                self._appended = outputs[0].shape[1]
+                return logits[:, -(keep or width) :]
         extra = {
             key: value.expand(-1, width) if key.endswith("token_type_ids") else value
             for key, value in self.extra.items()
@@ -130,9 +145,16 @@ class RaggedModel:
         with nullcontext() if tree is None else self.cache.token_tree(tree), self._keeping_hidden():
             return self.model(**inputs, return_dict=True).logits[:, -(keep or width) :]
 
-    def keep(self, columns: list[list[int]], width: int) -> None:
-        """Of the `width` tokens appended last, row b keeps those numbered `columns[b]`, ascending."""
-        self.cache.keep(columns, width)
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The forward that is recorded: logits, and `hidden`."""
+        inputs = dict(input_ids=tokens, position_ids=positions, past_key_values=self.cache)
+        with self._keeping_hidden(), _without_warnings(self.model):
+            logits = self.model(**inputs, use_cache=True, return_dict=True).logits
+        return logits, self.hidden
+
+    def keep(self, columns: list[list[int]]) -> None:
+        """Of the tokens of the last forward, row b keeps those numbered `columns[b]`, ascending."""
+        self.cache.keep(columns, self._appended)
 
     @contextmanager
     def _keeping_hidden(self):
@@ -209,6 +231,19 @@ class RaggedModel:
                 kind: layer_mask(window if kind == "sliding_attention" else None) for kind in set(config.layer_types)
             }
         return layer_mask(window)
+
+
+@contextmanager
+def _without_warnings(model):
+    """Models look at the ids for padding, to warn of it, and so read a tensor on the host."""
+    name, modules = "warn_if_padding_and_no_attention_mask", list(model.modules())
+    for module in modules:
+        module.__dict__[name] = lambda *args: None
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.__dict__[name]
 
 
 def _other_layers(config) -> str:

@@ -3,6 +3,8 @@
 import torch
 
 from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.generation import kept_tapes, plain
+from hf_efficient.generation.drafters.base import MAX_NODES
 from hf_efficient.generation.loop import SpeculativeLoop
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import Sequences
@@ -28,6 +30,21 @@ class SpeculativeGenerationMixin:
         super()._validate_generation_mode(generation_mode, generation_config, kwargs)
         if speculation is not None:
             _check_mode(generation_config)
+
+    def _sample(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        **model_kwargs,
+    ):
+        arguments = input_ids, logits_processor, stopping_criteria, generation_config
+        if not plain.serves(self, input_ids, logits_processor, generation_config, synced_gpus, streamer, model_kwargs):
+            return super()._sample(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+        return _decode(self, *arguments, None, (None, None), streamer, synced_gpus, model_kwargs)
 
     def _assisted_decoding(
         self,
@@ -121,6 +138,7 @@ def _decode(
     synced_gpus,
     model_kwargs,
 ):
+    run = logits_processor, stopping_criteria, generation_config, streamer
     try:
         _check(model, input_ids, generation_config, streamer, synced_gpus)
         speculation = chosen(draft_model, generation_config)
@@ -131,51 +149,75 @@ def _decode(
                 RaggedModel.check(speculation.model, len(input_ids), "assistant_model")
             drafter = speculation.drafter(tokenizers)
             drafter.check(model)
-        cache = _prepare_cache(model, generation_config, model_kwargs)
-        padding = generation_config._pad_token_tensor
-        collects = generation_config.return_dict_in_generate
-        sequences = Sequences(
-            input_ids,
-            model_kwargs.get("attention_mask"),
-            None if padding is None else int(padding),
-            logits_processor,
-            stopping_criteria,
-            keep_scores=bool(collects and generation_config.output_scores),
-            keep_logits=bool(collects and generation_config.output_logits),
-            generation_config=generation_config,
-        )
-        target = RaggedModel(
-            model,
-            cache,
-            sequences.max_length - sequences.prompt_length,
-            keeps_hidden=drafter is not None and drafter.reads_hidden,
-        )
-        logits = target.prefill(sequences.tokens, generation_config, model_kwargs)
-        loop = SpeculativeLoop(
-            target,
-            drafter,
-            sequences,
-            generation_config.do_sample,
-            None if speculation is None else speculation.acceptance,
-            speculation is not None and speculation.adapts,
-            keep_rows=cache is model_kwargs.get("past_key_values"),
-            streamer=streamer,
-        )
-        loop.run(logits)
+        cache = _callers_cache(model_kwargs)
+        if cache is not None or model.device.type != "cpu" or generation_config.return_dict_in_generate:
+            cache = PagedCache(model.config) if cache is None else cache
+            return _run(model, cache, None, drafter, speculation, input_ids, *run, model_kwargs)[0]
+        tokens = generation_config.max_length + MAX_NODES + 1
+        with plain.reading_pages(model):
+            kept = kept_tapes.take(model, len(input_ids), tokens, drafter is not None and drafter.reads_hidden)
+            ids, taped = _run(model, kept.cache, kept.taped, drafter, speculation, input_ids, *run, model_kwargs)
+            kept_tapes.give_back(model, kept, taped)
+            return ids
     finally:
         if streamer is not None:
             streamer.end()
+
+
+def _run(
+    model,
+    cache,
+    taped,
+    drafter,
+    speculation,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    streamer,
+    model_kwargs,
+):
+    """What `generate()` returns, and what was recorded over `cache`."""
+    padding = generation_config._pad_token_tensor
+    collects = generation_config.return_dict_in_generate
+    sequences = Sequences(
+        input_ids,
+        model_kwargs.get("attention_mask"),
+        None if padding is None else int(padding),
+        logits_processor,
+        stopping_criteria,
+        keep_scores=bool(collects and generation_config.output_scores),
+        keep_logits=bool(collects and generation_config.output_logits),
+        generation_config=generation_config,
+    )
+    reads_hidden = drafter is not None and drafter.reads_hidden
+    room = sequences.max_length - sequences.prompt_length
+    target = RaggedModel(model, cache, room, keeps_hidden=reads_hidden, taped=taped)
+    logits = target.prefill(sequences.tokens, generation_config, model_kwargs)
+    is_callers = cache is model_kwargs.get("past_key_values")
+    loop = SpeculativeLoop(
+        target,
+        drafter,
+        sequences,
+        generation_config.do_sample,
+        None if speculation is None else speculation.acceptance,
+        speculation is not None and speculation.adapts,
+        keep_rows=is_callers or (drafter is None and generation_config.do_sample),
+        streamer=streamer,
+    )
+    loop.run(logits)
     ids = sequences.finish()
     loop.statistics.log(sequences.generated)
     if not collects:
-        return ids
-    return loop.statistics.output(
+        return ids, target.taped
+    output = loop.statistics.output(
         sequences.generated,
         sequences=ids,
         scores=None if sequences.scores is None else tuple(sequences.scores),
         logits=None if sequences.logits is None else tuple(sequences.logits),
         past_key_values=cache,
     )
+    return output, target.taped
 
 
 def _check_mode(generation_config) -> None:
@@ -216,8 +258,8 @@ def _check(model, input_ids, generation_config, streamer, synced_gpus) -> None:
         raise ValueError(f"a streamer was given with a batch of {len(input_ids)}: streaming takes a batch of 1")
 
 
-def _prepare_cache(model, generation_config, model_kwargs) -> PagedCache:
-    """The caller's PagedCache, or a new one in place of the empty cache `generate()` made."""
+def _callers_cache(model_kwargs) -> PagedCache | None:
+    """The caller's PagedCache; None in place of nothing, and of the empty cache `generate()` made."""
     cache = model_kwargs.get("past_key_values")
     if isinstance(cache, PagedCache):
         _check_continuation(cache, model_kwargs.get("attention_mask"))
@@ -227,7 +269,7 @@ def _prepare_cache(model, generation_config, model_kwargs) -> PagedCache:
             f"past_key_values={type(cache).__name__}: speculation runs on a PagedCache; leave past_key_values out, or pass "
             "past_key_values=PagedCache(model.config), filled or not"
         )
-    return PagedCache(model.config)
+    return None
 
 
 def _check_continuation(cache: PagedCache, attention_mask: torch.Tensor | None) -> None:

@@ -1,5 +1,7 @@
 """Random numbers that belong to a row and a position, so that what is drawn there does not depend on how it was reached."""
 
+import functools
+
 import numpy as np
 import torch
 
@@ -8,11 +10,12 @@ class Uniforms:
     """One number in [0, 1) for every row and position, the same each time it is asked for: the target draws its token there
     by it, whatever was drafted, so a seed gives the same text with any drafter and any draft length.
 
-    The seed comes from torch's generator when the object is made.
+    The seed comes from torch's generator when the first number is asked for.
     """
 
-    def __init__(self):
-        self.seed = np.uint64(torch.randint(2**63 - 1, ()).item())
+    @functools.cached_property
+    def seed(self) -> np.uint64:
+        return np.uint64(torch.randint(2**63 - 1, ()).item())
 
     def __call__(self, rows: list[int], positions: np.ndarray) -> torch.Tensor:
         """rows: the batch rows. positions: int64 [len(rows), n] >= 0. Returns float64 [len(rows), n] on the CPU."""

@@ -116,15 +116,28 @@ def _int32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.int32 else x.int()
 
 
-def attend(
-    q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux,
-    return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
+def attend(q, k_cache, v_cache, k, v, *rest):
+    """`flash_attn_with_kvcache_cpu` for what `serves`; its arguments. None, and nothing is done, where the other arguments have
+    shapes or dtypes that do not belong to it, a row has more tokens than there is room for, or the table has a block that
+    does not exist."""
+    value_dim, return_lse = v_cache.shape[-1] if rest[-2] is None else rest[-2].shape[-1], rest[9]
+    q, out = q.contiguous(), q.new_empty(*q.shape[:-1], value_dim)
+    lse = torch.empty((len(q), q.shape[2], q.shape[1]) if return_lse else 0)
+    k, v = (x if x is None else x.contiguous() for x in (k, v))
+    call, _ = describe(out, lse, q, k_cache, v_cache, k, v, *rest)
+    torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
+    return (out, lse) if call is not None and kernel(q.dtype)(ctypes.addressof(call)) else None
+
+
+def describe(
+    out, lse, q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap, alibi_slopes,
+    s_aux, return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
 ):  # fmt: skip
-    """`flash_attn_with_kvcache_cpu` for what `serves`. None, and nothing is done, where the other arguments have shapes or dtypes
-    that do not belong to it, a row has more tokens than there is room for, or the table has a block that does not exist."""
+    """What the kernel is told to write into `out` and `lse`: a `_Call`, or None as in `attend`, and the tensors that must live
+    as long as it. q, k and v are contiguous."""
     batch, width, query_heads, dim = q.shape
     block_size, heads = k_cache.shape[1:3]
-    value_dim = v_cache.shape[-1] if v_tail is None else v_tail.shape[-1]
+    value_dim = out.shape[-1]
     bits = 8 * k_cache.shape[-1] // dim if k_min is not None else 8
     new, ring = (0 if x is None else x.shape[1] for x in (k, k_tail))
     numbers = (
@@ -150,11 +163,7 @@ def attend(
         or k_min is not None
         and v_cache.shape[-1] * 8 // bits != value_dim
     ):
-        return None
-    q, out = q.contiguous(), q.new_empty(batch, width, query_heads, value_dim)
-    lse = torch.empty((batch, query_heads, width) if return_lse else 0)
-    if k is not None:
-        k, v = k.contiguous(), v.contiguous()
+        return None, ()
     table, lengths = _int32(table), _int32(cache_seqlens).contiguous()
     if table.stride(-1) != 1:
         table = table.contiguous()
@@ -181,5 +190,4 @@ def attend(
         0 if slopes is None or slopes.dim() == 1 else query_heads, at(sinks),
         dim**-0.5 if softmax_scale is None else softmax_scale, softcap,
     )  # fmt: skip
-    torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
-    return (out, lse) if kernel(q.dtype)(ctypes.addressof(call)) else None
+    return call, (table, lengths, sinks, slopes, tree, stored)

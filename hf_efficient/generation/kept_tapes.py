@@ -1,0 +1,52 @@
+"""Recorded forwards that outlive a `generate()` call: with the cache that they read, for the next call of the same shape."""
+
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.cache.prefix_key import ModelKey
+from hf_efficient.generation.taped_forward import TapedForward
+
+
+MOST_BYTES = 256 << 20  # a larger cache is not kept
+
+
+class Kept(NamedTuple):
+    """rows, tokens: what the cache was made for. key: `ModelKey.digest` and how the model attends, when it was made."""
+
+    rows: int
+    tokens: int
+    key: tuple
+    cache: PagedCache
+    taped: TapedForward | None
+
+
+_kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Kept
+_lock = threading.Lock()
+
+
+def take(model, rows: int, tokens: int, keeps_hidden: bool) -> Kept:
+    """A cache with room for `rows` rows of `tokens` tokens, and what was recorded over it: another call's that has ended, if
+    nothing about the model has changed, else new and empty. Until `give_back` nobody else is given it."""
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    key = ModelKey(model).digest, attention, keeps_hidden, torch.is_inference_mode_enabled()
+    with _lock:
+        kept = _kept.pop(model, None)
+    if kept is not None and (kept.rows, kept.key) == (rows, key) and kept.tokens >= tokens:
+        kept.cache.rewind([0] * rows)
+        return kept
+    tokens = max(512, 1 << (tokens - 1).bit_length())
+    block_size = PagedCache(model.config).block_size
+    return Kept(rows, tokens, key, PagedCache(model.config, num_blocks=rows * -(-tokens // block_size)), None)
+
+
+def give_back(model, kept: Kept, taped: TapedForward | None) -> None:
+    """After a call that nobody holds the cache of."""
+    if taped is None or len(kept.cache.cache_seqlens) != kept.rows or kept.cache.stats().bytes_allocated > MOST_BYTES:
+        return
+    taped.forward = None
+    with _lock:
+        _kept[model] = kept._replace(taped=taped)

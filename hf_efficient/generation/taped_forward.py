@@ -1,0 +1,77 @@
+"""Forwards of few tokens on a CPU, recorded once for every number of rows and columns and then replayed."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.kernels.tape import NotReplayable, Tape, interpreter
+
+
+BEFORE_RECORDING = 4  # forwards of a kind that run as they are: recording costs about three of them
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+MOST_TOKENS = 128  # of all rows: beyond, a forward takes so long that what is saved does not show
+
+
+class TapedForward:
+    """`forward(tokens, positions)`, a forward of a model over `cache`, whose pool has a fixed size.
+
+    A forward that cannot be recorded (it reads tensors on the host, such as the routing of some experts) runs as it is from
+    then on.
+    """
+
+    def __init__(self, forward: Callable, cache: PagedCache):
+        self.forward, self.cache = forward, cache
+        self._tapes: dict[tuple, tuple] = {}
+        self._seen: Counter = Counter()
+        self._works = True
+
+    @staticmethod
+    def serves(model, cache: PagedCache) -> bool:
+        """Whether forwards of this model can be recorded as far as is known before trying."""
+        return (
+            interpreter() is not None
+            and cache.is_compileable
+            and not model.training
+            and model.dtype in (torch.float32, torch.bfloat16)
+            and all(parameter.device.type == "cpu" for parameter in model.parameters())
+            and not any(_is_watched(module) for module in model.modules())
+        )
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, tree_mask: torch.Tensor | None) -> tuple | None:
+        """Appends `tokens` [rows, columns], and filler behind them up to one of `WIDTHS`, at `positions` int64 of the shape that the model takes, to the cache; tree_mask as
+        in `PagedCache.decode_step`. Returns what `forward` returned, in tensors that the next call overwrites; None when the
+        forward has to run as it is."""
+        rows, columns = tokens.shape
+        width = next(width for width in WIDTHS if width >= columns) if columns <= WIDTHS[-1] else columns
+        kind = rows, width, tree_mask is not None
+        self._seen[kind] += 1
+        if not self._works or tokens.numel() > MOST_TOKENS or self._seen[kind] <= BEFORE_RECORDING:
+            return None
+        new = (tokens, positions) if tree_mask is None else (tokens, positions, tree_mask)
+        new = [torch.cat([x, x[..., -1:].expand(*x.shape[:-1], width - columns)], -1) for x in new]
+        inputs, places, tape = self._tapes.get(kind, (None, None, None))
+        if inputs is None:
+            inputs = tuple(tensor.clone() for tensor in new)
+        for static, values in zip(inputs, new):
+            static.copy_(values)
+        try:
+            with self.cache.decode_step(width, *inputs[2:]):
+                if places == self._places():
+                    return tape.replay()
+                tape = Tape(lambda: self.forward(*inputs[:2]))
+                self._tapes[kind] = inputs, self._places(), tape
+                return tape.output
+        except NotReplayable:
+            self._works = False
+            return None
+
+    def _places(self) -> list[int]:
+        """Where everything lies that the cache may replace by other tensors."""
+        return [tensor.data_ptr() for tensor in self.cache.static_tensors()]
+
+
+def _is_watched(module) -> bool:
+    """Whether something runs in Python at every forward of the module: hooks, accelerate's among them, a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

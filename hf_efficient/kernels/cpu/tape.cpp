@@ -1,0 +1,137 @@
+// Replays operators on the tensors they were recorded with: what a forward does between its matrix products, without
+// a framework between one operator and the next.
+
+#include "dense.h"
+
+enum Op : int32_t {
+    COPY, NEG, ABS, RELU, SILU, GELU, GELU_TANH, TANH, SIGMOID, EXP, SQRT, RSQRT, RECIPROCAL, COS, SIN, POW,  // of a
+    ADD, SUB, MUL, DIV,              // of a and b (or `beta` where there is no b); ADD and SUB take alpha * b
+    MEAN, SUM,                       // of a over its last dimension
+    ROWS,                            // y[i] = a[b[i]], rows of bytes
+    LINEAR,                          // y = a @ W^T + c
+    DENSE,                           // y = a @ b^T + c, bfloat16: sizes 1 to 3 are rows, columns, width
+    CALL,                            // of another library's function, with what `weight` points to
+};
+
+struct Operand {
+    void *data;          // null: there is none
+    int64_t strides[4];  // in elements, 0 where it is broadcast
+    int64_t type;
+};
+
+struct Instruction {
+    int64_t op;
+    int64_t sizes[4];
+    Operand y, a, b, c;
+    double alpha, beta;
+    const Weight *weight;
+    void (*linear)(const Weight *, const void *, int64_t, const void *, void *, int);
+};
+
+constexpr int CHUNK = 512;
+
+template <class F> static INLINE void unary(float *x, int64_t count, F f) {
+    for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = f(*(const Floats *)(x + i));
+}
+
+template <class F> static INLINE void each(float *x, int64_t count, F f) {
+    for (int64_t i = 0; i < count; i++) x[i] = f(x[i]);
+}
+
+template <class F> static INLINE void binary(float *x, const float *b, int64_t count, F f) {
+    for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = f(*(const Floats *)(x + i), *(const Floats *)(b + i));
+}
+
+// x <- op(x, b), both CHUNK floats of which `count` mean something
+static void compute(const Instruction &in, float *x, const float *b, int64_t count) {
+    const Floats one = splat(1.0f);
+    switch (in.op) {
+    case COPY: return;
+    case NEG: return unary(x, count, [](Floats v) { return -v; });
+    case ABS: return unary(x, count, [](Floats v) { return (Floats)((Words)v & 0x7fffffff); });
+    case RELU: return unary(x, count, [](Floats v) { return select(v < 0.0f, splat(0.0f), v); });
+    case SILU: return unary(x, count, [=](Floats v) { return v / (one + exponential(-v)); });
+    case SIGMOID: return unary(x, count, [=](Floats v) { return one / (one + exponential(-v)); });
+    case EXP: return unary(x, count, [](Floats v) { return exponential(v); });
+    case TANH: return each(x, count, [](float v) { return std::tanh(v); });
+    case GELU: return each(x, count, [](float v) { return 0.5f * v * (1 + std::erf(v * 0.70710678f)); });
+    case GELU_TANH:
+        return each(x, count, [](float v) { return 0.5f * v * (1 + std::tanh(0.79788456f * (v + 0.044715f * v * v * v))); });
+    case SQRT: return each(x, count, [](float v) { return std::sqrt(v); });
+    case RSQRT: return each(x, count, [](float v) { return 1 / std::sqrt(v); });
+    case RECIPROCAL: return unary(x, count, [=](Floats v) { return one / v; });
+    case COS: return each(x, count, [](float v) { return std::cos(v); });
+    case SIN: return each(x, count, [](float v) { return std::sin(v); });
+    case POW:
+        if (in.beta == 2) return unary(x, count, [](Floats v) { return v * v; });
+        return each(x, count, [=](float v) { return std::pow(v, (float)in.beta); });
+    case ADD: {
+        const Floats alpha = splat(in.alpha);
+        if (in.alpha == 1) return binary(x, b, count, [](Floats v, Floats w) { return v + w; });
+        return binary(x, b, count, [=](Floats v, Floats w) { return v + alpha * w; });
+    }
+    case SUB: {
+        const Floats alpha = splat(in.alpha);
+        return binary(x, b, count, [=](Floats v, Floats w) { return v - alpha * w; });
+    }
+    case MUL: return binary(x, b, count, [](Floats v, Floats w) { return v * w; });
+    case DIV: return binary(x, b, count, [](Floats v, Floats w) { return v / w; });
+    }
+}
+
+static void elementwise(const Instruction &in) {
+    float x[CHUNK], b[CHUNK];
+    const bool has_b = in.op >= ADD;
+    if (has_b && !in.b.data)
+        for (float &value : b) value = in.beta;
+    for_rows(in.sizes, [&](const int64_t *at) {
+        for (int64_t first = 0; first < in.sizes[3]; first += CHUNK) {
+            const int64_t count = std::min<int64_t>(CHUNK, in.sizes[3] - first);
+            load(x, in.a.data, in.a.type, offset(in.a.strides, at) + first * in.a.strides[3], in.a.strides[3], count);
+            if (has_b && in.b.data)
+                load(b, in.b.data, in.b.type, offset(in.b.strides, at) + first * in.b.strides[3], in.b.strides[3], count);
+            compute(in, x, b, count);
+            store(x, in.y.data, in.y.type, offset(in.y.strides, at) + first * in.y.strides[3], in.y.strides[3], count);
+        }
+    });
+}
+
+static void reduce(const Instruction &in) {
+    float x[CHUNK];
+    for_rows(in.sizes, [&](const int64_t *at) {
+        Floats sums = splat(0.0f);
+        for (int64_t first = 0; first < in.sizes[3]; first += CHUNK) {
+            const int64_t count = std::min<int64_t>(CHUNK, in.sizes[3] - first);
+            load(x, in.a.data, in.a.type, offset(in.a.strides, at) + first * in.a.strides[3], in.a.strides[3], count);
+            for (int64_t i = count; i % LANES; i++) x[i] = 0;
+            for (int64_t i = 0; i < count; i += LANES) sums += *(const Floats *)(x + i);
+        }
+        float sum = 0;
+        for (int i = 0; i < LANES; i++) sum += sums[i];
+        if (in.op == MEAN) sum /= in.sizes[3];
+        store(&sum, in.y.data, in.y.type, offset(in.y.strides, at), 1, 1);
+    });
+}
+
+static void rows(const Instruction &in) {
+    const int64_t bytes = in.sizes[3];
+    for (int64_t i = 0; i < in.sizes[2]; i++)
+        memcpy((char *)in.y.data + i * bytes, (const char *)in.a.data + ((const int64_t *)in.b.data)[i] * bytes, bytes);
+}
+
+// 0, or the number of the call that refused, from 1 on
+extern "C" int64_t hf_tape(const Instruction *in, int64_t count) {
+    for (int64_t i = 0; i < count; i++, in++) {
+        if (in->op < MEAN) elementwise(*in);
+        else if (in->op < ROWS) reduce(*in);
+        else if (in->op == ROWS) rows(*in);
+        else if (in->op == DENSE)
+            dense((const uint16_t *)in->a.data, (const uint16_t *)in->b.data, (const uint16_t *)in->c.data, (uint16_t *)in->y.data,
+                  in->sizes[1], in->sizes[2], in->sizes[3]);
+        else if (in->op == CALL) {
+            if (!((int (*)(const void *))in->linear)(in->weight)) return i + 1;
+        }
+        else in->linear(in->weight, in->a.data, in->sizes[2], in->c.data, in->y.data, in->y.type == FLOAT);
+    }
+    return 0;
+}

@@ -1,0 +1,267 @@
+"""A forward recorded once and replayed on the same tensors, as a CUDA graph does on a GPU: between two matrix products no
+Python and no dispatcher runs.
+
+What the C++ interpreter (`cpu/tape.cpp`) knows becomes an instruction on raw pointers; any other operator is called as it
+was, and its result copied to where it was recorded.
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_efficient.kernels import attention_cpu_compiled as pages
+from hf_efficient.kernels import cpu_build, cpu_linear
+
+
+aten = torch.ops.aten
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NAMES = (
+    "COPY NEG ABS RELU SILU GELU GELU_TANH TANH SIGMOID EXP SQRT RSQRT RECIPROCAL COS SIN POW ADD SUB MUL DIV MEAN SUM ROWS "
+    "LINEAR DENSE CALL"
+)
+_OPS = {name: number for number, name in enumerate(_NAMES.split())}
+_UNARY = {
+    aten._to_copy: "COPY", aten.clone: "COPY", aten.neg: "NEG", aten.abs: "ABS", aten.relu: "RELU", aten.silu: "SILU",
+    aten.tanh: "TANH", aten.sigmoid: "SIGMOID", aten.exp: "EXP", aten.sqrt: "SQRT", aten.rsqrt: "RSQRT",
+    aten.reciprocal: "RECIPROCAL", aten.cos: "COS", aten.sin: "SIN",
+}  # fmt: skip
+_BINARY = {aten.add: "ADD", aten.sub: "SUB", aten.mul: "MUL", aten.div: "DIV"}
+
+
+_DENSE_ROWS = 16  # torch's products are faster from here on
+_UNREPEATABLE = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
+
+
+class _Operand(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4), ("type", ctypes.c_int64)]
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = [
+        ("op", ctypes.c_int64), ("sizes", ctypes.c_int64 * 4), ("y", _Operand), ("a", _Operand), ("b", _Operand),
+        ("c", _Operand), ("alpha", ctypes.c_double), ("beta", ctypes.c_double), ("weight", ctypes.c_void_p),
+        ("linear", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+@functools.cache
+def interpreter():
+    library = cpu_build.load("tape")
+    if library is None:
+        return None
+    library.hf_tape.argtypes, library.hf_tape.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+    return library.hf_tape
+
+
+def _interpret(address: int, count: int) -> None:
+    if place := interpreter()(address, count):
+        raise RuntimeError(
+            f"instruction {place} of a recorded forward was refused: lengths or blocks beyond the pages"
+        )
+
+
+class NotReplayable(RuntimeError):
+    """The forward asks for numbers on the host, or for random ones."""
+
+
+class Tape(TorchDispatchMode):
+    """Runs `forward()` and records it; `replay()` does the same again on what its input tensors hold then, and its outputs
+    lie in the same tensors (`output`).
+
+    Raises NotReplayable where the forward reads numbers of tensors on the host or draws random ones.
+    """
+
+    def __init__(self, forward):
+        super().__init__()
+        self._kept, self._steps, self._pending = [], [], []
+        with torch.no_grad(), self:
+            self.output = forward()
+        self._flush()
+
+    @torch.no_grad()
+    def replay(self):
+        torch.get_num_threads()  # gives a new Python thread torch's number of threads
+        for step in self._steps:
+            step()
+        return self.output
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        by_place = func is aten.index.Tensor and all(x is None or x.dtype is torch.int64 for x in args[1])
+        if _UNREPEATABLE & set(func.tags) and not by_place:
+            raise NotReplayable(f"the forward calls {func}")
+        result = func(*args, **kwargs)
+        tensors = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self._kept.append((args, kwargs, tensors))
+        if not self._is_view(func, args, tensors):
+            instructions = self._instructions(func, args, kwargs, tensors)
+            if instructions is not None:
+                self._pending += instructions
+            else:
+                self._flush()
+                self._steps.append(self._call(func, args, kwargs, tensors))
+        return result
+
+    @staticmethod
+    def _is_view(func, args, tensors) -> bool:
+        if func.is_view:
+            return True
+        if func._schema.is_mutable or len(tensors) != 1:
+            return False
+        inputs = [x for x in args if isinstance(x, torch.Tensor)]
+        return any(x.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr() for x in inputs)
+
+    def _flush(self) -> None:
+        if self._pending:
+            instructions = (_Instruction * len(self._pending))(*self._pending)
+            self._steps.append(functools.partial(_interpret, ctypes.addressof(instructions), len(self._pending)))
+            self._kept.append(instructions)
+            self._pending = []
+
+    @staticmethod
+    def _call(func, args, kwargs, tensors):
+        out = getattr(func.overloadpacket, "out", None) if len(tensors) == 1 else None
+        if (
+            out is not None
+            and [a.name for a in func._schema.arguments] == [a.name for a in out._schema.arguments][:-1]
+        ):
+            return functools.partial(out, *args, **kwargs, out=tensors[0])
+
+        def call():
+            results = torch.utils._pytree.tree_leaves(func(*args, **kwargs))
+            for tensor, new in zip(tensors, (x for x in results if isinstance(x, torch.Tensor))):
+                if new is not tensor:
+                    tensor.copy_(new)
+
+        return call
+
+    def _instructions(self, func, args, kwargs, tensors) -> list[_Instruction] | None:
+        packet = func.overloadpacket
+        if packet is torch.ops.hf_efficient.flash_attn_with_kvcache:
+            return self._attention(*tensors, *args)
+        if interpreter() is None or len(tensors) != 1 or tensors[0].dim() > 4:
+            return None
+        y = tensors[0]
+        if packet is torch.ops.hf_efficient.cpu_linear:
+            instruction = self._linear(y, *args)
+        elif packet is aten.embedding and all(x.is_contiguous() for x in (y, *args[:2])):
+            instruction = self._rows(y, *args[:2])
+        elif packet in (aten.mm, aten.addmm):
+            bias, x, weight = (None, *args) if packet is aten.mm else args
+            instruction = self._dense(y, x, weight.t(), bias) if not kwargs else None
+        elif packet is aten.cat:
+            parts, dim = args[0], args[1] if len(args) > 1 else 0
+            places = y.split([part.shape[dim] for part in parts], dim)
+            return [self._elementwise("COPY", place, [part]) for place, part in zip(places, parts)]
+        else:
+            instruction = self._pointwise(func, packet, args, kwargs, y)
+        return None if instruction is None else [instruction]
+
+    def _pointwise(self, func, packet, args, kwargs, y):
+        name, inputs, alpha, beta = None, [x for x in args if isinstance(x, torch.Tensor)], 1.0, 0.0
+        if any(x.dtype not in _TYPES for x in (*inputs, y)):
+            return None
+        if packet in _UNARY:
+            name = _UNARY[packet]
+        elif packet is aten.copy_ and args[1].shape == y.shape:
+            name, inputs = "COPY", [args[1]]
+        elif packet is aten.gelu:
+            name = "GELU_TANH" if kwargs.get("approximate") == "tanh" else "GELU"
+        elif packet is aten.pow and func is aten.pow.Tensor_Scalar:
+            name, beta = "POW", float(args[1])
+        elif packet in _BINARY and not kwargs.get("rounding_mode") and isinstance(args[0], torch.Tensor):
+            name, alpha = _BINARY[packet], float(kwargs.get("alpha", 1))
+            if len(inputs) == 1:
+                beta = float(args[1])
+        elif packet in (aten.mean, aten.sum) and func in (aten.mean.dim, aten.sum.dim_IntList):
+            if tuple(d % args[0].dim() for d in args[1]) == (args[0].dim() - 1,) and args[0].dim() <= 4:
+                return self._reduction("MEAN" if packet is aten.mean else "SUM", y, args[0], *args[2:3])
+        return name and self._elementwise(name, y, inputs, alpha, beta)
+
+    @staticmethod
+    def _elementwise(name, y, inputs, alpha=1.0, beta=0.0):
+        shape = y.shape
+        operands = [_operand(x.expand(shape)) for x in inputs]
+        a, b = operands[0], operands[1] if len(operands) == 2 else _Operand()
+        return _Instruction(_OPS[name], _sizes(shape), _operand(y), a, b, _Operand(), alpha, beta, None, None)
+
+    def _attention(self, out, lse, q, k_cache, v_cache, k, v, *rest):
+        seqlens, table, *rest = rest
+        if table is None:
+            table = torch.arange(len(q), dtype=torch.int32)[:, None]
+        where = (seqlens, torch.int32), (table, torch.int32), (rest[9], torch.int64), (rest[-1], torch.int32)
+        static = all(x is None or (x.dtype is dtype and x.is_contiguous()) for x, dtype in where)
+        if not static or not pages.serves(q, k_cache, v_cache, *rest[-7:-3]):
+            return None
+        instructions, inputs = [], []
+        for x in (q, k, v):
+            if x is not None and not x.is_contiguous():
+                y = torch.empty_like(x, memory_format=torch.contiguous_format)
+                instructions.append(self._elementwise("COPY", y, [x]))
+                x = y
+            inputs.append(x)
+        q, k, v = inputs
+        call, kept = pages.describe(out, lse, q, k_cache, v_cache, k, v, seqlens, table, *rest)
+        if call is None:
+            return None
+        self._kept.append((inputs, call, kept))
+        instruction = _Instruction(_OPS["CALL"], weight=ctypes.addressof(call))
+        instruction.linear = ctypes.cast(pages.kernel(q.dtype), ctypes.c_void_p).value
+        return [*instructions, instruction]
+
+    @staticmethod
+    def _reduction(name, y, x, keepdim=False):
+        y = y if keepdim else y.unsqueeze(-1)
+        return _Instruction(_OPS[name], _sizes(x.shape), _operand(y.expand(*y.shape[:-1], x.shape[-1])), _operand(x))
+
+    @staticmethod
+    def _rows(y, weight, index):
+        instruction = _Instruction(_OPS["ROWS"], _sizes((index.numel(), weight[0].nbytes)))
+        instruction.y.data, instruction.a.data, instruction.b.data = y.data_ptr(), weight.data_ptr(), index.data_ptr()
+        return instruction
+
+    @staticmethod
+    def _dense(y, x, weight, bias):
+        operands = (x, weight) if bias is None else (x, weight, bias)
+        if (
+            any(t.dtype is not torch.bfloat16 or not t.is_contiguous() for t in operands)
+            or len(x) > _DENSE_ROWS
+            or (bias is not None and bias.dim() != 1)
+        ):
+            return None
+        instruction = _Instruction(_OPS["DENSE"], _sizes((len(x), *weight.shape)))
+        for name, tensor in (("y", y), ("a", x), ("b", weight), ("c", bias)):
+            getattr(instruction, name).data = None if tensor is None else tensor.data_ptr()
+        return instruction
+
+    def _linear(self, y, x, packed, scale, zero_point, bias, bits, group, out_features, in_features):
+        if not x.is_contiguous() or not y.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16):
+            return None
+        kernel = cpu_linear.kernel(bits)
+        zero = None if zero_point is None else zero_point.data_ptr()
+        weight, address = cpu_linear._weight(
+            packed.data_ptr(), scale.data_ptr(), zero, out_features, in_features, group, scale.dtype is torch.float32
+        )
+        self._kept.append(weight)
+        instruction = _Instruction(
+            _OPS["LINEAR"], _sizes((x.numel() // in_features, in_features)), _operand(y.flatten(0, -2))
+        )
+        instruction.a.data = x.data_ptr()
+        instruction.c.data = None if bias is None else bias.data_ptr()
+        instruction.weight = address
+        instruction.linear = ctypes.cast(kernel.linear, ctypes.c_void_p).value
+        return instruction
+
+
+def _sizes(shape):
+    return (ctypes.c_int64 * 4)(*(1,) * (4 - len(shape)), *shape)
+
+
+def _operand(x: torch.Tensor) -> _Operand:
+    return _Operand(x.data_ptr(), (ctypes.c_int64 * 4)(*(0,) * (4 - x.dim()), *x.stride()), _TYPES[x.dtype])

@@ -1,0 +1,93 @@
+"""`generate()` on a CPU runs the package's own loop where it can, and says what transformers' loop says."""
+
+import pytest
+import torch
+from helpers import TINY_MODELS, left_padded_batch, tiny_model
+from speculation import Recorder
+
+from hf_efficient import PagedCache, enable_speculation
+from hf_efficient.generation import plain
+from hf_efficient.generation.taped_forward import TapedForward
+from hf_efficient.kernels.tape import interpreter
+
+
+pytestmark = [
+    pytest.mark.own_loop,
+    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
+]
+OPTIONS = {
+    "greedy": dict(do_sample=False),
+    "sampled": dict(do_sample=True, temperature=1.4, top_k=20),
+    "processors": dict(do_sample=False, repetition_penalty=1.3, no_repeat_ngram_size=2),
+    "many": dict(do_sample=True, num_return_sequences=2),
+    "ends": dict(do_sample=False, eos_token_id=list(range(3, 20))),
+}
+
+
+def both(model, monkeypatch, **options):
+    """What transformers' loop generates, and ours, which must have run."""
+    runs, run = [], plain.serves
+    monkeypatch.setattr(plain, "serves", lambda *args: False)
+    torch.manual_seed(5)
+    expected = model.generate(**options)
+    monkeypatch.setattr(plain, "serves", lambda *args: runs.append(run(*args)) or runs[-1])
+    torch.manual_seed(5)
+    output = model.generate(**options)
+    monkeypatch.setattr(plain, "serves", run)
+    assert runs == [True]
+    return expected, output
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_tokens_are_those_of_transformers(name, monkeypatch):
+    model, batch = enable_speculation(tiny_model(name)), left_padded_batch()
+    if model.config._attn_implementation == "eager":  # transformers offers no SDPA for this one
+        model.set_attn_implementation("flash_paged")
+    attention = model.config._attn_implementation
+    for kind, options in OPTIONS.items():
+        expected, output = both(model, monkeypatch, **batch, **options, max_new_tokens=12)
+        assert torch.equal(expected, output), kind
+    assert model.config._attn_implementation == attention
+
+
+def test_streams(monkeypatch):
+    model, ids = enable_speculation(tiny_model("llama")), torch.randint(3, 128, (1, 7))
+    streamers = Recorder(), Recorder()
+    monkeypatch.setattr(plain, "serves", lambda *args: False)
+    model.generate(ids, streamer=streamers[0], max_new_tokens=9, do_sample=False)
+    monkeypatch.undo()
+    model.generate(ids, streamer=streamers[1], max_new_tokens=9, do_sample=False)
+    assert streamers[0].values == streamers[1].values and streamers[1].ended == 1
+
+
+def test_forwards_are_replayed(monkeypatch):
+    model, calls = enable_speculation(tiny_model("llama", eos_token_id=None)), []
+    taped = TapedForward.__call__
+    monkeypatch.setattr(TapedForward, "__call__", lambda *args: calls.append(taped(*args)) or calls[-1])
+    model.generate(torch.randint(3, 128, (1, 7)), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert sum(call is not None for call in calls) >= 15
+
+
+def test_what_else_is_asked_for_stays_with_transformers():
+    model, batch = enable_speculation(tiny_model("llama")), left_padded_batch()
+    cache = PagedCache(model.config)
+    model.generate(**batch, past_key_values=cache, max_new_tokens=3)
+    assert cache.get_seq_length() == batch["input_ids"].shape[1] + 2
+    output = model.generate(**batch, max_new_tokens=3, return_dict_in_generate=True, output_attentions=False)
+    assert type(output).__name__ == "GenerateDecoderOnlyOutput"
+    assert model.generate(**batch, max_new_tokens=3, num_beams=2).shape[0] == 3
+    eager = enable_speculation(tiny_model("llama"))
+    eager.set_attn_implementation("eager")
+    assert eager.generate(**batch, max_new_tokens=3).shape[0] == 3
+    assert eager.config._attn_implementation == "eager"
+
+
+def test_a_forward_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    model, ids = enable_speculation(tiny_model("llama")), torch.randint(3, 128, (1, 7))
+    monkeypatch.setattr(model.model.norm, "forward", lambda x: (_ for _ in ()).throw(RuntimeError("failed")))
+    for options in ({}, {"prompt_lookup_num_tokens": 3}):
+        with pytest.raises(RuntimeError, match="failed"):
+            model.generate(ids, max_new_tokens=3, **options)
+        assert model.config._attn_implementation == "sdpa"
+    monkeypatch.undo()
+    assert model.generate(ids, max_new_tokens=3).shape == (1, 10)

@@ -1,0 +1,169 @@
+"""A recorded forward gives what the forward gives, for other tokens and lengths than it was recorded with."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import TINY_MODELS, tiny_model
+
+from hf_efficient import PagedCache, enable_speculation
+from hf_efficient.generation import kept_tapes
+from hf_efficient.generation.ragged_model import _without_warnings
+from hf_efficient.generation.taped_forward import TapedForward
+from hf_efficient.kernels.tape import NotReplayable, Tape, _interpret, interpreter
+
+
+pytestmark = [
+    pytest.mark.own_loop,
+    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
+]
+
+
+def everything(x, y, weight, bias, index):
+    """x [3, 1, 40], y [3, 1, 40], weight [24, 40], bias [24], index int64 [3, 1]: each operator, views, broadcasting, in-place."""
+    z = x.float()
+    z = z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-5)
+    parts = [
+        F.silu(z),
+        F.gelu(z),
+        F.gelu(z, approximate="tanh"),
+        z.tanh(),
+        z.sigmoid(),
+        z.exp(),
+        z.abs().sqrt(),
+        z.relu(),
+    ]
+    parts += [
+        z.cos(),
+        z.sin(),
+        -z,
+        z.abs().pow(1.5),
+        (z.abs() + 1).reciprocal(),
+        z - 2 * y,
+        z.add(y, alpha=0.5),
+        z / 3,
+    ]
+    z = torch.cat(parts, 1).to(x.dtype)
+    half = z[..., 20:]
+    z = z + torch.cat((-half, z[..., :20]), -1) * y[:, :, :1]
+    z = z.transpose(0, 1).contiguous().add_(1.5)
+    rows = F.embedding(index, weight)
+    return F.linear(z[:2] + rows.transpose(0, 1), weight, bias), F.linear(z[0], weight), z.sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators(dtype):
+    weight, bias = torch.randn(24, 40, dtype=dtype), torch.randn(24, dtype=dtype)
+    x, y, index = (
+        torch.randn(3, 1, 40, dtype=dtype),
+        torch.randn(3, 1, 40, dtype=dtype),
+        torch.tensor([[0], [5], [23]]),
+    )
+    tape = Tape(lambda: everything(x, y, weight, bias, index))
+    calls = sum(step.func is not _interpret for step in tape._steps if hasattr(step, "func"))
+    assert calls <= (0 if dtype is torch.bfloat16 else 2), "only float32 products are torch's"
+    for _ in range(3):
+        for tensor in (x, y):
+            tensor.copy_(torch.randn(3, 1, 40))
+        index.copy_(torch.randint(24, (3, 1)))
+        for output, expected in zip(tape.replay(), everything(x, y, weight, bias, index)):
+            error = (output.float() - expected.float()).norm() / expected.float().norm()
+            # the same roundings but for sums and exponentials; one of bfloat16 is 2^-9 of a number
+            assert error < (1e-6 if dtype is torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize(("rows", "columns", "width"), [(1, 7, 64), (3, 4, 40), (6, 33, 100), (16, 64, 96)])
+def test_dense_products(rows, columns, width):
+    x, weight = torch.randn(rows, width).bfloat16(), torch.randn(columns, width).bfloat16()
+    tape = Tape(lambda: F.linear(x, weight))
+    tape.output.fill_(float("nan"))
+    expected = x.double() @ weight.double().T
+    # float32 sums of exact products, rounded once
+    torch.testing.assert_close(tape.replay().double(), expected, rtol=2**-8, atol=1e-4)
+
+
+def test_what_reads_numbers_is_refused():
+    x = torch.randn(4)
+    for forward in (lambda: x * x.sum().item(), lambda: x[x > 0], lambda: torch.rand_like(x), lambda: x.nonzero()):
+        with pytest.raises(NotReplayable, match="the forward calls aten"):
+            Tape(forward)
+
+
+def decode(model, cache, tokens, tape=None):
+    with torch.no_grad(), cache.decode_step(tokens.shape[1]) as positions:
+        if tape is not None:
+            return tape.replay()
+        return model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True).logits
+
+
+def recorded(model, cache, tokens):
+    with cache.decode_step(tokens.shape[1]) as positions, _without_warnings(model):
+        return Tape(
+            lambda: model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True).logits
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_replayed_steps_are_those_of_the_model(name, dtype):
+    model = tiny_model(name).to(dtype)
+    model.set_attn_implementation("flash_paged")
+    prompt = torch.randint(3, 128, (2, 20))
+    caches = [PagedCache(model.config, num_blocks=40, block_size=8) for _ in range(2)]
+    for cache in caches:
+        with torch.no_grad():
+            model(prompt, past_key_values=cache, use_cache=True)
+    tokens = torch.randint(3, 128, (2, 1))
+    try:
+        tape = recorded(model, caches[0], tokens)
+    except NotReplayable as error:
+        assert name in ("opt", "mixtral", "qwen3_moe", "gpt_oss"), error  # reads the length; experts read their choice
+        return
+    decode(model, caches[1], tokens)
+    for _ in range(12):  # other tokens, more blocks
+        tokens.copy_(torch.randint(3, 128, (2, 1)))
+        expected, output = decode(model, caches[1], tokens), decode(model, caches[0], tokens, tape)
+        error = (output.float() - expected.float()).norm() / expected.float().norm()
+        # the same operations; sums are taken in another order, and bfloat16 rounds every one of them to 2^-9
+        assert error < (1e-5 if dtype is torch.float32 else 1e-2)
+
+
+def served(model) -> bool:
+    model.set_attn_implementation("flash_paged")
+    return TapedForward.serves(model, PagedCache(model.config, num_blocks=4))
+
+
+def test_models_that_somebody_watches_are_not_recorded(monkeypatch):
+    model = tiny_model("llama")
+    assert served(model)
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+    assert not served(model)
+    hook.remove()
+    assert served(model) and not served(model.train())
+    model.eval()
+    monkeypatch.setattr(model.model.layers[1], "forward", lambda *args, **kwargs: None)
+    assert not served(model)
+
+
+def test_recorded_forwards_are_kept_until_the_model_changes():
+    model, ids = enable_speculation(tiny_model("llama", eos_token_id=None)), torch.randint(3, 128, (2, 9))
+
+    def generate(ids=ids):
+        output = model.generate(ids, max_new_tokens=10, do_sample=False, pad_token_id=0)
+        return output, kept_tapes._kept[model]
+
+    first, kept = generate()
+    assert kept.taped._tapes and generate()[1].cache is kept.cache
+    other = torch.randint(3, 128, (2, 30))
+    expected = enable_speculation(tiny_model("llama", eos_token_id=None)).generate(
+        other, max_new_tokens=10, pad_token_id=0
+    )
+    output, after = generate(other)
+    assert torch.equal(output, expected) and after.cache is kept.cache
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    changed, after = generate()
+    assert after.cache is not kept.cache and not torch.equal(changed, first)
+    assert generate(ids[:1])[1].rows == 1, "another number of rows, another cache"
+    with torch.inference_mode():
+        generate(ids[:1])
+    assert torch.equal(generate(ids[:1])[0], changed[:1]), "tensors of inference mode stay there"
