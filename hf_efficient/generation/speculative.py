@@ -1,5 +1,8 @@
 """Speculative generation at any batch size, inside transformers' `generate()`."""
 
+import copy
+from contextlib import nullcontext
+
 import torch
 
 from hf_efficient.cache.paged_cache import PagedCache
@@ -149,16 +152,19 @@ def _decode(
                 RaggedModel.check(speculation.model, len(input_ids), "assistant_model")
             drafter = speculation.drafter(tokenizers)
             drafter.check(model)
-        cache = _callers_cache(model_kwargs)
-        if cache is not None or model.device.type != "cpu" or generation_config.return_dict_in_generate:
-            cache = PagedCache(model.config) if cache is None else cache
-            return _run(model, cache, None, drafter, speculation, input_ids, *run, model_kwargs)[0]
-        tokens = generation_config.max_length + MAX_NODES + 1
-        with plain.reading_pages(model):
+        inputs = drafter, speculation, input_ids, *run, model_kwargs
+        cache, returns_cache = _callers_cache(model_kwargs), generation_config.return_dict_in_generate
+        with nullcontext() if returns_cache or cache is not None else plain.reading_pages(model):
+            new = PagedCache(model.config)
+            if cache is not None or model.device.type != "cpu" or not new.reads_pages:
+                return _run(model, new if cache is None else cache, None, *inputs)[0]
+            tokens = generation_config.max_length + MAX_NODES + 1
             kept = kept_tapes.take(model, len(input_ids), tokens, drafter is not None and drafter.reads_hidden)
-            ids, taped = _run(model, kept.cache, kept.taped, drafter, speculation, input_ids, *run, model_kwargs)
+            output, taped = _run(model, kept.cache, kept.taped, *inputs)
+            if returns_cache:
+                output.past_key_values = copy.deepcopy(kept.cache)
             kept_tapes.give_back(model, kept, taped)
-            return ids
+            return output
     finally:
         if streamer is not None:
             streamer.end()
