@@ -28,9 +28,13 @@ _kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Kept
 _lock = threading.Lock()
 
 
-def take(model, rows: int, tokens: int, keeps_hidden: bool) -> Kept:
+def take(model, rows: int, tokens: int | None, keeps_hidden: bool) -> Kept:
     """A cache with room for `rows` rows of `tokens` tokens, and what was recorded over it: another call's that has ended, if
-    nothing about the model has changed, else new and empty. Until `give_back` nobody else is given it."""
+    nothing about the model has changed, else new and empty. Until `give_back` nobody else is given it. Where nothing can be
+    recorded, or `tokens` is None, it grows."""
+    cache = PagedCache(model.config)
+    if tokens is None or model.device.type != "cpu" or not cache.reads_pages:
+        return Kept(rows, 0, (), cache, None)
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     key = ModelKey(model).digest, attention, keeps_hidden, torch.is_inference_mode_enabled()
     with _lock:
@@ -39,8 +43,8 @@ def take(model, rows: int, tokens: int, keeps_hidden: bool) -> Kept:
         kept.cache.rewind([0] * rows)
         return kept
     tokens = max(512, 1 << (tokens - 1).bit_length())
-    block_size = PagedCache(model.config).block_size
-    return Kept(rows, tokens, key, PagedCache(model.config, num_blocks=rows * -(-tokens // block_size)), None)
+    cache = PagedCache(model.config, num_blocks=rows * -(-tokens // cache.block_size))
+    return Kept(rows, tokens, key, cache, None)
 
 
 def give_back(model, kept: Kept, taped: TapedForward | None) -> None:

@@ -146,22 +146,21 @@ def _decode(
         _check(model, input_ids, generation_config, streamer, synced_gpus)
         speculation = chosen(draft_model, generation_config)
         RaggedModel.check(model, len(input_ids), "model")
-        drafter = None
-        if speculation is not None:
-            if speculation.model is not None:
-                RaggedModel.check(speculation.model, len(input_ids), "assistant_model")
-            drafter = speculation.drafter(tokenizers)
-            drafter.check(model)
-        inputs = drafter, speculation, input_ids, *run, model_kwargs
         cache, returns_cache = _callers_cache(model_kwargs), generation_config.return_dict_in_generate
         with nullcontext() if returns_cache or cache is not None else plain.reading_pages(model):
-            new = PagedCache(model.config)
-            if cache is not None or model.device.type != "cpu" or not new.reads_pages:
-                return _run(model, new if cache is None else cache, None, *inputs)[0]
+            drafter = None
+            if speculation is not None:
+                if speculation.model is not None:
+                    RaggedModel.check(speculation.model, len(input_ids), "assistant_model")
+                drafter = speculation.drafter(tokenizers)
+                drafter.check(model)
+            inputs = drafter, speculation, input_ids, *run, model_kwargs
+            if cache is not None:
+                return _run(model, cache, None, *inputs)[0]
             tokens = generation_config.max_length + MAX_NODES + 1
             kept = kept_tapes.take(model, len(input_ids), tokens, drafter is not None and drafter.reads_hidden)
             output, taped = _run(model, kept.cache, kept.taped, *inputs)
-            if returns_cache:
+            if returns_cache and taped is not None:
                 output.past_key_values = copy.deepcopy(kept.cache)
             kept_tapes.give_back(model, kept, taped)
             return output

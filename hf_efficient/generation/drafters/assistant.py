@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.generation import kept_tapes
 from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
 from hf_efficient.generation.drafters.draft_heads import best_first
 from hf_efficient.generation.ragged_model import RaggedModel
@@ -12,6 +12,7 @@ from hf_efficient.generation.token_tree import ancestors
 
 
 _BEAM = 4  # nodes of a tree continued at each depth
+UNKNOWN = 2**31  # max_new_tokens of a draft that counts in other tokens
 _BRANCHES = 4  # children of a node that are considered
 
 
@@ -74,7 +75,9 @@ class AssistantDrafter(Drafter):
         RaggedModel.check(self.model, len(prompts), "assistant_model")
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         last = limit and limit - 1
-        self.runner = RaggedModel(self.model, PagedCache(self.model.config), max_new_tokens, last)
+        tokens = None if max_new_tokens == UNKNOWN else prompts.shape[1] + max_new_tokens + MAX_NODES + 1
+        self._borrowed = kept_tapes.take(self.model, len(prompts), tokens, False)
+        self.runner = RaggedModel(self.model, self._borrowed.cache, max_new_tokens, last, taped=self._borrowed.taped)
         prompts = prompts.to(self.model.device)
         mask = None if mask is None else mask.to(self.model.device)
         ones = torch.ones_like(prompts) if mask is None else mask.long()
@@ -176,7 +179,8 @@ class AssistantDrafter(Drafter):
 
     def _end_with_the_rows(self) -> None:
         if not any(map(self.sequences.unfinished, self.sequences.live)):
-            self.runner = self.sequences = None  # the drafter may stay, its cache need not
+            kept_tapes.give_back(self.model, self._borrowed, self.runner.taped)
+            self.runner = self.sequences = self._borrowed = None  # the drafter may stay, its cache need not
 
     def select(self, rows: list[int]) -> None:
         self.cached = [self.cached[row] for row in rows]

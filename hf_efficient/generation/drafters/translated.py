@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_efficient.generation.drafters.assistant import AssistantDrafter, first_difference
+from hf_efficient.generation.drafters.assistant import UNKNOWN, AssistantDrafter, first_difference
 from hf_efficient.generation.drafters.base import Proposal
 from hf_efficient.generation.drafters.translation import Translation
 from hf_efficient.generation.ragged_model import RaggedModel
@@ -70,7 +70,7 @@ class TranslatedDrafter(AssistantDrafter):
         begin = [[0] * (width - len(prompt)) for prompt in prompts]
         ids = torch.tensor([pad + prompt for pad, prompt in zip(begin, prompts)])
         mask = torch.tensor([pad + [1] * len(prompt) for pad, prompt in zip(begin, prompts)])
-        self._read_prompts(ids, None if mask.all() else mask, 2**31)
+        self._read_prompts(ids, None if mask.all() else mask, UNKNOWN)
         self.last = [prompt[-1] for prompt in prompts]
         self.before = [prompt[-Translation.CONTEXT :] for prompt, _ in rows]  # the target's last tokens of each row
         self.rows: list[list[int]] = [[] for _ in rows]  # what each row has generated, in the draft's tokens
