@@ -4,8 +4,8 @@ rewrite, edit code) and on open chat. Writes benchmarks/results/speculation_cpu.
 Every repeat takes the prompts in turn, and with each all ways to generate, so that what else the machine does falls on all of
 them; the first repeat warms up and is not counted. Batch 1 is the prompts one by one, batch 8 all of a kind at once. Greedy,
 bf16, whole calls of generate(), the prompt included:
-  generate         generate() on a PagedCache under flash_paged, no speculation
-  loop             the speculative loop without a drafter
+  generate         generate() without a drafter
+  loop             the speculative loop without a drafter, which is what generate() runs on a CPU where it can
   transformers     plain generate() of a model that hf_efficient has not touched (sdpa, DynamicCache)
   transformers prompt_lookup, transformers assistant   its own speculation (batch 1)
   others           our drafters; `both` is the best of prompt lookup and token recycling, and `assistant` drafts with the same
@@ -13,11 +13,11 @@ bf16, whole calls of generate(), the prompt included:
 A record has tokens/s (of the median of each prompt's seconds; the slowest and the fastest repeat stand beside it) and their
 ratio to `generate`, `loop` and `transformers`; `decoding_ratio`, to `loop` by the time after the prompt; tokens per step;
 acceptance by position (a mean over prompts); seconds of draft, verification and host; and `host_share`, the share of all these
-spent neither in the drafter nor in the target's forward (the cache's bookkeeping within a forward counts as forward). Nearly
+spent neither in the drafter nor in the target's forward (the cache's bookkeeping around a forward counts as forward). Nearly
 equal logits fall differently in bf16 when several tokens are computed at once, so `identical` counts the rows whose tokens are
 those of plain generation (of `generate`, or of `transformers` for its own), and nothing is asserted.
 
-    python benchmarks/speculation.py [--quick] [--threads 2] [--repeats 5] [--heads FOLDER] [--output FILE]
+    python benchmarks/speculation.py [--quick] [--threads 2] [--repeats 5] [--prompts 8] [--heads FOLDER] [--output FILE]
 """
 
 import argparse
@@ -34,9 +34,11 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import hf_efficient
 from hf_efficient.evaluation import environment, samples
+from hf_efficient.generation.ragged_model import RaggedModel
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,17 +72,18 @@ def copying() -> list[str]:
 
 
 def noting(model) -> list[float]:
-    """The seconds of each forward of `model` from now on."""
-    seconds, forward = [], model.forward
+    """The seconds of each forward of `model` after its prompt from now on, where our loop runs it."""
+    seconds, forward = [], RaggedModel.__call__
 
     @functools.wraps(forward)
-    def timed(*args, **kwargs):
+    def timed(self, *args, **kwargs):
         start = time.perf_counter()
-        output = forward(*args, **kwargs)
-        seconds.append(time.perf_counter() - start)
+        output = forward(self, *args, **kwargs)
+        if self.model is model:
+            seconds.append(time.perf_counter() - start)
         return output
 
-    model.forward = timed
+    RaggedModel.__call__ = timed
     return seconds
 
 
@@ -95,7 +98,8 @@ def ways_to_generate(folder: Path, heads: Path | None) -> tuple[dict, list[float
     itself = hf_efficient.SelfSpeculation(bits=4)
 
     def plain(**inputs):
-        return ours.generate(**inputs, past_key_values=hf_efficient.PagedCache(ours.config))
+        ids = ours.generate(**{**inputs, "return_dict_in_generate": False})
+        return GenerateDecoderOnlyOutput(sequences=ids)
 
     def assisted(model, implementation):
         def generate(**inputs):
@@ -142,7 +146,7 @@ def measure(found: dict, forwards: list[float], batches: list[dict], new: int, r
                 forwards.clear()
                 start = time.perf_counter()
                 outputs[name][index] = generate(**inputs, **options)
-                inside[name][index] = forwards[1:]  # after the prompt
+                inside[name][index] = list(forwards)
                 if repeat >= 0:
                     seconds[name][repeat].append(time.perf_counter() - start)
     return {name: (seconds[name], outputs[name], inside[name]) for name in found}
@@ -229,6 +233,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three prompts, 16 tokens, once: tests the script")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=8, help="of each kind, at batch 1")
     parser.add_argument("--heads", type=Path, help="folder of draft heads trained for the model")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/speculation_cpu.json")
     options = parser.parse_args()
@@ -242,7 +247,8 @@ def main() -> None:
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         template = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True)
         chats = chats[-3:] if options.quick else chats
-        for size, groups in ((1, [[chat] for chat in chats]), (len(chats), [chats])):
+        few = chats[:: max(1, len(chats) // options.prompts)]
+        for size, groups in ((1, [[chat] for chat in few]), (len(chats), [chats])):
             batches = [dict(tokenizer.apply_chat_template(group, **template)) for group in groups]
             ways = {name: way for name, way in found.items() if way[1] >= size}
             measured = measure(ways, forwards, batches, new, repeats)
@@ -269,6 +275,7 @@ def main() -> None:
         "load_average": os.getloadavg(),
         "new_tokens": new,
         "repeats": repeats,
+        "prompts_at_batch_1": options.prompts,
         "goals": rounded(reached),
         "records": rounded(lines),
     }
