@@ -56,6 +56,7 @@ def test_greedy_output_is_that_of_plain_generation(architecture):
     for inputs, draft in (
         (batch, {"skip_layers": [0, 2]}),
         (batch, {"skip_layers": [1], "bits": 4}),
+        (batch, {"skip_layers": [1], "tree": 9}),
         ({key: value[1:2] for key, value in batch.items()}, {"exit_layer": 2}),
     ):
         plain = model.generate(**inputs, **options)

@@ -39,8 +39,7 @@ class AssistantDrafter(Drafter):
     def __init__(self, model, tokenizers=(None, None), tree: int | None = None):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model={type(model).__name__}: expected a transformers model")
-        if tree is not None and (type(tree) is not int or not 1 <= tree <= MAX_NODES):
-            raise ValueError(f"tree={tree!r}: must be an integer from 1 to {MAX_NODES}, or None")
+        check_tree(tree)
         self.model, self.tokenizers, self.tree = model, tokenizers, tree
         self.draws = tree is None
         self.max_tokens, self.threshold = draft_settings(model)
@@ -185,6 +184,11 @@ class AssistantDrafter(Drafter):
     def select(self, rows: list[int]) -> None:
         self.cached = [self.cached[row] for row in rows]
         self.runner.select(rows)
+
+
+def check_tree(tree: int | None) -> None:
+    if tree is not None and (type(tree) is not int or not 1 <= tree <= MAX_NODES):
+        raise ValueError(f"tree={tree!r}: must be an integer from 1 to {MAX_NODES}, or None")
 
 
 def draft_settings(model, max_tokens: int = 20) -> tuple[int, float]:

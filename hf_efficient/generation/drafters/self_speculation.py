@@ -5,7 +5,7 @@ import weakref
 import torch
 
 from hf_efficient.configs import WeightOnlyConfig
-from hf_efficient.generation.drafters.assistant import AssistantDrafter, draft_settings
+from hf_efficient.generation.drafters.assistant import AssistantDrafter, check_tree, draft_settings
 from hf_efficient.generation.drafters.layer_skip import decoder_layers, with_layers
 from hf_efficient.generation.drafters.low_precision import low_precision_modules, with_modules
 
@@ -27,6 +27,7 @@ class SelfSpeculation(AssistantDrafter):
         bits: 2, 3, 4 or 8, of round-to-nearest copies in groups of 32 (as `WeightOnlyConfig` makes them).
         num_tokens: how many to draft at most; None: the `num_assistant_tokens` of the model's generation config, or 8. A row
             stops early after a token of less probability than its `assistant_confidence_threshold` (0.4 when unset).
+        tree: as in `AssistantDrafter`.
 
     Raises ValueError for other arguments, and `check` for layers that the model does not have.
     """
@@ -38,6 +39,7 @@ class SelfSpeculation(AssistantDrafter):
         exit_layer: int | None = None,
         bits: int | None = None,
         num_tokens: int | None = None,
+        tree: int | None = None,
     ):
         if skip_layers is not None and exit_layer is not None:
             raise ValueError(f"skip_layers={skip_layers} and exit_layer={exit_layer}: give one of them")
@@ -51,7 +53,8 @@ class SelfSpeculation(AssistantDrafter):
         self.config = None if bits is None else WeightOnlyConfig(bits=bits, group_size=GROUP_SIZE)
         self.skip_layers, self.exit_layer = skip_layers, exit_layer
         self._copies = weakref.WeakKeyDictionary()  # target -> (its device and dtype, few-bit modules by name)
-        self.num_tokens, self.tokenizers = num_tokens, (None, None)
+        check_tree(tree)
+        self.num_tokens, self.tokenizers, self.tree, self.draws = num_tokens, (None, None), tree, tree is None
 
     def check(self, model) -> None:
         draft, kept = model, self._kept(len(decoder_layers(model)[1]))
