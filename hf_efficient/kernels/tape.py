@@ -9,6 +9,7 @@ import ctypes
 import functools
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_efficient.kernels import attention_cpu_compiled as pages
@@ -30,6 +31,7 @@ _UNARY = {
 _BINARY = {aten.add: "ADD", aten.sub: "SUB", aten.mul: "MUL", aten.div: "DIV"}
 
 
+_HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr)
 _DENSE_ROWS = 16  # torch's products are faster from here on
 _UNREPEATABLE = {
     torch.Tag.data_dependent_output,
@@ -70,6 +72,15 @@ class NotReplayable(RuntimeError):
     """The forward asks for numbers on the host, or for random ones."""
 
 
+class _HostReads(TorchFunctionMode):
+    """Refuses what reads numbers past the dispatcher."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _HOST_READS:
+            raise NotReplayable(f"the forward calls {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
 class Tape(TorchDispatchMode):
     """Runs `forward()` and records it; `replay()` does the same again on what its input tensors hold then, and its outputs
     lie in the same tensors (`output`).
@@ -80,7 +91,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, forward):
         super().__init__()
         self._kept, self._steps, self._pending = [], [], []
-        with torch.no_grad(), self:
+        with torch.no_grad(), _HostReads(), self:
             self.output = forward()
         self._flush()
 
