@@ -1,5 +1,7 @@
 """`generate()` on a CPU runs the package's own loop where it can, and says what transformers' loop says."""
 
+import threading
+
 import pytest
 import torch
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
@@ -91,3 +93,33 @@ def test_a_forward_that_fails_leaves_the_model_as_it_was(monkeypatch):
         assert model.config._attn_implementation == "sdpa"
     monkeypatch.undo()
     assert model.generate(ids, max_new_tokens=3).shape == (1, 10)
+
+
+def test_calls_at_the_same_time(monkeypatch):
+    """Each gets its own text, and the attention is changed back after the last one only."""
+    model = enable_speculation(tiny_model("llama", eos_token_id=None))
+    prompts = [torch.randint(3, 128, (1, 6 + n)) for n in range(4)]
+    options = dict(do_sample=False, pad_token_id=0)
+    expected = [model.generate(ids, max_new_tokens=5 + 5 * n, **options) for n, ids in enumerate(prompts)]
+    outputs = [None] * len(prompts)
+
+    def generate(n):
+        for _ in range(3):
+            outputs[n] = model.generate(prompts[n], max_new_tokens=5 + 5 * n, **options)
+
+    threads = [threading.Thread(target=generate, args=(n,)) for n in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(output, right) for output, right in zip(outputs, expected))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_one_call_ends_while_another_runs():
+    model = tiny_model("llama")
+    with plain.reading_pages(model):
+        with plain.reading_pages(model):
+            pass
+        assert model.config._attn_implementation == "flash_paged"
+    assert model.config._attn_implementation == "sdpa" and model not in plain._reading

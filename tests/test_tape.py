@@ -71,6 +71,29 @@ def test_operators(dtype):
             assert error < (1e-6 if dtype is torch.float32 else 2e-3)
 
 
+def test_what_the_interpreter_does_not_know_is_called():
+    """Other types and shapes of operators that it knows."""
+    x, index = torch.randn(2, 3), torch.tensor([[4, 5], [6, 7]])
+
+    def forward():
+        together = torch.cat([index, index + 1], 1)
+        return (
+            together * 2,
+            x.mean(),
+            x.mean(0),
+            torch.tensor(2.0).mean(-1) + x,
+            x.double() + 1,
+            torch.cat([x, x.double()]),
+        )
+
+    tape = Tape(forward)
+    x.copy_(torch.randn(2, 3))
+    index.add_(3)
+    for output, expected in zip(tape.replay(), forward()):
+        assert output.dtype is expected.dtype
+        torch.testing.assert_close(output, expected)
+
+
 @pytest.mark.parametrize(("rows", "columns", "width"), [(1, 7, 64), (3, 4, 40), (6, 33, 100), (16, 64, 96)])
 def test_dense_products(rows, columns, width):
     x, weight = torch.randn(rows, width).bfloat16(), torch.randn(columns, width).bfloat16()

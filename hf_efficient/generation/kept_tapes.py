@@ -32,13 +32,13 @@ def take(model, rows: int, tokens: int | None, keeps_hidden: bool) -> Kept:
     """A cache with room for `rows` rows of `tokens` tokens, and what was recorded over it: another call's that has ended, if
     nothing about the model has changed, else new and empty. Until `give_back` nobody else is given it. Where nothing can be
     recorded, or `tokens` is None, it grows."""
+    with _lock:
+        kept = _kept.pop(model, None)
     cache = PagedCache(model.config)
     if tokens is None or model.device.type != "cpu" or not cache.reads_pages:
         return Kept(rows, 0, (), cache, None)
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     key = ModelKey(model).digest, attention, keeps_hidden, torch.is_inference_mode_enabled()
-    with _lock:
-        kept = _kept.pop(model, None)
     if kept is not None and (kept.rows, kept.key) == (rows, key) and kept.tokens >= tokens:
         kept.cache.rewind([0] * rows)
         return kept

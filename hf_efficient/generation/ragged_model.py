@@ -243,7 +243,7 @@ def _without_warnings(model):
         yield
     finally:
         for module in modules:
-            del module.__dict__[name]
+            module.__dict__.pop(name, None)  # another thread's forward may have done so
 
 
 def _other_layers(config) -> str:

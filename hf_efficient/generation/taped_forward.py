@@ -40,9 +40,9 @@ class TapedForward:
         )
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, tree_mask: torch.Tensor | None) -> tuple | None:
-        """Appends `tokens` [rows, columns], and filler behind them up to one of `WIDTHS`, at `positions` int64 of the shape that the model takes, to the cache; tree_mask as
-        in `PagedCache.decode_step`. Returns what `forward` returned, in tensors that the next call overwrites; None when the
-        forward has to run as it is."""
+        """Appends `tokens` int64 [rows, columns] to the cache, and filler behind them up to one of `WIDTHS`, at `positions`
+        int64 of the shape that the model takes; tree_mask as in `PagedCache.decode_step`. Returns what `forward` returned, in
+        tensors that the next call overwrites; None when the forward has to run as it is."""
         rows, columns = tokens.shape
         width = next(width for width in WIDTHS if width >= columns) if columns <= WIDTHS[-1] else columns
         kind = rows, width, tree_mask is not None

@@ -29,8 +29,6 @@ _UNARY = {
     aten.reciprocal: "RECIPROCAL", aten.cos: "COS", aten.sin: "SIN",
 }  # fmt: skip
 _BINARY = {aten.add: "ADD", aten.sub: "SUB", aten.mul: "MUL", aten.div: "DIV"}
-
-
 _HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr)
 _DENSE_ROWS = 16  # torch's products are faster from here on
 _UNREPEATABLE = {
@@ -168,6 +166,8 @@ class Tape(TorchDispatchMode):
             instruction = self._dense(y, x, weight.t(), bias) if not kwargs else None
         elif packet is aten.cat:
             parts, dim = args[0], args[1] if len(args) > 1 else 0
+            if any(part.dtype not in _TYPES or part.dim() != y.dim() for part in parts):
+                return None
             places = y.split([part.shape[dim] for part in parts], dim)
             return [self._elementwise("COPY", place, [part]) for place, part in zip(places, parts)]
         else:
@@ -191,7 +191,8 @@ class Tape(TorchDispatchMode):
             if len(inputs) == 1:
                 beta = float(args[1])
         elif packet in (aten.mean, aten.sum) and func in (aten.mean.dim, aten.sum.dim_IntList):
-            if tuple(d % args[0].dim() for d in args[1]) == (args[0].dim() - 1,) and args[0].dim() <= 4:
+            dims = args[0].dim()
+            if 0 < dims <= 4 and args[1] and [d % dims for d in args[1]] == [dims - 1]:
                 return self._reduction("MEAN" if packet is aten.mean else "SUM", y, args[0], *args[2:3])
         return name and self._elementwise(name, y, inputs, alpha, beta)
 
