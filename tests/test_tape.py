@@ -94,14 +94,19 @@ def test_what_the_interpreter_does_not_know_is_called():
         torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.parametrize(("rows", "columns", "width"), [(1, 7, 64), (3, 4, 40), (6, 33, 100), (16, 64, 96)])
-def test_dense_products(rows, columns, width):
+@pytest.mark.parametrize(("rows", "columns", "width"), [(1, 7, 64), (3, 4, 40), (6, 33, 100), (32, 64, 96)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_dense_products(rows, columns, width, has_bias):
     x, weight = torch.randn(rows, width).bfloat16(), torch.randn(columns, width).bfloat16()
-    tape = Tape(lambda: F.linear(x, weight))
+    bias = torch.randn(columns).bfloat16() if has_bias else None
+    tape = Tape(lambda: F.linear(x, weight, bias))
+    assert len(tape._steps) == 1
     tape.output.fill_(float("nan"))
-    expected = x.double() @ weight.double().T
+    expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     # float32 sums of exact products, rounded once
     torch.testing.assert_close(tape.replay().double(), expected, rtol=2**-8, atol=1e-4)
+    alone = [Tape(lambda row=row: F.linear(row[None], weight, bias)).replay() for row in x]
+    assert torch.equal(torch.cat(alone), tape.replay()), "a row has the same bits alone and among others"
 
 
 def test_what_reads_numbers_is_refused():

@@ -3,65 +3,84 @@
 #pragma once
 #include "elementwise.h"
 
-constexpr int ROWS_AT_ONCE = 4;  // of the weight, and of x: 16 sums in registers
+constexpr int SUMS = 16;  // at once, rows of x times rows of the weight
 
-static INLINE float sum_of(Floats values) {
+// The sum of the lanes of each of 16 vectors.
+static INLINE Floats sums_of_lanes(const Floats (&values)[SUMS]) {
 #if BF16_DOT
-    return _mm512_reduce_add_ps((__m512)values);
+    __m512 twos[8], fours[4], pairs[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        const __m512 a = (__m512)values[2 * i], b = (__m512)values[2 * i + 1];
+        twos[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {  // each quarter holds what it gives to 4 sums
+        const __m512d a = (__m512d)twos[2 * i], b = (__m512d)twos[2 * i + 1];
+        fours[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+    }
+    constexpr int EVEN = 0x88, ODD = 0xdd;  // quarters 0 and 2 of both operands, or 1 and 3
+    for (int i = 0; i < 2; i++) {
+        const __m512 a = fours[2 * i], b = fours[2 * i + 1];
+        pairs[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, EVEN), _mm512_shuffle_f32x4(a, b, ODD));
+    }
+    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], EVEN), _mm512_shuffle_f32x4(pairs[0], pairs[1], ODD));
 #else
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += values[i];
-    return sum;
+    Floats sums = {};
+    for (int i = 0; i < SUMS; i++)
+        for (int lane = 0; lane < LANES; lane++) sums[i] += values[i][lane];
+    return sums;
 #endif
 }
 
-// y[i][j] (strides of y) <- x[i] . w[j] + bias[j] for `n` rows of w and M of x
-template <int M> static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, int64_t width, int n, float *y) {
-    Floats sums[ROWS_AT_ONCE][M] = {};
-    int64_t k = 0;
+// y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M
+template <int M> static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16_t *bias, int64_t width, int64_t count, uint16_t *y, int64_t ld) {
+    constexpr int N = SUMS / M;
+    Floats sums[SUMS] = {};
 #if BF16_DOT
-    for (; k + 2 * LANES <= width; k += 2 * LANES) {
+    for (int64_t k = 0; k < width; k += 2 * LANES) {
+        const __mmask32 inside = bits_below(width - k);
         __m512bh values[M];
-        for (int i = 0; i < M; i++) values[i] = (__m512bh)_mm512_loadu_si512(x + i * width + k);
-        for (int j = 0; j < ROWS_AT_ONCE; j++) {
-            const uint16_t *from = w + std::min(j, n - 1) * width + k;
+#pragma GCC unroll 4
+        for (int i = 0; i < M; i++) values[i] = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + i * width + k);
+#pragma GCC unroll 16
+        for (int j = 0; j < N; j++) {
+            const uint16_t *from = w + std::min<int64_t>(j, count - 1) * width + k;
             __builtin_prefetch(from + 4096);
-            const __m512bh weights = (__m512bh)_mm512_loadu_si512(from);
-            for (int i = 0; i < M; i++) sums[j][i] = (Floats)_mm512_dpbf16_ps((__m512)sums[j][i], weights, values[i]);
+            const __m512bh weights = (__m512bh)_mm512_maskz_loadu_epi16(inside, from);
+#pragma GCC unroll 4
+            for (int i = 0; i < M; i++) sums[i * N + j] = (Floats)_mm512_dpbf16_ps((__m512)sums[i * N + j], weights, values[i]);
         }
     }
+#else
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < count; j++)
+            for (int64_t k = 0; k < width; k++) sums[i * N + j][0] += bfloat16_value(x[i * width + k]) * bfloat16_value(w[j * width + k]);
 #endif
-    for (int j = 0; j < n; j++)
-        for (int i = 0; i < M; i++) {
-            float sum = sum_of(sums[j][i]);
-            for (int64_t rest = k; rest < width; rest++)
-                sum += bfloat16_value(x[i * width + rest]) * bfloat16_value(w[j * width + rest]);
-            y[i * ROWS_AT_ONCE + j] = sum;
-        }
+    Floats results = sums_of_lanes(sums);
+    if (bias)
+        for (int i = 0; i < SUMS; i++) results[i] += bfloat16_value(bias[std::min<int64_t>(i % N, count - 1)]);
+    const Halves halves = narrow(results);
+    uint16_t stored[SUMS];
+    memcpy(stored, &halves, sizeof stored);
+    for (int i = 0; i < M; i++) memcpy(y + i * ld, stored + i * N, 2 * count);
 }
 
 // y [rows, columns] <- x [rows, width] @ w [columns, width]^T + bias [columns] or null, all bfloat16
 static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows, int64_t columns, int64_t width) {
-    parallel(ceil_div(columns, ROWS_AT_ONCE), [&](int64_t tile, int64_t end) {
-        for (; tile < end; tile++) {
-            const int64_t first = tile * ROWS_AT_ONCE;
-            const int n = std::min<int64_t>(ROWS_AT_ONCE, columns - first);
-            for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
-                float results[ROWS_AT_ONCE * ROWS_AT_ONCE];
-                const uint16_t *from = x + row * width, *weights = w + first * width;
-                const int m = std::min<int64_t>(ROWS_AT_ONCE, rows - row);
-                if (m == 1) dense_tile<1>(from, weights, width, n, results);
-                else if (m == 2) dense_tile<2>(from, weights, width, n, results);
-                else if (m == 3) dense_tile<3>(from, weights, width, n, results);
-                else dense_tile<4>(from, weights, width, n, results);
-                for (int i = 0; i < m; i++)
-                    for (int j = 0; j < n; j++) {
-                        float value = results[i * ROWS_AT_ONCE + j];
-                        if (bias) value += bfloat16_value(bias[first + j]);
-                        const Halves half = narrow(splat(value));
-                        y[(row + i) * columns + first + j] = half[0];
-                    }
+    parallel(ceil_div(columns, SUMS), [&](int64_t tile, int64_t end) {
+        for (; tile < end; tile++)
+            for (int64_t row = 0, left = rows; left > 0;) {
+                auto some = [&](auto m) __attribute__((always_inline)) {
+                    constexpr int M = decltype(m)::value, N = SUMS / M;
+                    const int64_t last = std::min(columns, (tile + 1) * SUMS);
+                    for (int64_t j = tile * SUMS; j < last; j += N)
+                        dense_tile<M>(x + row * width, w + j * width, bias ? bias + j : nullptr, width, std::min<int64_t>(N, last - j), y + row * columns + j, columns);
+                    row += M, left -= M;
+                };
+                if (left >= 4) some(std::integral_constant<int, 4>());
+                else if (left >= 2) some(std::integral_constant<int, 2>());
+                else some(std::integral_constant<int, 1>());
             }
-        }
     });
 }
