@@ -88,6 +88,40 @@ def test_products_and_inverses(kernels, bits, symmetric):
                 assert torch.equal(*again), "the same sums in the same order"
 
 
+def rounded(x, group, span=64):
+    """x to int8 and back, a scale for at most `span` columns of a group."""
+    parts = [part for columns in x.float().split(group, 1) for part in columns.split(span, 1)]
+    largest = [part.abs().amax(1, keepdim=True) for part in parts]
+    return torch.cat([(part * (127 / most)).round() * (most / 127) for part, most in zip(parts, largest)], 1).double()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_inputs_rounded_to_int8(kernels, bits):
+    if bits not in kernels:
+        pytest.skip("two widths show the other instruction sets")
+    for n, k, group_size in SHAPES:
+        for symmetric in (False, True):
+            canonical = tensors(n, k, bits, group_size, symmetric, torch.bfloat16)
+            arguments = bits, group_size, k, torch.bfloat16
+            layout = cpu_linear.CompiledLinear.pack(*canonical, *arguments, rounds_inputs=True)
+            if layout is None:
+                continue
+            scheme = dict(bits=bits, group_size=group_size, in_features=k, dtype=torch.float64)
+            weight = dequantize_weight(canonical[0], canonical[1].double(), canonical[2], **scheme)
+            bias = torch.randn(n).bfloat16()
+            exact = len(kernels) < 4  # without VNNI
+            group = k if group_size in (None, -1) else group_size
+            for rows in ROWS:
+                x = torch.randn(rows, k).bfloat16()
+                expected = (x.double() if exact else rounded(x, group)) @ weight.t() + bias.double()
+                reason = "float32 sums of exact products, rounded to bfloat16"
+                y = layout(x, bias)
+                assert_close(y, expected, 2**-8, 2**-4 * expected.abs().max().item(), reason)
+                alone = torch.cat([layout(row[None], bias) for row in x])
+                assert exact or torch.equal(y, alone), "a row has the same bits alone and among others"
+            assert not layout(x.index_fill(1, torch.tensor([k - 1]), float("nan"))).isfinite().any()
+
+
 def test_results_do_not_depend_on_the_number_of_threads(kernels):
     layout = cpu_linear.CompiledLinear.pack(
         *tensors(336, 640, 8, 64, False, torch.bfloat16), 8, 64, 640, torch.bfloat16
@@ -123,7 +157,7 @@ def test_op(kernels):
         canonical = tensors(40, 96, 8, 32, False, dtype)
         layout = cpu_linear.CompiledLinear.pack(*canonical, 8, 32, 96, dtype)
         x, bias = torch.randn(5, 96, dtype=dtype, requires_grad=True), torch.randn(40, dtype=dtype, requires_grad=True)
-        arguments = (x, layout.packed, layout.scale, layout.zero_point, bias, *layout.layout)
+        arguments = (x, layout.packed, layout.scale, layout.zero_point, bias, *layout.layout, False)
         torch.library.opcheck(torch.ops.hf_efficient.cpu_linear.default, arguments)
         layout(x, bias).square().sum().backward()
         reference = [t.detach().clone().requires_grad_() for t in (x, bias)]

@@ -13,11 +13,13 @@ from hf_efficient.kernels.linear import dequantize_weight, device_layout
 @dataclass(frozen=True)
 class AffineFormat(Format):
     """`bits` of a code (2, 3, 4 or 8), `group_size` weights along in_features that share a scale (-1: the whole row, None:
-    the whole tensor), `symmetric`: the zero point is the middle of the grid and not stored."""
+    the whole tensor), `symmetric`: the zero point is the middle of the grid and not stored. `int8_on_cpu`: how it computes,
+    as in `WeightOnlyConfig`."""
 
     bits: int
     group_size: int | None
     symmetric: bool
+    int8_on_cpu: bool = False
 
     @property
     def levels(self) -> int:
@@ -49,7 +51,8 @@ class AffineFormat(Format):
         return dequantize_weight(*_ordered(tensors), **self._arguments(in_features, dtype))
 
     def layout(self, tensors, in_features, dtype):
-        layout = device_layout(*_ordered(tensors), **self._arguments(in_features, dtype))
+        arguments = self._arguments(in_features, dtype)
+        layout = device_layout(*_ordered(tensors), **arguments, int8_on_cpu=self.int8_on_cpu)
         return layout or self.dequantized_layout(tensors, in_features, dtype)
 
     def grouped_layout(self, tensors, in_features, dtype):

@@ -33,6 +33,7 @@ class _Weight(ctypes.Structure):
         ("in_features", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("scale_is_float", ctypes.c_int64),
+        ("rounds_inputs", ctypes.c_int64),
     ]
 
 
@@ -122,24 +123,29 @@ def _is_observed(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 
 class CompiledLinear:
-    """A weight [N, K] in the layout of the C++ kernels; `packed`, `scale`, `zero_point` in the forms this file tells."""
+    """A weight [N, K] in the layout of the C++ kernels; `packed`, `scale`, `zero_point` in the forms this file tells.
+    rounds_inputs: those of bfloat16 are rounded to int8, with a scale for at most 64 columns of a row."""
 
     replaces_qweight = True
 
-    def __init__(self, packed, scale, zero_point, stored, group, out_features, in_features, bits, dtype):
+    def __init__(self, packed, scale, zero_point, stored, group, out_features, in_features, rounds_inputs, bits, dtype):
         self.packed, self.scale, self.zero_point = packed, scale, zero_point
         self.layout = stored, group, out_features, in_features
+        self.rounds_inputs = rounds_inputs
         self.out_features, self.in_features, self.bits, self.dtype = out_features, in_features, bits, dtype
         self.kernel = kernel(stored)
         zero = None if zero_point is None else zero_point.data_ptr()
         places = packed.data_ptr(), scale.data_ptr(), zero
-        self.weight, self.address = _weight(*places, out_features, in_features, group, scale.dtype is torch.float32)
+        is_float = scale.dtype is torch.float32
+        self.weight, self.address = _weight(*places, out_features, in_features, group, is_float, rounds_inputs)
         self.tensors = {"packed": packed, "packed_scale": scale}
         if zero_point is not None:
             self.tensors["packed_zero"] = zero_point
 
     @classmethod
-    def pack(cls, qweight, scale, zero_point, bits, group_size, in_features, dtype) -> "CompiledLinear | None":
+    def pack(
+        cls, qweight, scale, zero_point, bits, group_size, in_features, dtype, rounds_inputs=False
+    ) -> "CompiledLinear | None":
         """From canonical tensors; None where the kernels do not serve them or are not to be had."""
         out_features, groups = qweight.shape[0], scale.shape[1]
         stored = stored_bits(bits, groups, group_size)
@@ -151,7 +157,8 @@ class CompiledLinear:
         scale = _blocks(scale if scale.dtype is torch.bfloat16 else scale.float(), out_features)
         zero_point = None if zero_point is None else _blocks(zero_point, out_features)
         group = in_features if groups == 1 else group_size
-        return cls(packed, scale, zero_point, stored, group, out_features, in_features, bits, dtype)
+        layout = stored, group, out_features, in_features
+        return cls(packed, scale, zero_point, *layout, rounds_inputs, bits, dtype)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if (
@@ -159,7 +166,8 @@ class CompiledLinear:
             or _is_observed(x, bias)
             or (torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad))
         ):
-            return torch.ops.hf_efficient.cpu_linear(x, self.packed, self.scale, self.zero_point, bias, *self.layout)
+            tensors = x, self.packed, self.scale, self.zero_point, bias
+            return torch.ops.hf_efficient.cpu_linear(*tensors, *self.layout, self.rounds_inputs)
         return self.product(x, bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -220,7 +228,7 @@ class CompiledLinear:
 _library = torch.library.Library("hf_efficient", "FRAGMENT")
 _library.define(
     "cpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? bias, int bits, int group, "
-    "int out_features, int in_features) -> Tensor",
+    "int out_features, int in_features, bool rounds_inputs) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
@@ -230,13 +238,14 @@ _library.define(
 )
 
 
-def _cpu_linear(x, packed, scale, zero_point, bias, bits, group, out_features, in_features):
-    layout = CompiledLinear(packed, scale, zero_point, bits, group, out_features, in_features, bits, x.dtype)
-    return layout.product(x, bias)
+def _cpu_linear(x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
+    layout = bits, group, out_features, in_features
+    return CompiledLinear(packed, scale, zero_point, *layout, rounds_inputs, bits, x.dtype).product(x, bias)
 
 
 def _cpu_dequantize(packed, scale, zero_point, bits, group, out_features, in_features, dtype):
-    return CompiledLinear(packed, scale, zero_point, bits, group, out_features, in_features, bits, dtype).decode()
+    layout = bits, group, out_features, in_features
+    return CompiledLinear(packed, scale, zero_point, *layout, False, bits, dtype).decode()
 
 
 _library.impl("cpu_linear", _cpu_linear, "CPU")
@@ -244,7 +253,7 @@ _library.impl("cpu_dequantize", _cpu_dequantize, "CPU")
 
 
 @torch.library.register_fake("hf_efficient::cpu_linear", lib=_library)
-def _fake(x, packed, scale, zero_point, bias, bits, group, out_features, in_features):
+def _fake(x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
     return x.new_empty(*x.shape[:-1], out_features)
 
 
@@ -254,7 +263,7 @@ def _fake_dequantize(packed, scale, zero_point, bits, group, out_features, in_fe
 
 
 def _setup(ctx, inputs, output):
-    x, packed, scale, zero_point, bias, *ctx.layout = inputs
+    x, packed, scale, zero_point, bias, *ctx.layout, _ = inputs
     ctx.save_for_backward(packed, scale, zero_point)
     ctx.dtypes = x.dtype, None if bias is None else bias.dtype
 
@@ -265,7 +274,7 @@ def _backward(ctx, grad):
     if ctx.needs_input_grad[0]:
         grad_x = grad @ torch.ops.hf_efficient.cpu_dequantize(*ctx.saved_tensors, *ctx.layout, x_dtype)
     grad_bias = None if bias_dtype is None else grad.reshape(-1, grad.shape[-1]).sum(0).to(bias_dtype)
-    return grad_x, None, None, None, grad_bias, None, None, None, None
+    return grad_x, None, None, None, grad_bias, None, None, None, None, None
 
 
 torch.library.register_autograd("hf_efficient::cpu_linear", _backward, setup_context=_setup, lib=_library)

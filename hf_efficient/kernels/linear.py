@@ -275,7 +275,7 @@ def triton_groups(scale, zero_point, group_size, in_features):
     return *(None if t is None else t.repeat_interleave(repeats, -1)[..., :groups] for t in (scale, zero_point)), 32
 
 
-def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, dtype):
+def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, dtype, int8_on_cpu=False):
     """The layout for `dtype` inputs on the device of `qweight`, or None where no kernel reads these codes: an object to call
     with (x [..., K], bias [N] or None), with `tensors` (what it keeps allocated), `replaces_qweight`, `qweight()` (its
     inverse) and `dequantize()`."""
@@ -283,7 +283,7 @@ def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, 
     if qweight.device.type == "cuda" and TritonLinear.supports(group_size, dtype):
         return TritonLinear.pack(qweight, scale, zero_point, bits, group_size, in_features, dtype)
     if qweight.device.type == "cpu":
-        compiled = CompiledLinear.pack(qweight, scale, zero_point, bits, group_size, in_features, dtype)
+        compiled = CompiledLinear.pack(qweight, scale, zero_point, bits, group_size, in_features, dtype, int8_on_cpu)
         if compiled is not None:
             return compiled
         if bits == 8 and Int8CpuLinear.supports(out_features, in_features, group_size, dtype):

@@ -252,14 +252,13 @@ class Tape(TorchDispatchMode):
             getattr(instruction, name).data = None if tensor is None else tensor.data_ptr()
         return instruction
 
-    def _linear(self, y, x, packed, scale, zero_point, bias, bits, group, out_features, in_features):
+    def _linear(self, y, x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
         if not x.is_contiguous() or not y.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16):
             return None
         kernel = cpu_linear.kernel(bits)
         zero = None if zero_point is None else zero_point.data_ptr()
-        weight, address = cpu_linear._weight(
-            packed.data_ptr(), scale.data_ptr(), zero, out_features, in_features, group, scale.dtype is torch.float32
-        )
+        places, is_float = (packed.data_ptr(), scale.data_ptr(), zero), scale.dtype is torch.float32
+        weight, address = cpu_linear._weight(*places, out_features, in_features, group, is_float, rounds_inputs)
         self._kept.append(weight)
         instruction = _Instruction(
             _OPS["LINEAR"], _sizes((x.numel() // in_features, in_features)), _operand(y.flatten(0, -2))

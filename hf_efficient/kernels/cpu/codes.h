@@ -12,6 +12,7 @@ struct Weight {  // cpu_linear.py has the same
     const uint8_t *zero;  // [blocks, groups, 16], or null: the middle of the grid
     int64_t out_features, in_features, group;  // group: columns
     int64_t scale_is_float;
+    int64_t rounds_inputs;  // to int8, those of bfloat16
 };
 
 // Codes of BITS bits: code 2j of a lane at bit BITS * j of its word, code 2j + 1 at bit 16 + BITS * j. Three words hold 32
@@ -102,21 +103,21 @@ struct Matrix : Weight {
         int64_t place = (block * groups + g) * LANES;
         return scale_is_float ? *(const Floats *)((const float *)scale + place) : widen(*(const Halves *)((const uint16_t *)scale + place));
     }
-    INLINE Floats offsets(int64_t block, int64_t g) const {  // what to add to decoded values
-        Floats half = Codes::MIDDLE - Floats{};
-        if (!zero) return half - float(1 << (BITS - 1));
-        return half - widen(*(const Bytes *)(zero + (block * groups + g) * LANES));
+    INLINE Floats zeros(int64_t block, int64_t g) const {
+        if (!zero) return float(1 << (BITS - 1)) - Floats{};
+        return widen(*(const Bytes *)(zero + (block * groups + g) * LANES));
     }
+    INLINE Floats offsets(int64_t block, int64_t g) const { return Codes::MIDDLE - zeros(block, g); }  // to add to decoded values
     bool has_offsets() const { return zero || BITS == 8; }
 };
 
-// Calls body(segment, group, first step, last step + 1) for all segments of the columns.
-template <class F> static INLINE void for_segments(const Matrix &w, F body) {
+// Calls body(segment, group, first step, last step + 1) for all segments of at most LENGTH columns.
+template <int LENGTH = SEGMENT, class F> static INLINE void for_segments(const Matrix &w, F body) {
     constexpr int COLUMNS = Codes::COLUMNS;
     int64_t segment = 0;
     for (int64_t g = 0; g < w.groups; g++) {
         const int64_t end = std::min(ceil_div((g + 1) * w.group, COLUMNS), w.steps);
-        for (int64_t step = g * w.group / COLUMNS; step < end; step += SEGMENT / COLUMNS)
-            body(segment++, g, step, std::min(step + SEGMENT / COLUMNS, end));
+        for (int64_t step = g * w.group / COLUMNS; step < end; step += LENGTH / COLUMNS)
+            body(segment++, g, step, std::min(step + LENGTH / COLUMNS, end));
     }
 }

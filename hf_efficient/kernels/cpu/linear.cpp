@@ -1,6 +1,7 @@
 // y = x @ W^T + bias for weights of codes. Threads share y; each sum has one order, whatever the number of threads.
 
 #include "few_rows.h"
+#include "int8_rows.h"
 #include "many_rows.h"
 
 constexpr int FEW_ROWS = 32;  // of bfloat16, measured on Zen 5; float has no faster product than that of few rows
@@ -25,6 +26,7 @@ extern "C" void hf_linear(const Weight *weight, const void *x, int64_t rows, con
     const Output out = {y, bias, w.out_features, is_float != 0};
     const bool whole = w.in_features == w.width;
 #if BF16_DOT
+    if (!is_float && w.rounds_inputs) return int8(w, (const uint16_t *)x, rows, out);
     if (!is_float) {
         const uint16_t *values = (const uint16_t *)x;
         if (!whole) values = padded<uint16_t, uint16_t>(values, rows, w.in_features, w.width);

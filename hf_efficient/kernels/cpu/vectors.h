@@ -7,7 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512BW__)
 #include <immintrin.h>
 #define BF16_DOT 1
 #else
