@@ -107,6 +107,24 @@ def test_many_queries(kind, calls, nan_poison):
     assert len(calls) == 4
 
 
+@pytest.mark.parametrize("label", OPTIONS)
+def test_prompts(label, calls, nan_poison):
+    """More queries than are attended at once, a part of a block of them too; some come before the first token of their row."""
+    options = {**options_for(label), "causal": True}
+    for dtype, widths in ((torch.float32, (65, 128, 200)), (torch.bfloat16, (100,))):
+        for width in widths:
+            cache = TypedCache([300, 40, -1, width, 0], 16, None, dtype)
+            compare(cache, torch.randn(5, width, 4, 32).to(dtype), tolerance(None, dtype), **options)
+    assert len(calls) == 4
+
+
+def test_a_long_prompt(calls, nan_poison):
+    """More blocks of queries than are attended at once."""
+    cache = TypedCache([1200], 16, None, torch.float32, heads=1)
+    compare(cache, torch.randn(1, 1100, 2, 32), FLOAT32, causal=True)
+    assert calls
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (5, -1)])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_trees(kind, window, calls, nan_poison):
@@ -208,7 +226,8 @@ def test_results_do_not_depend_on_the_number_of_threads(kind, calls):
     "change",
     [
         dict(dtype=torch.float64),
-        dict(width=65),
+        dict(width=65, causal=False),
+        dict(width=65, kind=torch.int8),
         dict(dim=264),
         dict(pages=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
     ],
@@ -216,12 +235,13 @@ def test_results_do_not_depend_on_the_number_of_threads(kind, calls):
 def test_what_is_left_to_torch(change, calls):
     """Other dtypes, more queries, wider heads, pages with gaps."""
     dtype, dim = change.get("dtype", torch.float32), change.get("dim", 32)
-    cache = TypedCache([40, 7], 16, None, dtype, dim, dim)
+    cache = TypedCache([40, 7], 16, change.get("kind"), dtype, dim, dim)
     cache.pages = [change.get("pages", lambda x: x)(pages) for pages in cache.pages]
     q = torch.randn(2, change.get("width", 1), 4, dim, dtype=dtype)
-    compare_to = cache.attend(flash_paged.flash_attn_with_kvcache_reference, q, causal=True)
-    same_attention(cache.attend(attention.flash_attn_with_kvcache, q, causal=True), compare_to, FLOAT32)
-    assert not calls
+    options = dict(causal=change.get("causal", True))
+    compare_to = cache.attend(flash_paged.flash_attn_with_kvcache_reference, q, **options)
+    same_attention(cache.attend(attention.flash_attn_with_kvcache, q, **options), compare_to, FLOAT32)
+    assert not calls or not options["causal"], "what is not causal is seen too late to be left alone"
 
 
 @pytest.mark.parametrize("wrong", ["heads", "lengths", "sinks", "tree"])

@@ -20,8 +20,8 @@ class PageStore:
     without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks, block_size, Hk, Dv].
     rows: name -> tensor [B, ...]: what is kept by row instead, saved and loaded as it is. Here nothing.
     lag: so many tokens before the new ones may still change their pages in a forward.
-    exact: on a CPU the attention has the bits of SDPA over a `DynamicCache`, where that costs little. Else few queries read the
-    pages where they lie, at least twice as fast.
+    exact: on a CPU the attention has the bits of SDPA over a `DynamicCache`, where that costs little. Else the pages are read
+    where they lie, at least twice as fast.
     """
 
     lag = 0
@@ -146,9 +146,8 @@ class PageStore:
 
     def _reads_pages(self, step: Step, query: torch.Tensor) -> bool:
         """Whether a CPU reads the pages where they lie, which gives other bits than SDPA."""
-        if not self.exact and any(step.starts):
-            if attention_cpu_compiled.serves(query.transpose(1, 2), **self._cache(None)):
-                return True
+        if not self.exact and attention_cpu_compiled.serves(query.transpose(1, 2), **self._cache(None)):
+            return True
         gathered = (
             0 if step.run is not None else len(step.lengths) * step.max_length * self.pages["keys"][0, 0].numel()
         )

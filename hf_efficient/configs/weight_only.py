@@ -109,7 +109,15 @@ class WeightOnlyConfig(CompressionConfig):
             return unsupported("group_size", group_size, allowed)
         if method not in available_methods():
             return unsupported("method", method, f"one of {available_methods()}")
-        booleans = "symmetric", "double_quantization", "rotate", "refine", "mixed_precision", "int8_on_cpu", "input_scale"
+        booleans = (
+            "symmetric",
+            "double_quantization",
+            "rotate",
+            "refine",
+            "mixed_precision",
+            "int8_on_cpu",
+            "input_scale",
+        )
         for field in booleans:
             if not isinstance(scheme[field], bool):
                 return unsupported(field, scheme[field], "True or False")

@@ -44,6 +44,8 @@ def take(model, rows: int, tokens: int | None, keeps_hidden: bool) -> Kept:
         return kept
     tokens = max(512, 1 << (tokens - 1).bit_length())
     cache = PagedCache(model.config, num_blocks=rows * -(-tokens // cache.block_size))
+    for layer in cache.layers:
+        layer.exact = False  # nobody else sees this cache: its pages are read where they lie, prompts too
     return Kept(rows, tokens, key, cache, None)
 
 

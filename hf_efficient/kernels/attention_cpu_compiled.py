@@ -1,4 +1,4 @@
-"""Attention of few queries over pages on CPUs whose C++ kernels are worth compiling (see `cpu_build`): reads full-precision and
+"""Attention over pages on CPUs whose C++ kernels are worth compiling (see `cpu_build`): reads full-precision and
 quantized pages and rings where they lie, in one call."""
 
 import ctypes
@@ -9,7 +9,9 @@ import torch
 from hf_efficient.kernels import cpu_build
 
 
-MAX_QUERIES = 64  # of a row: a tree has so many, and more are prefill
+_FEW_QUERIES = (
+    64  # of a row: a tree has so many; more are a prompt, for full-precision pages and causal attention only
+)
 _MAX_DIM = 256
 _TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}  # NumberType of cpu/page_call.h
 _CODES = {torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -42,7 +44,7 @@ _POINTERS = {
     "sinks",
 }
 _NAMES = (
-    "batch width query_heads heads query_type page_type query out lse keys values num_blocks block_size table table_columns "
+    "batch width query_heads heads query_type page_type query out lse lse_row lse_head keys values num_blocks block_size table table_columns "
     "table_stride lengths appended new_keys new_values token_group ring_keys ring_values ring stored left right ancestors "
     "slopes slopes_stride sinks scale softcap"
 ).split()
@@ -77,7 +79,12 @@ def kernel(dtype: torch.dtype):
 def serves(q, k_cache, v_cache, k_scale=None, v_scale=None, k_min=None, v_min=None, **_) -> bool:
     """Whether the kernels read such pages for such queries; arguments as of `flash_attn_with_kvcache`."""
     dim, page = q.shape[-1], k_cache.shape[:3]
-    if q.dtype not in _TYPES or not q.numel() or q.shape[1] > MAX_QUERIES or dim > _MAX_DIM:
+    if (
+        q.dtype not in _TYPES
+        or not q.numel()
+        or dim > _MAX_DIM
+        or (q.shape[1] > _FEW_QUERIES and k_cache.dtype != q.dtype)
+    ):
         return False
     if v_cache.shape[:3] != page or q.shape[2] % page[2] or k_cache.dtype != v_cache.dtype:
         return False
@@ -118,8 +125,8 @@ def _int32(x: torch.Tensor) -> torch.Tensor:
 
 def attend(q, k_cache, v_cache, k, v, *rest):
     """`flash_attn_with_kvcache_cpu` for what `serves`; its arguments. None, and nothing is done, where the other arguments have
-    shapes or dtypes that do not belong to it, a row has more tokens than there is room for, or the table has a block that
-    does not exist."""
+    shapes or dtypes that do not belong to it or ask for what prompts do not get, a row has more tokens than there is room for,
+    or the table has a block that does not exist."""
     value_dim, return_lse = v_cache.shape[-1] if rest[-2] is None else rest[-2].shape[-1], rest[9]
     q, out = q.contiguous(), q.new_empty(*q.shape[:-1], value_dim)
     lse = torch.empty((len(q), q.shape[2], q.shape[1]) if return_lse else 0)
@@ -159,6 +166,8 @@ def describe(
         or any(x is not None and x.dtype != q.dtype for x, _ in numbers)
         or any(x is not None and not x.is_contiguous() for x in (k_tail, v_tail))
         or (k is None) != (v is None)
+        or width > _FEW_QUERIES
+        and (not causal or tree_mask is not None)
         or bool(ring) != (bits < 8)
         or k_min is not None
         and v_cache.shape[-1] * 8 // bits != value_dim
@@ -182,6 +191,7 @@ def describe(
 
     call = _Call(
         batch, width, query_heads, heads, _TYPES[q.dtype], page_type, at(q), at(out), at(lse) if return_lse else None,
+        query_heads * width, width,
         _Pages(at(k_cache), at(k_scale), at(k_min), dim, 1), _Pages(at(v_cache), at(v_scale), at(v_min), value_dim, groups),
         len(k_cache), block_size, at(table), table.shape[1], table.stride(0), at(lengths),
         new, at(k), at(v), 0 if k_min is None else block_size // k_scale.shape[1],

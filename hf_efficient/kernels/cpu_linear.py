@@ -128,7 +128,9 @@ class CompiledLinear:
 
     replaces_qweight = True
 
-    def __init__(self, packed, scale, zero_point, stored, group, out_features, in_features, rounds_inputs, bits, dtype):
+    def __init__(
+        self, packed, scale, zero_point, stored, group, out_features, in_features, rounds_inputs, bits, dtype
+    ):
         self.packed, self.scale, self.zero_point = packed, scale, zero_point
         self.layout = stored, group, out_features, in_features
         self.rounds_inputs = rounds_inputs

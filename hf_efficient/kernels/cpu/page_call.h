@@ -19,7 +19,8 @@ struct Call {
     int64_t query_type, page_type;
     const void *query;  // [batch, width, query_heads, keys.dim]
     void *out;          // [batch, width, query_heads, values.dim], as the queries
-    float *lse;         // [batch, query_heads, width], or null
+    float *lse;         // [batch, query_heads, width] with strides lse_row, lse_head, 1, or null
+    int64_t lse_row, lse_head;
 
     Pages keys, values;
     int64_t num_blocks, block_size;

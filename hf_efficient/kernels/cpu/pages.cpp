@@ -71,7 +71,7 @@ static void combine(const Call &call, const Plan &plan, const Results &results, 
         const int64_t at = ((row * call.width + query) * call.query_heads + query_head) * dim;
         const float inverse = total == 0 ? 0 : 1 / total;
         for (int64_t v = 0; v < channels.vectors; v++) store(call.out, call.query_type, at + v * LANES, dim - v * LANES, sums[v] * inverse);
-        if (call.lse) call.lse[(row * call.query_heads + query_head) * call.width + query] = total == 0 ? -INFINITY : (top + log2f(total)) * LN_2;
+        if (call.lse) call.lse[row * call.lse_row + query_head * call.lse_head + query] = total == 0 ? -INFINITY : (top + log2f(total)) * LN_2;
     }
 }
 
@@ -141,16 +141,40 @@ static bool fits(const Call &call) {
     return true;
 }
 
+static void attend_queries(const Call &call) {
+#if QUERY == 0
+    attend<BFloat16, BFloat16Pages>(call);
+#elif QUERY == 1
+    attend<Float32, Float32Pages>(call);
+#else
+    attend<Float32, Float16Pages>(call);
+#endif
+}
+
+// Queries [first, end) of a row of causal attention, in calls of one row for each `width` of them.
+static void attend_part(const Call &call, int64_t row, int64_t first, int64_t end, int64_t width) {
+    const int64_t size = call.query_type == FLOAT32 ? 4 : 2, at = (row * call.width + first) * call.query_heads * size;
+    std::vector<int32_t> lengths;
+    for (int64_t last = first + width; last <= end; last += width) lengths.push_back(call.length(row) - call.width + last);
+    Call part = call;
+    part.batch = lengths.size(), part.width = width, part.appended = 0, part.lengths = lengths.data();
+    part.query = (const char *)call.query + at * call.keys.dim, part.out = (char *)call.out + at * call.values.dim;
+    part.table += row * call.table_stride, part.table_stride = 0;
+    if (call.lse) part.lse += row * call.lse_row + first, part.lse_row = width;
+    if (call.slopes) part.slopes += row * call.slopes_stride, part.slopes_stride = 0;
+    attend_queries(part);
+}
+
 // Appends and attends; QUERY, a compiler flag, is the type of the queries. Returns whether `fits`: else nothing is done.
 extern "C" int hf_attend_pages(const Call *call) {
+    constexpr int64_t QUERIES = 64, AT_ONCE = 16 * QUERIES;  // of a prompt
     if (!fits(*call)) return 0;
     append(*call);
-#if QUERY == 0
-    attend<BFloat16, BFloat16Pages>(*call);
-#elif QUERY == 1
-    attend<Float32, Float32Pages>(*call);
-#else
-    attend<Float32, Float16Pages>(*call);
-#endif
+    if (call->width <= QUERIES) return attend_queries(*call), 1;
+    for (int64_t row = 0; row < call->batch; row++) {
+        int64_t first = call->width % QUERIES;
+        if (first) attend_part(*call, row, 0, first, first);
+        for (; first < call->width; first += AT_ONCE) attend_part(*call, row, first, std::min(first + AT_ONCE, call->width), QUERIES);
+    }
     return 1;
 }
