@@ -1,0 +1,395 @@
+"""How fast is generate() on a CPU: ours beside stock transformers, other quantizations and llama.cpp.
+
+    python benchmarks/cpu_generate.py [--quick] [--models smollm2 1b] [--batch 1 8] [--prompt 32 512 1024 copying fresh]
+                                      [--ways GLOB ...] [--repeats 3] [--patience 3] [--threads 2] [--output FILE]
+    python benchmarks/cpu_generate.py --table [--output FILE]         # what has been measured, as Markdown
+
+SmolLM2-135M-Instruct and a random Llama of a 1B model's shape; greedy, fixed length, no end of sequence. Every way (`WAYS`)
+lives in a process of its own that loads the model once and answers one measurement at a time; the ways take turns, and those
+that do not run stand in the results with the reason. A call gives the time to the first token (what `prefill_tokens_per_s`
+divides the prompt by) and the tokens/s of the rows together after it, both from a stopping criterion that notes when tokens
+come: it costs ours a little more than others. The criterion ends a call `--patience` seconds after its first token, so slow
+ways have fewer than 128 `new_tokens`. A call of 8 tokens warms each case up (compiles, records). `peak_memory_bytes` is the
+process's resident peak in the case's calls, `loading_peak_bytes` that of loading. Peers are called twice, the rest `--repeats`
+times. A way is left out where its prompt would take 10 times the patience by what it did before (peers: 2 times).
+
+- `prompt`: tokens of Wikipedia, 512 for the first token only. "copying": the eight prompts of speculation.py that ask for parts
+  of themselves, one by one up to the end of sequence; a call is all eight.
+- "fresh process": seconds from the start of a process (imports, loading, on a warm file cache) to the first token of 32, and to
+  the last. "saved" loads a checkpoint that was quantized before; "cold" has an empty `$HF_HOME`, so the kernels are compiled.
+- "stock compiled" is transformers' static cache and its own compilation, which it does on a CPU only with a private flag.
+- llama.cpp: llama-cpp-python on the GGUF that the sample model was made from (Q4_1 layers, Q8_0 embedding and head), its
+  low-level calls and numpy's argmax, batch 1. "int4, int8 head" is its like; "int4" leaves the head in bfloat16.
+
+Peers may stand in a folder of their own on PYTHONPATH (pip install --target FOLDER --no-deps bitsandbytes torchao
+optimum-quanto). llama.cpp is built from source for this CPU, which takes ten minutes on two cores:
+
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_OPENSSL=OFF" \\
+        pip install --target FOLDER --no-deps --no-binary llama-cpp-python llama-cpp-python
+    pip install --target FOLDER --no-deps diskcache
+"""
+
+import argparse
+import fnmatch
+import importlib.metadata
+import json
+import os
+import random
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from cpu_generate_ways import STOCK, WAYS, Worker
+
+from hf_efficient.evaluation import environment, samples
+
+
+RESULTS = Path(__file__).parent / "results" / "cpu_generate.json"
+NEW, WARM, PEER_CALLS = 128, 8, 2
+FRESH_TOKENS, FRESH_CALLS = 32, 3
+PEERS = ("llama-cpp-python", "bitsandbytes", "torchao", "optimum-quanto")
+LLAMA_1B = dict(
+    hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+    num_hidden_layers=16, vocab_size=32000, tie_word_embeddings=True, max_position_embeddings=4096,
+)  # fmt: skip
+TINY = dict(LLAMA_1B, hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1)
+TINY |= dict(num_hidden_layers=2, vocab_size=256)
+MODELS = {"smollm2": None, "1b": LLAMA_1B, "tiny": TINY}  # shapes of random ones; "tiny" tests the script
+PROMPTS = ("32", "512", "1024", "copying", "fresh")
+LOOKUP = ", prompt lookup"  # of the same process, asked for it
+COPYING = (STOCK, STOCK + LOOKUP, "llama.cpp", "ours int4, int8 head")
+COPYING += ("ours int4" + LOOKUP, "ours int4, int8 head" + LOOKUP)
+
+
+def is_peer(way: str) -> bool:
+    return not way.startswith(("stock", "ours", "llama.cpp"))
+
+
+class Benchmark:
+    """The rows of a run, written to `options.output` as they come."""
+
+    def __init__(self, options):
+        self.options, self.rows, self.absent = options, [], []
+        self.new = 16 if options.quick else NEW
+
+    def measure(self, model: str, folder: str) -> None:
+        options = self.options
+        ways = [way for way in WAYS if any(fnmatch.fnmatch(way, glob) for glob in options.ways)]
+        workers = {}
+        for way in ways:
+            workers[way] = worker = Worker(way, folder, options.threads)
+            worker.loading = worker.read()
+            if "failed" in worker.loading:
+                self.absent.append({"model": model, "way": way, "reason": worker.loading["failed"]})
+                print(f"{model}, {way}: {worker.loading['failed']}", flush=True)
+                del workers[way]
+        texts = Texts(model, folder)
+        prompts = [int(prompt) for prompt in options.prompt if prompt.isdigit()]
+        for prompt in prompts:
+            for batch in options.batch if prompt != 512 else options.batch[:1]:
+                new = 1 if prompt == 512 else self.new
+                asks = [dict(ids=texts.rows(batch, prompt), new=new, end=None)]
+                self.case(model, batch, prompt, workers, {way: way for way in workers}, asks)
+        if "copying" in options.prompt and texts.tokenizer is not None:
+            prompts = texts.copying()[-1 if options.quick else 0 :]
+            asks = [dict(ids=[ids], new=self.new, end=texts.tokenizer.eos_token_id) for ids in prompts]
+            names = {name: name.removesuffix(LOOKUP) for name in COPYING}
+            self.case(model, 1, "copying", workers, {n: way for n, way in names.items() if way in workers}, asks)
+        if "fresh" in options.prompt and model != "1b":
+            self.fresh(model, folder, texts, workers)
+        for worker in workers.values():
+            worker.close()
+
+    def case(self, model: str, batch: int, prompt, workers: dict, names: dict[str, str], asks: list[dict]) -> None:
+        """Rows for `names` (name -> way): calls of all `asks`, in turns."""
+        options, calls, why = self.options, {name: [] for name in names}, {}
+        size = sum(len(ids) for ask in asks for ids in ask["ids"])
+        for name, way in names.items():
+            patience = options.patience * (2 if is_peer(way) else 10)
+            if way == "llama.cpp" and batch > 1:
+                why[name] = {"left_out": "one sequence only"}
+            elif workers[way].rate and size / workers[way].rate > patience:
+                why[name] = {"left_out": f"the prompt alone would take about {size / workers[way].rate:.0f} s"}
+        for turn in range(-1, options.repeats):
+            for name, way in names.items():
+                if name in why or (is_peer(way) and turn >= PEER_CALLS):
+                    continue
+                warm, lookup = turn < 0, name.endswith(LOOKUP)
+                limits = dict(stop=WARM if warm else self.new, patience=options.patience, warm=warm, lookup=lookup)
+                answers = [workers[way].ask(**ask, **limits) for ask in asks]
+                if failed := next((answer for answer in answers if "failed" in answer), None):
+                    why[name] = failed
+                elif warm:
+                    if prompt != "copying":
+                        workers[way].rate = max(workers[way].rate, size / answers[0]["first"])
+                else:
+                    calls[name].append(answers)
+        for name, way in names.items():
+            row = {"model": model, "way": name, "batch": batch, "prompt": prompt}
+            if name in why:
+                row |= why[name]
+            else:
+                row |= summary(calls[name], batch, size)
+                row["loading_peak_bytes"] = workers[way].loading["loading_peak_bytes"]
+                right = calls.get(STOCK)
+                if right and name != STOCK:
+                    row["tokens_as_stock"] = [agreeing(a["row"], b["row"]) for a, b in zip(calls[name][-1], right[-1])]
+            self.add(row)
+
+    def fresh(self, model: str, folder: str, texts, workers: dict) -> None:
+        """Rows of processes that start, load and generate."""
+        ours, limits = "ours int4, int8 head", dict(new=FRESH_TOKENS, stop=FRESH_TOKENS, patience=60)
+        ask = dict(ids=texts.rows(1, 32), end=None, lookup=False, warm=False, **limits)
+        with tempfile.TemporaryDirectory() as temporary:
+            ways = [(way, way, folder, {}) for way in (STOCK, ours) if way in workers]
+            if ours in workers and "failed" not in workers[ours].ask(save=f"{temporary}/saved"):
+                for name, environment in (("saved", {}), ("saved, cold", {"HF_HOME": f"{temporary}/home"})):
+                    ways.append((f"{ours}, {name}", "ours bf16", f"{temporary}/saved", environment))
+            calls = {name: [] for name, *_ in ways}
+            for _ in range(1 if self.options.quick else FRESH_CALLS):
+                for name, way, where, environment in ways:
+                    if environment and calls[name]:
+                        continue  # no longer cold
+                    worker = Worker(way, where, self.options.threads, **environment)
+                    worker.send(**ask)
+                    answer = worker.read()
+                    answer = answer if "failed" in answer else worker.read()
+                    worker.close()
+                    calls[name].append(answer | {"started": worker.started})
+        for name, answers in calls.items():
+            row = {"model": model, "way": name, "batch": 1, "prompt": "fresh process", "calls": len(answers)}
+            if failed := next((answer for answer in answers if "failed" in answer), None):
+                self.add(row | failed)
+                continue
+            for key, at in (("first_token_s", "first_at"), (f"{FRESH_TOKENS}_tokens_s", "last_at")):
+                row[key] = spread([answer[at] - answer["started"] for answer in answers], min)
+            self.add(row)
+
+    def add(self, row: dict) -> None:
+        """Writes the results anew."""
+        self.rows.append(rounded(row))
+        print(json.dumps(self.rows[-1]), flush=True)
+        options = self.options
+        result = {
+            "question": "generate() on a CPU: prefill and decode in tokens/s, time to first token, memory",
+            "environment": environment.describe(),
+            "peers": {name: version(name) for name in PEERS},
+            "threads": options.threads,
+            "load_average": os.getloadavg(),
+            "repeats": options.repeats,
+            "goals": goals(self.rows, options.quick),
+            "absent": self.absent,
+            "results": self.rows,
+        }
+        if options.quick:
+            result["warning"] = "a quick run: too few tokens and calls for its times to mean anything"
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        partial = options.output.with_suffix(".partial")
+        partial.write_text(json.dumps(result, indent=1) + "\n")
+        partial.replace(options.output)
+
+
+class Texts:
+    """The prompts of a model: `rows` as token ids, `copying` one by one."""
+
+    def __init__(self, model: str, folder: str):
+        self.tokenizer = None
+        if model == "smollm2":
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            self.ids = self.tokenizer(samples.sample_text()[:100_000])["input_ids"]
+        else:
+            draw, vocabulary = random.Random(0), MODELS[model]["vocab_size"]
+            self.ids = [draw.randrange(vocabulary) for _ in range(8192)]
+
+    def rows(self, batch: int, prompt: int) -> list[list[int]]:
+        return [self.ids[row * 1024 :][:prompt] for row in range(batch)]
+
+    def copying(self) -> list[list[int]]:
+        from speculation import copying
+
+        chats = [[{"role": "user", "content": prompt}] for prompt in copying()]
+        return [self.tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"] for c in chats]
+
+
+def summary(calls: list[list[dict]], batch: int, size: int) -> dict:
+    """Measures of the calls of one way: each is a list of answers, `size` prompt tokens together."""
+    first = [sum(answer["first"] for answer in call) for call in calls]
+    found = {
+        "calls": len(calls),
+        "new_tokens": [len(answer["row"]) for answer in calls[-1]],
+        "time_to_first_token_s": spread(first, min),
+        "prefill_tokens_per_s": spread([size / seconds for seconds in first]),
+    }
+    decoded = [batch * sum(len(answer["row"]) - 1 for answer in call) for call in calls]
+    if min(decoded):
+        seconds = [sum(answer["decode"] for answer in call) for call in calls]
+        found["decode_tokens_per_s"] = spread([tokens / time for tokens, time in zip(decoded, seconds)])
+    return found | {"peak_memory_bytes": max(answer["peak_memory_bytes"] for answer in calls[-1])}
+
+
+def spread(values: list[float], best=max) -> dict:
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": statistics.median(values), "quartiles": [low, high], "fastest": best(values)}
+
+
+def agreeing(row: list[int], right: list[int]) -> int:
+    """How many tokens are the same from the beginning."""
+    return next((i for i, (a, b) in enumerate(zip(row, right)) if a != b), min(len(row), len(right)))
+
+
+def rounded(value):
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def goals(rows: list[dict], quick: bool) -> list[dict]:
+    """What SmolLM2 is to reach, as ratios of medians of the same run."""
+    found = {(row["way"], row["batch"], row["prompt"]): row for row in rows if row["model"] == "smollm2"}
+    like, decode, prefill = "ours int4, int8 head", "decode_tokens_per_s", "prefill_tokens_per_s"
+
+    def median(key, way, batch, prompt):
+        return found.get((way, batch, prompt), {}).get(key, {}).get("median")
+
+    lines = []
+    for prompt in (32, 1024):
+        lines += [
+            (f"{like} over llama.cpp", 1.0, decode, like, "llama.cpp", 1, prompt),
+            (f"{like} over stock", 4.0, decode, like, STOCK, 1, prompt),
+            ("ours int8 over stock", 2.5, decode, "ours int8", STOCK, 1, prompt),
+            (f"{like} over stock", 2.5, decode, like, STOCK, 8, prompt),
+        ]
+    lines += [(f"{way} over stock", 0.97, prefill, way, STOCK, 1, 512) for way in WAYS if way.startswith("ours")]
+    lines.append(("the fastest of ours over stock", 1.3, prefill, None, STOCK, 1, 512))
+    reached = []
+    for text, least, key, way, other, batch, prompt in lines:
+        ways = [way] if way else [way for way in WAYS if way.startswith("ours")]
+        ours = [value for value in (median(key, way, batch, prompt) for way in ways) if value]
+        theirs = median(key, other, batch, prompt)
+        goal = f"{key.split('_')[0]} of {text}, batch {batch}, prompt {prompt}"
+        reached.append((goal, least, max(ours) / theirs if ours and theirs else None))
+    ours, theirs = median(decode, like + LOOKUP, 1, "copying"), median(decode, "llama.cpp", 1, "copying")
+    reached.append(
+        ("decode with prompt lookup over plain llama.cpp, copying", 2.5, ours / theirs if ours and theirs else None)
+    )
+    fresh = [found.get((way, 1, "fresh process"), {}).get("first_token_s", {}).get("median") for way in (STOCK, like)]
+    reached.append(
+        (
+            "seconds to the first token of a fresh process below stock's + 4",
+            0.0,
+            fresh[0] + 4 - fresh[1] if all(fresh) else None,
+        )
+    )
+    return [
+        {
+            "goal": goal,
+            "at_least": least,
+            "measured": rounded(value),
+            "reached": None if quick or value is None else value >= least,
+        }
+        for goal, least, value in reached
+    ]
+
+
+def table(result: dict) -> str:
+    """The results as Markdown: a table for each model, batch and prompt, and the goals."""
+    lines, groups = [], {}
+    for row in result["results"]:
+        groups.setdefault((row["model"], row["batch"], row["prompt"]), []).append(row)
+
+    def cell(row, key, scale=1, digits=0):
+        part = row.get(key)
+        if part is None:
+            return ""
+        low, high = (f"{value * scale:,.{digits}f}" for value in part["quartiles"])
+        return f"{part['median'] * scale:,.{digits}f} ({low} to {high})"
+
+    for (model, batch, prompt), rows in groups.items():
+        lines += [
+            "",
+            f"{model}, batch {batch}, {prompt if isinstance(prompt, str) else f'prompt of {prompt} tokens'}",
+            "",
+        ]
+        if prompt == "fresh process":
+            key = f"{FRESH_TOKENS}_tokens_s"
+            lines += [f"| way | first token, s | {FRESH_TOKENS} tokens, s |", "|---|---|---|"]
+            lines += [
+                f"| {r['way']} | {cell(r, 'first_token_s', digits=1)} | {cell(r, key, digits=1)} |" for r in rows
+            ]
+            continue
+        lines.append(
+            "| way | first token, ms | prefill, tokens/s | decode, tokens/s | over stock | over llama.cpp | peak, MB |"
+        )
+        lines.append("|---|---|---|---|---|---|---|")
+        key = "decode_tokens_per_s" if any("decode_tokens_per_s" in row for row in rows) else "prefill_tokens_per_s"
+        speed = {row["way"]: row[key]["median"] for row in rows if key in row}
+        for row in rows:
+            if reason := row.get("left_out") or row.get("failed"):
+                lines.append(f"| {row['way']} | {reason} | | | | | |")
+                continue
+            own = speed.get(row["way"])
+            ratios = [f"{own / speed[way]:.2f}" if own and way in speed else "" for way in (STOCK, "llama.cpp")]
+            cells = [cell(row, "time_to_first_token_s", 1e3), cell(row, "prefill_tokens_per_s")]
+            cells += [cell(row, "decode_tokens_per_s", digits=1), *ratios, f"{row['peak_memory_bytes'] / 1e6:,.0f}"]
+            lines.append(f"| {row['way']} | {' | '.join(cells)} |")
+    lines += ["", "| goal | at least | measured |", "|---|---|---|"]
+    lines += [f"| {goal['goal']} | {goal['at_least']} | {goal['measured']} |" for goal in result["goals"]]
+    lines += ["", *(f"{line['model']}, {line['way']}: {line['reason']}" for line in result["absent"])]
+    return "\n".join(lines).strip()
+
+
+def random_model(folder: str, shape: dict) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="SmolLM2, batch 1, short prompts, 16 tokens, once: tests the script"
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS)
+    parser.add_argument("--batch", type=int, nargs="+", choices=range(1, 9), metavar="1..8")
+    parser.add_argument("--prompt", nargs="+", choices=PROMPTS)
+    parser.add_argument("--ways", nargs="+", default=["*"], metavar="GLOB")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--patience", type=float, default=3.0, help="seconds of decoding a call")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.table:
+        return print(table(json.loads(options.output.read_text())))
+    quick = options.quick
+    options.repeats = 1 if quick else options.repeats
+    options.models = options.models or (["smollm2"] if quick else ["smollm2", "1b"])
+    options.batch = options.batch or ([1] if quick else [1, 8])
+    options.prompt = options.prompt or (["32", "512", "copying", "fresh"] if quick else PROMPTS)
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    torch.set_num_threads(options.threads)
+    benchmark = Benchmark(options)
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            if MODELS[model] is None:
+                folder = str(samples.sample_model())
+            else:
+                random_model(folder, MODELS[model])
+            benchmark.measure(model, folder)
+
+
+if __name__ == "__main__":
+    main()
