@@ -1,14 +1,19 @@
 """A recorded forward gives what the forward gives, for other tokens and lengths than it was recorded with."""
 
+import ctypes
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import TINY_MODELS, tiny_model
+from transformers import AutoModelForCausalLM
 
-from hf_efficient import PagedCache, enable_speculation
+from hf_efficient import PagedCache, WeightOnlyConfig, enable_speculation
 from hf_efficient.generation import kept_tapes
 from hf_efficient.generation.ragged_model import _without_warnings
 from hf_efficient.generation.taped_forward import TapedForward
+from hf_efficient.kernels import tape_fusion
 from hf_efficient.kernels.tape import NotReplayable, Tape, _interpret, interpreter
 
 
@@ -160,6 +165,54 @@ def test_replayed_steps_are_those_of_the_model(name, dtype):
         error = (output.float() - expected.float()).norm() / expected.float().norm()
         # the same operations; sums are taken in another order, and bfloat16 rounds every one of them to 2^-9
         assert error < (1e-5 if dtype is torch.float32 else 1e-2)
+
+
+def operations(tape) -> Counter:
+    """How often each instruction stands on it."""
+    runs = [step.args for step in tape._steps if getattr(step, "func", None) is _interpret]
+    size, names = ctypes.sizeof(tape_fusion.Instruction), tape_fusion._NAMES
+    places = [address + size * i for address, count in runs for i in range(count)]
+    return Counter(names[tape_fusion.Instruction.from_address(place).op] for place in places)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, None])
+def test_fused_instructions_have_the_bits_of_separate_ones(bits, dtype, monkeypatch, tmp_path):
+    model = tiny_model("llama").to(dtype)
+    if bits:
+        model.save_pretrained(tmp_path)
+        config = WeightOnlyConfig(bits=bits, group_size=32)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=dtype)
+    model.set_attn_implementation("flash_paged")
+    tokens, logits, tapes = torch.randint(3, 128, (3, 5)), [], []
+    for fuse in (tape_fusion.fuse, lambda program, outputs: program):
+        monkeypatch.setattr(tape_fusion, "fuse", fuse)
+        cache = PagedCache(model.config, num_blocks=12)
+        with torch.no_grad():
+            model(tokens, past_key_values=cache, use_cache=True)
+        tapes.append(recorded(model, cache, tokens))
+        cache.rewind([5, 5, 5])
+        logits.append(decode(model, cache, tokens, tapes[-1]).clone())
+    assert torch.equal(*logits)
+    fused, separate = map(operations, tapes)
+    layers = model.config.num_hidden_layers
+    assert fused["RMS_NORM"] == 2 * layers + 1 and fused["ROTARY"] == 2 * layers
+    torch_products = bits is None and dtype is torch.float32  # one of them stands between gate and product
+    assert fused["GATED"] == (0 if torch_products else layers)
+    assert not fused["POW"] + fused["NEG"] and separate["SILU"] == layers
+    if bits:
+        assert fused["LINEAR"] == 4 * layers and separate["LINEAR"] == 7 * layers, "q, k and v; gate and up"
+
+
+def test_what_is_read_elsewhere_is_not_fused():
+    gate, up = torch.randn(2, 3, 40)
+    tape = Tape(lambda: (F.silu(gate) * up, (hidden := F.silu(up)) * gate, hidden + 1))
+    assert operations(tape)["GATED"] == 1 and operations(tape)["SILU"] == 1
+    for part in (gate, up):
+        part.copy_(torch.randn(3, 40))
+    expected = F.silu(gate) * up, F.silu(up) * gate, F.silu(up) + 1
+    for output, right in zip(tape.replay(), expected):
+        torch.testing.assert_close(output, right)
 
 
 def served(model) -> bool:

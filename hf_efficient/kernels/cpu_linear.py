@@ -37,6 +37,15 @@ class _Weight(ctypes.Structure):
     ]
 
 
+class Product(ctypes.Structure):
+    """`Product` of cpu/linear.cpp."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("y", ctypes.c_void_p)]
+
+
+MOST_PRODUCTS = 4  # of one call
+
+
 @functools.lru_cache(65536)  # the op makes a layout for each call
 def _weight(*fields) -> tuple[_Weight, int]:
     """(the structure, its address)"""
@@ -91,7 +100,7 @@ class Kernel:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self.linear, self.dequantize = library.hf_linear, library.hf_dequantize
         self.linear.restype = self.dequantize.restype = None
-        self.linear.argtypes = [pointer, pointer, integer, pointer, pointer, ctypes.c_int]
+        self.linear.argtypes = [pointer, integer, pointer, integer, ctypes.c_int]
         self.dequantize.argtypes = [pointer, integer, integer, pointer, integer]
 
 
@@ -193,14 +202,9 @@ class CompiledLinear:
         torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], self.out_features)
-        self.kernel.linear(
-            self.address,
-            x.data_ptr(),
-            x.numel() // self.in_features,
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            x.dtype is torch.float32,
-        )
+        product = Product(self.address, None if bias is None else bias.data_ptr(), y.data_ptr())
+        rows, is_float = x.numel() // self.in_features, x.dtype is torch.float32
+        self.kernel.linear(ctypes.addressof(product), 1, x.data_ptr(), rows, is_float)
         return y
 
     def dequantize(self) -> torch.Tensor:

@@ -7,22 +7,19 @@ was, and its result copied to where it was recorded.
 
 import ctypes
 import functools
+import itertools
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_efficient.kernels import attention_cpu_compiled as pages
-from hf_efficient.kernels import cpu_build, cpu_linear
+from hf_efficient.kernels import cpu_build, cpu_linear, tape_fusion
+from hf_efficient.kernels.tape_fusion import OPS, Instruction, Operand
 
 
 aten = torch.ops.aten
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NAMES = (
-    "COPY NEG ABS RELU SILU GELU GELU_TANH TANH SIGMOID EXP SQRT RSQRT RECIPROCAL COS SIN POW ADD SUB MUL DIV MEAN SUM ROWS "
-    "LINEAR DENSE CALL"
-)
-_OPS = {name: number for number, name in enumerate(_NAMES.split())}
 _UNARY = {
     aten._to_copy: "COPY", aten.clone: "COPY", aten.neg: "NEG", aten.abs: "ABS", aten.relu: "RELU", aten.silu: "SILU",
     aten.tanh: "TANH", aten.sigmoid: "SIGMOID", aten.exp: "EXP", aten.sqrt: "SQRT", aten.rsqrt: "RSQRT",
@@ -36,18 +33,6 @@ _UNREPEATABLE = {
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 }
-
-
-class _Operand(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4), ("type", ctypes.c_int64)]
-
-
-class _Instruction(ctypes.Structure):
-    _fields_ = [
-        ("op", ctypes.c_int64), ("sizes", ctypes.c_int64 * 4), ("y", _Operand), ("a", _Operand), ("b", _Operand),
-        ("c", _Operand), ("alpha", ctypes.c_double), ("beta", ctypes.c_double), ("weight", ctypes.c_void_p),
-        ("linear", ctypes.c_void_p),
-    ]  # fmt: skip
 
 
 @functools.cache
@@ -88,10 +73,18 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, forward):
         super().__init__()
-        self._kept, self._steps, self._pending = [], [], []
+        self._kept, self._steps, program = [], [], []
+        self._program = program  # instructions, and (what to call, the tensors it reads)
         with torch.no_grad(), _HostReads(), self:
             self.output = forward()
-        self._flush()
+        outputs = [x for x in torch.utils._pytree.tree_leaves(self.output) if isinstance(x, torch.Tensor)]
+        for is_call, steps in itertools.groupby(
+            tape_fusion.fuse(program, outputs), lambda step: isinstance(step, tuple)
+        ):
+            if is_call:
+                self._steps += [call for call, _ in steps]
+            else:
+                self._pack(list(steps))
 
     @torch.no_grad()
     def replay(self):
@@ -111,10 +104,10 @@ class Tape(TorchDispatchMode):
         if not self._is_view(func, args, tensors):
             instructions = self._instructions(func, args, kwargs, tensors)
             if instructions is not None:
-                self._pending += instructions
+                self._program += instructions
             else:
-                self._flush()
-                self._steps.append(self._call(func, args, kwargs, tensors))
+                read = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+                self._program.append((self._call(func, args, kwargs, tensors), read))
         return result
 
     @staticmethod
@@ -126,12 +119,15 @@ class Tape(TorchDispatchMode):
         inputs = [x for x in args if isinstance(x, torch.Tensor)]
         return any(x.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr() for x in inputs)
 
-    def _flush(self) -> None:
-        if self._pending:
-            instructions = (_Instruction * len(self._pending))(*self._pending)
-            self._steps.append(functools.partial(_interpret, ctypes.addressof(instructions), len(self._pending)))
-            self._kept.append(instructions)
-            self._pending = []
+    def _pack(self, instructions: list) -> None:
+        for instruction in instructions:
+            if instruction.op == OPS["LINEAR"]:
+                products = (cpu_linear.Product * len(instruction.products))(*instruction.products)
+                instruction.weight, instruction.sizes[1] = ctypes.addressof(products), len(products)
+                self._kept.append(products)
+        packed = (Instruction * len(instructions))(*instructions)
+        self._steps.append(functools.partial(_interpret, ctypes.addressof(packed), len(packed)))
+        self._kept.append(packed)
 
     @staticmethod
     def _call(func, args, kwargs, tensors):
@@ -150,7 +146,7 @@ class Tape(TorchDispatchMode):
 
         return call
 
-    def _instructions(self, func, args, kwargs, tensors) -> list[_Instruction] | None:
+    def _instructions(self, func, args, kwargs, tensors) -> list[Instruction] | None:
         packet = func.overloadpacket
         if packet is torch.ops.hf_efficient.flash_attn_with_kvcache:
             return self._attention(*tensors, *args)
@@ -200,8 +196,9 @@ class Tape(TorchDispatchMode):
     def _elementwise(name, y, inputs, alpha=1.0, beta=0.0):
         shape = y.shape
         operands = [_operand(x.expand(shape)) for x in inputs]
-        a, b = operands[0], operands[1] if len(operands) == 2 else _Operand()
-        return _Instruction(_OPS[name], _sizes(shape), _operand(y), a, b, _Operand(), alpha, beta, None, None)
+        a, b = operands[0], operands[1] if len(operands) == 2 else Operand()
+        instruction = Instruction(OPS[name], _sizes(shape), _operand(y), a, b, Operand(), alpha, beta, None, None)
+        return instruction.noting(y, inputs)
 
     def _attention(self, out, lse, q, k_cache, v_cache, k, v, *rest):
         seqlens, table, *rest = rest
@@ -223,20 +220,21 @@ class Tape(TorchDispatchMode):
         if call is None:
             return None
         self._kept.append((inputs, call, kept))
-        instruction = _Instruction(_OPS["CALL"], weight=ctypes.addressof(call))
+        instruction = Instruction(OPS["CALL"], weight=ctypes.addressof(call))
         instruction.linear = ctypes.cast(pages.kernel(q.dtype), ctypes.c_void_p).value
-        return [*instructions, instruction]
+        return [*instructions, instruction.noting(out, [x for x in inputs if x is not None])]
 
     @staticmethod
     def _reduction(name, y, x, keepdim=False):
         y = y if keepdim else y.unsqueeze(-1)
-        return _Instruction(_OPS[name], _sizes(x.shape), _operand(y.expand(*y.shape[:-1], x.shape[-1])), _operand(x))
+        whole = _operand(y.expand(*y.shape[:-1], x.shape[-1]))
+        return Instruction(OPS[name], _sizes(x.shape), whole, _operand(x)).noting(y, [x])
 
     @staticmethod
     def _rows(y, weight, index):
-        instruction = _Instruction(_OPS["ROWS"], _sizes((index.numel(), weight[0].nbytes)))
+        instruction = Instruction(OPS["ROWS"], _sizes((index.numel(), weight[0].nbytes)))
         instruction.y.data, instruction.a.data, instruction.b.data = y.data_ptr(), weight.data_ptr(), index.data_ptr()
-        return instruction
+        return instruction.noting(y, [index])
 
     @staticmethod
     def _dense(y, x, weight, bias):
@@ -247,32 +245,30 @@ class Tape(TorchDispatchMode):
             or (bias is not None and bias.dim() != 1)
         ):
             return None
-        instruction = _Instruction(_OPS["DENSE"], _sizes((len(x), *weight.shape)))
+        instruction = Instruction(OPS["DENSE"], _sizes((len(x), *weight.shape)))
         for name, tensor in (("y", y), ("a", x), ("b", weight), ("c", bias)):
             getattr(instruction, name).data = None if tensor is None else tensor.data_ptr()
-        return instruction
+        instruction.kind = x.data_ptr(), x.shape
+        return instruction.noting(y, [x])
 
     def _linear(self, y, x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
         if not x.is_contiguous() or not y.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16):
             return None
-        kernel = cpu_linear.kernel(bits)
-        zero = None if zero_point is None else zero_point.data_ptr()
-        places, is_float = (packed.data_ptr(), scale.data_ptr(), zero), scale.dtype is torch.float32
+        places = packed.data_ptr(), scale.data_ptr(), None if zero_point is None else zero_point.data_ptr()
+        is_float = scale.dtype is torch.float32
         weight, address = cpu_linear._weight(*places, out_features, in_features, group, is_float, rounds_inputs)
+        product = cpu_linear.Product(address, None if bias is None else bias.data_ptr(), y.data_ptr())
         self._kept.append(weight)
-        instruction = _Instruction(
-            _OPS["LINEAR"], _sizes((x.numel() // in_features, in_features)), _operand(y.flatten(0, -2))
-        )
-        instruction.a.data = x.data_ptr()
-        instruction.c.data = None if bias is None else bias.data_ptr()
-        instruction.weight = address
-        instruction.linear = ctypes.cast(kernel.linear, ctypes.c_void_p).value
-        return instruction
+        instruction = Instruction(OPS["LINEAR"], _sizes((x.numel() // in_features, 1)))
+        instruction.a.data, instruction.a.type = x.data_ptr(), _TYPES[x.dtype]
+        instruction.linear = ctypes.cast(cpu_linear.kernel(bits).linear, ctypes.c_void_p).value
+        instruction.products, instruction.kind = [product], (x.data_ptr(), x.shape, bits, group, rounds_inputs)
+        return instruction.noting(y, [x])
 
 
 def _sizes(shape):
     return (ctypes.c_int64 * 4)(*(1,) * (4 - len(shape)), *shape)
 
 
-def _operand(x: torch.Tensor) -> _Operand:
-    return _Operand(x.data_ptr(), (ctypes.c_int64 * 4)(*(0,) * (4 - x.dim()), *x.stride()), _TYPES[x.dtype])
+def _operand(x: torch.Tensor) -> Operand:
+    return Operand(x.data_ptr(), (ctypes.c_int64 * 4)(*(0,) * (4 - x.dim()), *x.stride()), _TYPES[x.dtype])

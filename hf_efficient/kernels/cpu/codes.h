@@ -90,6 +90,7 @@ struct Matrix : Weight {
     int64_t blocks, steps, groups, width;  // width: columns with the padding
     Codes codes;
 
+    Matrix() = default;
     explicit Matrix(const Weight &weight) : Weight(weight) {
         blocks = ceil_div(out_features, LANES);
         steps = ceil_div(in_features, COLUMNS);
@@ -110,6 +111,20 @@ struct Matrix : Weight {
     INLINE Floats offsets(int64_t block, int64_t g) const { return Codes::MIDDLE - zeros(block, g); }  // to add to decoded values
     bool has_offsets() const { return zero || BITS == 8; }
 };
+
+constexpr int MOST_PRODUCTS = 4;  // with one x
+
+// Calls body(index of the weight, block) for every `step`-th block of `count` weights, from all threads.
+template <class F> static INLINE void for_blocks(const Matrix *w, int count, int step, F body) {
+    int64_t first[MOST_PRODUCTS + 1] = {};
+    for (int i = 0; i < count; i++) first[i + 1] = first[i] + ceil_div(w[i].blocks, step);
+    parallel(first[count], [&](int64_t unit, int64_t end) {
+        for (int i = 0; unit < end; unit++) {
+            while (unit >= first[i + 1]) i++;
+            body(i, (unit - first[i]) * step);
+        }
+    });
+}
 
 // Calls body(segment, group, first step, last step + 1) for all segments of at most LENGTH columns.
 template <int LENGTH = SEGMENT, class F> static INLINE void for_segments(const Matrix &w, F body) {

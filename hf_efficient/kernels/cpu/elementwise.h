@@ -5,8 +5,6 @@
 
 #include "vectors.h"
 
-struct Weight;
-
 enum Type : int64_t { FLOAT, BFLOAT16, HALF };
 
 static INLINE Floats splat(float value) { return value - (Floats){}; }

@@ -104,17 +104,15 @@ template <class T> static void sum_segments(const Matrix &w, const T *x, int64_t
         });
 }
 
-template <class T> static void few(const Matrix &w, const T *x, int64_t ld, int64_t rows, const Output &out) {
+// For `count` weights with the same groups.
+template <class T> static void few(const Matrix *w, const Output *out, int count, const T *x, int64_t ld, int64_t rows) {
     int64_t segments = 0;
-    for_segments(w, [&](int64_t, int64_t, int64_t, int64_t) { segments++; });
+    for_segments(*w, [&](int64_t, int64_t, int64_t, int64_t) { segments++; });
     static thread_local Buffer input_sums;
     float *sums = input_sums.get<float>(rows * segments);
-    if (w.has_offsets()) sum_segments(w, x, ld, rows, sums, segments);
-    parallel(ceil_div(w.blocks, BLOCKS_AT_ONCE), [&](int64_t unit, int64_t end) {
-        for (; unit < end; unit++) {
-            const int64_t block = unit * BLOCKS_AT_ONCE;
-            if (block + BLOCKS_AT_ONCE <= w.blocks) few_rows_of_blocks<BLOCKS_AT_ONCE>(w, block, x, ld, sums, segments, rows, out);
-            else few_rows_of_blocks<1>(w, block, x, ld, sums, segments, rows, out);
-        }
+    if (std::any_of(w, w + count, [](const Matrix &matrix) { return matrix.has_offsets(); })) sum_segments(*w, x, ld, rows, sums, segments);
+    for_blocks(w, count, BLOCKS_AT_ONCE, [&](int i, int64_t block) {
+        if (block + BLOCKS_AT_ONCE <= w[i].blocks) few_rows_of_blocks<BLOCKS_AT_ONCE>(w[i], block, x, ld, sums, segments, rows, out[i]);
+        else few_rows_of_blocks<1>(w[i], block, x, ld, sums, segments, rows, out[i]);
     });
 }

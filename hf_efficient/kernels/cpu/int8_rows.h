@@ -145,14 +145,12 @@ template <int BLOCKS> static void int8_rows_of_blocks(const Matrix &w, int64_t b
     if (rows > row) int8_rows<1, BLOCKS>(w, block, x, row, out);
 }
 
-static void int8(const Matrix &w, const uint16_t *values, int64_t rows, const Output &out) {
-    const Rounded x = rounded(w, values, rows);
-    parallel(ceil_div(w.blocks, BLOCKS_A_UNIT), [&](int64_t unit, int64_t end) {
-        for (; unit < end; unit++) {
-            const int64_t block = unit * BLOCKS_A_UNIT;
-            if (block + BLOCKS_A_UNIT <= w.blocks) int8_rows_of_blocks<BLOCKS_A_UNIT>(w, block, x, rows, out);
-            else int8_rows_of_blocks<1>(w, block, x, rows, out);
-        }
+// For `count` weights with the same groups.
+static void int8(const Matrix *w, const Output *out, int count, const uint16_t *values, int64_t rows) {
+    const Rounded x = rounded(*w, values, rows);
+    for_blocks(w, count, BLOCKS_A_UNIT, [&](int i, int64_t block) {
+        if (block + BLOCKS_A_UNIT <= w[i].blocks) int8_rows_of_blocks<BLOCKS_A_UNIT>(w[i], block, x, rows, out[i]);
+        else int8_rows_of_blocks<1>(w[i], block, x, rows, out[i]);
     });
 }
 #endif

@@ -20,24 +20,37 @@ template <class From, class To> static To *padded(const From *x, int64_t rows, i
     return copy - rows * width;
 }
 
-// x [rows, in_features], bias [out_features] or null, y [rows, out_features]: all bfloat16, or all float
-extern "C" void hf_linear(const Weight *weight, const void *x, int64_t rows, const void *bias, void *y, int is_float) {
-    const Matrix w(*weight);
-    const Output out = {y, bias, w.out_features, is_float != 0};
-    const bool whole = w.in_features == w.width;
+struct Product {  // cpu_linear.py has the same
+    const Weight *weight;
+    const void *bias;  // [out_features], or null
+    void *y;           // [rows, out_features]
+};
+
+// `count` products with x [rows, in_features], of weights with the same columns, groups and rounding: all numbers bfloat16, or
+// all float
+extern "C" void hf_linear(const Product *products, int64_t count, const void *x, int64_t rows, int is_float) {
+    Matrix w[MOST_PRODUCTS];
+    Output out[MOST_PRODUCTS];
+    for (int i = 0; i < count; i++) {
+        w[i] = Matrix(*products[i].weight);
+        out[i] = {products[i].y, products[i].bias, w[i].out_features, is_float != 0};
+    }
+    const int64_t columns = w->in_features, width = w->width;
 #if BF16_DOT
-    if (!is_float && w.rounds_inputs) return int8(w, (const uint16_t *)x, rows, out);
+    if (!is_float && w->rounds_inputs) return int8(w, out, count, (const uint16_t *)x, rows);
     if (!is_float) {
         const uint16_t *values = (const uint16_t *)x;
-        if (!whole) values = padded<uint16_t, uint16_t>(values, rows, w.in_features, w.width);
+        if (columns != width) values = padded<uint16_t, uint16_t>(values, rows, columns, width);
         const uint32_t *pairs = (const uint32_t *)values;
-        return rows > FEW_ROWS ? many(w, pairs, w.width / 2, rows, out) : few(w, pairs, w.width / 2, rows, out);
+        if (rows <= FEW_ROWS) return few(w, out, count, pairs, width / 2, rows);
+        for (int i = 0; i < count; i++) many(w[i], pairs, width / 2, rows, out[i]);
+        return;
     }
 #endif
     const float *values = (const float *)x;
-    if (!is_float) values = padded<uint16_t, float>((const uint16_t *)x, rows, w.in_features, w.width);
-    else if (!whole) values = padded<float, float>(values, rows, w.in_features, w.width);
-    few(w, values, w.width, rows, out);
+    if (!is_float) values = padded<uint16_t, float>((const uint16_t *)x, rows, columns, width);
+    else if (columns != width) values = padded<float, float>(values, rows, columns, width);
+    few(w, out, count, values, width, rows);
 }
 
 // y[column][row] (float, ld_y) <- rows 16 * first to 16 * end of W, transposed

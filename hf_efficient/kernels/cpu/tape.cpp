@@ -8,9 +8,10 @@ enum Op : int32_t {
     ADD, SUB, MUL, DIV,              // of a and b (or `beta` where there is no b); ADD and SUB take alpha * b
     MEAN, SUM,                       // of a over its last dimension
     ROWS,                            // y[i] = a[b[i]], rows of bytes
-    LINEAR,                          // y = a @ W^T + c
+    LINEAR,                          // products with a [sizes 2, ...] that `weight` points to, sizes 1 of them
     DENSE,                           // y = a @ b^T + c, bfloat16: sizes 1 to 3 are rows, columns, width
     CALL,                            // of another library's function, with what `weight` points to
+    RMS_NORM, ROTARY, GATED,         // of several, see tape_fusion.py
 };
 
 struct Operand {
@@ -24,8 +25,8 @@ struct Instruction {
     int64_t sizes[4];
     Operand y, a, b, c;
     double alpha, beta;
-    const Weight *weight;
-    void (*linear)(const Weight *, const void *, int64_t, const void *, void *, int);
+    const void *weight;
+    void (*linear)(const void *, int64_t, const void *, int64_t, int);
 };
 
 constexpr int CHUNK = 512;
@@ -43,9 +44,9 @@ template <class F> static INLINE void binary(float *x, const float *b, int64_t c
 }
 
 // x <- op(x, b), both CHUNK floats of which `count` mean something
-static void compute(const Instruction &in, float *x, const float *b, int64_t count) {
+static void compute(const Instruction &in, int64_t op, float *x, const float *b, int64_t count) {
     const Floats one = splat(1.0f);
-    switch (in.op) {
+    switch (op) {
     case COPY: return;
     case NEG: return unary(x, count, [](Floats v) { return -v; });
     case ABS: return unary(x, count, [](Floats v) { return (Floats)((Words)v & 0x7fffffff); });
@@ -90,7 +91,7 @@ static void elementwise(const Instruction &in) {
             load(x, in.a.data, in.a.type, offset(in.a.strides, at) + first * in.a.strides[3], in.a.strides[3], count);
             if (has_b && in.b.data)
                 load(b, in.b.data, in.b.type, offset(in.b.strides, at) + first * in.b.strides[3], in.b.strides[3], count);
-            compute(in, x, b, count);
+            compute(in, in.op, x, b, count);
             store(x, in.y.data, in.y.type, offset(in.y.strides, at) + first * in.y.strides[3], in.y.strides[3], count);
         }
     });
@@ -113,6 +114,98 @@ static void reduce(const Instruction &in) {
     });
 }
 
+// Calls body(at) as for_rows, from several threads where it is worth it.
+template <class F> static INLINE void for_many_rows(const Instruction &in, F body) {
+    constexpr int64_t WORTH_IT = 1 << 13;  // numbers
+    const int64_t *sizes = in.sizes, rows = sizes[0] * sizes[1] * sizes[2];
+    auto some = [&](int64_t row, int64_t end) {
+        for (; row < end; row++) {
+            const int64_t at[3] = {row / (sizes[1] * sizes[2]), row / sizes[2] % sizes[1], row % sizes[2]};
+            body(at);
+        }
+    };
+    if (rows * sizes[3] < WORTH_IT) some(0, rows);
+    else parallel(rows, some);
+}
+
+static INLINE void load_row(float *x, const Operand &from, const int64_t *at, int64_t first, int64_t count) {
+    load(x, from.data, from.type, offset(from.strides, at) + first * from.strides[3], from.strides[3], count);
+}
+
+static INLINE void store_row(const float *x, const Operand &to, const int64_t *at, int64_t first, int64_t count) {
+    store(x, to.data, to.type, offset(to.strides, at) + first * to.strides[3], to.strides[3], count);
+}
+
+static INLINE void round_to(int64_t type, float *x, int64_t count) {
+    if (type == BFLOAT16)
+        for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = widen(narrow(*(const Floats *)(x + i)));
+    if (type == HALF)
+        for (int64_t i = 0; i < count; i++) x[i] = (float)(_Float16)x[i];
+}
+
+static void rms_norm(const Instruction &in) {
+    const int64_t width = in.sizes[3];
+    for_many_rows(in, [&](const int64_t *at) {
+        static thread_local Buffer buffer;
+        float *x = buffer.get<float>(width + LANES), weight[CHUNK];
+        load_row(x, in.a, at, 0, width);
+        for (int64_t i = width; i % LANES; i++) x[i] = 0;
+        Floats sums = splat(0.0f);
+        for (int64_t i = 0; i < width; i += LANES) {
+            Floats square = *(const Floats *)(x + i) * *(const Floats *)(x + i);
+            asm("" : "+v"(square));  // rounded before it is added, as by separate instructions
+            sums += square;
+        }
+        float sum = 0;
+        for (int i = 0; i < LANES; i++) sum += sums[i];
+        const float root = 1 / std::sqrt(sum / width + (float)in.alpha);
+        for (int64_t first = 0; first < width; first += CHUNK) {
+            const int64_t count = std::min<int64_t>(CHUNK, width - first);
+            float *part = x + first;
+            for (int64_t i = 0; i < count; i += LANES) *(Floats *)(part + i) *= root;
+            round_to(in.b.type, part, count);
+            load_row(weight, in.c, at, first, count);
+            for (int64_t i = 0; i < count; i += LANES) *(Floats *)(part + i) *= *(const Floats *)(weight + i);
+            store_row(part, in.y, at, first, count);
+        }
+    });
+}
+
+static void rotary(const Instruction &in) {
+    const int64_t dim = in.sizes[3], half = dim / 2;
+    for_many_rows(in, [&](const int64_t *at) {
+        static thread_local Buffer buffer;
+        float *x = buffer.get<float>(4 * (dim + LANES)), *turned = x + dim + LANES, *cosine = turned + dim + LANES, *sine = cosine + dim + LANES;
+        load_row(x, in.a, at, 0, dim);
+        load_row(cosine, in.b, at, 0, dim);
+        load_row(sine, in.c, at, 0, dim);
+        for (int64_t i = 0; i < half; i++) turned[i] = -x[half + i], turned[half + i] = x[i];
+        for (int64_t i = 0; i < dim; i += LANES) {
+            *(Floats *)(x + i) *= *(const Floats *)(cosine + i);
+            *(Floats *)(turned + i) *= *(const Floats *)(sine + i);
+        }
+        round_to(in.y.type, x, dim);
+        round_to(in.y.type, turned, dim);
+        for (int64_t i = 0; i < dim; i += LANES) *(Floats *)(x + i) += *(const Floats *)(turned + i);
+        store_row(x, in.y, at, 0, dim);
+    });
+}
+
+static void gated(const Instruction &in) {
+    for_many_rows(in, [&](const int64_t *at) {
+        float x[CHUNK], b[CHUNK];
+        for (int64_t first = 0; first < in.sizes[3]; first += CHUNK) {
+            const int64_t count = std::min<int64_t>(CHUNK, in.sizes[3] - first);
+            load_row(x, in.a, at, first, count);
+            compute(in, in.alpha, x, b, count);
+            round_to(in.c.type, x, count);
+            load_row(b, in.b, at, first, count);
+            compute(in, MUL, x, b, count);
+            store_row(x, in.y, at, first, count);
+        }
+    });
+}
+
 static void rows(const Instruction &in) {
     const int64_t bytes = in.sizes[3];
     for (int64_t i = 0; i < in.sizes[2]; i++)
@@ -125,13 +218,16 @@ extern "C" int64_t hf_tape(const Instruction *in, int64_t count) {
         if (in->op < MEAN) elementwise(*in);
         else if (in->op < ROWS) reduce(*in);
         else if (in->op == ROWS) rows(*in);
+        else if (in->op == RMS_NORM) rms_norm(*in);
+        else if (in->op == ROTARY) rotary(*in);
+        else if (in->op == GATED) gated(*in);
         else if (in->op == DENSE)
             dense((const uint16_t *)in->a.data, (const uint16_t *)in->b.data, (const uint16_t *)in->c.data, (uint16_t *)in->y.data,
                   in->sizes[1], in->sizes[2], in->sizes[3]);
         else if (in->op == CALL) {
             if (!((int (*)(const void *))in->linear)(in->weight)) return i + 1;
         }
-        else in->linear(in->weight, in->a.data, in->sizes[2], in->c.data, in->y.data, in->y.type == FLOAT);
+        else in->linear(in->weight, in->sizes[1], in->a.data, in->sizes[2], in->a.type == FLOAT);
     }
     return 0;
 }
