@@ -57,7 +57,7 @@ def rows() -> dict[str, dict | None]:
         table[f"int{bits} g64 gptq mixed refine"] = weight_only(
             bits, 64, method="gptq", mixed_precision=True, refine=True
         )
-    table["int8 channel rtn, int8_on_cpu"] = weight_only(8, -1, int8_on_cpu=True)
+    table["int8 channel rtn, int8_on_cpu"] = weight_only(8, -1, symmetric=True, int8_on_cpu=True)
     table["int4 g64 rtn, int8_on_cpu"] = weight_only(4, 64, int8_on_cpu=True)
     table["nf4 g64"] = weight_only(4, 64, codebook="nf4")
     table["nf4 g64 double quantization"] = weight_only(4, 64, codebook="nf4", double_quantization=True)
