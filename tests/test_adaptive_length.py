@@ -84,7 +84,39 @@ def test_limits_bound_the_depth():
 def test_seconds_between_and_beyond_what_was_measured():
     seconds = Seconds()
     assert seconds.largest == 0 and seconds.at(5) == 0.0
-    for size, value in ((2, 1.0), (2, 9.0), (2, 1.2), (10, 3.2)):
+    for size, value in ((2, 1.3), (2, 9.0), (2, 1.2), (10, 3.2)):
         seconds.add(size, value)
     assert seconds.at(2) == 1.2 and seconds.at(6) == pytest.approx(2.2)
     assert seconds.at(1) == 1.2 and seconds.at(50) == 3.2
+    for value in (2.0, 1.5, 1.6):
+        seconds.add(2, value)
+    assert seconds.at(2) == 1.3
+
+
+def test_columns_that_a_forward_computes_anyway_are_used():
+    """Of a draft whose tokens add less and less, as many are verified as fit, and forwards are timed by what they compute."""
+    length = AdaptiveLength(torch.nn.Linear(1, 1), 1, 20, padded=lambda columns: -(-columns // 8) * 8)
+    confidence = 0.9 * torch.full((1, 20), 0.6).cumprod(1)
+
+    def widths(steps):
+        for _ in range(steps):
+            drafted = length.choose([20]) and length.cut(
+                Proposal(torch.zeros(1, 20).long(), torch.full((1,), 20), confidence=confidence)
+            )
+            width = drafted.width if drafted else 0
+            length.learn(drafted or None, [width // 3], [width], 0.0, 1.0 + 0.5 * -(-(width + 1) // 8))
+            yield width
+
+    assert set(list(widths(30))[10:]) == {7}
+    assert length.forward.at(3) == length.forward.at(8) == 1.5
+
+
+def test_rows_that_have_ended_gain_nothing():
+    """Beside one row that goes on, forwards of seven that ended cost as much: a draft pays by the one alone."""
+    length = AdaptiveLength(torch.nn.Linear(1, 1), 8, 1)
+    for columns, seconds in ((1, 1.0), (2, 1.5)):
+        length.forward.add(8 * columns, seconds)
+    length.kept, length.tried = [9.0] * 8, [10.0] * 8
+    assert length.choose([1] + [0] * 7) == 1
+    length.kept[0] = 1.0
+    assert length.choose([1] + [0] * 7) == 0

@@ -237,7 +237,7 @@ def test_recorded_forwards_are_kept_until_the_model_changes():
 
     def generate(ids=ids):
         output = model.generate(ids, max_new_tokens=10, do_sample=False, pad_token_id=0)
-        return output, kept_tapes._kept[model]
+        return output, kept_tapes._kept[model][-1]
 
     first, kept = generate()
     assert kept.taped._tapes and generate()[1].cache is kept.cache
@@ -247,11 +247,36 @@ def test_recorded_forwards_are_kept_until_the_model_changes():
     )
     output, after = generate(other)
     assert torch.equal(output, expected) and after.cache is kept.cache
+    alone, after = generate(ids[:1])
+    assert torch.equal(alone, first[:1]) and after.cache is kept.cache, "fewer rows have room in it"
+    assert set(after.taped._tapes) == {(1, 1), (2, 1)} and torch.equal(generate()[0], first)
+    more = generate(ids.repeat(2, 1))
+    assert torch.equal(more[0], first.repeat(2, 1)) and more[1].cache is not kept.cache, "and more rows have not"
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     changed, after = generate()
-    assert after.cache is not kept.cache and not torch.equal(changed, first)
-    assert generate(ids[:1])[1].rows == 1, "another number of rows, another cache"
+    assert after.cache is not more[1].cache and not torch.equal(changed, first)
     with torch.inference_mode():
         generate(ids[:1])
     assert torch.equal(generate(ids[:1])[0], changed[:1]), "tensors of inference mode stay there"
+
+
+def test_rows_leave_by_halves_and_what_was_recorded_stays(monkeypatch):
+    """Forwards of rows that have ended, of what is left of the batch, and of a whole batch again."""
+    model, ids = enable_speculation(tiny_model("llama", eos_token_id=None)), torch.randint(3, 128, (5, 9))
+    longest = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)
+    ends = [longest[row, 9 + 7 * row + 3].item() for row in range(5)]
+    options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0, eos_token_id=ends)
+    alone = [model.generate(row[None], **options)[0] for row in ids]
+    made = []
+    tape = Tape.__init__
+    monkeypatch.setattr(Tape, "__init__", lambda self, forward: made.append(1) or tape(self, forward))
+    for lookup in (None, 6):
+        for again in (False, True):
+            made.clear()
+            output = model.generate(ids, **options, prompt_lookup_num_tokens=lookup)
+            for row, right in zip(output, alone):
+                assert torch.equal(row[: len(right)], right) and (row[len(right) :] == 0).all()
+            assert not (again and made and lookup is None), "everything was recorded in the first call"
+    rows = {rows for rows, _ in kept_tapes._kept[model][-1].taped._tapes}
+    assert {5, 1} < rows <= {5, 2, 1}

@@ -61,7 +61,7 @@ class CacheState:
         self.pending = None
         self.planned: PlannedForward | None = None
         self.tree: torch.Tensor | None = None  # of the forward under way, as in `Step`
-        self.tables: dict[torch.device, DeviceTables] = {}
+        self.tables: dict[tuple[torch.device, int], DeviceTables] = {}  # of each device and number of rows
 
     def restore(self, snapshot: dict, column_mask: torch.Tensor | None) -> None:
         """Takes up where another cache was: the pool's snapshot, and `columns` beside it. Raises ValueError when that cannot
@@ -217,11 +217,13 @@ class CacheState:
         self.steps += 1
         self.step = Step(self.pool, change, starts, valid, width, dropped, self.tree)
         changes = self.pool.table_changes()
-        for device, tables in self.tables.items():
+        for (device, rows), tables in self.tables.items():
+            if rows != len(starts):  # of a batch before or after rows left it, which are all reported anew
+                continue
             if tables.fits(self.pool):
                 tables.update(changes, starts, self.previous_columns, self.pool.dropped)
             else:
-                self.tables[device] = DeviceTables(self.pool, starts, self.previous_columns, device)
+                self.tables[device, rows] = DeviceTables(self.pool, starts, self.previous_columns, device)
 
     def _drop(self, counts: list[int], evenly: bool) -> list[int] | None:
         """Drops what no query sees any more, as much of each row as of the others when `evenly`. Returns how many tokens."""
@@ -237,9 +239,10 @@ class CacheState:
 
     def tables_on(self, device) -> DeviceTables:
         """The tables of the current step."""
-        if device not in self.tables:
-            self.tables[device] = DeviceTables(self.pool, self.step.starts, self.previous_columns, device)
-        return self.tables[device]
+        place = device, len(self.pool.tables)
+        if place not in self.tables:
+            self.tables[place] = DeviceTables(self.pool, self.step.starts, self.previous_columns, device)
+        return self.tables[place]
 
     def rewind(self, lengths: list[int]) -> None:
         held = self.lengths

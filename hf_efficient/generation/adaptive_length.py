@@ -3,7 +3,7 @@
 import weakref
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from statistics import median
+from collections.abc import Callable
 
 import torch
 
@@ -17,19 +17,20 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # plain steps between two trials of a draft
 
 
 class Seconds:
-    """Measured times by size: the median of the last few of each size, lines between sizes, and beyond the largest size no more
-    than there, so that larger ones are tried."""
+    """Measured times by size: the lower quartile of the last few of each size (what else the machine does only adds), lines
+    between sizes, and beyond the largest size no more than there, so that larger ones are tried."""
 
     def __init__(self):
         self._measured: dict[int, deque] = defaultdict(lambda: deque(maxlen=7))
         self._sizes: list[int] = []
-        self._medians: dict[int, float] = {}
+        self._quartiles: dict[int, float] = {}
 
     def add(self, size: int, seconds: float) -> None:
         if size not in self._measured:
             insort(self._sizes, size)
-        self._measured[size].append(seconds)
-        self._medians[size] = median(self._measured[size])
+        measured = self._measured[size]
+        measured.append(seconds)
+        self._quartiles[size] = sorted(measured)[(len(measured) - 1) // 4]
 
     @property
     def largest(self) -> int:
@@ -40,14 +41,14 @@ class Seconds:
         """0.0 while nothing is known."""
         if not self._sizes:
             return 0.0
-        if size in self._medians:
-            return self._medians[size]
+        if size in self._quartiles:
+            return self._quartiles[size]
         after = bisect_left(self._sizes, size)
         if after in (0, len(self._sizes)):
-            return self._medians[self._sizes[min(after, len(self._sizes) - 1)]]
+            return self._quartiles[self._sizes[min(after, len(self._sizes) - 1)]]
         low, high = self._sizes[after - 1], self._sizes[after]
         share = (size - low) / (high - low)
-        return self._medians[low] + share * (self._medians[high] - self._medians[low])
+        return self._quartiles[low] + share * (self._quartiles[high] - self._quartiles[low])
 
 
 _forward_seconds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Seconds by rows * columns
@@ -65,10 +66,20 @@ class AdaptiveLength:
         rows: in the batch.
         depth: the deepest draft.
         draft_cost: seconds of drafting one token by those of a forward, where nothing is measured.
+        padded: how many columns a forward of so many computes.
     """
 
-    def __init__(self, model, rows: int, depth: int, timed: bool = True, draft_cost: float = 0.0):
-        self.depth, self.timed, self.draft_cost = depth, timed, draft_cost
+    def __init__(
+        self,
+        model,
+        rows: int,
+        depth: int,
+        timed: bool = True,
+        draft_cost: float = 0.0,
+        padded: Callable[[int], int] = lambda columns: columns,
+    ):
+        self.depth, self.timed, self.draft_cost, self.padded = depth, timed, draft_cost, padded
+        self.growing = rows  # those of the batch that have not ended
         self.forward = _forward_seconds.setdefault(model, Seconds()) if timed else Seconds()
         self.drafting = Seconds()
         self.kept, self.tried = [0.0] * rows, [0.0] * rows  # of the drafts that had only right ones before them
@@ -79,6 +90,7 @@ class AdaptiveLength:
     def choose(self, limits: list[int]) -> int:
         """How deep to draft now, 0 for a plain step."""
         rows, deepest = len(limits), min(self.depth, max(limits))
+        self.growing = max(1, sum(limit > 0 for limit in limits))
         if deepest == 0 or (self.timed and not self.forward.largest):
             return 0  # the first step shows what a plain one costs
         if self.tells_itself and self.drafting.at(deepest) < CHEAP * self.forward.at(rows):
@@ -110,12 +122,14 @@ class AdaptiveLength:
         accepted: list[int],
         depths: list[int],
         draft_seconds: float,
-        verify_seconds: float,
+        verify_seconds: float | None,
     ) -> None:
-        """After a step: accepted and depths (of the deepest draft) of each row; seconds of `propose`, and of the rest."""
+        """After a step: accepted and depths (of the deepest draft) of each row; seconds of `propose`, and of the rest, None when
+        they say nothing about later steps."""
         width = 0 if proposal is None else proposal.width
         if self.timed:
-            self.forward.add(len(accepted) * (width + 1), verify_seconds)
+            if verify_seconds is not None:
+                self.forward.add(len(accepted) * self.padded(width + 1), verify_seconds)
             if width:
                 self.drafting.add(max(depths), draft_seconds)
         for row, (hits, depth) in enumerate(zip(accepted, depths)):
@@ -131,16 +145,16 @@ class AdaptiveLength:
         self.kept, self.tried = [self.kept[row] for row in rows], [self.tried[row] for row in rows]
 
     def _widest(self, rows: int) -> int:
-        """So many drafts a row are tried at most: twice what has been measured."""
-        return max(3, 2 * (self.forward.largest // rows)) if self.timed else self.depth
+        """So many drafts a row are tried at most: with the token before them twice the columns that have been measured."""
+        return max(4, 2 * (self.forward.largest // rows)) - 1 if self.timed else self.depth
 
     def _best(self, rows: int, gains: list[float], drafts: bool) -> int:
         """The number of tokens that gives most tokens a second. gains: what each of them adds to the tokens of the step.
         drafts: drafting them is still to be paid."""
-        best, total, best_rate = 0, 0.0, rows / self._seconds(rows, 0, drafts)
+        best, total, best_rate = 0, 0.0, self.growing / self._seconds(rows, 0, drafts)
         for width, gain in enumerate(gains, 1):
             total += gain
-            rate = (rows + total) / self._seconds(rows, width, drafts)
+            rate = (self.growing + total) / self._seconds(rows, width, drafts)
             if rate > best_rate:
                 best, best_rate = width, rate
         if best:
@@ -156,7 +170,7 @@ class AdaptiveLength:
         """Of a step that verifies `width` drafts a row."""
         if not self.timed:
             return 1.0 + self.draft_cost * width
-        return self.forward.at(rows * (width + 1)) + (self.drafting.at(width) if drafts and width else 0.0)
+        return self.forward.at(rows * self.padded(width + 1)) + (self.drafting.at(width) if drafts and width else 0.0)
 
 
 def _promised(proposal: Proposal) -> list[float]:

@@ -1,4 +1,4 @@
-"""Recorded forwards that outlive a `generate()` call: with the cache that they read, for the next call of the same shape."""
+"""Recorded forwards that outlive a `generate()` call: with the cache that they read, for the next call on the model."""
 
 import threading
 import weakref
@@ -12,19 +12,18 @@ from hf_efficient.generation.taped_forward import TapedForward
 
 
 MOST_BYTES = 256 << 20  # a larger cache is not kept
+MOST = 2  # of a model: with and without what draft heads read of it
 
 
 class Kept(NamedTuple):
-    """rows, tokens: what the cache was made for. key: `ModelKey.digest` and how the model attends, when it was made."""
+    """key: `ModelKey.digest`, how the model attends and what is read of it, when the cache was made."""
 
-    rows: int
-    tokens: int
     key: tuple
     cache: PagedCache
     taped: TapedForward | None
 
 
-_kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Kept
+_kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> list of Kept, the latest last
 _lock = threading.Lock()
 
 
@@ -32,27 +31,37 @@ def take(model, rows: int, tokens: int | None, keeps_hidden: bool) -> Kept:
     """A cache with room for `rows` rows of `tokens` tokens, and what was recorded over it: another call's that has ended, if
     nothing about the model has changed, else new and empty. Until `give_back` nobody else is given it. Where nothing can be
     recorded, or `tokens` is None, it grows."""
-    with _lock:
-        kept = _kept.pop(model, None)
     cache = PagedCache(model.config)
     if tokens is None or model.device.type != "cpu" or not cache.reads_pages:
-        return Kept(rows, 0, (), cache, None)
+        with _lock:
+            _kept.pop(model, None)
+        return Kept((), cache, None)
     attention = model.config.get_text_config(decoder=True)._attn_implementation
-    key = ModelKey(model).digest, attention, keeps_hidden, torch.is_inference_mode_enabled()
-    if kept is not None and (kept.rows, kept.key) == (rows, key) and kept.tokens >= tokens:
-        kept.cache.rewind([0] * rows)
+    digest = ModelKey(model).digest
+    key = digest, attention, keeps_hidden, torch.is_inference_mode_enabled()
+    blocks = rows * -(-max(512, 1 << (tokens - 1).bit_length()) // cache.block_size)
+    with _lock:
+        mine = _kept[model] = [kept for kept in _kept.get(model, ()) if kept.key[0] == digest]
+        kept = next((kept for kept in mine if kept.key == key), None)
+        if kept is not None:
+            mine.remove(kept)
+    if kept is not None and kept.cache.state.pool.num_blocks >= blocks:
+        present = kept.cache.batch_size
+        kept.cache.rewind([0] * present)
+        if present != rows:
+            kept.cache.batch_select_indices(torch.zeros(rows, dtype=torch.int64))
         return kept
-    tokens = max(512, 1 << (tokens - 1).bit_length())
-    cache = PagedCache(model.config, num_blocks=rows * -(-tokens // cache.block_size))
+    cache = PagedCache(model.config, num_blocks=blocks)
     for layer in cache.layers:
         layer.exact = False  # nobody else sees this cache: its pages are read where they lie, prompts too
-    return Kept(rows, tokens, key, cache, None)
+    return Kept(key, cache, None)
 
 
 def give_back(model, kept: Kept, taped: TapedForward | None) -> None:
     """After a call that nobody holds the cache of."""
-    if taped is None or len(kept.cache.cache_seqlens) != kept.rows or kept.cache.stats().bytes_allocated > MOST_BYTES:
+    if taped is None or kept.cache.stats().bytes_allocated > MOST_BYTES:
         return
     taped.forward = None
     with _lock:
-        _kept[model] = kept._replace(taped=taped)
+        others = [other for other in _kept.get(model, ()) if other.key != kept.key]
+        _kept[model] = [*others, kept._replace(taped=taped)][-MOST:]

@@ -22,7 +22,8 @@ class SpeculativeLoop:
         sequences: holds the prompts, no token generated yet.
         do_sample, acceptance: as in `verify`.
         adaptive: how many tokens are drafted follows from what pays; else always as many as the drafter may.
-        keep_rows: finished rows stay in the target's cache, at their final length; else they leave the batch.
+        keep_rows: finished rows stay in the target's cache, at their final length; else they leave the batch, where forwards
+            are recorded as soon as half of the rows may.
         streamer: is put every token of the only row.
     """
 
@@ -44,7 +45,7 @@ class SpeculativeLoop:
         if adaptive and drafter is not None:
             timed = not (drafter.draws and do_sample)
             self.length = AdaptiveLength(
-                target.model, sequences.batch_size, drafter.max_tokens, timed, drafter.relative_cost
+                target.model, sequences.batch_size, drafter.max_tokens, timed, drafter.relative_cost, target.padded
             )
         self.seconds = dict.fromkeys(("draft", "verify", "host"), 0.0)
         self._since = perf_counter()
@@ -125,7 +126,8 @@ class SpeculativeLoop:
                 if new[row]:
                     self.statistics.add(b, drafted[row], depths[row], accepted[row])
             if self.length is not None:
-                self.length.learn(proposal, accepted, depths, self._draft_seconds, verify_seconds)
+                seconds = verify_seconds if self.target.settled else None
+                self.length.learn(proposal, accepted, depths, self._draft_seconds, seconds)
         if self.streamer is not None:
             for token in new[0]:
                 self.streamer.put(torch.tensor([token]))
@@ -141,7 +143,9 @@ class SpeculativeLoop:
             target.keep([some if kept else [] for some, kept in zip(columns, new)])
         going = [row for row, b in enumerate(sequences.live) if sequences.unfinished(b)]
         self._rows = list(range(len(sequences.live)))
-        if going and len(going) < len(sequences.live) and not self.keep_rows:
+        # with recordings for every number of rows, rows leave by halves
+        most = len(sequences.live) // 2 if target.taped is not None else len(sequences.live) - 1
+        if 0 < len(going) <= most and not self.keep_rows:
             self._rows = going
             sequences.select(going)
             target.select(going)

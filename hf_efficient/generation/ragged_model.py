@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.step import tree_mask
-from hf_efficient.generation.taped_forward import TapedForward
+from hf_efficient.generation.taped_forward import TapedForward, padded
 
 
 class RaggedModel:
@@ -151,6 +151,15 @@ class RaggedModel:
         with self._keeping_hidden(), _without_warnings(self.model):
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits
         return logits, self.hidden
+
+    @property
+    def settled(self) -> bool:
+        """Whether forwards like the last one will take as long from now on: not before they are recorded."""
+        return self.taped is None or self.taped.settled
+
+    def padded(self, columns: int) -> int:
+        """How many columns a forward of so many computes."""
+        return columns if self.taped is None else padded(columns)
 
     def keep(self, columns: list[list[int]]) -> None:
         """Of the tokens of the last forward, row b keeps those numbered `columns[b]`, ascending."""

@@ -1,17 +1,18 @@
-"""Forwards of few tokens on a CPU, recorded once for every number of rows and columns and then replayed."""
+"""Forwards of few tokens on a CPU, recorded once for every number of rows and of columns and then replayed."""
 
-from collections import Counter
 from collections.abc import Callable
 
 import torch
 
 from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.cache.step import tree_mask as tree_bits
 from hf_efficient.kernels.tape import NotReplayable, Tape, interpreter
 
 
-BEFORE_RECORDING = 4  # forwards of a kind that run as they are: recording costs about three of them
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+BEFORE_RECORDING = 2  # forwards of a model that run as they are: recording costs about three of them
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MOST_TOKENS = 128  # of all rows: beyond, a forward takes so long that what is saved does not show
+MOST_KEPT = 1024  # tokens of all recordings: what they compute lies in memory
 
 
 class TapedForward:
@@ -21,10 +22,12 @@ class TapedForward:
     then on.
     """
 
+    settled = True  # whether forwards like the last one will take as long from now on
+
     def __init__(self, forward: Callable, cache: PagedCache):
         self.forward, self.cache = forward, cache
-        self._tapes: dict[tuple, tuple] = {}
-        self._seen: Counter = Counter()
+        self._tapes: dict[tuple[int, int], tuple] = {}  # the latest used last
+        self._seen = 0
         self._works = True
 
     @staticmethod
@@ -44,14 +47,19 @@ class TapedForward:
         int64 of the shape that the model takes; tree_mask as in `PagedCache.decode_step`. Returns what `forward` returned, in
         tensors that the next call overwrites; None when the forward has to run as it is."""
         rows, columns = tokens.shape
-        width = next(width for width in WIDTHS if width >= columns) if columns <= WIDTHS[-1] else columns
-        kind = rows, width, tree_mask is not None
-        self._seen[kind] += 1
-        if not self._works or tokens.numel() > MOST_TOKENS or self._seen[kind] <= BEFORE_RECORDING:
+        width = padded(columns)
+        self.settled = not self._works or columns > WIDTHS[-1] or rows * width > MOST_TOKENS
+        if self.settled:
             return None
+        self._seen += 1
+        if self._seen <= BEFORE_RECORDING:
+            return None
+        if tree_mask is None and columns > 1 and self.cache.takes_trees:  # one continuation is a tree too: fewer kinds
+            order = torch.arange(columns)
+            tree_mask = tree_bits((order <= order[:, None]).expand(rows, -1, -1))
         new = (tokens, positions) if tree_mask is None else (tokens, positions, tree_mask)
         new = [torch.cat([x, x[..., -1:].expand(*x.shape[:-1], width - columns)], -1) for x in new]
-        inputs, places, tape = self._tapes.get(kind, (None, None, None))
+        inputs, places, tape = self._tapes.pop((rows, width), (None, None, None))
         if inputs is None:
             inputs = tuple(tensor.clone() for tensor in new)
         for static, values in zip(inputs, new):
@@ -59,17 +67,29 @@ class TapedForward:
         try:
             with self.cache.decode_step(width, *inputs[2:]):
                 if places == self._places():
+                    self._tapes[rows, width] = inputs, places, tape
+                    self.settled = True
                     return tape.replay()
                 tape = Tape(lambda: self.forward(*inputs[:2]))
-                self._tapes[kind] = inputs, self._places(), tape
+                self._keep((rows, width), (inputs, self._places(), tape))
                 return tape.output
         except NotReplayable:
             self._works = False
             return None
 
+    def _keep(self, kind: tuple[int, int], recorded: tuple) -> None:
+        self._tapes[kind] = recorded
+        while sum(rows * width for rows, width in self._tapes) > MOST_KEPT:
+            del self._tapes[next(iter(self._tapes))]
+
     def _places(self) -> list[int]:
         """Where everything lies that the cache may replace by other tensors."""
         return [tensor.data_ptr() for tensor in self.cache.static_tensors()]
+
+
+def padded(columns: int) -> int:
+    """How many columns a forward of so many computes."""
+    return next((width for width in WIDTHS if width >= columns), columns)
 
 
 def _is_watched(module) -> bool:
