@@ -256,6 +256,10 @@ def test_recorded_forwards_are_kept_until_the_model_changes():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     changed, after = generate()
     assert after.cache is not more[1].cache and not torch.equal(changed, first)
+    seen = []
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: seen.append(1))
+    assert torch.equal(generate()[0], changed) and len(seen) == 10, "one who watches sees every forward"
+    hook.remove()
     with torch.inference_mode():
         generate(ids[:1])
     assert torch.equal(generate(ids[:1])[0], changed[:1]), "tensors of inference mode stay there"

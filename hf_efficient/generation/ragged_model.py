@@ -100,10 +100,12 @@ class RaggedModel:
         for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):  # what is generated is text
             if key in self.extra:
                 self.extra[key] = torch.zeros_like(self.extra[key][:, -1:])
-        if self.taped is not None:
-            self.taped.forward = self._forward
-        elif TapedForward.serves(self.model, self.cache):
+        if not TapedForward.serves(self.model, self.cache):  # somebody may watch it since it was recorded
+            self.taped = None
+        elif self.taped is None:
             self.taped = TapedForward(self._forward, self.cache)
+        else:
+            self.taped.forward = self._forward
         return outputs.logits[:, -1]
 
     def __call__(
