@@ -1,15 +1,21 @@
 """Speculative against plain decoding of SmolLM2-135M-Instruct on CPU, on prompts whose answers copy from them (summarise,
 rewrite, edit code) and on open chat. Writes benchmarks/results/speculation_cpu.json.
 
+The copying prompts were chosen by what plain decoding answers, before anything was timed: at least half of the tokens of each
+answer stand in the prompt within 8 tokens in a row (`copied`). `ceiling` is what no lookup can exceed: tokens per step when
+after each token the longest of all texts of at least 3 tokens that stood there before and are right is drafted whole.
+
 Every repeat takes the prompts in turn, and with each all ways to generate, so that what else the machine does falls on all of
 them; the first repeat warms up and is not counted. Batch 1 is the prompts one by one, batch 8 all of a kind at once. Greedy,
-bf16, whole calls of generate(), the prompt included:
+bf16 or, with --bits 4, weight-only int4 with an int8 output head, the same model everywhere; whole calls of generate(), the
+prompt included:
   generate         generate() without a drafter
   loop             the speculative loop without a drafter, which is what generate() runs on a CPU where it can
   transformers     plain generate() of a model that hf_efficient has not touched (sdpa, DynamicCache)
   transformers prompt_lookup, transformers assistant   its own speculation (batch 1)
+  transformers prompt_lookup N   its own with prompt_lookup_num_tokens=N; goals are against the faster
   others           our drafters; `both` is the best of prompt lookup and token recycling, and `assistant` drafts with the same
-                   4-bit model as transformers' assistant
+                   4-bit model as transformers' assistant (not with --bits 4, where it would be the target)
 A record has tokens/s (of the median of each prompt's seconds; the slowest and the fastest repeat stand beside it) and their
 ratio to `generate`, `loop` and `transformers`; `decoding_ratio`, to `loop` by the time after the prompt; tokens per step;
 acceptance by position (a mean over prompts); seconds of draft, verification and host; and `host_share`, the share of all these
@@ -17,16 +23,21 @@ spent neither in the drafter nor in the target's forward (the cache's bookkeepin
 equal logits fall differently in bf16 when several tokens are computed at once, so `identical` counts the rows whose tokens are
 those of plain generation (of `generate`, or of `transformers` for its own), and nothing is asserted.
 
-    python benchmarks/speculation.py [--quick] [--threads 2] [--repeats 5] [--prompts 8] [--heads FOLDER] [--output FILE]
+    python benchmarks/speculation.py [--quick] [--bits 4] [--threads 2] [--repeats 5] [--prompts 8] [--heads FOLDER]
+        [--parts copying-1 copying-8 chat-1 chat-8] [--ways NAME ...] [--output FILE]
+
+With --parts the others stay as they are in the file, if they are of the same commit, model and number of repeats.
 """
 
 import argparse
+import colorsys
 import copy
 import functools
 import inspect
 import itertools
 import json
 import os
+import random
 import statistics
 import textwrap
 import time
@@ -42,7 +53,9 @@ from hf_efficient.generation.ragged_model import RaggedModel
 
 
 ROOT = Path(__file__).resolve().parents[1]
-GUESSES = 10  # prompt_lookup_num_tokens, ours and transformers'
+GUESSES, THEIRS = 32, (10, 32)  # prompt_lookup_num_tokens: as many as we may, and what transformers always takes
+NEW = {"copying": 256, "chat": 128}  # tokens at most
+PARTS = ("copying-1", "copying-8", "chat-1", "chat-8")
 COUNTED = ("draft_seconds", "verify_seconds", "host_seconds")
 CHAT = (
     "Why is the sky blue? Explain it to a child.",
@@ -58,17 +71,42 @@ CHAT = (
 
 def copying() -> list[str]:
     news = [story for story in samples.sample_text("news").split("\n\n") if 800 < len(story) < 1300]
-    code = [inspect.getsource(function) for function in (textwrap.shorten, statistics.fmean, copy.copy)]
+    code = [
+        textwrap.dedent(inspect.getsource(each))
+        for each in (textwrap.shorten, colorsys.rgb_to_hls, random.Random.choices)
+    ]
     return [
         f"Summarise this text in a few sentences.\n\n{news[0]}",
         f"Which sentences of this text matter most? Quote them.\n\n{news[1]}",
         f"Write this text again and correct its spelling where it is wrong.\n\n{news[2]}",
-        f"Write this text again in the past tense.\n\n{news[3]}",
+        f"{news[8]}\n\nWrite the text above again, word for word, with its spelling mistakes corrected.",
         f"Repeat this text with the first sentence left out.\n\n{news[4]}",
         f"Add type annotations to this function and show all of it.\n\n```python\n{code[0]}```",
-        f"Rename the argument `data` to `values` and show the whole function.\n\n```python\n{code[1]}```",
-        f"Rename the variable `cls` to `kind` and show the whole function.\n\n```python\n{code[2]}```",
+        f"Output this function with type annotations added. Show all of the code.\n\n```python\n{code[1]}```",
+        f"Output this function with type annotations added. Show all of the code.\n\n```python\n{code[2]}```",
     ]
+
+
+def copied(prompt: list[int], answer: list[int], run: int = 8) -> float:
+    """The share of the answer that stands in the prompt within `run` tokens in a row."""
+    there = {tuple(prompt[i : i + run]) for i in range(len(prompt) - run + 1)}
+    found = [tuple(answer[i : i + run]) in there for i in range(len(answer))]
+    return statistics.mean(any(found[max(0, i - run + 1) : i + 1]) for i in range(len(answer)))
+
+
+def ceiling(prompt: list[int], answer: list[int]) -> int:
+    """Steps for all tokens of the answer but the first."""
+    text, at, steps = prompt + answer, len(prompt) + 1, 0
+    while at < len(text):
+        longest = 0
+        for start in range(at):
+            length = 0
+            while at + length < len(text) and text[start + length] == text[at + length]:
+                length += 1
+            longest = max(longest, length)
+        at += 1 + (longest if longest >= 3 else 0)
+        steps += 1
+    return steps
 
 
 def noting(model) -> list[float]:
@@ -87,10 +125,16 @@ def noting(model) -> list[float]:
     return seconds
 
 
-def ways_to_generate(folder: Path, heads: Path | None) -> tuple[dict, list[float]]:
+def ways_to_generate(folder: Path, heads: Path | None, bits: int) -> tuple[dict, list[float]]:
     """name -> (plain way whose tokens are the right ones, largest batch, generate(**inputs)); and the seconds of our model's
     forwards, as they come."""
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval() for _ in range(2))
+    quantized = {}
+    if bits == 4:
+        int4 = hf_efficient.WeightOnlyConfig(bits=4, quantize_lm_head=True, overrides={"lm_head": {"bits": 8}})
+        quantized = {"quantization_config": int4}
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **quantized).eval() for _ in range(2)
+    )
     hf_efficient.enable_speculation(ours).set_attn_implementation("flash_paged")
     four_bits = hf_efficient.WeightOnlyConfig(bits=4, group_size=32)
     draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=four_bits).eval()
@@ -115,20 +159,26 @@ def ways_to_generate(folder: Path, heads: Path | None) -> tuple[dict, list[float
     def drafted(make):
         return lambda **inputs: ours.generate(**inputs, assistant_model=make())
 
-    loop, lookup = {"custom_generate": hf_efficient.speculative_generate}, {"prompt_lookup_num_tokens": GUESSES}
+    def looking_up(model, guesses):
+        return lambda **inputs: model.generate(**inputs, prompt_lookup_num_tokens=guesses)
+
+    loop = {"custom_generate": hf_efficient.speculative_generate}
     found = {
         "generate": ("generate", 8, plain),
         "loop": ("generate", 8, lambda **inputs: ours.generate(**inputs, **loop)),
-        "prompt_lookup": ("generate", 8, lambda **inputs: ours.generate(**inputs, **lookup)),
+        "prompt_lookup": ("generate", 8, looking_up(ours, GUESSES)),
         # new ones each time, as they learn the answers
         "token_recycling": ("generate", 8, drafted(hf_efficient.TokenRecycling)),
         "both": ("generate", 8, drafted(both)),
         "self_speculation": ("generate", 8, drafted(lambda: itself)),
         "assistant": ("generate", 8, assisted(ours, "flash_paged")),
         "transformers": ("transformers", 8, theirs.generate),
-        "transformers prompt_lookup": ("transformers", 1, lambda **inputs: theirs.generate(**inputs, **lookup)),
+        **{f"transformers prompt_lookup {n}": ("transformers", 1, looking_up(theirs, n)) for n in THEIRS},
         "transformers assistant": ("transformers", 1, assisted(theirs, "sdpa")),
     }
+    if bits == 4:
+        for name in ("self_speculation", "assistant", "transformers assistant"):
+            del found[name]
     if heads is not None:
         trained = hf_efficient.DraftHeads.from_pretrained(heads)
         found["heads"] = ("generate", 8, drafted(lambda: trained))
@@ -197,8 +247,8 @@ def goals(lines: list[dict]) -> list[dict]:
     found = {(line["prompts"], line["batch"], line["way"]): line for line in lines}
 
     def ratio(kind, size, ours, *others):
-        speed = [found.get((kind, size, name), {}).get("tokens_per_s") for name in (ours, *others)]
-        return None if None in speed else speed[0]["median"] / max(other["median"] for other in speed[1:])
+        speed = [found[kind, size, name]["tokens_per_s"] for name in (ours, *others) if (kind, size, name) in found]
+        return speed[0]["median"] / max(other["median"] for other in speed[1:]) if len(speed) > len(others) else None
 
     rows = [
         (f"{way} over plain decoding, {kind}, batch {size}", at_least, ratio(kind, size, way, "generate", "loop"))
@@ -209,8 +259,11 @@ def goals(lines: list[dict]) -> list[dict]:
         )
     ]
     rows += [
-        (f"{way} over that of transformers, {kind}, batch 1", 1.3, ratio(kind, 1, way, f"transformers {way}"))
-        for way in ("prompt_lookup", "assistant")
+        (f"{way} over that of transformers, {kind}, batch 1", 1.3, ratio(kind, 1, way, *theirs))
+        for way, theirs in (
+            ("prompt_lookup", [f"transformers prompt_lookup {n}" for n in THEIRS]),
+            ("assistant", ["transformers assistant"]),
+        )
         for kind in ("copying", "chat")
     ]
     host = [line["host_share"] for line in lines if line["batch"] == 8 and "host_share" in line]
@@ -228,42 +281,80 @@ def rounded(value):
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+def traits_of(batches: list[dict], outputs: list, end: int) -> dict:
+    """How much of each plain answer was copied, and its tokens per step at most."""
+    shares, most = [], []
+    for inputs, output in zip(batches, outputs):
+        for ids, mask, answer in zip(inputs["input_ids"], inputs["attention_mask"], rows_of(output, inputs, end)):
+            prompt = ids[mask.bool()].tolist()
+            shares.append(copied(prompt, answer))
+            most.append((len(answer) - 1) / ceiling(prompt, answer))
+    return {"copied": shares, "ceiling": most}
+
+
+def others(output: Path, settings: dict, about: dict, parts: list[str]) -> tuple[list[dict], dict]:
+    """The records and answers of the other parts that `output` holds from before."""
+    if not output.exists():
+        return [], {}
+    before = json.loads(output.read_text())
+    same = before["environment"].get("commit") == about.get("commit")
+    if not same or any(before.get(name) != value for name, value in settings.items()):
+        return [], {}
+    records = [r for r in before["records"] if f"{r['prompts']}-{1 if r['batch'] == 1 else 8}" not in parts]
+    return records, {part: value for part, value in before["answers"].items() if part not in parts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three prompts, 16 tokens, once: tests the script")
+    parser.add_argument("--bits", type=int, choices=(4, 16), default=16, help="of the weights")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=8, help="of each kind, at batch 1")
     parser.add_argument("--heads", type=Path, help="folder of draft heads trained for the model")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/speculation_cpu.json")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--ways", nargs="+", help="only these ways to generate; all by default")
+    parser.add_argument("--output", type=Path, help="by default benchmarks/results/speculation_cpu[_int4].json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    new, repeats = (16, 1) if options.quick else (128, options.repeats)
+    repeats = 1 if options.quick else options.repeats
+    output = options.output
+    if output is None:
+        output = ROOT / f"benchmarks/results/speculation_cpu{'_int4' if options.bits == 4 else ''}.json"
+    settings = {"bits": options.bits, "repeats": repeats, "prompts_at_batch_1": options.prompts}
+    about = environment.describe()
+    lines, traits = others(output, settings, about, options.parts)
     folder = samples.sample_model()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    found, forwards = ways_to_generate(folder, options.heads)
-    lines = []
-    for kind, prompts in (("copying", copying()), ("chat", CHAT)):
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    found, forwards = ways_to_generate(folder, options.heads, options.bits)
+    if options.ways:
+        found = {
+            name: way for name, way in found.items() if name in (*options.ways, "generate", "loop", "transformers")
+        }
+    for part in options.parts:
+        kind, size = part.split("-")
+        new = 16 if options.quick else NEW[kind]
+        chats = [[{"role": "user", "content": prompt}] for prompt in (copying() if kind == "copying" else CHAT)]
         template = dict(add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True)
         chats = chats[-3:] if options.quick else chats
-        few = chats[:: max(1, len(chats) // options.prompts)]
-        for size, groups in ((1, [[chat] for chat in few]), (len(chats), [chats])):
-            batches = [dict(tokenizer.apply_chat_template(group, **template)) for group in groups]
-            ways = {name: way for name, way in found.items() if way[1] >= size}
-            measured = measure(ways, forwards, batches, new, repeats)
-            some = [
-                record(kind, size, name, measured, ways[name][0], batches, tokenizer.eos_token_id) for name in ways
-            ]
-            speed = {line["way"]: line["tokens_per_s"]["median"] for line in some}
-            decoded = next(line["decoded_tokens_per_s"] for line in some if line["way"] == "loop")
-            for line in some:
-                plain = ("generate", "loop", "transformers")
-                line["ratio"] = {name: speed[line["way"]] / speed[name] for name in plain}
-                if "decoded_tokens_per_s" in line:
-                    line["decoding_ratio"] = line["decoded_tokens_per_s"] / decoded
-                print(json.dumps(rounded(line)), flush=True)
-            lines += some
+        size = 1 if size == "1" else len(chats)
+        groups = [[chat] for chat in chats[:: max(1, len(chats) // options.prompts)]] if size == 1 else [chats]
+        batches = [dict(tokenizer.apply_chat_template(group, **template)) for group in groups]
+        ways = {name: way for name, way in found.items() if way[1] >= size}
+        measured = measure(ways, forwards, batches, new, repeats)
+        end = tokenizer.eos_token_id
+        some = [record(kind, size, name, measured, ways[name][0], batches, end) for name in ways]
+        speed = {line["way"]: line["tokens_per_s"]["median"] for line in some}
+        decoded = next(line["decoded_tokens_per_s"] for line in some if line["way"] == "loop")
+        for line in some:
+            plain = ("generate", "loop", "transformers")
+            line["ratio"] = {name: speed[line["way"]] / speed[name] for name in plain}
+            if "decoded_tokens_per_s" in line:
+                line["decoding_ratio"] = line["decoded_tokens_per_s"] / decoded
+            print(json.dumps(rounded(line)), flush=True)
+        lines += some
+        traits[part] = traits_of(batches, measured["generate"][1], end)
+        print(part, json.dumps(rounded(traits[part])), flush=True)
     reached = goals(lines)
     for goal in reached:
         goal["reached"] = None if options.quick or goal["measured"] is None else goal["measured"] >= goal["at_least"]
@@ -271,18 +362,18 @@ def main() -> None:
     result = {
         "question": "tokens/s of generate() with and without speculation on CPU",
         "model": samples.SAMPLE_MODEL,
-        "environment": environment.describe(),
+        "environment": about,
         "load_average": os.getloadavg(),
-        "new_tokens": new,
-        "repeats": repeats,
-        "prompts_at_batch_1": options.prompts,
+        "new_tokens": NEW,
+        **settings,
         "goals": rounded(reached),
+        "answers": rounded(traits),
         "records": rounded(lines),
     }
     if options.quick:
         result["warning"] = "a quick run: too few tokens and repeats for its times to mean anything"
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

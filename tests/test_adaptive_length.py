@@ -95,7 +95,7 @@ def test_seconds_between_and_beyond_what_was_measured():
 
 def test_columns_that_a_forward_computes_anyway_are_used():
     """Of a draft whose tokens add less and less, as many are verified as fit, and forwards are timed by what they compute."""
-    length = AdaptiveLength(torch.nn.Linear(1, 1), 1, 20, padded=lambda columns: -(-columns // 8) * 8)
+    length = AdaptiveLength(torch.nn.Linear(1, 1), 1, 20, padded=lambda rows, columns: -(-columns // 8) * 8)
     confidence = 0.9 * torch.full((1, 20), 0.6).cumprod(1)
 
     def widths(steps):

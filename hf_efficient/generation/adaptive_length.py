@@ -66,7 +66,7 @@ class AdaptiveLength:
         rows: in the batch.
         depth: the deepest draft.
         draft_cost: seconds of drafting one token by those of a forward, where nothing is measured.
-        padded: how many columns a forward of so many computes.
+        padded: how many columns a forward of so many rows and columns computes.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AdaptiveLength:
         depth: int,
         timed: bool = True,
         draft_cost: float = 0.0,
-        padded: Callable[[int], int] = lambda columns: columns,
+        padded: Callable[[int, int], int] = lambda rows, columns: columns,
     ):
         self.depth, self.timed, self.draft_cost, self.padded = depth, timed, draft_cost, padded
         self.growing = rows  # those of the batch that have not ended
@@ -129,7 +129,7 @@ class AdaptiveLength:
         width = 0 if proposal is None else proposal.width
         if self.timed:
             if verify_seconds is not None:
-                self.forward.add(len(accepted) * self.padded(width + 1), verify_seconds)
+                self.forward.add(self._tokens(len(accepted), width), verify_seconds)
             if width:
                 self.drafting.add(max(depths), draft_seconds)
         for row, (hits, depth) in enumerate(zip(accepted, depths)):
@@ -166,11 +166,15 @@ class AdaptiveLength:
             best = int(self.waiting == 0)  # a trial
         return best
 
+    def _tokens(self, rows: int, width: int) -> int:
+        """What a forward of `width` drafts a row computes."""
+        return rows * self.padded(rows, width + 1)
+
     def _seconds(self, rows: int, width: int, drafts: bool) -> float:
         """Of a step that verifies `width` drafts a row."""
         if not self.timed:
             return 1.0 + self.draft_cost * width
-        return self.forward.at(rows * self.padded(width + 1)) + (self.drafting.at(width) if drafts and width else 0.0)
+        return self.forward.at(self._tokens(rows, width)) + (self.drafting.at(width) if drafts and width else 0.0)
 
 
 def _promised(proposal: Proposal) -> list[float]:

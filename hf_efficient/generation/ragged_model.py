@@ -159,9 +159,9 @@ class RaggedModel:
         """Whether forwards like the last one will take as long from now on: not before they are recorded."""
         return self.taped is None or self.taped.settled
 
-    def padded(self, columns: int) -> int:
+    def padded(self, rows: int, columns: int) -> int:
         """How many columns a forward of so many computes."""
-        return columns if self.taped is None else padded(columns)
+        return columns if self.taped is None else padded(rows, columns)
 
     def keep(self, columns: list[list[int]]) -> None:
         """Of the tokens of the last forward, row b keeps those numbered `columns[b]`, ascending."""

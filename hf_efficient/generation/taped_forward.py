@@ -11,6 +11,7 @@ from hf_efficient.kernels.tape import NotReplayable, Tape, interpreter
 
 BEFORE_RECORDING = 2  # forwards of a model that run as they are: recording costs about three of them
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+FEWEST = 4
 MOST_TOKENS = 128  # of all rows: beyond, a forward takes so long that what is saved does not show
 MOST_KEPT = 1024  # tokens of all recordings: what they compute lies in memory
 
@@ -47,7 +48,7 @@ class TapedForward:
         int64 of the shape that the model takes; tree_mask as in `PagedCache.decode_step`. Returns what `forward` returned, in
         tensors that the next call overwrites; None when the forward has to run as it is."""
         rows, columns = tokens.shape
-        width = padded(columns)
+        width = padded(rows, columns)
         self.settled = not self._works or columns > WIDTHS[-1] or rows * width > MOST_TOKENS
         if self.settled:
             return None
@@ -87,9 +88,10 @@ class TapedForward:
         return [tensor.data_ptr() for tensor in self.cache.static_tensors()]
 
 
-def padded(columns: int) -> int:
-    """How many columns a forward of so many computes."""
-    return next((width for width in WIDTHS if width >= columns), columns)
+def padded(rows: int, columns: int) -> int:
+    """How many columns a forward of so many computes. Up to `FEWEST` tokens cost what one costs."""
+    fits = (width for width in WIDTHS if width >= columns and (width == 1 or rows * width >= FEWEST))
+    return next(fits, columns)
 
 
 def _is_watched(module) -> bool:
