@@ -13,7 +13,7 @@ BEFORE_RECORDING = 2  # forwards of a model that run as they are: recording cost
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 FEWEST = 4
 MOST_TOKENS = 128  # of all rows: beyond, a forward takes so long that what is saved does not show
-MOST_KEPT = 1024  # tokens of all recordings: what they compute lies in memory
+MOST_KEPT = 640  # tokens of all recordings: what they compute lies in memory, 1.5 MB a token of SmolLM2
 
 
 class TapedForward:
