@@ -57,6 +57,26 @@ def test_statistics_count_what_they_say(llama, monkeypatch):
     assert (plain_output.num_steps, plain_output.tokens_per_step) == (0, 0.0)
 
 
+def test_a_returned_cache_is_the_callers(llama):
+    """It holds the whole text but its last token, grows, and another call does not write into it."""
+    target, draft, batch, _ = copy.deepcopy(llama)
+    target.set_attn_implementation("flash_paged")
+    options = dict(assistant_model=draft, do_sample=False, eos_token_id=None)
+    for rows in (slice(1, 2), slice(0, 3)):
+        prompts = {name: values[rows] for name, values in batch.items()}
+        output = target.generate(**prompts, **options, max_new_tokens=NEW, return_dict_in_generate=True)
+        assert output.past_key_values.state.pool.num_blocks is None
+    ids = batch["input_ids"][1:2]
+    output = target.generate(ids, **options, max_new_tokens=NEW, return_dict_in_generate=True)
+    cache = output.past_key_values
+    assert cache.cache_seqlens == [output.sequences.shape[1] - 1]
+    target.generate(ids, **options, max_new_tokens=NEW, repetition_penalty=2.0)
+    expected = target.generate(output.sequences, **options, max_new_tokens=40)
+    assert torch.equal(
+        target.generate(output.sequences, past_key_values=cache, **options, max_new_tokens=40), expected
+    )
+
+
 def test_fewer_forwards_than_tokens_when_the_draft_is_right(llama, monkeypatch):
     target, _, batch, plain = llama
     draft = drafting(copy.deepcopy(target))

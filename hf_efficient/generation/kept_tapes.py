@@ -57,6 +57,25 @@ def take(model, rows: int, tokens: int | None, keeps_hidden: bool) -> Kept:
     return Kept(key, cache, None)
 
 
+def copied(cache: PagedCache, config) -> PagedCache:
+    """What `cache`, whose pages are in the model's dtype, holds, in one that grows. config: the model's."""
+    copy = PagedCache(config)
+    blocks = []
+    for state, other in zip(copy.states, cache.states):
+        used = list(dict.fromkeys(block for table in other.pool.tables for block in table))
+        place = {block: index for index, block in enumerate(used)}
+        tables = [[place[block] for block in table] for table in other.pool.tables]
+        held = {**other.pool.snapshot(), "capacity": len(used), "tables": tables, "columns": other.columns}
+        state.restore(held, None if other.column_mask is None else other.column_mask.clone())
+        blocks.append(torch.tensor(used, dtype=torch.int64))
+    for layer, other in zip(copy._paged_layers, cache._paged_layers):
+        pages = other.store.pages
+        layer.lazy_initialization(*(pages[name][:1].transpose(1, 2) for name in ("keys", "values")))
+        for name, values in layer.store.pages.items():
+            values.copy_(pages[name][blocks[copy.states.index(layer.state)]])
+    return copy
+
+
 def give_back(model, kept: Kept, taped: TapedForward | None) -> None:
     """After a call that nobody holds the cache of."""
     if taped is None or kept.cache.stats().bytes_allocated > MOST_BYTES:

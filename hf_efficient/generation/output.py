@@ -16,7 +16,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
     `sequences`, `scores`, `logits` and `past_key_values` are those of plain generation. `scores[i]` and `logits[i]`
     ([batch, vocabulary]) are zero for a row that ended before its i-th generated token. `past_key_values` holds only the
-    rows that were live at the end, unless the caller passed a cache: that one keeps all rows.
+    rows that had not left the batch at the end, unless the caller passed a cache: that one keeps all rows.
 
     num_steps: verification forwards of the target (each is one forward for all live rows). The prompt's forward, which
         gives every row its first token, is not counted.

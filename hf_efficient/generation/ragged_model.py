@@ -128,7 +128,9 @@ class RaggedModel:
             outputs = self.taped(tokens, positions, None if tree is None else tree_mask(tree))
             if outputs is not None:
                 logits, self.hidden = (None if x is None else x[:, :width] for x in outputs)
-                self._appended = outputs[0].shape[1]
+                filler = outputs[0].shape[1] - width
+                if filler:
+                    self.cache.rewind([length - filler for length in self.cache.cache_seqlens])
                 return logits[:, -(keep or width) :]
         extra = {
             key: value.expand(-1, width) if key.endswith("token_type_ids") else value

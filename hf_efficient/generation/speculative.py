@@ -1,6 +1,5 @@
 """Speculative generation at any batch size, inside transformers' `generate()`."""
 
-import copy
 from contextlib import nullcontext
 
 import torch
@@ -161,7 +160,7 @@ def _decode(
             kept = kept_tapes.take(model, len(input_ids), tokens, drafter is not None and drafter.reads_hidden)
             output, taped = _run(model, kept.cache, kept.taped, *inputs)
             if returns_cache and taped is not None:
-                output.past_key_values = copy.deepcopy(kept.cache)
+                output.past_key_values = kept_tapes.copied(kept.cache, model.config)
             kept_tapes.give_back(model, kept, taped)
             return output
     finally:
