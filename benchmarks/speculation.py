@@ -7,8 +7,8 @@ after each token the longest of all texts of at least 3 tokens that stood there 
 
 Every repeat takes the prompts in turn, and with each all ways to generate, so that what else the machine does falls on all of
 them; the first repeat warms up and is not counted. Batch 1 is the prompts one by one, batch 8 all of a kind at once. Greedy,
-bf16 or, with --bits 4, weight-only int4 with an int8 output head, the same model everywhere; whole calls of generate(), the
-prompt included:
+bf16 or, with --bits 4, weight-only int4 with an int8 output head and inputs rounded to int8, the same model everywhere; whole
+calls of generate(), the prompt included:
   generate         generate() without a drafter
   loop             the speculative loop without a drafter, which is what generate() runs on a CPU where it can
   transformers     plain generate() of a model that hf_efficient has not touched (sdpa, DynamicCache)
@@ -130,7 +130,8 @@ def ways_to_generate(folder: Path, heads: Path | None, bits: int) -> tuple[dict,
     forwards, as they come."""
     quantized = {}
     if bits == 4:
-        int4 = hf_efficient.WeightOnlyConfig(bits=4, quantize_lm_head=True, overrides={"lm_head": {"bits": 8}})
+        head = {"quantize_lm_head": True, "overrides": {"lm_head": {"bits": 8}}}
+        int4 = hf_efficient.WeightOnlyConfig(bits=4, **head, int8_on_cpu=True)
         quantized = {"quantization_config": int4}
     ours, theirs = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **quantized).eval() for _ in range(2)

@@ -13,6 +13,9 @@ from hf_efficient.generation.drafters.base import Proposal
 DECAY, FADE = 0.9, 0.97  # weight of what is known of a row's acceptance after a step with a draft, and without one
 GUESS, PRIOR = 0.7, 2.0  # the acceptance at first, and the tokens it counts for
 CHEAP = 0.03  # of a forward: a draft that costs less is made in every step
+# Of the seconds of a plain forward of a batch: what its slowest row takes anyway. Rows that are ahead should not draft more than
+# they are sure of, as they will end before it.
+SUNK = 0.3
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # plain steps between two trials of a drafter that does not pay
 
 
@@ -151,10 +154,12 @@ class AdaptiveLength:
     def _best(self, rows: int, gains: list[float], drafts: bool) -> int:
         """The number of tokens that gives most tokens a second. gains: what each of them adds to the tokens of the step.
         drafts: drafting them is still to be paid."""
-        best, total, best_rate = 0, 0.0, self.growing / self._seconds(rows, 0, drafts)
+        plain = self._seconds(rows, 0, drafts)
+        sunk = SUNK * (1 - 1 / self.growing) * plain
+        best, total, best_rate = 0, 0.0, self.growing / (plain - sunk)
         for width, gain in enumerate(gains, 1):
             total += gain
-            rate = (self.growing + total) / self._seconds(rows, width, drafts)
+            rate = (self.growing + total) / (self._seconds(rows, width, drafts) - sunk)
             if rate > best_rate:
                 best, best_rate = width, rate
         if best:

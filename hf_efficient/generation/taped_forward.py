@@ -1,5 +1,6 @@
 """Forwards of few tokens on a CPU, recorded once for every number of rows and of columns and then replayed."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -88,6 +89,7 @@ class TapedForward:
         return [tensor.data_ptr() for tensor in self.cache.static_tensors()]
 
 
+@functools.cache
 def padded(rows: int, columns: int) -> int:
     """How many columns a forward of so many computes. Up to `FEWEST` tokens cost what one costs."""
     fits = (width for width in WIDTHS if width >= columns and (width == 1 or rows * width >= FEWEST))
