@@ -1,7 +1,7 @@
 """How fast is generate() on a CPU: ours beside stock transformers, other quantizations and llama.cpp.
 
     python benchmarks/cpu_generate.py [--quick] [--models smollm2 1b] [--batch 1 8] [--prompt 32 512 1024 copying fresh]
-                                      [--ways GLOB ...] [--repeats 3] [--patience 3] [--threads 2] [--output FILE]
+                                      [--ways GLOB ...] [--repeats 3] [--patience 2] [--threads 2] [--output FILE]
     python benchmarks/cpu_generate.py --table [--output FILE]         # what has been measured, as Markdown
 
 SmolLM2-135M-Instruct and a random Llama of a 1B model's shape; greedy, fixed length, no end of sequence. Every way (`WAYS`)
@@ -9,15 +9,18 @@ lives in a process of its own that loads the model once and answers one measurem
 that do not run stand in the results with the reason. A call gives the time to the first token (what `prefill_tokens_per_s`
 divides the prompt by) and the tokens/s of the rows together after it, both from a stopping criterion that notes when tokens
 come: it costs ours a little more than others. The criterion ends a call `--patience` seconds after its first token, so slow
-ways have fewer than 128 `new_tokens`. A call of 8 tokens warms each case up (compiles, records). `peak_memory_bytes` is the
-process's resident peak in the case's calls, `loading_peak_bytes` that of loading. Peers are called twice, the rest `--repeats`
-times. A way is left out where its prompt would take 10 times the patience by what it did before (peers: 2 times).
+ways have fewer than 128 `new_tokens`. A call of 8 tokens warms each case up (compiles, records; `warming_s`) before
+`--repeats` calls, or as many as fit into 3 times the patience (peers: 2). `peak_memory_bytes` is the process's resident peak
+in the case's calls, `loading_peak_bytes` that of loading. A way is left out where its prompt would take 10 times the patience
+(peers: 2) by what it did before; so is batch 8, prompt 1,024 of the 1B model: `--models 1b --batch 8 --prompt 1024
+--patience 10` measures it. The 1B model has fewer ways unless `--ways` says which.
 
-- `prompt`: tokens of Wikipedia, 512 for the first token only. "copying": the eight prompts of speculation.py that ask for parts
-  of themselves, one by one up to the end of sequence; a call is all eight.
+- `--prompt`: tokens of Wikipedia, 512 for the first token only. "copying": four of the prompts of speculation.py that ask for
+  parts of themselves, one by one up to the end of sequence; a call is all four.
 - "fresh process": seconds from the start of a process (imports, loading, on a warm file cache) to the first token of 32, and to
   the last. "saved" loads a checkpoint that was quantized before; "cold" has an empty `$HF_HOME`, so the kernels are compiled.
 - "stock compiled" is transformers' static cache and its own compilation, which it does on a CPU only with a private flag.
+- "int8 inputs" is `int8_on_cpu`, which llama.cpp's products do too. torchao's int4 has no path on a CPU.
 - llama.cpp: llama-cpp-python on the GGUF that the sample model was made from (Q4_1 layers, Q8_0 embedding and head), its
   low-level calls and numpy's argmax, batch 1. "int4, int8 head" is its like; "int4" leaves the head in bfloat16.
 
@@ -34,32 +37,27 @@ import fnmatch
 import importlib.metadata
 import json
 import os
-import random
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 import torch
-from cpu_generate_ways import STOCK, WAYS, Worker
+from cpu_generate_models import MODELS, Texts, folder_of
+from cpu_generate_ways import COMPILED, STOCK, WAYS, Worker
 
-from hf_efficient.evaluation import environment, samples
+from hf_efficient.evaluation import environment
 
 
 RESULTS = Path(__file__).parent / "results" / "cpu_generate.json"
-NEW, WARM, PEER_CALLS = 128, 8, 2
-FRESH_TOKENS, FRESH_CALLS = 32, 3
+NEW, WARM = 128, 8
+FRESH_TOKENS, FRESH_CALLS = 32, 2
 PEERS = ("llama-cpp-python", "bitsandbytes", "torchao", "optimum-quanto")
-LLAMA_1B = dict(
-    hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
-    num_hidden_layers=16, vocab_size=32000, tie_word_embeddings=True, max_position_embeddings=4096,
-)  # fmt: skip
-TINY = dict(LLAMA_1B, hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1)
-TINY |= dict(num_hidden_layers=2, vocab_size=256)
-MODELS = {"smollm2": None, "1b": LLAMA_1B, "tiny": TINY}  # shapes of random ones; "tiny" tests the script
 PROMPTS = ("32", "512", "1024", "copying", "fresh")
 LOOKUP = ", prompt lookup"  # of the same process, asked for it
-COPYING = (STOCK, STOCK + LOOKUP, "llama.cpp", "ours int4, int8 head")
-COPYING += ("ours int4" + LOOKUP, "ours int4, int8 head" + LOOKUP)
+LIKE = "ours int4, int8 head"  # as llama.cpp has it
+COPYING = ("llama.cpp", LIKE, LIKE + LOOKUP, "ours int4" + LOOKUP)
+OF_1B = (STOCK, "ours int8", LIKE, f"{LIKE}, int8 inputs", "bitsandbytes nf4", "torchao int8", "quanto int8")
 
 
 def is_peer(way: str) -> bool:
@@ -75,7 +73,8 @@ class Benchmark:
 
     def measure(self, model: str, folder: str) -> None:
         options = self.options
-        ways = [way for way in WAYS if any(fnmatch.fnmatch(way, glob) for glob in options.ways)]
+        globs = options.ways or (OF_1B if model == "1b" else ["*"])
+        ways = [way for way in WAYS if any(fnmatch.fnmatch(way, glob) for glob in globs)]
         workers = {}
         for way in ways:
             workers[way] = worker = Worker(way, folder, options.threads)
@@ -92,7 +91,7 @@ class Benchmark:
                 asks = [dict(ids=texts.rows(batch, prompt), new=new, end=None)]
                 self.case(model, batch, prompt, workers, {way: way for way in workers}, asks)
         if "copying" in options.prompt and texts.tokenizer is not None:
-            prompts = texts.copying()[-1 if options.quick else 0 :]
+            prompts = texts.copying()[:: 8 if options.quick else 2]
             asks = [dict(ids=[ids], new=self.new, end=texts.tokenizer.eos_token_id) for ids in prompts]
             names = {name: name.removesuffix(LOOKUP) for name in COPYING}
             self.case(model, 1, "copying", workers, {n: way for n, way in names.items() if way in workers}, asks)
@@ -106,24 +105,33 @@ class Benchmark:
         options, calls, why = self.options, {name: [] for name in names}, {}
         size = sum(len(ids) for ask in asks for ids in ask["ids"])
         for name, way in names.items():
-            patience = options.patience * (2 if is_peer(way) else 10)
+            seconds = size / workers[way].rate if workers[way].rate else 0
             if way == "llama.cpp" and batch > 1:
                 why[name] = {"left_out": "one sequence only"}
-            elif workers[way].rate and size / workers[way].rate > patience:
-                why[name] = {"left_out": f"the prompt alone would take about {size / workers[way].rate:.0f} s"}
+            elif way == COMPILED and (batch, prompt) != (1, 32):
+                why[name] = {"left_out": "every shape takes as long to compile"}
+            elif is_peer(way) and prompt == 512:
+                why[name] = {"left_out": "see the longer prompt"}
+            elif seconds > options.patience * (2 if is_peer(way) else 10):
+                why[name] = {"left_out": f"the prompt alone would take about {seconds:.0f} s"}
+        spent, warming = dict.fromkeys(names, 0.0), {}
         for turn in range(-1, options.repeats):
             for name, way in names.items():
-                if name in why or (is_peer(way) and turn >= PEER_CALLS):
+                if name in why or spent[name] > options.patience * (2 if is_peer(way) else 3):
                     continue
                 warm, lookup = turn < 0, name.endswith(LOOKUP)
                 limits = dict(stop=WARM if warm else self.new, patience=options.patience, warm=warm, lookup=lookup)
+                start = time.perf_counter()
                 answers = [workers[way].ask(**ask, **limits) for ask in asks]
+                seconds = time.perf_counter() - start
                 if failed := next((answer for answer in answers if "failed" in answer), None):
                     why[name] = failed
                 elif warm:
+                    warming[name] = seconds
                     if prompt != "copying":
                         workers[way].rate = max(workers[way].rate, size / answers[0]["first"])
                 else:
+                    spent[name] += seconds
                     calls[name].append(answers)
         for name, way in names.items():
             row = {"model": model, "way": name, "batch": batch, "prompt": prompt}
@@ -131,6 +139,7 @@ class Benchmark:
                 row |= why[name]
             else:
                 row |= summary(calls[name], batch, size)
+                row["warming_s"] = warming[name]
                 row["loading_peak_bytes"] = workers[way].loading["loading_peak_bytes"]
                 right = calls.get(STOCK)
                 if right and name != STOCK:
@@ -139,13 +148,13 @@ class Benchmark:
 
     def fresh(self, model: str, folder: str, texts, workers: dict) -> None:
         """Rows of processes that start, load and generate."""
-        ours, limits = "ours int4, int8 head", dict(new=FRESH_TOKENS, stop=FRESH_TOKENS, patience=60)
+        limits = dict(new=FRESH_TOKENS, stop=FRESH_TOKENS, patience=60)
         ask = dict(ids=texts.rows(1, 32), end=None, lookup=False, warm=False, **limits)
         with tempfile.TemporaryDirectory() as temporary:
-            ways = [(way, way, folder, {}) for way in (STOCK, ours) if way in workers]
-            if ours in workers and "failed" not in workers[ours].ask(save=f"{temporary}/saved"):
+            ways = [(way, way, folder, {}) for way in (STOCK, LIKE) if way in workers]
+            if LIKE in workers and "failed" not in workers[LIKE].ask(save=f"{temporary}/saved"):
                 for name, environment in (("saved", {}), ("saved, cold", {"HF_HOME": f"{temporary}/home"})):
-                    ways.append((f"{ours}, {name}", "ours bf16", f"{temporary}/saved", environment))
+                    ways.append((f"{LIKE}, {name}", "ours bf16", f"{temporary}/saved", environment))
             calls = {name: [] for name, *_ in ways}
             for _ in range(1 if self.options.quick else FRESH_CALLS):
                 for name, way, where, environment in ways:
@@ -188,30 +197,6 @@ class Benchmark:
         partial = options.output.with_suffix(".partial")
         partial.write_text(json.dumps(result, indent=1) + "\n")
         partial.replace(options.output)
-
-
-class Texts:
-    """The prompts of a model: `rows` as token ids, `copying` one by one."""
-
-    def __init__(self, model: str, folder: str):
-        self.tokenizer = None
-        if model == "smollm2":
-            from transformers import AutoTokenizer
-
-            self.tokenizer = AutoTokenizer.from_pretrained(folder)
-            self.ids = self.tokenizer(samples.sample_text()[:100_000])["input_ids"]
-        else:
-            draw, vocabulary = random.Random(0), MODELS[model]["vocab_size"]
-            self.ids = [draw.randrange(vocabulary) for _ in range(8192)]
-
-    def rows(self, batch: int, prompt: int) -> list[list[int]]:
-        return [self.ids[row * 1024 :][:prompt] for row in range(batch)]
-
-    def copying(self) -> list[list[int]]:
-        from speculation import copying
-
-        chats = [[{"role": "user", "content": prompt}] for prompt in copying()]
-        return [self.tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"] for c in chats]
 
 
 def summary(calls: list[list[dict]], batch: int, size: int) -> dict:
@@ -258,7 +243,7 @@ def version(package: str) -> str | None:
 def goals(rows: list[dict], quick: bool) -> list[dict]:
     """What SmolLM2 is to reach, as ratios of medians of the same run."""
     found = {(row["way"], row["batch"], row["prompt"]): row for row in rows if row["model"] == "smollm2"}
-    like, decode, prefill = "ours int4, int8 head", "decode_tokens_per_s", "prefill_tokens_per_s"
+    decode, prefill = "decode_tokens_per_s", "prefill_tokens_per_s"
 
     def median(key, way, batch, prompt):
         return found.get((way, batch, prompt), {}).get(key, {}).get("median")
@@ -266,10 +251,10 @@ def goals(rows: list[dict], quick: bool) -> list[dict]:
     lines = []
     for prompt in (32, 1024):
         lines += [
-            (f"{like} over llama.cpp", 1.0, decode, like, "llama.cpp", 1, prompt),
-            (f"{like} over stock", 4.0, decode, like, STOCK, 1, prompt),
+            (f"{LIKE} over llama.cpp", 1.0, decode, LIKE, "llama.cpp", 1, prompt),
+            (f"{LIKE} over stock", 4.0, decode, LIKE, STOCK, 1, prompt),
             ("ours int8 over stock", 2.5, decode, "ours int8", STOCK, 1, prompt),
-            (f"{like} over stock", 2.5, decode, like, STOCK, 8, prompt),
+            (f"{LIKE} over stock", 2.5, decode, LIKE, STOCK, 8, prompt),
         ]
     lines += [(f"{way} over stock", 0.97, prefill, way, STOCK, 1, 512) for way in WAYS if way.startswith("ours")]
     lines.append(("the fastest of ours over stock", 1.3, prefill, None, STOCK, 1, 512))
@@ -280,11 +265,11 @@ def goals(rows: list[dict], quick: bool) -> list[dict]:
         theirs = median(key, other, batch, prompt)
         goal = f"{key.split('_')[0]} of {text}, batch {batch}, prompt {prompt}"
         reached.append((goal, least, max(ours) / theirs if ours and theirs else None))
-    ours, theirs = median(decode, like + LOOKUP, 1, "copying"), median(decode, "llama.cpp", 1, "copying")
+    ours, theirs = median(decode, LIKE + LOOKUP, 1, "copying"), median(decode, "llama.cpp", 1, "copying")
     reached.append(
         ("decode with prompt lookup over plain llama.cpp, copying", 2.5, ours / theirs if ours and theirs else None)
     )
-    fresh = [found.get((way, 1, "fresh process"), {}).get("first_token_s", {}).get("median") for way in (STOCK, like)]
+    fresh = [found.get((way, 1, "fresh process"), {}).get("first_token_s", {}).get("median") for way in (STOCK, LIKE)]
     reached.append(
         (
             "seconds to the first token of a fresh process below stock's + 4",
@@ -350,13 +335,6 @@ def table(result: dict) -> str:
     return "\n".join(lines).strip()
 
 
-def random_model(folder: str, shape: dict) -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16).save_pretrained(folder)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -365,9 +343,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS)
     parser.add_argument("--batch", type=int, nargs="+", choices=range(1, 9), metavar="1..8")
     parser.add_argument("--prompt", nargs="+", choices=PROMPTS)
-    parser.add_argument("--ways", nargs="+", default=["*"], metavar="GLOB")
+    parser.add_argument("--ways", nargs="+", metavar="GLOB")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--patience", type=float, default=3.0, help="seconds of decoding a call")
+    parser.add_argument("--patience", type=float, default=2.0, help="seconds of decoding a call")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true")
@@ -384,11 +362,7 @@ def main() -> None:
     benchmark = Benchmark(options)
     for model in options.models:
         with tempfile.TemporaryDirectory() as folder:
-            if MODELS[model] is None:
-                folder = str(samples.sample_model())
-            else:
-                random_model(folder, MODELS[model])
-            benchmark.measure(model, folder)
+            benchmark.measure(model, folder_of(model, folder))
 
 
 if __name__ == "__main__":

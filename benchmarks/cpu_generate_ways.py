@@ -114,15 +114,17 @@ def gguf() -> Path:
     return path
 
 
-STOCK = "stock bf16"
+STOCK, COMPILED = "stock bf16", "stock compiled"
 WAYS = {
     STOCK: stock,
-    "stock compiled": compiled,
+    COMPILED: compiled,
     "llama.cpp": LlamaCpp,
     "ours bf16": ours(),
     "ours int8": ours(bits=8),
+    "ours int8, int8 inputs": ours(bits=8, int8_on_cpu=True),
     "ours int4": ours(bits=4),
     "ours int4, int8 head": ours(**LIKE_LLAMA),
+    "ours int4, int8 head, int8 inputs": ours(**LIKE_LLAMA, int8_on_cpu=True),
     "bitsandbytes nf4": bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     "bitsandbytes int8": bitsandbytes(load_in_8bit=True),
     "torchao int8": torchao("Int8WeightOnlyConfig"),

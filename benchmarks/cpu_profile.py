@@ -1,0 +1,304 @@
+"""Where does the time of one decoded token go on a CPU, in stock transformers and in ours?
+
+    python benchmarks/cpu_profile.py [--prompt 32 1024] [--tokens 128] [--threads 2] [--ways NAME ...] [--output FILE]
+
+SmolLM2-135M-Instruct, batch 1, greedy; medians over the tokens after the first ones, in microseconds a token. Writes
+benchmarks/results/cpu_profile.json and prints the tables.
+
+Ours is timed at the borders of the loop > `RaggedModel` > `TapedForward` > replay. Every other token's replay goes in pieces, runs
+of instructions of one kind, with a clock between them; what an empty piece takes is subtracted, and the other tokens tell what
+a whole replay takes. Weights are read from where they are in a real token, so matrix products cost what they cost. The
+pieces' sum stands beside the whole replay: the rest is what the clocks disturb. Stock: one generation timed at the borders of
+the model's forward, another under torch.profiler, whose times of operators (their own, children not counted) are grouped; the
+forward's remainder is Python and dispatch.
+"""
+
+import argparse
+import ctypes
+import functools
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from cpu_generate_ways import STOCK, WAYS
+from transformers import AutoTokenizer
+from transformers.cache_utils import DynamicLayer
+
+from hf_efficient.evaluation import environment, samples
+from hf_efficient.generation.ragged_model import RaggedModel
+from hf_efficient.generation.taped_forward import TapedForward
+from hf_efficient.kernels import tape
+from hf_efficient.kernels.tape import Tape
+
+
+RESULTS = Path(__file__).parent / "results" / "cpu_profile.json"
+FIRST = 16  # tokens that are not counted: forwards are recorded among them
+PROFILED = 16  # tokens under torch.profiler
+OURS = ("ours int4", "ours int4, int8 head", "ours int4, int8 head, int8 inputs")
+NAMES = tape._NAMES.split()
+ACTIVATIONS = {"RELU", "SILU", "GELU", "GELU_TANH", "TANH", "SIGMOID"}
+
+
+class Tokens:
+    """A stopping criterion that ends the account of each token: `accounts` are name -> seconds, `whole` the token."""
+
+    def __init__(self):
+        self.accounts, self.now, self.last = [], defaultdict(float), time.perf_counter()
+
+    def __call__(self, input_ids, scores, **kwargs):
+        now = time.perf_counter()
+        self.accounts.append({**self.now, "whole": now - self.last})
+        self.now.clear()
+        self.last = now
+        return input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+
+    def medians(self, only=None) -> dict[str, float]:
+        """Microseconds by name, of the accounts for which `only` holds."""
+        counted = [account for account in self.accounts[FIRST:] if only is None or only(account)]
+        names = dict.fromkeys(name for account in counted for name in account)
+        return {name: statistics.median(a.get(name, 0.0) for a in counted) * 1e6 for name in names}
+
+
+@contextmanager
+def replaced(owner, name: str, make):
+    """`owner.name` is `make(what it was)` for a while."""
+    old = getattr(owner, name)
+    setattr(owner, name, functools.wraps(old)(make(old)))
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+def timing(tokens: Tokens, label: str):
+    def make(call):
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                tokens.now[label] += time.perf_counter() - start
+
+        return timed
+
+    return make
+
+
+def generate(model, ids: torch.Tensor, new: int, tokens: Tokens) -> None:
+    options = dict(max_new_tokens=new, do_sample=False, stopping_criteria=[tokens])
+    model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+def pieces_of(step) -> list[tuple[str, int, int]]:
+    """(kind, address, count) of runs of instructions of a step of a tape."""
+    address, count = step.args
+    instructions = (tape._Instruction * count).from_address(address)
+    runs, last_product = [], max((i for i in range(count) if is_product(instructions[i])), default=-1)
+    for index, instruction in enumerate(instructions):
+        name = NAMES[instruction.op]
+        if is_product(instruction):
+            kind = "output head" if index == last_product else "matrix products"
+        elif name == "CALL":
+            kind = "attention, its pages appended"
+        else:
+            kind = None
+        if kind is None and runs and runs[-1][0] is None:
+            runs[-1][3].add(name)
+            runs[-1][2] += 1
+        else:
+            runs.append([kind, index, 1, {name}])
+    for run, following in zip(runs, [*runs[1:], None]):
+        if run[0] is None:
+            run[0] = elementwise_kind(run[3], following)
+    size = ctypes.sizeof(tape._Instruction)
+    return [(kind, address + first * size, length) for kind, first, length, _ in runs]
+
+
+def is_product(instruction) -> bool:
+    return NAMES[instruction.op] in ("LINEAR", "DENSE")
+
+
+def elementwise_kind(names: set[str], following) -> str:
+    if names & ACTIVATIONS or names == {"MUL"}:
+        return "activations"
+    if names & {"MEAN", "RSQRT"}:
+        return "norms and residuals"
+    if following is not None and following[0].startswith("attention"):
+        return "rotary embedding, layout"
+    return "embedding, other elementwise"
+
+
+def in_pieces(tokens: Tokens):
+    """A replay that notes how long it took, and at every other token how long each kind of piece."""
+    interpret, found = tape.interpreter(), {}
+    empty = []
+    for _ in range(1000):
+        start = time.perf_counter()
+        interpret(0, 0)
+        empty.append(time.perf_counter() - start)
+    empty = statistics.median(empty)
+
+    def make(replay):
+        def replaying(self):
+            if len(tokens.accounts) % 2:
+                return timing(tokens, "replay")(replay)(self)
+            torch.get_num_threads()
+            for step in self._steps:
+                if getattr(step, "func", None) is not tape._interpret:
+                    start = time.perf_counter()
+                    step()
+                    tokens.now["other operators, called"] += time.perf_counter() - start
+                    continue
+                for kind, address, count in found.get(id(step)) or found.setdefault(id(step), pieces_of(step)):
+                    start = time.perf_counter()
+                    refused = interpret(address, count)
+                    tokens.now[kind] += time.perf_counter() - start - empty
+                    assert not refused
+            return self.output
+
+        return torch.no_grad()(replaying)
+
+    return make
+
+
+def profile_ours(model, ids: torch.Tensor, new: int) -> dict[str, float]:
+    """Microseconds of a token by what they go to."""
+    generate(model, ids, new, Tokens())  # records
+    tokens = Tokens()
+    borders = {
+        "taped": (TapedForward, "__call__"),
+        "ragged": (RaggedModel, "__call__"),
+        "rewind": (RaggedModel, "rewind"),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(replaced(Tape, "replay", in_pieces(tokens)))
+        for label, border in borders.items():
+            stack.enter_context(replaced(*border, timing(tokens, label)))
+        generate(model, ids, new, tokens)
+    found = tokens.medians(lambda account: "replay" in account)
+    parts = tokens.medians(lambda account: "replay" not in account)
+    if "replay" not in found:
+        raise RuntimeError("nothing was replayed: is there a C++ compiler, and AVX-512?")
+    parts = {name: value for name, value in parts.items() if name not in (*borders, "whole")}
+    return {
+        **dict(sorted(parts.items(), key=lambda part: -part[1])),
+        "replay, beyond its pieces": found["replay"] - sum(parts.values()),
+        "cache bookkeeping": found["taped"] - found["replay"] + found["rewind"],
+        "Python around the forward": found["ragged"] - found["taped"],
+        "Python in generate": found["whole"] - found["ragged"] - found["rewind"],
+        "whole": found["whole"],
+    }
+
+
+def profile_stock(model, ids: torch.Tensor, new: int) -> dict[str, float]:
+    """Microseconds of a token by what they go to."""
+    generate(model, ids, FIRST, Tokens())
+    tokens = Tokens()
+    with replaced(type(model), "forward", timing(tokens, "forward")):
+        generate(model, ids, new, tokens)
+    found = tokens.medians()
+
+    def named(label):
+        def make(call):
+            def recorded(*args, **kwargs):
+                with torch.profiler.record_function(label):
+                    return call(*args, **kwargs)
+
+            return recorded
+
+        return make
+
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    class Window(Tokens):
+        def __call__(self, input_ids, scores, **kwargs):
+            result = super().__call__(input_ids, scores, **kwargs)
+            if len(self.accounts) == FIRST:
+                profiler.start()
+            elif len(self.accounts) == FIRST + PROFILED:
+                profiler.stop()
+            return result
+
+    inside = (replaced(type(model), "forward", named("forward")), replaced(DynamicLayer, "update", named("cache")))
+    with inside[0], inside[1]:
+        generate(model, ids, FIRST + PROFILED, Window())
+    groups = defaultdict(float)
+    for event in profiler.events():
+        above, parent = set(), event.cpu_parent
+        while parent is not None:
+            above.add(parent.name)
+            parent = parent.cpu_parent
+        if "forward" in above:
+            groups[stock_kind(event.name, above)] += event.self_cpu_time_total / PROFILED
+    return {
+        **dict(sorted(groups.items(), key=lambda group: -group[1])),
+        "Python in the model": found["forward"] - sum(groups.values()),
+        "Python in generate": found["whole"] - found["forward"],
+        "whole": found["whole"],
+    }
+
+
+def stock_kind(name: str, above: set[str]) -> str:
+    if "cache" in above or name == "cache":
+        return "cache"
+    if "attention" in name or any("attention" in each for each in above):
+        return "attention"
+    if name in ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::bmm", "aten::t", "aten::transpose"):
+        return "matrix products"
+    return "norms, activations, other elementwise"
+
+
+def table(records: list[dict]) -> str:
+    """One row a part and one column a record: microseconds, and their share of the token."""
+    parts = list(dict.fromkeys(part for record in records for part in record["microseconds"] if part != "whole"))
+    heads = [f"{record['way']}, prompt {record['prompt']}" for record in records]
+    lines = [f"| microseconds a token | {' | '.join(heads)} |", "|---" * (len(records) + 1) + "|"]
+    for part in [*parts, "whole"]:
+        cells = []
+        for record in records:
+            value, whole = record["microseconds"].get(part), record["microseconds"]["whole"]
+            cells.append("" if value is None else f"{value:,.0f} ({value / whole:.0%})")
+        lines.append(f"| {part} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", type=int, nargs="+", default=[32, 1024])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--ways", nargs="+", default=[STOCK, *OURS], choices=[STOCK, *OURS])
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.tokens <= FIRST + 1:
+        parser.error(f"--tokens {options.tokens}: the first {FIRST} are not counted, it takes more than {FIRST + 1}")
+    torch.set_num_threads(options.threads)
+    folder, records = samples.sample_model(), []
+    text = AutoTokenizer.from_pretrained(folder)(samples.sample_text()[:20_000], return_tensors="pt")["input_ids"]
+    for way in options.ways:
+        model = WAYS[way](folder)
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+        for prompt in options.prompt:
+            measure = profile_stock if way == STOCK else profile_ours
+            found = measure(model, text[:, :prompt], options.tokens)
+            rounded = {part: round(value, 1) for part, value in found.items()}
+            records.append({"way": way, "prompt": prompt, "microseconds": rounded})
+    result = {
+        "question": "where the time of one decoded token goes on a CPU",
+        "model": samples.SAMPLE_MODEL,
+        "environment": environment.describe(),
+        "load_average": os.getloadavg(),
+        "results": records,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()
