@@ -352,6 +352,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.table:
         return print(table(json.loads(options.output.read_text())))
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: at least 1")
+    unknown = [glob for glob in options.ways or () if not fnmatch.filter(WAYS, glob)]
+    if unknown:
+        parser.error(f"--ways {' '.join(unknown)}: none of {', '.join(WAYS)}")
     quick = options.quick
     options.repeats = 1 if quick else options.repeats
     options.models = options.models or (["smollm2"] if quick else ["smollm2", "1b"])

@@ -16,6 +16,7 @@ forward's remainder is Python and dispatch.
 import argparse
 import ctypes
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -34,14 +35,22 @@ from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.taped_forward import TapedForward
 from hf_efficient.kernels import tape
 from hf_efficient.kernels.tape import Tape
+from hf_efficient.kernels.tape_fusion import OPS, Instruction
 
 
 RESULTS = Path(__file__).parent / "results" / "cpu_profile.json"
 FIRST = 16  # tokens that are not counted: forwards are recorded among them
 PROFILED = 16  # tokens under torch.profiler
 OURS = ("ours int4", "ours int4, int8 head", "ours int4, int8 head, int8 inputs")
-NAMES = tape._NAMES.split()
-ACTIVATIONS = {"RELU", "SILU", "GELU", "GELU_TANH", "TANH", "SIGMOID"}
+NAMES = {number: name for name, number in OPS.items()}
+PRODUCTS = ("LINEAR", "DENSE")
+KINDS = dict.fromkeys(PRODUCTS, "matrix products") | {
+    "CALL": "attention, its pages appended",
+    "ROWS": "embedding",
+    "ROTARY": "rotary embedding",
+    **dict.fromkeys(("RMS_NORM", "MEAN", "RSQRT"), "norms"),
+    **dict.fromkeys(("GATED", "RELU", "SILU", "GELU", "GELU_TANH", "TANH", "SIGMOID"), "activations"),
+}
 
 
 class Tokens:
@@ -95,42 +104,19 @@ def generate(model, ids: torch.Tensor, new: int, tokens: Tokens) -> None:
 
 
 def pieces_of(step) -> list[tuple[str, int, int]]:
-    """(kind, address, count) of runs of instructions of a step of a tape."""
+    """(kind, address, count) of the runs of instructions of one kind in a step of a tape."""
     address, count = step.args
-    instructions = (tape._Instruction * count).from_address(address)
-    runs, last_product = [], max((i for i in range(count) if is_product(instructions[i])), default=-1)
-    for index, instruction in enumerate(instructions):
-        name = NAMES[instruction.op]
-        if is_product(instruction):
-            kind = "output head" if index == last_product else "matrix products"
-        elif name == "CALL":
-            kind = "attention, its pages appended"
-        else:
-            kind = None
-        if kind is None and runs and runs[-1][0] is None:
-            runs[-1][3].add(name)
-            runs[-1][2] += 1
-        else:
-            runs.append([kind, index, 1, {name}])
-    for run, following in zip(runs, [*runs[1:], None]):
-        if run[0] is None:
-            run[0] = elementwise_kind(run[3], following)
-    size = ctypes.sizeof(tape._Instruction)
-    return [(kind, address + first * size, length) for kind, first, length, _ in runs]
-
-
-def is_product(instruction) -> bool:
-    return NAMES[instruction.op] in ("LINEAR", "DENSE")
-
-
-def elementwise_kind(names: set[str], following) -> str:
-    if names & ACTIVATIONS or names == {"MUL"}:
-        return "activations"
-    if names & {"MEAN", "RSQRT"}:
-        return "norms and residuals"
-    if following is not None and following[0].startswith("attention"):
-        return "rotary embedding, layout"
-    return "embedding, other elementwise"
+    names = [NAMES[instruction.op] for instruction in (Instruction * count).from_address(address)]
+    last_product = max((place for place, name in enumerate(names) if name in PRODUCTS), default=None)
+    kinds = [KINDS.get(name, "residuals, other elementwise") for name in names]
+    if last_product is not None:
+        kinds[last_product] = "output head"
+    pieces, first, size = [], 0, ctypes.sizeof(Instruction)
+    for kind, run in itertools.groupby(kinds):
+        length = len(list(run))
+        pieces.append((kind, address + first * size, length))
+        first += length
+    return pieces
 
 
 def in_pieces(tokens: Tokens):
