@@ -7,7 +7,8 @@ FOLDER has wiki_long.pt (int64 [16, 2048]) and wiki_eval.pt (int64 [64, 1024]): 
 perplexity: 8 prompts of 1,024 tokens that lose 50 or 75 % after the prefill, and the 511 tokens that follow each.
 retrieval: 20 such prompts of the same text for each kind of kv_retrieval.py, asked after the eviction.
 stream: perplexity of 20,480 tokens of text in chunks of 256, in a budget of 1,024 tokens and in a cache that keeps all.
-decode: milliseconds of a decode step at 4,096 tokens, with and without eviction, in turns.
+decode: milliseconds of a decode step at 4,096 tokens, as a mean over 128 steps and their evictions, of every format of pages
+and every scorer, in turns; the least of three.
 An existing output file keeps what is not measured again.
 """
 
@@ -24,8 +25,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_efficient
 from hf_efficient import AdaKV, EvictionPolicy, PagedCache, SinkWindow
+from hf_efficient.cache.kv_formats import KV_FORMATS
 from hf_efficient.cache.page_handle import PAGES, PageHandle
 from hf_efficient.cache.page_store import PageStore
+from hf_efficient.cache.quantized_store import QuantizedStore
 from hf_efficient.evaluation import environment, perplexity, samples
 
 
@@ -69,17 +72,25 @@ def write_only(store, step, tables_on, query, key, value, **options) -> torch.Te
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-@torch.no_grad()
-def following_logits(model, calls: list, following: list[int], eviction: EvictionPolicy | None) -> torch.Tensor:
-    """Logits [n - 1, vocabulary] of all tokens of `following` [n] but the first, after the recorded prompt."""
-    cache, attend = PagedCache(model.config, eviction=eviction), PageStore.attend
-    PageStore.attend = write_only
+def fill(cache: PagedCache, calls: list) -> None:
+    """Gives an empty cache the recorded prompt."""
+    attends = {kind: kind.attend for kind in (PageStore, QuantizedStore)}
+    for kind in attends:
+        kind.attend = write_only
     try:
         for layer, ((query, key, value, mask), options) in enumerate(calls):
             marked, _ = cache.update(key, value, layer)
             getattr(marked, PAGES).attend(query, marked, value, mask, **options)
     finally:
-        PageStore.attend = attend
+        for kind, attend in attends.items():
+            kind.attend = attend
+
+
+@torch.no_grad()
+def following_logits(model, calls: list, following: list[int], eviction: EvictionPolicy | None) -> torch.Tensor:
+    """Logits [n - 1, vocabulary] of all tokens of `following` [n] but the first, after the recorded prompt."""
+    cache = PagedCache(model.config, eviction=eviction)
+    fill(cache, calls)
     return model(torch.tensor([following]), past_key_values=cache).logits[0, :-1].float()
 
 
@@ -161,32 +172,38 @@ def stream(model, tokens: torch.Tensor, budget: int | None, total: int = 20480, 
 
 
 @torch.no_grad()
-def decode(model, tokens: torch.Tensor, context: int = 4096, steps: int = 32, repeats: int = 5) -> list[dict]:
-    prompt, token = tokens.flatten()[None, :context], tokens[:1, :1]
-    made = {"none": None}
-    for name in ("SinkWindow", "HeavyHitter", "SnapKV", "AdaKV(SnapKV)"):
-        made[f"{name}, always 1024"] = EvictionPolicy(SCORERS[name](), 1024, "always")
-    made["SnapKV, prefill 50 %"] = EvictionPolicy(SCORERS["SnapKV"](), 0.5)
-    made["SnapKV, always, nothing to evict"] = EvictionPolicy(SCORERS["SnapKV"](), 8192, "always")
-    caches, times = {}, {name: [] for name in made}
-    for name, policy in made.items():
-        caches[name] = PagedCache(model.config, eviction=policy)
-        for part in prompt.split(512, 1):
-            model(part, past_key_values=caches[name], logits_to_keep=1)
+def decode(model, tokens, scorers: list[str], context: int = 4096, steps: int = 128, repeats: int = 3) -> list[dict]:
+    calls, token = record(model, tokens.flatten()[:context]), tokens[:1, :1]
+    caches = {kv_format: PagedCache(model.config, kv_format=kv_format) for kv_format in KV_FORMATS}
+    for name in scorers:
+        for budget, when in ((0.5, "prefill"), (1024, "always")):
+            policy = EvictionPolicy(SCORERS[name](), budget, when)
+            caches[f"{name}, {when} {budget}"] = PagedCache(model.config, eviction=policy)
+    policy = EvictionPolicy(SCORERS["SnapKV"](), 2 * context, "always")
+    caches["SnapKV, always, nothing to evict"] = PagedCache(model.config, eviction=policy)
+    caches["int8, SnapKV, prefill 0.5"] = PagedCache(
+        model.config, kv_format="int8", eviction=EvictionPolicy(SCORERS["SnapKV"](), 0.5)
+    )
+    for cache in caches.values():
+        fill(cache, calls)
+    means, slowest = {name: [] for name in caches}, dict.fromkeys(caches, 0.0)
     for _ in range(repeats):
         for name, cache in caches.items():
-            start = time.perf_counter()
+            times = [time.perf_counter()]
             for _ in range(steps):
                 model(token, past_key_values=cache)
-            times[name].append((time.perf_counter() - start) / steps * 1e3)
+                times.append(time.perf_counter())
+            means[name].append((times[-1] - times[0]) / steps * 1e3)
+            slowest[name] = max(slowest[name], 1e3 * max(b - a for a, b in zip(times, times[1:])))
     records = [
         {
-            "eviction": name,
+            "cache": name,
             "milliseconds": min(runs),
-            "median": statistics.median(runs),
-            "of_none": min(runs) / min(times["none"]),
+            "of_full_precision": min(runs) / min(means["auto"]),
+            "slowest_step": slowest[name],
+            "runs": runs,
         }
-        for name, runs in times.items()
+        for name, runs in means.items()
     ]
     print(json.dumps(records, indent=1), flush=True)
     return records
@@ -212,7 +229,7 @@ def main() -> None:
         "perplexity": lambda: measure_perplexity(model, long, chosen),
         "retrieval": lambda: measure_retrieval(model, AutoTokenizer.from_pretrained(path), long, chosen),
         "stream": lambda: [stream(model, text, budget) for budget in (1024, None)],
-        "decode": lambda: decode(model, text),
+        "decode": lambda: decode(model, text, options.scorers),
     }
     for name in [options.only] if options.only else measure:
         content[name] = {"environment": environment.describe(), "records": measure[name]()}

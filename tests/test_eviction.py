@@ -101,6 +101,21 @@ def test_generation_stays_within_the_budget(llama, name):
         assert sum(held(cache)) <= len(held(cache)) * 32
 
 
+def test_evictions_while_decoding_are_far_apart(llama):
+    """Each leaves an eighth of the budget free, a prompt's own only what a block is short of."""
+    ids = torch.randint(3, 128, (1, 140))
+    cache, lengths = cache_of(llama, SnapKV(8), 80, "always"), []
+    logits(llama, cache, ids[:, :100])
+    lengths.append(held(cache)[0])
+    for token in ids[:, 100:].split(1, 1):
+        logits(llama, cache, token)
+        lengths.append(held(cache)[0])
+    assert lengths == [73, *range(74, 81), *(list(range(70, 81)) * 3)]
+    shares = EvictionPolicy(SnapKV(8), 0.5, "always")
+    assert [shares.left(target, 16, False) for target in (10, 100, 1024)] == [8, 85, 896]
+    assert EvictionPolicy(SnapKV(8), 0.5).left(100, 16, True) == 100
+
+
 def test_memory_of_the_prompt_is_given_back(llama):
     ids = left_padded_batch((200,))["input_ids"]
     caches = [PagedCache(llama.config, block_size=8), cache_of(llama, SnapKV(8), 0.25)]
@@ -268,7 +283,7 @@ def test_the_rotary_embedding_is_the_models():
         (lambda: cache_with(0.5), "eviction=0.5: must be an EvictionPolicy"),
         (lambda: cache_with(num_blocks=4), "num_blocks=4 with eviction"),
         (lambda: cache_with(memory="1GB"), "memory='1GB' with eviction: leave one of them out"),
-        (lambda: cache_with(kv_format="int8"), "kv_format='int8' with eviction"),
+        (lambda: cache_with(kv_format="int4"), "kv_format=.int4. with eviction: its tokens share scales"),
         (lambda: cache_with(offload=Offload("1MB")), "offload=.*with eviction"),
         (lambda: cache_with(config=transformers.MistralConfig(sliding_window=8)), "no layer of full attention"),
         (lambda: cache_with(config=transformers.DeepseekV3Config()), "compressed latents"),

@@ -7,6 +7,7 @@ from hf_efficient.cache.cache_state import CacheState
 from hf_efficient.cache.device_tables import DeviceTables, to_device
 from hf_efficient.cache.eviction.base import EvictionPolicy, View
 from hf_efficient.cache.eviction.rotary import Rotary
+from hf_efficient.cache.kv_formats import make_store
 from hf_efficient.cache.page_store import PageStore
 from hf_efficient.cache.step import Step
 
@@ -23,9 +24,9 @@ class EvictingStore(PageStore):
     pool: its blocks and lengths. seen: tokens that each row of the batch has been given.
     """
 
-    def __init__(self, policy: EvictionPolicy, rotary: Rotary | None, block_size: int, key, value):
+    def __init__(self, policy: EvictionPolicy, rotary: Rotary | None, kv_format: str, block_size: int, key, value):
         """key [B, Hk, S, D], value [B, Hk, S, Dv]: like those that will be stored."""
-        self.policy, self.rotary = policy, rotary
+        self.policy, self.rotary, self.kv_format = policy, rotary, kv_format
         self.dtype, self.device, self.form = key.dtype, key.device, self.form_of(key, value)
         self.rows, self.heads = {}, key.shape[1]
         self.pool = BlockPool(block_size)
@@ -38,11 +39,11 @@ class EvictingStore(PageStore):
         with torch.inference_mode(False):  # of every pool row, in the order of its tokens
             self._positions = torch.empty(len(self.pool.tables), 0, dtype=torch.int64, device=key.device)
             self._accumulated = torch.empty(len(self.pool.tables), 0, device=key.device)
-            self._sinks = None  # keys of the first tokens as they were given, [rows, sinks, D]
+            self._sinks = None  # keys and values of the first tokens as they were read first, [rows, sinks, D + Dv]
         self._placed = [0] * len(self.pool.tables)  # tokens that `_positions` knows; behind them they are consecutive
 
     def _new_store(self, capacity: int, key, value) -> PageStore:
-        store = PageStore(capacity, self.pool.block_size, key, value)
+        store = make_store(self.kv_format, self.pool, capacity, key, value, has_window=False)
         store.exact = False  # heads of unequal lengths: no other cache has the same sums
         return store
 
@@ -147,8 +148,9 @@ class EvictingStore(PageStore):
         full = [total > target * self.heads for total, target in zip(sums, targets)]
         if not any(full) and not (scorer.accumulates and (is_prompt or len(self._pending) >= _PENDING)):
             return
-        slack = 0 if policy.when == "prefill" else self.pool.block_size - 1
-        budgets = [max(target - slack, policy.least) if over else -1 for target, over in zip(targets, full)]
+        budgets = [
+            policy.left(target, self.pool.block_size, is_prompt) if over else -1 for target, over in zip(targets, full)
+        ]
         view = self._view(plan, budgets, options)
         if scorer.accumulates:
             view = self._accumulate(view)
@@ -174,27 +176,18 @@ class EvictingStore(PageStore):
     def _view(self, plan: Step, budgets: list[int], options: dict) -> View:
         batch, window = len(self.seen), self.policy.scorer.window
         keys, values = (states.reshape(batch, self.heads, -1, states.shape[3]) for states in self.store.read(plan))
-        count = torch.arange(keys.shape[2], device=keys.device)
-        lengths = to_device(self.pool.lengths, torch.int64, keys.device)[:, None]
-        seen = to_device(self.seen, torch.int64, keys.device).repeat_interleave(self.heads)[:, None]
-        positions = seen - lengths + count
-        if self._positions.shape[1]:
-            known = min(self._positions.shape[1], len(count))
-            placed = to_device(self._placed, torch.int64, keys.device)[:, None]
-            positions[:, :known] = torch.where(
-                count[:known] < placed, self._positions[:, :known], positions[:, :known]
-            )
+        positions, present = self.token_positions()
         queries = torch.cat([part for part, _ in self._pending], 2) if self._pending else keys[:, :, :0]
-        query_positions = torch.cat([part for _, part in self._pending], 1) if self._pending else seen[:batch, :0]
+        query_positions = torch.cat([part for _, part in self._pending], 1) if self._pending else positions[:batch, :0]
         if window and not self.policy.scorer.accumulates:
             queries, query_positions = queries[:, :, -window:], query_positions[:, -window:]
-        shape = batch, self.heads, len(count)
+        shape = batch, self.heads, keys.shape[2]
         scale = options.get("softmax_scale")
         return View(
             keys=keys,
             values=values,
             key_positions=positions.view(shape),
-            present=(count < lengths).view(shape),
+            present=present.view(shape),
             queries=queries,
             query_positions=query_positions,
             softmax_scale=keys.shape[3] ** -0.5 if scale is None else scale,
@@ -203,6 +196,21 @@ class EvictingStore(PageStore):
             accumulated=None,
             rotate=self.rotary,
         )
+
+    def token_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of every token that a pool row holds, how many tokens of its row came before it, int64 [rows, longest], and bool of
+        that shape: False behind the end of a row."""
+        count = torch.arange(max(self.pool.lengths), device=self.device)
+        lengths = to_device(self.pool.lengths, torch.int64, self.device)[:, None]
+        seen = to_device(self.seen, torch.int64, self.device).repeat_interleave(self.heads)[:, None]
+        positions = seen - lengths + count
+        if self._positions.shape[1]:
+            known = min(self._positions.shape[1], len(count))
+            placed = to_device(self._placed, torch.int64, self.device)[:, None]
+            positions[:, :known] = torch.where(
+                count[:known] < placed, self._positions[:, :known], positions[:, :known]
+            )
+        return positions, count < lengths
 
     def _accumulate(self, view: View) -> View:
         """Adds what the scorer makes of the pending queries, in pieces."""
@@ -249,57 +257,55 @@ class EvictingStore(PageStore):
         self._compact(view, kept, present, flat)
 
     def _compact(self, view: View, kept: torch.Tensor, present: torch.Tensor | None, counts: list[int]) -> None:
-        """Leaves only the tokens `kept` int64 [B, Hk, longest], where bool `present` of that shape; `counts` per pool row."""
-
-        def take(states):
-            return states.gather(2, kept[..., None].expand(*kept.shape, states.shape[3])).flatten(0, 1)
-
-        evicted_before = [seen - self.pool.lengths[row * self.heads] for row, seen in enumerate(self.seen)]
-        keys, values = take(view.keys), take(view.values)
+        """Leaves only the tokens `kept` int64 [B, Hk, longest], where bool `present` of that shape; `counts` per pool row. Their
+        pages are moved as they are, so that nothing is quantized twice."""
+        evicted_before = [seen > self.pool.lengths[row * self.heads] for row, seen in enumerate(self.seen)]
         self._positions, self._placed = view.key_positions.gather(2, kept).flatten(0, 1), counts
         if view.accumulated is not None:
             self._accumulated = view.accumulated.gather(2, kept).flatten(0, 1)
-        if self.policy.scorer.reindexes:
-            self._move_sinks(keys, view, evicted_before, counts)
-        self._rebuild(keys[:, None], values[:, None], present, counts)
-
-    def _move_sinks(self, keys: torch.Tensor, view: View, evicted_before: list[int], counts: list[int]) -> None:
-        """Rotates the sinks in `keys` [rows, n, D] from where they were given to right before the tokens behind them."""
-        sinks = min(self.policy.scorer.sinks, keys.shape[1])
-        given = view.keys[:, :, :sinks].flatten(0, 1)
-        if self._sinks is not None:
-            old = [row for row, evicted in enumerate(evicted_before) if evicted for _ in range(self.heads)]
-            inner = [row * self.heads + number % self.heads for number, row in enumerate(old)]
-            given = given.clone()
-            given[inner] = self._sinks[inner]
-        self._sinks = given.clone()
-        moved = [self.seen[row // self.heads] - count for row, count in enumerate(counts)]
-        distance = to_device(moved, torch.int64, keys.device)[:, None]
-        keys[:, :sinks] = torch.where(
-            distance[..., None] > 0, self.rotary(given, distance).to(keys.dtype), keys[:, :sinks]
+        size, kept = self.pool.block_size, kept.flatten(0, 1)
+        longest = max(map(len, self.pool.tables))
+        table = to_device(
+            [blocks + [0] * (longest - len(blocks)) for blocks in self.pool.tables], torch.int64, kept.device
         )
+        sources = table.gather(1, kept // size) * size + kept % size
+        self._rebuild(sources.flatten() if present is None else sources[present.flatten(0, 1)], counts, view)
+        if self.policy.scorer.reindexes:
+            self._move_sinks(view, evicted_before)
 
-    def _rebuild(
-        self, keys: torch.Tensor, values: torch.Tensor, present: torch.Tensor | None, counts: list[int]
-    ) -> None:
-        """A fresh pool of what keys and values [rows, 1, longest, D] hold."""
-        rows, longest = len(counts), max(counts)
-        room = None
+    def _rebuild(self, sources: torch.Tensor, counts: list[int], view: View) -> None:
+        """A fresh pool of the tokens in the slots `sources`, `counts[row]` of each row, one row after the other."""
+        room, old = None, self.store
         if self.policy.when == "always" and isinstance(self.policy.budget, int):
-            room = rows * (self.pool.blocks_for(max(longest, self.policy.budget)) + 1)
+            room = len(counts) * (self.pool.blocks_for(max(*counts, self.policy.budget)) + 1)
         self.pool = BlockPool(self.pool.block_size, room)
-        self.pool.add_rows(rows)
+        self.pool.add_rows(len(counts))
         change = self.pool.append(counts)
-        valid = None if present is None else present.flatten(0, 1).cpu()
-        plan = Step(self.pool, change, [0] * rows, valid, longest)
-        if change.capacity != self.store.capacity:
-            self.store = self._new_store(change.capacity, keys, values)
-        self.store.write(plan, keys, values)
+        if change.capacity != old.capacity:
+            self.store = self._new_store(change.capacity, view.keys[:, :1], view.values[:, :1])
+        destinations = Step(self.pool, change, [0] * len(counts), None, max(counts)).slot_mapping(sources.device)
+        self.store.take(old, sources, destinations)
         self._tables = None
+
+    def _move_sinks(self, view: View, evicted_before: list[bool]) -> None:
+        """Rotates the keys of the sinks from where they were given to right before the tokens behind them."""
+        sinks = min(self.policy.scorer.sinks, view.keys.shape[2])
+        given = torch.cat([view.keys[:, :, :sinks], view.values[:, :, :sinks]], -1).flatten(0, 1)
+        old = [row for row in range(len(given)) if evicted_before[row // self.heads]]
+        if old:
+            given[old] = self._sinks[old]
+        self._sinks = given
+        moved = [self.seen[row // self.heads] - count for row, count in enumerate(self.pool.lengths)]
+        rows = [row for row, distance in enumerate(moved) if distance]
+        keys, values = given[rows].split([view.keys.shape[3], view.values.shape[3]], -1)
+        distance = to_device([moved[row] for row in rows], torch.int64, keys.device)[:, None]
+        slots = to_device([self.pool.slots(row, 0, sinks) for row in rows], torch.int64, keys.device).flatten()
+        keys, values = self.rotary(keys, distance).to(keys.dtype), values.contiguous()
+        self.store.put(slots, keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None])
 
 
 def bind(
-    policy, decoder, state: CacheState, layer_types: list[str], **excluded
+    policy, decoder, state: CacheState, layer_types: list[str], kv_format: str, **excluded
 ) -> tuple[EvictionPolicy, Rotary | None]:
     """What an `EvictingStore` is made with, for the model of this config.
 
@@ -314,8 +320,13 @@ def bind(
         if value is not None:
             raise ValueError(
                 f"{argument}={value!r} with eviction: leave one of them out (each layer keeps its tokens in a pool of its own, "
-                "in the model's dtype, and the policy's budget bounds it)"
+                "and the policy's budget bounds it)"
             )
+    if kv_format in ("int4", "int2"):
+        raise ValueError(
+            f'kv_format={kv_format!r} with eviction: its tokens share scales and cannot leave one by one; use "int8", "fp8" or '
+            '"auto"'
+        )
     name = type(decoder).__name__
     slides = getattr(decoder, "layer_types", None) is None and getattr(decoder, "sliding_window", None)
     if slides or "full_attention" not in layer_types:

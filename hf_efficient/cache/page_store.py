@@ -86,10 +86,13 @@ class PageStore:
 
     def move(self, sources: list[int], destinations: list[int]) -> None:
         """The tokens in slots `sources` (block * block_size + offset) are in `destinations` from now on."""
-        source, destination = to_device([sources, destinations], torch.int64, self.device)
-        for pages in self.pages.values():
-            flat = pages.flatten(0, 1)
-            flat[destination] = flat[source]
+        self.take(self, *to_device([sources, destinations], torch.int64, self.device))
+
+    def take(self, other: "PageStore", sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """What `other`, of the same form, holds in slots `sources` int64 [n] is here in `destinations` from now on."""
+        for name, pages in self.pages.items():
+            flat = other.pages[name].flatten(0, 1)
+            pages.flatten(0, 1).index_copy_(0, destinations, flat.index_select(0, sources))
 
     def update(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores `key` [B, Hk, S, D] and `value`, and reads all."""
@@ -109,6 +112,11 @@ class PageStore:
                 pages.as_strided(new.shape, strides, (offset + step.starts[0]) * heads * dim).copy_(new)
             else:
                 pages.flatten(0, 1).index_copy_(0, step.slot_mapping(new.device), step.tokens_of(new))
+
+    def put(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores `key` [n, Hk, D] and `value` [n, Hk, Dv] in `slots` int64 [n]."""
+        for pages, new in ((self.pages["keys"], key), (self.pages["values"], value)):
+            pages.flatten(0, 1).index_copy_(0, slots, new)
 
     def read(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [B, Hk, longest row, D] and values of all rows: a view where the rows lie evenly, else gathered. What

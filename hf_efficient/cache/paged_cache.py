@@ -61,8 +61,8 @@ class PagedCache(Cache):
         memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB". Dtype
             and heads are those of the first forward, which raises ValueError when not one block fits.
         eviction: an `EvictionPolicy`: the layers of full attention keep only some of their tokens. Needs "flash_paged";
-            not together with num_blocks, memory, prefix_cache, offload, `decode_step`, `save` or rewinding to before the
-            last eviction.
+            not together with num_blocks, memory, prefix_cache, offload, int4 and int2 pages, `decode_step`, `save` or
+            rewinding to before the last eviction.
         prefix_cache: a `PrefixCache` of the same model, which keeps what prompts have in common between generations.
         offload: an `Offload`, shared by several caches: what is not in use leaves the device.
 
@@ -119,8 +119,9 @@ class PagedCache(Cache):
         self.state = self.states[0]
         layer_types = _layer_types(config, decoder)[0]
         excluded = dict(num_blocks=num_blocks, memory=memory, prefix_cache=prefix_cache, offload=offload)
-        excluded["kv_format"] = None if kv_format == "auto" else kv_format
-        evicting = None if eviction is None else bind(eviction, decoder, self.state, layer_types, **excluded)
+        evicting = (
+            None if eviction is None else bind(eviction, decoder, self.state, layer_types, kv_format, **excluded)
+        )
         layers = [
             DummyLayer()
             if window == 0

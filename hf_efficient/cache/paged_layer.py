@@ -66,7 +66,7 @@ class PagedLayer(CacheLayerMixin):
     def make_store(self, capacity: int, key: torch.Tensor, value: torch.Tensor) -> PageStore:
         """Empty pages of `capacity` blocks for keys and values like these [B, H, S, D]."""
         if self.eviction is not None:
-            return EvictingStore(*self.eviction, self.state.pool.block_size, key, value)
+            return EvictingStore(*self.eviction, self.kv_format, self.state.pool.block_size, key, value)
         store = make_store(self.kv_format, self.state.pool, capacity, key, value, self.has_window)
         store.exact = self.exact
         return store

@@ -120,9 +120,10 @@ class TokenStore(QuantizedStore):
         return dict(k_cache=keys, v_cache=values, k_scale=self.pages["key_scales"], v_scale=self.pages["value_scales"])
 
     def write(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
-        attention.reshape_and_cache(
-            step.tokens_of(key), step.tokens_of(value), slot_mapping=step.slot_mapping(key.device), **self._pages()
-        )
+        self.put(step.slot_mapping(key.device), step.tokens_of(key), step.tokens_of(value))
+
+    def put(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        attention.reshape_and_cache(key, value, slot_mapping=slots, **self._pages())
 
     def _read_whole(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         table = step.block_table(self.device)

@@ -106,8 +106,9 @@ class EvictionPolicy:
         budget: tokens that a key head keeps on average: an int, or a float between 0 and 1, the share of the tokens seen.
         when: "prefill": after a prompt, that is after the first forward and after every later one of more than 64 columns
             (a further chunk of the prompt, or the next turn of a chat); other forwards are not watched at all. "always": whenever a
-            forward leaves more than the budget, down to a block of the cache less one token below it (never below the
-            scorer's sinks and recent tokens), so a budget should be many blocks; the tokens of a forward of up to 64
+            forward leaves more than the budget, down to a block of the cache less one token below it, or where that is more
+            to an eighth of the budget below it, since an eviction takes as long as tens of new tokens (after a prompt always the former; never below the
+            scorer's sinks and recent tokens). So a budget should be many blocks. The tokens of a forward of up to 64
             columns outlive it where the budget has room for them, so that speculation can take them back.
 
     A share of a short text is never less than the scorer's sinks and recent tokens. Raises ValueError for other arguments.
@@ -133,3 +134,8 @@ class EvictionPolicy:
     def target(self, seen: int) -> int:
         """Tokens per head that a row which has seen `seen` tokens may hold."""
         return self.budget if isinstance(self.budget, int) else max(math.ceil(self.budget * seen), self.least)
+
+    def left(self, target: int, block_size: int, is_prompt: bool) -> int:
+        """Tokens per head that an eviction leaves of a row which may hold `target`."""
+        slack = 0 if self.when == "prefill" else block_size - 1
+        return max(target - (slack if is_prompt else max(slack, target // 8)), self.least)

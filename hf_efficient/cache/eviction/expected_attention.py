@@ -43,7 +43,5 @@ class ExpectedAttention(Scorer):
 
     def _mean_rotation(self, view: View, last: torch.Tensor) -> torch.Tensor:
         """The mean over the next positions of each row of the matrix that the rotary embedding multiplies with."""
-        axes = torch.eye(view.keys.shape[3], device=last.device)
-        ahead = torch.arange(1, self.future + 1, device=last.device)[:, None]
-        mean = view.rotate(axes.expand(self.future, -1, -1), ahead).mean(0)
+        mean = view.rotate.mean_ahead(self.future, view.keys.shape[3], last.device)
         return view.rotate(mean.expand(len(last), -1, -1), last[:, None])[:, None]

@@ -40,6 +40,7 @@ class Rotary:
         self._embedding = classes[0](config)
         by_type = "layer_type" in inspect.signature(self._embedding.forward).parameters
         self._arguments = (layer_type,) if by_type else ()
+        self._means: dict[tuple, torch.Tensor] = {}
         self._check()
 
     def _refusal(self, reason: str) -> ValueError:
@@ -70,6 +71,14 @@ class Rotary:
         rotated, kept = flat[..., : cos.shape[-1]], flat[..., cos.shape[-1] :]
         rotated, _ = self._apply(rotated, rotated, cos / scaling, sin / scaling)
         return torch.cat([rotated, kept], -1).view(states.shape)
+
+    def mean_ahead(self, future: int, dim: int, device) -> torch.Tensor:
+        """float32 [D, D], the mean of the matrices M such that x @ M is x [D] moved on by 1 to `future` positions."""
+        key = future, dim, device
+        if key not in self._means:
+            ahead = torch.arange(1, future + 1, device=device)[:, None]
+            self._means[key] = self(torch.eye(dim, device=device).expand(future, -1, -1), ahead).mean(0)
+        return self._means[key]
 
 
 def _stores_rotated_keys(attention: type) -> bool:
