@@ -5,7 +5,8 @@
 
 FOLDER has wiki_long.pt (int64 [16, 2048]) and wiki_eval.pt (int64 [64, 1024]): tokens of sample_text().
 perplexity: 8 prompts of 1,024 tokens that lose 50 or 75 % after the prefill, and the 511 tokens that follow each.
-retrieval: 20 such prompts of the same text for each kind of kv_retrieval.py, asked after the eviction.
+retrieval: 40 such prompts of the same text for each kind of kv_retrieval.py, asked after the eviction; from a seed that no
+scorer was chosen with; "interval" is that of Wilson at 95 %, as are the figures of both kinds together.
 stream: perplexity of 20,480 tokens of text in chunks of 256, in a budget of 1,024 tokens and in a cache that keeps all.
 decode: milliseconds of a decode step at 4,096 tokens, as a mean over 128 steps and their evictions, of every format of pages
 and every scorer, in turns; the least of three.
@@ -127,10 +128,10 @@ def measure_perplexity(model, tokens: torch.Tensor, policies: dict) -> list[dict
 
 
 def measure_retrieval(model, tokenizer, tokens: torch.Tensor, policies: dict) -> list[dict]:
-    records = []
+    records, both = [], {key: [] for key in policies}
     for kind in KINDS:
         hits, losses = {key: [] for key in policies}, {key: [] for key in policies}
-        for prompt, question, answer in questions(tokenizer, tokens, 20, kind):
+        for prompt, question, answer in questions(tokenizer, tokens, 40, kind, seed=11):
             calls = record(model, prompt)
             for key, policy in policies.items():
                 logits = following_logits(model, calls, question + answer, policy)[-len(answer) :]
@@ -138,11 +139,22 @@ def measure_retrieval(model, tokenizer, tokens: torch.Tensor, policies: dict) ->
                 losses[key].append(torch.nn.functional.cross_entropy(logits, torch.tensor(answer)).item())
             print(kind, {key: sum(hit) for key, hit in hits.items()}, flush=True)
         for (name, share), hit in hits.items():
-            measured = {"retrieval": statistics.mean(hit), "answer_nll": statistics.mean(losses[name, share])}
+            both[name, share] += hit
+            measured = {**found(hit), "answer_nll": statistics.mean(losses[name, share])}
             records.append({"scorer": name, "evicted": share, "kind": kind, **measured})
-            if share <= 0.5 and name in PEERS:
-                records[-1]["peer_in_its_own_task"] = PEERS[name][1]
+    for (name, share), hit in both.items():
+        records.append({"scorer": name, "evicted": share, "kind": "both", **found(hit)})
+        if share <= 0.5 and name in PEERS:
+            records[-1]["peer_in_its_own_task"] = PEERS[name][1]
     return records
+
+
+def found(hit: list[bool]) -> dict:
+    """The share of hits, with Wilson's interval at 95 %."""
+    number, share, z = len(hit), statistics.mean(hit), statistics.NormalDist().inv_cdf(0.975)
+    middle = (share + z * z / (2 * number)) / (1 + z * z / number)
+    half = z / (1 + z * z / number) * math.sqrt(share * (1 - share) / number + (z / (2 * number)) ** 2)
+    return {"retrieval": share, "prompts": number, "interval": [middle - half, middle + half]}
 
 
 @torch.no_grad()

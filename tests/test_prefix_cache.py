@@ -619,7 +619,7 @@ def test_bad_arguments(llama):
         (dict(memory="1GB"), "num_blocks=4 and memory='1GB': give one of them"),
         (dict(num_blocks=None, memory="much"), "memory='much': must be a positive number of bytes"),
         (dict(block_size=12), "block_size=12: must be 8, 16"),
-        (dict(kv_format="int4"), "kv_format='int4': a PrefixCache holds"),
+        (dict(kv_format="int3"), "kv_format=.int3.: must be one of auto, int8"),
     ):
         with pytest.raises(ValueError, match=message):
             PrefixCache(**{"model": llama, "num_blocks": 4, **arguments})

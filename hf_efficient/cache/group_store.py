@@ -183,6 +183,9 @@ class GroupStore(QuantizedStore):
         size, table = self.pool.block_size, self.pool.tables[row]
         return lambda token: (table[(self.first + token) // size] * size + token % size) // self.group
 
+    def _ring_slots(self, start: int, number: int) -> torch.Tensor:
+        return torch.arange(start, start + number, device=self.device) % self.ring
+
     def _tell(self) -> None:
         self.rows["quantized_seqlens"].copy_(to_device(self.quantized, torch.int32, self.device))
 
@@ -196,6 +199,23 @@ class GroupStore(QuantizedStore):
                 else:
                     self.rows[name] = chosen
         self.quantized = [self.quantized[row] for row in rows]
+
+    def settled(self, lengths: list[int]) -> list[int]:
+        return [done and self.first + done for done in self.quantized]
+
+    def beginning(self, row: int) -> dict[str, torch.Tensor]:
+        slots = self._ring_slots(self.quantized[row], self.first)
+        return {name: self.rows[name][row, slots] for name in _RINGS}
+
+    def resume(self, lengths: list[int], beginnings: list[dict[str, torch.Tensor] | None]) -> None:
+        size = self.pool.block_size
+        for row, (length, beginning) in enumerate(zip(lengths, beginnings)):
+            if beginning is not None:
+                self.quantized[row] = max(-(-length // size) * size - self.first, 0)
+                slots = self._ring_slots(self.quantized[row], self.first)
+                for name, tokens in beginning.items():
+                    self.rows[name][row, slots] = tokens
+        self.rewind(lengths)
 
     def restored(self) -> None:
         self.quantized = self.rows["quantized_seqlens"].tolist()
@@ -211,8 +231,7 @@ class GroupStore(QuantizedStore):
     def _unquantize(self, row: int, target: int, length: int) -> None:
         done, self.quantized[row] = self.quantized[row], target
         size = self.pool.block_size
-        kept = min(length, self.first)
-        old, new = ((torch.arange(at, at + kept, device=self.device)) % self.ring for at in (done, target))
+        old, new = (self._ring_slots(at, min(length, self.first)) for at in (done, target))
         for name in _RINGS:
             self.rows[name][row, new] = self.rows[name][row, old]
         number = length - self.first - target

@@ -75,6 +75,18 @@ class PageStore:
     def restored(self) -> None:
         """`rows` were read from a file."""
 
+    def settled(self, lengths: list[int]) -> list[int]:
+        """Of rows of `lengths` tokens, how many tokens of each from its beginning are in the blocks as they will stay."""
+        return lengths
+
+    def beginning(self, row: int) -> dict[str, torch.Tensor]:
+        """What of a row's first block lies beside the blocks: nothing here."""
+        return {}
+
+    def resume(self, lengths: list[int], beginnings: list[dict[str, torch.Tensor] | None]) -> None:
+        """The blocks of row b have been filled with the `lengths[b]` tokens of another row, whose `beginning` is
+        `beginnings[b]`; None for a row that stays as it is."""
+
     def select(self, rows: list[int]) -> None:
         """Row i becomes what row `rows[i]` was: for what a store keeps by row and not by block."""
 

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from hf_efficient.cache.device_tables import to_device
+from hf_efficient.cache.kv_formats import KV_FORMATS, default_block_size
 from hf_efficient.cache.memory_budget import bytes_per_block, parse_bytes
 from hf_efficient.cache.page_store import PageStore
 from hf_efficient.cache.paged_cache import PagedCache
@@ -15,7 +16,6 @@ from hf_efficient.cache.prefix_tree import UNKNOWN, PrefixTree
 from hf_efficient.cache.row_tokens import mark_tokens
 
 
-_FORMATS = ("auto", "int8", "fp8")
 _INPUTS = {"input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"}
 _OUTPUTS = {"labels", "output_attentions", "output_hidden_states", "output_router_logits"}  # need every column
 _REST = {"logits_to_keep", "use_cache", "return_dict"}
@@ -55,9 +55,11 @@ class PrefixCache:
         num_blocks: blocks of the pool, each over all layers; when it is full the least recently used ones make room.
         memory: in place of `num_blocks`, the bytes that the pool may take: an int, or "512MB", "2GiB". The first forward
             raises ValueError when not one block fits.
-        block_size: tokens of a block, that of the caches.
-        kv_format: that of the caches: "auto", "int8" or "fp8". Under the latter two a cut prompt sees its beginning as it
-            comes back from the pages, like the next chunk of a chunked prefill does.
+        block_size: tokens of a block, that of the caches; None for their default.
+        kv_format: that of the caches. Under all but "auto" a cut prompt sees its beginning as it comes back from the pages, like
+            the next chunk of a chunked prefill does. "int4" and "int2" store what has left the window of unquantized
+            tokens, at the latest 256 tokens after it; the first block of every beginning, which they do not quantize,
+            takes memory beside the pool.
 
     Raises ValueError for other arguments, and for models whose keys do not follow from the tokens before them.
     """
@@ -68,7 +70,7 @@ class PrefixCache:
         num_blocks: int | None = None,
         *,
         memory: int | str | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         kv_format: str = "auto",
     ):
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -78,11 +80,9 @@ class PrefixCache:
             raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
         if memory is None and (isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1):
             raise ValueError(f"num_blocks={num_blocks!r}: must be a positive integer")
-        if kv_format not in _FORMATS:
-            raise ValueError(
-                f"kv_format={kv_format!r}: a PrefixCache holds {', '.join(_FORMATS)}; formats of fewer bits keep the ends of "
-                "rows beside their blocks, so that blocks alone are no prefix"
-            )
+        if kv_format not in KV_FORMATS:
+            raise ValueError(f"kv_format={kv_format!r}: must be one of {', '.join(KV_FORMATS)}")
+        block_size = default_block_size(kv_format) if block_size is None else block_size
         PagedCache(model.config, block_size=block_size, kv_format=kv_format)  # raises for what it cannot hold
         _check_model(model)
         self.block_size, self.kv_format = block_size, kv_format
@@ -93,6 +93,9 @@ class PrefixCache:
         self._tree = PrefixTree(num_blocks or 0, block_size)
         self._forms: list[tuple] = []  # of each layer's pages
         self._pools: list[dict[str, torch.Tensor]] = []  # of each layer: like `PageStore.pages`
+        self._beginnings: dict[
+            int, list[dict[str, torch.Tensor]]
+        ] = {}  # first block -> `PageStore.beginning` of each layer
         self._counts = dict.fromkeys(("hits", "misses", "bypassed", "prompt_tokens", "skipped_tokens"), 0)
         names = list(inspect.signature(model.forward).parameters)
         handles = [
@@ -116,14 +119,18 @@ class PrefixCache:
         """Counted since this object was made: `hits`, `misses`: rows that began with stored blocks and were cut, and that
         were not; `bypassed`: rows that were not looked up; `prompt_tokens`, `skipped_tokens`: tokens of forwards that
         were looked up, and those of them that did not run; `evicted_blocks`. As of now: `num_blocks`, `used_blocks` and
-        `bytes` of the pool (before the first forward it takes none, and has no blocks yet when sized by `memory`)."""
+        `bytes` of the pool and of what lies beside it (before the first forward it takes none, and has no blocks yet when
+        sized by `memory`)."""
         return {
             **self._counts,
             "evicted_blocks": self._tree.num_evicted,
             "num_blocks": self._tree.num_blocks,
             "used_blocks": self._tree.num_used,
-            "bytes": sum(pool.nbytes for pools in self._pools for pool in pools.values()),
+            "bytes": sum(x.nbytes for held in self._held() for tensors in held for x in tensors.values()),
         }
+
+    def _held(self) -> list[list[dict[str, torch.Tensor]]]:
+        return [self._pools, *self._beginnings.values()]
 
     @property
     def hit_rate(self) -> float:
@@ -212,13 +219,15 @@ class PrefixCache:
             if layer.budget is not None:
                 layer.budget.fix_pools(layer.make_store, *key_value)
             layer.prepare(layer.join_step(batch, columns, mask), *key_value)
-        copies = {}
+        copies, settled = {}, _settled(layers, starts)
         for b, (start, count, table) in enumerate(zip(starts, counts, state.pool.tables)):
             if count:
-                copies.update((table[p], found[b][p]) for p in range(start // size, -(-(start + count) // size)))
+                copies.update((table[p], found[b][p]) for p in range(settled[b] // size, -(-(start + count) // size)))
         copy = _copier(copies)
-        for layer, pools in zip(layers, self._pools):
+        for number, (layer, pools) in enumerate(zip(layers, self._pools)):
             copy(pools, layer.store.pages)
+            beginnings = [self._beginnings[x[0]][number] if count else None for x, count in zip(found, counts)]
+            layer.store.resume(state.pool.lengths, beginnings)
         tokens.append(starts, state.pool.lengths, marked[:, :columns], valid[:, :columns])
         tokens.read()  # these are on the CPU, and those of forwards need not be
         tokens.restored = columns, was_empty, state.steps
@@ -268,10 +277,13 @@ class PrefixCache:
             if forms != self._forms:  # the first ones, or the model has another dtype now
                 self._make_pools([layer.store for layer in layers])
                 self._forms = forms
-            copies = {}
+            copies, settled = {}, _settled(layers, cache.state.pool.lengths)
             for b, row in rows.items():
-                for place, block in self._tree.insert(cache.row_tokens.key.digest, row):
+                for place, block in self._tree.insert(cache.row_tokens.key.digest, row[: settled[b]]):
                     copies[block] = cache.state.pool.tables[b][place]  # of a block taken twice the last one counts
+                    self._beginnings.pop(block, None)
+                    if place == 0:
+                        self._beginnings[block] = [layer.store.beginning(b) for layer in layers]
             copy = _copier(copies)
             for layer, pools in zip(layers if copies else (), self._pools):
                 copy(layer.store.pages, pools)
@@ -297,7 +309,7 @@ class PrefixCache:
 
     def _forget(self) -> None:
         self._tree.clear()
-        self._forms, self._pools = [], []
+        self._forms, self._pools, self._beginnings = [], [], {}
 
 
 class _Hook:
@@ -347,6 +359,11 @@ def _columns_to_skip(model, inputs: dict) -> int:
     if every or not isinstance(kept, int) or kept < 1:
         return 0
     return inputs["input_ids"].shape[1] - kept
+
+
+def _settled(layers: list, lengths: list[int]) -> list[int]:
+    """`PageStore.settled` for all layers, of rows of `lengths` tokens."""
+    return [min(tokens) for tokens in zip(*(layer.store.settled(lengths) for layer in layers))]
 
 
 def _form(layer) -> tuple:

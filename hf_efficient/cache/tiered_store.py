@@ -14,7 +14,7 @@ from hf_efficient.cache.page_store import PageStore
 
 
 # methods of a `PageStore` that may be called while the pages are away
-_WITHOUT_PAGES = ("select", "drop", "check_rewind", "form_of", "restored")
+_WITHOUT_PAGES = ("select", "drop", "check_rewind", "form_of", "restored", "settled", "beginning")
 
 
 class TieredStore:
