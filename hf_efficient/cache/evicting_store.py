@@ -306,12 +306,14 @@ class EvictingStore(PageStore):
 
 def bind(
     policy, decoder, state: CacheState, layer_types: list[str], kv_format: str, **excluded
-) -> tuple[EvictionPolicy, Rotary | None]:
-    """What an `EvictingStore` is made with, for the model of this config.
+) -> tuple[EvictionPolicy, Rotary | None] | None:
+    """What an `EvictingStore` is made with, for the model of this config; None without a policy.
 
     Raises ValueError for a policy that is none, for a model that cannot be evicted from, and for arguments of `PagedCache`
     that eviction does not go with and that are not None.
     """
+    if policy is None:
+        return None
     if not isinstance(policy, EvictionPolicy):
         raise ValueError(
             f"eviction={policy!r}: must be an EvictionPolicy, such as EvictionPolicy(SnapKV(), budget=0.5)"

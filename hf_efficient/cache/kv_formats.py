@@ -13,9 +13,15 @@ _GROUPS = {"int4": (4, 64), "int2": (2, 32)}  # bits, group size
 _TOKENS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-def default_block_size(kv_format: str) -> int:
-    """Tokens: 16, or the group that shares a scale."""
-    return _GROUPS[kv_format][1] if kv_format in _GROUPS else 16
+def block_size_of(kv_format: str, block_size: int | None) -> int:
+    """Tokens of a block: as given, or with None 16 or the group that shares a scale. Raises ValueError for others."""
+    if kv_format not in KV_FORMATS:
+        raise ValueError(f"kv_format={kv_format!r}: must be one of {', '.join(KV_FORMATS)}")
+    if block_size is None:
+        return _GROUPS[kv_format][1] if kv_format in _GROUPS else 16
+    if isinstance(block_size, bool) or block_size not in (8, 16, 32, 64, 128, 256):
+        raise ValueError(f"block_size={block_size!r}: must be 8, 16, 32, 64, 128 or 256")
+    return block_size
 
 
 def check_form(kv_format: str, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -22,6 +22,14 @@ def parse_bytes(name: str, size: int | str) -> int:
     return number
 
 
+def check_pool_size(num_blocks: int | None, memory: int | str | None) -> None:
+    """Raises ValueError when both are given, or `num_blocks` is no positive integer."""
+    if num_blocks is not None and memory is not None:
+        raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
+    if num_blocks is not None and (isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1):
+        raise ValueError(f"num_blocks={num_blocks!r}: must be a positive integer")
+
+
 def bytes_per_block(store: PageStore) -> int:
     """Bytes that one block takes in the pages of `store`, scales and zero-points included."""
     return store.nbytes // store.capacity

@@ -6,22 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers.cache_utils import Cache, DummyLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, DummyLayer
 
 from hf_efficient.cache import persistence
 from hf_efficient.cache.cache_state import CacheState, PlannedForward
 from hf_efficient.cache.evicting_store import bind
 from hf_efficient.cache.eviction.base import EvictionPolicy
-from hf_efficient.cache.kv_formats import KV_FORMATS, default_block_size
-from hf_efficient.cache.memory_budget import MemoryBudget
+from hf_efficient.cache.kv_formats import block_size_of
+from hf_efficient.cache.layer_kinds import layer_types_of, windows_of
+from hf_efficient.cache.memory_budget import MemoryBudget, check_pool_size
 from hf_efficient.cache.offload import CacheTiers, Offload
 from hf_efficient.cache.paged_layer import PagedLayer
 from hf_efficient.cache.row_tokens import RowTokens
 from hf_efficient.cache.stats import CacheStats
-
-
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_NO_LAYER_TYPES = ("dummy",)
 
 
 class PagedCache(Cache):
@@ -82,18 +79,8 @@ class PagedCache(Cache):
         prefix_cache=None,
         offload: Offload | None = None,
     ):
-        if kv_format not in KV_FORMATS:
-            raise ValueError(f"kv_format={kv_format!r}: must be one of {', '.join(KV_FORMATS)}")
-        if block_size is None:
-            block_size = default_block_size(kv_format)
-        if isinstance(block_size, bool) or block_size not in (8, 16, 32, 64, 128, 256):
-            raise ValueError(f"block_size={block_size!r}: must be 8, 16, 32, 64, 128 or 256")
-        if num_blocks is not None and (
-            isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1
-        ):
-            raise ValueError(f"num_blocks={num_blocks!r}: must be a positive integer, or None for a pool that grows")
-        if num_blocks is not None and memory is not None:
-            raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
+        block_size = block_size_of(kv_format, block_size)
+        check_pool_size(num_blocks, memory)
         if offload is not None and not isinstance(offload, Offload):
             raise ValueError(f"offload={offload!r}: must be an hf_efficient.Offload")
         if not hasattr(config, "get_text_config"):
@@ -102,11 +89,10 @@ class PagedCache(Cache):
             if not callable(getattr(prefix_cache, "check", None)):
                 raise ValueError(f"prefix_cache={prefix_cache!r}: must be an hf_efficient.PrefixCache")
             prefix_cache.check(config, block_size, kv_format)
-        self.prefix_cache = prefix_cache
         self.row_tokens = None if prefix_cache is None else RowTokens()
         decoder = config.get_text_config(decoder=True)
-        self.kv_format, self.eviction = kv_format, eviction
-        windows = _windows(config, decoder)
+        self.kv_format, self.eviction, self.prefix_cache = kv_format, eviction, prefix_cache
+        windows = windows_of(config, decoder)
         if prefix_cache is not None or eviction is not None or kv_format in ("int4", "int2"):
             windows = [0 if window == 0 else None for window in windows]  # these count on blocks that stay
         states = {
@@ -117,11 +103,9 @@ class PagedCache(Cache):
         for state in self.states:
             state.peers = list(self.states)
         self.state = self.states[0]
-        layer_types = _layer_types(config, decoder)[0]
+        layer_types = layer_types_of(config, decoder)[0]
         excluded = dict(num_blocks=num_blocks, memory=memory, prefix_cache=prefix_cache, offload=offload)
-        evicting = (
-            None if eviction is None else bind(eviction, decoder, self.state, layer_types, kv_format, **excluded)
-        )
+        evicting = bind(eviction, decoder, self.state, layer_types, kv_format, **excluded)
         layers = [
             DummyLayer()
             if window == 0
@@ -395,8 +379,7 @@ class PagedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row `repeats` times; the copies share their blocks."""
-        rows = torch.arange(len(self.state.pool.lengths))
-        self.batch_select_indices(rows.repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.state.pool.lengths)).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Forgets everything, also the tensors and the batch size."""
@@ -415,27 +398,3 @@ class PagedCache(Cache):
         duplicate = memo[id(self)] = type(self).__new__(type(self))
         duplicate.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return duplicate
-
-
-def _layer_types(config, decoder) -> tuple[list[str], list[dict]]:
-    """The kind of every layer of the decoder, and transformers' arguments of its cache layer. Raises ValueError for those that
-    this cache cannot hold."""
-    name = type(config).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"config={name}: PagedCache holds decoder-only models, not encoder-decoder ones")
-    if getattr(decoder, "num_attention_heads", None) is None:
-        raise ValueError(f"config={name}: PagedCache holds attention layers, and this model has none")
-    layer_types, layer_kwargs = get_layer_types_and_kwargs(decoder)
-    unknown = sorted({kind for kind in layer_types if kind not in _LAYER_TYPES + _NO_LAYER_TYPES})
-    if unknown:
-        raise ValueError(f"config={name}: PagedCache cannot hold layers of type {unknown}, only {list(_LAYER_TYPES)}")
-    return layer_types, layer_kwargs
-
-
-def _windows(config, decoder) -> list[int | None]:
-    """How many tokens each layer of the decoder sees: None for all, 0 for a layer that stores nothing."""
-    windows = []
-    for kind, kwargs in zip(*_layer_types(config, decoder)):
-        window = kwargs["sliding_window"] or None if kind == "sliding_attention" else None
-        windows.append(0 if kind in _NO_LAYER_TYPES else window)
-    return windows

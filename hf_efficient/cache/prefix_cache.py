@@ -7,11 +7,11 @@ import weakref
 import torch
 
 from hf_efficient.cache.device_tables import to_device
-from hf_efficient.cache.kv_formats import KV_FORMATS, default_block_size
-from hf_efficient.cache.memory_budget import bytes_per_block, parse_bytes
+from hf_efficient.cache.kv_formats import block_size_of
+from hf_efficient.cache.memory_budget import bytes_per_block, check_pool_size, parse_bytes
 from hf_efficient.cache.page_store import PageStore
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.cache.prefix_key import ModelKey
+from hf_efficient.cache.prefix_key import ModelKey, check_model
 from hf_efficient.cache.prefix_tree import UNKNOWN, PrefixTree
 from hf_efficient.cache.row_tokens import mark_tokens
 
@@ -76,15 +76,12 @@ class PrefixCache:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
             raise ValueError(f"model={type(model).__name__}: must be a transformers model")
-        if (num_blocks is None) == (memory is None):
+        if num_blocks is None and memory is None:
             raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
-        if memory is None and (isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1):
-            raise ValueError(f"num_blocks={num_blocks!r}: must be a positive integer")
-        if kv_format not in KV_FORMATS:
-            raise ValueError(f"kv_format={kv_format!r}: must be one of {', '.join(KV_FORMATS)}")
-        block_size = default_block_size(kv_format) if block_size is None else block_size
+        check_pool_size(num_blocks, memory)
+        block_size = block_size_of(kv_format, block_size)
         PagedCache(model.config, block_size=block_size, kv_format=kv_format)  # raises for what it cannot hold
-        _check_model(model)
+        check_model(model)
         self.block_size, self.kv_format = block_size, kv_format
         self._memory = None if memory is None else parse_bytes("memory", memory)
         self._config = model.config.get_text_config(decoder=True)
@@ -391,18 +388,3 @@ def _copier(copies: dict[int, int]):
                     torch.index_select(pages, 0, chosen, out=target[name][run])
 
     return copy
-
-
-def _check_model(model) -> None:
-    name, decoder = type(model).__name__, model.config.get_text_config(decoder=True)
-    if decoder is not model.config:
-        raise ValueError(f"model={name}: a PrefixCache takes models for text only")
-    if getattr(decoder, "use_bidirectional_attention", None) or getattr(decoder, "is_causal", True) is False:
-        raise ValueError(f"model={name}: its attention is not causal, so keys depend on the tokens that follow")
-    rope = getattr(decoder, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):
-        kind = parameters.get("rope_type", "") if isinstance(parameters, dict) else ""
-        if "dynamic" in kind or kind == "longrope":
-            raise ValueError(
-                f"model={name}: under rope_type={kind!r} the keys depend on the length of the whole prompt"
-            )

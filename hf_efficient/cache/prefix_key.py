@@ -59,3 +59,19 @@ def _version(tensor: torch.Tensor) -> tuple[int, int, int]:
     except RuntimeError:  # a subclass without storage of its own
         place = id(tensor)
     return number, place, 0 if tensor.is_inference() else tensor._version
+
+
+def check_model(model) -> None:
+    """Raises ValueError for a model whose keys do not follow from the tokens before them."""
+    name, decoder = type(model).__name__, model.config.get_text_config(decoder=True)
+    if decoder is not model.config:
+        raise ValueError(f"model={name}: a PrefixCache takes models for text only")
+    if getattr(decoder, "use_bidirectional_attention", None) or getattr(decoder, "is_causal", True) is False:
+        raise ValueError(f"model={name}: its attention is not causal, so keys depend on the tokens that follow")
+    rope = getattr(decoder, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        kind = parameters.get("rope_type", "") if isinstance(parameters, dict) else ""
+        if "dynamic" in kind or kind == "longrope":
+            raise ValueError(
+                f"model={name}: under rope_type={kind!r} the keys depend on the length of the whole prompt"
+            )
