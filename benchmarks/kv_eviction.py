@@ -5,7 +5,7 @@
 
 FOLDER has wiki_long.pt (int64 [16, 2048]) and wiki_eval.pt (int64 [64, 1024]): tokens of sample_text().
 perplexity: 8 prompts of 1,024 tokens that lose 50 or 75 % after the prefill, and the 511 tokens that follow each.
-retrieval: 40 such prompts of the same text for each kind of kv_retrieval.py, asked after the eviction; from a seed that no
+retrieval: 20 such prompts of the same text for each kind of kv_retrieval.py, asked after the eviction; from a seed that no
 scorer was chosen with; "interval" is that of Wilson at 95 %, as are the figures of both kinds together.
 stream: perplexity of 20,480 tokens of text in chunks of 256, in a budget of 1,024 tokens and in a cache that keeps all.
 decode: milliseconds of a decode step at 4,096 tokens, as a mean over 128 steps and their evictions, of every format of pages
@@ -131,7 +131,7 @@ def measure_retrieval(model, tokenizer, tokens: torch.Tensor, policies: dict) ->
     records, both = [], {key: [] for key in policies}
     for kind in KINDS:
         hits, losses = {key: [] for key in policies}, {key: [] for key in policies}
-        for prompt, question, answer in questions(tokenizer, tokens, 40, kind, seed=11):
+        for prompt, question, answer in questions(tokenizer, tokens, 20, kind, seed=12):
             calls = record(model, prompt)
             for key, policy in policies.items():
                 logits = following_logits(model, calls, question + answer, policy)[-len(answer) :]

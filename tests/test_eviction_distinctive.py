@@ -50,7 +50,8 @@ def test_scores_are_the_differences_of_the_keys_in_the_order_of_worth(weight):
     for row in range(2):
         for head in range(HEADS):
             number = int(view.present[row, head].sum())
-            keys = F.normalize(view.keys[row, head, :number], dim=-1)
+            keys = view.rotate(view.keys[row, head, :number], -torch.arange(number))
+            keys = F.normalize(keys, dim=-1)
             difference = -F.cosine_similarity(keys, keys.mean(0, keepdim=True))
             expected = attention[row, head, :number].tolist()
             worth = [max(a, weight * d) for a, d in zip(ranks(expected), ranks(difference.tolist()))]
@@ -69,7 +70,8 @@ def attend(cache, query, key, value):
 
 @pytest.mark.parametrize("scorer, survives", [(ExpectedAttention, False), (Distinctive, True)])
 def test_a_key_that_stands_apart_is_found_when_asked_for(scorer, survives):
-    """The keys of head 0 point one way, but for one that no query looks at; those of head 1 are all but the same."""
+    """The keys of head 0 point one way before they are rotated, but for one that no query looks at; those of head 1 are all
+    but the same."""
     generator = torch.Generator().manual_seed(0)
     config = LlamaConfig(**{**CONFIG.to_dict(), "_attn_implementation": "flash_paged"})
     cache = PagedCache(config, block_size=8, eviction=EvictionPolicy(AdaKV(scorer(recent=8), floor=0.5), 0.5))
@@ -79,10 +81,12 @@ def test_a_key_that_stands_apart_is_found_when_asked_for(scorer, survives):
     direction = F.normalize(torch.ones(DIM), dim=0)
     keys = keys * torch.tensor([0.5, 0.01])[:, None, None] + 4 * direction
     keys[0, 0, 30] = -4 * direction
-    attend(cache, queries * 0.1 + direction, keys, values)
+    rotary, places = Rotary(CONFIG), torch.arange(64)
+    keys = rotary(keys, places)
+    attend(cache, rotary(queries * 0.1 + direction, places), keys, values)
     lengths = cache.layers[0].store.pool.lengths
     assert sum(lengths) == 64 and (lengths[0] > lengths[1]) == survives
-    asked = (-20 * direction).expand(1, 2 * HEADS, 1, DIM)  # logit 20 for the key, -20 for the others
+    asked = keys[0, 0, 30].mul(5).expand(1, 2 * HEADS, 1, DIM)  # logit 20 for the key, and none above 5 for the others
     answer = attend(cache, asked, keys[:, :, :1], values[:, :, :1])[0, 0, 0]
     assert torch.allclose(answer, values[0, 0, 30], atol=1e-4) == survives
 

@@ -11,7 +11,7 @@ class Distinctive(ExpectedAttention):
     """What is read often keeps perplexity low, but a name or a number that was said once is read only when it is asked for:
     its keys stand apart. A token is worth the better of two ranks among the n tokens of its head (1 for the highest, 1/n for
     the lowest): that of its expected attention, and `weight` times that of minus the cosine between its key and the mean
-    direction of the keys. Meant for `AdaKV(Distinctive(), floor=0.5)`: the scores of a head are those cosines, dealt out in
+    direction of the keys, both as before the rotary embedding, whose turns make keys differ that mean the same. Meant for `AdaKV(Distinctive(), floor=0.5)`: the scores of a head are those cosines, dealt out in
     the order of worth, so that heads whose keys differ most, which are the ones that find things again, keep more tokens.
 
     Papers: Devoto et al., Expected Attention (2510.00636); Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for
@@ -23,7 +23,7 @@ class Distinctive(ExpectedAttention):
         recent: see `Scorer`.
     """
 
-    def __init__(self, weight: float = 0.85, window: int = 512, future: int = 512, recent: int = 64):
+    def __init__(self, weight: float = 0.7, window: int = 512, future: int = 512, recent: int = 64):
         super().__init__(window, future, recent)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
             raise ValueError(f"weight={weight!r}: must be a number from 0 to 1")
@@ -31,7 +31,8 @@ class Distinctive(ExpectedAttention):
 
     def score(self, view: View) -> torch.Tensor:
         absent = ~view.present
-        keys = F.normalize(view.keys.float(), dim=-1).masked_fill(absent[..., None], 0)
+        keys = view.rotate(view.keys, -view.key_positions)
+        keys = F.normalize(keys, dim=-1).masked_fill(absent[..., None], 0)
         similarity = F.cosine_similarity(keys, keys.sum(2, keepdim=True), dim=-1)
         difference = (-similarity).masked_fill(absent, float("-inf"))
         attention = super().score(view).masked_fill(absent, float("-inf"))
