@@ -11,7 +11,8 @@ divides the prompt by) and the tokens/s of the rows together after it, both from
 come: it costs ours a little more than others. The criterion ends a call `--patience` seconds after its first token, so slow
 ways have fewer than 128 `new_tokens`. A call of 8 tokens warms each case up (compiles, records; `warming_s`) before
 `--repeats` calls, or as many as fit into 3 times the patience (peers: 2). `peak_memory_bytes` is the process's resident peak
-in the case's calls, `loading_peak_bytes` that of loading. A way is left out where its prompt would take 10 times the patience
+in the case's calls, a mapped checkpoint among it; `anonymous_bytes` what of it is no file's, afterwards; `loading_peak_bytes` the
+peak of loading. A way is left out where its prompt would take 10 times the patience
 (peers: 2) by what it did before; so is batch 8, prompt 1,024 of the 1B model: `--models 1b --batch 8 --prompt 1024
 --patience 10` measures it. The 1B model has fewer ways unless `--ways` says which.
 
@@ -212,7 +213,8 @@ def summary(calls: list[list[dict]], batch: int, size: int) -> dict:
     if min(decoded):
         seconds = [sum(answer["decode"] for answer in call) for call in calls]
         found["decode_tokens_per_s"] = spread([tokens / time for tokens, time in zip(decoded, seconds)])
-    return found | {"peak_memory_bytes": max(answer["peak_memory_bytes"] for answer in calls[-1])}
+    found["peak_memory_bytes"] = max(answer["peak_memory_bytes"] for answer in calls[-1])
+    return found | {"anonymous_bytes": calls[-1][-1]["anonymous_bytes"]}
 
 
 def spread(values: list[float], best=max) -> dict:
@@ -315,19 +317,20 @@ def table(result: dict) -> str:
             ]
             continue
         lines.append(
-            "| way | first token, ms | prefill, tokens/s | decode, tokens/s | over stock | over llama.cpp | peak, MB |"
+            "| way | first token, ms | prefill, tokens/s | decode, tokens/s | over stock | over llama.cpp | peak, MB | anonymous, MB |"
         )
-        lines.append("|---|---|---|---|---|---|---|")
-        key = "decode_tokens_per_s" if any("decode_tokens_per_s" in row for row in rows) else "prefill_tokens_per_s"
-        speed = {row["way"]: row[key]["median"] for row in rows if key in row}
+        lines.append("|---" * 8 + "|")
+        rate = "decode_tokens_per_s" if any("decode_tokens_per_s" in row for row in rows) else "prefill_tokens_per_s"
+        speed = {row["way"]: row[rate]["median"] for row in rows if rate in row}
         for row in rows:
             if reason := row.get("left_out") or row.get("failed"):
-                lines.append(f"| {row['way']} | {reason} | | | | | |")
+                lines.append(f"| {row['way']} | {reason} | | | | | | |")
                 continue
             own = speed.get(row["way"])
             ratios = [f"{own / speed[way]:.2f}" if own and way in speed else "" for way in (STOCK, "llama.cpp")]
             cells = [cell(row, "time_to_first_token_s", 1e3), cell(row, "prefill_tokens_per_s")]
-            cells += [cell(row, "decode_tokens_per_s", digits=1), *ratios, f"{row['peak_memory_bytes'] / 1e6:,.0f}"]
+            cells += [cell(row, "decode_tokens_per_s", digits=1), *ratios]
+            cells += [f"{(row[key] or 0) / 1e6:,.0f}" for key in ("peak_memory_bytes", "anonymous_bytes")]
             lines.append(f"| {row['way']} | {' | '.join(cells)} |")
     lines += ["", "| goal | at least | measured |", "|---|---|---|"]
     lines += [f"| {goal['goal']} | {goal['at_least']} | {goal['measured']} |" for goal in result["goals"]]

@@ -172,6 +172,15 @@ def generate(model, ask: dict) -> dict:
     )
 
 
+def anonymous_bytes() -> int | None:
+    """Resident memory that is no file's; None on other systems than Linux."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), None)
+
+
 def work(way: str, folder: str, threads: int) -> None:
     """A process of one way: answers each line of JSON with one. Nothing else reaches the standard output."""
     answers = os.fdopen(os.dup(1), "w")
@@ -207,7 +216,8 @@ def work(way: str, folder: str, threads: int) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         with torch.no_grad():
             found = generate(model, ask)
-        return found | {"peak_memory_bytes": memory.peak_memory_bytes(torch.device("cpu"))}
+        found["peak_memory_bytes"] = memory.peak_memory_bytes(torch.device("cpu"))
+        return found | {"anonymous_bytes": anonymous_bytes()}
 
     if attempt(load):
         for line in sys.stdin:
