@@ -6,7 +6,7 @@ answer stand in the prompt within 8 tokens in a row (`copied`). `ceiling` is wha
 after each token the longest of all texts of at least 3 tokens that stood there before and are right is drafted whole.
 
 Every repeat takes the prompts in turn, and with each all ways to generate, so that what else the machine does falls on all of
-them; the first repeat warms up and is not counted. Batch 1 is the prompts one by one, batch 8 all of a kind at once. Greedy,
+them; before the first repeat our ways run once, and those of transformers with the first prompt, which is not counted. Batch 1 is the prompts one by one, batch 8 all of a kind at once. Greedy,
 bf16 or, with --bits 4, weight-only int4 with an int8 output head and inputs rounded to int8, the same model everywhere; whole
 calls of generate(), the prompt included:
   generate         generate() without a drafter
@@ -26,7 +26,7 @@ those of plain generation (of `generate`, or of `transformers` for its own), and
     python benchmarks/speculation.py [--quick] [--bits 4] [--threads 2] [--repeats 5] [--prompts 8] [--heads FOLDER]
         [--parts copying-1 copying-8 chat-1 chat-8] [--ways NAME ...] [--output FILE]
 
-With --parts the others stay as they are in the file, if they are of the same commit, model and number of repeats.
+With --parts the others stay as they are in the file, if they are of the same commit, model and prompts.
 """
 
 import argparse
@@ -194,6 +194,8 @@ def measure(found: dict, forwards: list[float], batches: list[dict], new: int, r
     for repeat in range(-1, repeats):
         for index, inputs in enumerate(batches):
             for name, (_, _, generate) in found.items():
+                if repeat < 0 and index > 0 and name.startswith("transformers"):
+                    continue
                 forwards.clear()
                 start = time.perf_counter()
                 outputs[name][index] = generate(**inputs, **options)
@@ -220,6 +222,7 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
         "prompts": kind,
         "batch": size,
         "way": name,
+        "repeats": len(seconds),
         "tokens_per_s": {
             "median": tokens / median,
             "min": tokens / max(map(sum, seconds)),
@@ -322,7 +325,7 @@ def main() -> None:
     output = options.output
     if output is None:
         output = ROOT / f"benchmarks/results/speculation_cpu{'_int4' if options.bits == 4 else ''}.json"
-    settings = {"bits": options.bits, "repeats": repeats, "prompts_at_batch_1": options.prompts}
+    settings = {"bits": options.bits, "prompts_at_batch_1": options.prompts}
     about = environment.describe()
     lines, traits = others(output, settings, about, options.parts)
     folder = samples.sample_model()

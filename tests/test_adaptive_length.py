@@ -91,6 +91,8 @@ def test_seconds_between_and_beyond_what_was_measured():
     for value in (2.0, 1.5, 1.6):
         seconds.add(2, value)
     assert seconds.at(2) == 1.3
+    seconds.add(5, 9.0)
+    assert seconds.at(5) == 3.2, "a smaller size takes no longer than a larger one"
 
 
 def test_columns_that_a_forward_computes_anyway_are_used():

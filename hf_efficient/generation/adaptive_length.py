@@ -4,6 +4,7 @@ import weakref
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 
@@ -20,20 +21,21 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # plain steps between two trials of a draft
 
 
 class Seconds:
-    """Measured times by size: the lower quartile of the last few of each size (what else the machine does only adds), lines
-    between sizes, and beyond the largest size no more than there, so that larger ones are tried."""
+    """Measured times by size: the lower quartile of the last few of each size (what else the machine does only adds) and no more
+    than that of any larger size, lines between sizes, and beyond the largest size no more than there, so that larger ones are
+    tried."""
 
     def __init__(self):
         self._measured: dict[int, deque] = defaultdict(lambda: deque(maxlen=7))
         self._sizes: list[int] = []
-        self._quartiles: dict[int, float] = {}
+        self._least: list[float] = []  # of each of `_sizes`
 
     def add(self, size: int, seconds: float) -> None:
         if size not in self._measured:
             insort(self._sizes, size)
-        measured = self._measured[size]
-        measured.append(seconds)
-        self._quartiles[size] = sorted(measured)[(len(measured) - 1) // 4]
+        self._measured[size].append(seconds)
+        quartiles = [sorted(self._measured[each])[(len(self._measured[each]) - 1) // 4] for each in self._sizes]
+        self._least = list(accumulate(reversed(quartiles), min))[::-1]
 
     @property
     def largest(self) -> int:
@@ -44,14 +46,12 @@ class Seconds:
         """0.0 while nothing is known."""
         if not self._sizes:
             return 0.0
-        if size in self._quartiles:
-            return self._quartiles[size]
         after = bisect_left(self._sizes, size)
-        if after in (0, len(self._sizes)):
-            return self._quartiles[self._sizes[min(after, len(self._sizes) - 1)]]
+        if after == len(self._sizes) or after == 0 or self._sizes[after] == size:
+            return self._least[min(after, len(self._sizes) - 1)]
         low, high = self._sizes[after - 1], self._sizes[after]
         share = (size - low) / (high - low)
-        return self._quartiles[low] + share * (self._quartiles[high] - self._quartiles[low])
+        return self._least[after - 1] + share * (self._least[after] - self._least[after - 1])
 
 
 _forward_seconds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Seconds by rows * columns
