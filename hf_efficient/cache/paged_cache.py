@@ -242,10 +242,10 @@ class PagedCache(Cache):
             for layer in layers:
                 layer.store.make_ready(layer.state.step)
                 layer.tables = layer.state.tables_on(layer.device)
-            for tensor in self.static_tensors():
-                torch._dynamo.mark_static_address(tensor, guard=False)  # or CUDA graphs would copy it
             position_ids = layers[0].tables.position_ids(width)
-            torch._dynamo.mark_static_address(position_ids, guard=False)
+            if position_ids.is_cuda:
+                for tensor in (position_ids, *self.static_tensors()):
+                    torch._dynamo.mark_static_address(tensor, guard=False)  # or CUDA graphs would copy it
             for each in self.states:
                 each.planned = PlannedForward(rows, width, tree_mask)
             yield position_ids
