@@ -1,10 +1,11 @@
-"""transformers' `generate()`: a loaded model gets speculation at any batch size."""
+"""transformers' `generate()`: a loaded model gets speculation at any batch size, and on a CPU fast plain generation."""
 
 from functools import cache
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from hf_efficient.generation.speculative import SpeculativeGenerationMixin
+from hf_efficient.generation.ragged_model import RaggedModel
+from hf_efficient.generation.speculative import AutomaticGenerationMixin, SpeculativeGenerationMixin
 
 
 def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
@@ -22,21 +23,44 @@ def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
             f"model={type(model).__name__}: enable_speculation takes a transformers model that can generate (a "
             "PreTrainedModel with GenerationMixin); unwrap PEFT or torch.compile wrappers first"
         )
+    disable_automatic(model)
     if not isinstance(model, SpeculativeGenerationMixin):
-        model.__class__ = _speculative_class(type(model))
+        model.__class__ = _class_with(SpeculativeGenerationMixin, type(model))
     return model
 
 
+def enable_automatic(model: PreTrainedModel) -> None:
+    """Gives `model` the `AutomaticGenerationMixin`, in place, when it can generate, runs on a CPU and is of a kind that this
+    package's loop takes."""
+    if (
+        not isinstance(model, GenerationMixin)
+        or isinstance(model, SpeculativeGenerationMixin)
+        or any(parameter.device.type != "cpu" for parameter in model.parameters())
+    ):
+        return
+    try:
+        RaggedModel.check(model, 1, "model")
+    except ValueError:
+        return
+    model.__class__ = _class_with(AutomaticGenerationMixin, type(model))
+
+
+def disable_automatic(model: PreTrainedModel) -> None:
+    """Takes back what `enable_automatic` did."""
+    if isinstance(model, AutomaticGenerationMixin):
+        model.__class__ = type(model).__bases__[1]
+
+
 @cache
-def _speculative_class(cls: type) -> type:
+def _class_with(mixin: type, cls: type) -> type:
     def reduce(self, protocol):
         # pickle finds a class by its name, and under this name it finds `cls`
-        return _restore, (cls,), self.__dict__
+        return _restore, (mixin, cls), self.__dict__
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (SpeculativeGenerationMixin, cls), {**names, "__reduce_ex__": reduce})
+    return type(cls.__name__, (mixin, cls), {**names, "__reduce_ex__": reduce})
 
 
-def _restore(cls: type) -> PreTrainedModel:
-    speculative = _speculative_class(cls)
-    return speculative.__new__(speculative)
+def _restore(mixin: type, cls: type) -> PreTrainedModel:
+    made = _class_with(mixin, cls)
+    return made.__new__(made)

@@ -273,6 +273,10 @@ class EfficientQuantizer(HfQuantizer):
                 module.derive_layouts(module._parameters[weight.prefix[:-1] or "weight"].dtype)
         self._heap.flush()
         checkpoints.save_aside_then_move(model)
+        if model.can_generate():
+            from hf_efficient.integrations.transformers_generation import enable_automatic
+
+            enable_automatic(model)
         return model
 
     def _dequantize(self, model, dtype=None):
@@ -292,6 +296,10 @@ class EfficientQuantizer(HfQuantizer):
                 decompress_experts(module, dtype or module._parameters[module._expert_names[0]].dtype)
         model._weight_conversions = (getattr(model, "_weight_conversions", None) or []) + self._expert_conversions
         checkpoints.restore_save(model)
+        if model.can_generate():
+            from hf_efficient.integrations.transformers_generation import disable_automatic
+
+            disable_automatic(model)
         return model
 
 

@@ -52,6 +52,48 @@ def test_tokens_are_those_of_transformers(name, monkeypatch):
     assert model.config._attn_implementation == attention
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "opt", "mixtral"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_dictionaries_are_those_of_transformers(name, rows, monkeypatch):
+    """Scores, logits, keys and values, of rows that end together; and generation goes on from them."""
+    model, batch = enable_speculation(tiny_model(name)), left_padded_batch((5, 11, 8)[-rows:])
+    eos = [2, *range(40, 50)] if rows == 1 else None
+    model.generation_config.eos_token_id = eos
+    options = dict(do_sample=True, max_new_tokens=14, pad_token_id=0, repetition_penalty=1.2, temperature=1.3)
+    options.update(return_dict_in_generate=True, output_scores=True, output_logits=True)
+    both_outputs = expected, output = both(model, monkeypatch, **batch, **options)
+    assert type(output) is type(expected) and output.keys() == expected.keys()
+    assert torch.equal(output.sequences, expected.sequences)
+    for ours, theirs in ((output.scores, expected.scores), (output.logits, expected.logits)):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs):  # the same float32 sums in another order: logits here reach 10
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    mask = batch["attention_mask"]
+    mask = torch.nn.functional.pad(mask, (0, output.sequences.shape[1] + 4 - mask.shape[1]), value=1)
+    for ours, theirs in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert type(ours) is type(theirs) and ours.get_seq_length() == theirs.get_seq_length()
+        real = mask[:, -5 - ours.keys.shape[2] : -5, None].bool()
+        for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            a, b = (torch.where(real[:, None], x, 0) for x in (a, b))
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    more = torch.randint(3, 128, (rows, 4))
+    options = dict(attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    first, second = (
+        model.generate(torch.cat([x.sequences, more], 1), past_key_values=x.past_key_values, **options)
+        for x in both_outputs
+    )
+    assert torch.equal(first, second)
+
+
+def test_rows_that_end_one_by_one_stay_with_transformers(monkeypatch):
+    """Their scores, logits, keys and values contain what comes of filler."""
+    model, batch = enable_speculation(tiny_model("llama", eos_token_id=list(range(3, 20)))), left_padded_batch()
+    served, serves = [], plain.serves
+    monkeypatch.setattr(plain, "serves", lambda *args: served.append(serves(*args)) or served[-1])
+    output = model.generate(**batch, max_new_tokens=5, return_dict_in_generate=True, output_scores=True)
+    assert served == [False] and not any((scores == 0).all(-1).any() for scores in output.scores)
+
+
 def test_streams(monkeypatch):
     model, ids = enable_speculation(tiny_model("llama")), torch.randint(3, 128, (1, 7))
     streamers = Recorder(), Recorder()
@@ -75,8 +117,8 @@ def test_what_else_is_asked_for_stays_with_transformers():
     cache = PagedCache(model.config)
     model.generate(**batch, past_key_values=cache, max_new_tokens=3)
     assert cache.get_seq_length() == batch["input_ids"].shape[1] + 2
-    output = model.generate(**batch, max_new_tokens=3, return_dict_in_generate=True, output_attentions=False)
-    assert type(output).__name__ == "GenerateDecoderOnlyOutput"
+    wanted = dict(return_dict_in_generate=True, output_hidden_states=True)
+    assert len(model.generate(**batch, max_new_tokens=3, **wanted).hidden_states) == 3
     assert model.generate(**batch, max_new_tokens=3, num_beams=2).shape[0] == 3
     eager = enable_speculation(tiny_model("llama"))
     eager.set_attn_implementation("eager")

@@ -4,19 +4,47 @@ import threading
 import weakref
 from contextlib import contextmanager
 
+import torch
+from torch.nn.modules.module import _has_any_global_hook
+from transformers import DynamicCache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
 from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.cache.paged_layer import PagedLayer
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import STATEFUL
 from hf_efficient.generation.taped_forward import TapedForward
 from hf_efficient.kernels.attention import ATTENTION_NAMES
 
 
-def serves(model, input_ids, logits_processor, generation_config, synced_gpus, streamer, model_kwargs) -> bool:
-    """Whether `generate()` is asked for nothing but tokens that this package's loop gives as well, only faster."""
+def serves(
+    model,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    synced_gpus,
+    streamer,
+    model_kwargs,
+) -> bool:
+    """Whether `generate()` is asked for what this package's loop gives as well, only faster.
+
+    Under `return_dict_in_generate` that is scores, logits and keys and values as transformers' loop leaves them, for one row
+    and for rows that end together: with an end-of-sequence token rows of a batch end one by one, and transformers goes on
+    with filler in them, which is in all these.
+    """
     cache = model_kwargs.get("past_key_values")
+    wants_more = generation_config.return_dict_in_generate
     if (
-        synced_gpus
-        or generation_config.return_dict_in_generate
+        model.device.type != "cpu"
+        or synced_gpus
+        or generation_config.is_assistant
+        or (wants_more and (generation_config.output_attentions or generation_config.output_hidden_states))
+        or (wants_more and type(cache) is not DynamicCache)
+        or (wants_more and len(input_ids) > 1 and any(hasattr(c, "eos_token_id") for c in stopping_criteria))
+        or torch._C._len_torch_dispatch_stack()  # whoever counts operators would not see them
+        or _has_any_global_hook()
+        or "prepare_inputs_for_generation" in vars(model)  # PEFT's prompts
         or not generation_config.use_cache
         or generation_config.cache_implementation not in (None, "dynamic")
         or (cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()))
@@ -33,6 +61,31 @@ def serves(model, input_ids, logits_processor, generation_config, synced_gpus, s
         return False
     with reading_pages(model):
         return TapedForward.serves(model, PagedCache(model.config, num_blocks=1))
+
+
+def as_transformers(output: GenerateDecoderOnlyOutput, cache: DynamicCache) -> GenerateDecoderOnlyOutput:
+    """`output` of this package's loop as transformers' loop returns it: with float32 logits, and the keys and values of
+    `output.past_key_values` in `cache`, which is empty. Zeros stand where transformers has those of padding.
+    """
+    columns = output.sequences.shape[1] - 1
+    for index, layer in enumerate(output.past_key_values.layers):
+        if isinstance(layer, PagedLayer):
+            cache.update(*_contiguous(layer, columns), index)
+    logits = output.logits and tuple(step.float() for step in output.logits)
+    return GenerateDecoderOnlyOutput(
+        sequences=output.sequences, scores=output.scores, logits=logits, past_key_values=cache
+    )
+
+
+def _contiguous(layer: PagedLayer, columns: int) -> list[torch.Tensor]:
+    """The keys and values of a layer, [rows, heads, columns, head dim], each row at the right; zeros for what it dropped."""
+    pool, result = layer.state.pool, []
+    for pages in layer.store.pages.values():
+        tensor = pages.new_zeros(len(pool.lengths), columns, *pages.shape[2:])
+        for row, (number, dropped) in enumerate(zip(pool.lengths, pool.dropped)):
+            tensor[row, columns - number :] = pages.flatten(0, 1)[pool.slots(row, dropped, number)]
+        result.append(tensor.transpose(1, 2))
+    return result
 
 
 _lock = threading.Lock()

@@ -3,13 +3,14 @@
 from contextlib import nullcontext
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation import kept_tapes, plain
 from hf_efficient.generation.drafters.base import MAX_NODES
 from hf_efficient.generation.loop import SpeculativeLoop
 from hf_efficient.generation.ragged_model import RaggedModel
-from hf_efficient.generation.sequences import Sequences
+from hf_efficient.generation.sequences import STATEFUL, Sequences
 from hf_efficient.generation.speculation import chosen
 
 
@@ -44,9 +45,11 @@ class SpeculativeGenerationMixin:
         **model_kwargs,
     ):
         arguments = input_ids, logits_processor, stopping_criteria, generation_config
-        if not plain.serves(self, input_ids, logits_processor, generation_config, synced_gpus, streamer, model_kwargs):
+        if not plain.serves(self, *arguments, synced_gpus, streamer, model_kwargs):
             return super()._sample(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
-        return _decode(self, *arguments, None, (None, None), streamer, synced_gpus, model_kwargs)
+        with plain.reading_pages(self):
+            output = _decode(self, *arguments, None, (None, None), streamer, synced_gpus, model_kwargs)
+        return plain.as_transformers(output, model_kwargs["past_key_values"]) if isinstance(output, dict) else output
 
     def _assisted_decoding(
         self,
@@ -87,6 +90,32 @@ class SpeculativeGenerationMixin:
             streamer,
             synced_gpus,
             model_kwargs,
+        )
+
+
+class AutomaticGenerationMixin(SpeculativeGenerationMixin):
+    """What a quantized model on a CPU has from loading on: as `SpeculativeGenerationMixin`, but what that refuses and
+    transformers takes is transformers' own, as it was."""
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        refused = _is_transformers_draft(generation_mode_kwargs.get("assistant_model")) and _refused(
+            _check_mode, generation_config
+        )
+        cls = SpeculativeGenerationMixin if refused else AutomaticGenerationMixin
+        super(cls, self)._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+
+    def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        draft = kwargs.get("assistant_model")
+        models = [(self, "model")] + ([] if draft is None else [(draft, "assistant_model")])
+        refused = _is_transformers_draft(draft) and (
+            any(isinstance(processor, STATEFUL) for processor in logits_processor)
+            or _refused(_check, self, input_ids, generation_config, kwargs.get("streamer"), kwargs.get("synced_gpus"))
+            or _refused(_callers_cache, kwargs)
+            or any(_refused(RaggedModel.check, model, len(input_ids), name) for model, name in models)
+        )
+        cls = SpeculativeGenerationMixin if refused else AutomaticGenerationMixin
+        return super(cls, self)._assisted_decoding(
+            input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
         )
 
 
@@ -206,7 +235,7 @@ def _run(
         generation_config.do_sample,
         None if speculation is None else speculation.acceptance,
         speculation is not None and speculation.adapts,
-        keep_rows=is_callers or (drafter is None and generation_config.do_sample),
+        keep_rows=is_callers or (drafter is None and (collects or generation_config.do_sample)),
         streamer=streamer,
     )
     loop.run(logits)
@@ -222,6 +251,18 @@ def _run(
         past_key_values=cache,
     )
     return output, target.taped
+
+
+def _is_transformers_draft(draft) -> bool:
+    return draft is None or isinstance(draft, PreTrainedModel)
+
+
+def _refused(check, *arguments) -> bool:
+    try:
+        check(*arguments)
+    except ValueError:
+        return True
+    return False
 
 
 def _check_mode(generation_config) -> None:

@@ -4,11 +4,14 @@ import functools
 from collections.abc import Callable
 
 import torch
+from transformers.utils import logging
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.step import tree_mask as tree_bits
 from hf_efficient.kernels.tape import NotReplayable, Tape, interpreter
 
+
+logger = logging.get_logger(__name__)
 
 BEFORE_RECORDING = 2  # forwards of a model that run as they are: recording costs about three of them
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -72,12 +75,21 @@ class TapedForward:
                     self._tapes[rows, width] = inputs, places, tape
                     self.settled = True
                     return tape.replay()
-                tape = Tape(lambda: self.forward(*inputs[:2]))
+                tape = self._record(inputs)
                 self._keep((rows, width), (inputs, self._places(), tape))
                 return tape.output
         except NotReplayable:
             self._works = False
             return None
+
+    def _record(self, inputs: tuple) -> Tape:
+        try:
+            return Tape(lambda: self.forward(*inputs[:2]))
+        except NotReplayable:
+            raise
+        except Exception as error:  # if it is the forward's own, that shows when it runs as it is
+            logger.warning_once(f"forwards run as they are, slower, because one could not be recorded: {error}")
+            raise NotReplayable(str(error)) from error
 
     def _keep(self, kind: tuple[int, int], recorded: tuple) -> None:
         self._tapes[kind] = recorded
@@ -97,5 +109,7 @@ def padded(rows: int, columns: int) -> int:
 
 
 def _is_watched(module) -> bool:
-    """Whether something runs in Python at every forward of the module: hooks, accelerate's among them, a forward of its own."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    """Whether something runs at every forward of the module: hooks, accelerate's among them, a forward of its own, compiled
+    code."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks or "forward" in module.__dict__ or module._compiled_call_impl is not None)

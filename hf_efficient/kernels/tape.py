@@ -95,7 +95,9 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        by_place = func is aten.index.Tensor and all(x is None or x.dtype is torch.int64 for x in args[1])
+        by_place = func is aten.index.Tensor and all(
+            x is None or x.dtype in (torch.int64, torch.int32) for x in args[1]
+        )
         if _UNREPEATABLE & set(func.tags) and not by_place:
             raise NotReplayable(f"the forward calls {func}")
         result = func(*args, **kwargs)
@@ -116,7 +118,7 @@ class Tape(TorchDispatchMode):
             return True
         if func._schema.is_mutable or len(tensors) != 1:
             return False
-        inputs = [x for x in args if isinstance(x, torch.Tensor)]
+        inputs = [x for x in args if isinstance(x, torch.Tensor) and x.layout is torch.strided]  # oneDNN's are not
         return any(x.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr() for x in inputs)
 
     def _pack(self, instructions: list) -> None:
