@@ -32,6 +32,11 @@ class EfficientExperts(CompressedModule):
         """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H]. On a GPU the products of all
         experts are one launch each and nothing is read back (but by the backward pass); elsewhere only the experts that have
         tokens run."""
+        from hf_efficient.kernels.tape import as_one_step  # late: models without experts need none of it
+
+        return as_one_step(self._forward, hidden_states, top_k_index, top_k_weights)
+
+    def _forward(self, hidden_states, top_k_index, top_k_weights):
         tokens, chosen = top_k_index.shape
         index = top_k_index.flatten().long()
         order = index.argsort(stable=True)

@@ -11,6 +11,7 @@ import torch
 from hf_efficient.kernels.codebook_linear import dequantize_packed
 from hf_efficient.kernels.codes import pack_codes, unpack_codes
 from hf_efficient.kernels.linear import Int4CpuLinear, expand_groups, rows_of
+from hf_efficient.kernels.tape import as_one_step
 
 
 _ELEMENTS_AT_ONCE = 1 << 19  # of a weight that is dequantized: what stays in the cache with its codes
@@ -68,6 +69,9 @@ class CodebookCpuLinear:
             yield rows, entries * expand_groups(_rows(self.scale, rows), self.group_size, self.in_features)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return as_one_step(self._product, x, bias)  # a recording would keep the weights
+
+    def _product(self, x, bias):
         rows = rows_of(x, self.in_features)
         y = torch.cat([torch.nn.functional.linear(rows, weight) for _, weight in self._tiles()], 1)
         if bias is not None:

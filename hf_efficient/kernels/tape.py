@@ -11,7 +11,7 @@ import itertools
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from hf_efficient.kernels import attention_cpu_compiled as pages
 from hf_efficient.kernels import cpu_build, cpu_linear, tape_fusion
@@ -55,13 +55,35 @@ class NotReplayable(RuntimeError):
     """The forward asks for numbers on the host, or for random ones."""
 
 
+class _Unread(torch.Tensor):
+    """Stands for a tensor whose size is not known before it runs, as long as nobody reads it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise NotReplayable(f"the forward calls {func.__name__} on a tensor whose size it reads from another")
+
+
 class _HostReads(TorchFunctionMode):
     """Refuses what reads numbers past the dispatcher."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _HOST_READS:
             raise NotReplayable(f"the forward calls {func.__name__}")
+        if func is torch.ones and any(isinstance(size, torch.Tensor) for size in args):  # masks of all columns
+            return torch.empty(0).as_subclass(_Unread)
         return func(*args, **(kwargs or {}))
+
+
+def as_one_step(function, *inputs: torch.Tensor) -> torch.Tensor:
+    """`function(*inputs)`, a new tensor. Where a forward is being recorded it is one step of it, and may read numbers on the
+    host."""
+    tape = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
+    if not isinstance(tape, Tape):
+        return function(*inputs)
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        output = function(*inputs)
+    tape.add_call(lambda: output.copy_(function(*inputs)), inputs)
+    return output
 
 
 class Tape(TorchDispatchMode):
@@ -108,9 +130,14 @@ class Tape(TorchDispatchMode):
             if instructions is not None:
                 self._program += instructions
             else:
-                read = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-                self._program.append((self._call(func, args, kwargs, tensors), read))
+                self.add_call(self._call(func, args, kwargs, tensors), (args, kwargs))
         return result
+
+    def add_call(self, call, inputs) -> None:
+        """`call()` comes next, which reads the tensors in `inputs`."""
+        tensors = (x for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor))
+        read = [x for x in tensors if x.layout is torch.strided]  # oneDNN's weights have no storage
+        self._program.append((call, read))
 
     @staticmethod
     def _is_view(func, args, tensors) -> bool:
