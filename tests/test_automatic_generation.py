@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import left_padded_batch, tiny_model, tiny_tokenizer
+from helpers import TINY_MODELS, left_padded_batch, tiny_model, tiny_tokenizer
 from speculation import Recorder
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -83,6 +83,16 @@ def test_loaded_and_reloaded(config, folder, tmp_path, replays):
     again = load(tmp_path, None)
     assert again.config.architectures == ["LlamaForCausalLM"]
     assert torch.equal(generated_as_transformers(again), output) and sum(replays) == 8
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS.keys() - {"llama"}))
+def test_architectures(name, tmp_path, replays):
+    tiny_model(name, eos_token_id=None).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    if model.config._attn_implementation == "eager":  # transformers offers no SDPA for this one
+        model.set_attn_implementation("flash_paged")
+    generated_as_transformers(model)
+    assert replays == [False] * 4 + [True] * 4
 
 
 def test_what_did_not_ask_is_untouched(folder):

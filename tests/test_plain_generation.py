@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+import transformers
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
 from speculation import Recorder
 
@@ -124,6 +125,22 @@ def test_what_else_is_asked_for_stays_with_transformers():
     eager.set_attn_implementation("eager")
     assert eager.generate(**batch, max_new_tokens=3).shape[0] == 3
     assert eager.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["DiffLlama", "JetMoe"])
+def test_models_that_change_what_the_cache_gives_them_stay_with_transformers(name, monkeypatch):
+    config = getattr(transformers, f"{name}Config")(
+        **dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
+        **dict(
+            intermediate_size=96, head_dim=16, kv_channels=16, num_local_experts=2, pad_token_id=0, eos_token_id=None
+        ),
+    )
+    model = enable_speculation(transformers.AutoModelForCausalLM.from_config(config).eval())
+    served, serves = [], plain.serves
+    monkeypatch.setattr(plain, "serves", lambda *args: served.append(serves(*args)) or served[-1])
+    for _ in range(2):
+        assert model.generate(torch.randint(3, 128, (1, 7)), max_new_tokens=3, do_sample=False).shape == (1, 10)
+    assert served == [False] * 2 and model.config._attn_implementation == "sdpa"
 
 
 def test_a_forward_that_fails_leaves_the_model_as_it_was(monkeypatch):

@@ -14,7 +14,7 @@ from hf_efficient.generation import kept_tapes
 from hf_efficient.generation.ragged_model import _without_warnings
 from hf_efficient.generation.taped_forward import TapedForward
 from hf_efficient.kernels import tape_fusion
-from hf_efficient.kernels.tape import NotReplayable, Tape, _interpret, interpreter
+from hf_efficient.kernels.tape import NotReplayable, Tape, _interpret, as_one_step, interpreter
 
 
 pytestmark = [
@@ -74,6 +74,45 @@ def test_operators(dtype):
             error = (output.float() - expected.float()).norm() / expected.float().norm()
             # the same roundings but for sums and exponentials; one of bfloat16 is 2^-9 of a number
             assert error < (1e-6 if dtype is torch.float32 else 2e-3)
+
+
+def test_a_step_may_read_numbers():
+    x, calls = torch.tensor([[3.0, 1.0], [2.0, 5.0]]), []
+
+    def chosen(x, bias):
+        calls.append(x.argmax(1).tolist())
+        return torch.stack([x[row, column] for row, column in enumerate(calls[-1])]) + (0 if bias is None else bias)
+
+    tape = Tape(lambda: as_one_step(chosen, x * 2, None) + as_one_step(chosen, x, x[0]))
+    assert torch.equal(tape.output, torch.tensor([12.0, 16.0]))
+    x.copy_(torch.tensor([[1.0, 4.0], [7.0, 0.0]]))
+    assert torch.equal(tape.replay(), torch.tensor([13.0, 25.0]))
+    assert calls == [[0, 1]] * 2 + [[1, 0]] * 2
+    assert torch.equal(as_one_step(chosen, x, None), torch.tensor([4.0, 7.0]))
+
+
+def test_a_size_that_nobody_reads():
+    x, number = torch.ones(3), torch.tensor(5)
+
+    def forward():
+        torch.ones(2, number + 1)
+        return x + 1
+
+    tape = Tape(forward)
+    x.fill_(2)
+    assert torch.equal(tape.replay(), torch.full((3,), 3.0))
+    with pytest.raises(NotReplayable, match="size"):
+        Tape(lambda: x + torch.ones(2, number + 1))
+    with pytest.raises(NotReplayable, match="size"):
+        Tape(lambda: torch.ones(2, number + 1).shape)
+
+
+def test_operators_of_several_forms():
+    x, least = torch.tensor([1.0, 5.0, 2.0]), torch.tensor([3.0, 0.0, 2.5])
+    tape = Tape(lambda: (x.clamp(min=least), x.clamp(max=4)))
+    x.copy_(torch.tensor([4.0, -1.0, 9.0]))
+    raised, lowered = tape.replay()
+    assert raised.tolist() == [4.0, 0.0, 9.0] and lowered.tolist() == [4.0, -1.0, 4.0]
 
 
 def test_what_the_interpreter_does_not_know_is_called():

@@ -1,5 +1,7 @@
 """How attention finds the blocks: `update` marks the new keys with a `PageHandle`, which does the attention over them."""
 
+import torch
+
 from hf_efficient.cache.step import Step
 
 
@@ -10,23 +12,29 @@ class PageHandle:
     """What `update` hands to the paged attention instead of all keys and values. The first attention call writes the new
     tokens, since only it knows the mask; later ones (layers that share keys and values) only read."""
 
-    __slots__ = ("layer", "step", "written")
+    __slots__ = ("layer", "step", "written", "value")
 
     def __init__(self, layer):
         self.layer = layer
         self.step: Step | None = None
         self.written = False
+        self.value = None  # that was written
 
     def attend(self, query, key, value, attention_mask, *, softmax_scale, causal, window_size, softcap, s_aux):
         """Attention of `query` [B, Hq, S, D] over the blocks, after writing `key`, `value` [B, Hk, S, D] there.
-        Returns [B, S, Hq, Dv]; zeros at padding."""
+        Returns [B, S, Hq, Dv]; zeros at padding. Raises RuntimeError when a later call comes with other values."""
         layer, new = self.layer, not self.written
         options = dict(
             softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, s_aux=s_aux
         )
         self.written = True
         if new:
-            layer.state.pending = None
+            layer.state.pending, self.value = None, value
+        elif not torch.compiler.is_compiling() and value is not self.value:
+            raise RuntimeError(
+                f"layer {layer.layer_idx} attends to one set of keys with several values: a PagedCache stores the first only. "
+                'Use attn_implementation="sdpa"'
+            )
         if layer.state.planned is not None:  # nothing but tensors from here on: this may be compiled
             layer.state.planned.check(key.shape[0], key.shape[2], attention_mask)
             if layer.state.planned.tree_mask is not None:

@@ -60,7 +60,26 @@ def serves(
     except ValueError:
         return False
     with reading_pages(model):
-        return TapedForward.serves(model, PagedCache(model.config, num_blocks=1))
+        return TapedForward.serves(model, PagedCache(model.config, num_blocks=1)) and _takes_pages(model)
+
+
+_taking: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> attention implementation -> `_takes_pages`
+
+
+def _takes_pages(model) -> bool:
+    """Whether the model hands its attention what its cache handed to it: of two tokens, run once."""
+    taking = _taking.setdefault(model, {})
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if attention not in taking:
+        positions, cache = torch.arange(2)[None], PagedCache(model.config)
+        try:
+            with torch.no_grad():
+                model(torch.zeros_like(positions), position_ids=positions, past_key_values=cache, use_cache=True)
+                cache.crop(-1)
+            taking[attention] = True
+        except Exception:  # if it is the model's own, transformers' loop shows it
+            taking[attention] = False
+    return taking[attention]
 
 
 def as_transformers(output: GenerateDecoderOnlyOutput, cache: DynamicCache) -> GenerateDecoderOnlyOutput:

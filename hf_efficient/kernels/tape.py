@@ -161,10 +161,7 @@ class Tape(TorchDispatchMode):
     @staticmethod
     def _call(func, args, kwargs, tensors):
         out = getattr(func.overloadpacket, "out", None) if len(tensors) == 1 else None
-        if (
-            out is not None
-            and [a.name for a in func._schema.arguments] == [a.name for a in out._schema.arguments][:-1]
-        ):
+        if out is not None and _signature(func) == _signature(out)[:-1]:
             return functools.partial(out, *args, **kwargs, out=tensors[0])
 
         def call():
@@ -293,6 +290,10 @@ class Tape(TorchDispatchMode):
         instruction.linear = ctypes.cast(cpu_linear.kernel(bits).linear, ctypes.c_void_p).value
         instruction.products, instruction.kind = [product], (x.data_ptr(), x.shape, bits, group, rounds_inputs)
         return instruction.noting(y, [x])
+
+
+def _signature(func) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in func._schema.arguments]
 
 
 def _sizes(shape):
