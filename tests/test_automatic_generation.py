@@ -9,6 +9,7 @@ import torch
 from helpers import TINY_MODELS, left_padded_batch, tiny_model, tiny_tokenizer
 from speculation import Recorder
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, pipeline
 
@@ -18,7 +19,7 @@ from hf_efficient.generation.output import SpeculativeOutput
 from hf_efficient.generation.speculative import AutomaticGenerationMixin, SpeculativeGenerationMixin
 from hf_efficient.generation.taped_forward import BEFORE_RECORDING, TapedForward
 from hf_efficient.integrations.peft import merge_and_unload
-from hf_efficient.kernels.tape import interpreter
+from hf_efficient.kernels.tape import Tape, interpreter
 
 
 pytestmark = [
@@ -94,6 +95,21 @@ def test_architectures(name, tmp_path, replays):
         model.set_attn_implementation("flash_paged")
     generated_as_transformers(model)
     assert replays == FORWARDS
+
+
+def test_a_thousand_tokens_are_recorded_once(tmp_path, monkeypatch):
+    """One recording for one row and one for two, and nothing is compiled."""
+    tiny_model("llama", eos_token_id=None, max_position_embeddings=1100).save_pretrained(tmp_path)
+    model, made = load(tmp_path), []
+    monkeypatch.setattr(taped_forward, "Tape", lambda forward: made.append(Tape(forward)) or made[-1])
+    counters.clear()
+    for prompts, recordings in ((IDS, 1), (IDS.repeat(2, 1), 2)):
+        options = dict(max_new_tokens=1000, do_sample=False, pad_token_id=0)
+        output = model.generate(prompts, **options)
+        assert len(made) == recordings and not counters, counters
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plain, "serves", lambda *args: False)
+            assert torch.equal(model.generate(prompts, **options), output)
 
 
 def test_what_did_not_ask_is_untouched(folder):
