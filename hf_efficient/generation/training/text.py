@@ -27,14 +27,15 @@ class Recorder(Drafter):
 
     def begin(self, sequences, hidden=None) -> None:
         self._sequences = sequences
-        self.states = {b: [prompt] for b, prompt in zip(sequences.live, hidden)}
+        self.states = {b: [prompt] for b, prompt in zip(sequences.live, hidden) if sequences.unfinished(b)}
 
     def propose(self, limits, nodes):
         return None
 
     def accept(self, tokens, hidden=None) -> None:
         for b, new, states in zip(self._sequences.live, tokens, hidden):
-            self.states[b].append(states[: len(new)])
+            if b in self.states:
+                self.states[b].append(states[: len(new)])
 
     def select(self, rows) -> None:
         pass
