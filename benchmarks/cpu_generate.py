@@ -57,7 +57,7 @@ PEERS = ("llama-cpp-python", "bitsandbytes", "torchao", "optimum-quanto")
 PROMPTS = ("32", "512", "1024", "copying", "fresh")
 LOOKUP = ", prompt lookup"  # of the same process, asked for it
 LIKE = "ours int4, int8 head"  # as llama.cpp has it
-COPYING = ("llama.cpp", LIKE, LIKE + LOOKUP, "ours int4" + LOOKUP)
+COPYING = ("llama.cpp", LIKE, LIKE + LOOKUP, LIKE + ", int8 inputs" + LOOKUP, "ours int4" + LOOKUP)
 OF_1B = (STOCK, "ours int8", LIKE, f"{LIKE}, int8 inputs", "bitsandbytes nf4", "torchao int8", "quanto int8")
 
 
