@@ -243,6 +243,15 @@ def test_fused_instructions_have_the_bits_of_separate_ones(bits, dtype, monkeypa
         assert fused["LINEAR"] == 4 * layers and separate["LINEAR"] == 7 * layers, "q, k and v; gate and up"
 
 
+def test_a_product_stays_behind_what_computes_its_weight():
+    x, base, gate = torch.randn(2, 64).bfloat16(), torch.randn(32, 64).bfloat16(), torch.randn(64).bfloat16()
+    tape = Tape(lambda: (F.linear(x, base), F.linear(x, base * gate)))
+    for tensor in (x, gate):
+        tensor.copy_(torch.randn(tensor.shape))
+    for output, expected in zip(tape.replay(), (F.linear(x, base), F.linear(x, base * gate))):
+        torch.testing.assert_close(output, expected, rtol=2**-7, atol=0.1)  # two roundings to bfloat16
+
+
 def test_what_is_read_elsewhere_is_not_fused():
     gate, up = torch.randn(2, 3, 40)
     tape = Tape(lambda: (F.silu(gate) * up, (hidden := F.silu(up)) * gate, hidden + 1))

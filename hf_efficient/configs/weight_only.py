@@ -40,10 +40,10 @@ class WeightOnlyConfig(CompressionConfig):
         rotate: spread outliers by random Hadamard rotations (QuIP, QuaRot), undone on the input where they cannot be
             folded into other weights.
         refine: after each block, tune scales and rounding by gradient on the block's outputs.
+        mixed_precision: give each layer as many bits as it needs, `bits` on average.
         int8_on_cpu: on CPUs with AVX-512 VNNI, models in bfloat16 compute with inputs rounded to 8 bits, a scale for every 64
             columns of a row: faster prompts and batches, at a small loss (LLM.int8()'s vector-wise scales, finer). Without
             effect elsewhere.
-        mixed_precision: give each layer as many bits as it needs, `bits` on average.
         modules_to_not_convert: globs (see `module_matches`) of modules to leave as they are, in addition to the output
             embedding and what is tied to it.
         overrides: {glob: fields} for other schemes, e.g. `{"*.mlp.down_proj": {"bits": 8}}`; the first glob that

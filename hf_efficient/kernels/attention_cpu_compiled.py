@@ -1,5 +1,5 @@
-"""Attention over pages on CPUs whose C++ kernels are worth compiling (see `cpu_build`): reads full-precision and
-quantized pages and rings where they lie, in one call."""
+"""Attention over pages on CPUs whose C++ kernels are worth compiling (see `cpu_build`): reads full-precision and quantized
+pages and rings where they lie, in one call."""
 
 import ctypes
 import functools
@@ -9,9 +9,7 @@ import torch
 from hf_efficient.kernels import cpu_build
 
 
-_FEW_QUERIES = (
-    64  # of a row: a tree has so many; more are a prompt, for full-precision pages and causal attention only
-)
+_FEW_QUERIES = 64  # of a row, as a tree has; more are a prompt: causal, over full-precision pages
 _MAX_DIM = 256
 _TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}  # NumberType of cpu/page_call.h
 _CODES = {torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -44,8 +42,8 @@ _POINTERS = {
     "sinks",
 }
 _NAMES = (
-    "batch width query_heads heads query_type page_type query out lse lse_row lse_head keys values num_blocks block_size table table_columns "
-    "table_stride lengths appended new_keys new_values token_group ring_keys ring_values ring stored left right ancestors "
+    "batch width query_heads heads query_type page_type query out lse lse_row lse_head keys values num_blocks block_size "
+    "table table_columns table_stride lengths appended new_keys new_values token_group ring_keys ring_values ring stored left right ancestors "
     "slopes slopes_stride sinks scale softcap"
 ).split()
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ("-O2", "-march=native", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")
 # Where the kernels are known to be faster than torch's operators.
-FEATURES = frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_bf16"))
+FEATURES = frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_bf16", "avx512_vnni"))
 
 
 @functools.cache

@@ -43,7 +43,7 @@ class Product(ctypes.Structure):
     _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("y", ctypes.c_void_p)]
 
 
-MOST_PRODUCTS = 4  # of one call
+MOST_PRODUCTS = 4  # of one call; cpu/codes.h has the same
 
 
 @functools.lru_cache(65536)  # the op makes a layout for each call

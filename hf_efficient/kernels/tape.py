@@ -248,7 +248,7 @@ class Tape(TorchDispatchMode):
         self._kept.append((inputs, call, kept))
         instruction = Instruction(OPS["CALL"], weight=ctypes.addressof(call))
         instruction.linear = ctypes.cast(pages.kernel(q.dtype), ctypes.c_void_p).value
-        return [*instructions, instruction.noting(out, [x for x in inputs if x is not None])]
+        return [*instructions, instruction.noting(out, inputs)]
 
     @staticmethod
     def _reduction(name, y, x, keepdim=False):
@@ -260,7 +260,7 @@ class Tape(TorchDispatchMode):
     def _rows(y, weight, index):
         instruction = Instruction(OPS["ROWS"], _sizes((index.numel(), weight[0].nbytes)))
         instruction.y.data, instruction.a.data, instruction.b.data = y.data_ptr(), weight.data_ptr(), index.data_ptr()
-        return instruction.noting(y, [index])
+        return instruction.noting(y, [weight, index])
 
     @staticmethod
     def _dense(y, x, weight, bias):
@@ -275,7 +275,7 @@ class Tape(TorchDispatchMode):
         for name, tensor in (("y", y), ("a", x), ("b", weight), ("c", bias)):
             getattr(instruction, name).data = None if tensor is None else tensor.data_ptr()
         instruction.kind = x.data_ptr(), x.shape
-        return instruction.noting(y, [x])
+        return instruction.noting(y, [x, weight, bias])
 
     def _linear(self, y, x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
         if not x.is_contiguous() or not y.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16):
@@ -289,7 +289,7 @@ class Tape(TorchDispatchMode):
         instruction.a.data, instruction.a.type = x.data_ptr(), _TYPES[x.dtype]
         instruction.linear = ctypes.cast(cpu_linear.kernel(bits).linear, ctypes.c_void_p).value
         instruction.products, instruction.kind = [product], (x.data_ptr(), x.shape, bits, group, rounds_inputs)
-        return instruction.noting(y, [x])
+        return instruction.noting(y, [x, packed, scale, zero_point, bias])
 
 
 def _signature(func) -> list[tuple[str, str]]:

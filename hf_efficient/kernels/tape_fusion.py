@@ -26,7 +26,7 @@ class Operand(ctypes.Structure):
 
 
 class Instruction(ctypes.Structure):
-    """`Instruction` of cpu/tape.cpp; reads, writes: the storages of its operands that forwards write, and of its result.
+    """`Instruction` of cpu/tape.cpp; reads, writes: the storages of its operands, and of its result.
     kind: of a product, the same for those that may stand side by side."""
 
     _fields_ = [
@@ -35,8 +35,8 @@ class Instruction(ctypes.Structure):
         ("linear", ctypes.c_void_p),
     ]  # fmt: skip
 
-    def noting(self, y: torch.Tensor, inputs: list[torch.Tensor]) -> "Instruction":
-        self.writes, self.reads = _storage(y), [_storage(x) for x in inputs]
+    def noting(self, y: torch.Tensor, inputs: list[torch.Tensor | None]) -> "Instruction":
+        self.writes, self.reads = _storage(y), [_storage(x) for x in inputs if x is not None]
         return self
 
 
@@ -64,11 +64,13 @@ def fuse(program: list, outputs: list[torch.Tensor]) -> list:
 
 
 def _joined(program: list) -> list:
-    """Products with the same x follow the first of them; those of packed weights are one instruction."""
+    """Products with the same x follow the first of them, unless they read what was written since; those of packed weights
+    are one instruction."""
     result, first, place = [], None, 0  # place: in the result, behind the products with the x of `first`
+    written = set()  # since `first`
     for step in program:
         kind = getattr(step, "kind", None)
-        if first is not None and first.kind == kind:
+        if first is not None and first.kind == kind and written.isdisjoint(step.reads):
             if step.op == OPS["LINEAR"] and len(first.products) < MOST_PRODUCTS:
                 first.products += step.products
             else:
@@ -77,9 +79,11 @@ def _joined(program: list) -> list:
             continue
         result.append(step)
         if kind is not None:
-            first, place = step, len(result)
-        elif isinstance(step, tuple) or first is not None and step.writes in first.reads:
+            first, place, written = step, len(result), set()
+        elif isinstance(step, tuple):
             first = None
+        else:
+            written.add(step.writes)
     return result
 
 
