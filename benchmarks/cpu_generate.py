@@ -46,6 +46,7 @@ from pathlib import Path
 import torch
 from cpu_generate_models import MODELS, Texts, folder_of
 from cpu_generate_ways import COMPILED, STOCK, WAYS, Worker
+from speculation import rounded
 
 from hf_efficient.evaluation import environment
 
@@ -225,14 +226,6 @@ def spread(values: list[float], best=max) -> dict:
 def agreeing(row: list[int], right: list[int]) -> int:
     """How many tokens are the same from the beginning."""
     return next((i for i, (a, b) in enumerate(zip(row, right)) if a != b), min(len(row), len(right)))
-
-
-def rounded(value):
-    if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [rounded(part) for part in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def version(package: str) -> str | None:

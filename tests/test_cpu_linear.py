@@ -10,6 +10,7 @@ import torch
 import torch.fx.experimental.proxy_tensor
 from helpers import assert_close
 
+from hf_efficient import WeightOnlyConfig
 from hf_efficient.kernels import cpu_build, cpu_linear
 from hf_efficient.kernels.codes import pack_codes
 from hf_efficient.kernels.linear import dequantize_weight, device_layout
@@ -120,6 +121,16 @@ def test_inputs_rounded_to_int8(kernels, bits):
                 alone = torch.cat([layout(row[None], bias) for row in x])
                 assert exact or torch.equal(y, alone), "a row has the same bits alone and among others"
             assert not layout(x.index_fill(1, torch.tensor([k - 1]), float("nan"))).isfinite().any()
+
+
+@pytest.mark.parametrize("int8_on_cpu", [False, True])
+def test_a_config_says_whether_inputs_are_rounded(kernels, int8_on_cpu):
+    config = WeightOnlyConfig(bits=8, group_size=32, int8_on_cpu=int8_on_cpu)
+    config = WeightOnlyConfig(**{key: value for key, value in config.to_dict().items() if key != "quant_method"})
+    parts = dict(zip(("qweight", "scale", "zero_point"), tensors(48, 96, 8, 32, False, torch.bfloat16)))
+    assert config.format().layout(parts, 96, torch.bfloat16).rounds_inputs is int8_on_cpu
+    with pytest.raises(ValueError, match="int8_on_cpu=True is not supported: it must be False for codebook='nf4'"):
+        WeightOnlyConfig(bits=4, codebook="nf4", int8_on_cpu=True)
 
 
 def test_results_do_not_depend_on_the_number_of_threads(kernels):
