@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
+from draft_models import Recorder
 from helpers import TINY_MODELS, left_padded_batch, tiny_model, tiny_tokenizer
-from speculation import Recorder
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode

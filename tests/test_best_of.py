@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from speculation import NEW, models
+from draft_models import NEW, models
 
 from hf_efficient import BestOf, Drafter, PromptLookup, Speculation, TokenRecycling, speculative_generate
 from hf_efficient.generation.drafters.row_trees import RowTree, proposal_of, trees_of

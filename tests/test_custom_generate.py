@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
+import draft_models
 import pytest
-import speculation
 import torch
+from draft_models import NEW, Recorder
 from helpers import tiny_model
-from speculation import NEW, Recorder
 
 from hf_efficient import SpeculativeGenerationMixin
 
 
 FOLDER = Path(__file__).resolve().parents[1] / "integrations" / "speculative_generation"
-llama = pytest.fixture(speculation.llama)
+llama = pytest.fixture(draft_models.llama)
 
 
 @pytest.fixture

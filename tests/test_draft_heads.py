@@ -2,9 +2,9 @@ import json
 
 import pytest
 import torch
+from draft_models import counting
 from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
 from safetensors.torch import load_file, save_file
-from speculation import counting
 from table import REFUSALS
 from test_drafters import append, sequences_of
 from transformers import AutoModelForCausalLM

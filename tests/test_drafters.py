@@ -1,7 +1,7 @@
 import pytest
 import torch
+from draft_models import perturbed
 from helpers import left_padded_batch, tiny_model
-from speculation import perturbed
 from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 

@@ -173,3 +173,8 @@ print(type(model).__mro__[1].__name__, model.config._attn_implementation, type(o
       out.sequences.tolist(), torch.stack(out.logits).double().sum().item())
 """
     assert python(code.format(plugin=True)) == python(code.format(plugin=False))
+
+
+def test_tests_and_benchmarks_share_no_module_name():
+    """Both folders stand on sys.path while a benchmark is tested: whichever is imported first would be taken for the other."""
+    assert not {p.stem for p in (ROOT / "tests").glob("*.py")} & {p.stem for p in (ROOT / "benchmarks").glob("*.py")}

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 import transformers
+from draft_models import Recorder
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
-from speculation import Recorder
 
 from hf_efficient import PagedCache, enable_speculation
 from hf_efficient.generation import plain

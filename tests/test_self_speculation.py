@@ -6,8 +6,8 @@ import re
 import accelerate
 import pytest
 import torch
+from draft_models import NEW
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
-from speculation import NEW
 from transformers import AutoModelForCausalLM
 
 from hf_efficient import PagedCache, SelfSpeculation, WeightOnlyConfig, enable_speculation

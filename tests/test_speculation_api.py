@@ -4,12 +4,12 @@ import copy
 import pickle
 from threading import Thread
 
+import draft_models
 import pytest
-import speculation
 import torch
 import transformers
+from draft_models import NEW, counting, drafting
 from helpers import left_padded_batch, tiny_model
-from speculation import NEW, counting, drafting
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStre
 from hf_efficient import SpeculativeGenerationMixin, enable_speculation, speculative_generate
 
 
-llama = pytest.fixture(speculation.llama)
+llama = pytest.fixture(draft_models.llama)
 
 
 def test_custom_generate_is_the_same_loop(llama):

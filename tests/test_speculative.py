@@ -2,11 +2,11 @@
 
 import copy
 
+import draft_models
 import pytest
-import speculation
 import torch
+from draft_models import NEW, drafting, end_token, models, perturbed
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
-from speculation import NEW, drafting, end_token, models, perturbed
 from test_verification import chi_square_excess
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -15,7 +15,7 @@ from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
 
 
 SDPA_REFUSED = ("gemma2", "gpt_oss")  # transformers offers no SDPA for these
-llama = pytest.fixture(speculation.llama)
+llama = pytest.fixture(draft_models.llama)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flash_paged"])

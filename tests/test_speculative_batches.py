@@ -5,9 +5,9 @@ import functools
 
 import pytest
 import torch
+from draft_models import drafting, perturbed
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
 from oracle import Oracle
-from speculation import drafting, perturbed
 from table import SPECULATION
 
 from hf_efficient import BestOf, EagleHead, MedusaHeads, PromptLookup, Speculation, TokenRecycling, enable_speculation

@@ -10,8 +10,8 @@ import math
 
 import pytest
 import torch
+from draft_models import drafting, perturbed
 from helpers import tiny_model
-from speculation import drafting, perturbed
 
 from hf_efficient import Speculation, enable_speculation
 from hf_efficient.generation.drafters.assistant import AssistantDrafter

@@ -2,16 +2,16 @@
 
 import copy
 
+import draft_models
 import pytest
-import speculation
 import torch
-from speculation import NEW, Recorder, counting, drafting, end_token
+from draft_models import NEW, Recorder, counting, drafting, end_token
 
 from hf_efficient import PagedCache, speculative_generate
 from hf_efficient.generation.output import SpeculativeOutput
 
 
-llama = pytest.fixture(speculation.llama)
+llama = pytest.fixture(draft_models.llama)
 
 
 def test_scores_and_logits_are_those_of_plain_generation(llama):

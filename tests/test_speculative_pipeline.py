@@ -1,10 +1,10 @@
 """`pipeline("text-generation", ..., batch_size=8)` gives the same text with every way to draft, in fewer forwards."""
 
+import draft_models
 import pytest
-import speculation
 import torch
+from draft_models import counting, drafting
 from helpers import tiny_model
-from speculation import counting, drafting
 from test_speculation_api import character_tokenizer
 from transformers import pipeline
 
@@ -16,7 +16,7 @@ PROMPTS = [
     "arrows of outrageous fortune,", "Or to take arms against a sea of troubles", "And by opposing", "end them.", "To die",
 ]  # fmt: skip
 OPTIONS = dict(max_new_tokens=12, do_sample=False, batch_size=8)
-llama = pytest.fixture(speculation.llama)
+llama = pytest.fixture(draft_models.llama)
 
 
 def texts(pipe, **options) -> list[str]:

@@ -1,10 +1,10 @@
 """Token trees: several continuations in one forward, one of them kept, and the output of plain generation."""
 
+import draft_models
 import pytest
-import speculation
 import torch
+from draft_models import NEW, models
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
-from speculation import NEW, models
 
 from hf_efficient import (
     Drafter,
@@ -20,7 +20,7 @@ from hf_efficient.generation.token_tree import ancestors
 from hf_efficient.generation.verification import verify
 
 
-llama = pytest.fixture(speculation.llama)
+llama = pytest.fixture(draft_models.llama)
 
 
 class Tree(Drafter):

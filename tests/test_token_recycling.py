@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from draft_models import NEW, models
 from helpers import tiny_model
-from speculation import NEW, models
 from test_drafters import append, sequences_of
 
 from hf_efficient import PromptLookup, Speculation, TokenRecycling, speculative_generate

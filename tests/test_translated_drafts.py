@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
+from draft_models import NEW, drafting
 from helpers import left_padded_batch, tiny_model
-from speculation import NEW, drafting
 from test_drafters import append, sequences_of
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
