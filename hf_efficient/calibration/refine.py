@@ -23,7 +23,7 @@ from hf_efficient.kernels.hadamard import rotate, unrotate_weight
 
 logger = logging.get_logger(__name__)
 
-EPOCHS, EPOCHS_AT_2_BITS = 1, 2  # the coarser the grid, the longer it goes on gaining
+EPOCHS, EPOCHS_AT_2_BITS = 1, 1.5  # the coarser the grid, the longer it goes on gaining
 CODE_RATE, SCALE_RATE = 2e-3, 4e-3  # of Adam, in steps of the grid and relative
 _MARGIN = 0.49  # how far u may start from its code
 
@@ -38,7 +38,7 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
 
     Args:
         targets: what the original model gives after the block, [B, T, H] for each batch.
-        epochs: passes over the batches; by default one, two where a linear has 2 bits.
+        epochs: passes over the batches; by default one, one and a half where a linear has 2 bits.
         seed: of the order of the batches.
     """
     tuned, forwards = {}, {}
@@ -57,9 +57,9 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
         epochs = EPOCHS_AT_2_BITS if bits == 2 else EPOCHS
     names = list(block.linears)
     with replaced_forwards(block.linears.values(), lambda i: forwards[names[i]]):
-        before = _mean_loss(block, targets)
+        before = _mean_loss(block, targets, tuned.values())
         _tune(block, targets, list(tuned.values()), epochs, seed)
-        after = _mean_loss(block, targets)
+        after = _mean_loss(block, targets, tuned.values())
     if after < before:
         block.tensors.update({name: weight.tensors() for name, weight in tuned.items()})
     else:
@@ -99,14 +99,23 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _mean_loss(block: Block, targets: list[torch.Tensor]) -> float:
+def _mean_loss(block: Block, targets: list[torch.Tensor], weights=()) -> float:
+    """weights: those that are rounded once for all batches."""
     rows = [target[..., 0].numel() for target in targets]
-    total = sum(_loss(block.run(batch), target).item() * n for batch, (target, n) in enumerate(zip(targets, rows)))
+    for weight in weights:
+        weight.rounded = weight()
+    try:
+        total = sum(_loss(block.run(batch), target).item() * n for batch, (target, n) in enumerate(zip(targets, rows)))
+    finally:
+        for weight in weights:
+            weight.rounded = None
     return total / sum(rows)
 
 
 class _TunedWeight:
     """The numbers of one linear as parameters. Called: the weight [N, K] that acts on the plain input."""
+
+    rounded: torch.Tensor | None = None  # what a call gives while the numbers stay
 
     def __init__(self, module: nn.Module, format, tensors: dict[str, torch.Tensor]):
         self.format, self.start, self.dtype = format, tensors, module.weight.dtype
@@ -136,6 +145,8 @@ class _TunedWeight:
         return weight
 
     def __call__(self) -> torch.Tensor:
+        if self.rounded is not None:
+            return self.rounded
         scale = self._stored_scale().expand(len(self.codes), -1)  # one scale a tensor: [1, 1]
         weight = _FakeQuantize.apply(self.codes, scale, self.zero, self.affine.levels, self.dtype)
         weight = weight.flatten(1)[:, : self.columns]
@@ -169,9 +180,11 @@ class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         codes, scale, zero = ctx.saved_tensors
-        rounded = codes.round()
-        clamped = _clamped(rounded, zero, ctx.levels)
-        return gradient * scale * (clamped == rounded), (gradient * clamped).sum(-1), None, None, None
+        rounded = codes.round().add_(zero)
+        # 0 where the range cuts the code off; a product with what a comparison gives takes longer
+        code_gradient = torch.ops.aten.hardtanh_backward(gradient * scale, rounded, -0.5, ctx.levels + 0.5)
+        clamped = rounded.clamp_(0, ctx.levels).sub_(zero)
+        return code_gradient, (gradient * clamped).sum(-1), None, None, None
 
 
 def _clamped(rounded: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
