@@ -16,17 +16,17 @@ struct Partial {
     Floats (*sums)[TILE_BLOCKS];
 };
 
-// The queries of a row for one key head, [head of the group, query], as terms of channels.
+// The queries of a row for `heads` key heads, [key head, head of the group, query], as terms of channels.
 template <class A> struct Queries {
     typedef typename A::Term Term;
-    int64_t rows, dim, ld;  // ld: terms of a row, whole chunks
+    int64_t rows, dim, ld;  // rows: of a key head, ld: terms of a row, whole chunks
     Term *terms;
 
-    Queries(const Call &call, int64_t row, int64_t head) : rows(call.height()), dim(call.keys.dim), ld(ceil_div(dim, CHUNK) * CHUNK / A::NUMBERS) {
+    Queries(const Call &call, int64_t row, int64_t head, int64_t heads) : rows(call.height()), dim(call.keys.dim), ld(ceil_div(dim, CHUNK) * CHUNK / A::NUMBERS) {
         static thread_local Buffer buffer;
-        terms = buffer.get<Term>(rows * ld);
-        memset(terms, 0, rows * ld * sizeof(Term));
-        for (int64_t m = 0; m < rows; m++) {
+        terms = buffer.get<Term>(heads * rows * ld);
+        memset(terms, 0, heads * rows * ld * sizeof(Term));
+        for (int64_t m = 0; m < heads * rows; m++) {
             const int64_t query_head = head * call.group() + m / call.width;
             const int64_t at = ((row * call.width + m % call.width) * call.query_heads + query_head) * dim;
             if (call.query_type == BFLOAT16) memcpy(terms + m * ld, (const uint16_t *)call.query + at, dim * 2);
@@ -35,8 +35,8 @@ template <class A> struct Queries {
                 for (int64_t c = 0; c < dim; c++) terms[m * ld + c] = _cvtsh_ss(((const uint16_t *)call.query)[at + c]);
         }
     }
-    INLINE void widened(int64_t m, int64_t chunk, Floats *out) const {
-        const Term *from = terms + m * ld + chunk * A::VECTORS * LANES;
+    static INLINE void widened(const Term *terms, int64_t chunk, Floats *out) {
+        const Term *from = terms + chunk * A::VECTORS * LANES;
         for (int half = 0; half < 2; half++) {
             if constexpr (A::NUMBERS == 2) out[half] = widen(((const Halves *)from)[half]);
             else out[half] = ((const Floats *)from)[half];
@@ -44,8 +44,8 @@ template <class A> struct Queries {
     }
 
     // Keys minimum + (code - MIDDLE) * scale: scaled[row] <- the query times the scales, offsets[row] <- its product with what
-    // code MIDDLE stands for.
-    void scale(const uint16_t *scale, const uint16_t *minimum, float middle, Term *scaled, float *offsets) const {
+    // code MIDDLE stands for. terms: of one key head.
+    void scale(const Term *terms, const uint16_t *scale, const uint16_t *minimum, float middle, Term *scaled, float *offsets) const {
         for (int64_t m = 0; m < rows; m++) offsets[m] = 0;
         for (int64_t chunk = 0; chunk < ceil_div(dim, CHUNK); chunk++) {
             Floats scales[2], middles[2];
@@ -57,7 +57,7 @@ template <class A> struct Queries {
             }
             for (int64_t m = 0; m < rows; m++) {
                 Floats query[2];
-                widened(m, chunk, query);
+                widened(terms + m * ld, chunk, query);
                 const Chunk<A> product = chunk_of<A>((__m512)(query[0] * scales[0]), (__m512)(query[1] * scales[1]));
                 memcpy(scaled + m * ld + chunk * A::VECTORS * LANES, &product, sizeof(product));
                 offsets[m] += sum(query[0] * middles[0] + query[1] * middles[1]);
@@ -96,8 +96,10 @@ template <class A> static INLINE void store_terms(const Floats *weights, int64_t
     }
 }
 
-// A: the arithmetic; F: the format of the pages or of the ring.
-template <class A, class F> static void attend_span(const Call &call, const F &key_format, const F &value_format, const Span &span, int64_t head, Prefetch ahead, const Partial &result) {
+// `heads` key heads from `first_head` on, whose keys lie side by side, tile by tile; results: of each of them. A: the arithmetic; F:
+// the format of the pages or of the ring.
+template <class A, class F>
+static void attend_span(const Call &call, const F &key_format, const F &value_format, const Span &span, int64_t first_head, int64_t heads, Prefetch ahead, const Partial *results) {
     typedef typename A::Term Term;
     constexpr int TERMS = TILE_TOKENS / A::NUMBERS;  // of a tile's tokens
     const Source source = {call, span.row, span.in_ring};
@@ -114,89 +116,94 @@ template <class A, class F> static void attend_span(const Call &call, const F &k
     float *offsets = buffers[5].get<float>(2 * rows), *corrections = offsets + rows;
     uint64_t *seen = buffers[6].get<uint64_t>(width);
 
-    const Queries<A> queries(call, span.row, head);
-    const Biases biases(call, span.row, head);
-    for (int64_t m = 0; m < rows; m++) result.softmax[m] = Softmax();
-    for (int64_t i = 0; i < channels.count * rows * TILE_BLOCKS; i++) result.sums[0][i] = Floats{};
-
-    const int64_t share = ceil_div(ahead.end - ahead.at, 4 * ceil_div(span.end - span.begin, TILE_TOKENS));  // four a tile
+    const Queries<A> queries(call, span.row, first_head, heads);
+    for (int64_t h = 0; h < heads; h++) {
+        for (int64_t m = 0; m < rows; m++) results[h].softmax[m] = Softmax();
+        for (int64_t i = 0; i < channels.count * rows * TILE_BLOCKS; i++) results[h].sums[0][i] = Floats{};
+    }
+    const int64_t share = ceil_div(ahead.tokens(), 4 * heads * ceil_div(span.end - span.begin, TILE_TOKENS));  // four times a tile and head
     for (int64_t start = span.begin, end; start < span.end; start = end) {
         end = std::min(start + TILE_TOKENS, span.end);
         const int64_t group_end = F::SCALES == PER_GROUP ? (start / call.token_group + 1) * call.token_group : end;
         if ((group_end - start) % LANES || call.token_group % LANES) end = std::min(end, group_end);
-        Tile tile(source, start, end - start, head, key_format.bytes, value_format.bytes);
-        uint64_t anyone = 0;
-        for (int64_t i = 0; i < width; i++) {
-            seen[i] = sight.seen(i, start, tile.count) & tile.present;
-            anyone |= seen[i];
-        }
-        if (!anyone) continue;
-
-        tile.keep(anyone);
-        ahead.some(share);
-        for (int64_t block = 0, last; block < tile.blocks; block = last) {  // group of tokens by group
-            const int64_t token = start + block * LANES;
-            const Term *query_terms = queries.terms;
-            last = tile.blocks;
-            if constexpr (F::SCALES == PER_GROUP) {
-                last = std::min(last, block + ceil_div(call.token_group - token % call.token_group, LANES));
-                const int64_t slot = source.slot(token);
-                if (slot < 0) continue;
-                const int64_t group = (slot / call.token_group * call.heads + head) * keys.dim;
-                queries.scale(keys.scale + group, keys.minimum + group, F::MIDDLE, scaled, offsets);
-                query_terms = scaled;
+        for (int64_t h = 0; h < heads; h++) {
+            const int64_t head = first_head + h;
+            const Partial &result = results[h];
+            const Biases biases(call, span.row, head);
+            Tile tile(source, start, end - start, head, key_format.bytes, value_format.bytes);
+            uint64_t anyone = 0;
+            for (int64_t i = 0; i < width; i++) {
+                seen[i] = sight.seen(i, start, tile.count) & tile.present;
+                anyone |= seen[i];
             }
-            load_keys<A>(tile, block, last, key_format, keys, key_tile);
-            tile_rows(last - block, rows, query_terms, ld, key_tile, ceil_div(keys.dim, A::NUMBERS), true, (Floats(*)[TILE_BLOCKS])&scores[0][block]);
-            if (F::SCALES == PER_GROUP)
-                for (int64_t m = 0; m < rows; m++)
-                    for (int64_t b = block; b < last; b++) scores[m][b] += offsets[m];
-            ahead.some(ceil_div(share * (last - block), tile.blocks));
-        }
-        Floats key_scales[TILE_BLOCKS], value_scales[TILE_BLOCKS], value_middles[TILE_BLOCKS];
-        if constexpr (F::SCALES == PER_TOKEN) {
-            tile.scales(keys.scale, 1, key_scales);
-            tile.scales(values.scale, 1, value_scales);
-        }
-        ahead.some(share);
-        load_values<A>(tile, value_format, values, channels, value_tile);
-        ahead.some(share);
+            if (!anyone) break;
 
-        for (int64_t m = 0; m < rows; m++) {
-            for (int64_t b = 0; b < tile.blocks; b++) {
-                Floats score = scores[m][b];
-                if (F::SCALES == PER_TOKEN) score *= key_scales[b];
-                score = biases.apply(score, sight, m, start + b * LANES);
-                const __mmask16 visible = seen[m % width] >> (b * LANES);
-                scores[m][b] = (Floats)_mm512_mask_blend_ps(visible, _mm512_set1_ps(-INFINITY), (__m512)score);
-            }
-            corrections[m] = result.softmax[m].add(scores[m], tile.blocks);
-        }
-
-        int64_t group = -1;
-        Floats(*sums)[TILE_BLOCKS] = result.sums;
-        for (int64_t i = 0; i < channels.count; i++, sums += rows) {
-            const auto block = channels.block[i];
-            const bool is_new = block.group != group;
-            group = block.group;
-            if (F::SCALES == PER_GROUP && is_new) {
-                tile.scales(values.scale + group, values.groups, value_scales);
-                tile.scales(values.minimum + group, values.groups, value_middles);
-                for (int64_t b = 0; b < tile.blocks; b++) value_middles[b] += F::MIDDLE * value_scales[b];
-            }
-            for (int64_t m = 0; m < rows; m++) {
-                Floats scaled_weights[TILE_BLOCKS], shift = {};
-                for (int64_t b = 0; b < tile.blocks; b++) {
-                    scaled_weights[b] = F::SCALES == NONE ? scores[m][b] : scores[m][b] * value_scales[b];
-                    if (F::SCALES == PER_GROUP) shift += scores[m][b] * value_middles[b];
+            tile.keep(anyone);
+            ahead.some(share);
+            for (int64_t block = 0, last; block < tile.blocks; block = last) {  // group of tokens by group
+                const int64_t token = start + block * LANES;
+                const Term *query_terms = queries.terms + h * rows * ld;
+                last = tile.blocks;
+                if constexpr (F::SCALES == PER_GROUP) {
+                    last = std::min(last, block + ceil_div(call.token_group - token % call.token_group, LANES));
+                    const int64_t slot = source.slot(token);
+                    if (slot < 0) continue;
+                    const int64_t group = (slot / call.token_group * call.heads + head) * keys.dim;
+                    queries.scale(query_terms, keys.scale + group, keys.minimum + group, F::MIDDLE, scaled, offsets);
+                    query_terms = scaled;
                 }
-                if (is_new) store_terms<A>(scaled_weights, tile.blocks, weights + m * TERMS);
-                const float constant = F::SCALES == PER_GROUP ? sum(shift) : 0;
-                if (F::SCALES != PER_GROUP && corrections[m] == 1) continue;
-                for (int64_t v = 0; v < block.width; v++) sums[m][v] = sums[m][v] * corrections[m] + constant;
+                load_keys<A>(tile, block, last, key_format, keys, key_tile);
+                tile_rows(last - block, rows, query_terms, ld, key_tile, ceil_div(keys.dim, A::NUMBERS), true, (Floats(*)[TILE_BLOCKS])&scores[0][block]);
+                if (F::SCALES == PER_GROUP)
+                    for (int64_t m = 0; m < rows; m++)
+                        for (int64_t b = block; b < last; b++) scores[m][b] += offsets[m];
+                ahead.some(ceil_div(share * (last - block), tile.blocks));
             }
-            const int64_t steps = ceil_div(tile.count, A::NUMBERS);
-            tile_rows(block.width, rows, weights, TERMS, value_tile + block.first * steps, steps, false, sums);
+            Floats key_scales[TILE_BLOCKS], value_scales[TILE_BLOCKS], value_middles[TILE_BLOCKS];
+            if constexpr (F::SCALES == PER_TOKEN) {
+                tile.scales(keys.scale, 1, key_scales);
+                tile.scales(values.scale, 1, value_scales);
+            }
+            ahead.some(share);
+            load_values<A>(tile, value_format, values, channels, value_tile);
+            ahead.some(share);
+
+            for (int64_t m = 0; m < rows; m++) {
+                for (int64_t b = 0; b < tile.blocks; b++) {
+                    Floats score = scores[m][b];
+                    if (F::SCALES == PER_TOKEN) score *= key_scales[b];
+                    score = biases.apply(score, sight, m, start + b * LANES);
+                    const __mmask16 visible = seen[m % width] >> (b * LANES);
+                    scores[m][b] = (Floats)_mm512_mask_blend_ps(visible, _mm512_set1_ps(-INFINITY), (__m512)score);
+                }
+                corrections[m] = result.softmax[m].add(scores[m], tile.blocks);
+            }
+
+            int64_t group = -1;
+            Floats(*sums)[TILE_BLOCKS] = result.sums;
+            for (int64_t i = 0; i < channels.count; i++, sums += rows) {
+                const auto block = channels.block[i];
+                const bool is_new = block.group != group;
+                group = block.group;
+                if (F::SCALES == PER_GROUP && is_new) {
+                    tile.scales(values.scale + group, values.groups, value_scales);
+                    tile.scales(values.minimum + group, values.groups, value_middles);
+                    for (int64_t b = 0; b < tile.blocks; b++) value_middles[b] += F::MIDDLE * value_scales[b];
+                }
+                for (int64_t m = 0; m < rows; m++) {
+                    Floats scaled_weights[TILE_BLOCKS], shift = {};
+                    for (int64_t b = 0; b < tile.blocks; b++) {
+                        scaled_weights[b] = F::SCALES == NONE ? scores[m][b] : scores[m][b] * value_scales[b];
+                        if (F::SCALES == PER_GROUP) shift += scores[m][b] * value_middles[b];
+                    }
+                    if (is_new) store_terms<A>(scaled_weights, tile.blocks, weights + m * TERMS);
+                    const float constant = F::SCALES == PER_GROUP ? sum(shift) : 0;
+                    if (F::SCALES != PER_GROUP && corrections[m] == 1) continue;
+                    for (int64_t v = 0; v < block.width; v++) sums[m][v] = sums[m][v] * corrections[m] + constant;
+                }
+                const int64_t steps = ceil_div(tile.count, A::NUMBERS);
+                tile_rows(block.width, rows, weights, TERMS, value_tile + block.first * steps, steps, false, sums);
+            }
         }
     }
 }

@@ -48,21 +48,32 @@ struct Tile {
     }
 };
 
-// Fetches tokens [at, end) ahead of use, `heads` of their heads from `head` on, which lie side by side.
-struct Prefetch {
-    Source source;
-    int64_t at, end, head, heads, key_bytes, value_bytes;  // bytes: of a token and head
+struct Stretch {  // tokens [at, end) of a row
+    const Call *call;
+    int64_t row;
+    bool in_ring;
+    int64_t at, end, key_bytes, value_bytes;  // bytes: of a token and head
+};
 
+// Fetches the tokens of two stretches ahead of use, `heads` of their heads from `head` on, which lie side by side.
+struct Prefetch {
+    Stretch stretches[2];
+    int64_t head, heads;
+
+    int64_t tokens() const { return std::max<int64_t>(0, stretches[0].end - stretches[0].at) + std::max<int64_t>(0, stretches[1].end - stretches[1].at); }
     void some(int64_t count) {
-        for (const int64_t stop = std::min(at + count, end); at < stop; at++) {
-            const int64_t slot = source.slot(at), place = slot * source.call.heads + head;
-            if (slot < 0) continue;
-            lines((const uint8_t *)source.keys().data + place * key_bytes, heads * key_bytes);
-            lines((const uint8_t *)source.values().data + place * value_bytes, heads * value_bytes);
-        }
+        for (Stretch &stretch : stretches)
+            for (; stretch.at < stretch.end; stretch.at++) {
+                if (count-- == 0) return;
+                const Source source = {*stretch.call, stretch.row, stretch.in_ring};
+                const int64_t slot = source.slot(stretch.at), place = slot * source.call.heads + head;
+                if (slot < 0) continue;
+                lines((const uint8_t *)source.keys().data + place * stretch.key_bytes, heads * stretch.key_bytes);
+                lines((const uint8_t *)source.values().data + place * stretch.value_bytes, heads * stretch.value_bytes);
+            }
     }
     static INLINE void lines(const uint8_t *data, int64_t bytes) {
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, 2);
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, 3);
     }
 };
 

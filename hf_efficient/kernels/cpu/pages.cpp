@@ -8,7 +8,7 @@
 #include <vector>
 
 constexpr int64_t SPAN = 256;           // tokens
-constexpr int64_t SPAN_BYTES = 1 << 18;
+constexpr int64_t SPAN_BYTES = 1 << 18, TILE_BYTES = 1 << 17;
 constexpr int64_t PARTIALS = 1 << 22;   // floats of all spans' results; longer spans rather than more
 
 struct Plan {
@@ -82,14 +82,14 @@ template <class A, class F, class R> static void attend(const Call &call) {
     const ChannelBlocks channels(call.values);
     const int64_t rows = call.height(), of_unit = channels.count * rows;
     const int64_t token_bytes = call.heads * (keys.bytes + values.bytes);
-    const bool narrow = token_bytes * TILE_TOKENS * 2 <= SPAN_BYTES;
     int64_t longest = std::max<int64_t>(TILE_TOKENS, std::min<int64_t>(SPAN, SPAN_BYTES / token_bytes / TILE_TOKENS * TILE_TOKENS)), total = 0;
     for (int64_t row = 0; row < call.batch; row++) total += call.length(row);
     while (total / longest * call.heads * of_unit * TILE_BLOCKS * LANES > PARTIALS) longest *= 2;
     const Plan plan(call, longest);
-    const int64_t units = plan.spans.size() * call.heads;
+    const int64_t at_once = plan.spans.size() > 2 && token_bytes * TILE_TOKENS <= TILE_BYTES ? call.heads : 1;  // heads of a unit
+    const int64_t units = plan.spans.size() * (call.heads / at_once), partials = plan.spans.size() * call.heads;
     static thread_local Buffer softmaxes, sums;
-    const Results results = {rows, of_unit, softmaxes.get<Softmax>(units * rows), (Floats(*)[TILE_BLOCKS])sums.get<Floats>(units * of_unit * TILE_BLOCKS)};
+    const Results results = {rows, of_unit, softmaxes.get<Softmax>(partials * rows), (Floats(*)[TILE_BLOCKS])sums.get<Floats>(partials * of_unit * TILE_BLOCKS)};
     std::vector<std::atomic<int64_t>> spans_left(call.batch * call.heads);  // who is last combines
     for (int64_t row = 0; row < call.batch; row++)
         for (int64_t head = 0; head < call.heads; head++) {
@@ -98,21 +98,24 @@ template <class A, class F, class R> static void attend(const Call &call) {
             if (count == 0) combine(call, plan, results, channels, row, head);
         }
     parallel(units, [&](int64_t unit, int64_t end) {
-        for (; unit < end; unit++) {  // heads of a span follow each other: they share lines of the cache
-            const Span &span = plan.spans[unit / call.heads];
-            const int64_t head = unit % call.heads;
-            const bool is_last = head + 1 == call.heads;
-            const Span &next = plan.spans[std::min<int64_t>(unit / call.heads + (narrow || is_last), plan.spans.size() - 1)];
-            Prefetch ahead = {{call, next.row, next.in_ring}, next.begin, next.end, is_last ? 0 : head + 1, 1,
-                next.in_ring ? ring_keys.bytes : keys.bytes, next.in_ring ? ring_values.bytes : values.bytes};
-            if (narrow) {  // a part of the next span's tokens with all their heads
-                const int64_t count = next.end - next.begin;
-                ahead.end = next.begin + count * (head + 1) / call.heads, ahead.at += count * head / call.heads;
-                ahead.head = 0, ahead.heads = call.heads;
+        auto stretch = [&](const Span &span, int64_t begin, int64_t end) -> Stretch {
+            const bool r = span.in_ring;
+            return {&call, span.row, r, begin, std::min(end, span.end), r ? ring_keys.bytes : keys.bytes, r ? ring_values.bytes : values.bytes};
+        };
+        std::vector<Partial> parts(at_once);
+        for (const int64_t last = end - 1; unit < end; unit++) {  // heads of a span follow each other: they share lines of the cache
+            const int64_t groups = call.heads / at_once, head = unit % groups * at_once, next_unit = std::min(unit + 1, last);
+            const Span &span = plan.spans[unit / groups], &next = plan.spans[next_unit / groups];
+            Prefetch ahead = {{stretch(next, next.begin, next.end)}, next_unit % groups * at_once, at_once};
+            if (groups == 1) {  // the next tile, up to the first of the next span
+                const int64_t second = (span.begin / TILE_TOKENS + 1) * TILE_TOKENS;
+                ahead.stretches[0] = stretch(span, second, span.end), ahead.stretches[1] = stretch(next, next.begin, next.begin + TILE_TOKENS);
             }
-            if (span.in_ring) attend_span<A>(call, ring_keys, ring_values, span, head, ahead, results.of(unit));
-            else attend_span<A>(call, keys, values, span, head, ahead, results.of(unit));
-            if (--spans_left[span.row * call.heads + head] == 0) combine(call, plan, results, channels, span.row, head);
+            for (int64_t h = 0; h < at_once; h++) parts[h] = results.of(unit / groups * call.heads + head + h);
+            if (span.in_ring) attend_span<A>(call, ring_keys, ring_values, span, head, at_once, ahead, parts.data());
+            else attend_span<A>(call, keys, values, span, head, at_once, ahead, parts.data());
+            for (int64_t h = head; h < head + at_once; h++)
+                if (--spans_left[span.row * call.heads + h] == 0) combine(call, plan, results, channels, span.row, h);
         }
     });
 }
