@@ -1,9 +1,10 @@
 import math
 
+import pytest
 import torch
 
 from hf_efficient.generation.drafters.base import Proposal
-from hf_efficient.generation.verification import verify
+from hf_efficient.generation.verification import _argmax, verify
 
 
 def chi_square_excess(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -34,6 +35,15 @@ def test_greedy_keeps_the_matching_prefix_of_each_row():
         [1],
         [1, 2, 3],
     ]
+
+
+@pytest.mark.parametrize("vocabulary", (16, 96, 512, 50257))
+def test_the_largest_score_is_found_by_parts(vocabulary):
+    """The first of equals, a NaN above all, as torch says; few different numbers, so that many are equal."""
+    scores = torch.randint(-3, 4, (3, 5, vocabulary)).float()
+    scores[0, 0] = float("-inf")
+    scores[1, 2, vocabulary // 2 :: 7] = float("nan")
+    assert torch.equal(_argmax(scores), scores.argmax(-1))
 
 
 def test_without_drafts_it_is_plain_decoding():

@@ -71,7 +71,7 @@ def verify(
             make its draws the same whatever was drafted. None: from torch's generator.
     """
     if proposal is None:
-        tokens = _draw(scores.softmax(-1), uniforms) if do_sample else scores.argmax(-1)
+        tokens = _draw(scores.softmax(-1), uniforms) if do_sample else _argmax(scores)
         none = torch.zeros_like(tokens[:, 0])
         return Verified(tokens[:, :1], none, tokens[:, :0])
     tokens, parents, width = proposal.tokens, proposal.parents, proposal.width
@@ -81,7 +81,7 @@ def verify(
         return _typical(scores, proposal, real, do_sample, acceptance, uniforms)
     if do_sample and proposal.probabilities is not None:
         return _rejection(scores.softmax(-1), proposal, real)
-    choice = _draw(scores.softmax(-1), uniforms) if do_sample else scores.argmax(-1)
+    choice = _draw(scores.softmax(-1), uniforms) if do_sample else _argmax(scores)
     if parents is None:
         accepted = ((tokens == choice[:, :width]) & real).cumprod(1).sum(1)
         return Verified(choice, accepted, order.expand(len(tokens), -1))  # a kept draft is the choice itself
@@ -107,7 +107,7 @@ def _finish(tokens: torch.Tensor, kept: torch.Tensor, following: torch.Tensor) -
 def _typical(scores, proposal: Proposal, real, do_sample: bool, acceptance, uniforms) -> Verified:
     tokens, width = proposal.tokens, proposal.width
     target = scores.softmax(-1)
-    following = _draw(target, uniforms) if do_sample else scores.argmax(-1)
+    following = _draw(target, uniforms) if do_sample else _argmax(scores)
     parents = proposal.parents
     if parents is None:
         parents = torch.arange(-1, width - 1, device=tokens.device).expand(len(tokens), -1)
@@ -142,6 +142,18 @@ def _rejection(target: torch.Tensor, proposal: Proposal, real: torch.Tensor) -> 
         kept[:, node] = taken
     own = torch.multinomial(left, 1)
     return _finish(tokens, kept, own.expand(-1, proposal.width + 1))
+
+
+def _argmax(scores: torch.Tensor) -> torch.Tensor:
+    """As `scores.argmax(-1)`, the first of equals: by the largest of each part, which on a CPU takes a tenth of the time."""
+    vocabulary = scores.shape[-1]
+    part = next((size for size in (256, 128, 64, 32) if vocabulary % size == 0), None)
+    if part is None or scores.device.type != "cpu":
+        return scores.argmax(-1)
+    parts = scores.unflatten(-1, (-1, part))
+    best = parts.amax(-1).argmax(-1, keepdim=True)  # the first part that holds the largest, or a NaN
+    within = parts.gather(-2, best[..., None].expand(*best.shape, part))[..., 0, :].argmax(-1)
+    return best[..., 0] * part + within
 
 
 def _draw(probabilities: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:

@@ -179,7 +179,8 @@ static void rotary(const Instruction &in) {
         load_row(x, in.a, at, 0, dim);
         load_row(cosine, in.b, at, 0, dim);
         load_row(sine, in.c, at, 0, dim);
-        for (int64_t i = 0; i < half; i++) turned[i] = -x[half + i], turned[half + i] = x[i];
+        for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + i) = -*(const Floats *)(x + half + i);
+        for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + half + i) = *(const Floats *)(x + i);  // over what went too far
         for (int64_t i = 0; i < dim; i += LANES) {
             *(Floats *)(x + i) *= *(const Floats *)(cosine + i);
             *(Floats *)(turned + i) *= *(const Floats *)(sine + i);
