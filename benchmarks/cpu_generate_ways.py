@@ -32,6 +32,16 @@ def ours(**scheme):
     return load
 
 
+def adopted(folder):
+    """llama.cpp's own file, weights as they are; the head, which it ties to embeddings, computes in bfloat16."""
+    import hf_efficient
+
+    if "smollm2" not in str(folder):
+        raise RuntimeError("there is a GGUF of the sample model only")
+    hf_efficient.adopt("gguf")
+    return hf_efficient.enable_speculation(stock(gguf().parent, gguf_file=gguf().name))
+
+
 def bitsandbytes(**scheme):
     def load(folder):
         import bitsandbytes  # noqa: F401
@@ -125,6 +135,7 @@ WAYS = {
     "ours int4": ours(bits=4),
     "ours int4, int8 head": ours(**LIKE_LLAMA),
     "ours int4, int8 head, int8 inputs": ours(**LIKE_LLAMA, int8_on_cpu=True),
+    "ours, the GGUF": adopted,
     "bitsandbytes nf4": bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     "bitsandbytes int8": bitsandbytes(load_in_8bit=True),
     "torchao int8": torchao("Int8WeightOnlyConfig"),
