@@ -46,6 +46,7 @@ _PUBLIC = {
     "SpeculativeGenerationMixin": "hf_efficient.generation.speculative",
     "enable_speculation": "hf_efficient.integrations.transformers_generation",
     "speculative_generate": "hf_efficient.generation.speculative",
+    "adopt": "hf_efficient.integrations.adopt",
 }
 __all__ = ["__version__", "register", *_PUBLIC]
 
@@ -63,7 +64,7 @@ def __dir__() -> list[str]:
 
 def register() -> None:
     """Registers the quantizers and attention implementations with transformers. Idempotent; runs by itself on import."""
-    for name in ("transformers_quantizer", "transformers_attention"):
+    for name in ("transformers_quantizer", "transformers_attention", "adopt"):
         importlib.import_module(f"hf_efficient.integrations.{name}").register()
 
 

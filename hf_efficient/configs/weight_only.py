@@ -11,6 +11,8 @@ from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig, unsuppo
 
 WEIGHT_BITS = (2, 3, 4, 8)
 CODEBOOKS = ("nf4", "fp4", "kmeans")
+ZERO_POINTS = ("integer", "float", "minimum")
+SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
 
 @functools.cache
@@ -53,6 +55,11 @@ class WeightOnlyConfig(CompressionConfig):
             `mixed_precision` see.
         dequantize: when loading an already quantized checkpoint, turn it back into an ordinary model.
         input_scale: set by calibration for modules whose input is multiplied by stored factors.
+        zero_point: what is stored where the grid is not symmetric: "integer" zero points, "float" ones, or "minimum",
+            `w = code * scale + minimum`. Other than "integer", as `scale_dtype` and `input_order`, only read from checkpoints of
+            other libraries (`hf_efficient.adopt`).
+        scale_dtype: "float16", "bfloat16" or "float32" where scales are not stored in the weight's dtype.
+        input_order: the columns of the weight are stored in another order, and so are those of the input put.
         version: of the layout of a saved checkpoint.
 
     Raises:
@@ -63,6 +70,7 @@ class WeightOnlyConfig(CompressionConfig):
     scheme_fields = (
         *("bits", "group_size", "symmetric", "method", "codebook", "double_quantization"),
         *("rotate", "refine", "mixed_precision", "int8_on_cpu", "input_scale"),
+        *("zero_point", "scale_dtype", "input_order"),
     )
 
     def __init__(
@@ -83,6 +91,9 @@ class WeightOnlyConfig(CompressionConfig):
         calibration=None,
         dequantize: bool = False,
         input_scale: bool = False,
+        zero_point: str = "integer",
+        scale_dtype: str | None = None,
+        input_order: bool = False,
         version: int = CONFIG_VERSION,
         **unknown,
     ):
@@ -117,6 +128,7 @@ class WeightOnlyConfig(CompressionConfig):
             "mixed_precision",
             "int8_on_cpu",
             "input_scale",
+            "input_order",
         )
         for field in booleans:
             if not isinstance(scheme[field], bool):
@@ -130,6 +142,12 @@ class WeightOnlyConfig(CompressionConfig):
             return unsupported("bits", bits, "2, 3 or 4 for codebook='kmeans'")
         if not {"rtn": True, "gptq": True, "kmeans": codebook == "kmeans"}.get(method, codebook is None):
             return unsupported("method", method, f"one that serves codebook={codebook!r}: rtn or gptq")
+        if scheme["zero_point"] not in ZERO_POINTS:
+            return unsupported("zero_point", scheme["zero_point"], f"one of {ZERO_POINTS}")
+        if scheme["zero_point"] != "integer" and (scheme["symmetric"] or codebook is not None):
+            return unsupported("zero_point", scheme["zero_point"], "'integer' where none is stored")
+        if scheme["scale_dtype"] not in (*SCALE_DTYPES, None):
+            return unsupported("scale_dtype", scheme["scale_dtype"], f"one of {SCALE_DTYPES} or None")
         if scheme["double_quantization"] and codebook is None:
             return unsupported("double_quantization", True, "False where there is no codebook")
         for field in ("refine", "mixed_precision", "int8_on_cpu"):
@@ -141,16 +159,19 @@ class WeightOnlyConfig(CompressionConfig):
         from hf_efficient.formats.affine import AffineFormat
 
         if self.codebook is None:
-            inner = AffineFormat(self.bits, self.group_size, self.symmetric, self.int8_on_cpu)
+            grid = self.bits, self.group_size, self.symmetric, self.int8_on_cpu
+            inner = AffineFormat(*grid, self.zero_point, self.scale_dtype)
         else:
             from hf_efficient.formats.codebook import CodebookFormat
 
-            inner = CodebookFormat(self.codebook, self.bits, self.group_size, self.double_quantization)
-        if not (self.input_scale or self.rotate):
+            inner = CodebookFormat(
+                self.codebook, self.bits, self.group_size, self.double_quantization, self.scale_dtype
+            )
+        if not (self.input_scale or self.rotate or self.input_order):
             return inner
         from hf_efficient.formats.transformed import TransformedFormat
 
-        return TransformedFormat(inner, self.input_scale, self.rotate)
+        return TransformedFormat(inner, self.input_scale, self.rotate, self.input_order)
 
     def method_name(self):
         return "kmeans" if self.codebook == "kmeans" and self.method == "rtn" else self.method

@@ -1,4 +1,4 @@
-"""Unsigned integer codes on a regular grid: `w = (code - zero_point) * scale`, one scale and zero point a group."""
+"""Unsigned integer codes on a regular grid, one scale and zero point a group: `w = (code - zero_point) * scale`."""
 
 from dataclasses import dataclass
 
@@ -14,17 +14,27 @@ from hf_efficient.kernels.linear import dequantize_weight, device_layout
 class AffineFormat(Format):
     """`bits` of a code (2, 3, 4 or 8), `group_size` weights along in_features that share a scale (-1: the whole row, None:
     the whole tensor), `symmetric`: the zero point is the middle of the grid and not stored. `int8_on_cpu`: how it computes,
-    as in `WeightOnlyConfig`."""
+    as in `WeightOnlyConfig`.
+
+    `zero_point`: "integer", "float" (of the scale's dtype), or "minimum", `w = code * scale + minimum`, the tensor "minimum"
+    of the scale's dtype. `scale_dtype`: a name like "float32" where it is not the weight's dtype; `dequantize` then computes
+    in it and rounds the result."""
 
     bits: int
     group_size: int | None
     symmetric: bool
     int8_on_cpu: bool = False
+    zero_point: str = "integer"
+    scale_dtype: str | None = None
 
     @property
     def levels(self) -> int:
         """The largest code."""
         return 2**self.bits - 1
+
+    @property
+    def adopted(self) -> bool:
+        return self.zero_point != "integer" or self.scale_dtype is not None
 
     def groups(self, in_features: int) -> int:
         """Groups of a row; the last one is short when the group does not divide the row."""
@@ -33,11 +43,20 @@ class AffineFormat(Format):
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         per_group = (1 if self.group_size is None else out_features, self.groups(in_features))
         shapes = {"qweight": (out_features, packed_width(in_features, self.bits)), "scale": per_group}
-        return shapes if self.symmetric else {**shapes, "zero_point": per_group}
+        return shapes if self.symmetric else {**shapes, self._offset: per_group}
 
     def dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        dtypes = {"qweight": torch.uint8, "scale": dtype}
-        return dtypes if self.symmetric else {**dtypes, "zero_point": torch.uint8}
+        scale = getattr(torch, self.scale_dtype) if self.scale_dtype else dtype
+        dtypes = {"qweight": torch.uint8, "scale": scale}
+        return (
+            dtypes
+            if self.symmetric
+            else {**dtypes, self._offset: torch.uint8 if self.zero_point == "integer" else scale}
+        )
+
+    @property
+    def _offset(self) -> str:
+        return "minimum" if self.zero_point == "minimum" else "zero_point"
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
         """uint8 codes [..., N, K] -> qweight."""
@@ -48,7 +67,9 @@ class AffineFormat(Format):
         return unpack_codes(qweight, self.bits, in_features)
 
     def dequantize(self, tensors, in_features, dtype):
-        return dequantize_weight(*_ordered(tensors), **self._arguments(in_features, dtype))
+        work = tensors["scale"].dtype if self.scale_dtype else dtype
+        parts = tensors["qweight"], tensors["scale"], tensors.get("zero_point"), tensors.get("minimum")
+        return dequantize_weight(*parts, **self._arguments(in_features, work)).to(dtype)
 
     def layout(self, tensors, in_features, dtype):
         arguments = self._arguments(in_features, dtype)
@@ -56,7 +77,9 @@ class AffineFormat(Format):
         return layout or self.dequantized_layout(tensors, in_features, dtype)
 
     def grouped_layout(self, tensors, in_features, dtype):
-        if GroupedTritonLinear.supports(tensors["qweight"].device, self.group_size, dtype):
+        if self.zero_point == "integer" and GroupedTritonLinear.supports(
+            tensors["qweight"].device, self.group_size, dtype
+        ):
             return GroupedTritonLinear(*_ordered(tensors), **self._arguments(in_features, dtype))
         return None
 
@@ -65,4 +88,10 @@ class AffineFormat(Format):
 
 
 def _ordered(tensors: dict[str, torch.Tensor]) -> tuple:
-    return tensors["qweight"], tensors["scale"], tensors.get("zero_point")
+    """qweight, scale and what the kernels read for a zero point, float32 where it is not an integer."""
+    scale, zero = tensors["scale"], tensors.get("zero_point")
+    if "minimum" in tensors:
+        zero = torch.where(scale == 0, 0, -tensors["minimum"].float() / scale.float())
+    elif zero is not None and zero.is_floating_point():
+        zero = zero.float()
+    return tensors["qweight"], scale, zero

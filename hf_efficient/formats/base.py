@@ -11,6 +11,8 @@ class Format:
     """How the weight [N, K] of a linear layer lies in memory and on disk, as named tensors. Subclasses are frozen
     dataclasses. The codes are called "qweight"; the first dimension of every tensor may stand for experts."""
 
+    adopted = False  # whether only other libraries' checkpoints hold it, and no method of ours chooses its numbers
+
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         """The shape of each canonical tensor of a weight [out_features, in_features]; none has 0 dimensions."""
         raise NotImplementedError

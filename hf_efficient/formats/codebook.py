@@ -32,12 +32,19 @@ class CodebookFormat(Format):
     share a scale (-1: the whole row, None: the whole tensor).
 
     `double_quantization` (QLoRA): scales in 8 bits, "scale_codes" uint8 [N, G], one float32 "scale_scale" for 256 of them in
-    a row and their mean "scale_mean", instead of "scale" in the weight's dtype: (code - 128) * scale_scale + scale_mean."""
+    a row and their mean "scale_mean", instead of "scale" in the weight's dtype: (code - 128) * scale_scale + scale_mean.
+
+    `scale_dtype`: that of "scale", a name like "float32", where it is not the weight's."""
 
     codebook: str
     bits: int
     group_size: int | None
     double_quantization: bool = False
+    scale_dtype: str | None = None
+
+    @property
+    def adopted(self) -> bool:
+        return self.scale_dtype is not None
 
     def groups(self, in_features: int) -> int:
         """Groups of a row; the last one is short when the group does not divide the row."""
@@ -64,7 +71,7 @@ class CodebookFormat(Format):
         if self.double_quantization:
             dtypes |= {"scale_codes": torch.uint8, "scale_scale": torch.float32, "scale_mean": torch.float32}
         else:
-            dtypes["scale"] = dtype
+            dtypes["scale"] = getattr(torch, self.scale_dtype) if self.scale_dtype else dtype
         return dtypes if self.codebook != "kmeans" else {**dtypes, "codebook": dtype}
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
@@ -78,7 +85,7 @@ class CodebookFormat(Format):
     def store_scale(self, scale: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """float [N, G] (or [1, 1]) -> the tensors that hold it in a weight of `dtype`; `scale` reads them."""
         if not self.double_quantization:
-            return {"scale": scale.to(dtype)}
+            return {"scale": scale.to(self.dtypes(dtype)["scale"])}
         mean = scale.float().mean()
         rest = F.pad(scale.float().flatten() - mean, (0, -scale.numel() % SCALES_AT_ONCE)).view(-1, SCALES_AT_ONCE)
         step = rest.abs().amax(1) / 127

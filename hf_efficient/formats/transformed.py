@@ -1,4 +1,5 @@
-"""A weight that expects its input transformed: scaled per channel (AWQ, SmoothQuant), rotated (QuIP, QuaRot), or both."""
+"""A weight that expects its input transformed: put in another order (GPTQ's activation order), scaled per channel (AWQ,
+SmoothQuant), rotated (QuIP, QuaRot)."""
 
 from dataclasses import dataclass
 
@@ -10,36 +11,46 @@ from hf_efficient.kernels.hadamard import rotate, unrotate_weight
 
 @dataclass(frozen=True)
 class TransformedFormat(Format):
-    """y = rotate(x * input_scale) Wq^T where Wq is stored in the format `inner`. Adds the canonical tensors "input_scale"
-    [K] in the weight's dtype and "rotation_signs" int8 [K] (the random signs before the Hadamard transform), each only
-    where it is asked for."""
+    """y = rotate(x[input_order] * input_scale) Wq^T where Wq is stored in the format `inner`. Adds the canonical tensors
+    "input_order" int32 [K], "input_scale" [K] in the weight's dtype and "rotation_signs" int8 [K] (the random signs before
+    the Hadamard transform), each only where it is asked for."""
 
     inner: Format
     input_scale: bool = False
     rotation: bool = False
+    input_order: bool = False
+
+    @property
+    def adopted(self) -> bool:
+        return self.input_order or self.inner.adopted
 
     def shapes(self, out_features, in_features):
         own = {name: (in_features,) for name in self._own()}
         return {**self.inner.shapes(out_features, in_features), **own}
 
     def dtypes(self, dtype):
-        own = {"input_scale": dtype, "rotation_signs": torch.int8}
+        own = {"input_order": torch.int32, "input_scale": dtype, "rotation_signs": torch.int8}
         return {**self.inner.dtypes(dtype), **{name: own[name] for name in self._own()}}
 
     def dequantize(self, tensors, in_features, dtype):
         """The weight that acts on the plain x: products of the transforms are taken in float32."""
-        weight = self.inner.dequantize(tensors, in_features, torch.float32 if self._own() else dtype)
+        computes = self.rotation or self.input_scale
+        weight = self.inner.dequantize(tensors, in_features, torch.float32 if computes else dtype)
         if self.rotation:
             weight = unrotate_weight(weight, tensors["rotation_signs"][..., None, :])
         if self.input_scale:
             weight = weight * tensors["input_scale"][..., None, :].float()
+        if self.input_order:
+            places = tensors["input_order"].long().argsort(-1)[..., None, :]
+            weight = weight.gather(-1, places.expand(weight.shape))
         return weight.to(dtype)
 
     def layout(self, tensors, in_features, dtype):
         return _TransformedLayout(self, tensors, self.inner.layout(tensors, in_features, dtype), in_features)
 
     def _own(self) -> list[str]:
-        return [name for name, used in (("input_scale", self.input_scale), ("rotation_signs", self.rotation)) if used]
+        used = {"input_order": self.input_order, "input_scale": self.input_scale, "rotation_signs": self.rotation}
+        return [name for name in used if used[name]]
 
 
 class _TransformedLayout:
@@ -49,10 +60,13 @@ class _TransformedLayout:
         self.format, self.canonical, self.inner, self.in_features = format, dict(tensors), inner, in_features
         self.canonical.pop("qweight") if inner.replaces_qweight else None
         self.replaces_qweight, self.tensors, self.dtype = inner.replaces_qweight, inner.tensors, inner.dtype
+        self.input_order = tensors["input_order"].long() if format.input_order else None
         self.input_scale = tensors["input_scale"].to(inner.dtype) if format.input_scale else None
         self.signs = tensors["rotation_signs"].to(inner.dtype) if format.rotation else None
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.input_order is not None:
+            x = x.index_select(-1, self.input_order)
         if self.input_scale is not None:
             x = x * self.input_scale
         if self.signs is not None:

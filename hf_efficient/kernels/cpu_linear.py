@@ -3,7 +3,7 @@
 Their layout: rows of the weight stand 16 to a block, a row to each 32-bit lane of a vector of 64 bytes, neighbouring columns
 in the two halves of a lane, so that a look-up in registers turns shifted halves into pairs of bfloat16. A line of one vector
 holds 32 / bits columns; three of them hold 32 columns of 3 bits, the last two columns in the bits left over. Codes of 8 bits
-are kept as sign and magnitude of `code - 127.5`. Scales and zero points: [blocks, G, 16].
+are kept as sign and magnitude of `code - 127.5`. Scales and zero points (uint8 or float32): [blocks, G, 16].
 """
 
 import ctypes
@@ -34,6 +34,7 @@ class _Weight(ctypes.Structure):
         ("group", ctypes.c_int64),
         ("scale_is_float", ctypes.c_int64),
         ("rounds_inputs", ctypes.c_int64),
+        ("zero_is_float", ctypes.c_int64),
     ]
 
 
@@ -47,10 +48,19 @@ MOST_PRODUCTS = 4  # of one call; cpu/codes.h has the same
 
 
 @functools.lru_cache(65536)  # the op makes a layout for each call
-def _weight(*fields) -> tuple[_Weight, int]:
-    """(the structure, its address)"""
+def _kept_weight(*fields) -> tuple[_Weight, int]:
     weight = _Weight(*fields)
     return weight, ctypes.addressof(weight)
+
+
+def weight_structure(
+    packed, scale, zero_point, group, out_features, in_features, rounds_inputs
+) -> tuple[_Weight, int]:
+    """(the structure of a weight, its address)"""
+    zero = None if zero_point is None else zero_point.data_ptr()
+    sizes = out_features, in_features, group
+    floats = scale.dtype is torch.float32, zero is not None and zero_point.dtype is torch.float32
+    return _kept_weight(packed.data_ptr(), scale.data_ptr(), zero, *sizes, floats[0], rounds_inputs, floats[1])
 
 
 def _places(bits: int):
@@ -145,10 +155,8 @@ class CompiledLinear:
         self.rounds_inputs = rounds_inputs
         self.out_features, self.in_features, self.bits, self.dtype = out_features, in_features, bits, dtype
         self.kernel = kernel(stored)
-        zero = None if zero_point is None else zero_point.data_ptr()
-        places = packed.data_ptr(), scale.data_ptr(), zero
-        is_float = scale.dtype is torch.float32
-        self.weight, self.address = _weight(*places, out_features, in_features, group, is_float, rounds_inputs)
+        layout = group, out_features, in_features, rounds_inputs
+        self.weight, self.address = weight_structure(packed, scale, zero_point, *layout)
         self.tensors = {"packed": packed, "packed_scale": scale}
         if zero_point is not None:
             self.tensors["packed_zero"] = zero_point

@@ -1,7 +1,8 @@
 """Matrix products with a weight of integer codes: the torch implementation, and the layouts a device reads.
 
 Canonical tensors (what is saved) of a weight [N, K] in `bits` bits (2, 3, 4, 8): `qweight` uint8 (see `codes`), `scale` [N, G], `zero_point` uint8 [N, G] or None (the middle of the grid);
-`w = (code - zero_point) * scale`. G = ceil(K / group_size), 1 for group_size -1; [1, 1] in all for group_size None.
+`w = (code - zero_point) * scale`. G = ceil(K / group_size), 1 for group_size -1; [1, 1] in all for group_size None. A layout
+also takes zero points in float32.
 
 `device_layout` turns them into what the fastest operator of a device reads, and that back, bit for bit.
 """
@@ -35,9 +36,15 @@ def expand_groups(values: torch.Tensor, group_size: int | None, in_features: int
     return values.repeat_interleave(group_size, -1)[..., :in_features]
 
 
-def dequantize_weight(qweight, scale, zero_point, *, bits, group_size, in_features, dtype) -> torch.Tensor:
-    """Canonical tensors (with any leading dimensions) -> the weight [..., N, in_features] in `dtype`."""
+def dequantize_weight(
+    qweight, scale, zero_point=None, minimum=None, *, bits, group_size, in_features, dtype
+) -> torch.Tensor:
+    """Canonical tensors (with any leading dimensions) -> the weight [..., N, in_features] in `dtype`, in which it is
+    computed; with `minimum`, code * scale + minimum."""
     weight = unpack_codes(qweight, bits, in_features).to(dtype)  # codes up to 255 are exact in bfloat16
+    if minimum is not None:
+        weight = weight.mul_(expand_groups(scale.to(dtype), group_size, in_features))
+        return weight.add_(expand_groups(minimum.to(dtype), group_size, in_features))
     zero = 2 ** (bits - 1) if zero_point is None else expand_groups(zero_point, group_size, in_features).to(dtype)
     return weight.sub_(zero).mul_(expand_groups(scale.to(dtype), group_size, in_features))
 
@@ -266,6 +273,31 @@ class TritonLinear(_PackedLinear):
         return _efficient_linear().unpack_weight(self.packed, self.in_features, self.bits, self.group_size)
 
 
+class FloatZeroTritonLinear(_PackedLinear):
+    """`TritonLinear` around the middle of the grid, and what zero points in float32 add to it: the sums of x over each group
+    times (middle - zero_point) * scale, a product with 1 / group_size of the weight's columns."""
+
+    def __init__(self, qweight, scale, zero_point, bits, group_size, in_features, dtype):
+        self.inner = TritonLinear.pack(qweight, scale, None, bits, group_size, in_features, dtype)
+        self.out_features, self.in_features, self.dtype = len(qweight), in_features, dtype
+        self.width = in_features if group_size in (None, -1) else group_size
+        shift = (2 ** (bits - 1) - zero_point) * scale.float()
+        self.shift = shift.expand(self.out_features, -1).t().contiguous()  # [G, N]
+        self.tensors = {**self.inner.tensors, "packed_shift": self.shift}
+
+    def __call__(self, x, bias=None):
+        y = self.inner(x, bias)
+        sums = F.pad(x.float(), (0, -self.in_features % self.width)).unflatten(-1, (-1, self.width)).sum(-1)
+        return y + (sums @ self.shift).to(y.dtype)
+
+    def dequantize(self):
+        shift = self.shift.t().repeat_interleave(self.width, 1)[:, : self.in_features]
+        return (self.inner.dequantize().float() + shift).to(self.dtype)
+
+    def qweight(self) -> torch.Tensor:
+        return self.inner.qweight()
+
+
 def triton_groups(scale, zero_point, group_size, in_features):
     """(scale, zero_point, group_size) in groups that the Triton kernels serve: several groups of 32 for one of another
     multiple."""
@@ -281,6 +313,8 @@ def device_layout(qweight, scale, zero_point, *, bits, group_size, in_features, 
     inverse) and `dequantize()`."""
     out_features = qweight.shape[0]
     if qweight.device.type == "cuda" and TritonLinear.supports(group_size, dtype):
+        if zero_point is not None and zero_point.is_floating_point():
+            return FloatZeroTritonLinear(qweight, scale, zero_point, bits, group_size, in_features, dtype)
         return TritonLinear.pack(qweight, scale, zero_point, bits, group_size, in_features, dtype)
     if qweight.device.type == "cpu":
         compiled = CompiledLinear.pack(qweight, scale, zero_point, bits, group_size, in_features, dtype, int8_on_cpu)

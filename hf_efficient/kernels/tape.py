@@ -280,9 +280,8 @@ class Tape(TorchDispatchMode):
     def _linear(self, y, x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
         if not x.is_contiguous() or not y.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16):
             return None
-        places = packed.data_ptr(), scale.data_ptr(), None if zero_point is None else zero_point.data_ptr()
-        is_float = scale.dtype is torch.float32
-        weight, address = cpu_linear._weight(*places, out_features, in_features, group, is_float, rounds_inputs)
+        layout = group, out_features, in_features, rounds_inputs
+        weight, address = cpu_linear.weight_structure(packed, scale, zero_point, *layout)
         product = cpu_linear.Product(address, None if bias is None else bias.data_ptr(), y.data_ptr())
         self._kept.append(weight)
         instruction = Instruction(OPS["LINEAR"], _sizes((x.numel() // in_features, 1)))

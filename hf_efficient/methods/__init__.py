@@ -36,6 +36,11 @@ def quantize(weight: torch.Tensor, format, method: str, inputs=None, transform=N
     if not isinstance(inner, module.FORMATS):
         served = ", ".join(kind.__name__ for kind in module.FORMATS)
         raise ValueError(f"method={method!r} does not serve {inner}: it serves {served}")
+    if format.adopted:
+        raise ValueError(
+            f"{format} is read from checkpoints of other libraries (hf_efficient.adopt): no method chooses such zero points, "
+            "scale_dtype or input_order"
+        )
     if not weight.isfinite().all():
         raise ValueError(f"the weight has {(~weight.isfinite()).sum().item()} values that are NaN or infinite")
     if inner is format:

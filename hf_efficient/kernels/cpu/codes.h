@@ -9,10 +9,11 @@ constexpr int SEGMENT = 512;  // columns summed before their scaled sum is added
 struct Weight {  // cpu_linear.py has the same
     const uint8_t *packed;
     const void *scale;    // [blocks, groups, 16] bfloat16 or float32
-    const uint8_t *zero;  // [blocks, groups, 16], or null: the middle of the grid
+    const void *zero;     // [blocks, groups, 16] uint8 or float32, or null: the middle of the grid
     int64_t out_features, in_features, group;  // group: columns
     int64_t scale_is_float;
     int64_t rounds_inputs;  // to int8, those of bfloat16
+    int64_t zero_is_float;
 };
 
 // Codes of BITS bits: code 2j of a lane at bit BITS * j of its word, code 2j + 1 at bit 16 + BITS * j. Three words hold 32
@@ -106,7 +107,8 @@ struct Matrix : Weight {
     }
     INLINE Floats zeros(int64_t block, int64_t g) const {
         if (!zero) return float(1 << (BITS - 1)) - Floats{};
-        return widen(*(const Bytes *)(zero + (block * groups + g) * LANES));
+        const int64_t place = (block * groups + g) * LANES;
+        return zero_is_float ? *(const Floats *)((const float *)zero + place) : widen(*(const Bytes *)((const uint8_t *)zero + place));
     }
     INLINE Floats offsets(int64_t block, int64_t g) const { return Codes::MIDDLE - zeros(block, g); }  // to add to decoded values
     bool has_offsets() const { return zero || BITS == 8; }
