@@ -47,6 +47,7 @@ _PUBLIC = {
     "enable_speculation": "hf_efficient.integrations.transformers_generation",
     "speculative_generate": "hf_efficient.generation.speculative",
     "adopt": "hf_efficient.integrations.adopt",
+    "save_as_bitsandbytes": "hf_efficient.integrations.bitsandbytes",
 }
 __all__ = ["__version__", "register", *_PUBLIC]
 

@@ -1,5 +1,6 @@
 """Saved checkpoints: what must be in one before it is read, and a save that cannot damage what it replaces."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -68,11 +69,19 @@ def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs)
     target = os.path.abspath(os.fspath(save_directory))
     if kwargs.get("push_to_hub") or not is_main_process or os.path.isfile(target):
         return original(self, save_directory, is_main_process, *args, **kwargs)
+    with written_aside(target) as aside:
+        original(self, aside, is_main_process, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def written_aside(target: str):
+    """Gives a folder to write a checkpoint into, whose files are moved to the folder `target` when the block ends without an
+    error; shards of an earlier checkpoint are removed then."""
     existed = os.path.isdir(target)
     os.makedirs(target, exist_ok=True)
     aside = tempfile.mkdtemp(prefix=".saving-", dir=target)  # inside: moving must not cross a file system
     try:
-        original(self, aside, is_main_process, *args, **kwargs)
+        yield aside
         written = os.listdir(aside)
         for name in written:
             os.replace(os.path.join(aside, name), os.path.join(target, name))

@@ -4,11 +4,12 @@ bring compiled code)."""
 import foreign_layouts
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import assert_close, tiny_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import hf_efficient
+from hf_efficient import W8A8Config, WeightOnlyConfig
 from hf_efficient.integrations import adopt
 from hf_efficient.layers import EfficientLinear
 
@@ -139,3 +140,25 @@ def test_torchao_quantized_by_itself(name, tmp_path):
     with safe_open(tmp_path / "quantized" / "model.safetensors", framework="pt") as opened:
         assert any("qdata" in key for key in opened.keys())
     assert_same(ours(tmp_path / "quantized", dtype), expected)
+
+
+@pytest.mark.parametrize("config", [WeightOnlyConfig(codebook="nf4", group_size=64), W8A8Config(method="llm_int8")])
+def test_bitsandbytes_loads_what_we_wrote(config, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    tiny_model("llama", num_hidden_layers=1, intermediate_size=128).save_pretrained(tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    hf_efficient.save_as_bitsandbytes(model, tmp_path / "theirs")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    for name, module in model.named_modules():
+        if isinstance(module, EfficientLinear):
+            weight, found = theirs.get_submodule(name).weight, module.dequantized()
+            if isinstance(config, W8A8Config):
+                assert isinstance(theirs.get_submodule(name), bitsandbytes.nn.Linear8bitLt)
+                dense = bitsandbytes.functional.int8_vectorwise_dequant(weight.data, weight.SCB)
+                torch.testing.assert_close(found, dense, rtol=2**-22, atol=0)
+            else:
+                dense = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+                assert torch.equal(found, dense.view(found.shape))
+    ids = torch.randint(3, 128, (2, 9))
+    with torch.no_grad():
+        assert_close(model(ids).logits, theirs(ids).logits, 0.05, float("inf"), "8-bit inputs, rounded in other ways")

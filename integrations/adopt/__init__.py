@@ -19,6 +19,7 @@ _METHODS = {  # quant_method -> (its name here, the packages that the official q
     "bitsandbytes_8bit": ("bitsandbytes", ("bitsandbytes",), "bitsandbytes.BitsAndBytes8bit"),
     "hqq": ("hqq", ("hqq",), "hqq.HQQ"),
     "torchao": ("torchao", ("torchao",), "torchao.TorchAO"),
+    "gguf": ("gguf", (), "gguf.GgufQuantizer"),
 }
 NAMES = tuple(dict.fromkeys(name for name, _, _ in _METHODS.values()))
 _adopted: set[str] = set()
@@ -30,7 +31,8 @@ def adopt(*names: str) -> None:
     installed are loaded so in any case.
 
     Args:
-        names: of "gptq", "awq", "compressed-tensors", "bitsandbytes", "hqq" and "torchao"; none means all.
+        names: of "gptq", "awq", "compressed-tensors", "bitsandbytes", "hqq", "torchao" and "gguf"; none means all. GGUF files,
+            which transformers dequantizes by itself, stay quantized only when they are adopted by name or with all.
 
     Raises:
         ValueError: for another name.
@@ -61,9 +63,9 @@ def _adopts(method: str) -> bool:
     return name in _adopted or not all(map(_is_installed, packages))
 
 
-def _foreign(method: str, saved: dict):
+def _ours(method: str) -> type:
     file, kind = _METHODS[method][2].split(".")
-    return getattr(importlib.import_module(f"hf_efficient.integrations.adopt.{file}"), kind)(saved)
+    return getattr(importlib.import_module(f"hf_efficient.integrations.adopt.{file}"), kind)
 
 
 def _choosing_quantizer(method: str, official: type) -> type:
@@ -71,11 +73,13 @@ def _choosing_quantizer(method: str, official: type) -> type:
         _hf_efficient = True
 
         def __new__(cls, quantization_config, **kwargs):
-            if not (kwargs.get("pre_quantized", True) and _adopts(method)):
+            if method == "gguf" and _adopts(method) and not quantization_config.dequantize:
+                return _ours(method)(quantization_config)
+            if method == "gguf" or not (kwargs.get("pre_quantized", True) and _adopts(method)):
                 return official(quantization_config, **kwargs)
             from hf_efficient.integrations.adopt.quantizer import AdoptingQuantizer
 
-            return AdoptingQuantizer(_foreign(method, quantization_config.to_dict()), quantization_config, **kwargs)
+            return AdoptingQuantizer(_ours(method)(quantization_config.to_dict()), quantization_config, **kwargs)
 
     Choosing.__name__ = Choosing.__qualname__ = official.__name__
     return Choosing

@@ -76,10 +76,11 @@ class BitsAndBytes4bit(Foreign):
             absmax = tensors["weight.nested_quant_map"][absmax.int()] * steps + state["nested_offset"]
         starts = torch.arange(0, out_features * in_features, format.group_size, device=absmax.device)
         scale = absmax[starts // state["blocksize"]].view(out_features, -1)
-        return {"qweight": _swap_halves(tensors["weight"].view(torch.uint8).view(out_features, -1)), "scale": scale}
+        return {"qweight": swap_halves(tensors["weight"].view(torch.uint8).view(out_features, -1)), "scale": scale}
 
 
-def _swap_halves(codes: torch.Tensor) -> torch.Tensor:
+def swap_halves(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes of two codes -> the same with the codes in the other order: from bitsandbytes' to ours, and back."""
     return codes >> 4 | codes << 4
 
 

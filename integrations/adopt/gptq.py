@@ -27,7 +27,6 @@ class GPTQ(Foreign):
                 f"of {BITS}"
             )
         groups = stored.expect("scales", FLOATS, (None, out_features)).shape[0]
-        stored.expect("qzeros", ["I32"], (groups, -(-out_features * bits // 32)))
         size = self.saved.get("group_size", -1)
         size = -(-in_features // groups) if self.saved.get("dynamic") and groups else size
         size = in_features if size in (None, -1) else size
@@ -36,6 +35,7 @@ class GPTQ(Foreign):
                 f"{stored.places['scales'].key} is {stored.places['scales'].shape}, expected {-(-in_features // max(size, 1))} "
                 f"groups of {size} of the {in_features} inputs"
             )
+        stored.expect("qzeros", ["I32"], (groups, -(-out_features * bits // 32)))
         scheme = {"bits": bits, "group_size": -1 if groups == 1 else size, "method": "gptq"}
         if "g_idx" in stored:
             stored.expect("g_idx", ["I32", "I64"], (in_features,))

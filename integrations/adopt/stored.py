@@ -6,7 +6,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 
@@ -59,11 +59,11 @@ class StoredWeight:
 
 
 def stored_weights(files, model, parts) -> dict[str, StoredWeight]:
-    """Module name -> the tensors called `<name>.<part>` in the headers of safetensors `files`, for the linear modules of
-    `model`.
+    """Module name -> the tensors called `<name>.<part>` (or weight) in the headers of safetensors `files`, for the linear
+    modules of `model`.
 
     Raises:
-        ValueError: a file is no (whole) safetensors file; pickles are not read.
+        ValueError: a file is no (whole) safetensors file (pickles are not read), or one of the modules has no tensor.
     """
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         names = [str(file).rpartition("/")[2] for file in files or ()][:3]
@@ -72,8 +72,9 @@ def stored_weights(files, model, parts) -> dict[str, StoredWeight]:
             "they are opened; save the checkpoint again with safetensors"
         )
     linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-    known = {f"{name}.{part}": (name, part) for name in linears for part in parts}
-    renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming)]
+    known = {f"{name}.{part}": (name, part) for name in linears for part in {*parts, "weight"}}
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     found = {}
     for file in files:
         try:
@@ -89,4 +90,13 @@ def stored_weights(files, model, parts) -> dict[str, StoredWeight]:
                         weight.metadata = metadata
         except SafetensorError as error:
             raise ValueError(f"{file} is not a safetensors file that can be read: {error}") from None
+    made = [target for c in conversions if isinstance(c, WeightConverter) for target in c.target_patterns]
+    inside = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix or "-") else ""
+    for name in linears:
+        key = f"{name}.weight"
+        if name.startswith(inside) and name not in found and key not in model.all_tied_weights_keys:
+            if found and not any(target in key for target in made):
+                raise ValueError(
+                    f"the checkpoint has neither {key} nor {' or '.join(f'{name}.{part}' for part in parts[:3])}"
+                )
     return found
