@@ -202,17 +202,18 @@ def torchao_int4(rows, columns, dtype, size=32):
 
 
 def write(folder, model, layout, dtype, only=lambda name: name != "lm_head", **options):
-    """Saves `model` with its linear layers in `layout`, random, into `folder`. Returns {module: the weight it stands for}."""
+    """Saves `model` with its linear layers (and experts) in `layout`, random, into `folder`. Returns {module: the weight it stands for}."""
     torch.manual_seed(0)
     model.to(dtype).save_pretrained(folder)
     tensors, weights, metadata = load_file(folder / "model.safetensors"), {}, {"format": "pt"}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and only(name):
-            tensors.pop(f"{name}.weight", None)
-            parts, weights[name], config = layout(*module.weight.shape, dtype, **options)
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and only(name)}
+    for key in list(tensors):
+        name = key.removesuffix(".weight")
+        if name in linears or (".experts." in name and key.endswith(".weight")):
+            parts, weights[name], config = layout(*tensors.pop(key).shape, dtype, **options)
             tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
             if "metadata" in config:
-                metadata[f"{name}.weight"] = json.dumps(config.pop("metadata"))
+                metadata[key] = json.dumps(config.pop("metadata"))
     save_file(tensors, folder / "model.safetensors", metadata)
     rewrite_config(folder, quantization_config=config)
     return weights

@@ -7,6 +7,7 @@ from helpers import assert_close, tiny_model
 from transformers import AutoModelForCausalLM
 
 import hf_efficient
+from hf_efficient.experts import EfficientExperts
 from hf_efficient.integrations import adopt
 from hf_efficient.layers import EfficientLinear
 
@@ -119,3 +120,53 @@ def test_adopted_model_is_the_dequantized_one(name, tmp_path):
     model.dequantize()
     for n, weight in weights.items():
         assert_same(model.get_submodule(n).weight.detach(), weight.to(dtype), layout)
+
+
+EXPERTS = {
+    "gptq": ("gptq", HALF, dict(size=16)),
+    "awq": ("awq", HALF, dict(size=16)),
+    "nf4": ("bitsandbytes_4bit", WIDE, {}),
+    "w8a8": ("plain", WIDE, {}),
+}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_that_transformers_fuses(name, architecture, tmp_path):
+    layout, dtype, options = EXPERTS[name]
+    plain = tiny_model(architecture, num_hidden_layers=1, intermediate_size=64, moe_intermediate_size=64)
+    only = lambda n: n not in ("lm_head", "model.layers.0.mlp.gate")  # noqa: E731
+    weights = foreign_layouts.write(
+        tmp_path / "theirs", plain, getattr(foreign_layouts, layout), dtype, only, **options
+    )
+    model = load(tmp_path / "theirs")
+    experts = model.model.layers[0].mlp.experts
+    assert isinstance(experts, EfficientExperts)
+    layers = {n: weight.to(dtype) for n, weight in weights.items() if ".experts." in n}
+    gate, down, up = (
+        torch.stack([weight for n, weight in layers.items() if n.endswith(leaf)])
+        for leaf in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"))
+    )
+    assert torch.equal(experts.dequantized("gate_up_proj_", dtype), torch.cat([gate, up], 1))
+    assert torch.equal(experts.dequantized("down_proj_", dtype), down)
+    again = load(tmp_path / "theirs")
+    again.save_pretrained(tmp_path / "ours")
+    assert torch.equal(logits(load(tmp_path / "ours")), logits(model))
+    again.dequantize()
+    rounds = 0.2 if name == "w8a8" else 0.06
+    assert_close(logits(model), logits(again), rounds, float("inf"), "16-bit weights there, 8-bit inputs here")
+
+
+@pytest.mark.own_loop
+@pytest.mark.parametrize("name", ["gptq activation order", "hqq", "torchao int4", "nf4", "w8a8"])
+def test_generates_by_the_recorded_loop(name, tmp_path):
+    layout, dtype, options = LAYOUTS[name]
+    model = tiny_model("llama", num_hidden_layers=1)
+    foreign_layouts.write(tmp_path, model, getattr(foreign_layouts, layout), dtype, **options)
+    model = load(tmp_path, torch.float32)
+    ids = torch.tensor([[1, 5, 9, 33]])
+    tokens = model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    with torch.no_grad():
+        scores = model(tokens[:, :-1]).logits[:, ids.shape[1] - 1 :]
+    scores[..., model.generation_config.eos_token_id] = -float("inf")
+    assert torch.equal(tokens[:, ids.shape[1] :], scores.argmax(-1))

@@ -4,6 +4,7 @@ from collections import Counter
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, _IdentityOp
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -11,6 +12,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_efficient import configs
 from hf_efficient.experts import is_fused_experts
+from hf_efficient.integrations.adopt.experts import CanonicalExperts, FusedWeight, converters, fused_weights
 from hf_efficient.integrations.adopt.foreign import Foreign
 from hf_efficient.integrations.adopt.stored import StoredWeight, stored_weights
 from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
@@ -29,71 +31,88 @@ class AdoptingQuantizer(EfficientQuantizer):
         pass
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
-        foreign = self._foreign
-        stored = {
-            name: weight
-            for name, weight in stored_weights(checkpoint_files, model, foreign.parts).items()
-            if foreign.holds(weight)
-        }
+        foreign, conversions = self._foreign, get_model_conversion_mapping(model)
+        fused = fused_weights(model, conversions)
+        experts = [name for weight in fused for name in weight.linears()]
+        found = stored_weights(checkpoint_files, model, foreign.parts, experts, conversions)
+        stored = {name: weight for name, weight in found.items() if foreign.holds(weight)}
         if not stored:
             raise ValueError(
                 f"the checkpoint holds no weight of {type(model).__name__} as its quantization_config says: it has none of "
                 f"{list(foreign.parts)} of a linear layer"
             )
         with torch.device("cpu"):  # a model is made on the meta device, of which nothing can be read
-            self.quantization_config = describe(model, foreign, stored)
+            self._fused = [weight for weight in fused if any(name in stored for name in weight.linears())]
+            self.quantization_config = describe(model, foreign, stored, self._fused)
         self.quantization_config.dequantize = self._dequantizes
         model.quantization_method = self.quantization_config.quant_method
         super()._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
-        if different := {name.rpartition(".")[0] for name in self._weights} ^ set(stored):
+        expected = (set(stored) - set(experts)) | {weight.module for weight in self._fused}
+        if different := {name.rpartition(".")[0] for name in self._weights} ^ expected:
             raise ValueError(
                 f"{min(different)} is quantized in the checkpoint, but {type(model).__name__} keeps it in an ordinary form"
             )
         self._arrived = set()
 
     def update_weight_conversions(self, weight_conversions, model):
-        self._expert_conversions = []
-        leaves = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in self._weights})
-        new = []
+        self._expert_conversions = [weight.converter for weight in self._fused]
+        targets = {weight.converter._original_target_patterns[0] for weight in self._fused}
+        leaves = sorted(
+            {name.removesuffix(".weight").rpartition(".")[2] for name in self._weights if name.endswith(".weight")}
+        )
+        new = converters(self._fused, self)
         for leaf in leaves:
             parts = {rf"\b{leaf}\.{part.replace('.', chr(92) + '.')}$": part for part in self._foreign.parts}
             new.append(WeightConverter(list(parts), f"{leaf}.weight", [CanonicalOnArrival(self, parts)]))
-        return weight_conversions + new
+        kept = [c for c in weight_conversions if not targets & set(c._original_target_patterns)]
+        return kept + new
 
-    def canonical(self, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """{part: tensor} of the weight `name` -> its canonical tensors, checked. Raises ValueError naming the weight."""
-        weight, _ = self._weights[name]
-        shape = weight.out_features, weight.in_features
+    def canonical(self, name: str, tensors: dict[str, torch.Tensor], format, *shape: int) -> dict[str, torch.Tensor]:
+        """{part: tensor} of the weight `name` [N, K] -> its canonical tensors, checked. Raises ValueError naming the weight."""
         try:
             for part, tensor in tensors.items():
                 if tensor.is_floating_point() and not tensor.float().isfinite().all():
                     raise ValueError(f"{part} holds NaN or infinity")
-            found = self._foreign.convert(tensors, *shape, weight.format)
+            found = self._foreign.convert(tensors, *shape, format)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        for part, expected in weight.format.shapes(*shape).items():
-            assert found[part].shape == expected, (name, part, found[part].shape, expected)
-        self._arrived.add(name)
         self._heap.count(sum(tensor.nbytes for tensor in tensors.values()))
-        return {part: found[part].contiguous() for part in weight.format.shapes(*shape)}
+        return {part: found[part].contiguous() for part in format.shapes(*shape)}
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if missing := sorted(set(self._weights) - self._arrived):
+            raise ValueError(
+                f"no tensors of the checkpoint were loaded as {missing[:3]}, of {len(missing)} quantized weights"
+            )
         model._weight_conversions = [
             c
             for c in model._weight_conversions or []
-            if not any(isinstance(op, CanonicalOnArrival) for op in getattr(c, "operations", ()))
+            if not any(isinstance(op, (CanonicalOnArrival, CanonicalExperts)) for op in getattr(c, "operations", ()))
         ]
         return super()._process_model_after_weight_loading(model, **kwargs)
 
 
-def describe(model, foreign: Foreign, stored: dict[str, StoredWeight]):
+def describe(model, foreign: Foreign, stored: dict[str, StoredWeight], fused: list[FusedWeight]):
     """Our config for the modules `stored` of the checkpoint: the commonest scheme, overrides for the others."""
     modules = dict(model.named_modules())
     schemes = {}
     for name, weight in stored.items():
-        module = modules[name]
-        shape = (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
-        schemes[name] = foreign.scheme(weight, *shape, module.weight.dtype)
+        if module := modules.get(name):
+            shape = (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
+            schemes[name] = foreign.scheme(weight, *shape, module.weight.dtype)
+    for weight in fused:
+        dtype = getattr(modules[weight.module], weight.parameter).dtype
+        for name in weight.linears():
+            own = foreign.scheme(stored.get(name, StoredWeight(name)), weight.rows, weight.shape[2], dtype)
+            format = getattr(configs, foreign.config)(**own).format()
+            if own != schemes.setdefault(weight.module, own) or not all(
+                shape[0] == weight.rows or part == "input_order"
+                for part, shape in format.shapes(weight.rows, weight.shape[2]).items()
+            ):
+                raise ValueError(
+                    f"{name} is {format}, expected the scheme of {weight.linears()[0]}, with scales of its own for each row: the "
+                    "experts of a layer are computed together"
+                )
     return config_of(model, foreign.config, schemes)
 
 
@@ -145,7 +164,8 @@ class CanonicalOnArrival(ConversionOps):
         if name not in quantizer._weights:
             return {name: tensors["weight"].to(dtype)}
         weight, transposed = quantizer._weights[name]
-        parts = quantizer.canonical(name, tensors)
+        parts = quantizer.canonical(name, tensors, weight.format, weight.out_features, weight.in_features)
+        quantizer._arrived.add(name)
         if quantizer.quantization_config.dequantize:
             dense = weight.format.dequantize(parts, weight.in_features, dtype)
             return {name: dense.t().contiguous() if transposed else dense}

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
@@ -58,9 +57,9 @@ class StoredWeight:
             return opened.get_tensor(place.key)
 
 
-def stored_weights(files, model, parts) -> dict[str, StoredWeight]:
+def stored_weights(files, model, parts, experts: list[str], conversions) -> dict[str, StoredWeight]:
     """Module name -> the tensors called `<name>.<part>` (or weight) in the headers of safetensors `files`, for the linear
-    modules of `model`.
+    modules of `model` and those called `experts`, which it has fused. conversions: the model's own.
 
     Raises:
         ValueError: a file is no (whole) safetensors file (pickles are not read), or one of the modules has no tensor.
@@ -72,8 +71,7 @@ def stored_weights(files, model, parts) -> dict[str, StoredWeight]:
             "they are opened; save the checkpoint again with safetensors"
         )
     linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-    known = {f"{name}.{part}": (name, part) for name in linears for part in {*parts, "weight"}}
-    conversions = get_model_conversion_mapping(model)
+    known = {f"{name}.{part}": (name, part) for name in (*linears, *experts) for part in {*parts, "weight"}}
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     found = {}
     for file in files:
