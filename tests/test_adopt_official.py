@@ -58,6 +58,22 @@ def test_compressed_tensors(name, tmp_path):
     assert_same(ours(tmp_path, torch.bfloat16), linears)
 
 
+def test_compressed_tensors_dequantized_while_loading(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    from transformers import CompressedTensorsConfig
+
+    hf_efficient.adopt()
+    plain = tiny_model("llama", num_hidden_layers=1)
+    weights = foreign_layouts.write(tmp_path, plain, foreign_layouts.packed, torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    assert not hasattr(model, "hf_quantizer")
+    for name, weight in weights.items():
+        assert type(model.get_submodule(name)) is torch.nn.Linear
+        assert torch.equal(model.get_submodule(name).weight, weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("table", ["nf4", "fp4"])

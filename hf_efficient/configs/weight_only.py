@@ -55,9 +55,9 @@ class WeightOnlyConfig(CompressionConfig):
             `mixed_precision` see.
         dequantize: when loading an already quantized checkpoint, turn it back into an ordinary model.
         input_scale: set by calibration for modules whose input is multiplied by stored factors.
-        zero_point: what is stored where the grid is not symmetric: "integer" zero points, "float" ones, or "minimum",
-            `w = code * scale + minimum`. Other than "integer", as `scale_dtype` and `input_order`, only read from checkpoints of
-            other libraries (`hf_efficient.adopt`).
+        zero_point: what is stored where the grid is not symmetric: "integer" zero points, "float" ones, which method="hqq" can
+            choose, or "minimum", `w = code * scale + minimum`, which as `scale_dtype` and `input_order` is only read from
+            checkpoints of other libraries (`hf_efficient.adopt`).
         scale_dtype: "float16", "bfloat16" or "float32" where scales are not stored in the weight's dtype.
         input_order: the columns of the weight are stored in another order, and so are those of the input put.
         version: of the layout of a saved checkpoint.

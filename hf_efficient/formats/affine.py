@@ -34,7 +34,7 @@ class AffineFormat(Format):
 
     @property
     def adopted(self) -> bool:
-        return self.zero_point != "integer" or self.scale_dtype is not None
+        return self.zero_point == "minimum" or self.scale_dtype is not None
 
     def groups(self, in_features: int) -> int:
         """Groups of a row; the last one is short when the group does not divide the row."""

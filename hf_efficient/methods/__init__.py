@@ -3,6 +3,7 @@
 FORMATS  the `Format` classes it serves
 NEEDS    what it must know of the inputs: () or names of `LinearInputs` attributes, for example ("hessian",)
 USES     what it does without, but better with (optional)
+FLOAT_ZERO  whether it serves affine formats with zero_point="float", too (optional)
 quantize(weight [N, K] float, format, inputs: LinearInputs | None) -> the canonical tensors of `format`
 
 Files that begin with an underscore are shared by methods.
@@ -38,8 +39,12 @@ def quantize(weight: torch.Tensor, format, method: str, inputs=None, transform=N
         raise ValueError(f"method={method!r} does not serve {inner}: it serves {served}")
     if format.adopted:
         raise ValueError(
-            f"{format} is read from checkpoints of other libraries (hf_efficient.adopt): no method chooses such zero points, "
-            "scale_dtype or input_order"
+            f"{format} is read from checkpoints of other libraries (hf_efficient.adopt): no method chooses a scale_dtype, minima "
+            "or an input_order"
+        )
+    if getattr(inner, "zero_point", None) == "float" and not getattr(module, "FLOAT_ZERO", False):
+        raise ValueError(
+            f"method={method!r} chooses integers: zero_point='float' is not supported here, but for method='hqq'"
         )
     if not weight.isfinite().all():
         raise ValueError(f"the weight has {(~weight.isfinite()).sum().item()} values that are NaN or infinite")

@@ -1,7 +1,7 @@
 """What the affine methods share: the grid that covers a range, and the codes of weights on a grid.
 
-A grid is (scale [N, G] as it is stored, in the weight's dtype; zero point float32 [N, G] with integer values), [1, 1] for a
-format with one scale a tensor. Codes are always chosen against the stored scale."""
+A grid is (scale [N, G] as it is stored, in the weight's dtype; zero point float32 [N, G], its values integers or, for formats with
+zero_point="float", as they are stored, in the weight's dtype), [1, 1] for a format with one scale a tensor. Codes are always chosen against the stored scale."""
 
 from collections.abc import Callable
 
@@ -75,7 +75,12 @@ def stored(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def round_to(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format: AffineFormat) -> torch.Tensor:
     """Nearest points of a grid: weight [N, K] -> uint8 codes [N, K]."""
     values = grouped(weight, group_width(format, weight.shape[1]))
-    codes = (values / scale.float()[..., None]).round_().add_(zero[..., None]).clamp_(0, format.levels)
+    codes = values / scale.float()[..., None]
+    if format.zero_point == "float":
+        codes = codes.add_(zero[..., None]).round_()
+    else:
+        codes = codes.round_().add_(zero[..., None])
+    codes = codes.clamp_(0, format.levels)
     return codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]]
 
 
@@ -88,7 +93,9 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format:
 def canonical(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format: AffineFormat) -> dict:
     """uint8 codes [N, K] and their grid -> the canonical tensors of `format`."""
     tensors = {"qweight": format.pack(codes), "scale": scale}
-    return tensors if format.symmetric else {**tensors, "zero_point": zero.to(torch.uint8)}
+    if format.symmetric:
+        return tensors
+    return {**tensors, "zero_point": zero.to(scale.dtype if format.zero_point == "float" else torch.uint8)}
 
 
 def grid_by_rows(

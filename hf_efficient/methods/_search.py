@@ -21,6 +21,7 @@ class GridSearch:
         self, weight: torch.Tensor, format: AffineFormat, importance: torch.Tensor | None, power: float = 2.0
     ):
         self.levels, self.dtype, self.power = format.levels, weight.dtype, power
+        self.float_zero = format.zero_point == "float"
         self.scale, self.zero = covering_grid(weight, format)
         values = grouped(weight, group_width(format, weight.shape[1]))
         importance = group_importance(importance, format, weight.shape[1])
@@ -36,6 +37,8 @@ class GridSearch:
     def centred_codes(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """code - zero point, float32 [width, groups]."""
         zero = zero.reshape(-1)
+        if self.float_zero:
+            return (self.values / scale.float().reshape(-1)).add_(zero).round_().clamp_(0, self.levels).sub_(zero)
         return (self.values / scale.float().reshape(-1)).round_().clamp_(-zero, self.levels - zero)
 
     def error_of(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,9 @@
 sum |w - q|^p with p = 0.7, which cares less for outliers than least squares does.
 
 Alternates between the part of the error that shrinkage splits off (generalized soft thresholding) and the grid of least
-squares for the rest. The zero points of our formats are integers and hardly move alone, so the scale is solved for too, the
-iteration starts at the grid of `mse`, and the integers around the best real zero point are tried. The best grid seen is
-kept, that of `rtn` among them."""
+squares for the rest. Integer zero points hardly move alone, so the scale is solved for too, the iteration starts at the grid
+of `mse`, and the integers around the best real zero point are tried, or that one itself where the format has
+zero_point="float". The best grid seen is kept, that of `rtn` among them."""
 
 import torch
 
@@ -16,6 +16,7 @@ from hf_efficient.methods.mse import clipped_grid
 
 FORMATS = (AffineFormat,)
 NEEDS = ()
+FLOAT_ZERO = True  # serves formats with zero_point="float"
 _ELEMENTS_AT_ONCE = 1 << 16
 _POWER = 0.7
 _ROUNDS = 20
@@ -36,6 +37,10 @@ def half_quadratic_grid(weight: torch.Tensor, format: AffineFormat) -> Grid:
     search = GridSearch(weight, format, None, _POWER)
     search.offer(*clipped_grid(weight, format))
     counted = torch.ones_like(search.values) if search.importance is None else search.importance  # 0 for padding
+    if search.float_zero:
+        low, high = search.values.aminmax(dim=0)
+        scale = search.as_stored((high - low) / format.levels)
+        search.offer(scale, _stored_zero(-low.view(scale.shape) / scale.float(), weight.dtype))
     scale, zero = (part.float().reshape(-1) for part in search.best())
     beta = _BETA
     for _ in range(_ROUNDS):
@@ -50,7 +55,15 @@ def half_quadratic_grid(weight: torch.Tensor, format: AffineFormat) -> Grid:
         ratio = (centred * target * counted).sum(0) / (centred.square() * counted).sum(0)
         scale = torch.where(ratio > 0, scale * ratio, scale)
         beta *= _KAPPA
+        if search.float_zero:
+            search.offer(search.as_stored(scale), _stored_zero(zero.view(search.zero.shape), weight.dtype))
+            continue
         for integer in (zero,) if format.symmetric else (zero.floor(), zero.ceil()):
             integer = integer.clamp(0, format.levels).view(search.zero.shape)
             search.offer(search.as_stored(scale), integer)
     return search.best()
+
+
+def _stored_zero(zero: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Real zero points as a weight of `dtype` holds them."""
+    return zero.to(dtype).float()

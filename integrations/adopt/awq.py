@@ -3,7 +3,7 @@ of neighbouring outputs in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros`
 
 import torch
 
-from hf_efficient.integrations.adopt.foreign import Foreign, one_of, scale_dtype
+from hf_efficient.integrations.adopt.foreign import Foreign, one_of, scale_dtype, text
 from hf_efficient.integrations.adopt.stored import FLOATS
 from hf_efficient.kernels.codes import pack_codes
 
@@ -16,7 +16,7 @@ class AWQ(Foreign):
 
     def __init__(self, saved):
         super().__init__(saved)
-        one_of("version", str(saved.get("version") or saved.get("format") or "gemm").lower(), ("gemm",))
+        one_of("version", text(saved.get("version") or saved.get("format") or "gemm").lower(), ("gemm",))
         one_of("bits", saved.get("bits", saved.get("w_bit", 4)), (4,))
 
     def scheme(self, stored, out_features, in_features, dtype):
