@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 import hf_efficient
 from hf_efficient.experts import EfficientExperts
 from hf_efficient.integrations import adopt
+from hf_efficient.integrations.adopt.awq import AWQ
+from hf_efficient.integrations.adopt.gptq import GPTQ
 from hf_efficient.layers import EfficientLinear
 
 
@@ -170,3 +172,18 @@ def test_generates_by_the_recorded_loop(name, tmp_path):
         scores = model(tokens[:, :-1]).logits[:, ids.shape[1] - 1 :]
     scores[..., model.generation_config.eos_token_id] = -float("inf")
     assert torch.equal(tokens[:, ids.shape[1] :], scores.argmax(-1))
+
+
+def test_words_by_hand():
+    word = torch.tensor([[0x76543210]], dtype=torch.int32)
+    saved = {"bits": 4, "group_size": 8}
+    format = hf_efficient.WeightOnlyConfig(bits=4, group_size=-1).format()
+    # GPTQ: eight inputs of one output, the first in the lowest bits; zero points are stored less one
+    parts = {"qweight": word.expand(1, 8), "qzeros": torch.tensor([[0x66666666]], dtype=torch.int32)}
+    parts["scales"] = torch.full((1, 8), 0.5)
+    weight = format.dequantize(GPTQ(saved).convert(parts, 8, 8, format), 8, torch.float32)
+    assert weight.tolist() == [[-3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0]] * 8
+    # AWQ: eight outputs of one input, in the order 0, 2, 4, 6, 1, 3, 5, 7
+    parts["qweight"], parts["qzeros"] = word.expand(8, 1), torch.zeros(1, 1, dtype=torch.int32)
+    weight = format.dequantize(AWQ(saved).convert(parts, 8, 8, format), 8, torch.float32)
+    assert weight[:, 0].tolist() == [0.0, 2.0, 0.5, 2.5, 1.0, 3.0, 1.5, 3.5]
