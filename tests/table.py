@@ -24,6 +24,7 @@ METHODS = {
     "mse_3": dict(_WEIGHT_ONLY, bits=3, method="mse"),
     "mse_4_symmetric": dict(_WEIGHT_ONLY, bits=4, method="mse", symmetric=True),
     "hqq_4": dict(_WEIGHT_ONLY, bits=4, method="hqq"),
+    "hqq_4_float": dict(_WEIGHT_ONLY, bits=4, method="hqq", zero_point="float"),
     "gptq_3": dict(_WEIGHT_ONLY, bits=3, method="gptq"),
     "gptq_4_channel": dict(_WEIGHT_ONLY, bits=4, group_size=-1, method="gptq"),
     "gptq_rotated_4": dict(_WEIGHT_ONLY, bits=4, method="gptq", rotate=True),

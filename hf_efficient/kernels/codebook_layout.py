@@ -4,6 +4,7 @@ A table is float [1, 2^bits] (one for the weight) or [N, 2^bits] (one a row), a 
 `codes.pack_codes` makes of codes [N, K].
 """
 
+import functools
 import importlib
 
 import torch
@@ -91,7 +92,7 @@ class CodebookInt4Linear(Int4CpuLinear):
     up. Points differ from entries by 0.3 % (RMS; bfloat16 does by 0.1 %)."""
 
     def __init__(self, qweight, table, scale, bits, group_size, in_features, dtype):
-        points, step, start = fit_grid(table.float(), 256)
+        points, step, start = _fit_known(tuple(table[0].tolist())) if len(table) == 1 else fit_grid(table.float(), 256)
         codes = look_up(qweight, points.to(torch.uint8), bits, in_features)
         zero_point = (-start / step).expand(max(len(table), len(scale)), scale.shape[1])
         super().__init__(codes, scale.float() * step, zero_point, 8, group_size, in_features, dtype)
@@ -125,6 +126,12 @@ def fit_grid(table: torch.Tensor, points: int) -> tuple[torch.Tensor, torch.Tens
             found = error, integers, step, start
             best = found if best is None else [torch.where(error < best[0], new, old) for new, old in zip(found, best)]
     return best[1], best[2], best[3]
+
+
+@functools.lru_cache(8)
+def _fit_known(table: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`fit_grid` with 256 points of one table, which the layers of a model share."""
+    return fit_grid(torch.tensor([table], dtype=torch.float32, device="cpu"), 256)
 
 
 class CodebookTritonLinear:
