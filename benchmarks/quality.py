@@ -46,6 +46,8 @@ def rows() -> dict[str, dict | None]:
                 if group == 64 or (bits == 4 and method in ("rtn", "gptq", "awq")):
                     table[f"int{bits} g{group} {method}"] = weight_only(bits, group, method=method)
             table[f"int{bits} g{group} gptq refine"] = weight_only(bits, group, method="gptq", refine=True)
+    for bits in (4, 3):
+        table[f"int{bits} g64 hqq, float zero points"] = weight_only(bits, 64, method="hqq", zero_point="float")
     table["int8 channel gptq"] = weight_only(8, -1, symmetric=True, method="gptq")
     table["int4 g64 rtn symmetric"] = weight_only(4, 64, symmetric=True)
     table["int4 channel gptq"] = weight_only(4, -1, method="gptq")
