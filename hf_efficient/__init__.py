@@ -48,6 +48,7 @@ _PUBLIC = {
     "speculative_generate": "hf_efficient.generation.speculative",
     "adopt": "hf_efficient.integrations.adopt",
     "save_as_bitsandbytes": "hf_efficient.integrations.bitsandbytes",
+    "export": "hf_efficient.integrations.export",
 }
 __all__ = ["__version__", "register", *_PUBLIC]
 

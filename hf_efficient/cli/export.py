@@ -1,0 +1,32 @@
+"""`hf-efficient export`: writes a compressed model for another engine."""
+
+import argparse
+
+
+FORMATS = ("compressed-tensors", "gptq", "awq", "gguf")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `hf-efficient export`."""
+    command.add_argument("model", help="folder that `hf-efficient quantize` or save_pretrained wrote")
+    command.add_argument(
+        "--format", choices=FORMATS, required=True, help="gguf: llama.cpp, Ollama; others: vLLM, SGLang, TGI"
+    )
+    command.add_argument("--output", required=True, help="new folder, or for gguf a file name in .gguf")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Exports, and says whether the weights are still the same numbers.
+
+    Raises:
+        ValueError: the target cannot hold the model; nothing is written.
+    """
+    from hf_efficient.integrations.export import export
+
+    report = export(options.model, options.output, options.format)
+    exact = (
+        "weights unchanged"
+        if report.rounding == 0
+        else f"weights changed by at most {report.rounding:.1e} of the largest"
+    )
+    print(f"{report.path}: {report.nbytes / 1e6:.1f} MB, {report.quantized_layers} compressed layers, {exact}")

@@ -1,0 +1,131 @@
+"""compressed-tensors checkpoints, loaded by transformers with the package of that name."""
+
+import json
+
+import pytest
+import torch
+import unpackers
+from exported import TOKENS, compressed, largest_difference, logits, weights
+from helpers import assert_close
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+import hf_efficient
+
+
+WIDE = dict(shape=dict(hidden_size=128, intermediate_size=256), weights="block")
+W8A8 = dict(quant_method="efficient_w8a8")
+STATIC = dict(activations="static", calibration=TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def package():
+    return pytest.importorskip("compressed_tensors", reason="compressed-tensors is installed in CI")
+
+
+def read(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def config_of(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(bits=4, group_size=32),
+        dict(bits=4, group_size=64, symmetric=True),  # does not divide the rows of 96
+        dict(bits=8, group_size=-1, symmetric=True),
+        dict(bits=8, group_size=None),
+        dict(bits=2, group_size=16),
+        dict(bits=4, group_size=32, symmetric=True, quantize_lm_head=True),
+    ],
+)
+def test_packed_weights_are_the_same_numbers(tmp_path, config, dtype):
+    model = compressed(tmp_path, model_dtype=dtype, **config)
+    assert hf_efficient.export(model, tmp_path / "out").rounding == 0
+    assert largest_difference(weights(model), unpackers.compressed_tensors(tmp_path / "out")) == 0
+    other = read(tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True))
+    ours = model.dequantize()  # the plain model has the same parameters, so the same logits to the bit
+    assert torch.equal(logits(other), logits(ours))
+    if config.get("symmetric"):  # compressed-tensors 0.20 does not load packed zero points without dequantize=True
+        assert torch.equal(logits(read(tmp_path / "out")), logits(ours))
+
+
+@pytest.mark.parametrize(
+    ("config", "format", "rms"),
+    [
+        # the package divides by 127.5 where we divide by 127: a rounding step of 8 bits, in every input
+        (dict(W8A8), "int-quantized", 0.05),
+        (dict(W8A8, weights="tensor"), "int-quantized", 0.05),
+        # elsewhere both sides compute the same, but for the order of sums
+        (dict(W8A8, method="zeropoint"), "int-quantized", 1e-4),
+        (dict(W8A8, **STATIC), "int-quantized", 1e-4),
+        (dict(W8A8, method="smoothquant", **STATIC), "int-quantized", 1e-4),
+        (dict(W8A8, dtype="fp8"), "float-quantized", 1e-4),
+        (dict(W8A8, dtype="fp8", weights="tensor"), "float-quantized", 1e-4),
+        (dict(W8A8, dtype="fp8", **WIDE), "float-quantized", 1e-3),
+        (dict(W8A8, dtype="fp8", **STATIC), "float-quantized", 1e-4),
+    ],
+)
+def test_weights_and_activations_of_8_bits(tmp_path, config, format, rms):
+    model = compressed(tmp_path, **config)
+    hf_efficient.export(model, tmp_path / "out")
+    assert config_of(tmp_path / "out")["format"] == format
+    other = read(tmp_path / "out")
+    reason = "inputs are rounded to 8 bits on both sides"
+    assert_close(logits(other), logits(model), rms=rms, maximum=100 * rms, reason=reason)
+    stored = {name: other.get_parameter(name).float() for name in weights(model)}
+    assert largest_difference(weights(model), stored) <= 2**-23
+
+
+def test_layers_with_schemes_of_their_own(tmp_path):
+    model = compressed(
+        tmp_path,
+        bits=4,
+        group_size=32,
+        symmetric=True,
+        overrides={"down_proj": {"bits": 8, "group_size": -1}},
+        modules_to_not_convert=["layers.0"],
+    )
+    hf_efficient.export(model, tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    targets = [group["targets"] for group in config["config_groups"].values()]
+    assert ["model.layers.1.mlp.down_proj"] in targets and sorted(map(len, targets)) == [1, 6]
+    assert "lm_head" in config["ignore"] and len(config["ignore"]) == 8
+    assert torch.equal(logits(read(tmp_path / "out")), logits(model.dequantize()))
+
+
+def test_one_scheme_names_the_class(tmp_path):
+    hf_efficient.export(compressed(tmp_path, bits=4, group_size=32, symmetric=True), tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"] and config["ignore"] == ["lm_head"]
+    tensors = unpackers.tensors_of(tmp_path / "out")
+    name = "model.layers.0.mlp.down_proj."
+    found = {n.removeprefix(name): (t.dtype, tuple(t.shape)) for n, t in tensors.items() if n.startswith(name)}
+    assert found == {
+        "weight_packed": (torch.int32, (64, 12)),
+        "weight_scale": (torch.float32, (64, 3)),
+        "weight_shape": (torch.int64, (2,)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(bits=3, group_size=32), "weights of 3 bits; this target has 2 or 4 or 8"),
+        (dict(bits=4, group_size=-1, codebook="kmeans"), "codebook='kmeans'"),
+        (dict(bits=4, group_size=32, rotate=True), "rotated while the model runs"),
+        (dict(W8A8, method="llm_int8"), "outlier columns"),
+        (dict(W8A8, dtype="fp8", weights="block"), "blocks of 128 columns for a row of 64"),
+        (dict(quant_method="efficient_bitnet"), "ternary"),
+        (dict(arch="mixtral", bits=4, group_size=32), "fused weights of experts"),
+        (dict(arch="gpt2", bits=4, group_size=32), "a Conv1D"),
+    ],
+)
+def test_layers_that_do_not_fit_are_named(tmp_path, config, message):
+    model = compressed(tmp_path, **config)
+    with pytest.raises(ValueError, match=rf"for example \w+\.\w+\.\d.*{message}.*dequantize"):
+        hf_efficient.export(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
