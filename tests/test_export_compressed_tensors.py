@@ -97,6 +97,31 @@ def test_layers_with_schemes_of_their_own(tmp_path):
     assert torch.equal(logits(read(tmp_path / "out")), logits(model.dequantize()))
 
 
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(bits=4, group_size=16, symmetric=True),
+        dict(bits=8, group_size=None, symmetric=True),
+        dict(W8A8, dtype="fp8"),
+        dict(W8A8, dtype="fp8", weights="tensor"),
+    ],
+)
+def test_experts_are_written_one_by_one(tmp_path, arch, config):
+    model = compressed(tmp_path, arch, **config)
+    assert hf_efficient.export(model, tmp_path / "out").quantized_layers == 2 * (4 + 3 * 4)
+    model.save_pretrained(tmp_path / "model")
+    hf_efficient.export(tmp_path / "model", tmp_path / "of_folder")
+    ours, theirs = (unpackers.tensors_of(tmp_path / name) for name in ("out", "of_folder"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    first = {"mixtral": "block_sparse_moe.experts.0.w1", "qwen3_moe": "mlp.experts.0.gate_proj"}[arch]
+    assert any(name.startswith(f"model.layers.1.{first}.weight") for name in ours)
+    router = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}[arch]
+    assert f"model.layers.1.{router}.gate" in config_of(tmp_path / "out")["ignore"]
+    other = read(tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True))
+    assert torch.equal(logits(other), logits(model.dequantize()))
+
+
 def test_one_scheme_names_the_class(tmp_path):
     hf_efficient.export(compressed(tmp_path, bits=4, group_size=32, symmetric=True), tmp_path / "out")
     config = config_of(tmp_path / "out")
@@ -120,7 +145,7 @@ def test_one_scheme_names_the_class(tmp_path):
         (dict(W8A8, method="llm_int8"), "outlier columns"),
         (dict(W8A8, dtype="fp8", weights="block"), "blocks of 128 columns for a row of 64"),
         (dict(quant_method="efficient_bitnet"), "ternary"),
-        (dict(arch="mixtral", bits=4, group_size=32), "fused weights of experts"),
+        (dict(arch="gpt_oss", bits=4, group_size=32), "fused weights of experts"),
         (dict(arch="gpt2", bits=4, group_size=32), "a Conv1D"),
     ],
 )

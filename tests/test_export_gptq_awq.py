@@ -103,6 +103,20 @@ def test_what_stays_dense_is_named(tmp_path):
         )
 
 
+@pytest.mark.parametrize("target", ["gptq", "awq"])
+def test_experts_are_written_one_by_one(tmp_path, target):
+    model = compressed(tmp_path, "qwen3_moe", model_dtype=torch.bfloat16, bits=4, group_size=16)
+    hf_efficient.export(model, tmp_path / "out", target)
+    theirs = getattr(unpackers, target)(tmp_path / "out")
+    experts = model.model.layers[1].mlp.experts
+    gate_up = experts.dequantized("gate_up_proj_", torch.float32)
+    for expert in range(4):
+        name = f"model.layers.1.mlp.experts.{expert}."
+        both = torch.cat([theirs[f"{name}gate_proj.weight"], theirs[f"{name}up_proj.weight"]])
+        assert torch.equal(both, gate_up[expert])
+        assert torch.equal(theirs[f"{name}down_proj.weight"], experts.dequantized("down_proj_", torch.float32)[expert])
+
+
 REFUSED = {
     "awq": [
         (dict(bits=8, group_size=32), "weights of 8 bits; this target has 4"),

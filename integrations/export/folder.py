@@ -11,15 +11,16 @@ import torch
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
-from hf_efficient.integrations.export.source import INDEX, WHOLE, Layer, Source
+from hf_efficient.integrations.export.saved_folder import INDEX, WHOLE
+from hf_efficient.integrations.export.source import Layer, Source
 
 
 SHARD_BYTES = 5_000_000_000
 
 
 class FolderTarget:
-    """What a layout answers. It is made of a `Source`, whose layers it checks: `refuse` raises for those it cannot hold.
-    `rounding`: see `ExportReport`."""
+    """What a layout answers. It is made of a `Source`, and raises ValueError then for layers that it cannot hold. `rounding`: see
+    `ExportReport`."""
 
     rounding = 0.0
 

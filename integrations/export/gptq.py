@@ -1,5 +1,7 @@
 """The layout of GPTQ checkpoints (AutoGPTQ, GPTQModel), which vLLM, SGLang, TGI, ExLlama and transformers read."""
 
+import re
+
 import torch
 
 from hf_efficient.integrations.export.folder import FolderTarget
@@ -58,7 +60,7 @@ class Gptq(FolderTarget):
             "pack_dtype": "int32",
         }
         if self.kept:
-            config["dynamic"] = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in self.kept}
+            config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in self.kept}
         return config
 
     def tensors(self, layer):

@@ -51,7 +51,7 @@ def _no_target(layer: Layer) -> str | None:
 
 
 def stored_zero(format: AffineFormat) -> str:
-    """ "integer" zero points, or what checkpoints of other libraries have in their place: "float" or "minimum"."""
+    """What stands where the grid is not symmetric: "integer" zero points, or as other libraries have it "float" or "minimum"."""
     return getattr(format, "zero_point", "integer")
 
 
