@@ -196,6 +196,12 @@ def test_tokenizers(tmp_path, kind, model, pre):
         again = AutoTokenizer.from_pretrained(tmp_path, gguf_file="out.gguf")
         for text in TEXTS:
             assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "smollm", "llama"])
+def test_llama_cpp_splits_text_in_the_same_way(tmp_path, kind):
+    tokenizer = trained_tokenizer(kind)
+    hf_efficient.export(tiny_model("llama", vocab_size=len(tokenizer)), tmp_path / "out.gguf", "gguf", tokenizer)
     file = llama_cpp_model(tmp_path / "out.gguf")
     for text in TEXTS:
         assert file.tokenize(text.encode(), add_bos=False, special=True) == tokenizer(text)["input_ids"], text
