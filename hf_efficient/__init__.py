@@ -49,6 +49,7 @@ _PUBLIC = {
     "adopt": "hf_efficient.integrations.adopt",
     "save_as_bitsandbytes": "hf_efficient.integrations.bitsandbytes",
     "export": "hf_efficient.integrations.export",
+    "estimate": "hf_efficient.integrations.estimate",
 }
 __all__ = ["__version__", "register", *_PUBLIC]
 

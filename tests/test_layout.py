@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "evaluation": set(),
     "model_cards": set(),
     "integrations": {
-        *("observers", "configs", "kernels", "formats", "methods", "layers", "calibration", "cache", "generation")
+        *("observers", "configs", "kernels", "formats", "methods", "layers", "calibration", "cache", "generation"),
+        "evaluation",
     },
     "cli": {"configs", "evaluation", "integrations"},
 }

@@ -59,13 +59,19 @@ def test_commands_run(sample_model, shallow_model, tmp_path):
     (tmp_path / "calibration.txt").write_text(TEXT)
     for command in commands:
         model = shallow_model if command.startswith("hf-efficient quantize") else sample_model
-        words = shlex.split(command.replace(MODEL_ID, str(model)))
-        small = ["--windows", "2", "--new-tokens", "4", "--repeats", "1"] if words[1] == "run" else []
-        words = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())", *words[1:]]
+        name, *words = shlex.split(command.replace(MODEL_ID, str(model)))[1:]
+        small = {
+            "run": ["--windows", "2", "--new-tokens", "4", "--repeats", "1"],
+            "bench": ["--batch", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"],
+        }.get(name, [])
+        words = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())", name, *words]
         result = subprocess.run([*words, *small], cwd=tmp_path, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
-        if small:
+        if name == "run":
             assert "| int4 group 64 |" in result.stdout
+        if name == "estimate":
+            shown = [block.strip() for block in blocks("text")]
+            assert result.stdout.strip() in shown, "the README shows what the command prints"
     assert (tmp_path / "report" / "model_card.md").is_file()
     assert (tmp_path / "smollm2-awq" / "model.safetensors").is_file()
 

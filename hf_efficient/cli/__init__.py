@@ -31,11 +31,16 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--repeats", type=int, default=3, help="timed runs; medians are reported (default 3)")
         command.add_argument("--windows", type=int, default=8, help="perplexity windows of 1024 tokens (default 8)")
         command.add_argument("--json", action="store_true", help="print only the report as JSON")
-    from hf_efficient.cli import export, quantize, train_draft
+    from hf_efficient.cli import bench, doctor, estimate, export, quantize, train_draft
 
     quantize.add_arguments(commands.add_parser("quantize", help="compress a model and save it"))
     export.add_arguments(commands.add_parser("export", help="write a compressed model for vLLM, llama.cpp and others"))
     train_draft.add_arguments(commands.add_parser("train-draft", help="train draft heads for speculative generation"))
+    estimate.add_arguments(
+        commands.add_parser("estimate", help="what a model takes in memory and time, from its config")
+    )
+    bench.add_arguments(commands.add_parser("bench", help="measure latency and throughput of a model"))
+    doctor.add_arguments(commands.add_parser("doctor", help="what this machine can do, and why something is off"))
     options = parser.parse_args(arguments)
     try:
         if options.command == "quantize":
@@ -44,6 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
             export.run(options)
         elif options.command == "train-draft":
             train_draft.run(options)
+        elif options.command == "estimate":
+            estimate.run(options)
+        elif options.command == "bench":
+            bench.run(options)
+        elif options.command == "doctor":
+            return doctor.run(options)
         else:
             from hf_efficient.cli.run import run as run_command
 

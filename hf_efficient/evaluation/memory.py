@@ -8,8 +8,13 @@ import torch
 
 def weight_bytes(model: torch.nn.Module) -> int:
     """Bytes allocated for the model's parameters and buffers, every storage counted once (tied weights share one)."""
-    tensors = [*model.parameters(), *model.buffers()]
-    storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
+    storages = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_mkldnn:  # opaque: codes in the order that oneDNN wants
+            storages[id(tensor)] = tensor.nbytes
+        else:
+            storage = tensor.untyped_storage()
+            storages[tensor.device, storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 

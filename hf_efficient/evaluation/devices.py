@@ -1,0 +1,152 @@
+"""What machines can do at best, as their makers say or as measured here."""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from hf_efficient.evaluation.environment import describe
+
+
+MATRIX = 16384, 8192  # of float32: half a gigabyte, which no cache holds
+SQUARE = 1024  # rows and columns of the products of a CPU; a GPU's have eight times as many
+
+
+@dataclass(frozen=True)
+class Device:
+    """kind: "cpu" or "accelerator". memory_bytes: None where machines of the name differ. bandwidth: bytes per second of its
+    memory. operations: per second, of dense matrix products, by the dtype of their inputs; a multiplication and an addition
+    count as two. source: where the figures come from."""
+
+    name: str
+    kind: str
+    memory_bytes: int | None
+    bandwidth: float
+    operations: dict[str, float]
+    source: str
+
+    def rate(self, dtype: str, fallback: str) -> float:
+        """Operations per second on inputs of `dtype`; as on `fallback`, else on float32, where the device has no such ones."""
+        return next(self.operations[name] for name in (dtype, fallback, "float32") if name in self.operations)
+
+
+def _accelerator(name, gigabytes, bandwidth, float32, bfloat16, int8, fp8, source) -> Device:
+    """bandwidth in GB/s, operations in TFLOP/s or TOP/s; fp8 None where there is none."""
+    operations = {"float32": float32, "bfloat16": bfloat16, "float16": bfloat16, "int8": int8, "fp8": fp8}
+    operations = {dtype: rate * 1e12 for dtype, rate in operations.items() if rate}
+    return Device(name, "accelerator", int(gigabytes * 1e9), bandwidth * 1e9, operations, source)
+
+
+def _laptop(name, bandwidth, float32, bfloat16, source) -> Device:
+    """bandwidth in GB/s; float32 in GFLOP/s: cores x floats in two FMA registers x 2 x highest clock; bfloat16 as a multiple
+    of it, int8 (VNNI) four times as fast."""
+    operations = {"float32": float32 * 1e9, "bfloat16": bfloat16 * float32 * 1e9, "int8": 4 * float32 * 1e9}
+    return Device(name, "cpu", None, bandwidth * 1e9, operations, source)
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _accelerator("h100", 80, 3350, 67, 989.4, 1978.9, 1978.9, "NVIDIA H100 SXM5 data sheet, without sparsity"),
+        _accelerator("h200", 141, 4800, 67, 989.4, 1978.9, 1978.9, "NVIDIA H200 SXM data sheet, without sparsity"),
+        _accelerator("a100", 80, 2039, 19.5, 312, 624, None, "NVIDIA A100 80GB SXM data sheet, without sparsity"),
+        _accelerator(
+            "l4", 24, 300, 30.3, 121, 242.5, 242.5, "NVIDIA L4 data sheet, half of its figures with sparsity"
+        ),
+        _accelerator(
+            "rtx4090", 24, 1008, 82.6, 165.2, 660.6, 330.3, "NVIDIA Ada whitepaper, sums in float32, without sparsity"
+        ),
+        _accelerator("mi300x", 192, 5300, 163.4, 1307.4, 2614.9, 2614.9, "AMD Instinct MI300X data sheet, dense"),
+        _laptop(
+            "ryzen-7840u",
+            120,
+            8 * 32 * 5.1,
+            2,
+            "AMD: 8 Zen 4 cores to 5.1 GHz, LPDDR5X-7500 of 128 bits; AVX512_BF16 counted twice",
+        ),
+        _laptop(
+            "core-ultra-155h",
+            119.5,
+            6 * 32 * 4.8 + 8 * 16 * 3.8,
+            1,
+            "Intel: 6 P-cores to 4.8 GHz, 8 E-cores to 3.8 GHz, LPDDR5X-7467 of 128 bits",
+        ),
+    )
+}
+
+
+def find_device(name: str) -> Device:
+    """The device of the table called `name` (case, spaces, `-` and `_` do not count), or with "measured" this machine's.
+
+    Raises ValueError for any other name."""
+    if not isinstance(name, str):
+        raise ValueError(f"device={name!r}: must be a Device, 'measured' or one of {', '.join(DEVICES)}")
+
+    def plain(text: str) -> str:
+        return "".join(character for character in text.lower() if character.isalnum())
+
+    if plain(name) == "measured":
+        return measure_device()
+    for known, device in DEVICES.items():
+        if plain(known) == plain(name):
+            return device
+    raise ValueError(f"device={name!r} is not known: it must be 'measured' or one of {', '.join(DEVICES)}")
+
+
+def measure_device(seconds: float = 1.0) -> Device:
+    """This machine, or its GPU: memory bandwidth from matrix-vector products with a matrix that no cache holds, operations
+    from square products of each dtype. The best of several runs each; about `seconds` for each of them."""
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if is_gpu else "cpu")
+    hardware = describe()["hardware"]
+    rows, columns = MATRIX
+    matrix, vector = torch.ones(rows, columns, device=device), torch.ones(columns, device=device)
+    bandwidth = matrix.nbytes / _best(partial(torch.mv, matrix, vector), seconds, is_gpu)
+    del matrix
+    size, operations = SQUARE * (8 if is_gpu else 1), {}
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        a = torch.ones(size, size, device=device, dtype=dtype)
+        product = torch._int_mm if dtype is torch.int8 else torch.mm
+        rate = 2 * size**3 / _best(partial(product, a, a), seconds, is_gpu)
+        operations[str(dtype).removeprefix("torch.")] = rate
+    return Device(
+        hardware["gpu"] or hardware["cpu"],
+        "accelerator" if is_gpu else "cpu",
+        torch.cuda.get_device_properties(device).total_memory if is_gpu else available_memory(),
+        bandwidth,
+        operations,
+        f"measured here, {hardware['threads']} threads",
+    )
+
+
+def available_memory() -> int:
+    """Bytes of memory that this process may still take, by the system and its control group."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as most, open(used) as now:
+                free = min(free, int(most.read()) - int(now.read()))
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return max(free, 0)
+
+
+def _best(run, seconds: float, synchronize: bool) -> float:
+    """The shortest time of `run`, tried for about `seconds` and at least three times, after one that is not counted."""
+    run()
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < seconds:
+        if synchronize:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if synchronize:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,69 @@
+"""What `estimate` takes, and what it refuses with which words."""
+
+import pytest
+import transformers
+
+import hf_efficient
+
+
+SHAPE = dict(vocab_size=512, hidden_size=128, num_hidden_layers=3, num_attention_heads=8, max_position_embeddings=2048)
+INT4 = hf_efficient.WeightOnlyConfig(bits=4, group_size=32)
+LLAMA = dict(SHAPE, model_type="llama", intermediate_size=352, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ({**LLAMA, "model_type": "no_such"}, {}, "model_type='no_such' is not known to transformers"),
+        ({**LLAMA, "model_type": "x", "auto_map": {"AutoConfig": "a.B"}}, {}, "its own code is not run"),
+        ({"hidden_size": 8}, {}, "no model_type"),
+        (
+            {k: v for k, v in LLAMA.items() if k != "hidden_size"},
+            {},
+            "no hidden_size: a LlamaConfig would take a default",
+        ),
+        ({**LLAMA, "hidden_size": -128}, {}, "hidden_size=-128 must be a positive integer"),
+        ({**LLAMA, "vocab_size": "many"}, {}, "vocab_size='many' must be a positive integer"),
+        ({**LLAMA, "num_hidden_layers": 10**9}, {}, "num_hidden_layers=1000000000 is more than"),
+        ({**LLAMA, "num_attention_heads": 7}, {}, "LlamaConfig"),
+        ({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "quantized with 'gptq'"),
+        ("no/such/folder", {}, "no/such/folder: no file, no folder"),
+        ("no/such.json", {}, "there is no such file"),
+        (17, {}, "model=17"),
+        (LLAMA, {"batch_size": 0}, "batch_size=0: must be a positive integer"),
+        (LLAMA, {"prompt_tokens": 1.5}, "prompt_tokens=1.5"),
+        (LLAMA, {"new_tokens": True}, "new_tokens=True"),
+        (LLAMA, {"kv_format": "int5"}, "kv_format='int5'"),
+        (LLAMA, {"dtype": "int8"}, "dtype='int8'"),
+        (LLAMA, {"device": "abacus"}, "device='abacus' is not known: it must be 'measured' or one of h100"),
+        (LLAMA, {"price_per_hour": -1, "device": "h100"}, "price_per_hour=-1"),
+        (LLAMA, {"price_per_hour": 1}, "price_per_hour needs a device"),
+        (LLAMA, {"memory": "lots", "device": "h100"}, "memory='lots'"),
+        (LLAMA, {"quantization": "int4"}, "quantization=str"),
+        (
+            LLAMA,
+            {"quantization": hf_efficient.WeightOnlyConfig(modules_to_not_convert=["nowhere"])},
+            "'nowhere' matches no",
+        ),
+    ],
+)
+def test_bad_input_is_named(model, arguments, message):
+    with pytest.raises(ValueError) as raised:
+        hf_efficient.estimate(model, **arguments)
+    assert message in str(raised.value)
+
+
+def test_only_the_config_is_needed_in_whatever_form(tmp_path):
+    config = transformers.LlamaConfig(**SHAPE, intermediate_size=352, num_key_value_heads=2, dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    before = config.to_dict()
+    forms = (config, config.to_dict(), tmp_path, str(tmp_path), tmp_path / "config.json")
+    first, *others = (hf_efficient.estimate(form, INT4) for form in forms)
+    assert all(other == first for other in others)
+    assert config.to_dict() == before, "the caller's config stays as it is"
+
+
+def test_a_compressed_checkpoint_takes_no_second_config(tmp_path):
+    config = transformers.LlamaConfig(**SHAPE, quantization_config=INT4.to_dict())
+    with pytest.raises(ValueError, match="compressed already"):
+        hf_efficient.estimate(config, hf_efficient.W8A8Config())
