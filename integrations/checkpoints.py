@@ -54,13 +54,22 @@ def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions,
 
 def save_aside_then_move(model) -> None:
     """Makes `model.save_pretrained` write into a folder of its own and move the files when all are written, so that a save
-    that fails leaves what was there. A push to the Hub keeps transformers' own way."""
+    that fails leaves what was there (with `push_to_hub=True` it stays transformers'), and `model.push_to_hub` write a card."""
     model.save_pretrained = types.MethodType(save_pretrained, model)
+    model.push_to_hub = types.MethodType(push_to_hub, model)
 
 
 def restore_save(model) -> None:
-    """Gives the model transformers' `save_pretrained` back."""
+    """Gives the model transformers' `save_pretrained` and `push_to_hub` back."""
     model.__dict__.pop("save_pretrained", None)
+    model.__dict__.pop("push_to_hub", None)
+
+
+def push_to_hub(self, repo_id, **options):
+    """What `save_aside_then_move` installs; see `hub.push_to_hub`."""
+    from hf_efficient.integrations import hub
+
+    return hub.push_to_hub(self, repo_id, **options)
 
 
 def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from helpers import tiny_model, tiny_tokenizer
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_efficient.cli import main
@@ -47,27 +48,35 @@ def test_missing_arguments_exit_with_2():
     assert exit_.value.code == 2
 
 
-def test_run_prints_only_json_and_writes_the_report(tiny_folder, tmp_path):
+def test_run_prints_only_json_and_writes_the_report_that_push_makes_a_card_of(tiny_folder, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 60)
     (tmp_path / "prompts.txt").write_text("abcabc\nThe river runs past the mill\n")
     config = tmp_path / "config.json"
     config.write_text('{"bits": 8, "group_size": 32}')
-    output = tmp_path / "out"
+    output, small = tmp_path / "out", tmp_path / "small"
+    assert main(["quantize", str(tiny_folder), "--output", str(small), "--group-size", "32"]) == 0
     command = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())", "run"]
-    command += ["--model", str(tiny_folder), "--config", str(config), "--text", str(tmp_path / "text.txt")]
+    command += ["--model", str(tiny_folder), "--config", str(config), "--config", str(small)]
+    command += ["--text", str(tmp_path / "text.txt")]
     command += ["--prompts", str(tmp_path / "prompts.txt"), "--windows", "2", "--new-tokens", "6", "--repeats", "1"]
     result = subprocess.run([*command, "--json", "--output", str(output)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     printed = json.loads(result.stdout)
     assert printed == json.loads((output / "report.json").read_text())
-    base, quantized = printed["variants"]
-    assert (base["name"], quantized["name"]) == ("transformers", "int8 group 32")
+    base, quantized, saved = printed["variants"]
+    assert [variant["name"] for variant in printed["variants"]] == ["transformers", "int8 group 32", "small"]
     assert quantized["weight_bytes"] < base["weight_bytes"]
     assert abs(quantized["nll_difference"]) < 0.05
     speculation = quantized["batch"]["speculation"]
     assert speculation["rows_equal_to_plain_generation"] == 2, "float32: speculation is lossless"
     assert speculation["tokens_per_step"] >= 1
     assert sorted(path.name for path in output.iterdir()) == ["model_card.md", "plot.png", "report.json", "report.md"]
+
+    assert saved["weight_bytes"] < quantized["weight_bytes"] and saved["nll_difference"] != 0
+    command = ["push", str(small), str(tmp_path / "pushed"), "--report", str(output / "report.json")]
+    assert main(command) == 0, capsys.readouterr().err
+    figures = ModelCard.load(tmp_path / "pushed" / "README.md").data.eval_results
+    assert [figure.metric_value for figure in figures[:2]] == [saved["perplexity"], saved["nll_difference"]]
 
 
 def test_quantize_saves_what_from_pretrained_loads(tiny_folder, tmp_path, capsys):

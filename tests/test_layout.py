@@ -32,6 +32,8 @@ MAY_IMPORT = {
     },
     "cli": {"configs", "evaluation", "integrations"},
 }
+# of integrations only what writes cards looks at reports
+MAY_ALSO_IMPORT = {"integrations/model_card.py": {"evaluation"}}
 LAYER_FILES = {"layers.py", "experts.py", "bitnet.py"}
 
 
@@ -90,7 +92,8 @@ def test_imports_go_one_way():
     for path, room in sources().items():
         for line, module in imported_modules(path, room):
             target = room_of(module)
-            if target and target != room and target not in MAY_IMPORT[room]:
+            allowed = MAY_IMPORT[room] | MAY_ALSO_IMPORT.get(path.relative_to(ROOT).as_posix(), set())
+            if target and target != room and target not in allowed:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} imports {module}")
     assert wrong == []
 

@@ -73,7 +73,7 @@ def test_commands_run(sample_model, shallow_model, tmp_path):
             shown = [block.strip() for block in blocks("text")]
             assert result.stdout.strip() in shown, "the README shows what the command prints"
     assert (tmp_path / "report" / "model_card.md").is_file()
-    assert (tmp_path / "smollm2-awq" / "model.safetensors").is_file()
+    assert (tmp_path / "shared" / "smollm2-awq" / "README.md").is_file()
 
 
 def test_make_targets_named_in_the_readme_exist():

@@ -18,7 +18,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--config",
         action="append",
         required=True,
-        help="int8, int4, or WeightOnlyConfig arguments as JSON or a JSON file; may be repeated",
+        help="int8, int4, WeightOnlyConfig arguments as JSON or a JSON file, or the folder of a compressed model; may be "
+        "repeated",
     )
     run.add_argument("--assistant", help="draft model for speculation (default: prompt lookup, no draft)")
     run.add_argument("--prompts", help="text file with one prompt a line (default: four built-in prompts)")
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--repeats", type=int, default=3, help="timed runs; medians are reported (default 3)")
         command.add_argument("--windows", type=int, default=8, help="perplexity windows of 1024 tokens (default 8)")
         command.add_argument("--json", action="store_true", help="print only the report as JSON")
-    from hf_efficient.cli import bench, doctor, estimate, export, quantize, train_draft
+    from hf_efficient.cli import bench, doctor, estimate, export, push, quantize, train_draft
 
     quantize.add_arguments(commands.add_parser("quantize", help="compress a model and save it"))
     export.add_arguments(commands.add_parser("export", help="write a compressed model for vLLM, llama.cpp and others"))
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     bench.add_arguments(commands.add_parser("bench", help="measure latency and throughput of a model"))
     doctor.add_arguments(commands.add_parser("doctor", help="what this machine can do, and why something is off"))
+    push.add_arguments(commands.add_parser("push", help="upload a compressed model with a card"))
     options = parser.parse_args(arguments)
     try:
         if options.command == "quantize":
@@ -55,6 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
             bench.run(options)
         elif options.command == "doctor":
             return doctor.run(options)
+        elif options.command == "push":
+            push.run(options)
         else:
             from hf_efficient.cli.run import run as run_command
 

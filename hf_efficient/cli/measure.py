@@ -23,7 +23,8 @@ def measure(variant: dict, progress: bool) -> dict:
 
     Args:
         variant: `name`; `model` and optional `assistant` (folders or Hub ids); `quantization` (arguments of a
-            quantization config with `quant_method`, or None); `efficient` (whether to use flash_paged, PagedCache and
+            quantization config with `quant_method`, or None); optional `checkpoint` (a folder already compressed so, loaded
+            instead of `model`); `efficient` (whether to use flash_paged, PagedCache and
             speculation, or stock transformers); `prompts` (list of str); `new_tokens`; `repeats`; `tokens` (a safetensors
             file with int64 `windows` [count, length]).
         progress: whether to show progress bars.
@@ -40,10 +41,11 @@ def measure(variant: dict, progress: bool) -> dict:
     options = {"dtype": "auto", "device_map": device.type if device.type != "cpu" else None}
     if variant["efficient"]:
         options["attn_implementation"] = "flash_paged"
-    if variant["quantization"]:
+    checkpoint = variant.get("checkpoint")
+    if variant["quantization"] and not checkpoint:
         options["quantization_config"] = variant["quantization"]
     start = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(variant["model"], **options)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint or variant["model"], **options)
     load_seconds = time.perf_counter() - start
     result = {"name": variant["name"], "load_s": load_seconds, "dtype": str(model.dtype).removeprefix("torch.")}
 

@@ -42,9 +42,11 @@ def run(options: argparse.Namespace) -> None:
     prompts = _lines(options.prompts) if getattr(options, "prompts", None) else PROMPTS
 
     from hf_efficient.evaluation import environment, report, samples
+    from hf_efficient.integrations import model_card
 
     is_sample = not options.model
     model = options.model or str(samples.sample_model())
+    model = str(Path(model).absolute()) if Path(model).exists() else model
     text_file = getattr(options, "text", None)
     text = Path(text_file).read_text(encoding="utf-8") if text_file else samples.sample_text()
     shared = {
@@ -58,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         shared["tokens"] = _tokenize(model, text, options.windows, scratch)
         bar = tqdm(variants, desc="variants", disable=options.json)
-        results = [_measure({**variant, **shared}, scratch) for variant in bar]
+        results = [_measure({**shared, **variant}, scratch) for variant in bar]
     content = {
         "model": samples.SAMPLE_MODEL if is_sample else model,
         "model_source": samples.SAMPLE_MODEL_SOURCE if is_sample else None,
@@ -70,7 +72,16 @@ def run(options: argparse.Namespace) -> None:
         "environment": environment.describe(),
         "variants": report.compare(results, variants),
     }
-    paths = report.write(content, Path(options.output), licence="apache-2.0" if is_sample else None)
+    smallest = content["variants"][-1]
+    card = model_card.render(
+        f"{Path(content['model']).name}-{smallest['name'].replace(' ', '-')}",
+        model_card.read_config(smallest["quantization"]),
+        base_model=content["model"],
+        licence="apache-2.0" if is_sample else None,
+        content=content,
+        variant=smallest,
+    )
+    paths = report.write(content, Path(options.output), card)
     if options.json:
         print(json.dumps(content, indent=2))
     else:
@@ -93,9 +104,22 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _quantization(config: str) -> dict:
-    """`{"name", "quantization"}` for a preset's name, JSON or a JSON file; the arguments are checked by the config class."""
+    """`{"name", "quantization"}` for a preset's name, JSON or a JSON file; the arguments are checked by the config class. For
+    the folder of a compressed model also where it is and the hash of its weights."""
     from hf_efficient import WeightOnlyConfig
 
+    if Path(config).is_dir():
+        from hf_efficient.integrations import hub, model_card
+
+        folder = Path(config).absolute()
+        scheme = hub.read_folder(folder)[1].to_dict()
+        name = model_card.check_name("--config", folder.name)
+        return {
+            "name": name,
+            "quantization": scheme,
+            "checkpoint": str(folder),
+            "weights_sha256": hub.weights_sha256(folder),
+        }
     if config in PRESETS:
         arguments = PRESETS[config]
     else:

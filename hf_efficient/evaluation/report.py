@@ -1,8 +1,8 @@
-"""The report of a run: a table, report.json, report.md, plot.png and a model card."""
+"""The report of a run: a table, report.json, report.md and plot.png."""
 
-import importlib.resources
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,7 +17,7 @@ def compare(results: list[dict], variants: list[dict]) -> list[dict]:
 
     Args:
         results: what `hf_efficient.cli.measure` returned for each of `variants`, the baseline first.
-        variants: their specifications, from which `quantization` is kept.
+        variants: their specifications, from which `quantization` and, where given, `weights_sha256` are kept.
     """
     base = results[0]
     compared = []
@@ -27,7 +27,7 @@ def compare(results: list[dict], variants: list[dict]) -> list[dict]:
         compared.append(
             {
                 **{key: value for key, value in result.items() if key != "nll"},
-                "quantization": variant["quantization"],
+                **{key: variant[key] for key in ("quantization", "weights_sha256") if key in variant},
                 "nll_per_window": result["nll"],
                 "perplexity": perplexity.perplexity(nll),
                 "nll_difference": delta,
@@ -63,7 +63,7 @@ def table(content: dict) -> str:
         both = speculation[0] is not None
         rows.append(
             [
-                v["name"],
+                _cell(v["name"]),
                 f"{v['weight_bytes'] / 1e6:.1f} ({v['weights_ratio']:.2f}×)",
                 f"{v['peak_memory_bytes'] / 1e6:.0f}",
                 f"{v['batch']['time_to_first_token_s']['median'] * 1e3:.0f}",
@@ -78,17 +78,20 @@ def table(content: dict) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def write(content: dict, folder: Path, licence: str | None) -> list[Path]:
-    """Writes report.json, report.md, plot.png and model_card.md into `folder`; each is written beside and then renamed.
+def _cell(text: str) -> str:
+    """`text` on one line, without meaning for Markdown."""
+    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", " ".join(text.split()))
 
-    `licence` is the Hub's identifier of the base model's licence, None where it is not known. Returns the paths.
-    """
+
+def write(content: dict, folder: Path, card: str) -> list[Path]:
+    """Writes report.json, report.md, plot.png and model_card.md, which holds `card`, into `folder`; each is written beside and
+    then renamed. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".report-", dir=folder))
     try:
         (scratch / "report.json").write_text(json.dumps(content, indent=2) + "\n")
         (scratch / "report.md").write_text(_markdown(content))
-        (scratch / "model_card.md").write_text(_model_card(content, licence))
+        (scratch / "model_card.md").write_text(card)
         _plot(content, scratch / "plot.png")
         names = sorted(path.name for path in scratch.iterdir())
         for name in names:
@@ -149,50 +152,3 @@ def _plot(content: dict, path: Path) -> None:
         axis.tick_params(axis="x", labelrotation=20, labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
-
-
-def _model_card(content: dict, licence: str | None) -> str:
-    """The card of the last (smallest) variant; every number in it was measured in this run."""
-    from huggingface_hub import EvalResult, ModelCard, ModelCardData
-
-    base, variant = content["variants"][0], content["variants"][-1]
-    name = f"{Path(content['model']).name}-{variant['name'].replace(' ', '-')}"
-    data = ModelCardData(
-        base_model=content["model"],
-        base_model_relation="quantized",
-        library_name="transformers",
-        license=licence,
-        tags=["hf_efficient", "quantized"],
-        model_name=name,
-        eval_results=[
-            EvalResult(
-                task_type="text-generation",
-                dataset_type="text",
-                dataset_name=content["text"],
-                metric_type="perplexity",
-                metric_value=round(variant["perplexity"], 4),
-            )
-        ],
-    )
-    # quant_method and version say how the checkpoint is stored; the recipe is what a user passes
-    arguments = {
-        key: value
-        for key, value in variant["quantization"].items()
-        if key in ("bits", "group_size", "symmetric", "method")
-        or value
-        and key in ("codebook", "double_quantization", "rotate", "overrides", "modules_to_not_convert")
-    }
-    recipe = ", ".join(f"{key}={value!r}" for key, value in arguments.items()).replace("'", '"')
-    template = importlib.resources.files("hf_efficient.model_cards") / "TEMPLATE.md"
-    card = ModelCard.from_template(
-        data,
-        template_str=template.read_text(),
-        name=name,
-        is_local=Path(content["model"]).is_dir(),
-        content=content,
-        base=base,
-        variant=variant,
-        recipe=recipe,
-        table=table(content),
-    )
-    return str(card)

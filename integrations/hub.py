@@ -1,0 +1,247 @@
+"""Compressed models go to the Hub, or to a folder that stands for it, whole and with a card."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from hf_efficient.integrations import model_card
+
+
+UPLOADED = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".png")
+CARD = "README.md"
+
+
+def push(
+    folder: str | os.PathLike,
+    repo: str,
+    *,
+    base_model: str | None = None,
+    licence: str | None = None,
+    report: str | os.PathLike | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool | None = None,
+    commit_message: str = "Upload a model compressed with hf_efficient",
+) -> str:
+    """Uploads the compressed model in `folder` with a card, in one commit: before it nothing of the model can be seen, and
+    weights that the new ones replace go in the same commit. `folder` is not changed.
+
+    Args:
+        folder: what `save_pretrained` or `hf-efficient quantize` wrote.
+        repo: Hub id, or a folder to make: a path that begins with "/", "." or "~". A folder needs no network; it must not
+            exist or be empty.
+        base_model: what was compressed, a Hub id or a folder, of which only the name is told. By default what the report or
+            the card in `folder` names.
+        licence: identifier of the Hub, such as "apache-2.0". By default that of the base model's card, where it can be read.
+        report: a report.json that measured this folder (`hf-efficient run --model BASE --config FOLDER --output FOLDER`), by
+            default the one in `folder`. Without one the card has no figures.
+        private, token, revision, create_pr, commit_message: as in huggingface_hub's `create_repo` and `create_commit`. The
+            token is by default the one that `hf auth login` stored or HF_TOKEN holds.
+
+    Returns:
+        The URL of the commit, or the folder.
+
+    Raises:
+        ValueError: the folder is no compressed model, holds what must not be published, or the report is of other weights;
+            before anything is written.
+    """
+    folder = Path(folder)
+    files = _files(folder)
+    local = is_folder(repo)
+    if local:
+        target = Path(repo).expanduser()
+        if target.is_file() or (target.is_dir() and any(target.iterdir())):
+            raise ValueError(f"{target} exists already: give a new or an empty folder")
+        name = target.absolute().name
+    else:
+        from huggingface_hub.utils import validate_repo_id
+
+        validate_repo_id(repo)
+        name = repo.rpartition("/")[2]
+    card = _card(folder, name, None if local else repo, base_model, licence, report)
+    if local:
+        _copy(folder, files, card, target)
+        return str(target)
+    return _commit(folder, files, card, repo, private, token, revision, create_pr, commit_message)
+
+
+def push_to_hub(self, repo_id, **options) -> str:
+    """`push_to_hub` of a model that this package compressed: `push` of what `save_pretrained` writes (and the tokenizer beside
+    the model, which is pushed by itself, is not in it). Takes transformers' arguments and those of `push`."""
+    max_shard_size = options.pop("max_shard_size", "50GB")
+    description, tags = options.pop("commit_description", None), options.pop("tags", None)
+    if description or tags:
+        raise ValueError("commit_description and tags are not supported: the card has its own tags")
+    if "base_model" not in options and not self.hf_quantizer.pre_quantized and not options.get("report"):
+        options["base_model"] = self.name_or_path or None
+    with tempfile.TemporaryDirectory() as scratch:
+        self.save_pretrained(scratch, max_shard_size=max_shard_size)
+        return push(scratch, repo_id, **options)
+
+
+def is_folder(repo: str) -> bool:
+    """Whether `repo` is a path and no Hub id."""
+    return repo.startswith((".", "~")) or Path(repo).is_absolute()
+
+
+def weights_sha256(folder: Path) -> str:
+    """One hash of the names and contents of the weight files in `folder`."""
+    total = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def read_folder(folder: Path) -> tuple[dict, "model_card.CompressionConfig"]:
+    """(config.json, the compression it describes) of a checkpoint.
+
+    Raises ValueError where there is none of this package.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: the folder holds no config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return config, model_card.read_config(config.get("quantization_config"))
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of the files to publish, relative to `folder`, once all of them may be."""
+    read_folder(folder)
+    root, names = folder.resolve(), []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if any(part.startswith(".") for part in Path(name).parts) or name in (CARD, "model_card.md"):
+            continue
+        if not path.resolve().is_relative_to(root):
+            raise ValueError(f"{folder}: {name!r} leads out of the folder")
+        if path.is_dir():
+            continue
+        if path.suffix not in UPLOADED or not name.isprintable():
+            raise ValueError(
+                f"{folder}: {name!r} is no file that is published: allowed are {', '.join(UPLOADED)}, so neither pickles nor code"
+            )
+        names.append(name)
+    weights = [name for name in names if name.endswith(".safetensors")]
+    for name in weights:
+        try:
+            with safe_open(folder / name, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{folder}: {name!r} is not whole: {error}") from None
+    if not weights:
+        raise ValueError(f"{folder}: the folder holds no .safetensors file")
+    for name in names:
+        if name.endswith(".safetensors.index.json"):
+            named = json.loads((folder / name).read_text()).get("weight_map", {}).values()
+            if missing := sorted(set(named) - set(weights)):
+                raise ValueError(f"{folder}: {name!r} names {missing[0]!r}, which is no weight file of the folder")
+    return names
+
+
+def _card(folder: Path, name: str, repo_id, base_model, licence, report) -> str:
+    config, compression = read_folder(folder)
+    content, variant = _measurement(folder, report)
+    if content is not None:
+        if base_model not in (None, content["model"]):
+            raise ValueError(f"base_model={base_model!r}, but the report compares with {content['model']!r}")
+        base_model = content["model"]
+    base_model = base_model or _metadata(folder / CARD, "base_model")
+    if licence is None and base_model is not None:
+        licence = _licence(base_model, repo_id is not None)
+    architecture = (config.get("architectures") or ["AutoModel"])[0]
+    options = {"repo_id": repo_id, "architecture": architecture, "base_model": base_model, "licence": licence}
+    return model_card.render(name, compression, **options, content=content, variant=variant)
+
+
+def _measurement(folder: Path, report) -> tuple[dict | None, dict | None]:
+    """(the report, its variant that measured the weights in `folder`), or nothing where there is no report."""
+    path = folder / "report.json" if report is None else Path(report)
+    if report is None and not path.exists():
+        return None, None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"report {path}: {error}") from None
+    model_card.check_report(content)
+    digest = weights_sha256(folder)
+    for variant in content["variants"]:
+        if variant.get("weights_sha256") == digest:
+            return content, variant
+    raise ValueError(
+        f"report {path} did not measure the weights in {folder}: `hf-efficient run --model BASE --config {folder} "
+        f"--output {folder}` does, or remove it for a card without figures"
+    )
+
+
+def _metadata(path: Path, field: str) -> str | None:
+    """A field of the metadata of the card at `path`, where there is one and the field is a text."""
+    return _field(path, field) if path.is_file() else None
+
+
+def _field(card: Path | str, field: str) -> str | None:
+    import yaml
+    from huggingface_hub import ModelCard
+
+    try:
+        value = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict().get(field)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"the card of {card} cannot be read: {error}") from None
+    return value if isinstance(value, str) else None
+
+
+def _licence(base_model: str, network: bool) -> str | None:
+    """The licence that the base model's card names, None where it cannot be read."""
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    if not model_card.is_hub_id(base_model):
+        return _metadata(Path(base_model) / CARD, "license")
+    try:
+        return _field(base_model, "license") if network else None
+    except (EntryNotFoundError, HfHubHTTPError):
+        return None
+
+
+def _copy(folder: Path, files: list[str], card: str, target: Path) -> None:
+    """Writes everything beside `target` and renames it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        for name in files:
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, aside / name)
+        (aside / CARD).write_text(card, encoding="utf-8")
+        aside.chmod(0o755)
+        if target.is_dir():
+            target.rmdir()
+        aside.rename(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _commit(folder, files, card, repo, private, token, revision, create_pr, message) -> str:
+    """One commit with everything in it."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api = HfApi(token=token)
+    repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
+    if revision is not None and not create_pr:
+        api.create_branch(repo, branch=revision, exist_ok=True)
+    operations = [CommitOperationAdd(name, os.fspath(folder / name)) for name in files]
+    operations.append(CommitOperationAdd(CARD, card.encode()))
+    replaced = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+    for name in api.list_repo_files(repo, revision=revision):
+        if "/" not in name and name.endswith(replaced) and name not in files:
+            operations.append(CommitOperationDelete(name))  # transformers might read it instead
+    return api.create_commit(
+        repo, operations, commit_message=message, revision=revision, create_pr=create_pr
+    ).commit_url

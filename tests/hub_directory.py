@@ -1,0 +1,115 @@
+"""A directory that acts as the Hub: what huggingface_hub asks over HTTP is answered from it and written to it."""
+
+import base64
+import contextlib
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import httpx2
+import huggingface_hub
+
+
+class HubDirectory:
+    """`root/<owner>/<name>` is a repository. `requests` are (method, path), `headers` the Authorization of each; `fail(request)`
+    may raise to break a connection."""
+
+    def __init__(self, root: Path):
+        self.root, self.requests, self.authorizations, self.blobs = root, [], [], {}
+        self.fail = lambda request: None
+
+    def handle(self, request: httpx2.Request) -> httpx2.Response:
+        path = request.url.path
+        self.requests.append((request.method, path))
+        self.authorizations.append(request.headers.get("authorization"))
+        self.fail(request)
+        parts = path.strip("/").split("/")
+        body = request.read()
+        if path == "/api/repos/create":
+            data = json.loads(body)
+            repo = f"{data.get('organization') or 'me'}/{data['name']}"
+            (self.root / repo).mkdir(parents=True, exist_ok=True)
+            return httpx2.Response(200, json={"url": f"https://huggingface.co/{repo}"})
+        if path == "/api/validate-yaml":
+            return httpx2.Response(200, json={"errors": [], "warnings": []})
+        if path == "/blobs" or parts[-1].startswith("blob-"):
+            self.blobs[parts[-1].removeprefix("blob-")] = body
+            return httpx2.Response(200)
+        if parts[0] == "api":
+            return self._api(parts[1:], body)
+        if parts[-1] == "batch":
+            return self._lfs(json.loads(body))
+        return self._file("/".join(parts[:2]), "/".join(parts[4:]), request.method)
+
+    def _api(self, parts: list[str], body: bytes) -> httpx2.Response:
+        repo = "/".join(parts[1:3])
+        folder = self.root / repo
+        if not folder.is_dir():
+            return httpx2.Response(404, headers={"X-Error-Code": "RepoNotFound"})
+        if parts[3:4] == ["preupload"]:
+            modes = [
+                {
+                    "path": f["path"],
+                    "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for f in json.loads(body)["files"]
+            ]
+            return httpx2.Response(200, json={"files": modes})
+        if parts[3:4] == ["commit"]:
+            return self._commit(folder, [json.loads(line) for line in body.splitlines()])
+        names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+        if parts[3:4] == ["tree"]:
+            return httpx2.Response(
+                200, json=[{"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": "0"} for n in names]
+            )
+        siblings = [{"rfilename": name} for name in names]
+        return httpx2.Response(200, json={"id": repo, "sha": "0" * 40, "siblings": siblings, "tags": []})
+
+    def _lfs(self, asked: dict) -> httpx2.Response:
+        def upload(entry):
+            href = f"https://huggingface.co/blob-{entry['oid']}"
+            return {**entry, "actions": {"upload": {"href": href}}}
+
+        return httpx2.Response(200, json={"transfer": "basic", "objects": [upload(e) for e in asked["objects"]]})
+
+    def _commit(self, folder: Path, lines: list[dict]) -> httpx2.Response:
+        for line in lines:
+            kind, value = line["key"], line["value"]
+            if kind == "deletedFile":
+                (folder / value["path"]).unlink()
+            elif kind in ("file", "lfsFile"):
+                content = base64.b64decode(value["content"]) if kind == "file" else self.blobs[value["oid"]]
+                (folder / value["path"]).parent.mkdir(parents=True, exist_ok=True)
+                (folder / value["path"]).write_bytes(content)
+        url = f"https://huggingface.co/{folder.relative_to(self.root).as_posix()}/commit/" + "0" * 40
+        return httpx2.Response(200, json={"success": True, "commitUrl": url, "commitOid": "0" * 40})
+
+    def _file(self, repo: str, name: str, method: str) -> httpx2.Response:
+        path = self.root / repo / name
+        if not path.is_file():
+            code = "EntryNotFound" if (self.root / repo).is_dir() else "RepoNotFound"
+            return httpx2.Response(404, headers={"X-Error-Code": code, "X-Repo-Commit": "0" * 40})
+        content = path.read_bytes()
+        etag = hashlib.sha256(content).hexdigest()
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": "0" * 40, "Content-Length": str(len(content))}
+        return httpx2.Response(200, headers=headers, content=b"" if method == "HEAD" else content)
+
+
+@contextlib.contextmanager
+def serving(root: Path, monkeypatch):
+    """huggingface_hub talks to a `HubDirectory` at `root`, with an empty cache beside it."""
+    hub = HubDirectory(root)
+    cache = root.parent / "hub-cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    for name, value in (("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True), ("HF_HUB_CACHE", str(cache))):
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    huggingface_hub.set_client_factory(
+        lambda: httpx2.Client(transport=httpx2.MockTransport(hub.handle), follow_redirects=True)
+    )
+    try:
+        yield hub
+    finally:
+        huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
