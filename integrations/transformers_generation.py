@@ -16,12 +16,17 @@ def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
     `architectures`. Doing it twice changes nothing. Models wrapped by PEFT are reached through
     `model.get_base_model()`.
 
-    Raises TypeError for anything that is not a transformers model with `generate()`.
+    Raises TypeError for anything that is not a transformers model with `generate()`, ValueError for a model that several
+    processes share (tensor parallelism).
     """
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise TypeError(
             f"model={type(model).__name__}: enable_speculation takes a transformers model that can generate (a "
             "PreTrainedModel with GenerationMixin); unwrap PEFT or torch.compile wrappers first"
+        )
+    if (size := getattr(model, "_tp_size", None) or 1) > 1:
+        raise ValueError(
+            f"model: tp_size={size}; how much is drafted follows each process's own clock, and the processes would part"
         )
     disable_automatic(model)
     if not isinstance(model, SpeculativeGenerationMixin):

@@ -20,6 +20,7 @@ from hf_efficient.experts import (
     is_fused_experts,
 )
 from hf_efficient.integrations import calibrated_loading, checkpoints, transformers_bitnet
+from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
 from hf_efficient.integrations.heap import HeapTrimmer
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear
 
@@ -36,6 +37,7 @@ def register() -> None:
         if config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
             auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (config,)
     transformers_bitnet.register()
+    tensor_parallel.register()
 
 
 class EfficientQuantizer(HfQuantizer):
@@ -64,14 +66,7 @@ class EfficientQuantizer(HfQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
-        distributed = getattr(model.config, "distributed_config", None)
-        for axis in ("tp_size", "ep_size", "pp_size", "fsdp_size"):
-            size = getattr(distributed, axis, None)
-            if size is not None and size > 1:
-                raise ValueError(
-                    f"distributed_config: {axis}={size} shards weights over processes, which compressed weights do not "
-                    "support: it must be 1; for several devices in one process use device_map='auto'"
-                )
+        tensor_parallel.check(model, self.quantization_config, self.pre_quantized)
         self._checkpoint_files, self._uses_device_map = checkpoint_files, device_map is not None
         self._arrived, self._tied_head, self._heap = set(), None, HeapTrimmer()
         # of a checkpoint of transformers' BitNetQuantConfig, the modules that it holds in ternary form
@@ -114,6 +109,10 @@ class EfficientQuantizer(HfQuantizer):
         transformers_bitnet.attach_norms(self, model)
         if self._plan:
             calibrated_loading.prepare(self.quantization_config, self._plan, device_map, model.name_or_path)
+
+    def update_parallel_plan(self, model, plan):
+        if plan is model.tp_plan:
+            tensor_parallel.update_plan(model, plan, self._plan)
 
     def _prepare_head(self, model) -> None:
         """Names what is kept by default; unties an output embedding that is to be quantized."""
@@ -252,6 +251,7 @@ class EfficientQuantizer(HfQuantizer):
                 )
         if self._plan:
             calibrated_loading.run(model, self.quantization_config, self._plan)
+        is_cut = tensor_parallel.localize(model)
         # Quantized experts are saved as they are, fused; their converters would split what is no longer a weight
         own = (_Resave, _QuantizeOnArrival)
         model._weight_conversions = [
@@ -272,6 +272,9 @@ class EfficientQuantizer(HfQuantizer):
                             self._heap.count(module._parameters[name].nbytes)
                 module.derive_layouts(module._parameters[weight.prefix[:-1] or "weight"].dtype)
         self._heap.flush()
+        if is_cut:
+            tensor_parallel.refuse_saving(model)
+            return model
         checkpoints.save_aside_then_move(model)
         if model.can_generate():
             from hf_efficient.integrations.transformers_generation import enable_automatic
@@ -351,7 +354,7 @@ class _QuantizeOnArrival(ConversionOps):
                 name = quantizer._tied_head[1]
             if quantizer.on_arrival(name):
                 config = quantizer.quantization_config.for_module(name.rpartition(".")[0])
-                out.update(quantizer.quantize(name, tensor, config))
+                out.update(tensor_parallel.own_parts(model, quantizer.quantize(name, tensor, config)))
             else:
                 out[name] = tensor
             del tensor

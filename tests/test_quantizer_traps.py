@@ -319,14 +319,6 @@ def test_t14_experts_do_not_depend_on_the_experts_implementation(plain):
     assert_close(logits(model), before, 2e-5, 1e-3, "the same weights through other operators")
 
 
-def test_tensor_parallelism_is_refused(plain):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(plain("llama")))
-    model.config.distributed_config = transformers.distributed.DistributedConfig(tp_size=2)
-    with pytest.raises(ValueError, match="tp_size=2.*device_map"):
-        EfficientQuantizer(WeightOnlyConfig(**INT4), pre_quantized=False).preprocess_model(model=model)
-
-
 def test_unknown_expert_modules_are_refused(plain):
     class ForeignExperts(nn.Module):
         def __init__(self):
