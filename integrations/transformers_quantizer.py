@@ -66,7 +66,7 @@ class EfficientQuantizer(HfQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
-        tensor_parallel.check(model, self.quantization_config, self.pre_quantized)
+        tensor_parallel.check(model, self.quantization_config, self.pre_quantized, type(self) is EfficientQuantizer)
         self._checkpoint_files, self._uses_device_map = checkpoint_files, device_map is not None
         self._arrived, self._tied_head, self._heap = set(), None, HeapTrimmer()
         # of a checkpoint of transformers' BitNetQuantConfig, the modules that it holds in ternary form

@@ -57,8 +57,9 @@ def register() -> None:
         ALL_PARALLEL_STYLES.register(f"efficient_{base}", Cut(base))
 
 
-def check(model, config, pre_quantized: bool) -> None:
-    """Raises ValueError for a `distributed_config` that compressed weights do not support, before anything is changed."""
+def check(model, config, pre_quantized: bool, own: bool) -> None:
+    """Raises ValueError for a `distributed_config` that compressed weights do not support, before anything is changed. `own`:
+    the checkpoint is no other library's."""
     distributed = getattr(model.config, "distributed_config", None)
     for axis in ("ep_size", "pp_size", "fsdp_size", "dp_replicate_size"):
         if (getattr(distributed, axis, None) or 1) > 1:
@@ -71,6 +72,10 @@ def check(model, config, pre_quantized: bool) -> None:
         return
     if isinstance(distributed.tp_plan, dict):
         raise ValueError("distributed_config: tp_plan must be 'auto' for compressed weights, not a plan of your own")
+    if not own:
+        raise ValueError(
+            "tp_size > 1 is not supported for a checkpoint of another library: adopt it in one process and save it first"
+        )
     if pre_quantized and config.dequantize:
         raise ValueError("dequantize=True is not supported with tp_size > 1: dequantize in one process and save")
 
@@ -178,7 +183,7 @@ def _dims(weight: CompressedWeight, style: str) -> dict[str, int | None]:
     """Canonical tensor -> the dimension (of one expert's) that is cut, None: every process has all of it."""
     shapes = weight.format.shapes(weight.out_features, weight.in_features)
     dim = 0 if style in ROWS else 1
-    whole = {"activation_scale", "activation_zero_point", "outlier_columns", "rotation_signs"}
+    whole = {"activation_scale", "activation_zero_point", "outlier_columns", "rotation_signs", "input_order"}
     whole |= {"input_scale"} if dim == 0 else {"codebook"}
 
     def of(name: str, shape: tuple[int, ...]) -> int | None:
@@ -211,7 +216,8 @@ def _rows_error(format: Format, rows: int) -> str | None:
 
 def _columns_error(format: Format, columns: int) -> str | None:
     if isinstance(format, TransformedFormat):
-        return "rotate mixes all inputs" if format.rotation else _columns_error(format.inner, columns)
+        mixes = "rotate mixes all inputs" if format.rotation else "its inputs are put in another order"
+        return mixes if format.rotation or format.input_order else _columns_error(format.inner, columns)
     if isinstance(format, (AffineFormat, CodebookFormat)):
         if getattr(format, "double_quantization", False):
             return "double_quantization shares a scale between groups of many rows"

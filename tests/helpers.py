@@ -1,6 +1,16 @@
 """What the tests share: error measures with a reason, and tiny random models of many architectures."""
 
+import importlib.metadata
+
 import torch
+
+
+def is_installed(distribution: str) -> bool:
+    """Whether a distribution of that name is installed, wherever its packages are."""
+    try:
+        return bool(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def rms_error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -32,8 +32,11 @@ MAY_IMPORT = {
     },
     "cli": {"configs", "evaluation", "integrations"},
 }
-# of integrations only what writes cards looks at reports
-MAY_ALSO_IMPORT = {"integrations/model_card.py": {"evaluation"}}
+# of integrations only what writes cards looks at reports, and only another program's entry point calls ours
+MAY_ALSO_IMPORT = {
+    "integrations/model_card.py": {"evaluation"},
+    "integrations/optimum_command/hf_efficient.py": {"cli"},
+}
 LAYER_FILES = {"layers.py", "experts.py", "bitnet.py"}
 
 

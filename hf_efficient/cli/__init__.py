@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--repeats", type=int, default=3, help="timed runs; medians are reported (default 3)")
         command.add_argument("--windows", type=int, default=8, help="perplexity windows of 1024 tokens (default 8)")
         command.add_argument("--json", action="store_true", help="print only the report as JSON")
-    from hf_efficient.cli import bench, doctor, estimate, export, push, quantize, train_draft
+    from hf_efficient.cli import bench, doctor, estimate, exec, export, push, quantize, train_draft
 
     quantize.add_arguments(commands.add_parser("quantize", help="compress a model and save it"))
     export.add_arguments(commands.add_parser("export", help="write a compressed model for vLLM, llama.cpp and others"))
@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     bench.add_arguments(commands.add_parser("bench", help="measure latency and throughput of a model"))
     doctor.add_arguments(commands.add_parser("doctor", help="what this machine can do, and why something is off"))
     push.add_arguments(commands.add_parser("push", help="upload a compressed model with a card"))
+    exec.add_arguments(commands.add_parser("exec", help="run another package's command with this plugin"))
     options = parser.parse_args(arguments)
     try:
         if options.command == "quantize":
@@ -59,6 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
             return doctor.run(options)
         elif options.command == "push":
             push.run(options)
+        elif options.command == "exec":
+            program = exec.load(options)
         else:
             from hf_efficient.cli.run import run as run_command
 
@@ -69,4 +72,4 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         print(f"hf-efficient: {error}", file=sys.stderr)
         return 1
-    return 0
+    return (program() or 0) if options.command == "exec" else 0

@@ -1,0 +1,105 @@
+"""Training over 4-bit weights as QLoRA does it, and other ways of training few parameters: the loss falls, the compressed
+weights stay as they are, and what was trained can be saved, reloaded and, for LoRA, merged."""
+
+import pytest
+import torch
+from helpers import assert_close, tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_efficient import WeightOnlyConfig
+from hf_efficient.integrations.peft import merge_and_unload
+
+
+peft = pytest.importorskip("peft")
+
+IDS = torch.randint(3, 128, (4, 17), generator=torch.Generator().manual_seed(0))
+LORA = dict(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT, about the model's config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """SmolLM2's shape in small: nine query heads over three, a tied head; with biases, for BitFit."""
+    folder = tmp_path_factory.mktemp("smol")
+    shape = dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=72, tie_word_embeddings=True)
+    tiny_model("llama", attention_bias=True, mlp_bias=True, **shape).save_pretrained(folder)
+    return folder
+
+
+def load(folder, **config):
+    config = WeightOnlyConfig(**{"bits": 4, "group_size": 24, **config})
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
+def train(model, steps=50, rate=5e-3) -> list[float]:
+    model.train()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trainable, lr=rate), []
+    for _ in range(steps):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+def codes_of(model) -> list[torch.Tensor]:
+    return [value.clone() for name, value in model.state_dict().items() if "qweight" in name]
+
+
+@pytest.mark.parametrize("quantization", [{}, {"codebook": "nf4", "double_quantization": True}], ids=["int4", "nf4"])
+def test_qlora(quantization, folder, tmp_path):
+    base = load(folder, **quantization)
+    before = codes_of(base)
+    base.gradient_checkpointing_enable()
+    model = peft.get_peft_model(peft.prepare_model_for_kbit_training(base), peft.LoraConfig(**LORA))
+    losses = train(model)
+    assert losses[-1] < 0.5 * losses[0], losses
+    assert all(torch.equal(old, new) for old, new in zip(before, codes_of(model), strict=True))
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        again = peft.PeftModel.from_pretrained(load(folder, **quantization), tmp_path)
+        assert torch.equal(again(IDS).logits, expected)
+        merged = merge_and_unload(again)
+        assert_close(merged(IDS).logits, expected, 1e-4, 1e-2, "the adapter is added to the weight")
+    merged.save_pretrained(tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert getattr(plain.config, "quantization_config", None) is None
+    with torch.no_grad():
+        assert torch.equal(plain(IDS).logits, merged(IDS).logits)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "IA3Config"])
+def test_prompts_and_scales(kind, folder, tmp_path):
+    options = {"task_type": "CAUSAL_LM"}
+    options |= {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]} if kind == "IA3Config" else {"num_virtual_tokens": 8}  # fmt: skip
+    model = peft.get_peft_model(load(folder), getattr(peft, kind)(**options))
+    losses = train(model, 30, 2e-2)
+    assert losses[-1] < losses[0] - 0.1, losses
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(load(folder), tmp_path)
+    with torch.no_grad():
+        assert_close(again(IDS).logits, model(IDS).logits, 1e-6, 1e-5, "the same adapter")
+
+
+def test_bitfit(folder, tmp_path):
+    """Only biases learn (https://arxiv.org/abs/2106.10199); they are ordinary parameters of a compressed layer."""
+    model = load(folder)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    before = codes_of(model)
+    losses = train(model, 30, 5e-3)
+    assert losses[-1] < losses[0] - 0.1, losses
+    assert all(torch.equal(old, new) for old, new in zip(before, codes_of(model), strict=True))
+    save_file({k: v for k, v in model.state_dict().items() if k.endswith("bias")}, tmp_path / "biases.safetensors")
+    again = load(folder)
+    again.load_state_dict(load_file(tmp_path / "biases.safetensors"), strict=False)
+    model.save_pretrained(tmp_path / "whole")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        assert torch.equal(again(IDS).logits, expected) and torch.equal(whole(IDS).logits, expected)
