@@ -220,9 +220,10 @@ def write_table(path: Path) -> None:
     """quality.md and quality.png beside the results."""
     done = json.loads(path.read_text())
     lines = [
-        "| method | bits of a weight | perplexity | Δ nat (se) | KL to bf16 | news: perplexity | Δ nat (se) | s | GB |"
+        "| method | bits of a weight | perplexity | Δ nat (se) | KL to bf16 | news: perplexity | Δ nat (se) | s | GB | "
+        "calibration windows, where used |"
     ]
-    lines.append("|---|" + "---:|" * 8)
+    lines.append("|---|" + "---:|" * 9)
     for name, row in sorted(
         done.items(), key=lambda item: (-item[1]["bits_per_weight"], item[1]["wikipedia"]["perplexity"])
     ):
@@ -234,7 +235,7 @@ def write_table(path: Path) -> None:
             if text == "wikipedia":
                 cells.append(f"{row['kl_to_bf16']:.4f}" if "kl_to_bf16" in row else "")
         seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
-        cells += [seconds, f"{row['peak_memory_bytes'] / 1e9:.2f}"]
+        cells += [seconds, f"{row['peak_memory_bytes'] / 1e9:.2f}", str(row.get("calibration_windows", ""))]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
