@@ -35,6 +35,7 @@ def shallow_model(sample_model, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_python_examples_run_one_after_another(sample_model, shallow_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "calibration.txt").write_text(TEXT)
