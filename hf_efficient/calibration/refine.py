@@ -23,7 +23,7 @@ from hf_efficient.kernels.hadamard import rotate, unrotate_weight
 
 logger = logging.get_logger(__name__)
 
-EPOCHS, EPOCHS_AT_2_BITS = 1, 1.5  # the coarser the grid, the longer it goes on gaining
+EPOCHS, EPOCHS_AT_2_BITS = 1, 2  # the coarser the grid, the longer it goes on gaining
 CODE_RATE, SCALE_RATE = 2e-3, 4e-3  # of Adam, in steps of the grid and relative
 _MARGIN = 0.49  # how far u may start from its code
 
@@ -38,7 +38,7 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
 
     Args:
         targets: what the original model gives after the block, [B, T, H] for each batch.
-        epochs: passes over the batches; by default one, one and a half where a linear has 2 bits.
+        epochs: passes over the batches; by default one, two where a linear has 2 bits.
         seed: of the order of the batches.
     """
     tuned, forwards = {}, {}
