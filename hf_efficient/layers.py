@@ -152,6 +152,8 @@ class CompressedModule(nn.Module):
     def layouts(self, prefix: str, dtype: torch.dtype):
         """The layouts of a weight (one; of experts: one for each, or not a list but one for all) for inputs of `dtype`,
         derived when missing."""
+        if prefix in self._layouts and self._is_outdated(prefix, dtype):
+            self.restore_canonical()
         if prefix not in self._layouts:
             self.derive_layouts(dtype)
         layouts = self._layouts.get(prefix)
@@ -159,6 +161,11 @@ class CompressedModule(nn.Module):
             weight = self._compressed[prefix]
             return list(self._split(weight, dtype, weight.format.dequantized_layout))
         return layouts
+
+    def _is_outdated(self, prefix: str, dtype: torch.dtype) -> bool:
+        """Whether the layouts are for another dtype than the module has by now: PEFT casts the data of its Parameters."""
+        has = self._parameters[prefix[:-1] or "weight"].dtype
+        return has is dtype and self._as_list(self._layouts[prefix])[0].dtype is not dtype
 
     def _apply(self, fn, recurse=True):
         self.restore_canonical()

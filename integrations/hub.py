@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from hf_efficient.integrations import model_card
+from hf_efficient.integrations.beside import new_folder
 
 
 UPLOADED = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".png")
@@ -94,8 +95,11 @@ def weights_sha256(folder: Path) -> str:
     """One hash of the names and contents of the weight files in `folder`."""
     total = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
+        own = hashlib.sha256()
         with open(path, "rb") as file:
-            total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            while part := file.read(1 << 20):
+                own.update(part)
+        total.update(f"{path.name} {own.hexdigest()}\n".encode())
     return total.hexdigest()
 
 
@@ -212,20 +216,11 @@ def _licence(base_model: str, network: bool) -> str | None:
 
 
 def _copy(folder: Path, files: list[str], card: str, target: Path) -> None:
-    """Writes everything beside `target` and renames it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with new_folder(target) as aside:
         for name in files:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, aside / name)
         (aside / CARD).write_text(card, encoding="utf-8")
-        aside.chmod(0o755)
-        if target.is_dir():
-            target.rmdir()
-        aside.rename(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _commit(folder, files, card, repo, private, token, revision, create_pr, message) -> str:

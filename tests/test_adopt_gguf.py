@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import assert_close, tiny_model
 from transformers import AutoModelForCausalLM
+from unpackers import GGUF_NAMES
 
 import hf_efficient
 from hf_efficient.configs import WeightOnlyConfig
@@ -63,13 +64,7 @@ NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    **GGUF_NAMES,
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }

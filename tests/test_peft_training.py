@@ -27,9 +27,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def load(folder, **config):
+def load(folder, dtype=torch.float32, **config):
     config = WeightOnlyConfig(**{"bits": 4, "group_size": 24, **config})
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
 
 
 def train(model, steps=50, rate=5e-3) -> list[float]:
@@ -71,6 +71,20 @@ def test_qlora(quantization, folder, tmp_path):
     assert getattr(plain.config, "quantization_config", None) is None
     with torch.no_grad():
         assert torch.equal(plain(IDS).logits, merged(IDS).logits)
+
+
+def test_a_model_that_peft_casts_computes_as_one_that_it_cast_before(folder, tmp_path):
+    """`prepare_model_for_kbit_training` casts the data of bfloat16 Parameters, so layouts made before it are outdated."""
+    base = load(folder, torch.bfloat16)
+    with torch.no_grad():
+        base(IDS)
+    model = peft.get_peft_model(peft.prepare_model_for_kbit_training(base), peft.LoraConfig(**LORA))
+    train(model, 2)
+    model.save_pretrained(tmp_path)
+    prepared = peft.prepare_model_for_kbit_training(load(folder, torch.bfloat16))
+    again = peft.PeftModel.from_pretrained(prepared, tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "IA3Config"])

@@ -22,8 +22,9 @@ def load(options: argparse.Namespace) -> Callable[[], int | None]:
     found = entry_points(group="console_scripts", name=options.program)
     if not found:
         raise ValueError(f"{options.program!r} is no command of a Python package that is installed here")
-    import hf_efficient  # noqa: F401
+    import hf_efficient
 
+    hf_efficient.register()  # a program may read a config before it imports transformers' models
     if options.program in ("lm_eval", "lm-eval"):
         importlib.import_module("hf_efficient.integrations.lm_eval")
     sys.argv = [options.program, *options.arguments]

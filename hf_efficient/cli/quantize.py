@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -60,6 +58,7 @@ def run(options: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     from hf_efficient.evaluation import memory
+    from hf_efficient.integrations.beside import new_folder
 
     architecture = (AutoConfig.from_pretrained(options.model).architectures or ["AutoModelForCausalLM"])[0]
     kind = getattr(transformers, architecture, None)
@@ -68,20 +67,12 @@ def run(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     model = kind.from_pretrained(options.model, dtype="auto", quantization_config=config)
     seconds = time.perf_counter() - start
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
+    with new_folder(output) as aside:
         model.save_pretrained(aside)
         try:
             AutoTokenizer.from_pretrained(options.model).save_pretrained(aside)
         except (OSError, ValueError):  # a model without a tokenizer
             print("no tokenizer was found beside the model")
-        aside.chmod(0o755)
-        if output.is_dir():
-            output.rmdir()
-        aside.rename(output)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     print(f"{output}: {memory.weight_bytes(model) / 1e6:.1f} MB of weights, made in {seconds:.0f} s")
 
 

@@ -1,16 +1,14 @@
 """Checkpoints in transformers' layout: safetensors in shards, configs and the tokenizer, whole or not there."""
 
-import contextlib
 import copy
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
+from hf_efficient.integrations.beside import new_folder
 from hf_efficient.integrations.export.saved_folder import INDEX, WHOLE
 from hf_efficient.integrations.export.source import Layer, Source
 
@@ -35,7 +33,7 @@ class FolderTarget:
 
 def write(source: Source, target: FolderTarget, output: Path) -> float:
     """Writes the folder `output`; returns the target's `rounding`."""
-    with beside(output) as aside:
+    with new_folder(output) as aside:
         shards = _Shards(aside)
         for layer in tqdm(source.layers, desc="exporting", leave=False):
             for name, tensor in target.tensors(layer).items():
@@ -51,22 +49,7 @@ def write(source: Source, target: FolderTarget, output: Path) -> float:
         config.quantization_config = target.quantization_config()
         config.dtype, config.architectures = source.dtype, [source.architecture]
         config.save_pretrained(aside)  # last: what was cut off has no config and does not load
-        if output.is_dir():
-            output.rmdir()
-        aside.chmod(0o755)
-        aside.rename(output)
     return target.rounding
-
-
-@contextlib.contextmanager
-def beside(output: Path):
-    """A new folder next to `output`, removed at the end unless it was renamed."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 class _Shards:

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.w8a8 import Int8Format
-from hf_efficient.integrations.export.folder import beside
+from hf_efficient.integrations.beside import beside
 from hf_efficient.integrations.export.gguf_tokenizer import add_tokenizer
 from hf_efficient.integrations.export.grid import as_float16, check_layers, per_group, rounding_of, stored_zero
 from hf_efficient.integrations.export.source import Layer, Source
