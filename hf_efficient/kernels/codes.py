@@ -1,5 +1,5 @@
 """Canonical packing of integer codes, a little-endian stream of bits: 8 bits one byte a code; 4 bits even elements in the low
-nibble; 2 bits four codes a byte; 3 bits eight codes in three bytes. Padded with code 0."""
+nibble; 2 bits four codes a byte, 1 bit eight; 3 bits eight codes in three bytes. Padded with code 0."""
 
 import torch
 import torch.nn.functional as F

@@ -1,0 +1,97 @@
+"""What formats share that store a mask and the weights it keeps."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_efficient.formats.affine import AffineFormat
+from hf_efficient.formats.base import Format
+from hf_efficient.kernels.codes import packed_width
+
+
+@dataclass(frozen=True)
+class MaskedFormat(Format):
+    """Kept weights only, in the order in which they stand in the matrix, and a mask of where; all others are 0.
+
+    `weights` None: "qweight" holds the values in the weight's dtype, to the bit, zeros and their signs included. Otherwise it
+    holds codes of that format, beside its scales of the whole rows."""
+
+    weights: AffineFormat | None = None
+
+    def kept_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """The kept weights of [out_features, in_features] as one tensor. Raises ValueError for sizes that the pattern does not
+        divide."""
+        raise NotImplementedError
+
+    def mask_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """Of the tensor `mask_name`, which is uint8."""
+        raise NotImplementedError
+
+    def pack_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """bool [..., N, K], True = kept -> the tensor `mask_name`. Raises ValueError for a mask the format does not hold."""
+        raise NotImplementedError
+
+    def mask(self, tensors: dict[str, torch.Tensor], in_features: int) -> torch.Tensor:
+        """Which weights are kept: bool [..., N, in_features]. Raises ValueError where the tensors contradict each other."""
+        raise NotImplementedError
+
+    def shapes(self, out_features, in_features):
+        kept = self.kept_shape(out_features, in_features)
+        mask = {self.mask_name: self.mask_shape(out_features, in_features)}
+        if self.weights is None:
+            return {"qweight": kept, **mask}
+        packed = *kept[:-1], packed_width(kept[-1], self.weights.bits)
+        return {**self.weights.shapes(out_features, in_features), "qweight": packed, **mask}
+
+    def dtypes(self, dtype):
+        own = {"qweight": dtype} if self.weights is None else self.weights.dtypes(dtype)
+        return {**own, self.mask_name: torch.uint8}
+
+    def pack(self, weight: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The canonical tensors of weight [..., N, K] where mask (bool, True = kept) keeps it.
+
+        Raises:
+            ValueError: the mask is none of this format, or the format stores codes.
+        """
+        if self.weights is not None:
+            raise ValueError(f"{self} stores codes: pack_affine takes them")
+        return self._pack(weight, mask)
+
+    def pack_affine(
+        self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, mask: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """The canonical tensors of codes uint8 [..., N, K] on the grid of `weights` where mask (bool, True = kept) keeps them;
+        scale and zero_point [..., N, G] as `weights` has them, None for a symmetric one.
+
+        Raises:
+            ValueError: the mask is none of this format, or the format stores no codes or other zero points.
+        """
+        if self.weights is None or self.weights.symmetric != (zero_point is None):
+            given = "without" if zero_point is None else "with"
+            raise ValueError(f"{self} does not store codes {given} zero points")
+        tensors = self._pack(codes, mask)
+        tensors |= {"qweight": self.weights.pack(tensors["qweight"]), "scale": scale}
+        return tensors if zero_point is None else {**tensors, "zero_point": zero_point}
+
+    def _pack(self, values, mask) -> dict[str, torch.Tensor]:
+        if mask.dtype != torch.bool or mask.shape != values.shape:
+            raise ValueError(f"the mask is {mask.dtype} {tuple(mask.shape)}, expected bool {tuple(values.shape)}")
+        shape = *values.shape[:-2], *self.kept_shape(*values.shape[-2:])
+        packed = self.pack_mask(mask)
+        return {"qweight": values[mask].view(shape), self.mask_name: packed}
+
+    def codes(self, tensors: dict[str, torch.Tensor], in_features: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values or codes [..., N, in_features] with 0 where nothing is kept, the mask bool alike), on any device.
+        Raises ValueError as `mask`."""
+        mask, kept = self.mask(tensors, in_features), tensors["qweight"]
+        if self.weights is not None:
+            count = self.kept_shape(*mask.shape[-2:])[-1]
+            kept = self.weights.unpack(kept, count)
+        return kept.new_zeros(mask.shape).masked_scatter_(mask, kept), mask
+
+    def dequantize(self, tensors, in_features, dtype):
+        values, mask = self.codes(tensors, in_features)
+        if self.weights is None:
+            return values.to(dtype)
+        dense = {**tensors, "qweight": self.weights.pack(values)}
+        return self.weights.dequantize(dense, in_features, dtype).masked_fill_(~mask, 0)
