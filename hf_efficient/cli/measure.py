@@ -54,7 +54,7 @@ def measure(variant: dict, progress: bool) -> dict:
     plain = {}
     for name, inputs in batches.items():
         speed = _speed(model, inputs, variant, progress)
-        plain[name] = speed.pop("result").sequences
+        plain[name] = speed.pop("result")
         result[name] = {"batch_size": len(plain[name]), **speed}
     result["weight_bytes"] = memory.weight_bytes(model)  # after the first forward: device layouts have been derived
 
@@ -66,7 +66,7 @@ def measure(variant: dict, progress: bool) -> dict:
         if variant.get("assistant"):
             drafting = {"assistant_model": AutoModelForCausalLM.from_pretrained(variant["assistant"], **options)}
         for name, inputs in batches.items():
-            speed = _speed(model, inputs, variant, progress, **drafting)
+            speed = _speed(model, inputs, variant, progress, return_dict_in_generate=True, **drafting)
             output = speed.pop("result")
             same = (output.sequences == plain[name]).all(dim=1)
             result[name]["speculation"] = {
@@ -88,19 +88,10 @@ def _speed(model, inputs: dict, variant: dict, progress: bool, **options) -> dic
 
     def generate(tokens: int):
         cache = {}
-        if (
-            variant["efficient"] and not options
-        ):  # speculation makes a PagedCache of its own, which finished rows leave
+        if variant["efficient"] and not options and model.device.type != "cpu":  # on a CPU generate() brings its own
             cache["past_key_values"] = PagedCache(model.config)
-        return model.generate(
-            **inputs,
-            **options,
-            **cache,
-            do_sample=False,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            return_dict_in_generate=True,
-        )
+        lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        return model.generate(**inputs, **options, **cache, **lengths, do_sample=False)
 
     return latency.generation_speed(
         generate, len(inputs["input_ids"]), variant["new_tokens"], variant["repeats"], progress
