@@ -14,13 +14,14 @@ def generation_speed(
     """Times `generate(n)`, which must produce exactly n new tokens for every one of `batch_size` rows.
 
     One call with n = 1 gives the time to the first token; a call with n = `new_tokens`, less that time, gives the decoded
-    tokens per second, summed over the rows. One uncounted call with few tokens comes first.
+    tokens per second, summed over the rows. One uncounted call of each length comes first: it compiles and records.
 
     Returns:
         `time_to_first_token_s` and `tokens_per_second`, each {median, min, max, runs}, and `result`: what the last long
         call returned.
     """
-    generate(min(4, new_tokens))
+    for tokens in (1, new_tokens):
+        generate(tokens)
     first, speed, result = [], [], None
     for _ in tqdm(range(repeats), desc=f"generate, batch {batch_size}", disable=not progress, leave=False):
         first.append(_timed(generate, 1)[0])
