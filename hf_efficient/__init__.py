@@ -50,6 +50,8 @@ _PUBLIC = {
     "save_as_bitsandbytes": "hf_efficient.integrations.bitsandbytes",
     "export": "hf_efficient.integrations.export",
     "estimate": "hf_efficient.integrations.estimate",
+    "recover": "hf_efficient.integrations.recovery",
+    "KeepMasks": "hf_efficient.integrations.recovery.trainer",
 }
 __all__ = ["__version__", "register", *_PUBLIC]
 

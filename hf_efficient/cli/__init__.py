@@ -32,11 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--repeats", type=int, default=3, help="timed runs; medians are reported (default 3)")
         command.add_argument("--windows", type=int, default=8, help="perplexity windows of 1024 tokens (default 8)")
         command.add_argument("--json", action="store_true", help="print only the report as JSON")
-    from hf_efficient.cli import bench, doctor, estimate, exec, export, push, quantize, train_draft
+    from hf_efficient.cli import bench, doctor, estimate, exec, export, push, quantize, recover, train_draft
 
     quantize.add_arguments(commands.add_parser("quantize", help="compress a model and save it"))
     export.add_arguments(commands.add_parser("export", help="write a compressed model for vLLM, llama.cpp and others"))
     train_draft.add_arguments(commands.add_parser("train-draft", help="train draft heads for speculative generation"))
+    recover.add_arguments(commands.add_parser("recover", help="train a pruned model against the one it was"))
     estimate.add_arguments(
         commands.add_parser("estimate", help="what a model takes in memory and time, from its config")
     )
@@ -52,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
             export.run(options)
         elif options.command == "train-draft":
             train_draft.run(options)
+        elif options.command == "recover":
+            recover.run(options)
         elif options.command == "estimate":
             estimate.run(options)
         elif options.command == "bench":

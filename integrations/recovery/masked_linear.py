@@ -1,0 +1,140 @@
+"""Linear layers while they are trained after pruning: float32 weights whose pruned places stay zero."""
+
+import copy
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_efficient.formats.masked import MaskedFormat
+from hf_efficient.layers import CompressedModule, EfficientLinear
+
+
+_OF_A_QUANTIZED_MODEL = ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained", "push_to_hub")
+
+
+class MaskedLinear(nn.Linear):
+    """Stands for a linear layer while it is trained. Computes in the dtype of its input with a float32 weight [N, K].
+
+    `mask` bool [N, K], True = kept, or None: the weight is 0 elsewhere in every forward and gets no gradient there.
+    """
+
+    def __init__(self, origin: nn.Module):
+        nn.Module.__init__(self)
+        self._origin = (origin,)  # in a tuple it is no submodule
+        self.transposed = isinstance(origin, Conv1D) or getattr(origin, "transposed", False)
+        sparse = isinstance(origin, EfficientLinear)
+        mask = origin.format.mask(origin.canonical(), origin.in_features) if sparse else None
+        weight = origin.dequantized(dtype=torch.float32) if sparse else origin.weight.detach().float()
+        weight = weight.t() if self.transposed and not sparse else weight
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight.contiguous().clone())
+        self.bias = origin.bias
+        self.register_buffer("mask", mask, persistent=False)
+        self.train(origin.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, masked_cast(self.weight, self.mask, x.dtype), self.bias)
+
+    def dtype(self) -> torch.dtype:
+        """Of the weight before and after training."""
+        return self._origin[0].weight.dtype
+
+    @torch.no_grad()
+    def packed(self) -> nn.Module:
+        """The original layer with this weight, rounded to its dtype."""
+        origin = self._origin[0].to(self.weight.device)
+        weight = masked_cast(self.weight, self.mask, self.dtype())
+        if isinstance(origin, EfficientLinear):
+            tensors = origin.format.pack(weight, self.mask)
+            origin.restore_canonical()
+            for name, tensor in tensors.items():
+                origin._parameters[name].data = tensor
+        else:
+            origin.weight.copy_(weight.t() if self.transposed else weight)
+        return origin.train(self.training)
+
+
+def masked_cast(weight: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """weight [N, K] in `dtype`, 0 where mask (bool [N, K] or None) is False; so is its gradient."""
+    return _MaskedCast.apply(weight, mask, dtype)
+
+
+class _MaskedCast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, mask, dtype):
+        ctx.mask, ctx.dtype = mask, weight.dtype
+        cast = weight.to(dtype, copy=True)
+        return cast if mask is None else cast.mul_(mask)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.to(ctx.dtype, copy=True)
+        return gradient if ctx.mask is None else gradient.mul_(ctx.mask), None, None
+
+
+def unpack(model) -> None:
+    """Makes the linear layers of `model` trainable in place: every sparse layer and every plain one becomes a `MaskedLinear`;
+    all other parameters, the output embedding, tied weights and quantized layers are frozen. `pack` undoes it.
+
+    Raises:
+        ValueError: nothing to train, or sparse layers that hold codes.
+    """
+    head = model.get_output_embeddings()
+    shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, CompressedModule):
+            if isinstance(getattr(module, "format", None), MaskedFormat):
+                found[name] = module
+        elif isinstance(module, (nn.Linear, Conv1D)) and module is not head and shared[id(module.weight)] == 1:
+            found[name] = module
+    coded = [n for n, m in found.items() if isinstance(m, EfficientLinear) and m.format.weights is not None]
+    if coded:
+        raise ValueError(
+            f"{len(coded)} sparse layers hold quantized values, for example {coded[:2]}: recover the model with weights=None "
+            "in its SparseConfig, and quantize what comes out"
+        )
+    if any(isinstance(module, MaskedLinear) for module in model.modules()):
+        raise ValueError("the model is being trained already: pack(model) ends that")
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no linear layer to train: all are quantized, tied or outputs")
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.requires_grad_(False)
+    for name, module in found.items():
+        model.set_submodule(name, MaskedLinear(module))
+    state = {key: model.__dict__.pop(key) for key in _OF_A_QUANTIZED_MODEL if key in model.__dict__}
+    model._before_training = state, model.config, learned
+    model.config = copy.copy(model.config)  # a checkpoint in the middle of training is no compressed one
+    model.config.__dict__.pop("quantization_config", None)
+
+
+def pack(model) -> None:
+    """Puts the layers of `unpack` back, with what was trained; masks are the same as before.
+
+    Raises:
+        ValueError: a weight is NaN or infinite; the model stays as it is.
+    """
+    trained = {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
+    broken = [name for name, module in trained.items() if not module.weight.isfinite().all()]
+    if broken:
+        raise ValueError(f"training diverged: {len(broken)} weights are NaN or infinite, for example {broken[:2]}")
+    _restore(model, {name: module.packed() for name, module in trained.items()})
+
+
+def discard(model) -> None:
+    """Puts the layers of `unpack` back as they were before it."""
+    trained = {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
+    _restore(model, {name: module._origin[0].to(module.weight.device) for name, module in trained.items()})
+
+
+def _restore(model, layers: dict[str, nn.Module]) -> None:
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+    state, model.config, learned = model.__dict__.pop("_before_training")
+    model.__dict__.pop("_is_accelerate_prepared", None)  # what Trainer leaves
+    model.__dict__.update(state)
+    for parameter in learned:
+        parameter.requires_grad_(True)
