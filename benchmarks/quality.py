@@ -154,13 +154,14 @@ def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(script: str, description: str, results: Path, rows, write_table) -> None:
+    """Runs `script` for each of its rows; `benchmarks/pruning.py` shares it."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", default=["*"], help="globs of row names")
     parser.add_argument("--tokens")
     parser.add_argument("--calibration-tokens")
     parser.add_argument("--calibration-windows", type=int, default=128)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=results)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--missing", action="store_true", help="only rows that the output does not hold")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -199,7 +200,7 @@ def main() -> None:
         for name in chosen:
             if options.missing and name in done:
                 continue
-            command = [sys.executable, __file__, "--one", name, "--tokens", str(tokens), "--output", str(result)]
+            command = [sys.executable, script, "--one", name, "--tokens", str(tokens), "--output", str(result)]
             if subprocess.run(command).returncode:
                 sys.exit(f"{name} failed")
             row = {"config": rows()[name], "calibration_windows": len(tensors["calibration"]), "texts": digests}
@@ -280,4 +281,4 @@ def write_table(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(__file__, __doc__, RESULTS, rows, write_table)

@@ -12,7 +12,7 @@ from hf_efficient import methods
 from hf_efficient.calibration import refine
 from hf_efficient.calibration.blocks import Block
 from hf_efficient.calibration.model_chains import find_chains
-from hf_efficient.calibration.refine import _FakeQuantize, _mean_loss, _TunedWeight, refine_block
+from hf_efficient.calibration.refine import _FakeQuantize, _TunedWeight, mean_loss, refine_block
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.codebook import CodebookFormat
@@ -45,7 +45,7 @@ def _error(block: Block, targets: list) -> float:
         columns = module.weight.shape[1 if is_linear else 0]
         weight = block.formats[name].dequantize(block.tensors[name], columns, module.weight.dtype)
         module.weight.copy_(weight if is_linear else weight.t())
-    loss = _mean_loss(block, targets)
+    loss = mean_loss(block, targets)
     block.module.load_state_dict(kept)
     return loss
 

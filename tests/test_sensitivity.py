@@ -175,5 +175,5 @@ def test_a_model_without_next_token_logits_is_refused():
     config = BertConfig(
         vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
-    with pytest.raises(ValueError, match="mixed_precision needs a causal language model, not BertModel"):
+    with pytest.raises(ValueError, match="need a causal language model, not BertModel"):
         sensitivities(BertModel(config).eval(), [], TOKENS)

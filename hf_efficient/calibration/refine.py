@@ -56,23 +56,24 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
         bits = min(getattr(block.formats[name], "inner", block.formats[name]).bits for name in tuned)
         epochs = EPOCHS_AT_2_BITS if bits == 2 else EPOCHS
     names = list(block.linears)
+    parameters = [
+        {"params": [weight.codes for weight in tuned.values()], "lr": CODE_RATE},
+        {"params": [weight.log_scale for weight in tuned.values()], "lr": SCALE_RATE},
+    ]
     with replaced_forwards(block.linears.values(), lambda i: forwards[names[i]]):
-        before = _mean_loss(block, targets, tuned.values())
-        _tune(block, targets, list(tuned.values()), epochs, seed)
-        after = _mean_loss(block, targets, tuned.values())
+        before = mean_loss(block, targets, tuned.values())
+        tune(block, targets, parameters, epochs, seed)
+        after = mean_loss(block, targets, tuned.values())
     if after < before:
         block.tensors.update({name: weight.tensors() for name, weight in tuned.items()})
     else:
         logger.warning(f"{block.name}: refinement found nothing better (relative error {before:.3g}), kept as it was")
 
 
-def _tune(block: Block, targets: list[torch.Tensor], weights: list["_TunedWeight"], epochs: float, seed: int) -> None:
+def tune(block: Block, targets: list[torch.Tensor], parameters: list[dict], epochs: float, seed: int) -> None:
+    """Adam on the groups `parameters`, a step a batch."""
     batches = len(targets)
     steps = max(1, round(epochs * batches))
-    parameters = [
-        {"params": [weight.codes for weight in weights], "lr": CODE_RATE},
-        {"params": [weight.log_scale for weight in weights], "lr": SCALE_RATE},
-    ]
     optimizer = torch.optim.Adam(parameters, betas=(0.9, 0.95), fused=True)
     warmup = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -99,7 +100,7 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _mean_loss(block: Block, targets: list[torch.Tensor], weights=()) -> float:
+def mean_loss(block: Block, targets: list[torch.Tensor], weights=()) -> float:
     """weights: those that are rounded once for all batches."""
     rows = [target[..., 0].numel() for target in targets]
     for weight in weights:

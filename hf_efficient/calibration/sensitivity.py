@@ -8,7 +8,7 @@ mean square of input k. Bits then go where they lower the sum over all layers mo
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -54,8 +54,39 @@ def sensitivities(
     """
     modules = {name: model.get_submodule(name) for name in names}
     found = {name: _empty(module) for name, module in modules.items()}
+
+    def add(name: str, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+        found[name].outputs += gradient.float().square().flatten(0, -2).sum(0)
+        found[name].inputs += inputs.float().square().flatten(0, -2).sum(0)
+        found[name].count += inputs[..., 0].numel()
+
+    language_loss_gradients(model, modules, tokens, blocks, add)
+    for name, sensitivity in found.items():
+        if not (sensitivity.outputs.isfinite().all() and sensitivity.inputs.isfinite().all()):
+            raise ValueError(f"{name}: the gradients of the calibration loss are not finite")
+    return found
+
+
+def language_loss_gradients(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    tokens: torch.Tensor,
+    blocks: Iterable[nn.Module],
+    add: Callable[[str, torch.Tensor, torch.Tensor], None],
+) -> None:
+    """The backward pass of `sensitivities`: calls `add(name, inputs [..., K], gradient of the summed loss for the outputs
+    [..., N])` for every call of each of `modules`."""
+
+    def record(name: str):
+        def hook(module, args, output):
+            inputs = args[0].detach()
+            if output.requires_grad:
+                output.register_hook(lambda gradient: add(name, inputs, gradient.detach()))
+
+        return hook
+
     trained = [p for p in model.parameters() if p.requires_grad]
-    hooks = [module.register_forward_hook(_recorder(found[name])) for name, module in modules.items()]
+    hooks = [module.register_forward_hook(record(name)) for name, module in modules.items()]
     hooks.append(model.get_input_embeddings().register_forward_hook(lambda module, args, y: y.requires_grad_()))
     blocks = list(blocks)
     forwards = [block.forward for block in blocks]
@@ -74,10 +105,6 @@ def sensitivities(
             parameter.requires_grad_(True)
         for hook in hooks:
             hook.remove()
-    for name, sensitivity in found.items():
-        if not (sensitivity.outputs.isfinite().all() and sensitivity.inputs.isfinite().all()):
-            raise ValueError(f"{name}: the gradients of the calibration loss are not finite")
-    return found
 
 
 def choose_bits(
@@ -163,27 +190,10 @@ def _empty(module: nn.Module) -> Sensitivity:
     return Sensitivity(inputs, outputs)
 
 
-def _recorder(sensitivity: Sensitivity):
-    """A forward hook that adds a call's inputs, and its gradients when they come."""
-
-    def hook(module, args, output):
-        inputs = args[0].detach()
-
-        def add(gradient):  # also here the inputs: a block that is computed again calls the module twice
-            sensitivity.outputs += gradient.detach().float().square().flatten(0, -2).sum(0)
-            sensitivity.inputs += inputs.float().square().flatten(0, -2).sum(0)
-            sensitivity.count += inputs[..., 0].numel()
-
-        if output.requires_grad:
-            output.register_hook(add)
-
-    return hook
-
-
 def _language_loss(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
     logits = getattr(model(input_ids=window), "logits", None)
     if logits is None or logits.shape[:2] != window.shape:
-        raise ValueError(f"mixed_precision needs a causal language model, not {type(model).__name__}")
+        raise ValueError(f"gradients of the loss need a causal language model, not {type(model).__name__}")
     return nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:].to(logits.device), reduction="sum")
 
 

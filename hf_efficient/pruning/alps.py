@@ -1,0 +1,70 @@
+"""ALPS (https://arxiv.org/abs/2406.07831): the least squared error of the output under a sparsity constraint by ADMM, then
+conjugate gradients for the kept weights alone.
+
+With the columns scaled to a unit diagonal of the Hessian H, the weight W is split into X, which minimises the error, and D,
+which is sparse, and both are drawn together by a multiplier V and a penalty rho that rises; D's support, the largest of
+|X + V / rho|, settles. Then X has its least squares on that support."""
+
+import torch
+
+from hf_efficient.pruning.mask import Sparsity
+
+
+NEEDS = ("hessian",)
+_RHO, _GROWTH, _STEPS, _STEPS_A_RHO = 0.1, 1.3, 30, 3
+_CONJUGATE_STEPS = 10
+
+
+def prune(
+    weight: torch.Tensor, target: Sparsity, inputs=None, damping: float = 0.01, steps: int = _STEPS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [N, K] -> (pruned weight, mask bool [N, K], True = kept).
+
+    Args:
+        inputs: `LinearInputs` with `hessian` float32 [K, K].
+        damping: added to the diagonal of the Hessian, in units of its mean.
+        steps: of ADMM.
+    """
+    hessian = inputs.hessian.to(weight.device).clone()
+    mean = hessian.diagonal().mean()
+    hessian.diagonal().add_(damping * mean if mean > 0 else 1)
+    scale = hessian.diagonal().sqrt()
+    hessian /= scale[:, None] * scale
+    dense = weight.float() * scale
+    mask = _support(dense, hessian, target, steps)
+    pruned = least_squares(dense.where(mask, 0), dense, hessian, mask) / scale
+    return pruned.where(mask, 0).to(weight.dtype), mask
+
+
+def _support(dense: torch.Tensor, hessian: torch.Tensor, target: Sparsity, steps: int) -> torch.Tensor:
+    wanted, mask = dense @ hessian, target.mask(dense.abs())
+    identity = torch.eye(len(hessian), device=hessian.device)
+    sparse, multiplier, rho = dense.where(mask, 0), torch.zeros_like(dense), _RHO
+    for step in range(steps):
+        if step % _STEPS_A_RHO == 0:
+            rho *= _GROWTH if step else 1
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(torch.add(hessian, identity, alpha=rho)))
+        free = (wanted - multiplier).add_(sparse, alpha=rho) @ inverse
+        place = free.add(multiplier, alpha=1 / rho)
+        mask = target.mask(place.abs())
+        sparse = place.where(mask, 0)
+        multiplier.add_(free.sub_(sparse), alpha=rho)
+    return mask
+
+
+def least_squares(
+    start: torch.Tensor, dense: torch.Tensor, hessian: torch.Tensor, mask: torch.Tensor, steps: int = _CONJUGATE_STEPS
+) -> torch.Tensor:
+    """Conjugate gradients from `start` [N, K] for min tr((dense - X) H (dense - X)^T) over X that is zero outside `mask`; the
+    diagonal of `hessian` is 1. No row's error rises."""
+    result = start.clone()
+    residual = ((dense - start) @ hessian).where(mask, 0)
+    direction, norm = residual.clone(), residual.square().sum(1, keepdim=True)
+    for _ in range(steps):
+        image = (direction @ hessian).where(mask, 0)
+        length = norm / (direction * image).sum(1, keepdim=True).clamp_min(torch.finfo(norm.dtype).tiny)
+        result.addcmul_(length, direction)
+        residual.addcmul_(length, image, value=-1)
+        before, norm = norm, residual.square().sum(1, keepdim=True)
+        direction.mul_(norm / before.clamp_min(torch.finfo(norm.dtype).tiny)).add_(residual)
+    return result

@@ -1,0 +1,65 @@
+"""Optimal Brain Surgeon, exact (https://papers.nips.cc/paper/1992/hash/303ed4c69846ab36c2904d3ba8573050-Abstract.html; row
+by row as in https://arxiv.org/abs/2208.11580): one weight at a time is removed, the one whose loss costs the output least
+once all weights left are at their least squares again. For small layers, and the truth that other methods are held to."""
+
+import torch
+
+from hf_efficient.pruning.mask import Sparsity
+
+
+NEEDS = ("hessian",)
+MOST_ELEMENTS = 1 << 27  # of the inverse Hessians of all rows, in float64: 1 GiB
+
+
+def prune(
+    weight: torch.Tensor, target: Sparsity, inputs=None, damping: float = 1e-4
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [N, K] -> (pruned weight, mask bool [N, K], True = kept), computed in float64.
+
+    Args:
+        inputs: `LinearInputs` with `hessian` float32 [K, K].
+        damping: added to the diagonal of the Hessian, in units of its mean.
+
+    Raises:
+        ValueError: the layer is too large (N K^2 above 2^27), or the damped Hessian is not positive definite.
+    """
+    rows, columns = weight.shape
+    if rows * columns**2 > MOST_ELEMENTS:
+        raise ValueError(
+            f"obs is exact and for small layers: a weight [{rows}, {columns}] needs the inverses of {rows} Hessians of "
+            f"{columns}^2, and N K^2 may be at most {MOST_ELEMENTS}; use 'sparsegpt' or 'alps'"
+        )
+    hessian = inputs.hessian.to(weight.device).double()
+    mean = hessian.diagonal().mean()
+    hessian = hessian + (damping * mean if mean > 0 else 1) * torch.eye(columns, device=weight.device)
+    factor, failed = torch.linalg.cholesky_ex(hessian)
+    if failed:
+        raise ValueError("the Hessian of the inputs is not positive definite: raise damping")
+    inverse = torch.cholesky_inverse(factor).repeat(rows, 1, 1)
+    pruned, mask = weight.double().clone(), torch.ones_like(weight, dtype=torch.bool)
+    count, kept = target.competitors(rows, columns)
+    quota = torch.full(
+        (rows * columns // count,), count - kept, device=weight.device
+    )  # still to be removed of each group
+    while quota.any():
+        open = mask & (quota > 0).repeat_interleave(count).view_as(mask)
+        cost = (pruned.square() / inverse.diagonal(dim1=1, dim2=2)).masked_fill_(~open, torch.inf)
+        if target.pattern is None and target.group == "layer":
+            chosen = cost.argmin()[None]
+        else:  # rows do not depend on one another: one weight of each
+            chosen = cost.argmin(1) + torch.arange(rows, device=weight.device) * columns
+        _remove(pruned, inverse, chosen // columns, chosen % columns)
+        mask.view(-1)[chosen] = False
+        quota -= torch.bincount(chosen // count, minlength=len(quota))
+    return pruned.where(mask, 0).to(weight.dtype), mask
+
+
+def _remove(weight: torch.Tensor, inverse: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
+    """Takes the weight `columns[i]` from row `rows[i]`, the others of the row follow: weight [N, K] and the inverses of the
+    Hessians of the columns left, [N, K, K], in place."""
+    line = inverse[rows, columns]
+    pivot = line.gather(1, columns[:, None])
+    weight[rows] -= weight[rows, columns][:, None] / pivot * line
+    inverse[rows] -= (line / pivot)[:, :, None] * line[:, None, :]
+    inverse[rows, columns] = inverse[rows, :, columns] = 0
+    inverse[rows, columns, columns] = 1  # no division by zero; never chosen again

@@ -1,0 +1,38 @@
+"""Gradients of the loss for single weights against autograd, and the methods that prune by them."""
+
+import torch
+
+from hf_efficient.calibration.gradients import gradients
+from hf_efficient.pruning import prune
+from hf_efficient.pruning.mask import Sparsity
+from tests.helpers import assert_close, tiny_model
+
+
+TOKENS = torch.randint(3, 128, (2, 6), generator=torch.Generator().manual_seed(0))
+NAME = "model.layers.0.self_attn.o_proj"
+
+
+def test_against_autograd():
+    model = tiny_model("llama")
+    found = gradients(model, [NAME], TOKENS, model.model.layers)[NAME]
+    module = model.get_submodule(NAME)
+    gradient, fisher = torch.zeros(module.weight.shape), torch.zeros(module.weight.shape)
+    for window in TOKENS:
+        seen = {}
+        hook = module.register_forward_hook(lambda module, args, y, seen=seen: seen.update(inputs=args[0], outputs=y))
+        logits = model(window[None]).logits[0, :-1]
+        hook.remove()
+        loss = torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum")
+        delta, whole = torch.autograd.grad(loss, [seen["outputs"], module.weight])
+        gradient += whole.abs()
+        for row, change in zip(seen["inputs"][0], delta[0]):
+            fisher += torch.outer(change, row).square().detach()
+    reason = "float32 sums in another order"
+    assert_close(found.gradient, gradient, rms=1e-5, maximum=1e-4 * gradient.max().item(), reason=reason)
+    assert_close(found.fisher, fisher, rms=1e-5, maximum=1e-4 * fisher.max().item(), reason=reason)
+
+    weight, target = module.weight.detach(), Sparsity(0.5, group="layer")
+    for method, saliency in (("gradient", weight.abs() * gradient), ("obd", weight.square() * fisher / 2)):
+        pruned, mask = prune(weight, method, target, found)
+        assert saliency[mask].min() >= 0.99 * saliency[~mask].max()  # sums in another order, once more
+        assert torch.equal(pruned, weight * mask) and mask.sum() == weight.numel() // 2
