@@ -46,6 +46,7 @@ _PUBLIC = {
     "SpeculativeGenerationMixin": "hf_efficient.generation.speculative",
     "enable_speculation": "hf_efficient.integrations.transformers_generation",
     "speculative_generate": "hf_efficient.generation.speculative",
+    "prune_structure": "hf_efficient.integrations.structured_pruning",
     "adopt": "hf_efficient.integrations.adopt",
     "save_as_bitsandbytes": "hf_efficient.integrations.bitsandbytes",
     "export": "hf_efficient.integrations.export",

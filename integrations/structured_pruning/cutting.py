@@ -57,16 +57,12 @@ class Cutter:
     """
 
     def __init__(self, anatomy: Anatomy, config, layers: list[int], basis: Basis | None = None, axes=None):
-        self.anatomy, self.layers, self.basis, self.axes, self.model = (
-            anatomy,
-            layers,
-            basis,
-            axes or {},
-            anatomy.model,
-        )
+        self.anatomy, self.layers, self.model = anatomy, layers, anatomy.model
+        self.basis, self.axes = basis, axes or {}
         self.norm_of = norms_before(anatomy, axes) if basis is not None and basis.rotates else {}
         with initialization.no_init_weights():
             small = type(self.model)._from_config(config, dtype=self.model.dtype)
+        small.tie_weights()  # left out with the initial weights
         self.small = small.to(self.model.device).eval().requires_grad_(False)
         if self.model.generation_config is not None:
             self.small.generation_config = self.model.generation_config

@@ -58,49 +58,62 @@ def repair(streams: Streams, layer: int, kept: dict[str, torch.Tensor], stages: 
     """Changes the weights of `layer` in the smaller model. stages: names of linears, together what one tensor feeds."""
     small, anatomy = streams.small_chain.modules[layer], streams.anatomy
     for names in stages:
+        last = names is stages[-1] and anatomy.adds
         sums = {name: Correction() for name in names}
         for batch in range(len(streams.dense)):
-            _, _, given = watched(streams.chain, layer, batch, streams.dense[batch], names)
-            result, inputs, now = watched(streams.small_chain, layer, batch, streams.small[batch], names)
-            wanted = streams.cut(streams.wanted[batch]).to(result.device).float()
+            inputs, now, result = watched(streams.small_chain, layer, batch, streams.small[batch], names, whole=last)
+            device = now[names[0]].device
+            wanted = streams.cut(streams.wanted[batch]).to(device).float()
             weight = 1 / wanted.square().mean(-1).clamp_min(1e-12)  # what norms make of a token
+            given = {} if last else watched(streams.chain, layer, batch, streams.dense[batch], names)[1]
             for name in names:
-                if name not in anatomy.groups:
-                    rows = cut_units(anatomy, f"{name}.bias", torch.arange(given[name].shape[-1]), kept)
-                    error = given[name][..., rows.to(result.device)].float() - now[name].float()
-                elif anatomy.adds and names is stages[-1]:
+                if last:
                     error = wanted - result.float()
-                else:
+                elif name in anatomy.groups:
                     error = streams.cut(given[name]).float() - now[name].float()
                     if anatomy.adds:
                         before = streams.cut(streams.dense[batch]).float() - streams.small[batch].float()
-                        error += before.to(error.device)
+                        error += before.to(device)
+                else:
+                    rows = cut_units(anatomy, f"{name}.bias", torch.arange(given[name].shape[-1]), kept)
+                    error = given[name][..., rows.to(device)].float() - now[name].float()
                 sums[name].update(inputs[name].flatten(0, -2), error.flatten(0, -2), weight.flatten())
         for name in names:
             own = weight_of(small.get_submodule(name))
             own.copy_(own.float() + sums[name].solve())
 
 
-def watched(chain: Chain, layer: int, batch: int, hidden: torch.Tensor, names: list[str]):
-    """The hidden states that a block gives, and inputs and outputs of some of its linears by name."""
-    inputs, outputs = {}, {}
+class _AllSeen(Exception):
+    pass
+
+
+def watched(chain: Chain, layer: int, batch: int, hidden: torch.Tensor, names: list[str], whole: bool = False):
+    """Inputs and outputs of some linears of a block by name, and the hidden states that it gives if it is to run on after
+    the last of them (`whole`)."""
+    inputs, outputs, result = {}, {}, None
 
     def see(name):
         def hook(module, args, output):
             inputs[name], outputs[name] = args[0], output
+            if len(outputs) == len(names) and not whole:
+                raise _AllSeen
 
         return hook
 
     with ExitStack() as stack:
         for name in names:
             stack.callback(chain.modules[layer].get_submodule(name).register_forward_hook(see(name)).remove)
-        return first_tensor(chain.call(layer, batch, hidden)), inputs, outputs
+        try:
+            result = first_tensor(chain.call(layer, batch, hidden))
+        except _AllSeen:
+            pass
+    return inputs, outputs, result
 
 
 def stages_of(streams: Streams) -> list[list[str]]:
     """The linears of a block in the order they are called, together what one tensor feeds."""
     names = streams.anatomy.linears
-    _, inputs, _ = watched(streams.chain, 0, 0, streams.wanted[0], names)
+    inputs, _, _ = watched(streams.chain, 0, 0, streams.wanted[0], names)
     stages: dict[int, list[str]] = {}
     for name in inputs:  # hooks ran in this order, and all inputs are alive
         stages.setdefault(id(inputs[name]), []).append(name)
