@@ -5,11 +5,12 @@ import sys
 
 import pytest
 import torch
-from helpers import assert_close, tiny_model
+from helpers import assert_close, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 import hf_efficient
 from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.cli import main
 from hf_efficient.integrations.structured_pruning.anatomy import examine
 from hf_efficient.pruning.structured import shape
 from hf_efficient.pruning.structured.groups import Groups
@@ -221,3 +222,23 @@ def test_compressed_models_and_unlike_layers_are_refused(tmp_path):
     model.model.layers[1].mlp.down_proj = torch.nn.Linear(80, 64, bias=False)
     with pytest.raises(ValueError, match="model.layers.1 is not like model.layers.0"):
         hf_efficient.prune_structure(model, "l1", remove=0.2)
+
+
+def test_command(tmp_path, capsys):
+    tiny_model("llama").save_pretrained(tmp_path / "dense")
+    tiny_tokenizer().save_pretrained(tmp_path / "dense")
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 20)
+    text = ["--calibration", str(tmp_path / "text.txt"), "--num-samples", "4", "--sequence-length", "32"]
+    base = ["prune-structure", str(tmp_path / "dense"), "--output", str(tmp_path / "small")]
+    for arguments, message in (
+        ([], "method='llm_pruner': it must be a share in [0, 1)"),
+        (["--remove", "0.2"], "give calibration"),
+        (["--remove", "0.2", "--num-samples", "4"], "--num-samples describes calibration text"),
+        (["--layers", "3", *text], "num_hidden_layers=3 is not supported"),
+    ):
+        assert main([*base, *arguments]) == 1
+        assert message in capsys.readouterr().err
+    assert main([*base, "--layers", "1", "--heads", "2", *text]) == 0
+    assert "million parameters" in capsys.readouterr().out
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "small").config
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (1, 2, 1)

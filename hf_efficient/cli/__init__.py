@@ -32,9 +32,23 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--repeats", type=int, default=3, help="timed runs; medians are reported (default 3)")
         command.add_argument("--windows", type=int, default=8, help="perplexity windows of 1024 tokens (default 8)")
         command.add_argument("--json", action="store_true", help="print only the report as JSON")
-    from hf_efficient.cli import bench, doctor, estimate, exec, export, push, quantize, recover, train_draft
+    from hf_efficient.cli import (
+        bench,
+        doctor,
+        estimate,
+        exec,
+        export,
+        prune_structure,
+        push,
+        quantize,
+        recover,
+        train_draft,
+    )
 
     quantize.add_arguments(commands.add_parser("quantize", help="compress a model and save it"))
+    prune_structure.add_arguments(
+        commands.add_parser("prune-structure", help="make a smaller model of the same class and save it")
+    )
     export.add_arguments(commands.add_parser("export", help="write a compressed model for vLLM, llama.cpp and others"))
     train_draft.add_arguments(commands.add_parser("train-draft", help="train draft heads for speculative generation"))
     recover.add_arguments(commands.add_parser("recover", help="train a pruned model against the one it was"))
@@ -49,6 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "quantize":
             quantize.run(options)
+        elif options.command == "prune-structure":
+            prune_structure.run(options)
         elif options.command == "export":
             export.run(options)
         elif options.command == "train-draft":

@@ -41,7 +41,7 @@ def prune_structure(
         ValueError: arguments that are not allowed, a model that is not supported, a shape that it cannot have, too little
             text; before anything is computed where it shows.
     """
-    _check(method, remove, shape, calibration, repair)
+    check_arguments(method, remove, shape, calibration, repair)
     repairs = calibration is not None if repair is None else repair
     if calibration is None:
         batches = [{"input_ids": torch.arange(16)[None] % model.get_input_embeddings().num_embeddings}]
@@ -77,7 +77,8 @@ def _prune(
     return cutter.small
 
 
-def _check(method: str, remove, shape, calibration, repair) -> None:
+def check_arguments(method: str, remove=None, shape=None, calibration=None, repair=None) -> None:
+    """Raises ValueError for arguments of `prune_structure` that no model can have."""
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not supported: it must be one of {METHODS}")
     if method == "shape":

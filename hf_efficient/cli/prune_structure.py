@@ -1,0 +1,85 @@
+"""`hf-efficient prune-structure`: makes a smaller model of the same class and saves it for plain transformers."""
+
+import argparse
+import time
+from pathlib import Path
+
+
+SHAPE = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "key-value-heads": "num_key_value_heads",
+    "intermediate-size": "intermediate_size",
+    "hidden-size": "hidden_size",
+}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `hf-efficient prune-structure`."""
+    command.add_argument("model", help="Hub id or local folder")
+    command.add_argument("--output", required=True, help="folder to write; must not exist or be empty")
+    command.add_argument(
+        "--method", help="l1, llm_pruner, slicegpt or shape (default llm_pruner, shape where a size is given)"
+    )
+    command.add_argument("--remove", type=float, help="share of the parameters to remove, for example 0.2")
+    for flag, field in SHAPE.items():
+        command.add_argument(f"--{flag}", type=int, dest=field, help=f"{field} that shall be left (method shape)")
+    command.add_argument("--calibration", help="text: a .txt or .jsonl file, or a Hub dataset id")
+    command.add_argument("--num-samples", type=int, help="windows of calibration text (default 128)")
+    command.add_argument("--sequence-length", type=int, help="tokens of a window (default 512)")
+    command.add_argument(
+        "--no-repair", action="store_true", help="do not solve the remaining weights anew by least squares"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Loads, prunes and saves.
+
+    Raises:
+        ValueError: for arguments that are not allowed, before the model is loaded where they show.
+    """
+    output = Path(options.output)
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        raise ValueError(f"--output {output} exists already: give a new or an empty folder")
+    if Path(options.model).exists() and not (Path(options.model) / "config.json").is_file():
+        raise ValueError(f"{options.model}: the folder holds no config.json")
+    shape = {field: getattr(options, field) for field in SHAPE.values() if getattr(options, field) is not None}
+    given = {"num_samples": options.num_samples, "sequence_length": options.sequence_length}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and options.calibration is None:
+        raise ValueError(
+            f"--{next(iter(given)).replace('_', '-')} describes calibration text: give it with --calibration"
+        )
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import hf_efficient
+    from hf_efficient.integrations.beside import new_folder
+    from hf_efficient.integrations.structured_pruning import check_arguments
+
+    text = options.calibration
+    arguments = {
+        "method": options.method or ("shape" if shape else "llm_pruner"),
+        "remove": options.remove,
+        "shape": shape or None,
+        "calibration": None if text is None else hf_efficient.CalibrationConfig(dataset=text, **given),
+        "repair": False if options.no_repair else None,
+    }
+    check_arguments(**arguments)
+    start = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError):  # a model without a tokenizer
+        if text is not None:
+            raise
+        tokenizer = None
+        print("no tokenizer was found beside the model")
+    small = hf_efficient.prune_structure(model, tokenizer=tokenizer, **arguments)
+    with new_folder(output) as aside:
+        small.save_pretrained(aside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+    millions = [each.num_parameters() / 1e6 for each in (model, small)]
+    seconds = time.perf_counter() - start
+    print(f"{output}: {millions[1]:.1f} of {millions[0]:.1f} million parameters, made in {seconds:.0f} s")
