@@ -7,6 +7,9 @@ import torch
 from hf_efficient.formats.affine import AffineFormat
 from hf_efficient.formats.base import Format
 from hf_efficient.kernels.codes import packed_width
+from hf_efficient.kernels.cpu_sparse import SparseLinear
+from hf_efficient.kernels.expanded_linear import DenseLinear, RestoredLinear
+from hf_efficient.kernels.linear import expand_groups
 
 
 @dataclass(frozen=True)
@@ -95,3 +98,42 @@ class MaskedFormat(Format):
             return values.to(dtype)
         dense = {**tensors, "qweight": self.weights.pack(values)}
         return self.weights.dequantize(dense, in_features, dtype).masked_fill_(~mask, 0)
+
+    def layout(self, tensors, in_features, dtype):
+        """What multiplies the kept weights as they are, where the device has it. Otherwise a dense weight in memory, with the
+        time of the weight before pruning: codes as `weights` lays them out, 16-bit weights in their dtype."""
+        values, mask = self.codes(tensors, in_features)
+        if layout := self.device_layout(tensors, values, mask, dtype):
+            return layout
+        own_mask, kept_shape = {self.mask_name: tensors[self.mask_name]}, self.kept_shape(*mask.shape)
+        if self.weights is None:
+            exact = values.dtype is dtype
+
+            def kept():
+                return values[self.mask(own_mask, in_features)].view(kept_shape)
+
+            return DenseLinear(values.to(dtype), kept if exact else None)
+        layout = self._dense_codes_layout(tensors, values, mask, in_features, dtype)
+        if layout is None:
+            return DenseLinear(self.dequantize(tensors, in_features, dtype))
+
+        def restore(layout):
+            codes = self.weights.unpack(layout.qweight(), in_features)
+            return self.weights.pack(codes[self.mask(own_mask, in_features)].view(kept_shape))
+
+        return RestoredLinear(layout, restore)
+
+    def device_layout(self, tensors, values, mask, dtype):
+        """The layout of values or codes [N, K] and their mask that reads the kept ones only; None: there is none."""
+        return SparseLinear.pack(values, mask, tensors["qweight"].shape) if values.dtype is dtype else None
+
+    def _dense_codes_layout(self, tensors, codes, mask, in_features, dtype):
+        """That of `weights`, with the code of 0 where nothing is kept; None where there is no such code or layout."""
+        zero = tensors.get("zero_point")
+        if zero is not None and zero.is_floating_point():
+            return None
+        middle = codes.new_full((), 2 ** (self.weights.bits - 1))
+        zero = middle if zero is None else expand_groups(zero, self.weights.group_size, in_features)
+        dense = {**tensors, "qweight": self.weights.pack(torch.where(mask, codes, zero))}
+        layout = self.weights.layout(dense, in_features, dtype)
+        return layout if layout.replaces_qweight else None

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats.masked import MaskedFormat
+from hf_efficient.kernels.expanded_linear import RestoredLinear
+from hf_efficient.kernels.sparse24_linear import Sparse24TritonLinear
 
 
 _GROUPS = 3  # of four columns in a byte: 6^3 = 216
@@ -53,3 +55,20 @@ class Sparse24Format(MaskedFormat):
         pairs = torch.tensor([[place in pair for place in range(4)] for pair in _PAIRS], device=places.device)
         digits = torch.stack([places // 6**place % 6 for place in range(_GROUPS)], -1)
         return pairs[digits.long()].flatten(-3)[..., :in_features]
+
+    def device_layout(self, tensors, values, mask, dtype):
+        """On a GPU the 2:4 product of the kernels, for 16-bit weights and for 4-bit codes in groups that they know."""
+        if not values.is_cuda:
+            return super().device_layout(tensors, values, mask, dtype)
+        return self.triton_layout(tensors, values, mask, dtype)
+
+    def triton_layout(self, tensors, values, mask, dtype) -> RestoredLinear | None:
+        """What a GPU computes with; None where the kernels do not serve it."""
+        if self.weights is None:
+            layout = Sparse24TritonLinear.pack(values, mask, dtype=dtype)
+            return layout and RestoredLinear(layout, Sparse24TritonLinear.kept)
+        scale, zero = tensors["scale"], tensors.get("zero_point")
+        if self.weights.bits != 4 or (zero is not None and zero.is_floating_point()):
+            return None
+        layout = Sparse24TritonLinear.pack(values, mask, scale, zero, self.weights.group_size, dtype=dtype)
+        return layout and RestoredLinear(layout, lambda layout: self.weights.pack(layout.kept()))

@@ -141,43 +141,11 @@ def _is_observed(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
     )
 
 
-class CompiledLinear:
-    """A weight [N, K] in the layout of the C++ kernels; `packed`, `scale`, `zero_point` in the forms this file tells.
-    rounds_inputs: those of bfloat16 are rounded to int8, with a scale for at most 64 columns of a row."""
+class CompiledLayout:
+    """A weight [N, K] that a C++ function multiplies: a subclass sets `function`, the `address` of the structure that it
+    reads, in_features, out_features and dtype, and has `op`, the product as an operator of torch."""
 
     replaces_qweight = True
-
-    def __init__(
-        self, packed, scale, zero_point, stored, group, out_features, in_features, rounds_inputs, bits, dtype
-    ):
-        self.packed, self.scale, self.zero_point = packed, scale, zero_point
-        self.layout = stored, group, out_features, in_features
-        self.rounds_inputs = rounds_inputs
-        self.out_features, self.in_features, self.bits, self.dtype = out_features, in_features, bits, dtype
-        self.kernel = kernel(stored)
-        layout = group, out_features, in_features, rounds_inputs
-        self.weight, self.address = weight_structure(packed, scale, zero_point, *layout)
-        self.tensors = {"packed": packed, "packed_scale": scale}
-        if zero_point is not None:
-            self.tensors["packed_zero"] = zero_point
-
-    @classmethod
-    def pack(
-        cls, qweight, scale, zero_point, bits, group_size, in_features, dtype, rounds_inputs=False
-    ) -> "CompiledLinear | None":
-        """From canonical tensors; None where the kernels do not serve them or are not to be had."""
-        out_features, groups = qweight.shape[0], scale.shape[1]
-        stored = stored_bits(bits, groups, group_size)
-        if dtype not in DTYPES or stored is None or kernel(stored) is None:
-            return None
-        if zero_point is None and stored != bits:
-            zero_point = qweight.new_full(scale.shape, 2 ** (bits - 1))
-        packed = pack_lines(unpack_codes(qweight, bits, in_features), stored)
-        scale = _blocks(scale if scale.dtype is torch.bfloat16 else scale.float(), out_features)
-        zero_point = None if zero_point is None else _blocks(zero_point, out_features)
-        group = in_features if groups == 1 else group_size
-        layout = stored, group, out_features, in_features
-        return cls(packed, scale, zero_point, *layout, rounds_inputs, bits, dtype)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if (
@@ -185,8 +153,7 @@ class CompiledLinear:
             or _is_observed(x, bias)
             or (torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad))
         ):
-            tensors = x, self.packed, self.scale, self.zero_point, bias
-            return torch.ops.hf_efficient.cpu_linear(*tensors, *self.layout, self.rounds_inputs)
+            return self.op(x, bias)
         return self.product(x, bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -212,8 +179,49 @@ class CompiledLinear:
         y = x.new_empty(*x.shape[:-1], self.out_features)
         product = Product(self.address, None if bias is None else bias.data_ptr(), y.data_ptr())
         rows, is_float = x.numel() // self.in_features, x.dtype is torch.float32
-        self.kernel.linear(ctypes.addressof(product), 1, x.data_ptr(), rows, is_float)
+        self.function(ctypes.addressof(product), 1, x.data_ptr(), rows, is_float)
         return y
+
+
+class CompiledLinear(CompiledLayout):
+    """A weight [N, K] in the layout of the C++ kernels; `packed`, `scale`, `zero_point` in the forms this file tells.
+    rounds_inputs: those of bfloat16 are rounded to int8, with a scale for at most 64 columns of a row."""
+
+    def __init__(
+        self, packed, scale, zero_point, stored, group, out_features, in_features, rounds_inputs, bits, dtype
+    ):
+        self.packed, self.scale, self.zero_point = packed, scale, zero_point
+        self.layout = stored, group, out_features, in_features
+        self.rounds_inputs = rounds_inputs
+        self.out_features, self.in_features, self.bits, self.dtype = out_features, in_features, bits, dtype
+        self.function = kernel(stored).linear
+        layout = group, out_features, in_features, rounds_inputs
+        self.weight, self.address = weight_structure(packed, scale, zero_point, *layout)
+        self.tensors = {"packed": packed, "packed_scale": scale}
+        if zero_point is not None:
+            self.tensors["packed_zero"] = zero_point
+
+    @classmethod
+    def pack(
+        cls, qweight, scale, zero_point, bits, group_size, in_features, dtype, rounds_inputs=False
+    ) -> "CompiledLinear | None":
+        """From canonical tensors; None where the kernels do not serve them or are not to be had."""
+        out_features, groups = qweight.shape[0], scale.shape[1]
+        stored = stored_bits(bits, groups, group_size)
+        if dtype not in DTYPES or stored is None or kernel(stored) is None:
+            return None
+        if zero_point is None and stored != bits:
+            zero_point = qweight.new_full(scale.shape, 2 ** (bits - 1))
+        packed = pack_lines(unpack_codes(qweight, bits, in_features), stored)
+        scale = _blocks(scale if scale.dtype is torch.bfloat16 else scale.float(), out_features)
+        zero_point = None if zero_point is None else _blocks(zero_point, out_features)
+        group = in_features if groups == 1 else group_size
+        layout = stored, group, out_features, in_features
+        return cls(packed, scale, zero_point, *layout, rounds_inputs, bits, dtype)
+
+    def op(self, x, bias):
+        tensors = x, self.packed, self.scale, self.zero_point, bias
+        return torch.ops.hf_efficient.cpu_linear(*tensors, *self.layout, self.rounds_inputs)
 
     def dequantize(self) -> torch.Tensor:
         """The weight [N, K]."""
@@ -229,7 +237,9 @@ class CompiledLinear:
         for first in range(0, blocks, step):
             rows = weight[first * LANES : (first + step) * LANES]
             tile = self.packed.new_empty(self.in_features, len(rows), dtype=torch.float32)
-            self.kernel.dequantize(self.address, first, min(blocks, first + step), tile.data_ptr(), len(rows))
+            kernel(self.layout[0]).dequantize(
+                self.address, first, min(blocks, first + step), tile.data_ptr(), len(rows)
+            )
             rows.copy_(tile.t())
         return weight
 

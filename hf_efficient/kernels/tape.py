@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from hf_efficient.kernels import attention_cpu_compiled as pages
-from hf_efficient.kernels import cpu_build, cpu_linear, tape_fusion
+from hf_efficient.kernels import cpu_build, cpu_linear, cpu_sparse, tape_fusion
 from hf_efficient.kernels.tape_fusion import OPS, Instruction, Operand
 
 
@@ -181,6 +181,8 @@ class Tape(TorchDispatchMode):
         y = tensors[0]
         if packet is torch.ops.hf_efficient.cpu_linear:
             instruction = self._linear(y, *args)
+        elif packet is torch.ops.hf_efficient.cpu_sparse_linear:
+            instruction = self._sparse(y, *args)
         elif packet is aten.embedding and all(x.is_contiguous() for x in (y, *args[:2])):
             instruction = self._rows(y, *args[:2])
         elif packet in (aten.mm, aten.addmm):
@@ -278,17 +280,29 @@ class Tape(TorchDispatchMode):
         return instruction.noting(y, [x, weight, bias])
 
     def _linear(self, y, x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
+        layout = group, out_features, in_features, rounds_inputs
+        weight = cpu_linear.weight_structure(packed, scale, zero_point, *layout)
+        kind = bits, group, rounds_inputs
+        return self._product(y, x, bias, weight, cpu_linear.kernel(bits).linear, kind, [packed, scale, zero_point])
+
+    def _sparse(self, y, x, values, masks, starts, bias, *layout):
+        weight = cpu_sparse.weight_structure(values, masks, starts, *layout)
+        return self._product(y, x, bias, weight, cpu_sparse.function(), ("sparse",), [values, masks, starts])
+
+    def _product(self, y, x, bias, weight, function, kind, tensors):
+        """One of packed weights; weight: its structure and the address of that."""
         if not x.is_contiguous() or not y.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16):
             return None
-        layout = group, out_features, in_features, rounds_inputs
-        weight, address = cpu_linear.weight_structure(packed, scale, zero_point, *layout)
-        product = cpu_linear.Product(address, None if bias is None else bias.data_ptr(), y.data_ptr())
-        self._kept.append(weight)
-        instruction = Instruction(OPS["LINEAR"], _sizes((x.numel() // in_features, 1)))
+        if bias is not None and (bias.dtype is not x.dtype or not bias.is_contiguous()):
+            return None
+        structure, address = weight
+        self._kept.append(structure)
+        instruction = Instruction(OPS["LINEAR"], _sizes((x.numel() // x.shape[-1], 1)))
         instruction.a.data, instruction.a.type = x.data_ptr(), _TYPES[x.dtype]
-        instruction.linear = ctypes.cast(cpu_linear.kernel(bits).linear, ctypes.c_void_p).value
-        instruction.products, instruction.kind = [product], (x.data_ptr(), x.shape, bits, group, rounds_inputs)
-        return instruction.noting(y, [x, packed, scale, zero_point, bias])
+        instruction.linear = ctypes.cast(function, ctypes.c_void_p).value
+        instruction.products = [cpu_linear.Product(address, None if bias is None else bias.data_ptr(), y.data_ptr())]
+        instruction.kind = x.data_ptr(), x.shape, *kind
+        return instruction.noting(y, [x, *tensors, bias])
 
 
 def _signature(func) -> list[tuple[str, str]]:

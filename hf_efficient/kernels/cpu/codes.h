@@ -2,7 +2,7 @@
 // columns. hf_efficient/kernels/cpu_linear.py packs them.
 
 #pragma once
-#include "vectors.h"
+#include "products.h"
 
 constexpr int SEGMENT = 512;  // columns summed before their scaled sum is added to the total: bounds the rounding error
 
@@ -114,20 +114,6 @@ struct Matrix : Weight {
     bool has_offsets() const { return zero || BITS == 8; }
 };
 
-constexpr int MOST_PRODUCTS = 4;  // with one x
-
-// Calls body(index of the weight, block) for every `step`-th block of `count` weights, from all threads.
-template <class F> static INLINE void for_blocks(const Matrix *w, int count, int step, F body) {
-    int64_t first[MOST_PRODUCTS + 1] = {};
-    for (int i = 0; i < count; i++) first[i + 1] = first[i] + ceil_div(w[i].blocks, step);
-    parallel(first[count], [&](int64_t unit, int64_t end) {
-        for (int i = 0; unit < end; unit++) {
-            while (unit >= first[i + 1]) i++;
-            body(i, (unit - first[i]) * step);
-        }
-    });
-}
-
 // Calls body(segment, group, first step, last step + 1) for all segments of at most LENGTH columns.
 template <int LENGTH = SEGMENT, class F> static INLINE void for_segments(const Matrix &w, F body) {
     constexpr int COLUMNS = Codes::COLUMNS;
@@ -138,3 +124,26 @@ template <int LENGTH = SEGMENT, class F> static INLINE void for_segments(const M
             body(segment++, g, step, std::min(step + LENGTH / COLUMNS, end));
     }
 }
+
+#if BF16_DOT
+// For many_rows.h.
+static void dequantize_tile(const Matrix &w, int64_t block, int blocks, int64_t first, int64_t last, __m512i *tile) {
+    alignas(64) uint16_t order[32];
+    for (int i = 0; i < 16; i++) order[2 * i] = i, order[2 * i + 1] = 16 + i;
+    const __m512i interleave = _mm512_load_si512(order);
+    for (int b = 0; b < blocks; b++)
+        for_segments(w, [&](int64_t, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
+            const Floats scale = w.scales(block + b, g), offset = w.offsets(block + b, g);
+            for (step = std::max(step, first), end = std::min(end, last); step < end; step++) {
+                Floats values[Codes::COLUMNS];
+                w.codes.decode(w.line(block + b, step), values);
+                __m512i *to = tile + (step - first) * Codes::PAIRS * blocks + b;
+#pragma GCC unroll 16
+                for (int j = 0; j < Codes::PAIRS; j++) {
+                    const Floats even = (values[2 * j] + offset) * scale, odd = (values[2 * j + 1] + offset) * scale;
+                    to[j * blocks] = _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+                }
+            }
+        });
+}
+#endif

@@ -6,20 +6,6 @@
 
 constexpr int FEW_ROWS = 32;  // of bfloat16, measured on Zen 5; float has no faster product than that of few rows
 
-// Rows of x as To with `width` columns, zeros at the end.
-template <class From, class To> static To *padded(const From *x, int64_t rows, int64_t columns, int64_t width) {
-    static thread_local Buffer inputs;
-    To *copy = inputs.get<To>(rows * width);
-    for (int64_t row = 0; row < rows; row++, x += columns, copy += width) {
-        for (int64_t i = 0; i < columns; i++) {
-            if constexpr (sizeof(From) == sizeof(To)) copy[i] = x[i];
-            else copy[i] = bfloat16_value(x[i]);
-        }
-        for (int64_t i = columns; i < width; i++) copy[i] = 0;
-    }
-    return copy - rows * width;
-}
-
 struct Product {  // cpu_linear.py has the same
     const Weight *weight;
     const void *bias;  // [out_features], or null

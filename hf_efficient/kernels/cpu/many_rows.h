@@ -1,7 +1,6 @@
 // Many rows of x, bound by arithmetic: tiles of W as bfloat16 that stay in the second-level cache.
 
 #pragma once
-#include "codes.h"
 #include "output.h"
 #include "tile_product.h"
 
@@ -9,28 +8,9 @@ constexpr int TILE_COLUMNS = 4096;  // of W: 512 KB
 constexpr int ROWS_A_UNIT = 1024;   // of x that stay in the third-level cache
 
 #if BF16_DOT
-// tile[pair][BLOCKS][16] <- bfloat16 pairs of BLOCKS blocks of W, columns of steps [first, last)
-static void dequantize_tile(const Matrix &w, int64_t block, int blocks, int64_t first, int64_t last, __m512i *tile) {
-    alignas(64) uint16_t order[32];
-    for (int i = 0; i < 16; i++) order[2 * i] = i, order[2 * i + 1] = 16 + i;
-    const __m512i interleave = _mm512_load_si512(order);
-    for (int b = 0; b < blocks; b++)
-        for_segments(w, [&](int64_t, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
-            const Floats scale = w.scales(block + b, g), offset = w.offsets(block + b, g);
-            for (step = std::max(step, first), end = std::min(end, last); step < end; step++) {
-                Floats values[Codes::COLUMNS];
-                w.codes.decode(w.line(block + b, step), values);
-                __m512i *to = tile + (step - first) * Codes::PAIRS * blocks + b;
-#pragma GCC unroll 16
-                for (int j = 0; j < Codes::PAIRS; j++) {
-                    const Floats even = (values[2 * j] + offset) * scale, odd = (values[2 * j + 1] + offset) * scale;
-                    to[j * blocks] = _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
-                }
-            }
-        });
-}
-
-static void many(const Matrix &w, const uint32_t *x, int64_t ld, int64_t rows, const Output &out) {
+// W: a weight with blocks, steps of COLUMNS columns, and a `dequantize_tile`: tile[pair][blocks][16] <- bfloat16 pairs of
+// `blocks` blocks from `block` on, columns of steps [first, last)
+template <class W> static void many(const W &w, const uint32_t *x, int64_t ld, int64_t rows, const Output &out) {
     const int64_t tiles = ceil_div(w.blocks, TILE_BLOCKS);
     int64_t units = ceil_div(rows, ROWS_A_UNIT);  // of rows
     if (tiles * units % omp_get_max_threads()) units *= omp_get_max_threads();

@@ -46,25 +46,29 @@ def _pack_places(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return (nibbles[..., :16] | nibbles[..., 16:] << 4).contiguous()
 
 
-def pack_sparse24(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float16 or bfloat16 (or float32) weight [N, K] -> (values16, places).
+def pack_sparse24(weight: torch.Tensor, kept: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A float16 or bfloat16 (or float32) weight [N, K] -> (values16, places). kept: bool alike, what is stored; by default
+    what is not zero.
 
-    Raises ValueError where more than two of four neighbours are not zero, naming the first such place."""
+    Raises ValueError where more than two of four neighbours are stored, naming the first such place."""
     if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"the weight has dtype {weight.dtype}: allowed is float16, bfloat16 or float32")
-    _check(weight, weight != 0)
+    kept = weight != 0 if kept is None else kept
+    _check(weight, kept)
     tiles = _tiles(weight)
-    first, second = _kept_places(tiles != 0)
+    first, second = _kept_places(_tiles(kept.to(torch.uint8)) != 0)
     values = [tiles.gather(-1, place[..., None])[..., 0] for place in (first, second)]
     return torch.stack(values, 2), _pack_places(first, second)
 
 
-def pack_sparse24_codes(codes: torch.Tensor, zero: torch.Tensor | int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 codes 0 to 15 [N, K], and the code of a zero weight (a number, or uint8 [N, K]) -> (values4, places).
-    Errors as `pack_sparse24`."""
+def pack_sparse24_codes(
+    codes: torch.Tensor, zero: torch.Tensor | int = 8, kept: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 codes 0 to 15 [N, K] -> (values4, places). kept: bool alike, what is stored; by default what is not `zero`, the
+    code of a zero weight (a number, or uint8 [N, K]). Errors as `pack_sparse24`."""
     if codes.dtype != torch.uint8 or bool((codes > 15).any()):
         raise TypeError(f"codes is {codes.dtype}: allowed is torch.uint8 with values up to 15")
-    kept = codes != zero
+    kept = codes != zero if kept is None else kept
     _check(codes, kept)
     tiles = _tiles(codes)
     first, second = _kept_places(_tiles(kept.to(torch.uint8)) != 0)

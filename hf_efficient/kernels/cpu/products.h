@@ -1,0 +1,32 @@
+// What products of several weights with one x share.
+
+#pragma once
+#include "vectors.h"
+
+constexpr int MOST_PRODUCTS = 4;  // with one x
+
+// Calls body(index of the weight, block) for every `step`-th block of `count` weights, from all threads.
+template <class W, class F> static INLINE void for_blocks(const W *w, int count, int step, F body) {
+    int64_t first[MOST_PRODUCTS + 1] = {};
+    for (int i = 0; i < count; i++) first[i + 1] = first[i] + ceil_div(w[i].blocks, step);
+    parallel(first[count], [&](int64_t unit, int64_t end) {
+        for (int i = 0; unit < end; unit++) {
+            while (unit >= first[i + 1]) i++;
+            body(i, (unit - first[i]) * step);
+        }
+    });
+}
+
+// Rows of x as To with `width` columns, zeros at the end.
+template <class From, class To> static To *padded(const From *x, int64_t rows, int64_t columns, int64_t width) {
+    static thread_local Buffer inputs;
+    To *copy = inputs.get<To>(rows * width);
+    for (int64_t row = 0; row < rows; row++, x += columns, copy += width) {
+        for (int64_t i = 0; i < columns; i++) {
+            if constexpr (sizeof(From) == sizeof(To)) copy[i] = x[i];
+            else copy[i] = bfloat16_value(x[i]);
+        }
+        for (int64_t i = columns; i < width; i++) copy[i] = 0;
+    }
+    return copy - rows * width;
+}

@@ -1,0 +1,114 @@
+// Weights of bfloat16 of which only some are stored, in the order in which they are read: bands of 4 rows, in a band steps
+// of 32 columns, in a step row after row. A bit for each weight says which are there.
+
+#pragma once
+#include "dense.h"
+#include "output.h"
+#include "products.h"
+#include "transpose.h"
+
+constexpr int BAND = 4;              // rows
+constexpr int BANDS = LANES / BAND;  // of a block
+constexpr int AT_ONCE = 4;           // rows of x that share one expansion
+constexpr int AHEAD = 4096;          // values, what is fetched before it is needed
+
+struct SparseWeight {  // cpu_sparse.py has the same
+    const uint16_t *values;
+    const uint32_t *masks;  // [bands, steps, BAND]: bit i of a word is column i of a step
+    const int64_t *starts;  // [bands + 1]: where a band begins among the values
+    int64_t out_features, in_features;
+};
+
+struct Sparse : SparseWeight {
+    static constexpr int COLUMNS = 32;  // of a step
+    int64_t blocks, steps, width;       // blocks of 16 rows; width: columns with the padding
+
+    Sparse() = default;
+    explicit Sparse(const SparseWeight &weight) : SparseWeight(weight) {
+        blocks = ceil_div(out_features, LANES);
+        steps = ceil_div(in_features, COLUMNS);
+        width = steps * COLUMNS;
+    }
+    INLINE const uint32_t *band_masks(int64_t band) const { return masks + band * steps * BAND; }
+    // whether what is loaded for this band may lie behind the last value
+    INLINE bool is_near_end(int64_t band) const { return starts[band + 1] + COLUMNS > starts[blocks * BANDS]; }
+};
+
+// The stored values of a row's step at their columns; `from` moves on. NEAR_END: nothing behind them may be read.
+template <bool NEAR_END> static INLINE __m512i expanded(const uint16_t *&from, uint32_t mask) {
+    const int count = __builtin_popcount(mask);
+    const __m512i values = NEAR_END ? _mm512_maskz_loadu_epi16(bits_below(count), from) : _mm512_loadu_si512(from);
+    from += count;
+    __m512i zeros = _mm512_setzero_si512();  // with a zeroing mask an expansion waits for the one before (Zen 5): 1.7 ns, not 0.6
+    asm("" : "+v"(zeros));
+    return _mm512_mask_expand_epi16(zeros, mask, values);
+}
+
+// sums[m][j] <- x[m] . w[BAND * band + j] lane by lane, for M rows of x
+template <int M, bool NEAR_END>
+static INLINE void few_rows(const Sparse &w, int64_t band, const uint16_t *x, Floats (*sums)[LANES]) {
+    const uint16_t *from = w.values + w.starts[band];
+    const uint32_t *masks = w.band_masks(band);
+    Floats sum[M][BAND] = {};
+    for (int64_t step = 0; step < w.steps; step++, masks += BAND, x += w.COLUMNS) {
+        __m512bh at[M];
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) at[m] = (__m512bh)_mm512_loadu_si512(x + m * w.width);
+        __builtin_prefetch(masks + AHEAD / 16);
+#pragma GCC unroll 4
+        for (int j = 0; j < BAND; j++) {
+            __builtin_prefetch(from + AHEAD);
+            const __m512bh weights = (__m512bh)expanded<NEAR_END>(from, masks[j]);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++) sum[m][j] = (Floats)_mm512_dpbf16_ps((__m512)sum[m][j], weights, at[m]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int j = 0; j < BAND; j++) sums[m][j] = sum[m][j];
+}
+
+template <int M> static void few_rows_of_block(const Sparse &w, int64_t block, const uint16_t *x, int64_t row, const Output &out) {
+    Floats sums[M][LANES];
+    for (int64_t i = 0; i < BANDS; i++) {
+        const int64_t band = block * BANDS + i;
+        Floats(*to)[LANES] = (Floats(*)[LANES])(sums[0] + BAND * i);
+        if (w.is_near_end(band)) few_rows<M, true>(w, band, x + row * w.width, to);
+        else few_rows<M, false>(w, band, x + row * w.width, to);
+    }
+    for (int m = 0; m < M; m++) out.store(row + m, block * LANES, sums_of_lanes(sums[m]));
+}
+
+// Few rows of x [rows, width], for `count` weights of the same width.
+static void few(const Sparse *w, const Output *out, int count, const uint16_t *x, int64_t rows) {
+    for_blocks(w, count, 1, [&](int i, int64_t block) {
+        int64_t row = 0;
+        for (; rows - row >= AT_ONCE; row += AT_ONCE) few_rows_of_block<AT_ONCE>(w[i], block, x, row, out[i]);
+        if (rows - row >= 2) few_rows_of_block<2>(w[i], block, x, row, out[i]), row += 2;
+        if (rows - row) few_rows_of_block<1>(w[i], block, x, row, out[i]);
+    });
+}
+
+// For many_rows.h.
+static void dequantize_tile(const Sparse &w, int64_t block, int blocks, int64_t first, int64_t last, __m512i *tile) {
+    for (int b = 0; b < blocks; b++) {
+        const uint16_t *from[BANDS];
+        const uint32_t *masks[BANDS];
+        for (int i = 0; i < BANDS; i++) {
+            const int64_t band = (block + b) * BANDS + i;
+            from[i] = w.values + w.starts[band];
+            masks[i] = w.band_masks(band);
+            for (const uint32_t *end = masks[i] + first * BAND; masks[i] < end; masks[i]++) from[i] += __builtin_popcount(*masks[i]);
+        }
+        for (int64_t step = first; step < last; step++) {
+            __m512i square[LANES];  // a pair of columns in each word, once it is transposed a row of w in each lane
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++) square[j] = expanded<true>(from[j / BAND], *masks[j / BAND]++);
+            transpose(square);
+            __m512i *to = tile + (step - first) * (w.COLUMNS / 2) * blocks + b;
+#pragma GCC unroll 16
+            for (int pair = 0; pair < LANES; pair++) to[pair * blocks] = square[pair];
+        }
+    }
+}
