@@ -48,7 +48,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         layers = [module for module in model.modules() if isinstance(module, masked_linear.MaskedLinear)]
-        assert layers and all((layer.weight[~layer.mask] == 0).all() for layer in layers)
+        assert layers and all((layer.weight[layer.mask == 0] == 0).all() for layer in layers)
         Watch.steps += 1
 
 

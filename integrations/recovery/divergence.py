@@ -40,32 +40,37 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, student, teacher, labels, divergence, text_share):
-        dtype = torch.promote_types(student.dtype, torch.float32)
-        tokens = len(student)
+        dtype, tokens = torch.promote_types(student.dtype, torch.float32), len(student)
         known = 0 if labels is None else max(1, (labels != _IGNORED).sum().item())
+        forward, reverse = {"forward": (1, 0), "reverse": (0, 1), "both": (0.5, 0.5)}[divergence]
+        forward, reverse = ((1 - text_share) * share / tokens for share in (forward, reverse))
         gradient = torch.empty_like(student)
         total = torch.zeros((), dtype=dtype, device=student.device)
-        for rows in torch.arange(tokens).split(_ROWS):
-            rows = slice(rows[0].item(), rows[-1].item() + 1)
-            log_q, log_p = student[rows].to(dtype).log_softmax(-1), teacher[rows].to(dtype).log_softmax(-1)
-            q, slope = log_q.exp(), 0.0
-            if divergence != "reverse":
-                weight = (1 - text_share) / tokens * (0.5 if divergence == "both" else 1)
-                p = log_p.exp()
-                total += weight * (p * (log_p - log_q)).sum()
-                slope = weight * (q - p)
-            if divergence != "forward":
-                weight = (1 - text_share) / tokens * (0.5 if divergence == "both" else 1)
-                ratio = log_q - log_p
-                each = (q * ratio).sum(-1, keepdim=True)
-                total += weight * each.sum()
-                slope = slope + weight * q * (ratio - each)
+        scratch = student.new_empty((4, min(_ROWS, tokens), student.shape[-1]), dtype=dtype)  # new memory costs more
+        for start in range(0, tokens, _ROWS):
+            rows = slice(start, min(start + _ROWS, tokens))
+            log_q, log_p, q, p = scratch[:, : rows.stop - start]
+            torch.log_softmax(student[rows], -1, dtype=dtype, out=log_q)
+            torch.log_softmax(teacher[rows], -1, dtype=dtype, out=log_p)
+            torch.exp(log_q, out=q)
+            torch.exp(log_p, out=p)
+            ratio, factor = log_p.sub_(log_q), forward
+            if forward:
+                total += forward * _row_products(p, ratio).sum()
             if labels is not None:
-                present = labels[rows] != _IGNORED
-                target = labels[rows].clamp_min(0)[:, None]
+                present, target = labels[rows] != _IGNORED, labels[rows].clamp_min(0)[:, None]
                 weight = text_share / known * present[:, None].to(dtype)
                 total -= (weight * log_q.gather(1, target)).sum()
-                slope = slope + (weight * q).scatter_add_(1, target, -weight)
+                factor = factor + weight
+            if reverse:
+                mean = _row_products(q, ratio)
+                total -= reverse * mean.sum()
+                factor = ratio.sub_(mean).mul_(-reverse).add_(factor)
+            slope = q.mul_(factor)
+            if forward:
+                slope.sub_(p, alpha=forward)
+            if labels is not None:
+                slope.scatter_add_(1, target, -weight)
             gradient[rows] = slope
         ctx.save_for_backward(gradient)
         return total
@@ -74,3 +79,8 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx, upstream):
         (gradient,) = ctx.saved_tensors
         return gradient * upstream.to(gradient.dtype), None, None, None, None
+
+
+def _row_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Two [T, V] -> [T, 1]"""
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0]

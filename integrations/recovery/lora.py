@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear
 
-from hf_efficient.integrations.recovery.masked_linear import MaskedLinear, masked_cast
+from hf_efficient.integrations.recovery.masked_linear import MaskedLinear
 
 
 class MaskedLora(Linear):
@@ -14,7 +14,8 @@ class MaskedLora(Linear):
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """mask * scaling * B @ A, float32 [N, K]."""
-        return masked_cast(super().get_delta_weight(adapter), self.get_base_layer().mask, torch.float32)
+        delta, mask = super().get_delta_weight(adapter), self.get_base_layer().mask
+        return delta if mask is None else delta * mask
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base = self.get_base_layer()
@@ -24,7 +25,7 @@ class MaskedLora(Linear):
         for adapter in self.active_adapters:
             if adapter in self.lora_A:
                 weight = weight + self.get_delta_weight(adapter)
-        return F.linear(x, masked_cast(weight, base.mask, x.dtype), base.bias)
+        return F.linear(x, weight.to(x.dtype), base.bias)
 
 
 def with_adapters(model, rank: int, seed: int = 0):

@@ -18,7 +18,8 @@ _OF_A_QUANTIZED_MODEL = ("hf_quantizer", "is_quantized", "quantization_method", 
 class MaskedLinear(nn.Linear):
     """Stands for a linear layer while it is trained. Computes in the dtype of its input with a float32 weight [N, K].
 
-    `mask` bool [N, K], True = kept, or None: the weight is 0 elsewhere in every forward and gets no gradient there.
+    `mask` [N, K] in the dtype of the layer, 1 = kept and 0 = pruned, or None: the weight is 0 there and gets no gradient, so
+    that an optimizer that works element by element leaves it 0.
     """
 
     def __init__(self, origin: nn.Module):
@@ -26,7 +27,7 @@ class MaskedLinear(nn.Linear):
         self._origin = (origin,)  # in a tuple it is no submodule
         self.transposed = isinstance(origin, Conv1D) or getattr(origin, "transposed", False)
         sparse = isinstance(origin, EfficientLinear)
-        mask = origin.format.mask(origin.canonical(), origin.in_features) if sparse else None
+        mask = origin.format.mask(origin.canonical(), origin.in_features).to(self.dtype()) if sparse else None
         weight = origin.dequantized(dtype=torch.float32) if sparse else origin.weight.detach().float()
         weight = weight.t() if self.transposed and not sparse else weight
         self.out_features, self.in_features = weight.shape
@@ -46,9 +47,9 @@ class MaskedLinear(nn.Linear):
     def packed(self) -> nn.Module:
         """The original layer with this weight, rounded to its dtype."""
         origin = self._origin[0].to(self.weight.device)
-        weight = masked_cast(self.weight, self.mask, self.dtype())
+        weight = self.weight.to(self.dtype())
         if isinstance(origin, EfficientLinear):
-            tensors = origin.format.pack(weight, self.mask)
+            tensors = origin.format.pack(weight, self.mask.bool())
             origin.restore_canonical()
             for name, tensor in tensors.items():
                 origin._parameters[name].data = tensor
@@ -58,7 +59,7 @@ class MaskedLinear(nn.Linear):
 
 
 def masked_cast(weight: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """weight [N, K] in `dtype`, 0 where mask (bool [N, K] or None) is False; so is its gradient."""
+    """weight [N, K] in `dtype`; its gradient is 0 where mask ([N, K] of 0 and 1, or None) is 0."""
     return _MaskedCast.apply(weight, mask, dtype)
 
 
@@ -66,13 +67,13 @@ class _MaskedCast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, mask, dtype):
         ctx.mask, ctx.dtype = mask, weight.dtype
-        cast = weight.to(dtype, copy=True)
-        return cast if mask is None else cast.mul_(mask)
+        return weight.to(dtype, copy=True)
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.to(ctx.dtype, copy=True)
-        return gradient if ctx.mask is None else gradient.mul_(ctx.mask), None, None
+        if ctx.mask is not None:
+            gradient = gradient * ctx.mask
+        return gradient.to(ctx.dtype), None, None
 
 
 def unpack(model) -> None:

@@ -11,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 from transformers.trainer_callback import ExportableState
 
 from hf_efficient.integrations.recovery.divergence import distillation_loss
-from hf_efficient.integrations.recovery.masked_linear import MaskedLinear
 
 
 WARMUP = 0.03  # of the training
@@ -50,8 +49,8 @@ class KeepMasks(TrainerCallback):
         self._masks = []
         for module in model.modules():
             if isinstance(module, (nn.Linear, Conv1D)) and module.weight.requires_grad:
-                mask = module.mask if isinstance(module, MaskedLinear) else module.weight.detach() != 0
-                if mask is not None and (~mask).sum() > _LEAST_SPARSITY * mask.numel():
+                mask = module.weight.detach() != 0
+                if (~mask).sum() > _LEAST_SPARSITY * mask.numel():
                     self._masks.append((module.weight, mask))
         if not self._masks:
             raise ValueError(
