@@ -16,6 +16,7 @@ _PUBLIC = {
     "WeightOnlyConfig": "hf_efficient.configs",
     "W8A8Config": "hf_efficient.configs",
     "BitNetConfig": "hf_efficient.configs",
+    "SparseConfig": "hf_efficient.configs",
     "CalibrationConfig": "hf_efficient.configs",
     "PagedCache": "hf_efficient.cache.paged_cache",
     "PrefixCache": "hf_efficient.cache.prefix_cache",

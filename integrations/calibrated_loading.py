@@ -5,11 +5,14 @@ import importlib
 import importlib.util
 
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.calibration.data import load_tokens
 
 
-SENSITIVITY_WINDOWS = 16  # of the calibration text, for mixed precision
+SENSITIVITY_WINDOWS = 16  # of the calibration text, for what differs from layer to layer
+_LINEARS = (nn.Linear, Conv1D)
 
 
 def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
@@ -29,16 +32,22 @@ def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
         name, own = next(iter(plan.items()))
         fields = [f"method={own.method!r}"]
         fields += [f"{field}=True" for field in ("refine", "mixed_precision") if getattr(own, field, False)]
+        fields += ["allocation='owl'"] if _is_owl(own) else []
         raise ValueError(
             f"calibration=None is not supported with {', '.join(fields)} ({name}): it must be "
             "CalibrationConfig(texts=[...]), CalibrationConfig(dataset='file.txt'), or another source of text"
         )
     if config.calibration.source is None:
         raise ValueError("calibration names no text: give it texts, a dataset, tokens or inputs")
-    if config.calibration.source == "inputs" and any(getattr(own, "mixed_precision", False) for own in plan.values()):
-        raise ValueError(
-            "mixed_precision=True needs text: give calibration texts, a dataset or tokens instead of inputs"
-        )
+    for is_asked, argument in (
+        (_is_mixed, "mixed_precision=True"),
+        (_is_owl, "allocation='owl'"),
+        (_reads_loss, "method"),
+    ):
+        own = next(filter(is_asked, plan.values()), None)
+        if config.calibration.source == "inputs" and own is not None:
+            argument = f"method={own.method!r}" if argument == "method" else argument
+            raise ValueError(f"{argument} needs text: give calibration texts, a dataset or tokens instead of inputs")
     if isinstance(device_map, dict):
         _check_one_device(device_map)
     if config.calibration.source not in ("tokens", "inputs"):
@@ -73,10 +82,12 @@ def run(model, config, plan: dict) -> None:
 
     _check_one_device(getattr(model, "hf_device_map", None) or {})  # "auto" is known only now
     source = config.calibration
-    mixed = {name: own for name, own in plan.items() if getattr(own, "mixed_precision", False)}
-    if mixed:
-        plan = {**plan, **_with_bits(model, mixed, source.tokens)}
-    decided = calibrate(model, plan, source, None, _transforms(plan), _refinement(plan))
+    for differs, allocate in ((_is_mixed, _with_bits), (_is_owl, _with_sparsities)):
+        chosen = {name: own for name, own in plan.items() if differs(own)}
+        if chosen:
+            plan = {**plan, **allocate(model, chosen, source.tokens[:SENSITIVITY_WINDOWS])}
+    gradients = _gradients(model, plan, source.tokens)
+    decided = calibrate(model, plan, source, None, _transforms(plan), _refinement(plan), gradients)
     own = {}
     for name, scheme in decided.items():
         before, top = config.for_module(name).scheme(), config.scheme()
@@ -102,8 +113,18 @@ def _refinement(plan: dict):
     if not any(getattr(own, "refine", False) for own in plan.values()):
         return None
     from hf_efficient.calibration.refine import refine_block
+    from hf_efficient.calibration.refine_sparse import refine_sparse_block
 
-    return refine_block
+    is_sparse = any(own.name == "efficient_sparse" for own in plan.values())
+    return refine_sparse_block if is_sparse else refine_block
+
+
+def _is_mixed(own) -> bool:
+    return getattr(own, "mixed_precision", False)
+
+
+def _is_owl(own) -> bool:
+    return getattr(own, "allocation", "uniform") == "owl"
 
 
 def _with_bits(model, plan: dict, tokens) -> dict:
@@ -111,6 +132,36 @@ def _with_bits(model, plan: dict, tokens) -> dict:
     from hf_efficient.calibration.sensitivity import choose_bits
 
     formats = {name: own.format() for name, own in plan.items()}
-    blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
-    bits = choose_bits(model, formats, tokens[:SENSITIVITY_WINDOWS], blocks)
+    bits = choose_bits(model, formats, tokens, _blocks(model))
     return {name: type(own)(**{**own.scheme(), "bits": bits[name]}) for name, own in plan.items()}
+
+
+def _with_sparsities(model, plan: dict, tokens) -> dict:
+    """The configs of `plan` with the sparsity that each layer is to have."""
+    from hf_efficient.calibration.allocation import choose_sparsity
+
+    linears = {name: own.sparsity for name, own in plan.items() if isinstance(model.get_submodule(name), _LINEARS)}
+    sparsity = choose_sparsity(model, linears, tokens, _blocks(model))
+    return {name: type(plan[name])(**{**plan[name].scheme(), "sparsity": own}) for name, own in sparsity.items()}
+
+
+def _reads_loss(own) -> bool:
+    """Whether the method of a config asks for gradients of the whole model's loss."""
+    return not {"gradient", "fisher"}.isdisjoint(own.observed())
+
+
+def _gradients(model, plan: dict, tokens) -> dict:
+    """Module name -> the `LinearGradients` that its method asks for."""
+    names = [name for name, own in plan.items() if _reads_loss(own)]
+    if not names:
+        return {}
+    from hf_efficient.calibration.gradients import gradients
+
+    for name in names:
+        if not isinstance(model.get_submodule(name), _LINEARS):
+            raise ValueError(f"{name}: method={plan[name].method!r} is not supported for fused experts")
+    return gradients(model, names, tokens, _blocks(model))
+
+
+def _blocks(model) -> list:
+    return [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]

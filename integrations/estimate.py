@@ -133,7 +133,9 @@ def estimate(
         raise ValueError(f"price_per_hour={price_per_hour!r}: must be a positive number")
     if quantization is not None and not isinstance(quantization, CompressionConfig):
         kind = type(quantization).__name__
-        raise ValueError(f"quantization={kind}: must be a WeightOnlyConfig, W8A8Config, BitNetConfig or None")
+        raise ValueError(
+            f"quantization={kind}: must be a WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig or None"
+        )
     if price_per_hour is not None and device is None:
         raise ValueError("price_per_hour needs a device")
     if memory is not None:
@@ -190,10 +192,8 @@ def _dtype(asked, config: PreTrainedConfig, notes: list[str]) -> torch.dtype:
 def _described(quantization: QuantizationConfigMixin | None) -> str | None:
     if quantization is None:
         return None
-    default = type(quantization)()
-    changed = {
-        k: v for k, v in quantization.scheme().items() if v != getattr(default, k) or k in ("bits", "group_size")
-    }
+    defaults = quantization.defaults()
+    changed = {k: v for k, v in quantization.scheme().items() if v != defaults[k] or k in ("bits", "group_size")}
     return f"{type(quantization).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
 
@@ -248,7 +248,7 @@ def _rounded(quantization, on_cpu: bool) -> str | None:
         return quantization.dtype
     if quantization.name == "efficient_bitnet":
         return "int8"
-    return "int8" if quantization.int8_on_cpu and on_cpu else None
+    return "int8" if getattr(quantization, "int8_on_cpu", False) and on_cpu else None
 
 
 class _Costs:

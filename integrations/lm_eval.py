@@ -7,10 +7,10 @@ loading; `--model hf --model_args pretrained=FOLDER` loads what was saved.
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from hf_efficient.configs import BitNetConfig, W8A8Config, WeightOnlyConfig
+from hf_efficient.configs import BitNetConfig, SparseConfig, W8A8Config, WeightOnlyConfig
 
 
-CONFIGS = {config.name: config for config in (WeightOnlyConfig, W8A8Config, BitNetConfig)}
+CONFIGS = {config.name: config for config in (WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig)}
 
 
 @register_model("hf-efficient")

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_efficient.configs import BitNetConfig, CompressionConfig, W8A8Config, WeightOnlyConfig
+from hf_efficient.configs import BitNetConfig, CompressionConfig, SparseConfig, W8A8Config, WeightOnlyConfig
 from hf_efficient.evaluation import report
 
 
-CONFIGS = {config.name: config for config in (WeightOnlyConfig, W8A8Config, BitNetConfig)}
+CONFIGS = {config.name: config for config in (WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig)}
 _ALWAYS = ("bits", "group_size", "symmetric", "method", "dtype")  # of a recipe, also where they are the defaults
 _DERIVED = ("version", "input_scale", "dequantize", "calibration")  # not what a user passes
 
@@ -124,13 +124,16 @@ def render(
 
 def recipe(config: CompressionConfig) -> str:
     """The Python expression that makes `config`, without the calibration text itself."""
-    default, given = type(config)(), config.to_dict()
     arguments = {
-        field: dict(config.overrides) if field == "overrides" else given[field]
-        for field in type(config)._fields()
-        if field not in _DERIVED and (field in _ALWAYS or getattr(config, field) != getattr(default, field))
+        field: getattr(config, field)
+        for field, default in config.defaults().items()
+        if field in config._fields() and field not in _DERIVED
+        if field in _ALWAYS or getattr(config, field) not in (default, {})
     }
-    parts = [f"{field}={_literal(value)}" for field, value in arguments.items()]
+    parts = [
+        f"{field}={recipe(value) if isinstance(value, CompressionConfig) else _literal(value)}"
+        for field, value in arguments.items()
+    ]
     if config.calibration is not None:
         described = config.calibration.to_dict()
         shown = {k: described[k] for k in ("num_samples", "sequence_length", "seed")}
@@ -180,6 +183,10 @@ def _stored(config: CompressionConfig) -> str:
         return "stored as -1, 0 and 1 with a scale, their inputs rounded to int8"
     if isinstance(config, W8A8Config):
         return f"and their inputs rounded to {config.dtype}"
+    if isinstance(config, SparseConfig):
+        kept = "" if config.weights is None else f", the others stored in {config.weights.bits} bits"
+        share = config.pattern or f"{config.sparsity:.0%}"
+        return f"pruned ({share} with {config.method}){kept}"
     return f"stored in {config.bits} bits{' on average' if config.mixed_precision else ''}"
 
 

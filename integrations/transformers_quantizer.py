@@ -10,8 +10,14 @@ from transformers.quantizers import HfQuantizer, auto
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from hf_efficient import methods
-from hf_efficient.configs import BitNetConfig, CompressionConfig, W8A8Config, WeightOnlyConfig, module_matches
+from hf_efficient.configs import (
+    BitNetConfig,
+    CompressionConfig,
+    SparseConfig,
+    W8A8Config,
+    WeightOnlyConfig,
+    module_matches,
+)
 from hf_efficient.experts import (
     EfficientExperts,
     compress_experts,
@@ -25,7 +31,7 @@ from hf_efficient.integrations.heap import HeapTrimmer
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear
 
 
-CONFIGS = (WeightOnlyConfig, W8A8Config, BitNetConfig)
+CONFIGS = (WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig)
 
 
 def register() -> None:
@@ -85,7 +91,8 @@ class EfficientQuantizer(HfQuantizer):
                 transposed = isinstance(module, Conv1D)
                 width = (module.nx, module.nf) if transposed else (module.in_features, module.out_features)
                 has_bias, dtype = module.bias is not None, module.weight.dtype
-                self._weights[f"{name}.weight"] = CompressedWeight("", width[1], width[0], format), transposed
+                weight = CompressedWeight("", width[1], width[0], format)
+                self._weights[f"{name}.weight"] = _checked(name, weight), transposed
                 if not stays_dense:
                     new = EfficientLinear(*width, has_bias, format, dtype, "meta", transposed)
                     model.set_submodule(name, new)
@@ -94,7 +101,7 @@ class EfficientQuantizer(HfQuantizer):
                 for parameter, (experts, rows, columns) in shapes.items():
                     n, k = (columns, rows) if module.is_transposed else (rows, columns)
                     weight = CompressedWeight(parameter + "_", n, k, format, experts)
-                    self._weights[f"{name}.{parameter}"] = weight, module.is_transposed
+                    self._weights[f"{name}.{parameter}"] = _checked(name, weight), module.is_transposed
                 if not stays_dense:
                     compress_experts(module, format)
         kind = type(self.quantization_config).__name__
@@ -102,7 +109,7 @@ class EfficientQuantizer(HfQuantizer):
             raise ValueError(
                 f"{type(model).__name__} has no weight that {kind}(modules_to_not_convert="
                 f"{self.quantization_config.modules_to_not_convert}, overrides={self.quantization_config.overrides}) "
-                "would quantize: it needs nn.Linear, Conv1D or fused expert weights that are not excluded"
+                "would compress: it needs nn.Linear, Conv1D or fused expert weights that are not excluded"
             )
         if self._is_bitnet:
             transformers_bitnet.check_targets(self, ternary)
@@ -126,6 +133,11 @@ class EfficientQuantizer(HfQuantizer):
             if head is None:
                 raise ValueError(f"quantize_lm_head=True, but {type(model).__name__} has no output embedding")
             name = next(n for n, module in model.named_modules() if module is head)
+            if f"{name}.weight" in model.all_tied_weights_keys and isinstance(self.quantization_config, SparseConfig):
+                raise ValueError(
+                    f"quantize_lm_head=True is not supported: the output embedding {name} of {type(model).__name__} is tied "
+                    "to the input embedding, which is not pruned; it must be False"
+                )
             source = model.all_tied_weights_keys.pop(f"{name}.weight", None)
             if source is not None:
                 kept.discard(source.removesuffix(".weight"))
@@ -187,9 +199,9 @@ class EfficientQuantizer(HfQuantizer):
         dense = tensor.transpose(-1, -2) if transposed else tensor
         try:
             if weight.experts is None:
-                parts = methods.quantize(dense, weight.format, config.method_name())
+                parts = config.compress(dense, weight.format)
             else:
-                each = [methods.quantize(expert, weight.format, config.method_name()) for expert in dense]
+                each = [config.compress(expert, weight.format) for expert in dense]
                 parts = {part: torch.stack([tensors[part] for tensors in each]) for part in each[0]}
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
@@ -304,6 +316,14 @@ class EfficientQuantizer(HfQuantizer):
 
             disable_automatic(model)
         return model
+
+
+def _checked(name: str, weight: CompressedWeight) -> CompressedWeight:
+    try:
+        weight.shapes()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return weight
 
 
 def _dense_linear(module: EfficientLinear, dtype: torch.dtype) -> nn.Module:

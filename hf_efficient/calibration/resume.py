@@ -1,6 +1,5 @@
 """What calibration has done, kept in a folder after every block, so that an interrupted run resumes where it was."""
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -142,12 +141,13 @@ def _hash(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def _described(format) -> dict[str, Any]:
-    transformed = isinstance(format, TransformedFormat)
-    own = {"input_scale": format.input_scale, "rotation": format.rotation} if transformed else None
-    return {"transformed": own, "inner": dataclasses.asdict(format.inner if transformed else format)}
+def _described(format) -> dict[str, Any] | None:
+    """What calibration decided about a format beyond its plan."""
+    if not isinstance(format, TransformedFormat):
+        return None
+    return {"input_scale": format.input_scale, "rotation": format.rotation}
 
 
-def _format(described: dict[str, Any], planned):
-    inner = dataclasses.replace(getattr(planned, "inner", planned), **described["inner"])
-    return inner if described["transformed"] is None else TransformedFormat(inner, **described["transformed"])
+def _format(described: dict[str, Any] | None, planned):
+    inner = getattr(planned, "inner", planned)
+    return inner if described is None else TransformedFormat(inner, **described)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from hf_efficient import methods
 from hf_efficient.calibration.blocks import Block, Chain, leaves, replaced_forwards, weight_of
 from hf_efficient.calibration.collect import collect
 from hf_efficient.calibration.data import model_inputs
@@ -33,18 +32,19 @@ def calibrate(
     tokenizer,
     transforms: Sequence[Transform] = (),
     refine: Refine | None = None,
+    gradients: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Compresses modules of `model` in place. One block at a time is on `config.device`; hidden states wait on the CPU.
 
     Args:
-        plan: full name of a linear (or of fused experts) -> its config, of which `format()`, `method_name()`, `scheme()`
-            and, when it has it, `refine` are asked.
+        plan: full name of a linear (or of fused experts) -> its config (see `CompressionConfig`).
         tokenizer: for the text of `config`.
         transforms: called with each `Block` when statistics are there; they change modules, `statistics`, `formats` and
             `transforms` of the block, never what it computes.
         refine: called with each `Block` that has a config with `refine=True`, once its `tensors` are chosen and before
             they replace the weights, and the outputs [B, T, H] of the original model after the block, one tensor a
             batch; changes `block.tensors`.
+        gradients: name of a linear -> the `LinearGradients` of the original model, for methods that need them.
 
     Returns:
         full name -> the fields of the scheme that was used.
@@ -54,7 +54,7 @@ def calibrate(
             that are not in memory, a `checkpoint_dir` of another run.
     """
     _check_in_memory(model, plan)
-    driver = _Driver(model, plan, config, tokenizer, tuple(transforms), refine)
+    driver = _Driver(model, plan, config, tokenizer, tuple(transforms), refine, gradients or {})
     was_training = model.training
     try:
         with _frozen(model.eval()):
@@ -68,8 +68,9 @@ STATISTICS_TOKENS = 1 << 15
 
 
 class _Driver:
-    def __init__(self, model, plan, config, tokenizer, transforms, refine):
+    def __init__(self, model, plan, config, tokenizer, transforms, refine, gradients):
         self.model, self.plan, self.transforms, self.refine = model, plan, transforms, refine
+        self.gradients = gradients
         self.refines = any(getattr(scheme, "refine", False) for scheme in plan.values())
         if self.refines and refine is None:
             raise ValueError("refine=True is asked for, and calibrate() is given no function that refines a block")
@@ -179,7 +180,7 @@ class _Driver:
         if not block.formats:
             return
         in_chain = block.chain is not None
-        needs = {name: _observed(scheme) for name, scheme in block.schemes.items()}
+        needs = {name: scheme.observed() for name, scheme in block.schemes.items()}
         batches = len(self.followed.batches)
         if any(needs.values()) or (self.transforms and in_chain):
             self._say(block.name, "statistics")
@@ -209,6 +210,8 @@ class _Driver:
                 self._say(block.name, "weights")
             for name in stage:
                 inputs, transform = block.statistics.get(name), block.transforms.get(name)
+                if name in self.gradients:
+                    inputs = inputs.with_gradients(self.gradients[name])
                 weight = weight_of(block.linears[name])
                 block.tensors[name] = self._numbers(name, block, name, weight, inputs, transform)
 
@@ -229,12 +232,11 @@ class _Driver:
             return self._collect(block, wanted, hessian, others=block.statistics)
 
     def _is_sequential(self, block: Block, name: str) -> bool:
-        return getattr(methods.get_method(block.schemes[name].method_name()), "SEQUENTIAL", False)
+        return getattr(block.schemes[name].method_module(), "SEQUENTIAL", False)
 
     def _numbers(self, label: str, block: Block, name: str, weight, inputs, transform=None) -> dict[str, torch.Tensor]:
-        method = block.schemes[name].method_name()
         try:
-            return methods.quantize(weight, block.formats[name], method, inputs, transform)
+            return block.schemes[name].compress(weight, block.formats[name], inputs, transform)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
 
@@ -285,12 +287,6 @@ class _Driver:
         self.bar.update()
 
 
-def _observed(scheme) -> tuple[str, ...]:
-    """What the method of a config is told of the inputs."""
-    method = methods.get_method(scheme.method_name())
-    return (*method.NEEDS, *getattr(method, "USES", ()))
-
-
 def _stages(block: Block) -> list[list[str]]:
     """The linears of a block in the order they are called, together what one tensor feeds and the same linears of other
     experts of a layer."""
@@ -316,10 +312,8 @@ def _quantized_forward(block: Block, name: str) -> Callable[[torch.Tensor], torc
 def _scheme_of(scheme, format) -> dict[str, Any]:
     """The fields of `scheme` with what calibration decided about the format."""
     transformed = isinstance(format, TransformedFormat)
-    inner = format.inner if transformed else format
-    found = {field: getattr(inner, field, value) for field, value in scheme.scheme().items()}
     own = {"input_scale": transformed and format.input_scale, "rotate": transformed and format.rotation}
-    return {field: own.get(field, value) for field, value in found.items()}
+    return {field: own.get(field, value) for field, value in scheme.scheme().items()}
 
 
 def _check_in_memory(model: nn.Module, plan: dict[str, Any]) -> None:

@@ -53,6 +53,9 @@ def config_name(config) -> str:
         return f"{config.dtype} activations" + ("" if config.method == "absmax" else f", {config.method}")
     if config.name == "efficient_bitnet":
         return "bitnet"
+    if config.name == "efficient_sparse":
+        kept = "" if config.weights is None else f", int{config.weights.bits}"
+        return f"{config.pattern or f'{config.sparsity:.0%} zeros'} {config.method}{kept}"
     group = {-1: "per channel", None: "per tensor"}.get(config.group_size, f"group {config.group_size}")
     kind = f"int{config.bits}" if config.codebook is None else f"{config.codebook} {config.bits} bits"
     return f"{kind} {group}" + ("" if config.method == "rtn" else f" {config.method}")

@@ -1,6 +1,7 @@
 """What all compression configs share: which modules, with which scheme, and the round trip through JSON."""
 
 import fnmatch
+import inspect
 import re
 from typing import Any, ClassVar
 
@@ -75,8 +76,26 @@ class CompressionConfig(QuantizationConfigMixin):
         raise NotImplementedError
 
     def method_name(self) -> str:
-        """The file of `hf_efficient/methods` that chooses the numbers."""
+        """The file that chooses the numbers."""
         raise NotImplementedError
+
+    def method_module(self):
+        """That file, imported: of `hf_efficient/methods` unless a subclass says otherwise."""
+        from hf_efficient import methods
+
+        return methods.get_method(self.method_name())
+
+    def observed(self) -> tuple[str, ...]:
+        """What the method is told of the inputs: names of `LinearInputs` attributes."""
+        method = self.method_module()
+        return (*method.NEEDS, *getattr(method, "USES", ()))
+
+    def compress(self, weight, format, inputs=None, transform=None) -> dict[str, Any]:
+        """The canonical tensors of weight [N, K] in `format`, which calibration may have changed; see
+        `hf_efficient.methods.quantize` for the arguments and errors."""
+        from hf_efficient import methods
+
+        return methods.quantize(weight, format, self.method_name(), inputs, transform)
 
     def needs_calibration(self) -> bool:
         """Whether activations must be seen; a weight is compressed as it arrives otherwise."""
@@ -91,7 +110,7 @@ class CompressionConfig(QuantizationConfigMixin):
             if module_matches(pattern, name):
                 if fields is None:
                     return None
-                return type(self)(**{**self.scheme(), **fields}, calibration=self.calibration)
+                return type(self)(**self._merged(fields), calibration=self.calibration)
         return self
 
     def scheme(self) -> dict[str, Any]:
@@ -105,10 +124,15 @@ class CompressionConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `overrides` as a list of pairs, because their order counts and transformers sorts JSON keys.
         Attributes that are not arguments, and `dequantize`, which is not a property of a checkpoint, are left out."""
-        saved = {field: getattr(self, field) for field in self._fields() if field != "dequantize"}
+        saved = {field: getattr(self, field) for field in self._fields() if field != "dequantize"} | self.scheme()
         saved["overrides"] = [[pattern, fields] for pattern, fields in self.overrides.items()]
         saved["calibration"] = None if self.calibration is None else self.calibration.to_dict()
         return {"quant_method": self.quant_method, **saved}
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Argument -> its default."""
+        return {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
 
     @classmethod
     def _fields(cls) -> tuple[str, ...]:
@@ -133,16 +157,26 @@ class CompressionConfig(QuantizationConfigMixin):
                     f"overrides[{pattern!r}]={fields!r} is not supported: it must be a dict of {list(self.scheme_fields)}, "
                     f"a {type(self).__name__}, or None to leave the module as it is"
                 )
+            fields = fields if fields is None else self._plain(fields)
             for field in fields or {}:
                 if field not in self.scheme_fields:
                     raise ValueError(
                         f"overrides[{pattern!r}]: {field!r} is not a field that an override can set: allowed are "
                         f"{list(self.scheme_fields)}"
                     )
-            if fields is not None and (error := self.scheme_error({**self.scheme(), **fields})):
+            if fields is not None and (error := self.scheme_error(self._merged(fields))):
                 raise ValueError(f"overrides[{pattern!r}]: {error}")
             checked[pattern] = None if fields is None else dict(fields)
         return checked
+
+    @classmethod
+    def _plain(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Fields of a scheme as JSON holds them."""
+        return fields
+
+    def _merged(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """This config's scheme with some fields of an override."""
+        return {**self.scheme(), **fields}
 
 
 def unsupported(field: str, value: Any, allowed: str) -> str:

@@ -4,6 +4,7 @@ FORMATS  the `Format` classes it serves
 NEEDS    what it must know of the inputs: () or names of `LinearInputs` attributes, for example ("hessian",)
 USES     what it does without, but better with (optional)
 FLOAT_ZERO  whether it serves affine formats with zero_point="float", too (optional)
+MASKED  whether `quantize` takes the mask bool [N, K] of a pruned weight, True = kept: the others stay 0 (optional)
 quantize(weight [N, K] float, format, inputs: LinearInputs | None) -> the canonical tensors of `format`
 
 Files that begin with an underscore are shared by methods.
@@ -21,13 +22,16 @@ def get_method(name: str):
     return importlib.import_module(f"hf_efficient.methods.{name}")
 
 
-def quantize(weight: torch.Tensor, format, method: str, inputs=None, transform=None) -> dict[str, torch.Tensor]:
+def quantize(
+    weight: torch.Tensor, format, method: str, inputs=None, transform=None, mask=None
+) -> dict[str, torch.Tensor]:
     """The canonical tensors that `method` chooses for weight [N, K] in `format`.
 
     Args:
         inputs: `LinearInputs` of the layer, for methods that need it.
         transform: for a `TransformedFormat`, its own tensors: "input_scale" [K], "rotation_signs" int8 [K] (by default
             the same random signs for every weight of that width). The weight and the statistics are transformed here.
+        mask: of a pruned weight, bool [N, K], True = kept: the codes of the others mean nothing.
 
     Raises:
         ValueError: the method does not serve the format, or the weight is not finite.
@@ -49,7 +53,8 @@ def quantize(weight: torch.Tensor, format, method: str, inputs=None, transform=N
     if not weight.isfinite().all():
         raise ValueError(f"the weight has {(~weight.isfinite()).sum().item()} values that are NaN or infinite")
     if inner is format:
-        return module.quantize(weight, format, inputs)
+        masked = {"mask": mask} if mask is not None and getattr(module, "MASKED", False) else {}
+        return module.quantize(weight, format, inputs, **masked)
     weight, inputs, own = _transformed(weight, format, inputs, transform or {})
     return {**module.quantize(weight, inner, inputs), **own}
 

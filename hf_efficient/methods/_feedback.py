@@ -15,6 +15,7 @@ import torch
 
 
 QuantizeColumn = Callable[[torch.Tensor, int], torch.Tensor]
+LookAhead = Callable[[torch.Tensor, int], None]
 _BLOCK = 128  # columns between two products with the whole Hessian
 _MOST_DAMPING = 1e4
 
@@ -48,30 +49,47 @@ class Feedback:
         self._descent = hessian / torch.where(hessian.diagonal() > 0, hessian.diagonal(), 1)
         self._descent.fill_diagonal_(0)
 
-    def round(self, weight: torch.Tensor, quantize_column: QuantizeColumn) -> torch.Tensor:
-        """GPTQ: weight [N, K] -> dequantized float32 [N, K]."""
+    def round(
+        self,
+        weight: torch.Tensor,
+        quantize_column: QuantizeColumn,
+        look_ahead: LookAhead | None = None,
+        every: int = _BLOCK,
+    ) -> torch.Tensor:
+        """GPTQ: weight [N, K] -> dequantized float32 [N, K].
+
+        look_ahead: called with (values float32 [N, `every` or what is left], the first of the columns) before each `every`
+            columns in the order of visit: where they stand by then."""
         weight = weight.float().T[self._order]
-        return self._visit(weight, weight.clone(), self._forward, quantize_column, causal=True)
+        ahead = None if look_ahead is None else (look_ahead, every)
+        return self._visit(weight, weight.clone(), self._forward, quantize_column, True, ahead)
 
     def descend(self, weight: torch.Tensor, rounded: torch.Tensor, quantize_column: QuantizeColumn) -> torch.Tensor:
         """Coordinate descent: rounds each column once more at its best place among all others (`rounded` float32 [N, K]).
         On a uniform grid that holds `rounded` no row's damped loss rises (https://arxiv.org/abs/2309.01885)."""
         weight = weight.float().T[self._order]
-        return self._visit(weight, rounded.T[self._order], self._descent, quantize_column, causal=False)
+        return self._visit(weight, rounded.T[self._order], self._descent, quantize_column, False)
 
-    def _visit(self, weight, rounded, coupling, quantize_column, causal: bool) -> torch.Tensor:
+    def _visit(self, weight, rounded, coupling, quantize_column, causal: bool, ahead=None) -> torch.Tensor:
         """Rounds column k at w_k + sum_j error_j coupling_jk, the errors being those of the moment. Weights are transposed
         ([K, N]) and in visiting order; `rounded` is updated in place. Causal: the errors of columns to come are 0."""
-        error = weight - rounded
-        for start in range(0, len(weight), _BLOCK):
-            end = min(start + _BLOCK, len(weight))
+        error, block = weight - rounded, _BLOCK
+        if ahead:
+            look, every = ahead
+            block = max(_BLOCK // every, 1) * every
+        for start in range(0, len(weight), block):
+            end = min(start + block, len(weight))
             reach = start if causal else len(weight)
-            places = torch.addmm(weight[start:end], coupling[:reach, start:end].T, error[:reach]).unbind()
+            block_places = torch.addmm(weight[start:end], coupling[:reach, start:end].T, error[:reach])
             change = torch.empty_like(weight[start:end])
             changes, changed = change.unbind(), change.T
-            within = coupling[start:end, start:end].T.contiguous().unbind()
+            block_within = coupling[start:end, start:end].T.contiguous()
+            places, within = block_places.unbind(), block_within.unbind()
             before, after = rounded[start:end].unbind(), []
             for k in range(end - start):
+                if ahead and k % every == 0:
+                    near = slice(k, k + every)
+                    look(torch.addmm(block_places[near].T, changed[:, :k], block_within[near, :k].T), start + k)
                 place = torch.addmv(places[k], changed[:, :k], within[k][:k])
                 after.append(quantize_column(place, self._columns[start + k]))
                 torch.sub(before[k], after[k], out=changes[k])

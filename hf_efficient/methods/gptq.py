@@ -27,11 +27,12 @@ from hf_efficient.methods.mse import clipped_grid
 
 FORMATS = (AffineFormat, CodebookFormat)
 NEEDS = ("hessian",)
+MASKED = True
 _ELEMENTS_AT_ONCE = 1 << 16
 
 
 def quantize(
-    weight: torch.Tensor, format: Format, inputs=None, damping: float = 0.01, act_order: bool = True
+    weight: torch.Tensor, format: Format, inputs=None, damping: float = 0.01, act_order: bool = True, mask=None
 ) -> dict[str, torch.Tensor]:
     """weight [N, K] (float16, bfloat16 or float32) -> canonical tensors of `format`, the scale in the weight's dtype.
 
@@ -39,6 +40,8 @@ def quantize(
         inputs: `LinearInputs` with `hessian` float32 [K, K].
         damping: added to the diagonal of the Hessian, in units of its mean; see `Feedback`.
         act_order: whether columns are visited by falling diagonal of the Hessian.
+        mask: bool [N, K] of a pruned weight, True = kept: the others stay 0, and what is kept makes up for that (the joint way
+            of https://arxiv.org/abs/2301.00774). For affine formats.
 
     Raises:
         ValueError: for NaN or infinite values in the weight or the Hessian, or without a Hessian."""
@@ -50,11 +53,11 @@ def quantize(
     nearest = covering_grid(weight, format)
     feedback = Feedback(hessian, damping, act_order)
     grid = grid_by_rows(weight, format, lambda r: clipped_grid(r, format, feedback.importance), _ELEMENTS_AT_ONCE)
-    rounded = feedback.round(weight, _columns(grid, format))
-    rounded = feedback.descend(weight, rounded, _columns(grid, format))
+    rounded = feedback.round(weight, _columns(grid, format, mask))
+    rounded = feedback.descend(weight, rounded, _columns(grid, format, mask))
     if format.group_size is not None:
         grid, rounded = _least_squares_scales(weight, rounded, grid, hessian, format)
-        rounded = feedback.descend(weight, rounded, _columns(grid, format))
+        rounded = feedback.descend(weight, rounded, _columns(grid, format, mask))
     codes, plain = round_to(rounded, *grid, format), round_to(weight, *nearest, format)
     error = output_error(weight, rounded, hessian)
     limit = output_error(weight, decode(plain, *nearest, format), hessian)
@@ -63,7 +66,7 @@ def quantize(
     return canonical(torch.where(better, codes, plain), *grid, format)
 
 
-def _columns(grid: Grid, format: AffineFormat):
+def _columns(grid: Grid, format: AffineFormat, mask: torch.Tensor | None = None):
     """Rounds one column to `grid`, for `Feedback`."""
     scale, zero = (part.float().T.contiguous() for part in grid)
     width = None if format.group_size in (None, -1) else format.group_size
@@ -73,7 +76,10 @@ def _columns(grid: Grid, format: AffineFormat):
         group = 0 if width is None else column // width
         return (values / scales[group]).round_().clamp_(lows[group], highs[group]).mul_(scales[group])
 
-    return quantize_column
+    if mask is None:
+        return quantize_column
+    kept = mask.T.contiguous().unbind()
+    return lambda values, column: quantize_column(values, column).mul_(kept[column])
 
 
 def _least_squares_scales(

@@ -1,6 +1,7 @@
 """What a method may know about the inputs of one linear layer. Everything a weight-only method needs follows from it:
 the error of an approximation Q of W on the rows X seen is |X (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T) with H = X^T X."""
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -20,7 +21,12 @@ class LinearInputs:
         hessian: whether to accumulate the [K, K] sum of x^T x, which costs more than all else together.
         name: of the layer, for error messages.
         device: where the statistics are kept.
+
+    Attributes:
+        gradient, fisher: [N, K], what the loss of the whole model says of the weight, where calibration was asked for it.
     """
+
+    gradient = fisher = None
 
     def __init__(self, in_features: int, hessian: bool = True, name: str = "", device=None):
         self.name, self.count = name, 0
@@ -106,6 +112,12 @@ class LinearInputs:
         if self._hessian is not None:
             self._hessian += other._hessian
             self._mirrored = False
+
+    def with_gradients(self, gradients) -> "LinearInputs":
+        """These statistics (shared, not copied) with the `gradient` and `fisher` of one weight."""
+        new = copy.copy(self)
+        new.gradient, new.fisher = gradients.gradient, gradients.fisher
+        return new
 
     def rotated(self, rotate: Callable[[torch.Tensor], torch.Tensor]) -> "LinearInputs":
         """The statistics of the rows Q x, where `rotate` applies the orthogonal Q to rows [..., K]. Exact where the hessian

@@ -70,13 +70,19 @@ class Sparsity:
         """scores [N, K], of any real dtype and without NaN, the more important the larger -> bool [N, K], True = kept. Of
         equal scores the first in the matrix are kept."""
         count, kept = self.competitors(*scores.shape)
-        groups = scores.reshape(-1, count)
-        least = groups.kthvalue(count - kept + 1, dim=-1, keepdim=True).values
-        above, equal = groups > least, groups == least
-        wanted = kept - above.sum(-1, keepdim=True)
-        if (equal.sum(-1, keepdim=True) > wanted).any():
-            equal &= equal.cumsum(-1) <= wanted
-        return (above | equal).view(scores.shape)
+        return keep_largest(scores.reshape(-1, count), kept).view(scores.shape)
+
+
+def keep_largest(scores: torch.Tensor, kept: int) -> torch.Tensor:
+    """scores [G, W] without NaN -> bool [G, W]: in each row the `kept` (0 to W) largest, the first of equal ones."""
+    if kept == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    least = scores.kthvalue(scores.shape[1] - kept + 1, dim=-1, keepdim=True).values
+    above, equal = scores > least, scores == least
+    wanted = kept - above.sum(-1, keepdim=True)
+    if (equal.sum(-1, keepdim=True) > wanted).any():
+        equal &= equal.cumsum(-1) <= wanted
+    return above | equal
 
 
 def sparsity_error(sparsity) -> str | None:

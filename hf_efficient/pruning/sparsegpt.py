@@ -1,0 +1,46 @@
+"""SparseGPT (https://arxiv.org/abs/2301.00774): columns are pruned from left to right, and what that did to the output is
+taken back by the columns still to come.
+
+The weights that a block of columns keeps are chosen when the block is reached, by what zeroing each would cost after that:
+w^2 / [U]_kk^2, H^-1 = U^T U. In a block of 128 the weights compete with one another ("layer", as in the paper) or each row's
+("row"); with n:m the m neighbours do."""
+
+import torch
+
+from hf_efficient.methods._feedback import Feedback
+from hf_efficient.pruning.mask import Sparsity, keep_largest
+
+
+NEEDS = ("hessian",)
+GROUP = "layer"
+_BLOCK = 128
+
+
+def prune(weight: torch.Tensor, target: Sparsity, inputs, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [N, K] -> (pruned weight in its dtype, mask bool [N, K], True = kept).
+
+    Args:
+        inputs: `LinearInputs` with `hessian` float32 [K, K].
+        damping: added to the diagonal of the Hessian, in units of its mean; see `Feedback`.
+
+    Raises:
+        ValueError: for NaN or infinite values in the Hessian.
+    """
+    feedback = Feedback(inputs.hessian.to(weight.device), damping, act_order=False)
+    rows, columns = weight.shape
+    mask = torch.empty(columns, rows, dtype=torch.bool, device=weight.device)
+    per_group = target.competitors(rows, columns)[1]
+
+    def choose(values: torch.Tensor, start: int) -> None:
+        end = start + values.shape[1]
+        scores = values.square() * feedback.importance[start:end]
+        if target.pattern:
+            kept = keep_largest(scores, per_group)
+        else:
+            share = round(per_group * end / columns) - round(per_group * start / columns)
+            kept = keep_largest(scores if target.group == "row" else scores.reshape(1, -1), share)
+        mask[start:end] = kept.view(scores.shape).T
+
+    every = target.pattern[1] if target.pattern else _BLOCK
+    pruned = feedback.round(weight, lambda values, column: values * mask[column], choose, every)
+    return pruned.to(weight.dtype), mask.T.contiguous()

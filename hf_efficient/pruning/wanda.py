@@ -1,0 +1,14 @@
+"""Wanda (https://arxiv.org/abs/2306.11695): a weight counts as much as its magnitude times the norm of its input."""
+
+import torch
+
+from hf_efficient.pruning.mask import Sparsity
+
+
+NEEDS = ("mean_square",)
+
+
+def prune(weight: torch.Tensor, target: Sparsity, inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [N, K] -> (pruned weight, mask bool [N, K], True = kept). inputs: `LinearInputs` with `mean_square` float32 [K]."""
+    mask = target.mask(weight.float().abs() * inputs.mean_square.sqrt().to(weight.device))
+    return weight.where(mask, 0), mask
