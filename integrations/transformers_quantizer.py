@@ -70,6 +70,12 @@ class EfficientQuantizer(HfQuantizer):
                 "dequantize=True is for a checkpoint that is already quantized: this one is not; drop the argument, or "
                 "call model.dequantize() after loading"
             )
+        asked, own = getattr(self.quantization_config, "asked_for", None), self.quantization_config.scheme()
+        if asked not in (None, own) and not self.quantization_config.dequantize:
+            raise ValueError(
+                f"the checkpoint is pruned already ({own}) and cannot be pruned again ({asked}): load it without a "
+                "quantization_config, or prune the model it was made from"
+            )
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
         tensor_parallel.check(model, self.quantization_config, self.pre_quantized, type(self) is EfficientQuantizer)

@@ -19,6 +19,7 @@ CONFIGS = {
 # name -> quant_method and arguments of every quantization method and format; test_methods_matrix.py crosses them with loading,
 # generating, saving, dequantizing and training adapters over decoders, encoders and encoder-decoders
 _WEIGHT_ONLY = {"quant_method": "efficient_weight_only", "group_size": 32}
+_SPARSE = {"quant_method": "efficient_sparse"}
 METHODS = {
     "rtn_2": dict(_WEIGHT_ONLY, bits=2),
     "mse_3": dict(_WEIGHT_ONLY, bits=3, method="mse"),
@@ -45,6 +46,14 @@ METHODS = {
     "fp8": dict(quant_method="efficient_w8a8", dtype="fp8"),
     "fp8_columns": dict(quant_method="efficient_w8a8", dtype="fp8", method="llm_int8", outlier_columns=4),
     "bitnet": dict(quant_method="efficient_bitnet"),
+    "magnitude_layer": dict(_SPARSE, sparsity=0.3, method="magnitude", group="layer"),
+    "magnitude_2:4": dict(_SPARSE, pattern="2:4", method="magnitude"),
+    "wanda": dict(_SPARSE, sparsity=0.5),
+    "wanda_int4": dict(_SPARSE, pattern="4:8", weights={"bits": 4, "group_size": 32}),
+    "sparsegpt": dict(_SPARSE, sparsity=0.5, method="sparsegpt"),
+    "sparsegpt_int4": dict(
+        _SPARSE, pattern="2:4", method="sparsegpt", weights={"bits": 4, "group_size": 32, "method": "gptq"}
+    ),
 }
 
 ATTENTIONS = ("eager", "sdpa", "flash_paged")

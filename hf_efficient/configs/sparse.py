@@ -96,6 +96,9 @@ class SparseConfig(CompressionConfig):
             scheme["pattern"] = None
         return {**scheme, **fields}
 
+    def get_loading_attributes(self):
+        return {**super().get_loading_attributes(), "asked_for": self.scheme()}
+
     def target(self):
         """The `Sparsity` of a weight."""
         from hf_efficient.pruning.mask import Sparsity

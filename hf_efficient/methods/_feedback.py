@@ -58,8 +58,8 @@ class Feedback:
     ) -> torch.Tensor:
         """GPTQ: weight [N, K] -> dequantized float32 [N, K].
 
-        look_ahead: called with (values float32 [N, `every` or what is left], the first of the columns) before each `every`
-            columns in the order of visit: where they stand by then."""
+        look_ahead: called before each `every` columns in the order of visit with (values float32 [N, `every` or what is left],
+            the first of the columns): their least squares by then, were all columns to come free."""
         weight = weight.float().T[self._order]
         ahead = None if look_ahead is None else (look_ahead, every)
         return self._visit(weight, weight.clone(), self._forward, quantize_column, True, ahead)
@@ -89,7 +89,11 @@ class Feedback:
             for k in range(end - start):
                 if ahead and k % every == 0:
                     near = slice(k, k + every)
-                    look(torch.addmm(block_places[near].T, changed[:, :k], block_within[near, :k].T), start + k)
+                    pull = torch.addmm(block_places[near].T, changed[:, :k], block_within[near, :k].T)
+                    ahead_of = weight[start:end][near].T
+                    within_near = block_within[near, near].T
+                    pull = torch.linalg.solve_triangular(within_near, pull - ahead_of, upper=True, left=False)
+                    look(ahead_of + pull, start + k)
                 place = torch.addmv(places[k], changed[:, :k], within[k][:k])
                 after.append(quantize_column(place, self._columns[start + k]))
                 torch.sub(before[k], after[k], out=changes[k])

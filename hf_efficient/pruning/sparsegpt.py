@@ -26,14 +26,16 @@ def prune(weight: torch.Tensor, target: Sparsity, inputs, damping: float = 0.01)
     Raises:
         ValueError: for NaN or infinite values in the Hessian.
     """
-    feedback = Feedback(inputs.hessian.to(weight.device), damping, act_order=False)
+    hessian = inputs.hessian.to(weight.device)
+    feedback = Feedback(hessian, damping, act_order=False)
+    importance = feedback.importance.where(hessian.diagonal() > 0, 0)  # what no input reaches goes first
     rows, columns = weight.shape
     mask = torch.empty(columns, rows, dtype=torch.bool, device=weight.device)
     per_group = target.competitors(rows, columns)[1]
 
     def choose(values: torch.Tensor, start: int) -> None:
         end = start + values.shape[1]
-        scores = values.square() * feedback.importance[start:end]
+        scores = values.square() * importance[start:end]
         if target.pattern:
             kept = keep_largest(scores, per_group)
         else:
