@@ -210,21 +210,15 @@ def test_flops_are_those_that_torch_counts_less_what_masks_hide(name, folders):
         assert estimate.decode.flops == pytest.approx(step, rel=1e-3)
 
 
-# what loads without data in tests/table.py; the rest has the same formats
-FORMATS = [
-    name
-    for name, arguments in table.METHODS.items()
-    if arguments.get("method", "rtn") not in ("gptq", "awq", "smoothquant")
-    and arguments.get("activations") != "static"
-    and not arguments.get("outlier_columns")
-]
-
-
 def quantization_of(arguments: dict):
     hf_efficient.register()
     return AUTO_QUANTIZATION_CONFIG_MAPPING[arguments["quant_method"]](
         **{name: value for name, value in arguments.items() if name != "quant_method"}
     )
+
+
+# what loads without data in tests/table.py; the rest has the same formats
+FORMATS = [name for name, row in table.METHODS.items() if not quantization_of(row).needs_calibration()]
 
 
 @pytest.fixture(scope="module")
