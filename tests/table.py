@@ -51,6 +51,10 @@ METHODS = {
     "wanda": dict(_SPARSE, sparsity=0.5),
     "wanda_int4": dict(_SPARSE, pattern="4:8", weights={"bits": 4, "group_size": 32}),
     "sparsegpt": dict(_SPARSE, sparsity=0.5, method="sparsegpt"),
+    "alps_refined": dict(_SPARSE, sparsity=0.5, method="alps", refine=True),
+    "gradient_owl": dict(_SPARSE, sparsity=0.5, method="gradient", allocation="owl"),
+    "obd": dict(_SPARSE, pattern="2:4", method="obd"),
+    "obs": dict(_SPARSE, pattern="4:8", method="obs"),
     "sparsegpt_int4": dict(
         _SPARSE, pattern="2:4", method="sparsegpt", weights={"bits": 4, "group_size": 32, "method": "gptq"}
     ),

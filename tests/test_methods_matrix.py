@@ -122,7 +122,7 @@ def test_a_method_from_loading_to_dequantizing(method, architecture, folders, tm
     plain = model.dequantize()
     assert not any(isinstance(module, CompressedModule) for module in plain.modules())
     for name, mask in masks.items():
-        target = config_of(method).target()
+        target = again.config.quantization_config.for_module(name).target()
         weight = weight_of(plain.get_submodule(name))
         assert mask.sum() == target.kept(*mask.shape) and (weight[~mask] == 0).all(), f"{name}: zeros stay zeros"
     if METHODS[method]["quant_method"] in ("efficient_weight_only", "efficient_sparse"):
