@@ -16,6 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoH
 
 from hf_efficient.configs import CompressionConfig, module_matches
 from hf_efficient.formats import Format
+from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.integrations.transformers_quantizer import register
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule
 
@@ -206,6 +207,8 @@ def _growth(format: Format, out_features: int, in_features: int, dtype: torch.dt
 def _growth_of(format: Format, out_features: int, in_features: int, dtype: torch.dtype, kind: str) -> int:
     dtypes, shapes = format.dtypes(dtype), format.shapes(out_features, in_features)
     tensors = {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
+    if isinstance(format, MaskedFormat):
+        tensors[format.mask_name] = format.pack_mask(_even_mask(format, out_features, in_features))
     if kind == "accelerator":
         tensors = {name: tensor.as_subclass(_Accelerated) for name, tensor in tensors.items()}
         with _OnTheCPU():
@@ -214,6 +217,13 @@ def _growth_of(format: Format, out_features: int, in_features: int, dtype: torch
         layout = format.layout(tensors, in_features, dtype)
     replaced = tensors["qweight"].nbytes if layout.replaces_qweight else 0
     return sum(map(_allocated, layout.tensors.values())) - replaced
+
+
+def _even_mask(format: MaskedFormat, out_features: int, in_features: int) -> torch.Tensor:
+    """A mask bool [out_features, in_features] of a pruned weight, as good as any: what is kept lies evenly."""
+    count = out_features * in_features
+    kept = torch.Size(format.kept_shape(out_features, in_features)).numel()
+    return (torch.arange(count + 1) * kept // count).diff().bool().view(out_features, in_features)
 
 
 def _allocated(tensor: torch.Tensor) -> int:
