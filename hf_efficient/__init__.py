@@ -48,6 +48,8 @@ _PUBLIC = {
     "enable_speculation": "hf_efficient.integrations.transformers_generation",
     "speculative_generate": "hf_efficient.generation.speculative",
     "prune_structure": "hf_efficient.integrations.structured_pruning",
+    "ContextualSparsity": "hf_efficient.pruning.contextual.saved",
+    "sparsify_context": "hf_efficient.calibration.contextual",
     "adopt": "hf_efficient.integrations.adopt",
     "save_as_bitsandbytes": "hf_efficient.integrations.bitsandbytes",
     "export": "hf_efficient.integrations.export",

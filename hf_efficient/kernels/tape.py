@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from hf_efficient.kernels import attention_cpu_compiled as pages
-from hf_efficient.kernels import cpu_build, cpu_linear, cpu_sparse, tape_fusion
+from hf_efficient.kernels import contextual_mlp, cpu_build, cpu_linear, cpu_sparse, tape_fusion
 from hf_efficient.kernels.tape_fusion import OPS, Instruction, Operand
 
 
@@ -183,6 +183,8 @@ class Tape(TorchDispatchMode):
             instruction = self._linear(y, *args)
         elif packet is torch.ops.hf_efficient.cpu_sparse_linear:
             instruction = self._sparse(y, *args)
+        elif packet is torch.ops.hf_efficient.contextual_mlp:
+            instruction = self._contextual(y, *args)
         elif packet is aten.embedding and all(x.is_contiguous() for x in (y, *args[:2])):
             instruction = self._rows(y, *args[:2])
         elif packet in (aten.mm, aten.addmm):
@@ -251,6 +253,15 @@ class Tape(TorchDispatchMode):
         instruction = Instruction(OPS["CALL"], weight=ctypes.addressof(call))
         instruction.linear = ctypes.cast(pages.kernel(q.dtype), ctypes.c_void_p).value
         return [*instructions, instruction.noting(out, inputs)]
+
+    def _contextual(self, y, *args):
+        call = contextual_mlp.describe(y, *args)
+        if call is None:
+            return None
+        self._kept.append(call)
+        instruction = Instruction(OPS["CALL"], weight=ctypes.addressof(call))
+        instruction.linear = ctypes.cast(contextual_mlp.kernel(), ctypes.c_void_p).value
+        return instruction.noting(y, [x for x in args if isinstance(x, torch.Tensor)])
 
     @staticmethod
     def _reduction(name, y, x, keepdim=False):

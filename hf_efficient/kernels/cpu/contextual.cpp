@@ -1,0 +1,249 @@
+// A feed-forward layer of which only the neurons that a row of x calls for are computed: their rows of the first weights, and
+// their rows of the last one, which is kept transposed. Each sum has one order, whatever the number of threads, and does not
+// depend on the other rows of x.
+
+#include "dense.h"
+
+enum Activation : int64_t { RELU, RELU_SQUARED, SILU, GELU, GELU_TANH };
+
+struct Call {  // contextual_mlp.py has the same
+    int64_t rows, hidden, neurons, rank, activation;
+    const uint16_t *x, *project;           // [rows, hidden], [rank, hidden]
+    const uint16_t *score, *score_up;      // [neurons, rank], or null
+    const uint16_t *limit, *spread;        // [neurons]; spread null without score_up
+    const uint16_t *gate, *gate_bias, *up, *up_bias, *down, *down_bias;  // [neurons, hidden], [neurons]; down_bias [hidden]
+    uint16_t *y;                           // [rows, hidden]
+};
+
+constexpr int MOST_ROWS = 32;  // bits of a neuron's mask
+constexpr int MANY_VECTORS = 18, FEW_VECTORS = 6;  // of a row of the last weight at once
+constexpr int NEURONS_AHEAD = 4;
+
+static INLINE Floats activate(int64_t activation, Floats x) {
+    switch (activation) {
+    case RELU: return select(x > 0.0f, x, splat(0.0f));
+    case RELU_SQUARED: return x = select(x > 0.0f, x, splat(0.0f)), x * x;
+    case SILU: return x / (splat(1.0f) + exponential(-x));
+    default:
+        for (int i = 0; i < LANES; i++)
+            x[i] = activation == GELU ? 0.5f * x[i] * (1 + std::erf(x[i] * 0.70710678f))
+                                      : 0.5f * x[i] * (1 + std::tanh(0.79788456f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+        return x;
+    }
+}
+
+// x . each of 16 rows; brings `next` rows near
+static INLINE Floats products(const uint16_t *const (&rows)[SUMS], const uint16_t *const (&next)[SUMS], const uint16_t *x, int64_t width) {
+    Floats sums[SUMS] = {};
+#if BF16_DOT
+    for (int64_t k = 0; k < width; k += 2 * LANES) {
+        const __mmask32 inside = bits_below(width - k);
+        const __m512bh values = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + k);
+#pragma GCC unroll 16
+        for (int j = 0; j < SUMS; j++) {
+            __builtin_prefetch(next[j] + k);
+            sums[j] = (Floats)_mm512_dpbf16_ps((__m512)sums[j], (__m512bh)_mm512_maskz_loadu_epi16(inside, rows[j] + k), values);
+        }
+    }
+#else
+    for (int j = 0; j < SUMS; j++)
+        for (int64_t k = 0; k < width; k++) sums[j][0] += bfloat16_value(rows[j][k]) * bfloat16_value(x[k]);
+#endif
+    return sums_of_lanes(sums);
+}
+
+// The rows of `weight` that belong to places `first` to first + 15 of `chosen` (or of 0, 1, ...), the last one again where
+// there are no more.
+static INLINE void point(const uint16_t *(&rows)[SUMS], const uint16_t *weight, const int32_t *chosen, int64_t first, int64_t count, int64_t width) {
+    for (int j = 0; j < SUMS; j++) {
+        const int64_t place = std::min(first + j, count - 1);
+        rows[j] = weight + (chosen ? chosen[place] : place) * width;
+    }
+}
+
+static INLINE Floats with_bias(Floats sums, const uint16_t *bias, const int32_t *chosen, int64_t first, int64_t count) {
+    if (bias)
+        for (int j = 0; j < SUMS; j++) {
+            const int64_t place = std::min(first + j, count - 1);
+            sums[j] += bfloat16_value(bias[chosen ? chosen[place] : place]);
+        }
+    return sums;
+}
+
+static INLINE Floats some(const float *values, int64_t first, int64_t count) {
+    Floats result = {};
+    memcpy(&result, values + first, 4 * std::min<int64_t>(LANES, count - first));
+    return result;
+}
+
+static INLINE Floats some(const uint16_t *values, int64_t first, int64_t count) {
+    Halves result = {};
+    memcpy(&result, values + first, 2 * std::min<int64_t>(LANES, count - first));
+    return widen(result);
+}
+
+// Calls body(row, place, its 16 products with each of `weights`) for every 16 places of this thread's part, rows in turn.
+template <int WEIGHTS, class F>
+static INLINE void for_tiles(const Call &call, const uint16_t *const (&weights)[WEIGHTS], int64_t width, const uint16_t *x, const int32_t *chosen, int64_t count, F body) {
+    parallel(ceil_div(count, SUMS), [&](int64_t tile, int64_t end) {
+        const uint16_t *rows[WEIGHTS][SUMS], *next[WEIGHTS][SUMS];
+        for (int w = 0; w < WEIGHTS; w++) point(rows[w], weights[w], chosen, tile * SUMS, count, width);
+        for (; tile < end; tile++) {
+            for (int w = 0; w < WEIGHTS; w++) point(next[w], weights[w], chosen, std::min(tile + 1, end - 1) * SUMS, count, width);
+            for (int64_t row = 0; row < call.rows; row++) {
+                Floats sums[WEIGHTS];
+                for (int w = 0; w < WEIGHTS; w++) sums[w] = products(rows[w], next[w], x + row * width, width);
+                body(row, tile * SUMS, sums);
+            }
+            memcpy(rows, next, sizeof rows);
+        }
+    });
+}
+
+struct Scratch {
+    uint16_t *inner;  // [rows, rank]
+    float *values;    // [rows, room]: of all neurons while they are chosen, then of the chosen ones
+    Words *masks;     // [room]: which rows of x call for a neuron
+    int32_t *chosen;  // [room]
+    int64_t room;     // neurons, and filler to a whole vector
+    float *at(int64_t row, int64_t place) const { return values + row * room + place; }
+    Words &mask(int64_t place) const { return masks[place / LANES]; }
+};
+
+static INLINE void mark(const Scratch &to, int64_t row, int64_t first, int64_t neurons, Ints calls) {
+    const Ints places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    to.mask(first) |= (Words)(calls & (places < int32_t(neurons - first)) & 1) << uint32_t(row);
+}
+
+// masks <- the neurons whose predicted contribution is large enough
+static void predict(const Call &call, const Scratch &to) {
+    dense(call.x, call.project, nullptr, to.inner, call.rows, call.rank, call.hidden);
+    const int64_t count = call.neurons;
+    if (!call.score_up)
+        return for_tiles<1>(call, {call.score}, call.rank, to.inner, nullptr, count, [&](int64_t row, int64_t first, const Floats *scores) __attribute__((always_inline)) {
+            mark(to, row, first, count, scores[0] > some(call.limit, first, count));
+        });
+    for_tiles<2>(call, {call.score, call.score_up}, call.rank, to.inner, nullptr, count, [&](int64_t row, int64_t first, const Floats *scores) __attribute__((always_inline)) {
+        const Floats gate = activate(call.activation, scores[0]), up = scores[1];
+        mark(to, row, first, count, (gate * gate + some(call.spread, first, count)) * (up * up + some(call.limit, first, count)) > 1.0f);
+    });
+}
+
+// values, masks <- the activations of all neurons, and which of them are large enough
+static void threshold(const Call &call, const Scratch &to) {
+    for_tiles<1>(call, {call.gate}, call.hidden, call.x, nullptr, call.neurons, [&](int64_t row, int64_t first, const Floats *sums) __attribute__((always_inline)) {
+        const Floats value = activate(call.activation, with_bias(sums[0], call.gate_bias, nullptr, first, call.neurons));
+        *(Floats *)to.at(row, first) = value;
+        mark(to, row, first, call.neurons, (Floats)((Words)value & 0x7fffffff) > some(call.limit, first, call.neurons));
+    });
+}
+
+// The lanes that `wanted` marks, one after another
+template <class T> static INLINE void append(T *to, T values, Words wanted) {
+#if BF16_DOT
+    const __m512i kept = _mm512_maskz_compress_epi32(_mm512_test_epi32_mask((__m512i)wanted, (__m512i)wanted), (__m512i)values);
+    memcpy(to, &kept, sizeof kept);
+#else
+    for (int j = 0, place = 0; j < LANES; j++)
+        if (wanted[j]) memcpy((uint32_t *)to + place++, (uint32_t *)&values + j, 4);
+#endif
+}
+
+// The number of chosen neurons, which stand in `chosen`, their masks and values without gaps.
+static int64_t gather(const Call &call, const Scratch &to) {
+    int64_t count = 0;
+    Ints places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int64_t first = 0; first < to.room; first += LANES, places += LANES) {
+        const Words wanted = to.mask(first);
+        append((Ints *)(to.chosen + count), places, wanted);
+        append((Words *)((uint32_t *)to.masks + count), wanted, wanted);
+        if (!call.rank)
+            for (int64_t row = 0; row < call.rows; row++) append((Floats *)to.at(row, count), *(Floats *)to.at(row, first), wanted);
+        for (int j = 0; j < LANES; j++) count += wanted[j] != 0;
+    }
+    return count;
+}
+
+// values <- what the chosen neurons give
+static void neurons(const Call &call, const Scratch &to, int64_t count) {
+    auto gate = [&](Floats sums, int64_t first) __attribute__((always_inline)) {
+        return activate(call.activation, with_bias(sums, call.gate_bias, to.chosen, first, count));
+    };
+    if (call.rank && call.up)
+        for_tiles<2>(call, {call.gate, call.up}, call.hidden, call.x, to.chosen, count, [&](int64_t row, int64_t first, const Floats *sums) __attribute__((always_inline)) {
+            *(Floats *)to.at(row, first) = gate(sums[0], first) * with_bias(sums[1], call.up_bias, to.chosen, first, count);
+        });
+    else if (call.rank)
+        for_tiles<1>(call, {call.gate}, call.hidden, call.x, to.chosen, count, [&](int64_t row, int64_t first, const Floats *sums) __attribute__((always_inline)) {
+            *(Floats *)to.at(row, first) = gate(sums[0], first);
+        });
+    else if (call.up)
+        for_tiles<1>(call, {call.up}, call.hidden, call.x, to.chosen, count, [&](int64_t row, int64_t first, const Floats *sums) __attribute__((always_inline)) {
+            *(Floats *)to.at(row, first) *= with_bias(sums[0], call.up_bias, to.chosen, first, count);
+        });
+    if (call.rows > 1)  // 0 for the rows that do not call for a neuron
+        for (int64_t first = 0; first < count; first += LANES)
+            for (int64_t row = 0; row < call.rows; row++) {
+                const Ints calls = (Ints)(to.mask(first) >> uint32_t(row) & 1) != 0;
+                *(Floats *)to.at(row, first) = select(calls, *(Floats *)to.at(row, first), splat(0.0f));
+            }
+}
+
+// y <- the sums over the chosen neurons, for ROWS rows from `row` on and VECTORS vectors from `column` on
+template <int ROWS, int VECTORS> static INLINE void add_up(const Call &call, const Scratch &from, int64_t count, int64_t row, int64_t column) {
+    const int64_t left = call.hidden - column;
+    auto load = [&](const uint16_t *data, int v) __attribute__((always_inline)) {
+        Halves halves = {};
+        if (left >= VECTORS * LANES) halves = *(const Halves *)(data + v * LANES);
+        else if (left > v * LANES) memcpy(&halves, data + v * LANES, 2 * std::min<int64_t>(LANES, left - v * LANES));
+        return widen(halves);
+    };
+    Floats sums[ROWS][VECTORS] = {};
+    if (call.down_bias)
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = load(call.down_bias + column, v);
+    for (int64_t i = 0; i < count; i++) {
+        const uint16_t *ahead = call.down + from.chosen[std::min(i + NEURONS_AHEAD, count - 1)] * call.hidden + column;
+        const uint16_t *weights = call.down + from.chosen[i] * call.hidden + column;
+#pragma GCC unroll 18
+        for (int v = 0; v < VECTORS; v++) {
+            if (v % 2 == 0) __builtin_prefetch(ahead + v * LANES);
+            const Floats weight = load(weights, v);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++) sums[r][v] += weight * *from.at(row + r, i);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS && v * LANES < left; v++) {
+            const Halves halves = narrow(sums[r][v]);
+            memcpy(call.y + (row + r) * call.hidden + column + v * LANES, &halves, 2 * std::min<int64_t>(LANES, left - v * LANES));
+        }
+}
+
+template <int VECTORS> static void sum_of_rows(const Call &call, const Scratch &from, int64_t count) {
+    parallel(ceil_div(call.hidden, VECTORS * LANES), [&](int64_t block, int64_t end) {
+        for (; block < end; block++) {
+            int64_t row = 0;
+            if constexpr (VECTORS == FEW_VECTORS)
+                for (; row + 4 <= call.rows; row += 4) add_up<4, VECTORS>(call, from, count, row, block * VECTORS * LANES);
+            for (; row < call.rows; row++) add_up<1, VECTORS>(call, from, count, row, block * VECTORS * LANES);
+        }
+    });
+}
+
+extern "C" int hf_contextual_mlp(const Call *given) {
+    const Call &call = *given;
+    if (call.rows > MOST_ROWS) return 0;
+    static thread_local Buffer buffers[4];
+    const int64_t room = ceil_div(call.neurons, LANES) * LANES, wide = room + LANES;
+    const Scratch scratch = {buffers[0].get<uint16_t>(call.rows * call.rank + 1), buffers[1].get<float>(call.rows * room + LANES),
+                             (Words *)buffers[2].get<uint32_t>(wide), buffers[3].get<int32_t>(wide), room};
+    memset(scratch.masks, 0, 4 * room);
+    if (call.rank) predict(call, scratch);
+    else threshold(call, scratch);
+    const int64_t count = gather(call, scratch);
+    if (count) neurons(call, scratch, count);
+    if (call.rows == 1 && call.hidden >= MANY_VECTORS * LANES * omp_get_max_threads()) sum_of_rows<MANY_VECTORS>(call, scratch, count);
+    else sum_of_rows<FEW_VECTORS>(call, scratch, count);
+    return 1;
+}
