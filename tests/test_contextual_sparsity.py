@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from helpers import assert_close, tiny_model
+from helpers import assert_close, tiny_model, tiny_tokenizer
 
 import hf_efficient
+from hf_efficient.cli import main
 from hf_efficient.kernels import contextual_mlp, cpu_build
 from hf_efficient.pruning.contextual.layer import every_row, layers_of
 from hf_efficient.pruning.contextual.predictor import Predictor, threshold_of_recall, threshold_of_share
@@ -186,3 +187,15 @@ def test_a_layer_that_gives_something_else_is_refused_and_put_back():
     with pytest.raises(ValueError, match="layers.1.mlp gives something else"):
         hf_efficient.sparsify_context(model, dict(tokens=TOKENS))
     assert not layers_of(model) and model.model.layers[1].mlp is layer
+
+
+def test_the_command_writes_what_the_function_does(tmp_path, capsys):
+    for part in (tiny_model("llama"), tiny_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("The river runs past the old mill and into the sea. " * 40)
+    folders = ["sparsify-context", str(tmp_path / "model"), "--output", str(tmp_path / "context")]
+    text = ["--calibration", str(tmp_path / "text.txt"), "--num-samples", "8", "--sequence-length", "64"]
+    assert main([*folders, *text, "--keep", "0.25"]) == 0
+    assert "25.0% of the neurons" in capsys.readouterr().out
+    hf_efficient.ContextualSparsity.from_pretrained(tmp_path / "context").apply(tiny_model("llama"))
+    assert main([*folders, *text]) == 1 and "exists already" in capsys.readouterr().err

@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         push,
         quantize,
         recover,
+        sparsify_context,
         train_draft,
     )
 
@@ -52,6 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     export.add_arguments(commands.add_parser("export", help="write a compressed model for vLLM, llama.cpp and others"))
     train_draft.add_arguments(commands.add_parser("train-draft", help="train draft heads for speculative generation"))
     recover.add_arguments(commands.add_parser("recover", help="train a pruned model against the one it was"))
+    sparsify_context.add_arguments(
+        commands.add_parser("sparsify-context", help="train which neurons each token calls for, for faster decoding")
+    )
     estimate.add_arguments(
         commands.add_parser("estimate", help="what a model takes in memory and time, from its config")
     )
@@ -71,6 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
             train_draft.run(options)
         elif options.command == "recover":
             recover.run(options)
+        elif options.command == "sparsify-context":
+            sparsify_context.run(options)
         elif options.command == "estimate":
             estimate.run(options)
         elif options.command == "bench":
