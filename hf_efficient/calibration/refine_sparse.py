@@ -13,13 +13,14 @@ from hf_efficient.calibration.refine import mean_loss, tune
 
 logger = logging.get_logger(__name__)
 
-EPOCHS = 1
+EPOCHS = 2
 RATE = 1e-2  # of Adam, in units of the root mean square of a linear's kept weights
 
 
 def refine_sparse_block(block: Block, targets: list[torch.Tensor], epochs: float = EPOCHS, seed: int = 0) -> None:
     """Replaces the values in `block.tensors` of the linears with `refine=True`, which have a format that stores values and a
-    mask; the others compute with what they have. Steps and loss are those of `refine.refine_block`.
+    mask; the others compute with what they have, fused experts with their original weights. Steps and loss are those of
+    `refine.refine_block`.
 
     The values at the start are kept where the tuned ones do not have a lower loss over all batches.
 
