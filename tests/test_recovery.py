@@ -8,13 +8,14 @@ from helpers import tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_efficient import KeepMasks, recover
+from hf_efficient import KeepMasks, SparseConfig, recover
 from hf_efficient.cli import main
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
 from hf_efficient.integrations import recovery
 from hf_efficient.integrations.recovery import masked_linear
+from hf_efficient.integrations.peft import merge_and_unload
 from hf_efficient.integrations.recovery.divergence import distillation_loss
 from hf_efficient.layers import EfficientLinear, compress_linear
 from hf_efficient.pruning.mask import Sparsity
@@ -268,3 +269,47 @@ def test_the_command(tmp_path, capsys):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "output")
     assert not torch.equal(again.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
     assert main([*command, *options]) == 1 and "exists already" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    tiny_model("llama", torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("scheme", [{"sparsity": 0.6}, {"pattern": "2:4"}], ids=str)
+def test_a_loaded_sparse_model_is_saved_and_reloaded_bit_for_bit(scheme, folder, tmp_path):
+    config = SparseConfig(method="magnitude", **scheme)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    kept, start = masks(model), model.state_dict()
+    recover(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), TOKENS, **FAST)
+    assert model.is_quantized and model.hf_quantizer is not None and model.config.quantization_config is not None
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
+    assert any(not torch.equal(tensor, state[name]) for name, tensor in start.items())
+    assert all(torch.equal(mask, kept[name]) for name, mask in masks(again).items()) and kept
+    dense = again.dequantize()
+    assert all((dense.get_submodule(name).weight[~mask] == 0).all() for name, mask in kept.items())
+
+
+def test_an_adapter_of_pefts_own_is_merged_under_the_mask(folder):
+    """What it adds in pruned places is lost, and nothing else."""
+    peft = pytest.importorskip("peft")
+    config = SparseConfig(sparsity=0.5, method="magnitude")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+    kept, dense = masks(model), copy.deepcopy(model).dequantize()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    generator, expected = torch.Generator().manual_seed(0), {}
+    for name, module in adapted.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            lora = module.lora_B["default"].weight
+            lora.data = torch.randn(lora.shape, generator=generator) / 10
+            expected[name.removeprefix("base_model.model.")] = module.get_delta_weight("default").detach()
+    merged = merge_and_unload(adapted)
+    for name, mask in kept.items():
+        weight, before = merged.get_submodule(name).weight, dense.get_submodule(name).weight
+        assert torch.equal(weight, (before + expected[name] * mask) if name in expected else before), name
+    assert len(expected) == 4

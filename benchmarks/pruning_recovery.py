@@ -1,0 +1,152 @@
+"""How much of what pruning cost do ten minutes of training give back?
+
+    python benchmarks/pruning_recovery.py [--rows GLOB ...] [--tokens FILE] [--calibration-tokens FILE] [--starts FOLDER]
+        [--minutes 10 | --steps N] [--output FILE]
+
+Model and measured texts are those of `benchmarks/quality.py`; a row prunes as the row of `benchmarks/pruning.py` of that name
+does (the models are kept in FOLDER, and taken from there where they are) and calls `recover` with the dense model as teacher.
+Trained on: the Wikipedia articles of gensim's test data without those that share passages with the measured windows (more
+than ten runs of 13 tokens). The time is that of the call, the teacher's and the packing included.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from pruning import rows as one_shot
+from quality import LENGTH, WINDOWS, read_tokens
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_efficient
+from hf_efficient.evaluation import environment, memory, perplexity, samples
+from hf_efficient.layers import EfficientLinear
+
+
+RESULTS = Path(__file__).parent / "results" / "pruning_recovery.json"
+RUN, CHANCE = 13, 10  # tokens of a passage; an article with more of them in common is left out
+
+# name -> (row of benchmarks/pruning.py, arguments of recover)
+ROWS = {
+    "50 % wanda": ("50 % wanda", {}),
+    "50 % sparsegpt": ("50 % sparsegpt", {}),
+    "50 % best": ("50 % best", {}),
+    "50 % best, reverse divergence": ("50 % best", {"divergence": "reverse"}),
+    "50 % best, a quarter text": ("50 % best", {"text_share": 0.25}),
+    "50 % best, LoRA rank 32": ("50 % best", {"lora_rank": 32}),
+    "2:4 best": ("2:4 best", {}),
+}
+
+
+def training_tokens(tokenizer, measured: torch.Tensor) -> torch.Tensor:
+    """int64 [windows, 512] of articles that share no passages with `measured`, int64 [windows, length]."""
+    flat, articles = measured.flatten().tolist(), []
+    passages = {tuple(flat[i : i + RUN]) for i in range(len(flat) - RUN + 1)}
+    for split in ("calibration", "evaluation"):
+        for paragraph in samples.sample_text(split).split("\n\n"):
+            if len(paragraph) < 80:  # a title: paragraphs are longer
+                articles.append([])
+            articles[-1].append(paragraph)
+    kept = []
+    for article in map("\n\n".join, articles):
+        ids = tokenizer(article, add_special_tokens=False, verbose=False)["input_ids"]
+        if sum(tuple(ids[i : i + RUN]) in passages for i in range(len(ids) - RUN + 1)) <= CHANCE:
+            kept.append(article)
+    ids = tokenizer("\n\n".join(kept), add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids[: len(ids) // 512 * 512]).view(-1, 512)
+
+
+def pruned(name: str, calibration: torch.Tensor, folder: Path):
+    """The one-shot model of the row `name` of benchmarks/pruning.py, made in `folder` where it is not there."""
+    if not folder.is_dir():
+        arguments = dict(one_shot()[name])
+        arguments.pop("quant_method")
+        config = hf_efficient.SparseConfig(**arguments, calibration={"tokens": calibration})
+        model = AutoModelForCausalLM.from_pretrained(
+            samples.sample_model(), dtype=torch.bfloat16, quantization_config=config
+        )
+        model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def masks(model) -> dict[str, torch.Tensor]:
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, EfficientLinear)}
+    return {name: module.format.mask(module.canonical(), module.in_features) for name, module in layers.items()}
+
+
+def measure(name: str, calibration, texts: dict[str, torch.Tensor], training, starts: Path, budget: dict) -> dict:
+    """One row: perplexities before and after, and what the training took."""
+    start, options = ROWS[name]
+    teacher = AutoModelForCausalLM.from_pretrained(samples.sample_model(), dtype=torch.bfloat16)
+    model = pruned(start, calibration, starts / start.replace(" ", "-").replace("%", "percent").replace(":", "of"))
+    result = {"start": start, "recover": {**options, **budget}}
+    before, kept = (
+        {text: perplexity.negative_log_likelihood(model, windows) for text, windows in texts.items()},
+        masks(model),
+    )
+    began, spent = time.perf_counter(), time.process_time()
+    done = hf_efficient.recover(model, teacher, training, **options, **budget)
+    result |= {**done, "wall_seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - spent}
+    result["peak_memory_bytes"] = memory.peak_memory_bytes(torch.device("cpu"))
+    result["masks_are_the_same"] = all(torch.equal(kept[key], mask) for key, mask in masks(model).items())
+    result["share_of_zeros"] = 1 - sum(m.sum().item() for m in kept.values()) / sum(m.numel() for m in kept.values())
+    for text, windows in texts.items():
+        after = perplexity.negative_log_likelihood(model, windows)
+        dense = perplexity.negative_log_likelihood(teacher, windows)
+        difference, error = perplexity.paired_difference(after, dense)
+        result[text] = {
+            "perplexity_before": perplexity.perplexity(before[text]),
+            "perplexity": perplexity.perplexity(after),
+            "perplexity_dense": perplexity.perplexity(dense),
+            "nll_difference_to_dense": difference,
+            "nll_difference_standard_error": error,
+            "nll": after.tolist(),
+        }
+    return result
+
+
+def main() -> None:
+    """Measures the rows in turn; each is in the results when it is done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="*", default=["*"], help="globs of row names")
+    parser.add_argument("--tokens")
+    parser.add_argument("--calibration-tokens")
+    parser.add_argument("--starts", type=Path, help="folder of one-shot models (default: a temporary one)")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--steps", type=int, help="instead of minutes")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(samples.sample_model())
+    own = {name: samples.sample_text(split) for name, split in (("wikipedia", "evaluation"), ("news", "news"))}
+    texts = {name: perplexity.windows(tokenizer, text, WINDOWS[name], LENGTH) for name, text in own.items()}
+    calibration = perplexity.windows(tokenizer, samples.sample_text("calibration"), 128, 512)
+    measured = texts["wikipedia"]
+    if options.tokens:
+        measured = read_tokens(options.tokens)
+        texts["wikipedia"] = measured[: WINDOWS["wikipedia"]]
+    if options.calibration_tokens:
+        calibration = read_tokens(options.calibration_tokens)
+    training = training_tokens(tokenizer, measured)
+    budget = {"minutes": options.minutes} if options.steps is None else {"steps": options.steps}
+    done = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in ROWS:
+            if any(fnmatch.fnmatch(name, pattern) for pattern in options.rows):
+                load = os.getloadavg()[1]
+                row = measure(name, calibration, texts, training, options.starts or Path(scratch), budget)
+                row |= {"training_windows": list(training.shape), "load_average_before": load}
+                done[name] = {**row, "environment": environment.describe()}
+                options.output.write_text(json.dumps(done, indent=1) + "\n")
+                was, now = row["wikipedia"]["perplexity_before"], row["wikipedia"]["perplexity"]
+                print(
+                    f"{name}: {was:.2f} -> {now:.2f} in {row['wall_seconds']:.0f} s, {row['tokens']} tokens",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
