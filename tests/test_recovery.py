@@ -14,8 +14,8 @@ from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
 from hf_efficient.integrations import recovery
-from hf_efficient.integrations.recovery import masked_linear
 from hf_efficient.integrations.peft import merge_and_unload
+from hf_efficient.integrations.recovery import masked_linear
 from hf_efficient.integrations.recovery.divergence import distillation_loss
 from hf_efficient.layers import EfficientLinear, compress_linear
 from hf_efficient.pruning.mask import Sparsity
