@@ -39,9 +39,9 @@ def recover(
     """Trains a pruned `model`, in place, to say what `teacher` says, with transformers' `Trainer`.
 
     All linear layers but the output embedding learn: sparse ones under their masks, which stay as they are, and in a model
-    without sparse layers (made smaller by structured pruning, say) the ordinary ones. Embeddings, norms and biases stay. The
-    weights are float32 while they learn, with AdamW and a cosine schedule, and computation is in the model's dtype; at the end
-    they are rounded to their dtype and packed into the same formats.
+    without sparse layers (made smaller by structured pruning, say) the ordinary ones. Embeddings, norms, biases, tied weights,
+    quantized layers and fused experts stay. The weights are float32 while they learn, with AdamW and a cosine schedule, and
+    computation is in the model's dtype; at the end they are rounded to their dtype and packed into the same formats.
 
     Args:
         model: a causal LM on one device, as `from_pretrained` gives it.
@@ -49,7 +49,7 @@ def recover(
         texts: int64 tokens [windows, length], texts that are joined by blank lines and cut into windows of `sequence_length`,
             or a `CalibrationConfig`.
         tokenizer: for texts.
-        minutes, steps: how long; one of them.
+        minutes, steps: how long; one of them. Time ends training after the step in which it is over.
         batch_size: windows a step.
         learning_rate: the largest; 3e-4, with adapters 1e-3.
         divergence: "forward", "reverse" or "both", see `distillation_loss`.
@@ -106,7 +106,7 @@ def recover(
             training.remove_callback(PrinterCallback)
             training.train(resume_from_checkpoint=_last_checkpoint(checkpoint_dir))
         if adapted is not None:
-            adapted.merge_and_unload()
+            adapted, _ = None, adapted.merge_and_unload()
         masked_linear.pack(model)
     except BaseException:
         if adapted is not None:
