@@ -52,7 +52,7 @@ class MaskedLinear(nn.Linear):
             tensors = origin.format.pack(weight, self.mask.bool())
             origin.restore_canonical()
             for name, tensor in tensors.items():
-                origin._parameters[name].data = tensor
+                origin._parameters[name] = nn.Parameter(tensor, requires_grad=False)
         else:
             origin.weight.copy_(weight.t() if self.transposed else weight)
         return origin.train(self.training)
