@@ -10,6 +10,27 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def patch_the_language_once():
+    """The interpreter patches triton.language whenever a jitted function is called, also from another one, and that is most
+    of its time. In a process that only interprets, the first patch can stay."""
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def once(function):
+        scope = interpreter._LangPatchScope()  # restores nothing
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch(function)
+        return scope
+
+    interpreter._patch_lang = once
+
+
+if INTERPRETED:
+    patch_the_language_once()
+
+
 class InterpretedFile(pytest.Module):
     """A numeric test file on a machine without CUDA: one item that runs it in a process with TRITON_INTERPRET=1."""
 
@@ -36,3 +57,8 @@ def pytest_pycollect_makemodule(module_path, parent):
 def kernel_device() -> str:
     """Where the tensors of a numeric kernel test live: "cuda", or "cpu" under the interpreter."""
     return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture
+def transformers_loop():
+    """Kernels generate no text, so transformers need not be imported for the fixture of that name in tests/conftest.py."""
