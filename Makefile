@@ -16,7 +16,7 @@ demo: $(STAMP)
 	$(BIN)/hf-efficient demo --output output/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

@@ -56,6 +56,15 @@ def transformers_loop(request, monkeypatch):
         monkeypatch.setattr(plain, "serves", lambda *args: False)
 
 
+@pytest.fixture
+def two_threads():
+    """For kernels that share out their work themselves; `make test` gives each of its processes one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

@@ -16,6 +16,9 @@ from hf_efficient.kernels.codes import pack_codes
 from hf_efficient.kernels.linear import dequantize_weight, device_layout
 
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [  # N, K, group size
     (192, 576, 64),

@@ -11,10 +11,13 @@ from test_attention_cpu import BFLOAT16, FLOAT32, LENGTHS, OPTIONS, Cache, optio
 from hf_efficient.kernels import attention, attention_cpu_compiled, cpu_build, flash_paged
 
 
-pytestmark = pytest.mark.skipif(
-    cpu_build.compiler() is None or not cpu_build.FEATURES <= cpu_build.cpu_features(),
-    reason="nothing is compiled here",
-)
+pytestmark = [
+    pytest.mark.usefixtures("two_threads"),
+    pytest.mark.skipif(
+        cpu_build.compiler() is None or not cpu_build.FEATURES <= cpu_build.cpu_features(),
+        reason="nothing is compiled here",
+    ),
+]
 FORMATS = [None, torch.int8, torch.float8_e4m3fn, 4, 2]  # None: the queries' dtype
 SCALED_QUERIES = dict(rms=8e-3, maximum=0.08, reason="bfloat16 weights and scaled queries, and the rounded result")
 SCALED_QUERIES_LSE = dict(rms=1e-3, maximum=0.02, reason="scores of scaled queries rounded to bfloat16")

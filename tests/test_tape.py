@@ -19,6 +19,7 @@ from hf_efficient.kernels.tape import NotReplayable, Tape, _interpret, as_one_st
 
 pytestmark = [
     pytest.mark.own_loop,
+    pytest.mark.usefixtures("two_threads"),
     pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
 ]
 
