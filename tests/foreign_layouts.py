@@ -133,6 +133,71 @@ def plain(rows, columns, dtype, kind="int", strategy="channel", dynamic=True, in
     return parts, numbers * expanded, compressed_tensors_config(layout, weights, activations if inputs else None)
 
 
+def mask_2_of_4(rows, columns):
+    return torch.rand(rows, columns // 4, 4).argsort(-1).lt(2).flatten(1)
+
+
+def bitmask(rows, columns, dtype, pattern="2:4"):
+    """compressed-tensors' "sparse-24-bitmask", or "sparse-bitmask"."""
+    mask = mask_2_of_4(rows, columns) if pattern else torch.rand(rows * columns).argsort().view(rows, columns) % 8 < 3
+    weight = torch.randn(rows, columns).to(dtype).masked_fill(~mask, 0)
+    parts = {
+        "compressed": weight[mask].view(rows, -1) if pattern else weight[mask],
+        "bitmask": torch.from_numpy(np.packbits(mask.numpy(), axis=1, bitorder="little")),
+        "shape": torch.tensor([rows, columns]).view(-1, 1) if pattern else torch.tensor([rows, columns]),
+    }
+    if not pattern:
+        parts["row_offsets"] = mask.sum(1).cumsum(0) - mask.sum(1)
+    layout = "sparse-24-bitmask" if pattern else "sparse-bitmask"
+    sparsity = {"format": layout, "sparsity_structure": pattern or "unstructured", "targets": ["Linear"], "ignore": []}
+    config = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed"}
+    return parts, weight, {**config, "sparsity_config": sparsity}
+
+
+def marlin24(rows, columns, dtype, bits=4, size=128):
+    """compressed-tensors' "marlin-24". Its order is that of mma.m16n8k16's second operand: of 16 kept columns by 64 rows a
+    thread holds, for each of 4 x 2 strips of rows, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9."""
+    groups = 1 if size == -1 else columns // size
+    codes, scale, mask = (
+        random_codes(rows, columns, bits),
+        random_scale(rows, groups, bits=bits),
+        mask_2_of_4(rows, columns),
+    )
+    kept, middle = codes[mask].view(rows // 64, 64, -1, 16).numpy(), 2 ** (bits - 1)
+    ordered, fields = np.zeros((columns // 32, rows // 64, 1024), dtype=np.uint32), 32 // bits
+    for thread in range(32):
+        for strip in range(4):
+            for half in range(2):
+                for which, column in enumerate((0, 1, 8, 9)):
+                    row = thread // 8 * 16 + thread // 4 % 2 * 8 + half * 4 + strip
+                    place = thread * 32 + strip * 8 + half * 4 + which
+                    ordered[:, :, place] = kept[:, row, :, thread % 4 * 2 + column].T
+    interleaved = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}[bits]  # where a code goes in its word
+    ordered = ordered.reshape(columns // 32, -1, fields)
+    words = sum(ordered[:, :, index] << np.uint32(bits * place) for index, place in enumerate(interleaved))
+    if size != -1 and size < columns // 2:
+        order = torch.arange(64).view(8, 2, 4).transpose(1, 2).flatten()
+        stored = scale.t().reshape(-1, 64)[:, order].view(groups, rows)
+    else:
+        stored = scale.t()
+    meta, places = np.zeros(rows * columns // 16, dtype=np.uint16), mask.nonzero()[:, 1].view(rows, -1, 8).numpy() % 4
+    for row in range(rows):
+        for column in range(columns // 16):
+            r, c = row // 64 * 64 + row % 2 * 2 + row % 8 // 4 + row % 4 // 2 * 32 + row % 64 // 8 * 4, column
+            r, c = r - r % 2 + c % 2, c - c % 2 + r % 2
+            bits_of = sum(int(place) << 2 * index for index, place in enumerate(places[row, column]))
+            meta[c // 2 * rows * 2 + r * 2 + c % 2] = bits_of
+    parts = {
+        "weight_packed": torch.from_numpy(words.view(np.int32)),
+        "scale_packed": stored.contiguous(),
+        "meta": torch.from_numpy(meta.view(np.int16)).view(columns // 32, 2 * rows),
+    }
+    weight = ((codes - middle).half() * scale.repeat_interleave(columns // groups, 1)).masked_fill(~mask, 0).to(dtype)
+    strategy = {"strategy": "channel"} if size == -1 else {"strategy": "group", "group_size": size}
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, **strategy}
+    return parts, weight, compressed_tensors_config("marlin-24", weights)
+
+
 def compressed_tensors_config(layout, weights, inputs=None):
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {

@@ -28,6 +28,8 @@ LAYOUTS = {  # name -> layout, dtype, options
     "packed asymmetric order": ("packed", WIDE, dict(symmetric=False, order="activation")),
     "packed 8 channel": ("packed", WIDE, dict(bits=8, strategy="channel")),
     "packed 3": ("packed", WIDE, dict(bits=3, symmetric=False)),
+    "bitmask": ("bitmask", WIDE, {}),
+    "bitmask of any pattern": ("bitmask", WIDE, dict(pattern=None)),
     "w8a8": ("plain", WIDE, {}),
     "w8a8 static tensor": ("plain", WIDE, dict(dynamic=False, strategy="tensor")),
     "w8a16": ("plain", WIDE, dict(inputs=False, symmetric=False)),
@@ -51,6 +53,8 @@ LAYOUTS = {  # name -> layout, dtype, options
 SAVED = (
     "gptq activation order",
     "awq",
+    "bitmask",
+    "bitmask of any pattern",
     "w8a8",
     "w8a16",
     "fp8",

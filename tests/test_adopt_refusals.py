@@ -1,6 +1,7 @@
 """What is refused when a checkpoint of another library is loaded: before anything is computed, naming the tensor."""
 
 import json
+import re
 
 import foreign_layouts as layouts
 import pytest
@@ -57,6 +58,9 @@ LIES = {  # of the module up_proj, [96, 64]: layout, part, what is done to it, t
     "packed": (layouts.packed, {}, "weight_packed", lambda t: t[1:], UP + r"weight_packed is I32 \(95, 8\), expected I32 \(96, 8\)"),
     "int8": (layouts.plain, {}, "weight_scale", lambda t: t[1:], UP + r"weight_scale is F16 \(95, 1\), expected .* \(96, 1\)"),
     "fp8 as int8": (layouts.plain, {}, "weight", lambda t: t.half(), UP + r"weight is F16 \(96, 64\), expected I8"),
+    "bitmask": (layouts.bitmask, {}, "compressed", lambda t: t[:, 1:], UP + r"compressed is F16 \(96, 31\), expected .* \(96, 32\)"),
+    "bitmask shape": (layouts.bitmask, {}, "shape", lambda t: t.flip(0), r"up_proj.shape is \[64, 96\], expected \[96, 64\]"),
+    "no value": (layouts.bitmask, dict(pattern=None), "compressed", lambda t: t[:0], r"compressed holds 0 values, expected 1 to 6144"),
     "nf4": (layouts.bitsandbytes_4bit, {}, "weight", lambda t: t[:-1], UP + r"weight is U8 \(3071, 1\), expected .* \(3072, 1\)"),
     "nf4 table": (layouts.bitsandbytes_4bit, {}, "weight.quant_map", lambda t: t + 1, "quant_map is not the table of nf4"),
     "nf4 state": (
@@ -149,6 +153,22 @@ def test_infinite_scales_are_refused(tmp_path, caplog):
     with pytest.raises(RuntimeError, match="CONVERSION"):  # transformers' own words; ours are in its report
         load(tmp_path)
     assert "up_proj.weight: scales holds NaN or infinity" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "part, pattern, message",
+    [
+        ("bitmask", "2:4", "row 0 keeps . of the columns from 0 on"),
+        ("bitmask", None, r"row_offsets are not those of the bitmask"),
+        ("compressed", None, r"the mask keeps \[.*\] of \(96, 64\) weights"),
+    ],
+)
+def test_masks_that_contradict_the_values_are_refused(part, pattern, message, tmp_path, caplog):
+    write(tmp_path, layouts.bitmask, pattern=pattern)
+    change(tmp_path, part, lambda t: t ^ 1 if part == "bitmask" else t[1:])
+    with pytest.raises(RuntimeError, match="CONVERSION"):
+        load(tmp_path)
+    assert re.search("up_proj.weight: " + message, caplog.text)
 
 
 def test_remote_code_is_not_run(tmp_path):

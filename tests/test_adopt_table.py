@@ -1,5 +1,6 @@
 """The table of the README that says what is read: each row is made from a random weight in that layout."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -26,6 +27,9 @@ ROWS = {  # library, layout -> how it is made
     ("compressed-tensors", "int4 `pack-quantized` (also 2, 3, 8)"): (layouts.packed, WIDE, dict(size=128)),
     ("compressed-tensors", "int8 `int-quantized`"): (layouts.plain, WIDE, {}),
     ("compressed-tensors", "fp8 `float-quantized`"): (layouts.plain, WIDE, dict(kind="float")),
+    ("compressed-tensors", "2:4 `sparse-24-bitmask`"): (layouts.bitmask, WIDE, {}),
+    ("compressed-tensors", "`sparse-bitmask`"): (layouts.bitmask, WIDE, dict(pattern=None)),
+    ("compressed-tensors", "2:4 in int4, `marlin-24` (also 8)"): (layouts.marlin24, HALF, {}),
     ("bitsandbytes", "NF4 and FP4"): (layouts.bitsandbytes_4bit, WIDE, {}),
     ("bitsandbytes", "NF4, scales in 8 bits, too"): (layouts.bitsandbytes_4bit, WIDE, dict(double=True)),
     ("bitsandbytes", "LLM.int8()"): (layouts.bitsandbytes_8bit, HALF, {}),
@@ -50,10 +54,21 @@ class InMemory(StoredWeight):
 
 
 def row(library, layout, config, format: Format, theirs, dtype) -> str:
-    default = type(config)().scheme()
-    given = ", ".join(f"{field}={value!r}" for field, value in config.scheme().items() if value != default[field])
     ours = format.bits_per_weight(SIZE, SIZE, dtype)
-    return f"| {library} | {layout} | `{type(config).__name__}({given})` | {theirs:.2f} | {ours:.2f} |"
+    return f"| {library} | {layout} | `{call_of(type(config), config.scheme())}` | {theirs:.2f} | {ours:.2f} |"
+
+
+def call_of(kind, scheme: dict) -> str:
+    """`kind(field=value, ...)` with the fields that have other values than the arguments' defaults."""
+    default = inspect.signature(kind).parameters
+    values = {field: value for field, value in scheme.items() if value != default[field].default}
+    shown = {
+        field: call_of(configs.WeightOnlyConfig, value)
+        if field == "weights" and isinstance(value, dict)
+        else repr(value)
+        for field, value in values.items()
+    }
+    return f"{kind.__name__}({', '.join(f'{field}={text}' for field, text in shown.items())})"
 
 
 @pytest.mark.parametrize("library, layout", ROWS)

@@ -14,6 +14,7 @@ import hf_efficient
 
 WIDE = dict(shape=dict(hidden_size=128, intermediate_size=256), weights="block")
 W8A8 = dict(quant_method="efficient_w8a8")
+SPARSE24 = dict(quant_method="efficient_sparse", pattern="2:4", method="magnitude")
 STATIC = dict(activations="static", calibration=TOKENS)
 
 
@@ -40,6 +41,7 @@ def config_of(folder) -> dict:
         dict(bits=8, group_size=None),
         dict(bits=2, group_size=16),
         dict(bits=4, group_size=32, symmetric=True, quantize_lm_head=True),
+        dict(SPARSE24, weights=dict(bits=4, group_size=32)),
     ],
 )
 def test_packed_weights_are_the_same_numbers(tmp_path, config, dtype):
@@ -145,6 +147,7 @@ def test_one_scheme_names_the_class(tmp_path):
         (dict(W8A8, method="llm_int8"), "outlier columns"),
         (dict(W8A8, dtype="fp8", weights="block"), "blocks of 128 columns for a row of 64"),
         (dict(quant_method="efficient_bitnet"), "ternary"),
+        (SPARSE24, "no layout since release 0.15"),
         (dict(arch="gpt_oss", bits=4, group_size=32), "fused weights of experts"),
         (dict(arch="gpt2", bits=4, group_size=32), "a Conv1D"),
     ],

@@ -215,7 +215,6 @@ def _weights_error(weights) -> str | None:
         "mixed_precision",
         "int8_on_cpu",
         "input_scale",
-        "scale_dtype",
         "input_order",
     )
     for field in fields:

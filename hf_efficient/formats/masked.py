@@ -113,8 +113,9 @@ class MaskedFormat(Format):
                 return values[self.mask(own_mask, in_features)].view(kept_shape)
 
             return DenseLinear(values.to(dtype), kept if exact else None)
-        layout = self._dense_codes_layout(tensors, values, mask, in_features, dtype)
-        if layout is None:
+        dense = self.with_zeros(tensors, in_features)
+        layout = dense and self.weights.layout(dense, in_features, dtype)
+        if not layout or not layout.replaces_qweight:
             return DenseLinear(self.dequantize(tensors, in_features, dtype))
 
         def restore(layout):
@@ -127,13 +128,14 @@ class MaskedFormat(Format):
         """The layout of values or codes [N, K] and their mask that reads the kept ones only; None: there is none."""
         return SparseLinear.pack(values, mask, tensors["qweight"].shape) if values.dtype is dtype else None
 
-    def _dense_codes_layout(self, tensors, codes, mask, in_features, dtype):
-        """That of `weights`, with the code of 0 where nothing is kept; None where there is no such code or layout."""
+    def with_zeros(self, tensors: dict[str, torch.Tensor], in_features: int) -> dict[str, torch.Tensor] | None:
+        """The canonical tensors of `weights` for the same weight [..., N, K]: what is not kept has the code of 0. None where no
+        code stands for 0: values, or zero points that are no integers. Raises ValueError as `mask`."""
         zero = tensors.get("zero_point")
-        if zero is not None and zero.is_floating_point():
+        if self.weights is None or (zero is not None and zero.is_floating_point()):
             return None
+        codes, mask = self.codes(tensors, in_features)
         middle = codes.new_full((), 2 ** (self.weights.bits - 1))
         zero = middle if zero is None else expand_groups(zero, self.weights.group_size, in_features)
-        dense = {**tensors, "qweight": self.weights.pack(torch.where(mask, codes, zero))}
-        layout = self.weights.layout(dense, in_features, dtype)
-        return layout if layout.replaces_qweight else None
+        dense = {name: tensor for name, tensor in tensors.items() if name != self.mask_name}
+        return {**dense, "qweight": self.weights.pack(torch.where(mask, codes, zero))}

@@ -14,7 +14,7 @@ from transformers.quantizers import auto
 _METHODS = {  # quant_method -> (its name here, the packages that the official quantizer imports, file and class of ours)
     "gptq": ("gptq", ("optimum", "gptqmodel"), "gptq.GPTQ"),
     "awq": ("awq", ("gptqmodel",), "awq.AWQ"),
-    "compressed-tensors": ("compressed-tensors", ("compressed_tensors",), "compressed_tensors.CompressedTensors"),
+    "compressed-tensors": ("compressed-tensors", ("compressed_tensors",), "compressed_tensors.reader"),
     "bitsandbytes_4bit": ("bitsandbytes", ("bitsandbytes",), "bitsandbytes.BitsAndBytes4bit"),
     "bitsandbytes_8bit": ("bitsandbytes", ("bitsandbytes",), "bitsandbytes.BitsAndBytes8bit"),
     "hqq": ("hqq", ("hqq",), "hqq.HQQ"),
@@ -63,9 +63,17 @@ def _adopts(method: str) -> bool:
     return name in _adopted or not all(map(_is_installed, packages))
 
 
-def _ours(method: str) -> type:
+def _is_sparse(saved: dict) -> bool:
+    return _reader_file("compressed_tensors_sparse").sparse_layout(saved) is not None
+
+
+def _reader_file(file: str):
+    return importlib.import_module(f"hf_efficient.integrations.adopt.{file}")
+
+
+def _ours(method: str):
     file, kind = _METHODS[method][2].split(".")
-    return getattr(importlib.import_module(f"hf_efficient.integrations.adopt.{file}"), kind)
+    return getattr(_reader_file(file), kind)
 
 
 def _choosing_quantizer(method: str, official: type) -> type:
@@ -75,7 +83,8 @@ def _choosing_quantizer(method: str, official: type) -> type:
         def __new__(cls, quantization_config, **kwargs):
             if method == "gguf" and _adopts(method) and not quantization_config.dequantize:
                 return _ours(method)(quantization_config)
-            if method == "gguf" or not (kwargs.get("pre_quantized", True) and _adopts(method)):
+            kept = hasattr(quantization_config, "_saved")
+            if method == "gguf" or not (kwargs.get("pre_quantized", True) and (kept or _adopts(method))):
                 return official(quantization_config, **kwargs)
             from hf_efficient.integrations.adopt.quantizer import AdoptingQuantizer
 
@@ -102,6 +111,8 @@ def _choosing_config(method: str, official: type) -> type:
     class Choosing(official):
         @classmethod
         def from_dict(cls, config_dict, *args, **kwargs):
+            if method == "compressed-tensors" and _is_sparse(config_dict):
+                return Kept(dict(config_dict))  # no release of the package that transformers takes reads them
             try:
                 return official.from_dict(config_dict, *args, **kwargs)
             except Exception:

@@ -9,6 +9,7 @@ import re
 
 import torch
 
+from hf_efficient.integrations.adopt.compressed_tensors_sparse import SparseCompressedTensors, sparse_layout
 from hf_efficient.integrations.adopt.foreign import Foreign, as_grid, one_of, scale_dtype, stream_bytes, text
 from hf_efficient.integrations.adopt.gptq import group_order
 from hf_efficient.integrations.adopt.stored import FLOATS
@@ -16,6 +17,11 @@ from hf_efficient.kernels.codes import BITS, pack_codes, packed_width, unpack_co
 
 
 PACKED, PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
+
+
+def reader(saved: dict) -> Foreign:
+    """What reads a checkpoint with this `quantization_config`. Raises ValueError for a kind that is not read."""
+    return SparseCompressedTensors(saved) if sparse_layout(saved) else CompressedTensors(saved)
 
 
 class CompressedTensors(Foreign):

@@ -7,6 +7,7 @@ import torch
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.codebook import CodebookFormat
+from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.formats.ternary import TernaryFormat
 from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.integrations.export.source import Layer, Source
@@ -45,6 +46,8 @@ def _no_target(layer: Layer) -> str | None:
         return "its columns are in another order than its input (GPTQ's activation order)"
     if isinstance(format, CodebookFormat):
         return f"its codes are entries of a table (codebook={format.codebook!r}), not points of a grid"
+    if isinstance(format, MaskedFormat):
+        return "kept values without codes (SparseConfig), for which compressed-tensors has had no layout since release 0.15"
     if isinstance(format, TernaryFormat):
         return "ternary weights (BitNetConfig)"
     return None

@@ -1,6 +1,7 @@
 """What is exported: a model in memory or the folder it was saved to, as compressed layers and dense tensors."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.integrations.export import saved_folder
 from hf_efficient.integrations.export.checkpoint_names import CheckpointNames
 from hf_efficient.layers import CompressedModule, CompressedWeight
@@ -133,6 +135,7 @@ def _layers(
     names: CheckpointNames, name: str, module: CompressedModule, weight: CompressedWeight, read
 ) -> list[Layer]:
     """The layers that a weight of `module`, called `name`, is in a checkpoint."""
+    weight, read = _with_zeros(weight, read)
     if weight.experts is None:
         return [Layer(names.of_module(name), weight, getattr(module, "transposed", False), read)]
     fused = f"{name}.{weight.prefix[:-1]}"
@@ -143,6 +146,21 @@ def _layers(
         Layer(own, CompressedWeight("", rows, weight.in_features, weight.format), False, read_own)
         for own, (rows, read_own) in apart.items()
     ]
+
+
+def _with_zeros(weight: CompressedWeight, read):
+    """Codes of a pruned weight as those of all of it, which other engines have."""
+    format = weight.format
+    if not isinstance(format, MaskedFormat) or format.weights is None:
+        return weight, read
+    parts = format.shapes(weight.out_features, weight.in_features)
+
+    def read_dense(part):
+        if part != "qweight":
+            return read(part)
+        return format.with_zeros({name: read(name) for name in parts}, weight.in_features)["qweight"]
+
+    return dataclasses.replace(weight, format=format.weights), read_dense
 
 
 def _kept(model: PreTrainedModel, names: CheckpointNames) -> list[str]:
