@@ -1,16 +1,20 @@
 """How fast are linear layers on a CPU, beside bf16, torchao and bitsandbytes, and where does each of our ways end?
 
-    python benchmarks/cpu_linear.py [--threads 2] [--shapes 576x576,4096x4096] [--output benchmarks/results/cpu_linear.json]
+    python benchmarks/cpu_linear.py [--threads 2] [--shapes 576x576,4096x4096] [--contenders bf16,2:4]
+        [--output benchmarks/results/cpu_linear.json]
 
 Layers of SmolLM2-135M and of an 8B model in bfloat16, 1 to 1024 tokens. Every contender rotates over copies of its weight
 that do not fit the last-level cache together, and the contenders take turns, so that a change of the machine's speed meets
 all of them. Times are medians with quartiles in microseconds; GB/s are bytes of the weight over the median, beside the
 bandwidth at which all threads read memory, measured first. "int4" and "int8" are what a layer uses: C++ kernels where they
 can be compiled; "int4 torch" and "int8 torch" are what it uses elsewhere, from torch's operators. `INT4_NATIVE_ROWS` and
-`INT8_NATIVE_ROWS` of hf_efficient.kernels.linear follow from the crossings reported at the end.
+`INT8_NATIVE_ROWS` of hf_efficient.kernels.linear follow from the crossings reported at the end. "50 %" and "2:4" are pruned
+bfloat16 weights, stored sparse; "bf16 recorded" is our own dense product, which recorded forwards use.
 """
 
 import argparse
+import ctypes
+import functools
 import importlib.metadata
 import json
 import os
@@ -22,7 +26,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.evaluation import environment
-from hf_efficient.kernels import activation_linear
+from hf_efficient.formats.bitmap import BitmapFormat
+from hf_efficient.formats.sparse24 import Sparse24Format
+from hf_efficient.kernels import activation_linear, tape, tape_fusion
 from hf_efficient.kernels.codes import packed_width
 from hf_efficient.kernels.linear import Int4CpuLinear, Int8CpuLinear, device_layout
 
@@ -82,6 +88,33 @@ def bf16(n: int, k: int):
     return lambda x: F.linear(x, weight)
 
 
+def bf16_recorded(n: int, k: int):
+    weight, instruction = torch.randn(n, k).bfloat16(), tape_fusion.Instruction(tape_fusion.OPS["DENSE"])
+    instruction.b.data, run = weight.data_ptr(), tape.interpreter()
+
+    def call(x, weight=weight):
+        y = x.new_empty(len(x), n)
+        instruction.sizes[1:] = len(x), n, k
+        instruction.a.data, instruction.y.data = x.data_ptr(), y.data_ptr()
+        run(ctypes.addressof(instruction), 1)
+        return y
+
+    return call
+
+
+@functools.cache
+def pruned_tensors(format, n: int, k: int) -> dict[str, torch.Tensor]:
+    """Random 16-bit weights of which half are 0."""
+    group = 4 if isinstance(format, Sparse24Format) else k
+    mask = torch.rand(n, k // group, group).argsort(-1).lt(group // 2).flatten(1)
+    return format.pack(torch.randn(n, k).bfloat16(), mask)
+
+
+def pruned(format):
+    """What a layer in `format` computes with."""
+    return lambda n, k: format.layout(pruned_tensors(format, n, k), k, torch.bfloat16)
+
+
 def torch_int4pack(n: int, k: int):
     """torch's operator by itself: what our native int4 path must not be slower than."""
     packed = torch._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (n, k), dtype=torch.int32), 2)
@@ -107,11 +140,24 @@ def bitsandbytes_nf4(n: int, k: int):
     return layer.to(torch.bfloat16).to("cpu")
 
 
-BYTES_A_WEIGHT = {"bf16": 2, "int8": 1, "w8a8": 1, "torchao int8": 1, "torchao w8a8": 1, "int8 torch": 1}
+BYTES_A_WEIGHT = {
+    "bf16": 2,
+    "bf16 recorded": 2,
+    "50 %": 9 / 8,
+    "2:4": 9 / 8,
+    "int8": 1,
+    "w8a8": 1,
+    "torchao int8": 1,
+    "torchao w8a8": 1,
+    "int8 torch": 1,
+}
 BYTES_A_WEIGHT |= {f"int{bits}": bits / 8 + 3 / GROUP for bits in (2, 3, 4)}
 INT4_BYTES = 0.5 + 4 / GROUP  # torch's operators
 CONTENDERS = {  # name -> (make, method of the object to time; None: the object itself)
     "bf16": (bf16, None),
+    "bf16 recorded": (bf16_recorded, None),
+    "50 %": (pruned(BitmapFormat()), None),
+    "2:4": (pruned(Sparse24Format()), None),
     "int2": (compiled(2), None),
     "int3": (compiled(3), None),
     "int4": (compiled(4), None),
@@ -135,10 +181,11 @@ def bytes_of(name: str, n: int, k: int) -> float:
     return n * k * BYTES_A_WEIGHT.get(kind, INT4_BYTES)
 
 
-def contenders(n: int, k: int) -> dict:
+def contenders(n: int, k: int, names: list[str]) -> dict:
     """name -> list of calls of x, one a copy of the weight. Peers that do not import or run are left out, with a line."""
     calls, made = {}, {}
-    for name, (make, method) in CONTENDERS.items():
+    for name in names:
+        make, method = CONTENDERS[name]
         if make not in made:
             copies = max(2, min(400, int(ROTATE_BYTES // bytes_of(name, n, k)) + 1))
             try:
@@ -153,11 +200,11 @@ def contenders(n: int, k: int) -> dict:
     return calls
 
 
-def measure(n: int, k: int, bandwidth: float) -> list[dict]:
+def measure(n: int, k: int, bandwidth: float, names: list[str]) -> list[dict]:
     """One record for every contender and number of rows."""
     records = []
     with torch.no_grad():
-        calls = contenders(n, k)
+        calls = contenders(n, k, names)
         for rows in ROWS:
             x = torch.randn(rows, k).bfloat16()
             times = {name: [] for name in calls}
@@ -202,13 +249,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES), help="out_features x in_features")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="names of CONTENDERS, bf16 among them")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/cpu_linear.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     bandwidth = read_bandwidth()
     print(f"read bandwidth {bandwidth:.1f} GB/s")
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    records = [record for shape in shapes for record in measure(*shape, bandwidth)]
+    names = options.contenders.split(",")
+    records = [record for shape in shapes for record in measure(*shape, bandwidth, names)]
+    crossings = [name for name in ("int4", "int8") if f"{name} torch native" in names]
     result = {
         "question": "a linear layer on CPU: bf16, ours and peers; microseconds, interleaved",
         "environment": environment.describe(),
@@ -219,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
         },
         "load_average": os.getloadavg(),
         "read_bandwidth_gb_s": round(bandwidth, 2),
-        "native_up_to_rows": {name: crossing(records, f"{name} torch") for name in ("int4", "int8")},
+        "native_up_to_rows": {name: crossing(records, f"{name} torch") for name in crossings},
         "results": records,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
