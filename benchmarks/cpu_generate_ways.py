@@ -32,6 +32,18 @@ def ours(**scheme):
     return load
 
 
+def pruned(**scheme):
+    """By magnitude, which needs no text: speed does not depend on which weights are zero."""
+
+    def load(folder):
+        import hf_efficient
+
+        config = hf_efficient.SparseConfig(method="magnitude", **scheme)
+        return hf_efficient.enable_speculation(stock(folder, quantization_config=config))
+
+    return load
+
+
 def adopted(folder):
     """llama.cpp's own file, weights as they are; the head, which it ties to embeddings, computes in bfloat16."""
     import hf_efficient
@@ -135,6 +147,9 @@ WAYS = {
     "ours int4": ours(bits=4),
     "ours int4, int8 head": ours(**LIKE_LLAMA),
     "ours int4, int8 head, int8 inputs": ours(**LIKE_LLAMA, int8_on_cpu=True),
+    "ours 50 %": pruned(sparsity=0.5),
+    "ours 2:4": pruned(pattern="2:4"),
+    "ours 2:4 int4": pruned(pattern="2:4", weights={"bits": 4}),
     "ours, the GGUF": adopted,
     "bitsandbytes nf4": bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     "bitsandbytes int8": bitsandbytes(load_in_8bit=True),
