@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_efficient.cli import main
 from hf_efficient.formats import AffineFormat
+from hf_efficient.formats.sparse24 import Sparse24Format
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,32 @@ def test_quantize_saves_what_from_pretrained_loads(tiny_folder, tmp_path, capsys
     assert (saved["method"], saved["calibration"]["num_samples"]) == ("awq", 4)
     assert AutoTokenizer.from_pretrained(output)("mill").input_ids
     assert main(command) == 1 and "exists already" in capsys.readouterr().err
+
+
+def test_prune_saves_a_sparse_model_and_says_how_sparse(tiny_folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("The river runs past the old mill, past the bridge and into the sea. " * 30)
+    output = tmp_path / "pruned"
+    command = ["prune", str(tiny_folder), "--output", str(output), "--pattern", "2:4", "--method", "sparsegpt"]
+    command += ["--weights", '{"bits": 4, "group_size": 32, "method": "gptq"}', "--calibration", str(text)]
+    command += ["--num-samples", "4", "--sequence-length", "32"]
+    assert main(command) == 0, capsys.readouterr().err
+    assert "model.layers.*.mlp.down_proj: 5" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.model.layers[0].mlp.down_proj.format == Sparse24Format(AffineFormat(4, 32, False))
+    report = json.loads((output / "sparsity.json").read_text())
+    assert len(report) == 14 and all(0.5 <= share < 0.6 for share in report.values()), "rounding makes zeros, too"
+    command[1] = str(output)
+    command[3] = str(tmp_path / "again")
+    assert main(command) == 1 and "compressed already (efficient_sparse)" in capsys.readouterr().err
+    for arguments, message in (
+        ([], "exactly one"),
+        (["--sparsity", "1"], "sparsity=1.0"),
+        (["--sparsity", "0.5", "--weights", "int4"], "--weights 'int4' is not JSON"),
+        (["--sparsity", "0.5"], "calibration=None"),
+    ):
+        assert main(["prune", str(tiny_folder), "--output", str(tmp_path / "again"), *arguments]) == 1
+        assert message in capsys.readouterr().err and not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize(

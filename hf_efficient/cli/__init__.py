@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         estimate,
         exec,
         export,
+        prune,
         prune_structure,
         push,
         quantize,
@@ -47,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
 
     quantize.add_arguments(commands.add_parser("quantize", help="compress a model and save it"))
+    prune.add_arguments(commands.add_parser("prune", help="zero single weights of a model and save it"))
     prune_structure.add_arguments(
         commands.add_parser("prune-structure", help="make a smaller model of the same class and save it")
     )
@@ -67,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "quantize":
             quantize.run(options)
+        elif options.command == "prune":
+            prune.run(options)
         elif options.command == "prune-structure":
             prune_structure.run(options)
         elif options.command == "export":

@@ -2,8 +2,9 @@
 
 import argparse
 import json
-import time
 from pathlib import Path
+
+from hf_efficient.cli import compression
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -30,12 +31,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="instead of the options above: arguments of a config as JSON or a JSON file, with "
         '"quant_method" for another class than WeightOnlyConfig',
     )
-    command.add_argument(
-        "--calibration", help="text for methods that need it: a .txt or .jsonl file, or a Hub dataset id"
-    )
-    command.add_argument("--num-samples", type=int, help="windows of calibration text (default 128)")
-    command.add_argument("--sequence-length", type=int, help="tokens of a window (default 512)")
-    command.add_argument("--checkpoint-dir", help="folder where an interrupted calibration is resumed from")
+    compression.add_calibration_arguments(command)
 
 
 SCHEME = ("bits", "group_size", "symmetric", "method", "codebook", "double_quantization", "rotate", "refine")
@@ -49,31 +45,8 @@ def run(options: argparse.Namespace) -> None:
         ValueError: for arguments that are not allowed, before the model is loaded.
     """
     config, output = _config(options), Path(options.output)
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"--output {output} exists already: give a new or an empty folder")
-    if Path(options.model).exists() and not (Path(options.model) / "config.json").is_file():
-        raise ValueError(f"{options.model}: the folder holds no config.json")
-
-    import transformers
-    from transformers import AutoConfig, AutoTokenizer
-
-    from hf_efficient.evaluation import memory
-    from hf_efficient.integrations.beside import new_folder
-
-    architecture = (AutoConfig.from_pretrained(options.model).architectures or ["AutoModelForCausalLM"])[0]
-    kind = getattr(transformers, architecture, None)
-    if kind is None:
-        raise ValueError(f"{options.model}: transformers {transformers.__version__} has no {architecture}")
-    start = time.perf_counter()
-    model = kind.from_pretrained(options.model, dtype="auto", quantization_config=config)
-    seconds = time.perf_counter() - start
-    with new_folder(output) as aside:
-        model.save_pretrained(aside)
-        try:
-            AutoTokenizer.from_pretrained(options.model).save_pretrained(aside)
-        except (OSError, ValueError):  # a model without a tokenizer
-            print("no tokenizer was found beside the model")
-    print(f"{output}: {memory.weight_bytes(model) / 1e6:.1f} MB of weights, made in {seconds:.0f} s")
+    compression.check_paths(options.model, output)
+    compression.compress_and_save(options.model, config, output)
 
 
 def _config(options: argparse.Namespace):
@@ -94,14 +67,7 @@ def _config(options: argparse.Namespace):
             raise ValueError(f"--config {options.config!r} is neither a JSON file nor JSON: {error}") from None
         if not isinstance(given, dict):
             raise ValueError(f"--config {options.config!r}: expected a JSON object of arguments")
-    calibration = {"num_samples": options.num_samples, "sequence_length": options.sequence_length}
-    calibration |= {"dataset": options.calibration, "checkpoint_dir": options.checkpoint_dir}
-    calibration = {field: value for field, value in calibration.items() if value is not None}
-    if calibration and options.calibration is None:
-        option = next(iter(calibration)).replace("_", "-")
-        raise ValueError(f"--{option} describes calibration text: give it with --calibration FILE")
-    if calibration:
-        given["calibration"] = calibration
+    given |= compression.calibration_arguments(options)
     name = given.pop("quant_method", "efficient_weight_only")
     ours = {k: v for k, v in AUTO_QUANTIZATION_CONFIG_MAPPING.items() if k.startswith("efficient_")}
     if name not in ours:

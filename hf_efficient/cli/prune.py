@@ -1,0 +1,76 @@
+"""`hf-efficient prune`: zeroes single weights of a model and saves it for `from_pretrained`."""
+
+import argparse
+import json
+from pathlib import Path
+
+from hf_efficient.cli import compression
+
+
+REPORT = "sparsity.json"
+SCHEME = ("sparsity", "pattern", "method", "group", "allocation", "refine")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `hf-efficient prune`."""
+    command.add_argument("model", help="Hub id or local folder")
+    command.add_argument("--output", required=True, help="folder to write; must not exist or be empty")
+    command.add_argument("--sparsity", type=float, help="fraction of zeros, 0 to 1 (1 not allowed)")
+    command.add_argument("--pattern", help="instead: n:m, as 2:4, n kept of every m neighbours")
+    command.add_argument(
+        "--method", help="how the zeros are chosen: magnitude, wanda, sparsegpt, alps, ... (default wanda)"
+    )
+    command.add_argument(
+        "--group", help="which weights compete without a pattern: row or layer (default: the method's)"
+    )
+    command.add_argument("--allocation", help="uniform, or owl: layers with more outliers keep more (default uniform)")
+    command.add_argument("--refine", action="store_true", default=None, help="tune the kept weights on block outputs")
+    command.add_argument("--weights", help='arguments of WeightOnlyConfig for the kept weights as JSON: {"bits": 4}')
+    compression.add_calibration_arguments(command)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Loads, prunes and saves, with the sparsity of each layer in `sparsity.json`.
+
+    Raises:
+        ValueError: for arguments that are not allowed, or a model that is compressed already, before it is loaded.
+    """
+    import hf_efficient
+
+    given = {field: getattr(options, field) for field in SCHEME if getattr(options, field) is not None}
+    if options.weights is not None:
+        try:
+            given["weights"] = json.loads(options.weights)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--weights {options.weights!r} is not JSON: {error}") from None
+    config, output = (
+        hf_efficient.SparseConfig(**given, **compression.calibration_arguments(options)),
+        Path(options.output),
+    )
+    compression.check_paths(options.model, output)
+    _check_dense(options.model)
+    compression.compress_and_save(options.model, config, output, _report)
+
+
+def _check_dense(name: str) -> None:
+    from transformers import AutoConfig
+
+    quantization = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ValueError(f"{name} is compressed already ({method}): give the model it was made from")
+
+
+def _report(model, folder: Path) -> None:
+    """Prints the share of zeros of each kind of layer, and writes that of each."""
+    from hf_efficient.evaluation.sparsity import weight_sparsity
+
+    found = weight_sparsity(model)
+    (folder / REPORT).write_text(json.dumps(found, indent=1) + "\n")
+    kinds: dict[str, list[float]] = {}
+    for name, share in found.items():
+        kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        kinds.setdefault(kind, []).append(share)
+    for kind, shares in kinds.items():
+        low, high = f"{min(shares):.1%}", f"{max(shares):.1%}"
+        print(f"{kind}: {low if low == high else f'{low} to {high}'} zeros")
