@@ -9,7 +9,6 @@ from helpers import tiny_model
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_efficient import SparseConfig, WeightOnlyConfig
-from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
 from hf_efficient.integrations.peft import merge_and_unload
@@ -135,18 +134,13 @@ def test_single_modules_have_their_own_sparsity(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_zeros_stay_when_an_adapter_is_merged(architecture, tmp_path):
+def test_zeros_stay_when_an_adapter_is_merged(tmp_path):
     peft = pytest.importorskip("peft")
-    tiny_model(architecture).save_pretrained(tmp_path)
+    tiny_model("llama").save_pretrained(tmp_path)
     base = load(tmp_path, SparseConfig(pattern="2:4", method="magnitude"))
-    target = {"llama": "down_proj", "gpt2": "c_fc"}[architecture]
-    adapted = peft.LoraConfig(
-        r=4, target_modules=[target], init_lora_weights=False, fan_in_fan_out=architecture == "gpt2"
-    )
-    linears = {name: m for name, m in base.named_modules() if name.endswith(target)}
-    before = {name: m.dequantized() for name, m in linears.items()}
+    before = {name: m.dequantized() for name, m in base.named_modules() if name.endswith("down_proj")}
+    adapted = peft.LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False)
     merged = merge_and_unload(peft.get_peft_model(base, adapted))
     for name, weight in before.items():
-        after = weight_of(merged.get_submodule(name))
+        after = merged.get_submodule(name).weight
         assert torch.equal(after == 0, weight == 0) and not torch.equal(after, weight)

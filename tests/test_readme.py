@@ -49,7 +49,9 @@ def test_python_examples_run_one_after_another(sample_model, shallow_model, tmp_
     assert len(namespace["answers"]) == 2
     assert namespace["mixed"].model.layers[1].mlp.down_proj.format.bits == 8
     assert namespace["small"].model.layers[0].mlp.down_proj.format.bits == 3
+    assert (namespace["half"].model.layers[0].mlp.up_proj.dequantized() == 0).float().mean() >= 0.5
     assert type(namespace["both"].model.layers[0].mlp.down_proj.format).__name__ != "AffineFormat"
+    assert type(namespace["sparse"].model.layers[0].mlp.down_proj.format).__name__ == "Sparse24Format"
 
 
 @pytest.mark.slow
@@ -60,7 +62,7 @@ def test_commands_run(sample_model, shallow_model, tmp_path):
     assert commands
     (tmp_path / "calibration.txt").write_text(TEXT)
     for command in commands:
-        model = shallow_model if command.startswith("hf-efficient quantize") else sample_model
+        model = shallow_model if command.startswith(("hf-efficient quantize", "hf-efficient prune ")) else sample_model
         name, *words = shlex.split(command.replace(MODEL_ID, str(model)))[1:]
         small = {
             "run": ["--windows", "2", "--new-tokens", "4", "--repeats", "1"],
