@@ -13,6 +13,7 @@ from hf_efficient.kernels.tape import Tape, _interpret, interpreter
 from hf_efficient.layers import compress_linear
 
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 SHAPES = [
     (37, 136),
     (16, 32),
