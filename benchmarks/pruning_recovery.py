@@ -78,10 +78,9 @@ def masks(model) -> dict[str, torch.Tensor]:
     return {name: module.format.mask(module.canonical(), module.in_features) for name, module in layers.items()}
 
 
-def measure(name: str, calibration, texts: dict[str, torch.Tensor], training, starts: Path, budget: dict) -> dict:
-    """One row: perplexities before and after, and what the training took."""
+def measure(name: str, teacher, dense: dict, calibration, texts: dict, training, starts: Path, budget: dict) -> dict:
+    """One row: perplexities before and after, and what the training took. dense: what `teacher` scores on `texts`."""
     start, options = ROWS[name]
-    teacher = AutoModelForCausalLM.from_pretrained(samples.sample_model(), dtype=torch.bfloat16)
     model = pruned(start, calibration, starts / start.replace(" ", "-").replace("%", "percent").replace(":", "of"))
     result = {"start": start, "recover": {**options, **budget}}
     before, kept = (
@@ -96,12 +95,11 @@ def measure(name: str, calibration, texts: dict[str, torch.Tensor], training, st
     result["share_of_zeros"] = 1 - sum(m.sum().item() for m in kept.values()) / sum(m.numel() for m in kept.values())
     for text, windows in texts.items():
         after = perplexity.negative_log_likelihood(model, windows)
-        dense = perplexity.negative_log_likelihood(teacher, windows)
-        difference, error = perplexity.paired_difference(after, dense)
+        difference, error = perplexity.paired_difference(after, dense[text])
         result[text] = {
             "perplexity_before": perplexity.perplexity(before[text]),
             "perplexity": perplexity.perplexity(after),
-            "perplexity_dense": perplexity.perplexity(dense),
+            "perplexity_dense": perplexity.perplexity(dense[text]),
             "nll_difference_to_dense": difference,
             "nll_difference_standard_error": error,
             "nll": after.tolist(),
@@ -132,12 +130,15 @@ def main() -> None:
         calibration = read_tokens(options.calibration_tokens)
     training = training_tokens(tokenizer, measured)
     budget = {"minutes": options.minutes} if options.steps is None else {"steps": options.steps}
+    teacher = AutoModelForCausalLM.from_pretrained(samples.sample_model(), dtype=torch.bfloat16)
+    dense = {name: perplexity.negative_log_likelihood(teacher, windows) for name, windows in texts.items()}
     done = json.loads(options.output.read_text()) if options.output.is_file() else {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in ROWS:
             if any(fnmatch.fnmatch(name, pattern) for pattern in options.rows):
                 load = os.getloadavg()[1]
-                row = measure(name, calibration, texts, training, options.starts or Path(scratch), budget)
+                starts = options.starts or Path(scratch)
+                row = measure(name, teacher, dense, calibration, texts, training, starts, budget)
                 row |= {"training_windows": list(training.shape), "load_average_before": load}
                 done[name] = {**row, "environment": environment.describe()}
                 options.output.write_text(json.dumps(done, indent=1) + "\n")
