@@ -16,7 +16,9 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from hf_efficient.experts import EfficientExperts
 from hf_efficient.formats import AffineFormat, Format
+from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.codebook import CodebookFormat
+from hf_efficient.formats.sparse24 import PLACES_COLUMNS, Sparse24Format
 from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.formats.w8a8 import BLOCK, Float8Format, Int8Format
 from hf_efficient.layers import CompressedModule, CompressedWeight
@@ -209,6 +211,8 @@ def _rows_error(format: Format, rows: int) -> str | None:
     format = format.inner if isinstance(format, TransformedFormat) else format
     if getattr(format, "double_quantization", False):
         return "double_quantization shares a scale between rows"
+    if isinstance(format, BitmapFormat):
+        return "its kept weights are one stream"
     if getattr(format, "weights", None) == "block" and rows % BLOCK:
         return f"a part has {rows} rows, and {BLOCK} of them share a scale"
     return None
@@ -218,6 +222,13 @@ def _columns_error(format: Format, columns: int) -> str | None:
     if isinstance(format, TransformedFormat):
         mixes = "rotate mixes all inputs" if format.rotation else "its inputs are put in another order"
         return mixes if format.rotation or format.input_order else _columns_error(format.inner, columns)
+    if isinstance(format, BitmapFormat):
+        return "its kept weights are one stream"
+    if isinstance(format, Sparse24Format):
+        wide = PLACES_COLUMNS if format.weights is None else 4 * PLACES_COLUMNS
+        if columns % wide:
+            return f"a part has {columns} inputs, no multiple of {wide}"
+        return None if format.weights is None else _columns_error(format.weights, columns)
     if isinstance(format, (AffineFormat, CodebookFormat)):
         if getattr(format, "double_quantization", False):
             return "double_quantization shares a scale between groups of many rows"

@@ -96,6 +96,19 @@ def assert_same(found, expected, layout):
         assert torch.equal(found, expected)
 
 
+def test_marlin24(tmp_path):
+    """Its tiles want 64 rows; its scales are float16 in models of any dtype."""
+    sizes = dict(
+        num_hidden_layers=1, hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1
+    )
+    plain = tiny_model("llama", head_dim=64, **sizes)
+    weights = foreign_layouts.write(tmp_path, plain, foreign_layouts.marlin24, WIDE, size=-1)
+    model = load(tmp_path, WIDE)
+    assert model.config.quantization_config.weights.scale_dtype == "float16"
+    for name, weight in weights.items():
+        assert torch.equal(model.get_submodule(name).dequantized(dtype=WIDE), weight)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_adopted_model_is_the_dequantized_one(name, tmp_path):
     layout, dtype, options = LAYOUTS[name]

@@ -23,6 +23,7 @@ from hf_efficient.layers import CompressedModule
 
 IDS = torch.arange(3, 20)[None]
 GROUPS = {"quant_method": "efficient_weight_only", "group_size": 32}
+SPARSE24 = {"quant_method": "efficient_sparse", "pattern": "2:4", "method": "magnitude"}
 STATIC = {"quant_method": "efficient_w8a8", "activations": "static"}
 SIZES = dict(intermediate_size=128, num_key_value_heads=2)
 TEXTS = {"calibration": {"texts": ["".join(map(chr, range(32, 127))) * 8], "num_samples": 4, "sequence_length": 16}}
@@ -35,6 +36,7 @@ CASES = {
     "int8_row": ("llama", dict(GROUPS, bits=8, group_size=-1), True),
     "int8_tensor": ("llama", dict(GROUPS, bits=8, group_size=None, overrides={"layers.1": {"bits": 4}}), True),
     "int4_some": ("llama", dict(GROUPS, bits=4, modules_to_not_convert=["layers.0"]), True),
+    "sparse24": ("llama", dict(SPARSE24, modules_to_not_convert=["*.o_proj", "*.down_proj"]), True),
     "nf4": ("llama", dict(GROUPS, codebook="nf4"), True),
     "kmeans": ("llama", dict(GROUPS, group_size=-1, codebook="kmeans"), True),
     "awq": ("llama", dict(GROUPS, bits=4, method="awq", **TEXTS), True),
@@ -46,6 +48,8 @@ CASES = {
 # name -> (architecture, config, the error)
 REFUSED = {
     "group": ("llama", dict(GROUPS, group_size=64), "o_proj.*a part has 32 inputs, no multiple of 64"),
+    "places": ("llama", SPARSE24, "o_proj.*a part has 32 inputs, no multiple of 12"),
+    "bitmap": ("llama", dict(SPARSE24, pattern="4:8"), "cut colwise: its kept weights are one stream"),
     "double": ("llama", dict(GROUPS, codebook="nf4", double_quantization=True), "double_quantization shares"),
     "rotate": ("llama", dict(GROUPS, rotate=True), "o_proj.*cannot be cut rowwise: rotate mixes all inputs"),
     "w8a8": ("llama", {"quant_method": "efficient_w8a8"}, "o_proj.*whole row"),

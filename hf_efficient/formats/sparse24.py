@@ -12,6 +12,7 @@ from hf_efficient.kernels.sparse24_linear import Sparse24TritonLinear
 
 
 _GROUPS = 3  # of four columns in a byte: 6^3 = 216
+PLACES_COLUMNS = 4 * _GROUPS
 _PAIRS = tuple((first, second) for first in range(4) for second in range(first + 1, 4))
 
 
@@ -31,7 +32,7 @@ class Sparse24Format(MaskedFormat):
         return out_features, in_features // 2
 
     def mask_shape(self, out_features, in_features):
-        return out_features, -(-in_features // (4 * _GROUPS))
+        return out_features, -(-in_features // PLACES_COLUMNS)
 
     def pack_mask(self, mask):
         groups = mask.unflatten(-1, (-1, 4))

@@ -120,7 +120,8 @@ def config_of(model, config_name: str, schemes: dict[str, dict]):
     """The config of ours called `config_name` that gives each module of `schemes` its scheme and leaves all others."""
     kind = getattr(configs, config_name)
     own = {name: kind(**scheme).scheme() for name, scheme in schemes.items()}
-    common = dict(Counter(tuple(scheme.items()) for scheme in own.values()).most_common(1)[0][0])
+    counts = Counter(map(repr, own.values()))
+    common = max(own.values(), key=lambda scheme: counts[repr(scheme)])
     overrides = {
         name: {field: value for field, value in scheme.items() if value != common[field]}
         for name, scheme in own.items()
