@@ -65,6 +65,8 @@ def _prune(
     cutter.fill_around()
     streams = Streams(anatomy, cutter) if repairs or method == "shape" else None
     stages = stages_of(streams) if streams else []
+    if plan.basis is None:
+        stages = [names for names in stages if names[0] in anatomy.groups]  # only these read something smaller
     for position, layer in enumerate(logging.tqdm(plan.layers, unit="block")):
         kept = plan.kept(layer, streams)
         cutter.fill_block(position, kept)

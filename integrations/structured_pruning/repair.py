@@ -58,7 +58,7 @@ def repair(streams: Streams, layer: int, kept: dict[str, torch.Tensor], stages: 
     """Changes the weights of `layer` in the smaller model. stages: names of linears, together what one tensor feeds."""
     small, anatomy = streams.small_chain.modules[layer], streams.anatomy
     for names in stages:
-        last = names is stages[-1] and anatomy.adds
+        last = names is stages[-1] and names[0] in anatomy.groups and anatomy.adds
         sums = {name: Correction() for name in names}
         for batch in range(len(streams.dense)):
             inputs, now, result = watched(streams.small_chain, layer, batch, streams.small[batch], names, whole=last)

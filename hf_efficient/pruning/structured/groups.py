@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 
-_PROBES = 4  # a neuron whose activation is flat (ReLU) at all tokens of one is seen in another
+_PROBES = 4  # at most: a neuron whose activation is flat (ReLU) at all tokens of one is seen in another
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ def find_groups(linears: dict[str, nn.Module], run: Callable[[], object]) -> lis
             known = depends.setdefault(reader, {})
             for name, pattern in found.items():
                 known[name] = known[name] | pattern if name in known else pattern
+        if all(pattern.any(0).all() for known in depends.values() for pattern in known.values()):
+            break  # every row was seen to matter
     found = [groups for reader, patterns in depends.items() if (groups := _groups(reader, patterns)) is not None]
     return sorted(found, key=lambda groups: not groups.is_heads)
 

@@ -11,7 +11,7 @@ from hf_efficient.pruning.structured.groups import Groups
 
 
 _DAMPING = 0.01  # of the mean of the diagonal, as GPTQ's
-_STEPS = 128  # of many neurons several are taken at a time
+_STEPS = 64  # of many neurons several are taken at a time
 
 
 def kept_units(groups: Groups, keep: tuple[int, int], weight: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
@@ -25,10 +25,11 @@ def kept_units(groups: Groups, keep: tuple[int, int], weight: torch.Tensor, hess
     inverse, weight = torch.linalg.inv(damped.double()).float(), weight.float().clone()
     columns = groups.columns.to(weight.device)
     kept = torch.ones(columns.shape[:2], dtype=torch.bool)
+    at_once = -(-(len(kept) - keep[0]) // _STEPS)
     while (surplus := int(kept.any(1).sum()) - keep[0]) > 0:  # whole groups
         live = kept.any(1).nonzero().flatten()
         losses = _losses(weight, inverse, columns[live].flatten(1)).cpu()
-        taken = live[losses.topk(-(-surplus // _STEPS), largest=False).indices]
+        taken = live[losses.topk(min(surplus, at_once), largest=False).indices]
         kept[taken] = False
         _remove(weight, inverse, columns[taken].flatten())
     if keep[1] < columns.shape[1]:
@@ -56,8 +57,8 @@ def _losses(weight: torch.Tensor, inverse: torch.Tensor, columns: torch.Tensor) 
 def _remove(weight: torch.Tensor, inverse: torch.Tensor, columns: torch.Tensor) -> None:
     """The others make up for `columns`, in place; what is left of `inverse` there is that of the others alone."""
     rows = torch.linalg.solve(inverse[columns][:, columns], inverse[columns])
-    weight.sub_(weight[:, columns] @ rows)
-    inverse.sub_(inverse[:, columns] @ rows)
+    weight.addmm_(weight[:, columns], rows, alpha=-1)
+    inverse.addmm_(inverse[:, columns], rows, alpha=-1)
 
 
 def turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
