@@ -50,6 +50,7 @@ def test_python_examples_run_one_after_another(sample_model, shallow_model, tmp_
     assert namespace["mixed"].model.layers[1].mlp.down_proj.format.bits == 8
     assert namespace["small"].model.layers[0].mlp.down_proj.format.bits == 3
     assert (namespace["half"].model.layers[0].mlp.up_proj.dequantized() == 0).float().mean() >= 0.5
+    assert namespace["shaped"].config.num_hidden_layers == 2
     assert type(namespace["both"].model.layers[0].mlp.down_proj.format).__name__ != "AffineFormat"
     assert type(namespace["sparse"].model.layers[0].mlp.down_proj.format).__name__ == "Sparse24Format"
 
