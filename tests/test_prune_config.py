@@ -12,6 +12,7 @@ from hf_efficient import SparseConfig, WeightOnlyConfig
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
 from hf_efficient.integrations.peft import merge_and_unload
+from hf_efficient.pruning import sparsegpt
 from hf_efficient.pruning.mask import Sparsity
 
 
@@ -144,3 +145,29 @@ def test_zeros_stay_when_an_adapter_is_merged(tmp_path):
     for name, weight in before.items():
         after = merged.get_submodule(name).weight
         assert torch.equal(after == 0, weight == 0) and not torch.equal(after, weight)
+
+
+def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    tiny_model("llama", num_hidden_layers=3).save_pretrained(tmp_path)
+    weights = WeightOnlyConfig(bits=4, group_size=32, method="gptq")
+    config = SparseConfig(
+        pattern="2:4",
+        method="sparsegpt",
+        weights=weights,
+        overrides={"o_proj": {"sparsity": 0.5, "weights": None}},
+        calibration={"tokens": TOKENS, "checkpoint_dir": str(tmp_path / "progress")},
+    )
+    expected, calls, whole = load(tmp_path, config).state_dict(), [], sparsegpt.prune
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 16:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(sparsegpt, "prune", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load(tmp_path, config)
+    resumed = load(tmp_path, config).state_dict()
+    assert len(calls) == 16 + 7, "two blocks were restored"
+    assert set(resumed) == set(expected) and all(torch.equal(resumed[name], expected[name]) for name in expected)

@@ -27,7 +27,8 @@ class SparseConfig(CompressionConfig):
             pattern).
         refine: after each block, tune the kept weights by gradient on the block's outputs.
         weights: a `WeightOnlyConfig` for the kept weights (method "rtn", "mse", "hqq" or "gptq", no codebook): codes instead of
-            values. With "gptq" rounding makes up for the zeros, too: SparseGPT's joint way.
+            values. With "gptq" the kept weights take back one another's rounding under the mask: after "sparsegpt" or "alps",
+            pruning and quantization work on one output error.
         modules_to_not_convert, overrides, calibration, dequantize, version: as in `WeightOnlyConfig`.
         quantize_lm_head: also prune the output embedding, which must not be tied to the input embedding.
 

@@ -40,8 +40,8 @@ def quantize(
         inputs: `LinearInputs` with `hessian` float32 [K, K].
         damping: added to the diagonal of the Hessian, in units of its mean; see `Feedback`.
         act_order: whether columns are visited by falling diagonal of the Hessian.
-        mask: bool [N, K] of a pruned weight, True = kept: the others stay 0, and what is kept makes up for that (the joint way
-            of https://arxiv.org/abs/2301.00774). For affine formats.
+        mask: bool [N, K] of a pruned weight, True = kept: the others stay 0, and only what is kept takes back rounding errors.
+            For affine formats.
 
     Raises:
         ValueError: for NaN or infinite values in the weight or the Hessian, or without a Hessian."""
