@@ -70,8 +70,9 @@ def write_table(path: Path) -> None:
                 cells.append(f"{row['kl_to_bf16']:.4f}" if "kl_to_bf16" in row else "")
         cells += [f"{row['seconds']:.0f}", f"{row['peak_memory_bytes'] / 1e9:.2f}", str(row["calibration_windows"])]
         lines.append("| " + " | ".join(cells) + " |")
-    environment = next(iter(done.values()))["environment"]
-    lines += ["", "; ".join(f"{key} {value}" for key, value in environment.items() if isinstance(value, (str, int)))]
+    environment = list(done.values())[-1]["environment"]
+    parts = {"commit": environment["commit"], **environment["hardware"], **environment["versions"]}
+    lines += ["", "Last measured: " + ", ".join(f"{name} {value}" for name, value in parts.items() if value) + "."]
     lines += ["", "Peers on the same windows, with their own packages, 32 windows of calibration:", ""]
     lines += ["| peer | perplexity |", "|---|---:|", *(f"| {name} | {value:g} |" for name, value in PEERS.items())]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
