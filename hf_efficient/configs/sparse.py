@@ -91,10 +91,10 @@ class SparseConfig(CompressionConfig):
 
     def _merged(self, fields):
         scheme = self.scheme()
-        if fields.get("pattern") is not None:
-            scheme |= {"sparsity": None, "group": None}
-        if fields.get("sparsity") is not None:
-            scheme["pattern"] = None
+        if fields.get("pattern") is not None:  # takes the place of a sparsity, and of what goes with one
+            scheme |= {"sparsity": None, "group": None, "allocation": "uniform"}
+        if fields.get("sparsity") is not None and self.pattern is not None:
+            scheme |= {"pattern": None, "group": None}
         return {**scheme, **fields}
 
     def get_loading_attributes(self):

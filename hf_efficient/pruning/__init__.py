@@ -1,6 +1,7 @@
 """Pruning chooses the zeros. One file a method, which the name in a config selects; it defines
 
 NEEDS  what it must know of the inputs: () or names of `LinearInputs` attributes, for example ("hessian",)
+GROUP  which weights compete unless the config says so: "row" or "layer" (optional, default "row"); see `Sparsity`
 prune(weight [N, K] float, target: Sparsity, inputs: LinearInputs | None) -> (pruned weight [N, K] in the weight's dtype, mask
     bool [N, K], True = kept): zeros exactly where not kept
 
