@@ -11,7 +11,7 @@ class DenseLinear:
     def __init__(self, weight: torch.Tensor, qweight=None):
         self.weight, self.dtype, self.qweight = weight, weight.dtype, qweight
         self.replaces_qweight = qweight is not None
-        self.tensors = {"packed": weight} if self.replaces_qweight else {}
+        self.tensors = {"packed": weight}
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, self.weight, bias)
