@@ -86,7 +86,7 @@ class SparseLinear(CompiledLayout):
     def pack(cls, weight: torch.Tensor, mask: torch.Tensor, kept_shape: tuple[int, ...]) -> "SparseLinear | None":
         """From the weight [N, K] and what of it is kept, bool alike; None where the kernel does not serve it or is not to be
         had."""
-        if weight.dtype is not cls.dtype or not weight.is_cpu or function() is None:
+        if weight.dtype is not cls.dtype or weight.device.type != "cpu" or function() is None:
             return None
         kept = _banded(mask)
         starts = F.pad(kept.flatten(1).sum(1).cumsum(0), (1, 0))
