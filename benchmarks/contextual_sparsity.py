@@ -1,16 +1,16 @@
 """How much faster does a CPU decode when feed-forward layers compute only the neurons a token calls for, and what is lost?
 
-    python benchmarks/contextual_sparsity.py quality [--tokens FILE] [--calibration-tokens FILE] [--rows GLOB ...] [--windows 8]
-    python benchmarks/contextual_sparsity.py speed [--rows GLOB ...] [--threads 2]
+    python benchmarks/contextual_sparsity.py quality [--tokens FILE] [--calibration-tokens FILE] [--rows GLOB ...] [--windows 4]
+    python benchmarks/contextual_sparsity.py speed [--rows GLOB ...] [--batch 1] [--threads 2] [--relu]
     python benchmarks/contextual_sparsity.py table
 
 SmolLM2-135M-Instruct in bfloat16, whose feed-forward layers have SiLU and hold 80 of its 135 million weights.
-`quality` trains the predictors of every row (32 windows of 512 tokens) and measures them on `--windows` windows of 1,024 tokens of
+`quality` trains the predictors of every row (16 windows of 512 tokens) and measures them on `--windows` windows of 1,024 tokens of
 other articles, every token of them computed sparsely (`every_row`): perplexity, the difference to dense paired by window, and the
 share of the neurons that was computed there. It keeps the predictors in `--predictors` for `speed`, which times `generate()` in
 turns in one process: greedy, a prompt of 32 tokens, 64 new ones, the median time of a token after the first and the best of three
 runs; "dense" is the same model through the same recorded forwards (`enable_speculation`), "stock" is transformers without this
-package. The ReLU model (768 x 3072, 12 layers, OPT) has random weights: half of its neurons are zero by chance and nothing was
+package; a prompt of 512 tokens is timed apart (best of three). The ReLU model (768 x 3072, 12 layers, OPT) has random weights: half of its neurons are zero by chance and nothing was
 learned, so it shows only that what is skipped costs nothing: `difference` is that of its logits to dense, relative.
 FILE: int64 [rows, length] as in quality.py; without it the windows come from `sample_text()`.
 """
@@ -19,6 +19,7 @@ import argparse
 import fnmatch
 import json
 import statistics
+import time
 from pathlib import Path
 
 import torch
@@ -50,18 +51,22 @@ def load(folder=None):
     return AutoModelForCausalLM.from_pretrained(folder or samples.sample_model(), dtype=torch.bfloat16).eval()
 
 
-def quality(options) -> None:
+def windows(file: str | None, split: str, count: int, length: int) -> torch.Tensor:
+    if file:
+        return read_tokens(file)[:count, :length]
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(samples.sample_model())
+    return perplexity.windows(tokenizer, samples.sample_text(split), count, length)
 
-    def windows(file, split, count, length):
-        if file:
-            return read_tokens(file)[:count, :length]
-        return perplexity.windows(tokenizer, samples.sample_text(split), count, length)
 
-    tokens = windows(options.tokens, "evaluation", options.windows, 1024)
-    calibration = windows(options.calibration_tokens, "calibration", 32, 512)
+def evaluation_tokens(options, count: int) -> torch.Tensor:
+    return windows(options.tokens, "evaluation", count, 1024)
+
+
+def quality(options) -> None:
+    tokens = evaluation_tokens(options, options.windows)
+    calibration = windows(options.calibration_tokens, "calibration", 16, 512)
     dense = perplexity.negative_log_likelihood(load(), tokens)
     report("dense", {"perplexity": perplexity.perplexity(dense), "kept": 1.0, "windows": len(tokens)}, options)
     for name, arguments in chosen(rows(), options):
@@ -101,10 +106,26 @@ def speed(options) -> None:
     for name, _ in chosen(rows(), options):
         sparse = hf_efficient.ContextualSparsity.from_pretrained(folder_of(options, name)).apply(load())
         models[name] = hf_efficient.enable_speculation(sparse)
-    ids = torch.arange(1000, 1000 + PROMPT)[None]
+    text = evaluation_tokens(options, 1)[:, :512]
+    for name, model in models.items():
+        report(
+            name, {f"prompt_tokens_per_s, {options.threads} threads": prompt_tokens_per_second(model, text)}, options
+        )
+    ids = text[:, :PROMPT]
     for batch in options.batch:
         measured(models, ids.expand(batch, -1), f"tokens_per_s, batch {batch}", options)
-    measured(relu_models(), ids, "tokens_per_s, batch 1", options)
+    if options.relu:
+        measured(relu_models(), ids % 8192, "tokens_per_s, batch 1", options)
+
+
+@torch.inference_mode()
+def prompt_tokens_per_second(model, ids: torch.Tensor) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        model(ids, logits_to_keep=1)
+        seconds.append(time.perf_counter() - start)
+    return ids.numel() / min(seconds)
 
 
 @torch.inference_mode()
@@ -179,10 +200,11 @@ if __name__ == "__main__":
     parser.add_argument("command", choices=("quality", "speed", "table"))
     parser.add_argument("--tokens", help="evaluation windows")
     parser.add_argument("--calibration-tokens", help="calibration windows")
-    parser.add_argument("--windows", type=int, default=8, help="windows of 1,024 tokens (default 8)")
+    parser.add_argument("--windows", type=int, default=4, help="windows of 1,024 tokens (default 4)")
     parser.add_argument("--rows", nargs="+", default=["*"], help="globs of row names")
     parser.add_argument("--batch", nargs="+", type=int, default=[1], help="rows of `speed` (default 1)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--relu", action="store_true", help="`speed` of the random ReLU model too")
     parser.add_argument("--predictors", default="contextual-predictors", help="folder of the trained predictors")
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()

@@ -64,9 +64,10 @@ def find_places(model: nn.Module) -> list[Place]:
             continue
         rest = set(children) - {*linears, acting}
         alone = all(isinstance(children[key], (nn.Dropout, nn.Identity)) for key in rest)
-        if alone or linears not in (_GATED,):
-            first = name if alone else f"{name}.{linears[0]}"
-            places.append(Place(first, name, linears, acting, activation))
+        if linears == _GATED and not alone:
+            refused = f"{name}: {', '.join(sorted(rest))} between its linears is not served"
+            continue
+        places.append(Place(name if alone else f"{name}.{linears[0]}", name, linears, acting, activation))
     if refused or not places:
         raise ValueError(
             refused
