@@ -118,7 +118,7 @@ def speed(options) -> None:
         measured(relu_models(), ids % 8192, "tokens_per_s, batch 1", options)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prompt_tokens_per_second(model, ids: torch.Tensor) -> float:
     seconds = []
     for _ in range(REPEATS):
@@ -128,7 +128,6 @@ def prompt_tokens_per_second(model, ids: torch.Tensor) -> float:
     return ids.numel() / min(seconds)
 
 
-@torch.inference_mode()
 def measured(models: dict, ids: torch.Tensor, field: str, options) -> None:
     best = dict.fromkeys(models, 0.0)
     for model in models.values():
@@ -140,6 +139,7 @@ def measured(models: dict, ids: torch.Tensor, field: str, options) -> None:
         report(name, {f"{field}, {options.threads} threads": rate, **getattr(models[name], "found", {})}, options)
 
 
+@torch.no_grad()
 def relu_models() -> dict:
     from transformers import AutoModelForCausalLM, OPTConfig
 

@@ -148,7 +148,9 @@ def test_saved_beside_the_dense_model_and_loaded_again(tmp_path):
 @COMPILED
 def test_recorded_decoding_writes_the_same_tokens():
     dense = tiny_model("llama", torch.bfloat16)
-    model, _ = sparse_model("llama", torch.bfloat16, keep=0.5)
+    model, _ = sparse_model("llama", torch.bfloat16, keep=0.5, rank=8)
+    layer, x = model.model.layers[0].mlp, torch.ones(1, 64, dtype=torch.bfloat16)
+    assert contextual_mlp.describe(x, x, *layer._arguments(layer._parts())) is not None, "the kernel must serve it"
     expected = model.generate(TOKENS[:2, :6], max_new_tokens=12, do_sample=False)
     recorded = hf_efficient.enable_speculation(model)
     for _ in range(2):

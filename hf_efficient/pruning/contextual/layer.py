@@ -107,7 +107,7 @@ class ContextualMLP(nn.Module):
         weight.data = weight.data.t().contiguous().t()
         for name in CHOICE:
             tensor = choice.get(name)
-            tensor = tensor if tensor is None else tensor.to(weight.device, weight.dtype)
+            tensor = tensor if tensor is None else tensor.to(weight.device, weight.dtype).contiguous()
             self.register_buffer(name, tensor, persistent=False)
 
     def _parts(self) -> tuple[nn.Module, ...]:
