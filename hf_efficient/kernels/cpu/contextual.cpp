@@ -1,6 +1,7 @@
 // A feed-forward layer of which only the neurons that a row of x calls for are computed: their rows of the first weights, and
-// their rows of the last one, which is kept transposed. Each sum has one order, whatever the number of threads, and does not
-// depend on the other rows of x.
+// their rows of the last one, which is kept transposed. Each sum has one order, whatever the number of threads.
+
+#include <array>
 
 #include "dense.h"
 
@@ -16,8 +17,7 @@ struct Call {  // contextual_mlp.py has the same
 };
 
 constexpr int MOST_ROWS = 32;  // bits of a neuron's mask
-constexpr int MANY_VECTORS = 18, FEW_VECTORS = 6;  // of a row of the last weight at once
-constexpr int NEURONS_AHEAD = 4;
+constexpr int PARTS = 16;      // of the chosen neurons, summed one by one: as many whatever the number of threads
 
 static INLINE Floats activate(int64_t activation, Floats x) {
     switch (activation) {
@@ -164,86 +164,84 @@ static int64_t gather(const Call &call, const Scratch &to) {
     return count;
 }
 
-// values <- what the chosen neurons give
-static void neurons(const Call &call, const Scratch &to, int64_t count) {
-    auto gate = [&](Floats sums, int64_t first) __attribute__((always_inline)) {
-        return activate(call.activation, with_bias(sums, call.gate_bias, to.chosen, first, count));
-    };
-    if (call.rank && call.up)
-        for_tiles<2>(call, {call.gate, call.up}, call.hidden, call.x, to.chosen, count, [&](int64_t row, int64_t first, const Floats *sums) __attribute__((always_inline)) {
-            *(Floats *)to.at(row, first) = gate(sums[0], first) * with_bias(sums[1], call.up_bias, to.chosen, first, count);
-        });
-    else if (call.rank)
-        for_tiles<1>(call, {call.gate}, call.hidden, call.x, to.chosen, count, [&](int64_t row, int64_t first, const Floats *sums) __attribute__((always_inline)) {
-            *(Floats *)to.at(row, first) = gate(sums[0], first);
-        });
-    else if (call.up)
-        for_tiles<1>(call, {call.up}, call.hidden, call.x, to.chosen, count, [&](int64_t row, int64_t first, const Floats *sums) __attribute__((always_inline)) {
-            *(Floats *)to.at(row, first) *= with_bias(sums[0], call.up_bias, to.chosen, first, count);
-        });
-    if (call.rows > 1)  // 0 for the rows that do not call for a neuron
-        for (int64_t first = 0; first < count; first += LANES)
-            for (int64_t row = 0; row < call.rows; row++) {
-                const Ints calls = (Ints)(to.mask(first) >> uint32_t(row) & 1) != 0;
-                *(Floats *)to.at(row, first) = select(calls, *(Floats *)to.at(row, first), splat(0.0f));
-            }
-}
-
-// y <- the sums over the chosen neurons, for ROWS rows from `row` on and VECTORS vectors from `column` on
-template <int ROWS, int VECTORS> static INLINE void add_up(const Call &call, const Scratch &from, int64_t count, int64_t row, int64_t column) {
-    const int64_t left = call.hidden - column;
-    auto load = [&](const uint16_t *data, int v) __attribute__((always_inline)) {
-        Halves halves = {};
-        if (left >= VECTORS * LANES) halves = *(const Halves *)(data + v * LANES);
-        else if (left > v * LANES) memcpy(&halves, data + v * LANES, 2 * std::min<int64_t>(LANES, left - v * LANES));
-        return widen(halves);
-    };
-    Floats sums[ROWS][VECTORS] = {};
-    if (call.down_bias)
-        for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = load(call.down_bias + column, v);
-    for (int64_t i = 0; i < count; i++) {
-        const uint16_t *ahead = call.down + from.chosen[std::min(i + NEURONS_AHEAD, count - 1)] * call.hidden + column;
-        const uint16_t *weights = call.down + from.chosen[i] * call.hidden + column;
-#pragma GCC unroll 18
-        for (int v = 0; v < VECTORS; v++) {
-            if (v % 2 == 0) __builtin_prefetch(ahead + v * LANES);
-            const Floats weight = load(weights, v);
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; r++) sums[r][v] += weight * *from.at(row + r, i);
+// sums [hidden, and filler to a whole vector] += values . 16 rows of the last weight; brings `next` rows near
+static INLINE void add_rows(const uint16_t *const (&rows)[SUMS], const uint16_t *const (&next)[SUMS], Floats values, float *sums, int64_t hidden) {
+    for (int64_t k = 0; k < hidden; k += LANES) {
+        Floats chains[4] = {*(Floats *)(sums + k)};
+#pragma GCC unroll 16
+        for (int j = 0; j < SUMS; j++) {
+            Halves halves = {};
+            if (k + LANES <= hidden) halves = *(const Halves *)(rows[j] + k);
+            else memcpy(&halves, rows[j] + k, 2 * (hidden - k));
+            if (k % (2 * LANES) == 0) __builtin_prefetch(next[j] + k);
+            chains[j % 4] += widen(halves) * values[j];
         }
+        *(Floats *)(sums + k) = (chains[0] + chains[1]) + (chains[2] + chains[3]);
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS && v * LANES < left; v++) {
-            const Halves halves = narrow(sums[r][v]);
-            memcpy(call.y + (row + r) * call.hidden + column + v * LANES, &halves, 2 * std::min<int64_t>(LANES, left - v * LANES));
-        }
 }
 
-template <int VECTORS> static void sum_of_rows(const Call &call, const Scratch &from, int64_t count) {
-    parallel(ceil_div(call.hidden, VECTORS * LANES), [&](int64_t block, int64_t end) {
-        for (; block < end; block++) {
-            int64_t row = 0;
-            if constexpr (VECTORS == FEW_VECTORS)
-                for (; row + 4 <= call.rows; row += 4) add_up<4, VECTORS>(call, from, count, row, block * VECTORS * LANES);
-            for (; row < call.rows; row++) add_up<1, VECTORS>(call, from, count, row, block * VECTORS * LANES);
+// What 16 chosen neurons from place `first` on give to row `row`, 0 where it does not call for them.
+static INLINE Floats contribution(const Call &call, const Scratch &to, int64_t count, int64_t row, int64_t first, const Floats *sums) {
+    Floats value = *(Floats *)to.at(row, first);
+    if (call.rank) value = activate(call.activation, with_bias(*sums++, call.gate_bias, to.chosen, first, count));
+    if (call.up) value *= with_bias(*sums, call.up_bias, to.chosen, first, count);
+    const Ints places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints calls = (Ints)(to.mask(first) >> uint32_t(row) & 1) != 0;
+    return select(calls & (places < int32_t(count - first)), value, splat(0.0f));
+}
+
+// partial [PARTS, rows, wide] <- what each part of the chosen neurons gives; WEIGHTS of a neuron are still to be multiplied with x
+template <int WEIGHTS> static void multiply(const Call &call, const Scratch &to, int64_t count, const uint16_t *const *weights, float *partial, int64_t wide) {
+    const int64_t tiles = ceil_div(count, SUMS), hidden = call.hidden;
+    parallel(PARTS, [&](int64_t part, int64_t last) {
+        const uint16_t *rows[WEIGHTS + 1][SUMS], *next[WEIGHTS + 1][SUMS];
+        auto locate = [&](const uint16_t *(&to_rows)[WEIGHTS + 1][SUMS], int64_t tile) __attribute__((always_inline)) {
+            for (int w = 0; w <= WEIGHTS; w++)
+                point(to_rows[w], w < WEIGHTS ? weights[w] : call.down, to.chosen, std::min(tile, tiles - 1) * SUMS, count, hidden);
+        };
+        locate(rows, tiles * part / PARTS);
+        for (; part < last; part++) {
+            float *sums = partial + part * call.rows * wide;
+            memset(sums, 0, 4 * call.rows * wide);
+            for (int64_t tile = tiles * part / PARTS; tile < tiles * (part + 1) / PARTS; tile++) {
+                locate(next, tile + 1);
+                for (int64_t row = 0; row < call.rows; row++) {
+                    Floats found[WEIGHTS + 1];
+                    for (int w = 0; w < WEIGHTS; w++) found[w] = products(rows[w], next[w], call.x + row * hidden, hidden);
+                    add_rows(rows[WEIGHTS], next[WEIGHTS], contribution(call, to, count, row, tile * SUMS, found), sums + row * wide, hidden);
+                }
+                memcpy(rows, next, sizeof rows);
+            }
         }
     });
+}
+
+static void finish(const Call &call, const float *partial, int64_t wide) {
+    for (int64_t row = 0; row < call.rows; row++)
+        for (int64_t k = 0; k < call.hidden; k += LANES) {
+            Floats sum = call.down_bias ? some(call.down_bias, k, call.hidden) : splat(0.0f);
+            for (int part = 0; part < PARTS; part++) sum += *(const Floats *)(partial + (part * call.rows + row) * wide + k);
+            const Halves halves = narrow(sum);
+            memcpy(call.y + row * call.hidden + k, &halves, 2 * std::min<int64_t>(LANES, call.hidden - k));
+        }
 }
 
 extern "C" int hf_contextual_mlp(const Call *given) {
     const Call &call = *given;
     if (call.rows > MOST_ROWS) return 0;
-    static thread_local Buffer buffers[4];
+    static thread_local Buffer buffers[5];
     const int64_t room = ceil_div(call.neurons, LANES) * LANES, wide = room + LANES;
     const Scratch scratch = {buffers[0].get<uint16_t>(call.rows * call.rank + 1), buffers[1].get<float>(call.rows * room + LANES),
                              (Words *)buffers[2].get<uint32_t>(wide), buffers[3].get<int32_t>(wide), room};
     memset(scratch.masks, 0, 4 * room);
     if (call.rank) predict(call, scratch);
     else threshold(call, scratch);
-    const int64_t count = gather(call, scratch);
-    if (count) neurons(call, scratch, count);
-    if (call.rows == 1 && call.hidden >= MANY_VECTORS * LANES * omp_get_max_threads()) sum_of_rows<MANY_VECTORS>(call, scratch, count);
-    else sum_of_rows<FEW_VECTORS>(call, scratch, count);
+    const int64_t count = gather(call, scratch), padded = ceil_div(call.hidden, LANES) * LANES;
+    float *partial = buffers[4].get<float>(PARTS * call.rows * padded);
+    if (!count) memset(partial, 0, 4 * PARTS * call.rows * padded);
+    else if (call.rank && call.up) multiply<2>(call, scratch, count, std::array{call.gate, call.up}.data(), partial, padded);
+    else if (call.rank || call.up) multiply<1>(call, scratch, count, call.rank ? &call.gate : &call.up, partial, padded);
+    else multiply<0>(call, scratch, count, nullptr, partial, padded);
+    finish(call, partial, padded);
     return 1;
 }

@@ -90,7 +90,7 @@ class ContextualMLP(nn.Module):
     lies transposed in memory, so that a neuron is a row.
 
     Attributes:
-        most_rows: rows of x [..., hidden] together that are computed sparsely. A row's result does not depend on the others.
+        most_rows: rows of x [..., hidden] together that are computed sparsely. The neurons of a row do not depend on the others.
         project [rank, hidden], score and score_up [neurons, rank], limit and spread [neurons]: the choice, see
             `predictor.py`; not saved with the model.
     """
