@@ -38,7 +38,7 @@ def take(model, rows: int, tokens: int | None, keeps_hidden: bool) -> Kept:
         return Kept((), cache, None)
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     digest = ModelKey(model).digest
-    key = digest, attention, keeps_hidden, torch.is_inference_mode_enabled()
+    key = digest, attention, keeps_hidden
     blocks = rows * -(-max(512, 1 << (tokens - 1).bit_length()) // cache.block_size)
     with _lock:
         mine = _kept[model] = [kept for kept in _kept.get(model, ()) if kept.key[0] == digest]

@@ -186,10 +186,14 @@ def _decode(
             if cache is not None:
                 return _run(model, cache, None, *inputs)[0]
             tokens = generation_config.max_length + MAX_NODES + 1
-            kept = kept_tapes.take(model, len(input_ids), tokens, drafter is not None and drafter.reads_hidden)
-            output, taped = _run(model, kept.cache, kept.taped, *inputs)
-            if returns_cache and taped is not None:
-                output.past_key_values = kept_tapes.copied(kept.cache, model.config)
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):  # that mode hides from recordings what operators consist of
+                kept = kept_tapes.take(model, len(input_ids), tokens, drafter is not None and drafter.reads_hidden)
+                output, taped = _run(model, kept.cache, kept.taped, *inputs)
+                if returns_cache and taped is not None:
+                    output.past_key_values = kept_tapes.copied(kept.cache, model.config)
             kept_tapes.give_back(model, kept, taped)
             return output
     finally:
