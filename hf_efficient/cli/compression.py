@@ -5,13 +5,18 @@ import time
 from pathlib import Path
 
 
-def add_calibration_arguments(command: argparse.ArgumentParser) -> None:
+def add_text_arguments(command: argparse.ArgumentParser) -> None:
     """The options that describe calibration text."""
     command.add_argument(
         "--calibration", help="text for methods that need it: a .txt or .jsonl file, or a Hub dataset id"
     )
     command.add_argument("--num-samples", type=int, help="windows of calibration text (default 128)")
     command.add_argument("--sequence-length", type=int, help="tokens of a window (default 512)")
+
+
+def add_calibration_arguments(command: argparse.ArgumentParser) -> None:
+    """Those, and where an interrupted calibration goes on."""
+    add_text_arguments(command)
     command.add_argument("--checkpoint-dir", help="folder where an interrupted calibration is resumed from")
 
 
@@ -21,21 +26,14 @@ def calibration_arguments(options: argparse.Namespace) -> dict[str, dict]:
     Raises:
         ValueError: some are given, but no text.
     """
-    calibration = {"num_samples": options.num_samples, "sequence_length": options.sequence_length}
-    calibration |= {"dataset": options.calibration, "checkpoint_dir": options.checkpoint_dir}
-    calibration = {field: value for field, value in calibration.items() if value is not None}
+    fields = {"num_samples": "num_samples", "sequence_length": "sequence_length"}
+    fields |= {"dataset": "calibration", "checkpoint_dir": "checkpoint_dir"}
+    found = {field: getattr(options, option, None) for field, option in fields.items()}
+    calibration = {field: value for field, value in found.items() if value is not None}
     if calibration and options.calibration is None:
         option = next(iter(calibration)).replace("_", "-")
         raise ValueError(f"--{option} describes calibration text: give it with --calibration FILE")
     return {"calibration": calibration} if calibration else {}
-
-
-def check_paths(model: str, output: Path) -> None:
-    """Raises ValueError where `output` holds something, or `model` is a folder without a model."""
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"--output {output} exists already: give a new or an empty folder")
-    if Path(model).exists() and not (Path(model) / "config.json").is_file():
-        raise ValueError(f"{model}: the folder holds no config.json")
 
 
 def compress_and_save(name: str, config, output: Path, describe=None):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from hf_efficient.cli import compression
+from hf_efficient.cli.paths import check_paths
 
 
 REPORT = "sparsity.json"
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
         hf_efficient.SparseConfig(**given, **compression.calibration_arguments(options)),
         Path(options.output),
     )
-    compression.check_paths(options.model, output)
+    check_paths(output, model=options.model)
     _check_dense(options.model)
     compression.compress_and_save(options.model, config, output, _report)
 

@@ -4,6 +4,9 @@ import argparse
 import time
 from pathlib import Path
 
+from hf_efficient.cli.compression import add_text_arguments, calibration_arguments
+from hf_efficient.cli.paths import check_paths
+
 
 SHAPE = {
     "layers": "num_hidden_layers",
@@ -24,9 +27,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--remove", type=float, help="share of the parameters to remove, for example 0.2")
     for flag, field in SHAPE.items():
         command.add_argument(f"--{flag}", type=int, dest=field, help=f"{field} that shall be left (method shape)")
-    command.add_argument("--calibration", help="text: a .txt or .jsonl file, or a Hub dataset id")
-    command.add_argument("--num-samples", type=int, help="windows of calibration text (default 128)")
-    command.add_argument("--sequence-length", type=int, help="tokens of a window (default 512)")
+    add_text_arguments(command)
     command.add_argument(
         "--no-repair", action="store_true", help="do not solve the remaining weights anew by least squares"
     )
@@ -39,17 +40,9 @@ def run(options: argparse.Namespace) -> None:
         ValueError: for arguments that are not allowed, before the model is loaded where they show.
     """
     output = Path(options.output)
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"--output {output} exists already: give a new or an empty folder")
-    if Path(options.model).exists() and not (Path(options.model) / "config.json").is_file():
-        raise ValueError(f"{options.model}: the folder holds no config.json")
+    check_paths(output, model=options.model)
     shape = {field: getattr(options, field) for field in SHAPE.values() if getattr(options, field) is not None}
-    given = {"num_samples": options.num_samples, "sequence_length": options.sequence_length}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given and options.calibration is None:
-        raise ValueError(
-            f"--{next(iter(given)).replace('_', '-')} describes calibration text: give it with --calibration"
-        )
+    text = calibration_arguments(options).get("calibration")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,12 +50,11 @@ def run(options: argparse.Namespace) -> None:
     from hf_efficient.integrations.beside import new_folder
     from hf_efficient.integrations.structured_pruning import check_arguments
 
-    text = options.calibration
     arguments = {
         "method": options.method or ("shape" if shape else "llm_pruner"),
         "remove": options.remove,
         "shape": shape or None,
-        "calibration": None if text is None else hf_efficient.CalibrationConfig(dataset=text, **given),
+        "calibration": None if text is None else hf_efficient.CalibrationConfig(**text),
         "repair": False if options.no_repair else None,
     }
     check_arguments(**arguments)

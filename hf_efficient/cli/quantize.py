@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from hf_efficient.cli import compression
+from hf_efficient.cli.paths import check_paths
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: for arguments that are not allowed, before the model is loaded.
     """
     config, output = _config(options), Path(options.output)
-    compression.check_paths(options.model, output)
+    check_paths(output, model=options.model)
     compression.compress_and_save(options.model, config, output)
 
 

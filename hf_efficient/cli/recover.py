@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from hf_efficient.cli.paths import check_paths
+
 
 TRAINING = (
     *("minutes", "steps", "sequence_length", "batch_size", "learning_rate"),
@@ -34,13 +36,9 @@ def run(options: argparse.Namespace) -> None:
         ValueError: for arguments that are not allowed, those of paths before a model is loaded.
     """
     output, texts = Path(options.output), Path(options.texts)
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"--output {output} exists already: give a new or an empty folder")
+    check_paths(output, model=options.model, teacher=options.teacher)
     if not texts.is_file():
         raise ValueError(f"--texts {texts}: there is no such file")
-    for option, folder in (("", options.model), ("--teacher ", options.teacher)):
-        if Path(folder).exists() and not (Path(folder) / "config.json").is_file():
-            raise ValueError(f"{option}{folder}: the folder holds no config.json")
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

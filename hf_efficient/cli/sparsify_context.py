@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from hf_efficient.cli.paths import check_paths
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient sparsify-context`."""
@@ -23,8 +25,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: for arguments that are not allowed, before the model is loaded where they show.
     """
     output = Path(options.output)
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"--output {output} exists already: give a new or an empty folder")
+    check_paths(output, model=options.model)
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

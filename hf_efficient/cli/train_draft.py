@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from hf_efficient.cli.paths import check_paths
+
 
 TRAINING = ("num_tokens", "epochs", "minutes", "draft_tokens", "max_new_tokens", "batch_size", "learning_rate", "seed")
 
@@ -37,10 +39,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: for arguments that are not allowed, before the model is loaded where they show.
     """
     output = Path(options.output)
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"--output {output} exists already: give a new or an empty folder")
-    if Path(options.model).exists() and not (Path(options.model) / "config.json").is_file():
-        raise ValueError(f"{options.model}: the folder holds no config.json")
+    check_paths(output, model=options.model)
     prompts = None if options.prompts is None else _read_prompts(Path(options.prompts))
 
     import torch

@@ -1,20 +1,18 @@
 """Draft heads: small modules that read the target's hidden states, share its embeddings, and are saved as an adapter."""
 
 import importlib
-import json
-import shutil
-import tempfile
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers.utils import PushToHubMixin, cached_file
 
+from hf_efficient import adapter_files
 from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
 
 
-CONFIG, WEIGHTS = "draft_heads.json", "draft_heads.safetensors"
+NAME = "draft_heads"
+CONFIG, WEIGHTS = f"{NAME}.json", f"{NAME}.safetensors"
 KINDS = {"medusa": "MedusaHeads", "eagle": "EagleHead"}
 
 
@@ -101,27 +99,14 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
 
     def save_pretrained(self, save_directory, **_) -> None:
         """Writes the two files, each beside and renamed."""
-        folder = Path(save_directory)
-        if folder.is_file():
-            raise ValueError(f"save_directory={save_directory!r} is a file: give a folder")
-        folder.mkdir(parents=True, exist_ok=True)
         config = {
-            "version": 1,
             "kind": self.kind,
             "target": self.target,
             "shape": {"draft_tokens": len(self.draft_tokens), "max_tokens": self.max_tokens, **self.shape},
             "temperatures": self.temperatures,
             "accuracies": self.accuracies,
         }
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        aside = Path(tempfile.mkdtemp(prefix=".draft-heads-", dir=folder))
-        try:
-            save_file(tensors, aside / WEIGHTS, {"format": "pt"})
-            (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-            for name in (WEIGHTS, CONFIG):
-                (aside / name).replace(folder / name)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        adapter_files.write(save_directory, NAME, config, self.state_dict())
 
     @classmethod
     def from_pretrained(cls, folder_or_repo, **hub_options) -> "DraftHeads":
@@ -189,23 +174,8 @@ def class_of(kind: str) -> type[DraftHeads]:
 
 
 def _read_config(path) -> dict:
-    try:
-        config = json.loads(Path(path).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    wanted = {
-        "version": int,
-        "kind": str,
-        "target": dict,
-        "shape": dict,
-        "temperatures": list,
-        "accuracies": list,
-    }
-    for field, type_ in wanted.items():
-        if not isinstance(config, dict) or not isinstance(config.get(field), type_):
-            raise ValueError(f"{path}: {field!r} is missing or no {type_.__name__}")
-    if config["version"] != 1:
-        raise ValueError(f"{path} has version {config['version']}, this hf_efficient reads version 1")
+    fields = {"kind": str, "target": dict, "shape": dict, "temperatures": list, "accuracies": list}
+    config = adapter_files.read_config(path, fields)
     wanted = {*class_of(config["kind"]).shape_fields, "draft_tokens", "max_tokens"}
     shape = config["shape"]
     if set(shape) != wanted or any(type(size) is not int or size < 1 for size in shape.values()):

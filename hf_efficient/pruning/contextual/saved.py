@@ -1,20 +1,17 @@
 """Predictors of contextual sparsity as files, beside the dense model they were trained for."""
 
-import json
-import shutil
-import tempfile
-from pathlib import Path
-
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers.utils import PushToHubMixin, cached_file
 
+from hf_efficient import adapter_files
 from hf_efficient.pruning.contextual.layer import CHOICE, ContextualMLP, find_places, put
 
 
-CONFIG, WEIGHTS = "contextual_sparsity.json", "contextual_sparsity.safetensors"
+NAME = "contextual_sparsity"
+CONFIG, WEIGHTS = f"{NAME}.json", f"{NAME}.safetensors"
 
 
 class ContextualSparsity(PushToHubMixin):
@@ -79,20 +76,8 @@ class ContextualSparsity(PushToHubMixin):
 
     def save_pretrained(self, save_directory, **_) -> None:
         """Writes the two files, each beside and renamed."""
-        folder = Path(save_directory)
-        if folder.is_file():
-            raise ValueError(f"save_directory={save_directory!r} is a file: give a folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        config = {"version": 1, "target": self.target, "options": self.options, "layers": self.layers}
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
-        aside = Path(tempfile.mkdtemp(prefix=".contextual-", dir=folder))
-        try:
-            save_file(tensors, aside / WEIGHTS, {"format": "pt"})
-            (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-            for name in (WEIGHTS, CONFIG):
-                (aside / name).replace(folder / name)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        config = {"target": self.target, "options": self.options, "layers": self.layers}
+        adapter_files.write(save_directory, NAME, config, self.tensors)
 
     @classmethod
     def from_pretrained(cls, folder_or_repo, **hub_options) -> "ContextualSparsity":
@@ -104,15 +89,7 @@ class ContextualSparsity(PushToHubMixin):
             ValueError: they are not what they say.
         """
         config_path, weights_path = (cached_file(folder_or_repo, name, **hub_options) for name in (CONFIG, WEIGHTS))
-        try:
-            config = json.loads(Path(config_path).read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{config_path} is not JSON: {error}") from None
-        for field, type_ in {"version": int, "target": dict, "options": dict, "layers": dict}.items():
-            if not isinstance(config, dict) or not isinstance(config.get(field), type_):
-                raise ValueError(f"{config_path}: {field!r} is missing or no {type_.__name__}")
-        if config["version"] != 1:
-            raise ValueError(f"{config_path} has version {config['version']}, this hf_efficient reads version 1")
+        config = adapter_files.read_config(config_path, {"target": dict, "options": dict, "layers": dict})
         try:
             tensors = load_file(weights_path)
         except SafetensorError as error:
