@@ -4,11 +4,10 @@ import copy
 
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps, WeightConverter, _IdentityOp
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer, auto
 from transformers.quantizers.base import get_keys_to_not_convert
-from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_efficient.configs import (
     BitNetConfig,
@@ -28,6 +27,7 @@ from hf_efficient.experts import (
 from hf_efficient.integrations import calibrated_loading, checkpoints, transformers_bitnet
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
 from hf_efficient.integrations.heap import HeapTrimmer
+from hf_efficient.integrations.transformers_weight_conversions import QuantizeOnArrival, Resave, dequantizer
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear
 
 
@@ -197,7 +197,7 @@ class EfficientQuantizer(HfQuantizer):
         return name in self._weights and name.rpartition(".")[0] not in self._plan
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _QuantizeOnArrival(self)
+        return QuantizeOnArrival(self)
 
     def quantize(self, name: str, tensor: torch.Tensor, config: CompressionConfig) -> dict[str, torch.Tensor]:
         """The tensors that replace the weight `name`."""
@@ -249,11 +249,11 @@ class EfficientQuantizer(HfQuantizer):
             checkpoints.check(self._checkpoint_files, self._weights, weight_conversions, model)
             if not self.quantization_config.dequantize:
                 return weight_conversions
-            return weight_conversions + [_dequantizer(self, leaf) for leaf in leaves]
+            return weight_conversions + [dequantizer(self, leaf) for leaf in leaves]
         if not self._uses_device_map:
             return weight_conversions
         # A weight that goes to disk is written there again only if a converter made it
-        return weight_conversions + [WeightConverter(rf"\.{leaf}", f".{leaf}", [_Resave()]) for leaf in leaves]
+        return weight_conversions + [WeightConverter(rf"\.{leaf}", f".{leaf}", [Resave()]) for leaf in leaves]
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self._is_bitnet:
@@ -271,7 +271,7 @@ class EfficientQuantizer(HfQuantizer):
             calibrated_loading.run(model, self.quantization_config, self._plan)
         is_cut = tensor_parallel.localize(model)
         # Quantized experts are saved as they are, fused; their converters would split what is no longer a weight
-        own = (_Resave, _QuantizeOnArrival)
+        own = (Resave, QuantizeOnArrival)
         model._weight_conversions = [
             c
             for c in model._weight_conversions or []
@@ -350,75 +350,3 @@ def _dense_linear(module: EfficientLinear, dtype: torch.dtype) -> nn.Module:
 
         add_hook_to_module(new, module._hf_hook)
     return new
-
-
-class _Resave(ConversionOps):
-    """Changes nothing; its presence makes transformers write an offloaded weight anew."""
-
-    def convert(self, input_dict, target_patterns=None, **kwargs):
-        return {target_patterns[0]: next(iter(input_dict.values()))}
-
-    @property
-    def reverse_op(self):
-        return _IdentityOp()
-
-
-class _QuantizeOnArrival(ConversionOps):
-    """Replaces each weight of {full name: tensor} by its quantized tensors."""
-
-    def __init__(self, quantizer: EfficientQuantizer):
-        self.hf_quantizer = quantizer
-
-    @torch.no_grad()
-    def convert(self, input_dict, model=None, **kwargs):
-        quantizer, out = self.hf_quantizer, {}
-        for name in list(input_dict):
-            tensor = input_dict.pop(name)  # and forget it: peak memory is the quantized model and one weight
-            tensor = tensor[0] if isinstance(tensor, list) else tensor
-            if quantizer._tied_head is not None and name == quantizer._tied_head[0]:
-                out[name] = tensor
-                name = quantizer._tied_head[1]
-            if quantizer.on_arrival(name):
-                config = quantizer.quantization_config.for_module(name.rpartition(".")[0])
-                out.update(tensor_parallel.own_parts(model, quantizer.quantize(name, tensor, config)))
-            else:
-                out[name] = tensor
-            del tensor
-        return out
-
-    @property
-    def reverse_op(self):
-        return _IdentityOp()
-
-
-def _dequantizer(quantizer: EfficientQuantizer, leaf: str) -> WeightConverter:
-    """Collects the tensors that stand for a weight called `leaf` and makes the weight of them."""
-    prefix = "" if leaf == "weight" else leaf + "_"
-    sources = [rf"\.{name}" for name in (leaf, *(prefix + part for part in quantizer.parts()))]
-    return WeightConverter(sources, f".{leaf}", [_DequantizeOnArrival(quantizer)])
-
-
-class _DequantizeOnArrival(ConversionOps):
-    """{pattern: [tensor]} of one weight -> the weight in the dtype its parameter has."""
-
-    def __init__(self, quantizer: EfficientQuantizer):
-        self.hf_quantizer = quantizer
-
-    @torch.no_grad()
-    def convert(
-        self, input_dict, source_patterns=None, target_patterns=None, full_layer_name=None, model=None, **kwargs
-    ):
-        module, leaf = get_module_from_name(model, full_layer_name)
-        dtype = getattr(module, leaf).dtype
-        parts = {pattern: t[0] if isinstance(t, list) else t for pattern, t in input_dict.items()}
-        names = {pattern.rpartition(".")[2]: tensor for pattern, tensor in parts.items()}
-        if full_layer_name not in self.hf_quantizer._weights:
-            return {target_patterns[0]: next(iter(parts.values())).to(dtype)}
-        weight, transposed = self.hf_quantizer._weights[full_layer_name]
-        found = {part: names[parameter] for part, parameter in weight.names().items()}
-        dense = weight.format.dequantize(found, weight.in_features, dtype)
-        return {target_patterns[0]: dense.transpose(-1, -2).contiguous() if transposed else dense}
-
-    @property
-    def reverse_op(self):
-        return _IdentityOp()

@@ -6,6 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from helpers import threads  # noqa: E402
 
 import hf_efficient  # noqa: E402, F401
 
@@ -59,10 +60,7 @@ def transformers_loop(request, monkeypatch):
 @pytest.fixture
 def two_threads():
     """For kernels that share out their work themselves; `make test` gives each of its processes one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
+    yield from threads(2)
 
 
 @pytest.fixture(autouse=True)

@@ -122,3 +122,11 @@ def tiny_tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
     )
+
+
+def threads(count: int):
+    """The body of a fixture: torch computes with so many threads until the test is over."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)

@@ -7,7 +7,7 @@ import pytest
 import table
 import torch
 import transformers
-from helpers import TINY_MODELS, tiny_model
+from helpers import TINY_MODELS, threads, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -106,10 +106,7 @@ def test_sizes_are_those_of_the_loaded_and_saved_model(name, quantization, folde
 @pytest.fixture
 def one_thread():
     """Some kernels allocate for each thread: 3 % of what these tiny models take, which `estimate` does not count."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    yield from threads(1)
 
 
 def _spread_evenly(router) -> None:
