@@ -13,6 +13,7 @@ from hf_efficient.calibration.data import load_tokens
 
 SENSITIVITY_WINDOWS = 16  # of the calibration text, for what differs from layer to layer
 _LINEARS = (nn.Linear, Conv1D)
+_OF_THE_LOSS = {"gradient", "fisher"}  # fields of `LinearGradients`
 
 
 def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
@@ -145,22 +146,22 @@ def _with_sparsities(model, plan: dict, tokens) -> dict:
     return {name: type(plan[name])(**{**plan[name].scheme(), "sparsity": own}) for name, own in sparsity.items()}
 
 
-def _reads_loss(own) -> bool:
-    """Whether the method of a config asks for gradients of the whole model's loss."""
-    return not {"gradient", "fisher"}.isdisjoint(own.observed())
+def _reads_loss(own) -> set[str]:
+    """What the method of a config asks for of the gradients of the whole model's loss."""
+    return _OF_THE_LOSS.intersection(own.observed())
 
 
 def _gradients(model, plan: dict, tokens) -> dict:
     """Module name -> the `LinearGradients` that its method asks for."""
-    names = [name for name, own in plan.items() if _reads_loss(own)]
-    if not names:
+    asked = {name: fields for name, own in plan.items() if (fields := _reads_loss(own))}
+    if not asked:
         return {}
     from hf_efficient.calibration.gradients import gradients
 
-    for name in names:
+    for name in asked:
         if not isinstance(model.get_submodule(name), _LINEARS):
             raise ValueError(f"{name}: method={plan[name].method!r} is not supported for fused experts")
-    return gradients(model, names, tokens, _blocks(model))
+    return gradients(model, asked, tokens, _blocks(model))
 
 
 def _blocks(model) -> list:

@@ -14,7 +14,7 @@ NAME = "model.layers.0.self_attn.o_proj"
 
 def test_against_autograd():
     model = tiny_model("llama")
-    found = gradients(model, [NAME], TOKENS, model.model.layers)[NAME]
+    found = gradients(model, {NAME: ("gradient", "fisher")}, TOKENS, model.model.layers)[NAME]
     module = model.get_submodule(NAME)
     gradient, fisher = torch.zeros(module.weight.shape), torch.zeros(module.weight.shape)
     for window in TOKENS:

@@ -1,11 +1,13 @@
 """Bits by sensitivity: the allocator against all assignments, what one backward pass sees against autograd by hand."""
 
+import gc
 import itertools
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_efficient.calibration.sensitivity import Sensitivity, allocate, choose_bits, sensitivities
 from hf_efficient.formats import AffineFormat
@@ -107,6 +109,29 @@ def test_one_backward_pass_sees_squared_inputs_and_gradients(name, recomputed):
     expected = torch.cat(inputs).double().square().sum((0, 1))
     assert_close(found.inputs, expected.float(), rms=1e-5, maximum=1e-4 * expected.max().item(), reason=reason)
     assert found.count == TOKENS.numel()
+
+
+def test_only_one_block_keeps_its_activations(monkeypatch):
+    model, alive, counts = tiny_model("llama"), [], []
+
+    def seen(module, args):
+        alive.append(StorageWeakRef(args[0].untyped_storage()))
+
+    def loss(*args, **kwargs):
+        gc.collect()
+        counts.append(sum(not storage.expired() for storage in alive))
+        return cross_entropy(*args, **kwargs)
+
+    cross_entropy = torch.nn.functional.cross_entropy
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", loss)
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    hooks = [model.get_submodule(name).register_forward_pre_hook(seen) for name in names]
+    for blocks, kept in (((), len(names)), (model.model.layers, 0)):
+        alive.clear()
+        sensitivities(model, names, TOKENS[:1], blocks)
+        assert counts.pop() == kept
+    for hook in hooks:
+        hook.remove()
 
 
 def test_the_model_is_left_as_it_was():

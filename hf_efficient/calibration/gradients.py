@@ -1,6 +1,6 @@
 """What the loss of the whole model says of each weight, for the pruning methods that ask for it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,34 +12,41 @@ from hf_efficient.calibration.sensitivity import language_loss_gradients
 
 @dataclass
 class LinearGradients:
-    """Of the summed language modelling loss, for the weight of one linear.
+    """Of the summed language modelling loss, for the weight of one linear; None where it was not asked for.
 
     gradient: float32 [N, K], the absolute value of the gradient of a window, summed over windows.
     fisher: float32 [N, K], the square of the gradient of a token, summed over tokens.
     """
 
-    gradient: torch.Tensor
-    fisher: torch.Tensor
+    gradient: torch.Tensor | None = None
+    fisher: torch.Tensor | None = None
 
 
 def gradients(
-    model: nn.Module, names: Iterable[str], tokens: torch.Tensor, blocks: Iterable[nn.Module] = ()
+    model: nn.Module, asked: Mapping[str, Collection[str]], tokens: torch.Tensor, blocks: Iterable[nn.Module] = ()
 ) -> dict[str, LinearGradients]:
     """One backward pass over `tokens` int64 [windows, length], window by window, where the model's weights are; what it keeps
-    in memory besides the result is what `sensitivities` keeps, which also tells the other arguments and errors."""
-    modules = {name: model.get_submodule(name) for name in names}
-    found = {}
-    for name, module in modules.items():
-        zeros = torch.zeros(weight_of(module).shape, device=module.weight.device)
-        found[name] = LinearGradients(zeros, zeros.clone())
+    in memory besides the result is what `sensitivities` keeps, which also tells the other arguments and errors.
+
+    Args:
+        asked: name of a linear -> which fields of `LinearGradients`.
+    """
+    modules = {name: model.get_submodule(name) for name in asked}
+    found = {name: LinearGradients(**{field: _zeros(modules[name]) for field in asked[name]}) for name in asked}
 
     def add(name: str, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        rows, deltas = (x.detach().float().flatten(0, -2) for x in (inputs, gradient))
-        found[name].gradient += (deltas.t() @ rows).abs_()
-        found[name].fisher.addmm_(deltas.square_().t(), rows.square())
+        own, (rows, deltas) = found[name], (x.detach().float().flatten(0, -2) for x in (inputs, gradient))
+        if own.gradient is not None:
+            own.gradient += (deltas.t() @ rows).abs_()
+        if own.fisher is not None:
+            own.fisher.addmm_(deltas.square().t(), rows.square())
 
     language_loss_gradients(model, modules, tokens, blocks, add)
     for name, own in found.items():
-        if not (own.gradient.isfinite().all() and own.fisher.isfinite().all()):
+        if not all(getattr(own, field).isfinite().all() for field in asked[name]):
             raise ValueError(f"{name}: the gradients of the calibration loss are not finite")
     return found
+
+
+def _zeros(module: nn.Module) -> torch.Tensor:
+    return torch.zeros(weight_of(module).shape, device=module.weight.device)

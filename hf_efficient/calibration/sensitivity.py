@@ -79,9 +79,7 @@ def language_loss_gradients(
 
     def record(name: str):
         def hook(module, args, output):
-            inputs = args[0].detach()
-            if output.requires_grad:
-                output.register_hook(lambda gradient: add(name, inputs, gradient.detach()))
+            return _Watched.apply(output, args[0].detach(), name, add) if output.requires_grad else None
 
         return hook
 
@@ -105,6 +103,21 @@ def language_loss_gradients(
             parameter.requires_grad_(True)
         for hook in hooks:
             hook.remove()
+
+
+class _Watched(torch.autograd.Function):
+    """Gives `output` on, and its gradient to `add`. The inputs are saved tensors: `checkpoint` makes them anew."""
+
+    @staticmethod
+    def forward(ctx, output, inputs, name, add):
+        ctx.save_for_backward(inputs)
+        ctx.name, ctx.add = name, add
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.add(ctx.name, *ctx.saved_tensors, gradient)
+        return gradient, None, None, None
 
 
 def choose_bits(
