@@ -33,7 +33,8 @@ def prune_structure(
             least, in [0, 1); for all methods but "shape".
         shape: for "shape", the size of any of num_hidden_layers, num_attention_heads, num_key_value_heads,
             intermediate_size and hidden_size.
-        calibration: text; every method but "l1" needs it, and `repair`.
+        calibration: text; every method but "l1" needs it, and `repair`. It is computed where the model is: `device` and
+            `checkpoint_dir` are refused.
         tokenizer: for text that is not tokens; by default that of the model's folder.
         repair: whether what is left is solved anew, layer by layer, by least squares; by default where calibration is given.
 
@@ -96,6 +97,8 @@ def check_arguments(method: str, remove=None, shape=None, calibration=None, repa
         raise ValueError(
             f"method={method!r}{' with repair' if repair else ''} looks at activations: give calibration=CalibrationConfig(...)"
         )
+    if calibration is not None and (calibration.device or calibration.checkpoint_dir):
+        raise ValueError("calibration: device and checkpoint_dir are not supported here: it runs where the model is")
 
 
 def _tokenizer(model: nn.Module, calibration: CalibrationConfig):
