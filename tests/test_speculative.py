@@ -8,10 +8,18 @@ import torch
 from draft_models import NEW, drafting, end_token, models, perturbed
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
 from test_verification import chi_square_excess
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from hf_efficient import Speculation, enable_speculation
 from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
+from hf_efficient.generation.sequences import Sequences
 
 
 SDPA_REFUSED = ("gemma2", "gpt_oss")  # transformers offers no SDPA for these
@@ -112,17 +120,36 @@ def test_logits_processors_see_what_they_see_in_plain_generation(kind, llama):
         assert torch.equal(target.generate(**options, **drafts), expected)
 
 
-@pytest.mark.parametrize("minimum", [None, 9])
+@pytest.mark.parametrize("minimum", [{}, {"min_new_tokens": 9}, {"min_length": 17}])
 def test_end_of_sequence_inside_a_draft(minimum, llama):
     target, draft, batch, plain = llama
     for row, step in ((0, 2), (1, 6), (2, 0)):
         eos = [end_token(plain, row, step), 2]
-        options = dict(
-            **batch, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, pad_token_id=1, min_new_tokens=minimum
-        )
+        options = dict(**batch, **minimum, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, pad_token_id=1)
         expected = target.generate(**options)
         for drafts in ({"assistant_model": draft}, {"assistant_model": target}, {"prompt_lookup_num_tokens": 3}):
             assert torch.equal(target.generate(**options, **drafts), expected)
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        MinLengthLogitsProcessor(8, [2, 5]),
+        MinNewTokensLengthLogitsProcessor(5, 3, 2),
+        MinNewTokensLengthLogitsProcessor(5, 3, -1),
+    ],
+)
+def test_least_lengths_are_those_of_each_row(processor):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(64)])
+    sequences = Sequences(torch.ones(3, 5, dtype=torch.int64), None, 0, LogitsProcessorList([processor]), criteria)
+    sequences.generated, logits = [0, 2, 9], torch.randn(3, 4, 7)
+    given = logits.clone()
+    scores = sequences.process(logits, offset=1)
+    for row, length in enumerate(sequences.lengths):
+        for position in range(4):
+            ids = torch.ones(1, length + 1 + position, dtype=torch.int64)
+            assert torch.equal(scores[row, position], processor(ids, logits[row, position][None])[0])
+    assert torch.equal(logits, given)
 
 
 @pytest.mark.parametrize("eos", [2, None])

@@ -26,6 +26,11 @@ POINTWISE = (
     processors_of.LogitNormalization,
     processors_of.SuppressTokensLogitsProcessor,
 )
+# Processors that forbid the end of a row which has fewer tokens than so many.
+LEAST_LENGTH = {
+    processors_of.MinLengthLogitsProcessor: lambda own: own.min_length,
+    processors_of.MinNewTokensLengthLogitsProcessor: lambda own: own.prompt_length_to_skip + own.min_new_tokens,
+}
 # Processors that remember their last call: a rejected draft cannot be taken back from them.
 STATEFUL = (
     processors_of.UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -36,6 +41,8 @@ STATEFUL = (
 def _kind(processor) -> str:
     if type(processor) is processors_of.PrefixConstrainedLogitsProcessor:
         return "constraint"
+    if type(processor) in LEAST_LENGTH:
+        return "least length"
     return "pointwise" if type(processor) in POINTWISE else "by length"
 
 
@@ -159,6 +166,10 @@ class Sequences:
                     flat = processor(None, flat)
                 scores = flat.view_as(scores)
                 continue
+            if kind == "least length":
+                for processor in group:
+                    scores = self._unended(processor, scores, offset)
+                continue
             group, scores = LogitsProcessorList(group), scores.clone()
             if kind == "constraint":
                 for processor in group:
@@ -224,6 +235,18 @@ class Sequences:
             if collected is not None:
                 del collected[longest:]
         return self.tokens[:, : self.prompt_length + longest]
+
+    def _unended(self, processor, scores: torch.Tensor, offset: int) -> torch.Tensor:
+        """`scores` [rows, width, vocabulary] without the ends of rows that are too short for them."""
+        missing = [LEAST_LENGTH[type(processor)](processor) - offset - length for length in self.lengths]
+        if max(missing) <= 0:
+            return scores
+        short = torch.arange(scores.shape[1]) < torch.tensor(missing)[:, None]
+        ends = processor.eos_token_id.flatten()
+        ends = ends[(ends >= 0) & (ends < scores.shape[-1])]  # -1: never
+        scores = scores.clone()
+        scores[..., ends] = scores[..., ends].masked_fill(short[..., None].to(scores.device), -torch.inf)
+        return scores
 
     def _constrain(self, processor, scores: torch.Tensor, offset: int) -> None:
         """`prefix_allowed_tokens_fn` on `scores` in place, row by row: it is asked only about ids that it allowed itself,
