@@ -21,7 +21,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--minutes", type=float, help="how long (default 10)")
     command.add_argument("--steps", type=int, help="how long, instead of --minutes")
     command.add_argument("--sequence-length", type=int, help="tokens of a window (default 512)")
-    command.add_argument("--batch-size", type=int, help="windows a step (default 2)")
+    command.add_argument("--batch-size", type=int, help="windows a step (default 1)")
     command.add_argument("--learning-rate", type=float, help="the largest of the schedule")
     command.add_argument("--divergence", help="from the teacher: forward, reverse or both (default forward)")
     command.add_argument("--text-share", type=float, help="how much the text itself counts beside the teacher, 0 to 1")

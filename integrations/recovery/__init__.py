@@ -15,7 +15,7 @@ from hf_efficient.integrations.recovery.divergence import DIVERGENCES
 from hf_efficient.integrations.recovery.trainer import Budget, DistillationTrainer, optimizers
 
 
-LEARNING_RATE, LORA_LEARNING_RATE = 5e-4, 1e-3
+LEARNING_RATE, LORA_LEARNING_RATE = 2e-4, 1e-3
 SAVE_EVERY = 50  # steps
 
 
@@ -28,7 +28,7 @@ def recover(
     minutes: float | None = None,
     steps: int | None = None,
     sequence_length: int = 512,
-    batch_size: int = 2,
+    batch_size: int = 1,
     learning_rate: float | None = None,
     divergence: str = "forward",
     text_share: float = 0.0,
@@ -51,7 +51,7 @@ def recover(
         tokenizer: for texts.
         minutes, steps: how long; one of them. Time ends training after the step in which it is over.
         batch_size: windows a step.
-        learning_rate: the largest; by default 5e-4, with adapters 1e-3.
+        learning_rate: the largest; by default 2e-4, with adapters 1e-3.
         divergence: "forward", "reverse" or "both", see `distillation_loss`.
         text_share: how much the text itself counts in the loss, beside the teacher; 0 to 1.
         lora_rank: learn adapters of this rank (package `peft`) under the masks instead, and merge them at the end.
