@@ -28,6 +28,7 @@ from hf_efficient.configs import available_methods, module_matches
         (dict(codebook="nf4", refine=True), ["refine=True", "nf4"]),
         (dict(codebook="nf4", method="awq"), ["method='awq'", "nf4"]),
         (dict(method="kmeans"), ["method='kmeans'"]),
+        (dict(method="hqq", symmetric=True), ["symmetric=True", "False for method='hqq'"]),
         (dict(rotate=1), ["rotate=1"]),
         (dict(calibration="text"), ["calibration='text'", "CalibrationConfig"]),
         (dict(version=2), ["version=2", "version 1"]),

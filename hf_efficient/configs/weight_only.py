@@ -142,6 +142,8 @@ class WeightOnlyConfig(CompressionConfig):
             return unsupported("bits", bits, "2, 3 or 4 for codebook='kmeans'")
         if not {"rtn": True, "gptq": True, "kmeans": codebook == "kmeans"}.get(method, codebook is None):
             return unsupported("method", method, f"one that serves codebook={codebook!r}: rtn or gptq")
+        if method == "hqq" and scheme["symmetric"]:
+            return unsupported("symmetric", True, "False for method='hqq', which chooses zero points")
         if scheme["zero_point"] not in ZERO_POINTS:
             return unsupported("zero_point", scheme["zero_point"], f"one of {ZERO_POINTS}")
         if scheme["zero_point"] != "integer" and (scheme["symmetric"] or codebook is not None):
