@@ -35,6 +35,7 @@ def rows() -> dict[str, dict | None]:
     int4 = {"bits": 4, "group_size": 64, "method": "gptq"}
     for name in ("50 %", "2:4"):
         table[f"{name} sparsegpt int4 g64"] = sparse(**targets[name], method="sparsegpt", weights=int4)
+    table["2:4 best int4 g64"] = sparse(**targets["2:4"], **BEST, weights=int4)
     return table
 
 

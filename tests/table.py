@@ -52,6 +52,9 @@ METHODS = {
     "wanda_int4": dict(_SPARSE, pattern="4:8", weights={"bits": 4, "group_size": 32}),
     "sparsegpt": dict(_SPARSE, sparsity=0.5, method="sparsegpt"),
     "alps_refined": dict(_SPARSE, sparsity=0.5, method="alps", refine=True),
+    "alps_refined_int4": dict(
+        _SPARSE, pattern="2:4", method="alps", refine=True, weights={"bits": 4, "group_size": 32, "method": "gptq"}
+    ),
     "gradient_owl": dict(_SPARSE, sparsity=0.5, method="gradient", allocation="owl"),
     "obd": dict(_SPARSE, pattern="2:4", method="obd"),
     "obs": dict(_SPARSE, pattern="4:8", method="obs"),

@@ -172,6 +172,9 @@ class _Driver:
         linears = {name: module for name, module in modules.items() if name not in experts}
         block = Block(name, module, linears, experts, chain, index, list(hidden))
         block.schemes = {name: self.plan[name] for name in names}
+        for name in linears if chain is not None else ():
+            before_codes = getattr(self.plan[name], "before_codes", None)
+            block.schemes[name] = before_codes() if before_codes else self.plan[name]
         block.formats = {name: scheme.format() for name, scheme in block.schemes.items()}
         return block
 
@@ -180,7 +183,7 @@ class _Driver:
         if not block.formats:
             return
         in_chain = block.chain is not None
-        needs = {name: scheme.observed() for name, scheme in block.schemes.items()}
+        needs = {name: self.plan[name].observed() for name in block.schemes}
         batches = len(self.followed.batches)
         if any(needs.values()) or (self.transforms and in_chain):
             self._say(block.name, "statistics")
@@ -194,6 +197,7 @@ class _Driver:
         if in_chain and any(getattr(scheme, "refine", False) for scheme in block.schemes.values()):
             self._say(block.name, "refinement")
             self.refine(block, dense)
+        self._make_codes(block)
         for name, ranges in observe(block, batches).items():
             block.tensors[name].update(ranges)
         self._replace(block)
@@ -214,6 +218,19 @@ class _Driver:
                     inputs = inputs.with_gradients(self.gradients[name])
                 weight = weight_of(block.linears[name])
                 block.tensors[name] = self._numbers(name, block, name, weight, inputs, transform)
+
+    def _make_codes(self, block: Block) -> None:
+        """Of kept weights that were refined first."""
+        for name, scheme in block.schemes.items():
+            final = self.plan[name]
+            if scheme is not final:
+                format, columns = final.format(), weight_of(block.linears[name]).shape[1]
+                pruned, mask = block.formats[name].codes(block.tensors[name], columns)
+                try:
+                    tensors = final.quantize_kept(pruned, mask, format, block.statistics.get(name))
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+                block.schemes[name], block.formats[name], block.tensors[name] = final, format, tensors
 
     def _collect(self, block: Block, linears, hessian: bool, **options) -> dict[str, Any]:
         """Statistics of as many batches as make `STATISTICS_TOKENS`, evenly spread; of all where tokens are shared out among

@@ -25,7 +25,7 @@ class SparseConfig(CompressionConfig):
             whole "layer", or None for what the method's paper takes.
         allocation: "uniform", the same sparsity for every weight, or "owl", layers with more outliers keep more (not with a
             pattern).
-        refine: after each block, tune the kept weights by gradient on the block's outputs.
+        refine: after each block, tune the kept weights by gradient on the block's outputs, before they become codes.
         weights: a `WeightOnlyConfig` for the kept weights (method "rtn", "mse", "hqq" or "gptq", no codebook): codes instead of
             values. With "gptq" the kept weights take back one another's rounding under the mask: after "sparsegpt" or "alps",
             pruning and quantization work on one output error.
@@ -134,14 +134,23 @@ class SparseConfig(CompressionConfig):
         return bool(own or (self.weights is not None and self.weights.needs_calibration()))
 
     def compress(self, weight, format, inputs=None, transform=None):
-        from hf_efficient import methods, pruning
+        from hf_efficient import pruning
 
         pruned, mask = pruning.prune(weight, self.method, self.target(), inputs)
-        if self.weights is None:
-            return format.pack(pruned, mask)
+        return format.pack(pruned, mask) if self.weights is None else self.quantize_kept(pruned, mask, format, inputs)
+
+    def before_codes(self):
+        """The config of what `refine` tunes before the kept weights become codes; this one where there is nothing to tune or no
+        codes."""
+        return type(self)(**{**self.scheme(), "weights": None}) if self.refine and self.weights else self
+
+    def quantize_kept(self, pruned, mask, format, inputs=None):
+        """The canonical tensors of `format` for a pruned weight [N, K] and what its mask (bool [N, K]) keeps, as `weights` says."""
+        from hf_efficient import methods
+
         own = self.weights.format()
         tensors = methods.quantize(pruned, own, self.weights.method_name(), inputs, mask=mask)
-        codes = own.unpack(tensors["qweight"], weight.shape[1])
+        codes = own.unpack(tensors["qweight"], pruned.shape[1])
         return format.pack_affine(codes, tensors["scale"], tensors.get("zero_point"), mask)
 
 
@@ -184,11 +193,10 @@ def _value_error(scheme) -> str | None:
 
 def _contradiction(scheme) -> str | None:
     """Which value does not go with another."""
-    pattern, refine = scheme["pattern"], scheme["refine"]
+    pattern = scheme["pattern"]
     rules = (
         (pattern and scheme["group"] == "layer", "group", "'row' or None with a pattern"),
         (pattern and scheme["allocation"] != "uniform", "allocation", "'uniform' with a pattern"),
-        (refine and scheme["weights"] is not None, "refine", "False with weights"),
     )
     return next((unsupported(field, scheme[field], allowed) for broken, field, allowed in rules if broken), None)
 
