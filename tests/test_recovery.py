@@ -265,7 +265,7 @@ def test_the_command(tmp_path, capsys):
     options = ["--sequence-length", "16", "--steps", "2", "--divergence", "both"]
     assert main([*command, *options, "--minutes", "1"]) == 1 and "give one of them" in capsys.readouterr().err
     assert not (tmp_path / "output").exists()
-    assert main([*command, *options]) == 0 and "2 steps over 64 tokens" in capsys.readouterr().out
+    assert main([*command, *options]) == 0 and "2 steps over 32 tokens" in capsys.readouterr().out
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "output")
     assert not torch.equal(again.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
     assert main([*command, *options]) == 1 and "exists already" in capsys.readouterr().err
