@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import FalconConfig, FalconForCausalLM
 
 from hf_efficient.calibration.sensitivity import Sensitivity, allocate, choose_bits, sensitivities
 from hf_efficient.formats import AffineFormat
@@ -132,6 +133,24 @@ def test_only_one_block_keeps_its_activations(monkeypatch):
         assert counts.pop() == kept
     for hook in hooks:
         hook.remove()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_models_that_change_outputs_in_place(recomputed):
+    shape = dict(vocab_size=128, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    model = FalconForCausalLM(FalconConfig(**shape)).eval()  # adds the attention to what its last linear gave
+    blocks, target = model.transformer.h, "transformer.h.0.mlp.dense_4h_to_h"
+    found = sensitivities(model, [target], TOKENS[:1], blocks if recomputed else ())[target]
+    weight = model.get_submodule(target).weight
+    bias = torch.zeros(TOKENS.shape[1], len(weight), requires_grad=True)
+    hook = model.get_submodule(target).register_forward_hook(lambda module, args, output: output + bias)
+    logits = model(TOKENS[:1]).logits[0, :-1]
+    hook.remove()
+    torch.nn.functional.cross_entropy(logits, TOKENS[0, 1:], reduction="sum").backward()
+    expected = bias.grad.square().sum(0)
+    assert_close(
+        found.outputs, expected, rms=1e-5, maximum=1e-4 * expected.max().item(), reason="sums in another order"
+    )
 
 
 def test_the_model_is_left_as_it_was():

@@ -106,13 +106,14 @@ def language_loss_gradients(
 
 
 class _Watched(torch.autograd.Function):
-    """Gives `output` on, and its gradient to `add`. The inputs are saved tensors: `checkpoint` makes them anew."""
+    """Gives a copy of `output` on (some models change it in place), and its gradient to `add`. The inputs are saved tensors:
+    `checkpoint` makes them anew."""
 
     @staticmethod
     def forward(ctx, output, inputs, name, add):
         ctx.save_for_backward(inputs)
         ctx.name, ctx.add = name, add
-        return output.view_as(output)
+        return output.clone()
 
     @staticmethod
     def backward(ctx, gradient):
