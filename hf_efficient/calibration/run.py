@@ -172,9 +172,8 @@ class _Driver:
         linears = {name: module for name, module in modules.items() if name not in experts}
         block = Block(name, module, linears, experts, chain, index, list(hidden))
         block.schemes = {name: self.plan[name] for name in names}
-        for name in linears if chain is not None else ():
-            before_codes = getattr(self.plan[name], "before_codes", None)
-            block.schemes[name] = before_codes() if before_codes else self.plan[name]
+        if chain is not None:
+            block.schemes |= {name: self.plan[name].before_codes() for name in linears}
         block.formats = {name: scheme.format() for name, scheme in block.schemes.items()}
         return block
 
@@ -226,10 +225,8 @@ class _Driver:
             if scheme is not final:
                 format, columns = final.format(), weight_of(block.linears[name]).shape[1]
                 pruned, mask = block.formats[name].codes(block.tensors[name], columns)
-                try:
+                with _naming(name):
                     tensors = final.quantize_kept(pruned, mask, format, block.statistics.get(name))
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
                 block.schemes[name], block.formats[name], block.tensors[name] = final, format, tensors
 
     def _collect(self, block: Block, linears, hessian: bool, **options) -> dict[str, Any]:
@@ -252,10 +249,8 @@ class _Driver:
         return getattr(block.schemes[name].method_module(), "SEQUENTIAL", False)
 
     def _numbers(self, label: str, block: Block, name: str, weight, inputs, transform=None) -> dict[str, torch.Tensor]:
-        try:
+        with _naming(label):
             return block.schemes[name].compress(weight, block.formats[name], inputs, transform)
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}") from None
 
     def _quantize_experts(self, block: Block, name: str, weight: str) -> dict[str, torch.Tensor]:
         module = block.experts[name]
@@ -348,6 +343,15 @@ def _check_in_memory(model: nn.Module, plan: dict[str, Any]) -> None:
 def _default_device(model: nn.Module) -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     return model.device if accelerator is None else accelerator
+
+
+@contextmanager
+def _naming(label: str):
+    """A ValueError from here says first which weight it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
 
 
 @contextmanager

@@ -97,6 +97,10 @@ class CompressionConfig(QuantizationConfigMixin):
 
         return methods.quantize(weight, format, self.method_name(), inputs, transform)
 
+    def before_codes(self) -> "CompressionConfig":
+        """The config of what `refine` tunes where that becomes codes only afterwards; by default this one."""
+        return self
+
     def needs_calibration(self) -> bool:
         """Whether activations must be seen; a weight is compressed as it arrives otherwise."""
         raise NotImplementedError

@@ -140,8 +140,6 @@ class SparseConfig(CompressionConfig):
         return format.pack(pruned, mask) if self.weights is None else self.quantize_kept(pruned, mask, format, inputs)
 
     def before_codes(self):
-        """The config of what `refine` tunes before the kept weights become codes; this one where there is nothing to tune or no
-        codes."""
         return type(self)(**{**self.scheme(), "weights": None}) if self.refine and self.weights else self
 
     def quantize_kept(self, pruned, mask, format, inputs=None):
