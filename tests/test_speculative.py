@@ -139,7 +139,7 @@ def test_end_of_sequence_inside_a_draft(minimum, llama):
         MinNewTokensLengthLogitsProcessor(5, 3, -1),
     ],
 )
-def test_least_lengths_are_those_of_each_row(processor):
+def test_minimum_lengths_are_those_of_each_row(processor):
     criteria = StoppingCriteriaList([MaxLengthCriteria(64)])
     sequences = Sequences(torch.ones(3, 5, dtype=torch.int64), None, 0, LogitsProcessorList([processor]), criteria)
     sequences.generated, logits = [0, 2, 9], torch.randn(3, 4, 7)

@@ -27,7 +27,7 @@ POINTWISE = (
     processors_of.SuppressTokensLogitsProcessor,
 )
 # Processors that forbid the end of a row which has fewer tokens than so many.
-LEAST_LENGTH = {
+MIN_LENGTH = {
     processors_of.MinLengthLogitsProcessor: lambda own: own.min_length,
     processors_of.MinNewTokensLengthLogitsProcessor: lambda own: own.prompt_length_to_skip + own.min_new_tokens,
 }
@@ -41,8 +41,8 @@ STATEFUL = (
 def _kind(processor) -> str:
     if type(processor) is processors_of.PrefixConstrainedLogitsProcessor:
         return "constraint"
-    if type(processor) in LEAST_LENGTH:
-        return "least length"
+    if type(processor) in MIN_LENGTH:
+        return "min length"
     return "pointwise" if type(processor) in POINTWISE else "by length"
 
 
@@ -166,9 +166,9 @@ class Sequences:
                     flat = processor(None, flat)
                 scores = flat.view_as(scores)
                 continue
-            if kind == "least length":
+            if kind == "min length":
                 for processor in group:
-                    scores = self._unended(processor, scores, offset)
+                    scores = self._without_ends(processor, scores, offset)
                 continue
             group, scores = LogitsProcessorList(group), scores.clone()
             if kind == "constraint":
@@ -236,9 +236,9 @@ class Sequences:
                 del collected[longest:]
         return self.tokens[:, : self.prompt_length + longest]
 
-    def _unended(self, processor, scores: torch.Tensor, offset: int) -> torch.Tensor:
+    def _without_ends(self, processor, scores: torch.Tensor, offset: int) -> torch.Tensor:
         """`scores` [rows, width, vocabulary] without the ends of rows that are too short for them."""
-        missing = [LEAST_LENGTH[type(processor)](processor) - offset - length for length in self.lengths]
+        missing = [MIN_LENGTH[type(processor)](processor) - offset - length for length in self.lengths]
         if max(missing) <= 0:
             return scores
         short = torch.arange(scores.shape[1]) < torch.tensor(missing)[:, None]
