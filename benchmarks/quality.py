@@ -78,7 +78,7 @@ def rows() -> dict[str, dict | None]:
     table["w8a8 fp8 dynamic"] = w8a8(dtype="fp8")
     table["w8a8 fp8 static"] = w8a8(dtype="fp8", activations="static")
     table["w8a8 fp8 smoothquant"] = w8a8(dtype="fp8", method="smoothquant")
-    for columns in (32, 64):
+    for columns in (32, 64, 128):
         table[f"w8a8 fp8 llm_int8, {columns} columns"] = w8a8(dtype="fp8", method="llm_int8", outlier_columns=columns)
     return table
 

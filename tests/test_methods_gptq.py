@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.methods import gptq, mse, rtn
-from hf_efficient.methods._feedback import Feedback, output_error, round_with_feedback
+from hf_efficient.methods._feedback import Feedback, output_error
 
 
 def linear(rows: int, columns: int, seed: int = 0, rank: int | None = None):
@@ -113,7 +113,7 @@ def test_any_codebook_can_be_rounded_to():
         seen.append(column)
         return codebook[(values[:, None] - codebook).abs().argmin(1)]
 
-    rounded = round_with_feedback(weight, inputs.hessian, nearest)
+    rounded = Feedback(inputs.hessian).round(weight, nearest)
     assert sorted(seen) == list(range(48)) and torch.isin(rounded, codebook).all()
     plain = nearest(weight.flatten(), 0).view_as(weight)
     assert (
@@ -160,18 +160,17 @@ def test_dead_channels_are_rounded_to_nearest_and_move_nothing():
     hessian = inputs.hessian.clone()
     hessian[[3, 11]] = 0
     hessian[:, [3, 11]] = 0
-    rounded = round_with_feedback(weight, hessian, lambda values, column: to_grid(values), damping=0.01)
+    rounded = Feedback(hessian).round(weight, lambda values, column: to_grid(values))
     assert torch.equal(rounded[:, [3, 11]], to_grid(weight[:, [3, 11]]))
     damping = 0.01 * 18 / 20  # the mean of the diagonal counts dead channels
-    without = round_with_feedback(
-        weight[:, alive], hessian[alive][:, alive], lambda values, column: to_grid(values), damping
-    )
+    feedback = Feedback(hessian[alive][:, alive], damping)
+    without = feedback.round(weight[:, alive], lambda values, column: to_grid(values))
     assert torch.equal(rounded[:, alive], without)
 
 
 def test_no_input_at_all_rounds_to_nearest():
     weight, _ = linear(8, 20)
-    rounded = round_with_feedback(weight, torch.zeros(20, 20), lambda values, column: to_grid(values))
+    rounded = Feedback(torch.zeros(20, 20)).round(weight, lambda values, column: to_grid(values))
     assert torch.equal(rounded, to_grid(weight))
 
 

@@ -143,11 +143,14 @@ def test_weights_are_the_nearest(format):
     assert len(inside) < 5, "only the ends of a range whose zero point was rounded may be a step away"
 
 
+def correlated(rows=400, columns=150):
+    return torch.randn(rows, 30) @ torch.randn(30, columns) + 0.3 * torch.randn(rows, columns)
+
+
 @pytest.mark.parametrize("name", ["absmax", "zeropoint", "llm_int8, columns", "fp8", "fp8, block", "fp8, columns"])
 def test_known_inputs_lower_the_error(name):
     """With a Hessian no row's output error is above that of the nearest codes, and together it is far below."""
-    format, weight = FORMATS[name], torch.randn(20, 150)
-    x = torch.randn(400, 30) @ torch.randn(30, 150) + 0.3 * torch.randn(400, 150)
+    format, weight, x = FORMATS[name], torch.randn(20, 150), correlated()
     errors = []
     for hessian in (False, True):
         inputs = LinearInputs(150, hessian=hessian)
@@ -157,6 +160,47 @@ def test_known_inputs_lower_the_error(name):
         back = format.dequantize(tensors, 150, torch.float64)
         errors.append(((back - weight.double()) @ x.double().t()).square().sum(1))
     assert (errors[1] <= errors[0] * 1.0001).all() and errors[1].sum() < 0.5 * errors[0].sum()
+
+
+@pytest.mark.parametrize("name", ["llm_int8, columns", "fp8, columns"])
+def test_kept_columns_take_back_what_they_can(name):
+    """Given the codes, the columns in 16 bits are the least squares of the original output (but for the damping)."""
+    format, weight, x = FORMATS[name], torch.randn(20, 150), correlated()
+    inputs = LinearInputs(150)
+    inputs.update(x)
+    tensors = methods.quantize(weight, format, "_w8a8", inputs)
+    columns, x = tensors["outlier_columns"].long(), x.double()
+    error = x @ (weight.double() - format.dequantize(tensors, 150, torch.float64)).t()
+    left = torch.linalg.lstsq(x[:, columns], error).solution
+    assert (error - x[:, columns] @ left).square().sum() > 0.999 * error.square().sum()
+    as_given = {**tensors, "outlier_weight": weight[:, columns]}
+    without = x @ (weight.double() - format.dequantize(as_given, 150, torch.float64)).t()
+    assert error.square().sum() < 0.95 * without.square().sum()
+
+
+@pytest.mark.parametrize("columns", [4, 150])
+def test_inputs_that_are_all_zero_leave_the_weight(columns):
+    format, weight = Float8Format(outlier_columns=columns), torch.randn(20, 150)
+    inputs = LinearInputs(150)
+    inputs.update(torch.zeros(8, 150))
+    tensors = methods.quantize(weight, format, "_w8a8", inputs)
+    kept = tensors["outlier_columns"].long()
+    assert torch.equal(tensors["outlier_weight"], weight[:, kept])
+    assert (format.dequantize(tensors, 150, torch.float32) - weight).abs().max() < weight.abs().max() / 16
+
+
+@pytest.mark.parametrize("weights", ["channel", "tensor", "block"])
+def test_scales_of_float8_lie_where_the_codes_err_least(weights):
+    """All weights are 1.0625 times a power of two: halfway between two codes if the scale is one, exact on others."""
+    format, weight = Float8Format(weights), 1.0625 * 2.0 ** torch.randint(-4, 4, (20, 150)).float()
+    weight[:, 0] = weight[0, 128] = 448 / 32
+    plain, inputs = methods.quantize(weight, format, "_w8a8"), LinearInputs(150)
+    inputs.update(torch.randn(400, 150))
+    moved = methods.quantize(weight, format, "_w8a8", inputs)
+    ratio = moved["scale"] / plain["scale"]
+    assert (ratio >= 1).all() and (ratio < 2).all() and (ratio > 1).any()
+    errors = [(format.dequantize(t, 150, torch.float32) - weight).square().sum() for t in (plain, moved)]
+    assert errors[1] < 0.5 * errors[0]
 
 
 def test_integer_products_are_exact():

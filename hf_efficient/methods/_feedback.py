@@ -42,7 +42,7 @@ class Feedback:
         order = diagonal.argsort(descending=True) if act_order else torch.arange(len(diagonal), device=hessian.device)
         self._order, self._columns, self._inverse = order, order.tolist(), order.argsort()
         hessian = hessian.float()[order][:, order]
-        factor = _damped_factor(hessian, damping)
+        factor = damped_factor(hessian, damping)
         self.importance = factor.diagonal().square()[self._inverse]
         self._forward = factor / factor.diagonal()
         # a column of zero weight (no input, no damping) is rounded to nearest
@@ -66,7 +66,7 @@ class Feedback:
 
     def descend(self, weight: torch.Tensor, rounded: torch.Tensor, quantize_column: QuantizeColumn) -> torch.Tensor:
         """Coordinate descent: rounds each column once more at its best place among all others (`rounded` float32 [N, K]).
-        On a uniform grid that holds `rounded` no row's damped loss rises (https://arxiv.org/abs/2309.01885)."""
+        On a grid that holds `rounded` no row's damped loss rises (https://arxiv.org/abs/2309.01885)."""
         weight = weight.float().T[self._order]
         return self._visit(weight, rounded.T[self._order], self._descent, quantize_column, False)
 
@@ -102,20 +102,13 @@ class Feedback:
         return rounded[self._inverse].T
 
 
-def round_with_feedback(
-    weight: torch.Tensor, hessian: torch.Tensor, quantize_column: QuantizeColumn, damping: float = 0.01
-) -> torch.Tensor:
-    """GPTQ with any grid: weight [N, K], hessian [K, K] -> dequantized float32 [N, K]; see `Feedback`."""
-    return Feedback(hessian, damping).round(weight, quantize_column)
-
-
 def output_error(weight: torch.Tensor, rounded: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """Squared change of each output summed over the rows seen: float32 [N]."""
     error = weight.float() - rounded
     return (error @ hessian.float()).mul_(error).sum(1)
 
 
-def _damped_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
+def damped_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     """Damps `hessian` in place and returns the upper triangular M of M M^T."""
     undamped = hessian.diagonal().clone()
     if not undamped.any():  # no input at all
