@@ -122,3 +122,43 @@ def test_rows_that_have_ended_gain_nothing():
     assert length.choose([1] + [0] * 7) == 1
     length.kept[0] = 1.0
     assert length.choose([1] + [0] * 7) == 0
+
+
+def call(model, recorded, tokens, acceptance, cost=12.0, chance=None):
+    """A call that generates `tokens` with a confident drafter where each width has to be recorded once: its seconds."""
+    length = AdaptiveLength(
+        model, 1, 10, recording=lambda rows, columns: 0.0 if columns in recorded else cost, padded=lambda rows, c: c
+    )
+    chance, done, seconds = chance or random.Random(0), 0, 0.0
+    while done < tokens:
+        chosen, proposal = length.choose([tokens - done - 1]), None
+        if chosen:
+            sure = torch.tensor([[acceptance ** (i + 1) for i in range(chosen)]])
+            proposal = length.cut(Proposal(torch.zeros(1, chosen).long(), torch.tensor([chosen]), confidence=sure))
+        width, accepted = 0 if proposal is None else proposal.width, 0
+        while accepted < width and chance.random() < acceptance:
+            accepted += 1
+        settled, spent = width + 1 in recorded, forward(width + 1)
+        if not settled:
+            recorded.add(width + 1)
+            spent += cost
+        length.learn(proposal, [accepted], [width], 0.0, spent, settled)
+        done, seconds = done + accepted + 1, seconds + spent
+    return seconds
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8])
+def test_recordings_that_do_not_pay_in_a_call_wait(acceptance):
+    """Calls too short to win back what recording takes are hardly slower than plain ones; over many calls it pays."""
+    model, recorded, chance = torch.nn.Linear(1, 1), {1}, random.Random(0)
+    plain = 12 * forward(1)
+    calls = [call(model, recorded, 12, acceptance, chance=chance) for _ in range(400)]
+    assert recorded == {1} or calls.index(max(calls)) > 30, "the first calls pay for no later one"
+    assert sum(calls) < 1.04 * 400 * plain
+    if acceptance == 0.8:
+        assert sum(calls[-50:]) < 0.6 * 50 * plain and len(recorded) > 2
+
+
+def test_recordings_that_pay_in_a_call_are_made_at_once():
+    model, recorded = torch.nn.Linear(1, 1), {1}
+    assert call(model, recorded, 400, 0.8) < 0.6 * 400 * forward(1) and len(recorded) > 2

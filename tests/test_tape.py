@@ -10,7 +10,7 @@ from helpers import TINY_MODELS, tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_efficient import PagedCache, WeightOnlyConfig, enable_speculation
-from hf_efficient.generation import kept_tapes
+from hf_efficient.generation import kept_tapes, loop
 from hf_efficient.generation.ragged_model import _without_warnings
 from hf_efficient.generation.taped_forward import TapedForward
 from hf_efficient.kernels import tape_fusion
@@ -315,8 +315,11 @@ def test_recorded_forwards_are_kept_until_the_model_changes():
     assert torch.equal(output, changed) and after.cache is kept.cache, "inference mode records and replays the same"
 
 
-def test_rows_leave_by_halves_and_what_was_recorded_stays(monkeypatch):
-    """Forwards of rows that have ended, of what is left of the batch, and of a whole batch again."""
+@pytest.mark.parametrize("worth_recording", [8, 64])
+def test_rows_leave_by_halves_and_what_was_recorded_stays(monkeypatch, worth_recording):
+    """Forwards of rows that have ended, of what is left of the batch (where it may go on long enough), and of a whole batch
+    again."""
+    monkeypatch.setattr(loop, "WORTH_RECORDING", worth_recording)
     model, ids = enable_speculation(tiny_model("llama", eos_token_id=None)), torch.randint(3, 128, (5, 9))
     longest = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)
     ends = [longest[row, 9 + 7 * row + 3].item() for row in range(5)]
@@ -333,4 +336,4 @@ def test_rows_leave_by_halves_and_what_was_recorded_stays(monkeypatch):
                 assert torch.equal(row[: len(right)], right) and (row[len(right) :] == 0).all()
             assert not (again and made and lookup is None), "everything was recorded in the first call"
     rows = {rows for rows, _ in kept_tapes._kept[model][-1].taped._tapes}
-    assert {5, 1} < rows <= {5, 2, 1}
+    assert rows == ({5, 1} if worth_recording == 64 else {5, 2, 1}), "one row was recorded before"

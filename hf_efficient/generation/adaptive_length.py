@@ -18,14 +18,21 @@ CHEAP = 0.03  # of a forward: a draft that costs less is made in every step
 # they are sure of, as they will end before it.
 SUNK = 0.3
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # plain steps between two trials of a drafter that does not pay
+# Of the seconds of all forwards of a model: what may go into recordings that pay in later calls only. Others have to pay in
+# what is left of the call.
+INVESTED = 0.03
 
 
 class Seconds:
     """Measured times by size: the lower quartile of the last few of each size (what else the machine does only adds) and no more
     than that of any larger size, lines between sizes, and beyond the largest size no more than there, so that larger ones are
-    tried."""
+    tried.
+
+    Attributes:
+        credit: seconds that recordings may take although they do not pay in the same call."""
 
     def __init__(self):
+        self.credit = 0.0
         self._measured: dict[int, deque] = defaultdict(lambda: deque(maxlen=7))
         self._sizes: list[int] = []
         self._least: list[float] = []  # of each of `_sizes`
@@ -70,6 +77,7 @@ class AdaptiveLength:
         depth: the deepest draft.
         draft_cost: seconds of drafting one token by those of a forward, where nothing is measured.
         padded: how many columns a forward of so many rows and columns computes.
+        recording: seconds that the next forward of so many rows and columns takes to be recorded.
     """
 
     def __init__(
@@ -80,25 +88,32 @@ class AdaptiveLength:
         timed: bool = True,
         draft_cost: float = 0.0,
         padded: Callable[[int, int], int] = lambda rows, columns: columns,
+        recording: Callable[[int, int], float] = lambda rows, columns: 0.0,
     ):
-        self.depth, self.timed, self.draft_cost, self.padded = depth, timed, draft_cost, padded
-        self.growing = rows  # those of the batch that have not ended
+        self.depth, self.timed, self.draft_cost = depth, timed, draft_cost
+        self.padded, self.recording = padded, recording
+        self.growing, self.left = (
+            rows,
+            1,
+        )  # the rows that have not ended, and the tokens that the longest may still get
         self.forward = _forward_seconds.setdefault(model, Seconds()) if timed else Seconds()
         self.drafting = Seconds()
         self.kept, self.tried = [0.0] * rows, [0.0] * rows  # of the drafts that had only right ones before them
         self.calibration = 1.0  # accepted tokens by those that the drafter's confidence promised
         self.tells_itself = False  # whether the drafter says how sure it is
         self.pause = self.waiting = 0
+        self.usual, self.promise = 0.0, 0.0  # tokens that drafts promise a step: lately, and in this step
 
     def choose(self, limits: list[int]) -> int:
         """How deep to draft now, 0 for a plain step."""
         rows, deepest = len(limits), min(self.depth, max(limits))
-        self.growing = max(1, sum(limit > 0 for limit in limits))
+        self.growing, self.left = max(1, sum(limit > 0 for limit in limits)), max(limits) + 1
+        self.promise = 0.0
         if deepest == 0 or (self.timed and not self.forward.largest):
             return 0  # the first step shows what a plain one costs
         if self.tells_itself and self.drafting.at(deepest) < CHEAP * self.forward.at(rows):
             return deepest  # and `cut` decides
-        deepest = min(deepest, self._widest(rows))
+        deepest = min(deepest, self.widest(rows))
         all_rows = (sum(self.kept) + GUESS * PRIOR) / (sum(self.tried) + PRIOR)
         gains = [0.0] * deepest
         for kept, tried, limit in zip(self.kept, self.tried, limits):
@@ -115,7 +130,7 @@ class AdaptiveLength:
         if not self.tells_itself:
             return proposal
         rows = len(proposal.counts)
-        gains = [gain * self.calibration for gain in _promised(proposal)[: self._widest(rows)]]
+        gains = [gain * self.calibration for gain in _promised(proposal)[: self.widest(rows)]]
         width = self._best(rows, gains, drafts=False)
         return proposal.cut(width) if width else None
 
@@ -125,20 +140,26 @@ class AdaptiveLength:
         accepted: list[int],
         depths: list[int],
         draft_seconds: float,
-        verify_seconds: float | None,
+        verify_seconds: float,
+        settled: bool = True,
     ) -> None:
-        """After a step: accepted and depths (of the deepest draft) of each row; seconds of `propose`, and of the rest, None when
-        they say nothing about later steps."""
+        """After a step: accepted and depths (of the deepest draft) of each row; seconds of `propose`, and of the rest; whether
+        those are what such steps will take from now on."""
         width = 0 if proposal is None else proposal.width
         if self.timed:
-            if verify_seconds is not None:
-                self.forward.add(self._tokens(len(accepted), width), verify_seconds)
+            tokens = self._tokens(len(accepted), width)
+            self.forward.credit += INVESTED * verify_seconds
+            if settled:
+                self.forward.add(tokens, verify_seconds)
+            elif width:
+                self.forward.credit -= max(0.0, verify_seconds - self.forward.at(tokens))
             if width:
                 self.drafting.add(max(depths), draft_seconds)
         for row, (hits, depth) in enumerate(zip(accepted, depths)):
             weight = DECAY if depth else FADE
             self.kept[row] = weight * self.kept[row] + hits
             self.tried[row] = weight * self.tried[row] + min(hits + 1, depth)
+        self.usual = DECAY * self.usual + (1 - DECAY) * self.promise
         if self.tells_itself and width:
             promised = sum(_promised(proposal))
             ratio = min((sum(accepted) + 0.5) / (promised + 0.5), 2.0)
@@ -147,19 +168,20 @@ class AdaptiveLength:
     def select(self, rows: list[int]) -> None:
         self.kept, self.tried = [self.kept[row] for row in rows], [self.tried[row] for row in rows]
 
-    def _widest(self, rows: int) -> int:
+    def widest(self, rows: int) -> int:
         """So many drafts a row are tried at most: with the token before them twice the columns that have been measured."""
         return max(4, 2 * (self.forward.largest // rows)) - 1 if self.timed else self.depth
 
     def _best(self, rows: int, gains: list[float], drafts: bool) -> int:
         """The number of tokens that gives most tokens a second. gains: what each of them adds to the tokens of the step.
         drafts: drafting them is still to be paid."""
-        plain = self._seconds(rows, 0, drafts)
+        self.promise = sum(gains)
+        plain = self._seconds(rows, 0, 0.0, drafts)
         sunk = SUNK * (1 - 1 / self.growing) * plain
         best, total, best_rate = 0, 0.0, self.growing / (plain - sunk)
         for width, gain in enumerate(gains, 1):
             total += gain
-            rate = (self.growing + total) / (self._seconds(rows, width, drafts) - sunk)
+            rate = (self.growing + total) / (self._seconds(rows, width, total, drafts) - sunk)
             if rate > best_rate:
                 best, best_rate = width, rate
         if best:
@@ -168,18 +190,27 @@ class AdaptiveLength:
             self.pause = self.waiting = min(max(FIRST_PAUSE, 2 * self.pause), LONGEST_PAUSE)
         else:
             self.waiting -= 1
-            best = int(self.waiting == 0)  # a trial
+            best = int(self.waiting == 0 and not self._to_be_paid(rows, 1))  # a trial
         return best
 
     def _tokens(self, rows: int, width: int) -> int:
         """What a forward of `width` drafts a row computes."""
         return rows * self.padded(rows, width + 1)
 
-    def _seconds(self, rows: int, width: int, drafts: bool) -> float:
-        """Of a step that verifies `width` drafts a row."""
+    def _to_be_paid(self, rows: int, width: int) -> float:
+        """Seconds of recording a forward of `width` drafts a row that what is left of this call has to win."""
+        seconds = self.recording(rows, width + 1) if self.timed else 0.0
+        return 0.0 if seconds <= self.forward.credit else seconds
+
+    def _seconds(self, rows: int, width: int, gain: float, drafts: bool) -> float:
+        """Of a step that verifies `width` drafts a row, `gain` of which are right in all rows together."""
         if not self.timed:
             return 1.0 + self.draft_cost * width
-        return self.forward.at(self._tokens(rows, width)) + (self.drafting.at(width) if drafts and width else 0.0)
+        steps = self.left * self.growing / (self.growing + gain)
+        if gain:  # as many as promise so much
+            steps = max(1.0, steps * min(1.0, self.usual / self.promise))
+        drafting = self.drafting.at(width) if drafts and width else 0.0
+        return self.forward.at(self._tokens(rows, width)) + drafting + self._to_be_paid(rows, width) / steps
 
 
 def _promised(proposal: Proposal) -> list[float]:

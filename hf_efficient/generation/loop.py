@@ -13,6 +13,11 @@ from hf_efficient.generation.token_tree import ancestors
 from hf_efficient.generation.verification import TypicalAcceptance, verify
 
 
+WORTH_RECORDING = (
+    64  # tokens: recordings take 10 to 15 steps, and steps of half the rows two thirds of the time or more
+)
+
+
 class SpeculativeLoop:
     """From the logits after the prompt to the finished rows.
 
@@ -45,7 +50,13 @@ class SpeculativeLoop:
         if adaptive and drafter is not None:
             timed = not (drafter.draws and do_sample)
             self.length = AdaptiveLength(
-                target.model, sequences.batch_size, drafter.max_tokens, timed, drafter.relative_cost, target.padded
+                target.model,
+                sequences.batch_size,
+                drafter.max_tokens,
+                timed,
+                drafter.relative_cost,
+                target.padded,
+                target.recording_seconds,
             )
         self.seconds = dict.fromkeys(("draft", "verify", "host"), 0.0)
         self._since = perf_counter()
@@ -68,13 +79,15 @@ class SpeculativeLoop:
             setattr(self.statistics, f"{name}_seconds", seconds)
 
     def _propose(self) -> Proposal | None:
-        sequences, drafter, limits = self.sequences, self.drafter, self.sequences.limits
+        sequences, drafter, limits, nodes = self.sequences, self.drafter, self.sequences.limits, MAX_NODES
         if drafter is None:
             return None
         if self.length is not None:
             depth = self.length.choose(limits)
             limits = [min(limit, depth) for limit in limits]
-        proposal = drafter.propose(limits, MAX_NODES) if any(limits) else None
+            if self.length.tells_itself:  # and more would be cut off
+                nodes = min(nodes, self.length.widest(len(limits)))
+        proposal = drafter.propose(limits, nodes) if any(limits) else None
         if proposal is not None and proposal.parents is not None:
             # processors that read ids want those before every node, which stand in a row for one path only
             if sequences.processors_read_ids or not self.target.takes_trees:
@@ -126,8 +139,8 @@ class SpeculativeLoop:
                 if new[row]:
                     self.statistics.add(b, drafted[row], depths[row], accepted[row])
             if self.length is not None:
-                seconds = verify_seconds if self.target.settled else None
-                self.length.learn(proposal, accepted, depths, self._draft_seconds, seconds)
+                settled = self.target.settled
+                self.length.learn(proposal, accepted, depths, self._draft_seconds, verify_seconds, settled)
         if self.streamer is not None:
             for token in new[0]:
                 self.streamer.put(torch.tensor([token]))
@@ -143,9 +156,7 @@ class SpeculativeLoop:
             target.keep([some if kept else [] for some, kept in zip(columns, new)])
         going = [row for row, b in enumerate(sequences.live) if sequences.unfinished(b)]
         self._rows = list(range(len(sequences.live)))
-        # with recordings for every number of rows, rows leave by halves
-        most = len(sequences.live) // 2 if target.taped is not None else len(sequences.live) - 1
-        if 0 < len(going) <= most and not self.keep_rows:
+        if self._leave(going):
             self._rows = going
             sequences.select(going)
             target.select(going)
@@ -156,6 +167,17 @@ class SpeculativeLoop:
         target.rewind([total - 1 for total in self._done()])
         self._spend("host")
         return bool(going)
+
+    def _leave(self, going: list[int]) -> bool:
+        """Whether all rows but `going` leave the batch now: with recordings for every number of rows by halves, and where
+        the others may go on long enough for what recordings take."""
+        rows = len(self.sequences.live)
+        if self.keep_rows or not going or len(going) == rows:
+            return False
+        if self.target.taped is None:
+            return True
+        worth = max(self.sequences.limits) >= WORTH_RECORDING or not self.target.recording_seconds(len(going), 1)
+        return len(going) <= rows // 2 and worth
 
     def _done(self) -> list[int]:
         """Generated tokens of each live row."""

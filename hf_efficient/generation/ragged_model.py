@@ -165,6 +165,10 @@ class RaggedModel:
         """How many columns a forward of so many computes."""
         return columns if self.taped is None else padded(rows, columns)
 
+    def recording_seconds(self, rows: int, columns: int) -> float:
+        """What recording the next forward of so many takes, 0.0 where it is recorded or will not be."""
+        return 0.0 if self.taped is None or self.extra else self.taped.recording_seconds(rows, columns)
+
     def keep(self, columns: list[list[int]]) -> None:
         """Of the tokens of the last forward, row b keeps those numbered `columns[b]`, ascending."""
         self.cache.keep(columns, self._appended)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from time import perf_counter
 
 import torch
 from transformers.utils import logging
@@ -34,6 +35,15 @@ class TapedForward:
         self._tapes: dict[tuple[int, int], tuple] = {}  # the latest used last
         self._seen = 0
         self._works = True
+        self._seconds_a_recording = 0.0  # the latest
+
+    def recording_seconds(self, rows: int, columns: int) -> float:
+        """What recording the next forward of so many takes, as far as is known; 0.0 where it runs as it is or is recorded."""
+        kind = rows, padded(rows, columns)
+        return 0.0 if self._runs_as_it_is(*kind) or kind in self._tapes else self._seconds_a_recording
+
+    def _runs_as_it_is(self, rows: int, width: int) -> bool:
+        return not self._works or width > WIDTHS[-1] or rows * width > MOST_TOKENS
 
     @staticmethod
     def serves(model, cache: PagedCache) -> bool:
@@ -53,7 +63,7 @@ class TapedForward:
         tensors that the next call overwrites; None when the forward has to run as it is."""
         rows, columns = tokens.shape
         width = padded(rows, columns)
-        self.settled = not self._works or columns > WIDTHS[-1] or rows * width > MOST_TOKENS
+        self.settled = self._runs_as_it_is(rows, width)
         if self.settled:
             return None
         self._seen += 1
@@ -83,6 +93,7 @@ class TapedForward:
             return None
 
     def _record(self, inputs: tuple) -> Tape:
+        start = perf_counter()
         try:
             return Tape(lambda: self.forward(*inputs[:2]))
         except NotReplayable:
@@ -90,6 +101,8 @@ class TapedForward:
         except Exception as error:  # if it is the forward's own, that shows when it runs as it is
             logger.warning_once(f"forwards run as they are, slower, because one could not be recorded: {error}")
             raise NotReplayable(str(error)) from error
+        finally:
+            self._seconds_a_recording = perf_counter() - start
 
     def _keep(self, kind: tuple[int, int], recorded: tuple) -> None:
         self._tapes[kind] = recorded
