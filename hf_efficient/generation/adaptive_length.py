@@ -6,8 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import accumulate
 
-import torch
-
 from hf_efficient.generation.drafters.base import Proposal
 
 
@@ -181,6 +179,8 @@ class AdaptiveLength:
         best, total, best_rate = 0, 0.0, self.growing / (plain - sunk)
         for width, gain in enumerate(gains, 1):
             total += gain
+            if not drafts and width < len(gains) and self.padded(rows, width + 1) > width + 1:
+                continue  # the forward computes the next one anyway
             rate = (self.growing + total) / (self._seconds(rows, width, total, drafts) - sunk)
             if rate > best_rate:
                 best, best_rate = width, rate
@@ -215,5 +215,8 @@ class AdaptiveLength:
 
 def _promised(proposal: Proposal) -> list[float]:
     """The tokens of all rows that each place of the proposal adds, by the drafter's confidence."""
-    real = torch.arange(proposal.width, device=proposal.tokens.device) < proposal.counts[:, None]
-    return (proposal.confidence * real.to(proposal.confidence.device)).sum(0).tolist()
+    promised = [0.0] * proposal.width  # in Python: of so few numbers operators take longer
+    for confidence, count in zip(proposal.confidence.tolist(), proposal.counts.tolist()):
+        for place in range(count):
+            promised[place] += confidence[place]
+    return promised

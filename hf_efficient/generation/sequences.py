@@ -123,8 +123,17 @@ class Sequences:
             for b, length in zip(self.live, self.lengths)
         ]
 
+    def _whole(self) -> int | None:
+        """The length of all rows, where it is one and none has left: then slices do what indices do otherwise."""
+        generated = self.generated[0]
+        if len(self.live) == self.batch_size and all(count == generated for count in self.generated):
+            return self.prompt_length + generated
+        return None
+
     def last(self, width: int) -> torch.Tensor:
         """The last `width` tokens of each live row, int64 [rows, width]."""
+        if (length := self._whole()) is not None:
+            return self.tokens[:, length - width : length]
         lengths = torch.tensor(self.lengths, device=self.device)
         return self.tokens[self._index[:, None], lengths[:, None] + torch.arange(-width, 0, device=self.device)]
 
@@ -148,10 +157,13 @@ class Sequences:
 
     def write(self, tokens: torch.Tensor, offset: int = 0) -> None:
         """Puts `tokens` [rows, width] after each live row's last token (`offset` columns later), without counting them."""
-        starts = torch.tensor(self.lengths, device=self.device) + offset
         needed = max(self.lengths) + offset + tokens.shape[1]
         if needed > self.tokens.shape[1]:
             self.tokens = pad(self.tokens, (0, max(needed - self.tokens.shape[1], 64)), value=self.padding)
+        if (length := self._whole()) is not None:
+            self.tokens[:, length + offset : needed] = tokens
+            return
+        starts = torch.tensor(self.lengths, device=self.device) + offset
         columns = starts[:, None] + torch.arange(tokens.shape[1], device=self.device)
         self.tokens[self._index[:, None], columns] = tokens
 
@@ -208,8 +220,10 @@ class Sequences:
         if self.criteria:
             self.write(tokens)
             self._apply_criteria(kept)
-        keep = torch.tensor(kept, device=self.device)[:, None]
-        self.write(torch.where(torch.arange(width, device=self.device) < keep, tokens, self.padding))
+        if min(kept) < width:
+            keep = torch.tensor(kept, device=self.device)[:, None]
+            tokens = torch.where(torch.arange(width, device=self.device) < keep, tokens, self.padding)
+        self.write(tokens)
         for b, count in zip(self.live, kept):
             self.generated[b] += count
         new = [row[2 : 2 + count] for row, count in zip(host, kept)]

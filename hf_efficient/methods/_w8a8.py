@@ -1,8 +1,9 @@
 """Weights of `W8A8Config`: the largest magnitude (or the range) of a row, a tensor or a block spans the grid, and every weight
 takes its nearest point: absmax, zero-point and vector-wise quantization of LLM.int8() (https://arxiv.org/abs/2208.07339,
-section 2). Where the inputs are known, columns are rounded one after another as in GPTQ (https://arxiv.org/abs/2210.17323)
-and once more among all others; columns that stay in 16 bits take back what they can; and floating-point grids, on which a
-scale twice as large rounds alike, are moved within that octave to where the weights lie nearest."""
+section 2). Where the inputs are known, columns are rounded one after another as in GPTQ (https://arxiv.org/abs/2210.17323),
+and columns that stay in 16 bits take back what they can. Codes of floating-point grids are rounded once more among all
+others, and such a grid, on which a scale twice as large rounds alike, is moved within that octave to where the weights lie
+nearest."""
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +125,9 @@ def _with_feedback(weight, hessian, scale, zero, format) -> tuple[torch.Tensor, 
     def quantize_column(values, column):
         return _nearest(values, by_column[column % len(by_column)], zero, format)
 
-    rounded = feedback.descend(weight, feedback.round(weight, quantize_column), quantize_column)
+    rounded = feedback.round(weight, quantize_column)
+    if isinstance(format, Float8Format):  # int8 weights err so little that it shows nothing
+        rounded = feedback.descend(weight, rounded, quantize_column)
     plain = _nearest(weight.float(), _by_weight(scale, weight, format), zeros, format)
     error, limit = (output_error(weight, candidate, hessian) for candidate in (rounded, plain))
     if len(scale) == len(weight):
