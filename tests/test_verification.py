@@ -38,7 +38,7 @@ def test_greedy_keeps_the_matching_prefix_of_each_row():
 
 
 @pytest.mark.parametrize("vocabulary", (16, 96, 512, 50257))
-def test_the_largest_score_is_found_by_parts(vocabulary):
+def test_the_largest_score_is_the_first(vocabulary):
     """The first of equals, a NaN above all, as torch says; few different numbers, so that many are equal."""
     scores = torch.randint(-3, 4, (3, 5, vocabulary)).float()
     scores[0, 0] = float("-inf")

@@ -145,15 +145,10 @@ def _rejection(target: torch.Tensor, proposal: Proposal, real: torch.Tensor) -> 
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:
-    """As `scores.argmax(-1)`, the first of equals: by the largest of each part, which on a CPU takes a tenth of the time."""
-    vocabulary = scores.shape[-1]
-    part = next((size for size in (256, 128, 64, 32) if vocabulary % size == 0), None)
-    if part is None or scores.device.type != "cpu":
+    """`scores.argmax(-1)`; on a CPU numpy's, which takes a tenth of the time (the first of equals, or of NaNs, as torch's)."""
+    if scores.device.type != "cpu" or scores.dtype is not torch.float32:
         return scores.argmax(-1)
-    parts = scores.unflatten(-1, (-1, part))
-    best = parts.amax(-1).argmax(-1, keepdim=True)  # the first part that holds the largest, or a NaN
-    within = parts.gather(-2, best[..., None].expand(*best.shape, part))[..., 0, :].argmax(-1)
-    return best[..., 0] * part + within
+    return torch.from_numpy(scores.detach().numpy().argmax(-1))
 
 
 def _draw(probabilities: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:

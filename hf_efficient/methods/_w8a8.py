@@ -1,9 +1,9 @@
 """Weights of `W8A8Config`: the largest magnitude (or the range) of a row, a tensor or a block spans the grid, and every weight
 takes its nearest point: absmax, zero-point and vector-wise quantization of LLM.int8() (https://arxiv.org/abs/2208.07339,
-section 2). Where the inputs are known, columns are rounded one after another as in GPTQ (https://arxiv.org/abs/2210.17323),
-and columns that stay in 16 bits take back what they can. Codes of floating-point grids are rounded once more among all
-others, and such a grid, on which a scale twice as large rounds alike, is moved within that octave to where the weights lie
-nearest."""
+section 2). Where the inputs are known, columns are rounded one after another as in GPTQ (https://arxiv.org/abs/2210.17323).
+For floating-point grids, whose weights err several times more than int8's (where none of this showed), the grid is moved within an
+octave (a scale twice as large rounds alike) to where the weights lie nearest, codes are rounded once more among all others, and
+columns that stay in 16 bits take back what they can."""
 
 import torch
 import torch.nn.functional as F
@@ -43,9 +43,13 @@ def quantize(weight: torch.Tensor, format: Int8Format | Float8Format, inputs=Non
     if outliers.all():
         tensors = _round(torch.zeros_like(weight), format, None)
     else:
-        coupling = None if hessian is None else _coupling(hessian[outliers][:, outliers], hessian[outliers][:, rest])
+        coupling = None
         if hessian is not None:
-            hessian = hessian[rest][:, rest] - hessian[rest][:, outliers] @ coupling  # what the kept columns leave
+            across = hessian[outliers][:, rest]
+            kept_only, hessian = hessian[outliers][:, outliers], hessian[rest][:, rest]
+            if isinstance(format, Float8Format):
+                coupling = _coupling(kept_only, across)
+                hessian = hessian - across.T @ coupling  # what the kept columns leave
         tensors = _round(weight[:, rest], format, hessian)
         codes = torch.zeros_like(weight, dtype=tensors["qweight"].dtype)
         codes[:, rest] = tensors["qweight"]
@@ -126,7 +130,7 @@ def _with_feedback(weight, hessian, scale, zero, format) -> tuple[torch.Tensor, 
         return _nearest(values, by_column[column % len(by_column)], zero, format)
 
     rounded = feedback.round(weight, quantize_column)
-    if isinstance(format, Float8Format):  # int8 weights err so little that it shows nothing
+    if isinstance(format, Float8Format):
         rounded = feedback.descend(weight, rounded, quantize_column)
     plain = _nearest(weight.float(), _by_weight(scale, weight, format), zeros, format)
     error, limit = (output_error(weight, candidate, hessian) for candidate in (rounded, plain))
