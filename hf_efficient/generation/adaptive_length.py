@@ -16,9 +16,9 @@ CHEAP = 0.03  # of a forward: a draft that costs less is made in every step
 # they are sure of, as they will end before it.
 SUNK = 0.3
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # plain steps between two trials of a drafter that does not pay
-# Of the seconds of all forwards of a model: what may go into recordings that pay in later calls only. Others have to pay in
-# what is left of the call.
-INVESTED = 0.03
+# Recordings have to pay in what is left of the call, but for the first ones of a model, and for those that take no more than
+# this share of the seconds of all its forwards: they pay in later calls.
+FREE_RECORDINGS, INVESTED = 3, 0.03
 
 
 class Seconds:
@@ -27,10 +27,10 @@ class Seconds:
     tried.
 
     Attributes:
-        credit: seconds that recordings may take although they do not pay in the same call."""
+        free, credit: so many recordings, and seconds of them, need not pay in the same call."""
 
     def __init__(self):
-        self.credit = 0.0
+        self.free, self.credit = FREE_RECORDINGS, 0.0
         self._measured: dict[int, deque] = defaultdict(lambda: deque(maxlen=7))
         self._sizes: list[int] = []
         self._least: list[float] = []  # of each of `_sizes`
@@ -149,6 +149,8 @@ class AdaptiveLength:
             self.forward.credit += INVESTED * verify_seconds
             if settled:
                 self.forward.add(tokens, verify_seconds)
+            elif width and self.forward.free:
+                self.forward.free -= 1
             elif width:
                 self.forward.credit -= max(0.0, verify_seconds - self.forward.at(tokens))
             if width:
@@ -200,7 +202,7 @@ class AdaptiveLength:
     def _to_be_paid(self, rows: int, width: int) -> float:
         """Seconds of recording a forward of `width` drafts a row that what is left of this call has to win."""
         seconds = self.recording(rows, width + 1) if self.timed else 0.0
-        return 0.0 if seconds <= self.forward.credit else seconds
+        return 0.0 if self.forward.free or seconds <= self.forward.credit else seconds
 
     def _seconds(self, rows: int, width: int, gain: float, drafts: bool) -> float:
         """Of a step that verifies `width` drafts a row, `gain` of which are right in all rows together."""
