@@ -1,5 +1,7 @@
+import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 from draft_models import counting
@@ -15,6 +17,7 @@ from hf_efficient.generation.drafters.draft_heads import CONFIG, WEIGHTS, best_f
 from hf_efficient.generation.drafters.medusa import static_tree
 from hf_efficient.generation.training import distill as training
 from hf_efficient.generation.training.text import Row
+from hf_efficient.kernels import recorded
 
 
 NEW = 24
@@ -170,6 +173,26 @@ class TestEagle:
             assert_close(batch.confidence[b], alone.confidence[0], 1e-4, 1e-4, reason)
 
     @torch.no_grad()
+    def test_recordings_follow_the_weights_and_stay_out_of_copies(self, target, trained, monkeypatch):
+        heads = copy.deepcopy(trained[EagleHead])
+        heads.nodes, heads.beam = 16, 4
+        proposals = []
+        for step in range(3):
+            if step == 2:  # the same without a recording
+                heads = copy.deepcopy(heads)
+                assert not heads._recorded
+                monkeypatch.setattr(recorded, "interpreter", lambda: None)
+            self.begin(heads, target, self.ROWS, 2)
+            proposals.append(heads.propose([3, 5, 4], 16))
+            assert len(heads._recorded) == 1
+            if step == 0:
+                heads.output_norm.mul_(-1)
+        first, changed, plain = proposals
+        assert not torch.equal(first.tokens, changed.tokens)
+        assert torch.equal(changed.tokens, plain.tokens) and torch.equal(changed.parents, plain.parents)
+        assert_close(changed.confidence, plain.confidence, 1e-5, 1e-5, "float32 sums in another order")
+
+    @torch.no_grad()
     def test_it_starts_from_least_squares(self, target, text):
         heads = EagleHead.for_model(target, 128)
         heads.bind(target)
@@ -247,10 +270,10 @@ class TestMedusa:
 
 
 def test_best_first_keeps_parents_before_children():
-    tokens = torch.arange(6)[None]
-    confidence = torch.tensor([[0.5, 0.4, 0.45, 0.1, 0.4, 0.39]])
-    parents = torch.tensor([[-1, -1, 0, 0, 1, 2]])
-    proposal = best_first(tokens, confidence, parents, torch.tensor([1, 1, 2, 2, 2, 3]), [2], 4)
+    tokens = np.arange(6)[None]
+    confidence = np.array([[0.5, 0.4, 0.45, 0.1, 0.4, 0.39]])
+    parents = np.array([[-1, -1, 0, 0, 1, 2]])
+    proposal = best_first(tokens, confidence, parents, np.array([1, 1, 2, 2, 2, 3]), [2], 4, "cpu")
     assert proposal.tokens.tolist() == [[0, 2, 1, 4]] and proposal.parents.tolist() == [[-1, 0, -1, 2]]
     assert proposal.counts.tolist() == [4]
 

@@ -22,7 +22,7 @@ class ModelKey:
             m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)
         ]  # PEFT's layers
         self._settings = self._read_settings(model)
-        weights = [_version(tensor) for tensor in (*model.parameters(), *model.buffers())]
+        weights = [version_of(tensor) for tensor in (*model.parameters(), *model.buffers())]
         self.digest = hashlib.sha256(repr((self._settings, weights)).encode()).digest()
 
     @property
@@ -49,7 +49,8 @@ def _adapters(module) -> tuple:
     return module.disable_adapters, list(module.active_adapters), list(getattr(module, "merged_adapters", ())), scaling
 
 
-def _version(tensor: torch.Tensor) -> tuple[int, int, int]:
+def version_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Which tensor it is, where it lies, and torch's count of its changes."""
     number = -1  # accelerate makes a new tensor on the meta device after every forward
     if not tensor.is_meta:  # a new tensor may lie where another one was
         number = _numbers.get(tensor)

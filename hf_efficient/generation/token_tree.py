@@ -1,5 +1,6 @@
 """Token trees: several continuations of a row in one forward, sharing their beginnings."""
 
+import numpy as np
 import torch
 
 
@@ -8,11 +9,9 @@ def ancestors(parents: torch.Tensor) -> torch.Tensor:
 
     Returns bool [rows, width + 1, width + 1] over the root and the nodes: whether each descends from the other, itself
     included. Row i is what node i sees, and its sum is one more than the node's depth."""
-    rows, width = parents.shape
-    reach = torch.eye(width + 1, device=parents.device).repeat(rows, 1, 1)
-    reach[:, 1:].scatter_(2, (parents + 1)[..., None], 1.0)
-    steps = 1
-    while steps < width + 1:  # paths twice as long each time
-        reach = (reach @ reach).clamp_(max=1)
-        steps *= 2
-    return reach > 0
+    above = parents.cpu().numpy() + 1  # bits by numpy: of so few numbers torch's operators take longer
+    seen, row = np.ones((above.shape[0], above.shape[1] + 1), np.uint64), np.arange(len(above))
+    for node in range(1, seen.shape[1]):
+        seen[:, node] = seen[row, above[:, node - 1]] | np.uint64(1 << node)
+    bits = torch.from_numpy(seen.view(np.int64)).to(parents.device)
+    return (bits[..., None] >> torch.arange(bits.shape[1], device=bits.device)) & 1 > 0

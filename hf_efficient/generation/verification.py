@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -85,9 +86,22 @@ def verify(
     if parents is None:
         accepted = ((tokens == choice[:, :width]) & real).cumprod(1).sum(1)
         return Verified(choice, accepted, order.expand(len(tokens), -1))  # a kept draft is the choice itself
-    kept = (tokens == choice.gather(1, parents + 1)) & real
-    kept = ~(ancestors(parents)[:, 1:, 1:] & ~kept[:, None]).any(-1)  # and so was everything above it
-    return _finish(tokens, kept, choice)
+    return _walk(proposal, choice)
+
+
+def _walk(proposal: Proposal, choice: torch.Tensor) -> Verified:
+    """Follows the target's `choice` [rows, width + 1], after the root and after each node, down each tree. By numpy: of so few
+    numbers torch's operators take longer."""
+    numbers = (x.cpu().numpy() for x in (proposal.tokens, proposal.parents, proposal.counts, choice))
+    tokens, parents, counts, said = numbers
+    row, at, kept = np.arange(len(tokens)), np.full(len(tokens), -1), np.zeros(tokens.shape, bool)
+    for node in range(tokens.shape[1]):  # parents stand before their children, and of siblings one at most is right
+        kept[:, node] = (parents[:, node] == at) & (tokens[:, node] == said[row, at + 1]) & (node < counts)
+        at[kept[:, node]] = node
+    path, accepted = (~kept).argsort(1, kind="stable"), kept.sum(1)
+    found = np.pad(tokens[row[:, None], path], ((0, 0), (0, 1)))
+    found[row, accepted] = said[row, at + 1]
+    return Verified(*(torch.from_numpy(x).to(choice.device) for x in (found, accepted, path)))
 
 
 def _finish(tokens: torch.Tensor, kept: torch.Tensor, following: torch.Tensor) -> Verified:

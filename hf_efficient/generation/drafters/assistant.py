@@ -1,5 +1,6 @@
 """Drafts from a smaller model with the same tokenizer."""
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -167,8 +168,8 @@ class AssistantDrafter(Drafter):
             here = fed.to(self.model.device)
             chances = self._scores(here, first, depth, chosen.shape[1], ancestors(read)).softmax(-1)
         self.runner.rewind(done)
-        candidates = (torch.cat(part, 1) for part in (tokens, confidence, parents))
-        return best_first(*candidates, torch.tensor(depths, device=device), limits, nodes)
+        candidates = (torch.cat(part, 1).cpu().numpy() for part in (tokens, confidence, parents))
+        return best_first(*candidates, np.array(depths), limits, nodes, self.sequences.device)
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         totals = [length - self.sequences.prompt_length for length in self.sequences.lengths]

@@ -2,12 +2,14 @@
 
 import importlib
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers.utils import PushToHubMixin, cached_file
 
 from hf_efficient import adapter_files
+from hf_efficient.cache.prefix_key import version_of
 from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
 
 
@@ -45,7 +47,8 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         self.temperatures = [1.0] * max_tokens
         self.accuracies = [[1.0 / draft_tokens]] * max_tokens
         self.register_buffer("draft_tokens", torch.arange(draft_tokens))
-        self._bound = None
+        self._bound, self._weights = None, None
+        self._recorded = {}  # what subclasses recorded of these weights and the target's
 
     @staticmethod
     def describe(model) -> dict:
@@ -81,10 +84,17 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
 
     def bind(self, model) -> None:
         """Moves to the device of `model` and reads its embeddings and output head from now on."""
-        output = model.get_output_embeddings()
         self.to(model.device)
-        # a tuple, so that the target's modules do not become parts of this one
-        self._bound = (model.get_input_embeddings(), _rows_of(output, self.draft_tokens, self.target, model))
+        embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
+        modules = (self, embeddings, output)
+        weights = [version_of(x) for module in modules for x in (*module.parameters(), *module.buffers())]
+        if self._bound is None or self._weights != weights:
+            self._weights, self._recorded = weights, {}
+            # a tuple, so that the target's modules do not become parts of this one
+            self._bound = (embeddings, _rows_of(output, self.draft_tokens, self.target, model))
+
+    def __getstate__(self):
+        return {**self.__dict__, "_recorded": {}}  # addresses, of no use to a copy
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The target's embeddings of `tokens` [...], float [..., hidden_size]."""
@@ -132,24 +142,25 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
 
 
 def best_first(
-    tokens: torch.Tensor, confidence: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, limits, nodes: int
+    tokens: np.ndarray, confidence: np.ndarray, parents: np.ndarray, depths: np.ndarray, limits, nodes: int, device
 ) -> Proposal | None:
-    """The `nodes` most probable of the candidates, per row, as a tree whose nodes stand best first.
+    """The `nodes` most probable of the candidates, per row, as a tree whose nodes stand best first, on `device`.
 
     Args: tokens int64 [rows, candidates]; confidence float [rows, candidates], that of a node at most its parent's;
     parents int64 [rows, candidates], before their children; depths int64 [candidates], from 1; limits: deepest
     allowed, a row.
     """
-    limit = torch.tensor(limits, device=tokens.device)[:, None]
-    confidence = confidence.float().masked_fill(depths > limit, -1.0)
-    order = confidence.argsort(dim=1, descending=True, stable=True)
+    if not any(limits):
+        return None
+    confidence = np.where(depths > np.array(limits)[:, None], np.float32(-1), confidence)
+    row, order = np.arange(len(tokens))[:, None], (-confidence).argsort(1, kind="stable")
     rank = order.argsort(1)
     order = order[:, : min(nodes, MAX_NODES)]
-    confidence = confidence.gather(1, order)
-    counts = (confidence >= 0).sum(1)
-    above = parents.gather(1, order)
-    above = torch.where(above < 0, -1, rank.gather(1, above.clamp(min=0)))
-    return Proposal(tokens.gather(1, order), counts, None, above, confidence.clamp(min=0)) if any(limits) else None
+    confidence, above = confidence[row, order], parents[row, order]
+    above = np.where(above < 0, -1, rank[row, above])
+    found = tokens[row, order], (confidence >= 0).sum(1), above, confidence.clip(0)
+    tokens, counts, above, confidence = (torch.from_numpy(values).to(device) for values in found)
+    return Proposal(tokens, counts, None, above, confidence)
 
 
 def _rows_of(output, tokens: torch.Tensor, target: dict, model) -> tuple[torch.Tensor, torch.Tensor | None]:

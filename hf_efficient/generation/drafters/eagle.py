@@ -1,15 +1,18 @@
 """Drafts from an EAGLE head: one decoder layer that continues the target's own features."""
 
+import numpy as np
 import torch
-from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, pad, silu
 
 from hf_efficient.generation.drafters.base import Proposal
 from hf_efficient.generation.drafters.draft_heads import DraftHeads, best_first
+from hf_efficient.generation.drafters.eagle_cache import EagleCache
 
 
 BRANCHES = 8  # children of a node that are considered
 REACHED = 0.2  # a depth is drafted only where it is as probable as that, in some row, that the target gets there
 PREFILL = 512  # tokens of a prompt read at a time
+FEW = 16  # tokens a row: fewer are filled up to powers of two
 
 
 class EagleHead(DraftHeads):
@@ -73,22 +76,25 @@ class EagleHead(DraftHeads):
     def _read_by_fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         return torch.cat([_norm(embeddings, self.embedding_norm), _norm(features, self.feature_norm)], -1)
 
-    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [rows, heads, columns, head_dim] of x [rows, columns, hidden_size] at `positions` [rows,
-        columns]."""
+    def turns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [..., head_dim] by which queries and keys at `positions` [...] are turned."""
+        half = self.head_dim // 2
+        frequency = 10000.0 ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+        angle = (positions[..., None] * frequency).repeat(*[1] * positions.dim(), 2)
+        return angle.cos().to(self.fuse.dtype), angle.sin().to(self.fuse.dtype)
+
+    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values [rows, heads, columns, head_dim] of x [rows, columns, hidden_size]; cos and sin [...,
+        columns, head_dim] of their positions."""
         mixed = linear(_norm(x, self.attention_norm), self.attention_in)
         mixed = mixed.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
         query, key, value = mixed.split(self.heads, dim=1)
-        half = self.head_dim // 2
-        frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-        angle = positions[:, None, :, None].float() * frequency
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        cos, sin, half = cos.unsqueeze(-3), sin.unsqueeze(-3), self.head_dim // 2
 
-        def rotate(states):
-            left, right = states[..., :half], states[..., half:]
-            return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+        def turn(states):
+            return states * cos + torch.cat([-states[..., half:], states[..., :half]], -1) * sin
 
-        return rotate(query), rotate(key), value
+        return [turn(query), turn(key), value]
 
     def outputs(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The next features, [rows, columns, hidden_size], from attended [rows, heads, columns, head_dim]."""
@@ -132,15 +138,15 @@ class EagleHead(DraftHeads):
         Args: tokens int64 [rows, length + 1]; hidden [rows, length, hidden_size], hidden[:, i] predicted tokens[:, i + 1].
         Yields `depth` tensors [rows, length, hidden_size].
         """
-        rows, length = hidden.shape[:2]
+        length = hidden.shape[1]
         embeddings = self.embed(tokens[:, 1:])
-        positions = torch.arange(length, device=hidden.device).expand(rows, -1)
-        repeat = self.heads[0] // self.heads[1]
-        distance = positions[0][:, None] - positions[0]
+        positions = torch.arange(length, device=hidden.device)
+        turns, repeat = self.turns(positions), self.heads[0] // self.heads[1]
+        distance = positions[:, None] - positions
         keys, values, features = [], [], hidden
         for step in range(depth):
             x = self.inputs(embeddings, features)
-            query, key, value = self.project(x, positions)
+            query, key, value = self.project(x, *turns)
             keys.append(key.repeat_interleave(repeat, 1))
             values.append(value.repeat_interleave(repeat, 1))
             # position i sees what the target's features gave up to i - step, then one guess from each step since
@@ -157,131 +163,121 @@ class EagleHead(DraftHeads):
 
     def begin(self, sequences, hidden=None) -> None:
         rows, columns = hidden.shape[:2]
-        self._sequences = sequences
-        self._lengths = [0] * rows  # tokens the cache holds
-        self._features = hidden.new_zeros(rows, hidden.shape[-1], device=self.fuse.device, dtype=self.fuse.dtype)
-        shape = (rows, self.heads[1], 0, self.head_dim)
-        self._keys, self._values = self._features.new_empty(shape), self._features.new_empty(shape)
-        # what the layer has not read yet: tokens, the features that predicted them, and how many are real (the first ones)
-        padding = [0] * rows
+        self._sequences, self._lengths, self._root = sequences, np.zeros(rows, np.int64), None
+        real = np.ones((rows, columns), bool)
         if sequences.prompt_mask is not None:
-            mask = sequences.prompt_mask[sequences.live]
-            padding = (columns - mask[:, -columns:].sum(1)).tolist()
-        tokens = sequences.last(columns)
-        place = torch.arange(columns, device=hidden.device) + torch.tensor(padding, device=hidden.device)[:, None]
-        place = place.clamp(max=columns - 1)
-        self._pending = [
-            (
-                tokens.gather(1, place.to(tokens.device)),
-                hidden.gather(1, place[..., None].expand_as(hidden)),
-                [columns - n for n in padding],
-            )
-        ]
+            real = sequences.prompt_mask[sequences.live][:, -columns:].bool().cpu().numpy()
+        # what the layer has not read yet: tokens, the features that predicted them, and which of them are real
+        self._pending = [(sequences.last(columns).cpu().numpy(), hidden, real)]
+        self._names = self.draft_tokens.cpu().numpy()
+        self._cache = self._cache_for(rows)
+
+    def _cache_for(self, rows: int) -> EagleCache:
+        branches = min(BRANCHES, len(self.draft_tokens))
+        kind = rows, max(1, min(self.beam, branches) * (self.max_tokens - 1))
+        if kind not in self._recorded:
+            self._recorded[kind] = EagleCache(self, *kind, branches)
+        return self._recorded[kind]
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
-        counts = [len(new) for new in tokens]
-        padded = [new + [0] * (max(counts) - len(new)) for new in tokens]
-        if max(counts):
-            self._pending.append((torch.tensor(padded), hidden, counts))
+        longest = max(map(len, tokens))
+        if longest:
+            padded = np.array([new + [0] * (longest - len(new)) for new in tokens])
+            self._pending.append((padded, hidden, np.arange(longest) < np.array([[len(new)] for new in tokens])))
 
     def select(self, rows: list[int]) -> None:
-        self._lengths = [self._lengths[row] for row in rows]
-        self._features, self._keys, self._values = (
-            values[rows] for values in (self._features, self._keys, self._values)
-        )
-        self._pending = [
-            (tokens[rows], hidden[rows], [counts[row] for row in rows]) for tokens, hidden, counts in self._pending
-        ]
+        self._lengths = self._lengths[rows]
+        self._root = self._root and tuple(part[rows] for part in self._root)
+        self._pending = [tuple(part[rows] for part in parts) for parts in self._pending]
+        before, self._cache = self._cache, self._cache_for(len(rows))
+        if self._cache is not before:
+            self._cache.copy(before, rows)
 
     @torch.no_grad()
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
-        depth, nodes = min(self.max_tokens, max(limits)), min(nodes, self.nodes)
+        nodes = min(nodes, self.nodes)
+        depth = min(self.max_tokens, max(limits), nodes)
         if depth == 0:
             return None
         self._catch_up()
-        rows, device = len(self._lengths), self.fuse.device
-        beam, branches = min(self.beam, nodes), min(BRANCHES, nodes, len(self.draft_tokens))
-        lengths = torch.tensor(self._lengths, device=device)
-        past = max(self._lengths)  # the tree stands in the cache after the longest row
-        known = (torch.arange(past, device=device) < lengths[:, None])[:, None]
-        above = torch.full((rows, 1), -1, device=device)  # candidates whose children are chosen now: their numbers,
-        likely = torch.ones(rows, 1, device=device)  # the probability of the paths to them,
-        features = self._features[:, None]  # and what predicts their children
-        seen = torch.zeros(rows, 1, 0, dtype=torch.bool, device=device)  # [rows, beam, columns of the tree]
+        features, chances, places = self._root
+        rows, beam = len(features), min(self.beam, chances.shape[-1])
+        row, node = np.arange(rows)[:, None], np.arange(beam)
+        above = np.full((rows, 1), -1)  # candidates whose children are chosen now: their numbers,
+        likely = np.ones((rows, 1), np.float32)  # and the probability of the paths to them
+        seen = np.zeros((rows, 1, self._cache.tree), bool)
         tokens, confidence, parents, depths = [], [], [], []
         for level in range(depth):
-            scores = self.logits(features).float() / self.temperatures[level]
-            chances, places = scores.softmax(-1).topk(branches, dim=-1)  # [rows, beam, branches]
-            confidence.append((chances * likely[..., None]).flatten(1))
-            tokens.append(self.draft_tokens[places].flatten(1))
-            parents.append(above[..., None].expand_as(places).flatten(1))
+            confidence.append((chances * likely[..., None]).reshape(rows, -1))
+            tokens.append(self._names[places].reshape(rows, -1))
+            parents.append(above.repeat(chances.shape[-1], 1))
             depths += [level + 1] * tokens[-1].shape[1]
             if level + 1 == depth:
                 break
-            first = sum(part.shape[1] for part in confidence[:-1])
-            likely, best = confidence[-1].topk(min(beam, confidence[-1].shape[1]), dim=-1)
+            best = (-confidence[-1]).argsort(1, kind="stable")[:, :beam]
+            likely = confidence[-1][row, best]
             if likely.sum(1).max() < REACHED:
                 break
-            above, of = first + best, best // branches
-            index = of[..., None]
-            features = features.gather(1, index.expand(-1, -1, features.shape[-1]))
-            own = torch.eye(best.shape[1], dtype=torch.bool, device=device).expand(rows, -1, -1)
-            seen = torch.cat([seen.gather(1, index.expand(-1, -1, seen.shape[-1])), own], -1)
-            positions = (lengths + level)[:, None].expand_as(best)
-            column = past + seen.shape[-1] - best.shape[1]
-            visible = torch.cat([known.expand(-1, best.shape[1], -1), seen], -1)
-            features = self._layer(tokens[-1].gather(1, best), features, positions, column, visible)
-        candidates = (torch.cat(tokens, 1), torch.cat(confidence, 1), torch.cat(parents, 1), torch.tensor(depths))
-        candidates = (values.to(self._sequences.device) for values in candidates)
-        return best_first(*candidates, limits, nodes)
+            above, of = sum(part.shape[1] for part in confidence[:-1]) + best, best // chances.shape[-1]
+            seen = seen[row, of]
+            seen[:, node, level * beam + node] = True
+            positions = np.broadcast_to(self._lengths[:, None] + level, best.shape)
+            column = np.broadcast_to(level * beam + node, best.shape)
+            features = features.gather(
+                1, torch.from_numpy(of).to(features.device)[..., None].expand(-1, -1, features.shape[-1])
+            )
+            numbers = np.stack([tokens[-1][row, best], positions, column])
+            features, chances, places = self._read(numbers, seen, self._lengths[:, None], features, level + 1)
+        candidates = (np.concatenate(parts, 1) for parts in (tokens, confidence, parents))
+        return best_first(*candidates, np.array(depths), limits, nodes, self._sequences.device)
 
-    def _layer(self, tokens, features, positions, column: int, visible: torch.Tensor) -> torch.Tensor:
-        """Reads tokens [rows, columns] and the features that predicted them, and keeps keys and values in the cache from
-        `column` on. visible bool [rows, columns, cache columns up to the new ones']. Returns the next features."""
-        x = self.inputs(self.embed(tokens), features)
-        query, key, value = self.project(x, positions)
-        self._write(key, value, torch.full((len(tokens),), column, device=x.device), column + tokens.shape[1])
-        return self._attend(x, query, visible)
-
-    def _attend(self, x, query, visible: torch.Tensor) -> torch.Tensor:
-        keys, values = (states[:, :, : visible.shape[-1]] for states in (self._keys, self._values))
-        attended = scaled_dot_product_attention(query, keys, values, visible[:, None], enable_gqa=True)
-        return self.outputs(x, attended)
+    def _read(self, numbers, seen, reach, features, level: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """`EagleCache.read` of tokens that see the nodes `seen` [rows, width, tree], or none, and the first `reach` [rows, width
+        or 1] accepted tokens; the guesses that follow are `level` (from 0) guesses away from what is accepted."""
+        cache, (_, rows, width) = self._cache, numbers.shape
+        hidden = np.full((rows, width, cache.columns), -np.inf, np.float32)
+        hidden[..., cache.tree :][
+            np.arange(cache.columns - cache.tree) < np.broadcast_to(reach, (rows, width))[..., None]
+        ] = 0
+        if seen is not None:
+            hidden[..., : cache.tree][seen] = 0
+        mask = np.tile(hidden, (1, self.heads[0] // self.heads[1], 1))[:, None]
+        temperature = np.array([self.temperatures[level]], np.float32)
+        numbers, mask, temperature = (torch.from_numpy(x).to(self.fuse.device) for x in (numbers, mask, temperature))
+        features, chances, places = cache.read(numbers, mask, features, temperature, last=seen is None)
+        return features, chances.cpu().numpy(), places.cpu().numpy()
 
     def _catch_up(self) -> None:
-        """Reads what is pending; `_features` then predict the token after each row's last one."""
-        for tokens, hidden, counts in self._pending:
-            for start in range(0, max(counts), PREFILL):
-                part = [min(max(count - start, 0), PREFILL) for count in counts]
-                width = max(part)
-                columns = slice(start, start + width)
-                self._read(tokens[:, columns].to(self.fuse.device), hidden[:, columns].to(self.fuse), part)
-        self._pending = []
+        """Reads what is pending. `_root` is then the feature that predicts the token after each row's last one, with the
+        guesses that follow: probabilities, and places among the draft tokens."""
+        if not self._pending:
+            return
+        tokens, real = (np.concatenate(parts, 1) for parts in list(zip(*self._pending))[::2])
+        counts = real.sum(1)[:, None]
+        width = counts.max()
+        order = real.argsort(1, kind="stable")[:, -width:]  # the real ones last
+        hidden = torch.cat([hidden for _, hidden, _ in self._pending], 1).to(self.fuse)
+        hidden = hidden.gather(
+            1, torch.from_numpy(order).to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])
+        )
+        filler = 0 if width > FEW else max(4, 1 << int(width - 1).bit_length()) - width  # fewer widths to record
+        tokens = np.pad(tokens[np.arange(len(tokens))[:, None], order], ((0, 0), (filler, 0)))
+        hidden, width = pad(hidden, (0, 0, filler, 0)), width + filler
+        places = self._lengths[:, None] + np.arange(width) - (width - counts)
+        self._cache.reserve(self._lengths.max() + width)
+        for start in range(0, width, PREFILL):
+            part = slice(start, start + PREFILL)
+            self._append(tokens[:, part], hidden[:, part], places[:, part])
+        self._lengths, self._pending = self._lengths + counts[:, 0], []
 
-    def _read(self, tokens: torch.Tensor, hidden: torch.Tensor, counts: list[int]) -> None:
-        """Appends the first `counts[row]` tokens of each row to the cache."""
-        device, width = tokens.device, tokens.shape[1]
-        lengths, new = (torch.tensor(values, device=device) for values in (self._lengths, counts))
-        positions = lengths[:, None] + torch.arange(width, device=device)
-        x = self.inputs(self.embed(tokens), hidden)
-        query, key, value = self.project(x, positions)
-        self._write(key, value, lengths, max(self._lengths) + width)
-        visible = torch.arange(max(self._lengths) + width, device=device) <= positions[..., None]
-        features = self._attend(x, query, visible)
-        latest = features[torch.arange(len(tokens), device=device), (new - 1).clamp(min=0)]
-        self._features = torch.where(new[:, None] > 0, latest, self._features)
-        self._lengths = [length + count for length, count in zip(self._lengths, counts)]
-
-    def _write(self, key: torch.Tensor, value: torch.Tensor, first: torch.Tensor, needed: int) -> None:
-        """Keeps key and value [rows, heads, columns, head_dim] in columns `first[row]`, ... of the cache, below `needed`."""
-        width = key.shape[2]
-        if needed > self._keys.shape[2]:
-            room = max(needed - self._keys.shape[2], 256)
-            self._keys, self._values = (pad(states, (0, 0, 0, room)) for states in (self._keys, self._values))
-        row = torch.arange(len(key), device=key.device)[:, None]
-        column = first[:, None] + torch.arange(width, device=key.device)
-        self._keys.transpose(1, 2)[row, column] = key.transpose(1, 2)
-        self._values.transpose(1, 2)[row, column] = value.transpose(1, 2)
+    def _append(self, tokens: np.ndarray, hidden: torch.Tensor, positions: np.ndarray) -> None:
+        """Reads tokens [rows, columns] that the target accepted; those before a row's length are filler."""
+        tree = self._cache.tree
+        filler = positions < self._lengths[:, None]
+        positions = np.where(filler, 0, positions)
+        numbers = np.stack([tokens, positions, np.where(filler, 0, tree + positions)])
+        features, chances, places = self._read(numbers, None, positions + 1, hidden, 0)
+        self._root = features.clone(), chances.copy(), places.copy()
 
 
 def _later(states: torch.Tensor, steps: int) -> torch.Tensor:
@@ -290,4 +286,6 @@ def _later(states: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rms_norm(x.to(weight.dtype), weight.shape, weight, 1e-6)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * wide.to(weight.dtype)

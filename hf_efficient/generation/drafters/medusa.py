@@ -1,9 +1,13 @@
 """Drafts from Medusa heads: from the target's last hidden state, each guesses one of the tokens to come."""
 
+import functools
+
+import numpy as np
 import torch
 
 from hf_efficient.generation.drafters.base import MAX_NODES, Proposal
 from hf_efficient.generation.drafters.draft_heads import DraftHeads, best_first
+from hf_efficient.kernels.recorded import Recorded
 
 
 class MedusaHeads(DraftHeads):
@@ -40,26 +44,32 @@ class MedusaHeads(DraftHeads):
 
     def begin(self, sequences, hidden=None) -> None:
         self._hidden, self._device = hidden[:, -1], sequences.device
-        self._ranks, self._parents, self._depths = (
-            values.to(self.bias.device) for values in static_tree(self.accuracies, MAX_NODES)
-        )
+        self._tree = static_tree(self.accuracies, MAX_NODES)
+        self._names = self.draft_tokens.cpu().numpy()
+        self._heat = torch.tensor(self.temperatures, device=self.bias.device)[:, None]
 
     @torch.no_grad()
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         if not any(limits):
             return None
-        scores = self.logits(self(self._hidden.to(self.bias)))
-        scores = scores.float() / torch.tensor(self.temperatures, device=scores.device)[:, None]
-        likely, places = scores.softmax(-1).topk(int(self._ranks.max()) + 1, dim=-1)  # [rows, heads, ranks]
-        head = self._depths - 1
-        tokens = self.draft_tokens[places[:, head, self._ranks]]
-        confidence = likely[:, head, self._ranks]
-        for node, parent in enumerate(self._parents.tolist()):
-            if parent >= 0:
-                confidence[:, node] *= confidence[:, parent]
-        candidates = (tokens, confidence, self._parents.expand_as(tokens), self._depths)
-        candidates = (values.to(self._device) for values in candidates)
-        return best_first(*candidates, limits, min(nodes, self.nodes))
+        ranks, parents, depths = self._tree
+        branches = int(ranks.max()) + 1
+        if branches not in self._recorded:
+            self._recorded[branches] = Recorded(functools.partial(self._guess, branches))
+        likely, places = (x.cpu().numpy() for x in self._recorded[branches](self._hidden.to(self.bias), self._heat))
+        tokens, confidence = self._names[places[:, depths - 1, ranks]], likely[:, depths - 1, ranks]
+        for depth in range(2, self.max_tokens + 1):
+            of = depths == depth
+            confidence[:, of] *= confidence[:, parents[of]]
+        parents = np.broadcast_to(parents, tokens.shape)
+        return best_first(tokens, confidence, parents, depths, limits, min(nodes, self.nodes), self._device)
+
+    def _guess(self, branches: int, hidden: torch.Tensor, heat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the guesses of each head the most probable ones: probabilities and places among the draft tokens [rows, heads,
+        branches], best first."""
+        guesses = self(hidden)
+        scores = self.logits(guesses.flatten(0, 1)).float().unflatten(0, guesses.shape[:2])
+        return (scores / heat).softmax(-1).topk(branches, dim=-1)
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         going = torch.tensor([len(new) for new in tokens], device=hidden.device)
@@ -70,7 +80,7 @@ class MedusaHeads(DraftHeads):
         self._hidden = self._hidden[rows]
 
 
-def static_tree(accuracies: list[list[float]], nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def static_tree(accuracies: list[list[float]], nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The `nodes` paths whose product of accuracies is largest, found best first. `accuracies[k][r]`: how often the r-th
     guess of head k is right. Returns, for each node, its rank among the guesses of its head, its parent (-1: none) and
     its depth (from 1), all int64 [nodes]; fewer nodes where there are fewer paths of probability above 0."""
@@ -87,4 +97,4 @@ def static_tree(accuracies: list[list[float]], nodes: int) -> tuple[torch.Tensor
             frontier.append((probability * own[rank + 1] / max(own[rank], 1e-9), parent, rank + 1, depth))
         if depth < len(accuracies):
             frontier.append((probability * accuracies[depth][0], len(tree) - 1, 0, depth + 1))
-    return tuple(torch.tensor(values) for values in zip(*tree))
+    return tuple(np.array(values) for values in zip(*tree))

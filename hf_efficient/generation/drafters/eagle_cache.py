@@ -1,0 +1,82 @@
+"""Keys and values of an EAGLE layer, and the layer run over them: on a CPU recorded, as calling its operators takes longer
+than what they do."""
+
+import functools
+
+import torch
+from torch.nn.functional import embedding, pad
+
+from hf_efficient.kernels.recorded import Recorded
+
+
+ROOM = 256  # columns at first
+MOST_RECORDED = 128  # tokens of all rows: more are read as they are
+
+
+class EagleCache:
+    """Of `rows` rows. The first `tree` columns are for nodes of the tree that is drafted, the others for the tokens that the
+    target has accepted.
+
+    Args:
+        heads: the `EagleHead`, bound to its target.
+        branches: guesses that follow each token.
+    """
+
+    def __init__(self, heads, rows: int, tree: int, branches: int):
+        self.heads, self.tree, self.branches = heads, tree, branches
+        shape = (rows, heads.heads[1], tree, heads.head_dim)
+        self.keys, self.values = heads.fuse.new_zeros(shape), heads.fuse.new_zeros(shape)
+        self._row = torch.arange(rows, device=heads.fuse.device)[:, None]
+        self.reserve(ROOM)
+
+    @property
+    def columns(self) -> int:
+        return self.keys.shape[2]
+
+    def reserve(self, tokens: int) -> None:
+        """Room for so many accepted tokens a row."""
+        if self.tree + tokens > self.columns:
+            more = self.tree + (1 << int(tokens - 1).bit_length()) - self.columns
+            self.keys, self.values = (pad(states, (0, 0, 0, more)) for states in (self.keys, self.values))
+            self._turns = self.heads.turns(torch.arange(self.columns, device=self.keys.device))
+            self._recorded = {last: Recorded(functools.partial(self._forward, last)) for last in (False, True)}
+
+    def copy(self, other: "EagleCache", rows: list[int]) -> None:
+        """Takes over `rows` of another cache with the same `tree`."""
+        self.reserve(other.columns - self.tree)
+        for own, states in ((self.keys, other.keys), (self.values, other.values)):
+            own[:, :, : other.columns] = states[rows]
+
+    def read(self, numbers, mask, features, temperature, last: bool):
+        """Reads tokens and the features that predicted them, and keeps their keys and values.
+
+        Args:
+            numbers: int64 [3, rows, width]: the tokens, their positions, and the columns they are kept in.
+            mask: float32 [rows, 1, queries of a key head * width, columns], -inf for the columns a token does not see.
+            features: [rows, width, hidden_size].
+            temperature: float [1].
+            last: only what follows the last token is asked for.
+        Returns the next features [rows, width or 1, hidden_size], and of their guesses the `branches` most probable ones:
+        probabilities float32 and places among the draft tokens int64 [rows, width or 1, branches], best first. The next
+        call may overwrite them.
+        """
+        few = numbers[0].numel() <= MOST_RECORDED
+        function = self._recorded[last] if few else functools.partial(self._forward, last)
+        return function(numbers, mask, features, temperature)
+
+    @torch.no_grad()
+    def _forward(self, last: bool, numbers, mask, features, temperature):
+        heads, (tokens, positions, columns) = self.heads, numbers.unbind()
+        x = heads.inputs(heads.embed(tokens), features)
+        query, key, value = heads.project(x, *(embedding(positions, turns) for turns in self._turns))
+        for states, new in ((self.keys, key), (self.values, value)):
+            states.transpose(1, 2)[self._row, columns] = new.transpose(1, 2)
+        # the queries of one key head stand side by side
+        grouped = query.reshape(len(tokens), heads.heads[1], -1, heads.head_dim) * heads.head_dim**-0.5
+        scores = (grouped @ self.keys.transpose(-1, -2)).float() + mask
+        attended = scores.softmax(-1).to(query.dtype) @ self.values
+        following = heads.outputs(x, attended.reshape(query.shape))
+        following = following[:, -1:] if last else following
+        scores = heads.logits(following.flatten(0, 1)).float() / temperature
+        best = scores.softmax(-1).topk(self.branches, dim=-1)
+        return following, *(values.view(*following.shape[:2], -1) for values in best)
