@@ -27,41 +27,37 @@ def distill(
     heads: DraftHeads, model, rows: list[Row], folder: Path, steps: int, learning_rate: float, seed: int
 ) -> float:
     """Minimises the divergence KL(target || heads) over the draft tokens at every token of the answers, for up to
-    `TRAINED_DEPTH` guesses in a row, with AdamW and a cosine schedule (Zhou et al. 2023, "DistillSpec", on text of the
-    target). Weights are float32; products run in bfloat16 where the model does.
+    `TRAINED_DEPTH` guesses in a row (Zhou et al. 2023, "DistillSpec", on text of the target), with a cosine schedule: matrices
+    by Muon (Jordan et al. 2024, with the step size of Liu et al. 2025, "Muon is Scalable for LLM Training"), the rest by AdamW.
+    Weights are float32; products run in bfloat16 where the model does.
 
     Every `KEEP_EVERY` steps the state goes to `folder`; a run with the same arguments goes on from there and ends the same.
     Returns the mean loss of the last 50 steps (nats a guess).
     """
     heads.float().requires_grad_(True).train()
     heads.bind(model)
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizers = _optimizers(heads, learning_rate)
     run = {"steps": steps, "learning_rate": learning_rate, "seed": seed}
     run |= {
         "kind": heads.kind,
         "shape": [*heads.shape.values(), heads.max_tokens, len(heads.draft_tokens)],
         "target": heads.target,
         "lengths": [len(row.tokens) for row in rows],
+        "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
     }
     run = json.dumps(run, sort_keys=True)
-    done, losses = _resume(folder / f"{heads.kind}.safetensors", heads, optimizer, run)
+    done, losses = _resume(folder / f"{heads.kind}.safetensors", heads, optimizers, run)
     order = _order([len(row.tokens) for row in rows], steps, seed)
     with tqdm(total=steps, initial=done, desc="training", unit="step") as bar:
         for step in range(done, steps):
             warm = min(1.0, (step + 1) / max(1, WARMUP * steps))
             rate = learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            loss = _loss(heads, model, [rows[i] for i in order[step]])
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
-            optimizer.step()
-            losses = [*losses[-49:], loss.item()]
+            loss = _step(heads, model, [rows[i] for i in order[step]], optimizers, rate)
+            losses = [*losses[-49:], loss]
             bar.update()
             bar.set_postfix(loss=f"{sum(losses) / len(losses):.3f}")
             if (step + 1) % KEEP_EVERY == 0:
-                _keep(folder / f"{heads.kind}.safetensors", heads, optimizer, run, step + 1, losses)
+                _keep(folder / f"{heads.kind}.safetensors", heads, optimizers, run, step + 1, losses)
     heads.requires_grad_(False).eval()
     return sum(losses) / len(losses)
 
@@ -69,9 +65,10 @@ def distill(
 def step_seconds(heads: DraftHeads, model, rows: list[Row]) -> float:
     """What a step takes, with nothing changed."""
     heads.float().requires_grad_(True).bind(model)
+    optimizers = _optimizers(heads, 0.0)
     for _ in range(2):
         start = time.perf_counter()
-        _loss(heads, model, rows[:ROWS]).backward()
+        _step(heads, model, rows[:ROWS], optimizers, 0.0)
         seconds = time.perf_counter() - start
     heads.zero_grad(set_to_none=True)
     return seconds
@@ -105,6 +102,28 @@ def measure(heads: DraftHeads, model, rows: list[Row]) -> None:
                     surprise[depth, i] += ((logits / temperature).logsumexp(-1).sum() - said / temperature).item()
     heads.accuracies = (hits / counts[:, None].clamp(min=1)).tolist()
     heads.temperatures = [TEMPERATURES[i] for i in surprise.argmin(1).tolist()]
+
+
+def _optimizers(heads: DraftHeads, rate: float) -> list[torch.optim.Optimizer]:
+    matrices = [parameter for parameter in heads.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in heads.parameters() if parameter.dim() != 2]
+    made = [torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.01)]
+    if matrices:
+        made.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    return made
+
+
+def _step(heads: DraftHeads, model, rows: list[Row], optimizers: list, rate: float) -> float:
+    """Returns the loss before it."""
+    loss = _loss(heads, model, rows)
+    heads.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return loss.item()
 
 
 def _loss(heads: DraftHeads, model, rows: list[Row]) -> torch.Tensor:
@@ -149,19 +168,20 @@ def _order(lengths: list[int], steps: int, seed: int) -> list[list[int]]:
     return batches[:steps]
 
 
-def _keep(path: Path, heads, optimizer, run: str, done: int, losses: list[float]) -> None:
+def _keep(path: Path, heads, optimizers: list, run: str, done: int, losses: list[float]) -> None:
     tensors = {}
     for name, parameter in heads.named_parameters():
-        state = optimizer.state[parameter]
-        tensors |= {name: parameter.detach()} | {f"{name}.{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}
+        tensors[name] = parameter.detach()
+        for optimizer in optimizers:
+            tensors |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
     partial = path.with_suffix(".partial")
     metadata = {"run": run, "done": str(done), "losses": json.dumps(losses)}
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
     partial.replace(path)
 
 
-def _resume(path: Path, heads, optimizer, run: str) -> tuple[int, list[float]]:
-    """How many steps `path` holds, and their last losses; heads and optimizer are set to them."""
+def _resume(path: Path, heads, optimizers: list, run: str) -> tuple[int, list[float]]:
+    """How many steps `path` holds, and their last losses; heads and optimizers are set to them."""
     if not path.exists():
         return 0, []
     with safe_open(path, "pt") as file:
@@ -172,9 +192,13 @@ def _resume(path: Path, heads, optimizer, run: str) -> tuple[int, list[float]]:
         )
     tensors = load_file(path)
     done = int(metadata["done"])
+    of = {parameter: optimizer for optimizer in optimizers for parameter in optimizer.param_groups[0]["params"]}
     with torch.no_grad():
         for name, parameter in heads.named_parameters():
-            parameter.copy_(tensors[name])
-            moments = {key: tensors[f"{name}.{key}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(float(done)), **moments}
+            parameter.copy_(tensors.pop(name))
+            own = [key for key in tensors if key.startswith(f"{name}.")]
+            of[parameter].state[parameter] = {
+                key.removeprefix(f"{name}."): value if value.dim() == 0 else value.to(parameter.device)
+                for key, value in ((key, tensors.pop(key)) for key in own)
+            }
     return done, json.loads(metadata["losses"])
