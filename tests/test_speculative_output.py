@@ -57,10 +57,12 @@ def test_statistics_count_what_they_say(llama, monkeypatch):
     assert (plain_output.num_steps, plain_output.tokens_per_step) == (0, 0.0)
 
 
-def test_a_returned_cache_is_the_callers(llama):
-    """It holds the whole text but its last token, grows, and another call does not write into it."""
+@pytest.mark.parametrize("attention", ["flash_paged", "sdpa"])
+def test_a_returned_cache_is_the_callers(attention, llama):
+    """It holds the whole text but its last token, grows, and another call does not write into it. Pages are read, and forwards
+    recorded, whatever the attention, where no prompt is padded."""
     target, draft, batch, _ = copy.deepcopy(llama)
-    target.set_attn_implementation("flash_paged")
+    target.set_attn_implementation(attention)
     options = dict(assistant_model=draft, do_sample=False, eos_token_id=None)
     for rows in (slice(1, 2), slice(0, 3)):
         prompts = {name: values[rows] for name, values in batch.items()}

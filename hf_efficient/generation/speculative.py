@@ -12,6 +12,7 @@ from hf_efficient.generation.loop import SpeculativeLoop
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import STATEFUL, Sequences
 from hf_efficient.generation.speculation import chosen
+from hf_efficient.generation.taped_forward import MOST_TOKENS
 
 
 class SpeculativeGenerationMixin:
@@ -175,7 +176,11 @@ def _decode(
         speculation = chosen(draft_model, generation_config)
         RaggedModel.check(model, len(input_ids), "model")
         cache, returns_cache = _callers_cache(model_kwargs), generation_config.return_dict_in_generate
-        with nullcontext() if returns_cache or cache is not None else plain.reading_pages(model):
+        # padding is kept in no page, where other attentions would look for it in the cache that is returned; and more rows
+        # gain nothing from pages of a fixed number
+        mask, many = model_kwargs.get("attention_mask"), len(input_ids) > MOST_TOKENS
+        stays = returns_cache and (many or mask is not None and bool((mask == 0).any()))
+        with nullcontext() if cache is not None or stays else plain.reading_pages(model):
             drafter = None
             if speculation is not None:
                 if speculation.model is not None:
@@ -192,7 +197,7 @@ def _decode(
             ):  # that mode hides from recordings what operators consist of
                 kept = kept_tapes.take(model, len(input_ids), tokens, drafter is not None and drafter.reads_hidden)
                 output, taped = _run(model, kept.cache, kept.taped, *inputs)
-                if returns_cache and taped is not None:
+                if returns_cache and kept.key:  # of a fixed size
                     output.past_key_values = kept_tapes.copied(kept.cache, model.config)
             kept_tapes.give_back(model, kept, taped)
             return output
