@@ -180,7 +180,6 @@ class TestEagle:
         for step in range(3):
             if step == 2:  # the same without a recording
                 heads = copy.deepcopy(heads)
-                assert not heads._recorded
                 monkeypatch.setattr(recorded, "interpreter", lambda: None)
             self.begin(heads, target, self.ROWS, 2)
             proposals.append(heads.propose([3, 5, 4], 16))

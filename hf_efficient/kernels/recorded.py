@@ -19,6 +19,9 @@ class Recorded:
         self._tapes: dict[tuple, tuple[list[torch.Tensor], Tape]] = {}
         self._works = interpreter() is not None
 
+    def __getstate__(self):
+        return {**self.__dict__, "_tapes": {}}  # addresses, of no use to a copy
+
     def __call__(self, *inputs: torch.Tensor):
         if not self._works or inputs[0].device.type != "cpu":
             return self.function(*inputs)

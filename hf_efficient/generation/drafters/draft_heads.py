@@ -93,9 +93,6 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
             # a tuple, so that the target's modules do not become parts of this one
             self._bound = (embeddings, _rows_of(output, self.draft_tokens, self.target, model))
 
-    def __getstate__(self):
-        return {**self.__dict__, "_recorded": {}}  # addresses, of no use to a copy
-
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The target's embeddings of `tokens` [...], float [..., hidden_size]."""
         return self._bound[0](tokens)
