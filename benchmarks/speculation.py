@@ -15,7 +15,8 @@ calls of generate(), the prompt included:
   transformers prompt_lookup, transformers assistant   its own speculation (batch 1)
   transformers prompt_lookup N   its own with prompt_lookup_num_tokens=N; goals are against the faster
   others           our drafters; `both` is the best of prompt lookup and token recycling, and `assistant` drafts with the same
-                   4-bit model as transformers' assistant (not with --bits 4, where it would be the target)
+                   4-bit model as transformers' assistant (not with --bits 4, where it would be the target); `heads` are
+                   those of --heads, by `hf-efficient train-draft`
 A record has tokens/s (of the median of each prompt's seconds; the slowest and the fastest repeat stand beside it) and their
 ratio to `generate`, `loop` and `transformers`; `decoding_ratio`, to `loop` by the time after the prompt; tokens per step;
 acceptance by position (a mean over prompts); seconds of draft, verification and host; and `host_share`, the share of all these
@@ -184,6 +185,17 @@ def ways_to_generate(folder: Path, heads: Path | None, bits: int) -> tuple[dict,
         trained = hf_efficient.DraftHeads.from_pretrained(heads)
         found["heads"] = ("generate", 8, drafted(lambda: trained))
     return found, noting(ours)
+
+
+def about_heads(folder: Path) -> dict:
+    """Of draft heads: what they are, and how often the likeliest guess of each depth was right on answers not trained on."""
+    heads = hf_efficient.DraftHeads.from_pretrained(folder)
+    return {
+        "kind": heads.kind,
+        "million_parameters": sum(parameter.numel() for parameter in heads.parameters()) / 1e6,
+        "draft_tokens": len(heads.draft_tokens),
+        "right_by_depth": [rights[0] for rights in heads.accuracies],
+    }
 
 
 def measure(found: dict, forwards: list[float], batches: list[dict], new: int, repeats: int) -> dict:
@@ -371,6 +383,7 @@ def main() -> None:
         "new_tokens": NEW,
         **settings,
         "goals": rounded(reached),
+        **({"heads": rounded(about_heads(options.heads))} if options.heads else {}),
         "answers": rounded(traits),
         "records": rounded(lines),
     }
