@@ -2,7 +2,7 @@
 
     python benchmarks/fp8_inputs.py [--tokens FILE] [--calibration-tokens FILE] [--output FILE]
 
-The bound of every method that chooses fp8 weights: SmolLM2-135M-Instruct in bfloat16, all linears but the head, a scale a
+What a choice of fp8 weights starts from: SmolLM2-135M-Instruct in bfloat16, all linears but the head, a scale a
 token, and 0, 64 or 128 columns of the inputs left in 16 bits, those of the largest share in the output on four windows of the
 calibration text. Texts and figures as in quality.py.
 """

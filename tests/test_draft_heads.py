@@ -12,12 +12,12 @@ from test_drafters import append, sequences_of
 from transformers import AutoModelForCausalLM
 
 from hf_efficient import DraftHeads, EagleHead, MedusaHeads, Speculation, WeightOnlyConfig, enable_speculation
-from hf_efficient.generation.drafters import eagle
+from hf_efficient.generation.drafters import eagle, eagle_cache
 from hf_efficient.generation.drafters.draft_heads import CONFIG, WEIGHTS, best_first
 from hf_efficient.generation.drafters.medusa import static_tree
 from hf_efficient.generation.training import distill as training
 from hf_efficient.generation.training.text import Row
-from hf_efficient.kernels import recorded
+from hf_efficient.kernels import recorded, tape
 
 
 NEW = 24
@@ -113,8 +113,9 @@ def test_a_compressed_output_head_is_asked_for_its_rows(target, tmp_path):
 
 
 class TestEagle:
-    def begin(self, heads, target, rows: list[list[int]], generated: int):
-        """The drafter after `generated` tokens of each row were made one by one; rows are padded on the left."""
+    def begin(self, heads, target, rows: list[list[int]], generated: int, drafting: bool = False):
+        """The drafter after `generated` tokens of each row were made one by one, with a draft before each or not; rows are
+        padded on the left."""
         hidden = [target.model(torch.tensor([row[:-1]])).last_hidden_state[0] for row in rows]
         width = max(map(len, rows)) - generated
         pads = [width - len(row) + generated for row in rows]
@@ -126,19 +127,27 @@ class TestEagle:
         cut = [states[: len(row) - generated] for states, row in zip(hidden, rows)]
         heads.begin(sequences, torch.stack([torch.nn.functional.pad(c, (0, 0, n, 0)) for c, n in zip(cut, pads)]))
         for back in range(generated - 1, 0, -1):
+            if drafting:
+                heads.propose([4] * len(rows), 4)
             new = append(sequences, torch.tensor([[row[-back]] for row in rows]))
             heads.accept(new, torch.stack([states[-back] for states in hidden])[:, None])
         return sequences
 
     ROWS = [[5, 9, 30, 77, 12, 4, 99, 100], [8, 3, 21, 54, 60], [17, 90, 91, 92, 13, 14]]
 
+    @pytest.mark.parametrize("parts", [False, True])
     @torch.no_grad()
-    def test_a_chain_is_what_training_unrolled(self, target, trained):
-        """Reading the cache gives what one pass over the whole text gives, guess for guess."""
+    def test_a_chain_is_what_training_unrolled(self, parts, target, trained, monkeypatch):
+        """Reading the cache gives what one pass over the whole text gives, guess for guess; also prompts that are read in
+        parts, and tokens that are too many to be recorded."""
         heads = trained[EagleHead]
+        if parts:
+            monkeypatch.setattr(eagle, "FEW", 2)
+            monkeypatch.setattr(eagle, "PREFILL", 3)
+            monkeypatch.setattr(eagle_cache, "MOST_RECORDED", 0)
         heads.nodes, heads.beam = 4, 1
-        for generated in (1, 3):
-            self.begin(heads, target, self.ROWS, generated)
+        for generated, drafting in ((1, False), (3, False), (3, True)):
+            self.begin(heads, target, self.ROWS, generated, drafting)
             proposal = heads.propose([4, 4, 4], 4)
             for b, row in enumerate(self.ROWS):
                 chain = [node for node in range(4) if proposal.parents[b, node] == node - 1]
@@ -183,7 +192,11 @@ class TestEagle:
                 monkeypatch.setattr(recorded, "interpreter", lambda: None)
             self.begin(heads, target, self.ROWS, 2)
             proposals.append(heads.propose([3, 5, 4], 16))
-            assert len(heads._recorded) == 1
+            (cache,) = heads._recorded.values()
+            kept = sum(len(each._tapes) for each in cache._recorded.values())
+            assert kept == (2 if step < 2 and tape.interpreter() is not None else 0), (
+                "of tokens accepted, and of a depth"
+            )
             if step == 0:
                 heads.output_norm.mul_(-1)
         first, changed, plain = proposals

@@ -90,10 +90,7 @@ class AdaptiveLength:
     ):
         self.depth, self.timed, self.draft_cost = depth, timed, draft_cost
         self.padded, self.recording = padded, recording
-        self.growing, self.left = (
-            rows,
-            1,
-        )  # the rows that have not ended, and the tokens that the longest may still get
+        self.growing, self.left = rows, 1  # rows that have not ended, tokens that the longest may still get
         self.forward = _forward_seconds.setdefault(model, Seconds()) if timed else Seconds()
         self.drafting = Seconds()
         self.kept, self.tried = [0.0] * rows, [0.0] * rows  # of the drafts that had only right ones before them

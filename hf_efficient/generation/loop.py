@@ -13,9 +13,8 @@ from hf_efficient.generation.token_tree import ancestors
 from hf_efficient.generation.verification import TypicalAcceptance, verify
 
 
-WORTH_RECORDING = (
-    64  # tokens: recordings take 10 to 15 steps, and steps of half the rows two thirds of the time or more
-)
+# Tokens that rows may still get: recordings take 10 to 15 steps, and steps of half the rows two thirds of the time or more.
+WORTH_RECORDING = 64
 
 
 class SpeculativeLoop:

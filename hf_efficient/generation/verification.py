@@ -92,11 +92,12 @@ def verify(
 def _walk(proposal: Proposal, choice: torch.Tensor) -> Verified:
     """Follows the target's `choice` [rows, width + 1], after the root and after each node, down each tree. By numpy: of so few
     numbers torch's operators take longer."""
-    numbers = (x.cpu().numpy() for x in (proposal.tokens, proposal.parents, proposal.counts, choice))
-    tokens, parents, counts, said = numbers
+    width = proposal.width
+    numbers = torch.cat([proposal.counts[:, None], proposal.tokens, proposal.parents, choice], 1).cpu().numpy()
+    counts, tokens, parents, said = np.split(numbers, [1, 1 + width, 1 + 2 * width], 1)
     row, at, kept = np.arange(len(tokens)), np.full(len(tokens), -1), np.zeros(tokens.shape, bool)
-    for node in range(tokens.shape[1]):  # parents stand before their children, and of siblings one at most is right
-        kept[:, node] = (parents[:, node] == at) & (tokens[:, node] == said[row, at + 1]) & (node < counts)
+    for node in range(width):  # parents stand before their children, and of siblings one at most is right
+        kept[:, node] = (parents[:, node] == at) & (tokens[:, node] == said[row, at + 1]) & (node < counts[:, 0])
         at[kept[:, node]] = node
     path, accepted = (~kept).argsort(1, kind="stable"), kept.sum(1)
     found = np.pad(tokens[row[:, None], path], ((0, 0), (0, 1)))

@@ -88,7 +88,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
         modules = (self, embeddings, output)
         weights = [version_of(x) for module in modules for x in (*module.parameters(), *module.buffers())]
-        if self._bound is None or self._weights != weights:
+        if self._weights != weights:
             self._weights, self._recorded = weights, {}
             # a tuple, so that the target's modules do not become parts of this one
             self._bound = (embeddings, _rows_of(output, self.draft_tokens, self.target, model))

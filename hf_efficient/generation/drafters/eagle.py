@@ -11,8 +11,9 @@ from hf_efficient.generation.drafters.eagle_cache import EagleCache
 
 BRANCHES = 8  # children of a node that are considered
 REACHED = 0.2  # a depth is drafted only where it is as probable as that, in some row, that the target gets there
-PREFILL = 512  # tokens of a prompt read at a time
+PREFILL = 2048  # tokens of prompts of all rows read at a time
 FEW = 16  # tokens a row: fewer are filled up to powers of two
+MOST_CACHES = 4  # of numbers of rows, which are halved as rows end
 
 
 class EagleHead(DraftHeads):
@@ -175,9 +176,11 @@ class EagleHead(DraftHeads):
     def _cache_for(self, rows: int) -> EagleCache:
         branches = min(BRANCHES, len(self.draft_tokens))
         kind = rows, max(1, min(self.beam, branches) * (self.max_tokens - 1))
-        if kind not in self._recorded:
-            self._recorded[kind] = EagleCache(self, *kind, branches)
-        return self._recorded[kind]
+        cache = self._recorded.pop(kind, None) or EagleCache(self, *kind, branches)
+        self._recorded[kind] = cache  # the latest used last
+        while len(self._recorded) > MOST_CACHES:
+            del self._recorded[next(iter(self._recorded))]
+        return cache
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         longest = max(map(len, tokens))
@@ -235,13 +238,11 @@ class EagleHead(DraftHeads):
         """`EagleCache.read` of tokens that see the nodes `seen` [rows, width, tree], or none, and the first `reach` [rows, width
         or 1] accepted tokens; the guesses that follow are `level` (from 0) guesses away from what is accepted."""
         cache, (_, rows, width) = self._cache, numbers.shape
-        hidden = np.full((rows, width, cache.columns), -np.inf, np.float32)
-        hidden[..., cache.tree :][
-            np.arange(cache.columns - cache.tree) < np.broadcast_to(reach, (rows, width))[..., None]
-        ] = 0
+        mask = np.full((rows, 1, width, cache.columns), -np.inf, np.float32)
+        reached = np.arange(cache.columns - cache.tree) < np.broadcast_to(reach, (rows, width))[..., None]
+        mask[:, 0, :, cache.tree :][reached] = 0
         if seen is not None:
-            hidden[..., : cache.tree][seen] = 0
-        mask = np.tile(hidden, (1, self.heads[0] // self.heads[1], 1))[:, None]
+            mask[:, 0, :, : cache.tree][seen] = 0
         temperature = np.array([self.temperatures[level]], np.float32)
         numbers, mask, temperature = (torch.from_numpy(x).to(self.fuse.device) for x in (numbers, mask, temperature))
         features, chances, places = cache.read(numbers, mask, features, temperature, last=seen is None)
@@ -265,8 +266,9 @@ class EagleHead(DraftHeads):
         hidden, width = pad(hidden, (0, 0, filler, 0)), width + filler
         places = self._lengths[:, None] + np.arange(width) - (width - counts)
         self._cache.reserve(self._lengths.max() + width)
-        for start in range(0, width, PREFILL):
-            part = slice(start, start + PREFILL)
+        step = max(FEW, PREFILL // len(tokens))
+        for start in range(0, width, step):
+            part = slice(start, start + step)
             self._append(tokens[:, part], hidden[:, part], places[:, part])
         self._lengths, self._pending = self._lengths + counts[:, 0], []
 

@@ -4,7 +4,7 @@ than what they do."""
 import functools
 
 import torch
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from hf_efficient.kernels.recorded import Recorded
 
@@ -39,7 +39,8 @@ class EagleCache:
             more = self.tree + (1 << int(tokens - 1).bit_length()) - self.columns
             self.keys, self.values = (pad(states, (0, 0, 0, more)) for states in (self.keys, self.values))
             self._turns = self.heads.turns(torch.arange(self.columns, device=self.keys.device))
-            self._recorded = {last: Recorded(functools.partial(self._forward, last)) for last in (False, True)}
+            forward = functools.partial(self._forward, self._attend_grouped)
+            self._recorded = {last: Recorded(functools.partial(forward, last)) for last in (False, True)}
 
     def copy(self, other: "EagleCache", rows: list[int]) -> None:
         """Takes over `rows` of another cache with the same `tree`."""
@@ -52,7 +53,7 @@ class EagleCache:
 
         Args:
             numbers: int64 [3, rows, width]: the tokens, their positions, and the columns they are kept in.
-            mask: float32 [rows, 1, queries of a key head * width, columns], -inf for the columns a token does not see.
+            mask: float32 [rows, 1, width, columns], -inf for the columns a token does not see.
             features: [rows, width, hidden_size].
             temperature: float [1].
             last: only what follows the last token is asked for.
@@ -60,22 +61,29 @@ class EagleCache:
         probabilities float32 and places among the draft tokens int64 [rows, width or 1, branches], best first. The next
         call may overwrite them.
         """
-        few = numbers[0].numel() <= MOST_RECORDED
-        function = self._recorded[last] if few else functools.partial(self._forward, last)
-        return function(numbers, mask, features, temperature)
+        if numbers[0].numel() > MOST_RECORDED:
+            return self._forward(self._attend, last, numbers, mask, features, temperature)
+        mask = mask.repeat(1, 1, self.heads.heads[0] // self.heads.heads[1], 1)
+        return self._recorded[last](numbers, mask, features, temperature)
+
+    def _attend(self, query, mask):
+        return scaled_dot_product_attention(query, self.keys, self.values, mask.to(query.dtype), enable_gqa=True)
+
+    def _attend_grouped(self, query, mask):
+        """The same in operators that can be recorded; the queries of one key head stand side by side, as `mask` is."""
+        heads = self.heads
+        grouped = query.reshape(len(query), heads.heads[1], -1, heads.head_dim) * heads.head_dim**-0.5
+        scores = (grouped @ self.keys.transpose(-1, -2)).float() + mask
+        return (scores.softmax(-1).to(query.dtype) @ self.values).reshape(query.shape)
 
     @torch.no_grad()
-    def _forward(self, last: bool, numbers, mask, features, temperature):
+    def _forward(self, attend, last: bool, numbers, mask, features, temperature):
         heads, (tokens, positions, columns) = self.heads, numbers.unbind()
         x = heads.inputs(heads.embed(tokens), features)
         query, key, value = heads.project(x, *(embedding(positions, turns) for turns in self._turns))
         for states, new in ((self.keys, key), (self.values, value)):
             states.transpose(1, 2)[self._row, columns] = new.transpose(1, 2)
-        # the queries of one key head stand side by side
-        grouped = query.reshape(len(tokens), heads.heads[1], -1, heads.head_dim) * heads.head_dim**-0.5
-        scores = (grouped @ self.keys.transpose(-1, -2)).float() + mask
-        attended = scores.softmax(-1).to(query.dtype) @ self.values
-        following = heads.outputs(x, attended.reshape(query.shape))
+        following = heads.outputs(x, attend(query, mask))
         following = following[:, -1:] if last else following
         scores = heads.logits(following.flatten(0, 1)).float() / temperature
         best = scores.softmax(-1).topk(self.branches, dim=-1)

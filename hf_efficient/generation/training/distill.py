@@ -27,8 +27,8 @@ def distill(
     heads: DraftHeads, model, rows: list[Row], folder: Path, steps: int, learning_rate: float, seed: int
 ) -> float:
     """Minimises the divergence KL(target || heads) over the draft tokens at every token of the answers, for up to
-    `TRAINED_DEPTH` guesses in a row (Zhou et al. 2023, "DistillSpec", on text of the target), with a cosine schedule: matrices
-    by Muon (Jordan et al. 2024, with the step size of Liu et al. 2025, "Muon is Scalable for LLM Training"), the rest by AdamW.
+    `TRAINED_DEPTH` guesses in a row (Zhou et al. 2023, "DistillSpec", on text of the target), with a cosine schedule:
+    parameters of two dimensions by Muon (Jordan et al. 2024, with the step size of Liu et al. 2025, "Muon is Scalable for LLM Training"), the rest by AdamW.
     Weights are float32; products run in bfloat16 where the model does.
 
     Every `KEEP_EVERY` steps the state goes to `folder`; a run with the same arguments goes on from there and ends the same.

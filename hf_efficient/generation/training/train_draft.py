@@ -53,8 +53,9 @@ def train_draft(
         draft_tokens: the heads guess from this many tokens, the most frequent ones of the answers.
         max_new_tokens, batch_size: of the answers.
         learning_rate: the largest of its schedule.
-        cache: folder for text and progress: what an interrupted run goes on from, with the same result (but for roundings
-            of the text it makes again), and what a run of another kind takes its text from. By default `<output>-progress`, deleted at the end.
+        cache: folder for text and progress: what an interrupted run goes on from, with the same result (but for roundings of the
+            text it makes again), and what a run of another kind takes its text from. By default `<output>-progress`, deleted
+            at the end.
 
     Returns the heads, with the accuracies measured on answers held out (one in twenty).
     Raises ValueError, before anything is computed, for arguments that are not allowed, or a cache of another run.
