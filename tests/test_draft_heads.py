@@ -29,14 +29,21 @@ def target():
     return enable_speculation(tiny_model("llama", eos_token_id=None))
 
 
+@torch.no_grad()
+def hidden_of(target, tokens: torch.Tensor, mask=None) -> torch.Tensor:
+    """What heads read of the target, [rows, length, 64 * (1 + layers)]."""
+    output = target.model(tokens, attention_mask=mask, output_hidden_states=True)
+    layers = EagleHead.layers_read(target.config.num_hidden_layers)
+    return torch.cat([output.last_hidden_state, *(output.hidden_states[layer + 1] for layer in layers)], -1)
+
+
 @pytest.fixture(scope="module")
 def text(target):
     """The batch, what plain greedy generation makes of it, and that with hidden states as training rows."""
     batch = left_padded_batch()
     plain = target.generate(**batch, max_new_tokens=NEW, do_sample=False)
     mask = torch.nn.functional.pad(batch["attention_mask"], (0, NEW), value=1)
-    with torch.no_grad():
-        hidden = target.model(plain, attention_mask=mask).last_hidden_state
+    hidden = hidden_of(target, plain, mask)
     prompts = batch["attention_mask"].sum(1).tolist()
     rows = [Row(plain[b, 11 - prompt :], hidden[b, 11 - prompt : -1], prompt) for b, prompt in enumerate(prompts)]
     return batch, plain, rows
@@ -116,7 +123,7 @@ class TestEagle:
     def begin(self, heads, target, rows: list[list[int]], generated: int, drafting: bool = False):
         """The drafter after `generated` tokens of each row were made one by one, with a draft before each or not; rows are
         padded on the left."""
-        hidden = [target.model(torch.tensor([row[:-1]])).last_hidden_state[0] for row in rows]
+        hidden = [hidden_of(target, torch.tensor([row[:-1]]))[0] for row in rows]
         width = max(map(len, rows)) - generated
         pads = [width - len(row) + generated for row in rows]
         prompts = torch.tensor([[0] * n + row[: len(row) - generated] for n, row in zip(pads, rows)])
@@ -153,7 +160,7 @@ class TestEagle:
                 chain = [node for node in range(4) if proposal.parents[b, node] == node - 1]
                 draft = proposal.tokens[b, chain].tolist()
                 tokens = torch.tensor([row + draft])
-                hidden = target.model(tokens[:, :-1]).last_hidden_state
+                hidden = hidden_of(target, tokens[:, :-1])
                 hidden[:, len(row) - 1 :] = 0.0  # what the target has not seen
                 likely = 1.0
                 for depth, guesses in enumerate(heads.unroll(tokens, hidden, len(draft))):
@@ -212,18 +219,20 @@ class TestEagle:
         examples = [(row.tokens, row.hidden + 0.5 * torch.randn(row.hidden.shape)) for row in rows]
         heads.fit(examples)
 
-        def error():
+        def error(size):
             total = 0.0
             for tokens, hidden in examples:
-                x = heads.inputs(heads.embed(tokens[1:-1]), hidden[:-1])
-                total += (x - hidden[1:] / heads.output_norm).square().sum().item()
+                x = heads.inputs(heads.embed(tokens[1:-1]), hidden[:-1, :size])
+                total += (x - hidden[1:, :64] / heads.output_norm).square().sum().item()
             return total
 
-        best, fuse = error(), heads.fuse.clone()
-        for _ in range(5):
-            heads.fuse.copy_(fuse + 0.01 * torch.randn(fuse.shape))
-            assert error() > best
-        heads.fuse.copy_(fuse)
+        for fuse, size in ((heads.fuse, 64), (heads.fuse_target, 128)):
+            best, kept = error(size), fuse.clone()
+            for _ in range(5):
+                fuse.copy_(kept + 0.01 * torch.randn(fuse.shape))
+                assert error(size) > best
+            fuse.copy_(kept)
+        assert error(128) < 0.99 * error(64), "what an inner layer gave says more"
         tokens, hidden = examples[0]
         x = heads.inputs(heads.embed(tokens[1:]), hidden)
         expected = torch.nn.functional.rms_norm(x, (64,), heads.output_norm, 1e-6)
@@ -304,7 +313,7 @@ def test_training_lowers_the_loss_and_goes_on_after_an_interruption(kind, target
     first = training._loss
     start = kind.for_model(target, 128)
     start.bind(target)
-    before = first(start, target, rows[:8]).item()
+    before = first(start, target, rows[:8], 3).item()
     whole, loss = run(tmp_path / "whole")
     assert loss < before
     calls = []
@@ -325,6 +334,13 @@ def test_training_lowers_the_loss_and_goes_on_after_an_interruption(kind, target
         assert torch.equal(tensor, resumed.state_dict()[name]), name
     with pytest.raises(ValueError, match="holds another training"):
         run(tmp_path / "parts", steps=11)
+
+
+def test_an_eagle_head_learns_one_guess_first_and_medusa_heads_all_along(target):
+    eagle_head, medusa = (kind.for_model(target, 128) for kind in KINDS)
+    progress = (0.0, 0.49, 0.5, 0.99)
+    assert [eagle_head.trained_depth(share) for share in progress] == [1, 1, 3, 3]
+    assert [medusa.trained_depth(share) for share in progress] == [4] * 4, "each head learns from its own guesses alone"
 
 
 @pytest.mark.parametrize("kind", KINDS)

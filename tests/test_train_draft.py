@@ -9,8 +9,9 @@ from hf_efficient import DraftHeads, Speculation, enable_speculation, train_draf
 from hf_efficient.cli import main
 from hf_efficient.generation.taped_forward import TapedForward
 from hf_efficient.generation.training import text
+from hf_efficient.generation.training.own_prompts import own_prompts
 from hf_efficient.generation.training.prompts import default_prompts
-from hf_efficient.generation.training.train_draft import KINDS
+from hf_efficient.generation.training.train_draft import KINDS, _split
 
 
 PROMPTS = ["abcabc", "The river runs", "2+2=", "Once upon a time"]
@@ -31,8 +32,9 @@ def test_default_prompts_are_many_and_the_same_every_time():
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_text_is_the_targets_own_with_its_hidden_states(number, tmp_path):
-    """Every second batch is greedy; rows end at the end-of-sequence token; the hidden states are those of one forward."""
-    model, tokenizer = tiny_model("llama", eos_token_id=None), tiny_tokenizer()
+    """Every second batch is greedy; rows end at the end-of-sequence token; the hidden states are those of one forward, at its
+    end and after two of its layers."""
+    model, tokenizer = tiny_model("llama", eos_token_id=None, num_hidden_layers=5), tiny_tokenizer()
     answers = dict(batch_size=4, max_new_tokens=20, seed=0)
     free = text.load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path, number, **answers)])
     model.generation_config.eos_token_id = end = free[0].tokens[free[0].prompt + 4].item()
@@ -46,10 +48,10 @@ def test_text_is_the_targets_own_with_its_hidden_states(number, tmp_path):
         answer = row.tokens[row.prompt :].tolist()
         assert end not in answer[:-1] and (len(answer) == 20 or answer[-1] == end)
         with torch.no_grad():
-            output = model.model(row.tokens[None, :-1]).last_hidden_state[0]
-        assert_close(
-            row.hidden, output, 1e-4, 1e-3, "float32 sums of a batch with padding and a cache, in another order"
-        )
+            outputs = model.model(row.tokens[None, :-1], output_hidden_states=True)
+        output, layers = outputs.last_hidden_state[0], [outputs.hidden_states[count][0] for count in (2, 4)]
+        reason = "float32 sums of a batch with padding and a cache, in another order"
+        assert_close(row.hidden, torch.cat([output, *layers], -1), 1e-4, 1e-3, reason)
         greedy = model.lm_head(output).argmax(-1)[row.prompt - 1 :].tolist() == answer
         assert greedy == (number == 0)
     stamp = path.stat().st_mtime_ns
@@ -65,6 +67,59 @@ def test_an_answer_of_one_token_is_left_out(target, tmp_path):
     (tmp_path / "ended").mkdir()
     rows = text.load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path / "ended", 0, **answers)])
     assert "2+2=" not in [tokenizer.decode(row.tokens[: row.prompt]).replace(" ", "") for row in rows]
+
+
+def chat_tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    return tokenizer
+
+
+def test_a_chat_model_asks_itself_too(tmp_path, monkeypatch):
+    """In two of four batches; default prompts take the place of those it did not end."""
+    model, tokenizer = tiny_model("llama", eos_token_id=None), chat_tokenizer()
+    monkeypatch.setattr(text, "own_prompts", lambda model, tokenizer, count, seed: ["Why?", f"{count} times {seed}?"])
+
+    def asked(number, prompts=None):
+        (tmp_path / str(prompts)).mkdir(exist_ok=True)
+        answers = dict(batch_size=4, max_new_tokens=6, seed=0)
+        path = text.generate_text(model, tokenizer, prompts, tmp_path / str(prompts), number, **answers)
+        return [tokenizer.decode(row.tokens[: row.prompt]) for row in text.load_rows([path])]
+
+    def turns(prompts):
+        return [tokenizer.decode(tokenizer(f"<{prompt}>")["input_ids"]) for prompt in prompts]
+
+    assert asked(1) == turns(default_prompts()[4:8])
+    assert asked(2) == turns(["Why?", "4 times 2?", *default_prompts()[8:10]])
+    assert asked(7) == turns(["Why?", "4 times 7?", *default_prompts()[28:30]])
+    assert asked(2, ["What?"]) == turns(["What?"] * 4), "one's own prompts are all that is asked"
+
+
+def test_what_a_chat_model_asks_is_what_it_says_in_the_users_place():
+    model, tokenizer = tiny_model("llama", eos_token_id=None), chat_tokenizer()
+    assert own_prompts(model, tokenizer, 8, seed=2) == [], "nothing ends"
+    model.generation_config.eos_token_id = ends = [*range(40, 60), tokenizer.eos_token_id]
+    state = torch.random.get_rng_state()
+    prompts = own_prompts(model, tokenizer, 8, seed=2)
+    assert torch.equal(torch.random.get_rng_state(), state) and prompts == own_prompts(model, tokenizer, 8, seed=2)
+    assert 1 < len(set(prompts)) == len(prompts) <= 8 and prompts != own_prompts(model, tokenizer, 8, seed=3)
+    for prompt in prompts:
+        tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert len(tokens) <= 64 and prompt == prompt.strip() and not set(tokens[:-1]) & set(ends)
+    tokenizer.chat_template = None
+    assert own_prompts(model, tokenizer, 8, seed=2) == []
+
+
+def test_answers_to_one_prompt_are_held_out_together():
+    def row(prompt, answer):
+        return text.Row(torch.tensor([prompt, answer]), torch.zeros(1, 4), 1)
+
+    rows = [row(i % 45, i) for i in range(100)]
+    held_out, others = _split(rows)
+    assert {int(row.tokens[0]) for row in held_out} == {0, 20, 40} and len(held_out) == 7
+    assert sorted(int(row.tokens[1]) for row in held_out + others) == list(range(100))
+    held_out, others = _split([row(7, i) for i in range(40)])
+    assert [int(row.tokens[1]) for row in held_out] == [0, 20] and len(others) == 38
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_efficient.generation.drafters.base import Proposal
-from hf_efficient.generation.verification import _argmax, verify
+from hf_efficient.generation.verification import _argmax, _draw, verify
 
 
 def chi_square_excess(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -44,6 +44,24 @@ def test_the_largest_score_is_the_first(vocabulary):
     scores[0, 0] = float("-inf")
     scores[1, 2, vocabulary // 2 :: 7] = float("nan")
     assert torch.equal(_argmax(scores), scores.argmax(-1))
+
+
+@pytest.mark.parametrize("vocabulary", (1, 3, 256, 257, 5000))
+def test_a_token_is_drawn_where_its_running_sum_passes_the_number(vocabulary):
+    probabilities = torch.rand(40, 2, vocabulary)
+    probabilities[torch.rand(probabilities.shape) < 0.5] = 0.0
+    probabilities[..., vocabulary // 2] += 0.01
+    probabilities /= probabilities.sum(-1, keepdim=True)
+    uniforms = torch.rand(40, 2, dtype=torch.float64)
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
+    drawn = _draw(probabilities, uniforms)
+    wanted = (uniforms * sums[..., -1])[..., None]
+    # a number within what sums of float32 are off by may belong to a neighbour
+    at, before = (sums.gather(-1, (drawn - back)[..., None].clamp(min=0)) for back in (0, 1))
+    before = torch.where(drawn[..., None] == 0, 0.0, before)
+    assert ((wanted <= at + 1e-6) & (wanted >= before - 1e-6)).all()
+    for extreme in (torch.zeros_like(uniforms), torch.full_like(uniforms, 1 - 2.0**-53), uniforms):
+        assert (probabilities.gather(-1, _draw(probabilities, extreme)[..., None]) > 0).all(), "never one of probability 0"
 
 
 def test_without_drafts_it_is_plain_decoding():

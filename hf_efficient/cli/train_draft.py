@@ -17,7 +17,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--kind", choices=("eagle", "medusa"), default="eagle", help="default eagle")
     command.add_argument(
         "--prompts",
-        help='file with one prompt a line, or .jsonl with "prompt" or "text" in each line (default: built in)',
+        help='file with one prompt a line, or .jsonl with "prompt" or "text" in each line (default: built in, and what the model asks itself)',
     )
     command.add_argument("--num-tokens", type=int, help="tokens of answers to learn from (default 300000)")
     command.add_argument("--epochs", type=int, help="times each answer is seen (default 5)")

@@ -27,7 +27,7 @@ _kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> list 
 _lock = threading.Lock()
 
 
-def take(model, rows: int, tokens: int | None, keeps_hidden: bool) -> Kept:
+def take(model, rows: int, tokens: int | None, hidden_of: tuple[int, ...] | None) -> Kept:
     """A cache with room for `rows` rows of `tokens` tokens, and what was recorded over it: another call's that has ended, if
     nothing about the model has changed, else new and empty. Until `give_back` nobody else is given it. Where nothing can be
     recorded, or `tokens` is None, it grows."""
@@ -38,7 +38,7 @@ def take(model, rows: int, tokens: int | None, keeps_hidden: bool) -> Kept:
         return Kept((), cache, None)
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     digest = ModelKey(model).digest
-    key = digest, attention, keeps_hidden
+    key = digest, attention, hidden_of
     blocks = rows * -(-max(512, 1 << (tokens - 1).bit_length()) // cache.block_size)
     with _lock:
         mine = _kept[model] = [kept for kept in _kept.get(model, ()) if kept.key[0] == digest]

@@ -1,13 +1,15 @@
 """A model over a `PagedCache` whose rows hold different numbers of tokens: positions and masks for one forward of all."""
 
 import inspect
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch.nn.functional import pad
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.step import tree_mask
+from hf_efficient.generation.decoder_layers import decoder_layers
 from hf_efficient.generation.taped_forward import TapedForward, padded
 
 
@@ -24,7 +26,8 @@ class RaggedModel:
         cache: its cache; already filled when a generation is continued.
         max_new_tokens: no row grows beyond this many; positions of filler stay below too.
         max_position: largest position id given to the model, None for no limit (a draft may know fewer positions).
-        keeps_hidden: `hidden` [rows, columns, hidden size] is what the output head read in the last forward.
+        hidden_of: if given, `hidden` [rows, columns, hidden size * (1 + layers)] is what the output head read in the last forward
+            and, behind it, what these decoder layers (from 0) gave.
         taped: what was recorded over this cache before.
     """
 
@@ -36,10 +39,10 @@ class RaggedModel:
         cache: PagedCache,
         max_new_tokens: int,
         max_position: int | None = None,
-        keeps_hidden: bool = False,
+        hidden_of: tuple[int, ...] | None = None,
         taped: TapedForward | None = None,
     ):
-        self.model, self.cache, self.keeps_hidden, self.taped = model, cache, keeps_hidden, taped
+        self.model, self.cache, self.hidden_of, self.taped = model, cache, hidden_of, taped
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
         self.limits_logits = model._supports_logits_to_keep()
 
@@ -175,17 +178,24 @@ class RaggedModel:
 
     @contextmanager
     def _keeping_hidden(self):
-        if not self.keeps_hidden:
+        if self.hidden_of is None:
             yield
             return
-        parts = []
-        hook = self.model.get_decoder().register_forward_hook(
-            lambda module, inputs, outputs: parts.append(outputs.last_hidden_state)
-        )
-        try:
+        layers = decoder_layers(self.model)[1] if self.hidden_of else ()
+        given, parts = {}, []  # a prompt may come in parts
+
+        def note_end(module, inputs, outputs):
+            states = [outputs.last_hidden_state, *(given[index] for index in self.hidden_of)]
+            parts.append(torch.cat(states, -1) if len(states) > 1 else states[0])
+
+        def note(index, module, inputs, outputs):
+            given[index] = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+        with ExitStack() as hooks:
+            hooks.enter_context(self.model.get_decoder().register_forward_hook(note_end))
+            for index in self.hidden_of:
+                hooks.enter_context(layers[index].register_forward_hook(partial(note, index)))
             yield
-        finally:
-            hook.remove()
         self.hidden = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def rewind(self, generated: list[int]) -> None:

@@ -195,7 +195,7 @@ def _decode(
                 torch.inference_mode(False),
                 torch.no_grad(),
             ):  # that mode hides from recordings what operators consist of
-                kept = kept_tapes.take(model, len(input_ids), tokens, drafter is not None and drafter.reads_hidden)
+                kept = kept_tapes.take(model, len(input_ids), tokens, _hidden_of(drafter))
                 output, taped = _run(model, kept.cache, kept.taped, *inputs)
                 if returns_cache and kept.key:  # of a fixed size
                     output.past_key_values = kept_tapes.copied(kept.cache, model.config)
@@ -232,9 +232,8 @@ def _run(
         keep_logits=bool(collects and generation_config.output_logits),
         generation_config=generation_config,
     )
-    reads_hidden = drafter is not None and drafter.reads_hidden
     room = sequences.max_length - sequences.prompt_length
-    target = RaggedModel(model, cache, room, keeps_hidden=reads_hidden, taped=taped)
+    target = RaggedModel(model, cache, room, hidden_of=_hidden_of(drafter), taped=taped)
     logits = target.prefill(sequences.tokens, generation_config, model_kwargs)
     is_callers = cache is model_kwargs.get("past_key_values")
     loop = SpeculativeLoop(
@@ -336,3 +335,8 @@ def _check_continuation(cache: PagedCache, attention_mask: torch.Tensor | None) 
             f"past_key_values holds rows of {lengths} tokens: a batch is continued only when all its rows end at the same "
             "column. Rewind them with cache.rewind, or continue row by row"
         )
+
+
+def _hidden_of(drafter) -> tuple[int, ...] | None:
+    """What the target shall keep for the drafter: see `RaggedModel`."""
+    return drafter.reads_layers if drafter is not None and drafter.reads_hidden else None

@@ -11,6 +11,9 @@ from hf_efficient.generation.drafters.base import Proposal
 from hf_efficient.generation.token_tree import ancestors
 
 
+_PART = 256  # tokens, of a vocabulary that is drawn from
+
+
 @dataclass(frozen=True)
 class TypicalAcceptance:
     """Keeps what is plausible to the target instead of what it would have said: a draft x whose probability p(x) exceeds
@@ -170,6 +173,19 @@ def _draw(probabilities: torch.Tensor, uniforms: torch.Tensor | None) -> torch.T
     """One token from each distribution [rows, width, vocabulary], int64 [rows, width]."""
     if uniforms is None:
         return torch.multinomial(probabilities.flatten(0, 1), 1).view(probabilities.shape[:2])
-    total = probabilities.cumsum(-1, dtype=torch.float64)
-    drawn = torch.searchsorted(total, (uniforms * total[..., -1])[..., None], right=True)[..., 0]
-    return drawn.clamp(max=probabilities.shape[-1] - 1)
+    # first the part of the vocabulary, then the token in it: sums over parts take a tenth of the time of running sums over all
+    missing = -probabilities.shape[-1] % _PART
+    parts = (pad(probabilities, (0, missing)) if missing else probabilities).unflatten(-1, (-1, _PART))
+    before = parts.sum(-1).cumsum(-1, dtype=torch.float64)
+    wanted = uniforms[..., None] * before[..., -1:]
+    part = _first_beyond(before, wanted)
+    wanted = wanted - pad(before, (1, 0)).gather(-1, part)
+    inside = parts.gather(-2, part[..., None].expand(*part.shape, _PART))[..., 0, :].cumsum(-1, dtype=torch.float64)
+    return (part * _PART + _first_beyond(inside, wanted))[..., 0]
+
+
+def _first_beyond(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The first of `sums` [..., n], running sums of which some are above 0, that is larger than `wanted` [..., 1], or else than
+    all before it: the number added there is never 0."""
+    below = torch.nextafter(sums[..., -1:], torch.zeros_like(wanted))
+    return torch.searchsorted(sums, torch.minimum(wanted, below), right=True)

@@ -74,7 +74,8 @@ class Drafter(ABC):
     max_tokens: how many tokens deep it guesses at most.
     draws: its proposals have `probabilities`.
     relative_cost: about how many forwards of the target one drafted token costs; for drafters that draw.
-    reads_hidden: `begin` and `accept` are given hidden states of the target.
+    reads_hidden: `begin` and `accept` are given hidden states of the target: what its output head reads and, behind it, what
+        the decoder layers `reads_layers` (from 0) gave.
     reads_logits: `observe` is called.
     """
 
@@ -82,6 +83,7 @@ class Drafter(ABC):
     draws = False
     relative_cost = 0.0
     reads_hidden = False
+    reads_layers: tuple[int, ...] = ()
     reads_logits = False
 
     def check(self, model) -> None:  # noqa: B027
@@ -89,8 +91,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, sequences: Sequences, hidden: torch.Tensor | None = None) -> None:
-        """Reads the prompts, and the tokens already generated, of the live rows. hidden [rows, prompt_length, hidden size]:
-        what the target's output head read at each prompt column (the i-th predicts token i + 1)."""
+        """Reads the prompts, and the tokens already generated, of the live rows. hidden [rows, prompt_length, hidden size *
+        (1 + layers)]: the target's at each prompt column (the i-th predicts token i + 1)."""
 
     @abstractmethod
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
@@ -104,7 +106,7 @@ class Drafter(ABC):
     @abstractmethod
     def accept(self, tokens: list[list[int]], hidden: torch.Tensor | None = None) -> None:
         """Learns the tokens each row continued with (at least one, none for a row that has ended): its kept guesses and the
-        target's own token. hidden [rows, longest, hidden size]: hidden[b, i] is what predicted tokens[b][i]."""
+        target's own token. hidden [rows, longest, hidden size * (1 + layers)]: hidden[b, i] predicted tokens[b][i]."""
 
     @abstractmethod
     def select(self, rows: list[int]) -> None:

@@ -37,6 +37,7 @@ class BestOf(Drafter):
         self.max_tokens = max(drafter.max_tokens for drafter in drafters)
         self.relative_cost = sum(drafter.relative_cost for drafter in drafters)
         self.reads_hidden = any(drafter.reads_hidden for drafter in drafters)
+        self.reads_layers = next((drafter.reads_layers for drafter in drafters if drafter.reads_layers), ())
         self.reads_logits = any(drafter.reads_logits for drafter in drafters)
 
     def check(self, model) -> None:

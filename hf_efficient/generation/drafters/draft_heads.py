@@ -51,6 +51,11 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         self._recorded = {}  # what subclasses recorded of these weights and the target's
 
     @staticmethod
+    def layers_read(num_hidden_layers: int) -> tuple[int, ...]:
+        """The decoder layers (from 0) after which heads may look into the target, besides at its end: what training records."""
+        return tuple(sorted({max(0, num_hidden_layers * fifths // 5 - 1) for fifths in (2, 4)}))
+
+    @staticmethod
     def describe(model) -> dict:
         """What is kept about a target: the argument `target`."""
         config = model.config.get_text_config(decoder=True)
@@ -62,8 +67,13 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         """Untrained heads of the size that suits `model`."""
         return cls(cls.describe(model), draft_tokens)
 
+    def trained_depth(self, progress: float) -> int:
+        """How many guesses in a row are trained after the share `progress` of the steps."""
+        return self.max_tokens
+
     def fit(self, examples) -> None:  # noqa: B027
-        """A better start than random weights, from tokens int64 [length + 1] and hidden [length, hidden_size] of texts."""
+        """A better start than random weights, from tokens int64 [length + 1] and hidden [length, hidden_size * (1 + layers)]
+        of texts."""
 
     def check(self, model) -> None:
         ours = self.describe(model)

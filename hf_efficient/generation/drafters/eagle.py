@@ -13,14 +13,17 @@ BRANCHES = 8  # children of a node that are considered
 REACHED = 0.2  # a depth is drafted only where it is as probable as that, in some row, that the target gets there
 PREFILL = 2048  # tokens of prompts of all rows read at a time
 FEW = 16  # tokens a row: fewer are filled up to powers of two
+TRAINED_DEPTH = 3  # guesses in a row; deeper ones are only measured
+SHALLOW = 0.5  # of the training steps, the first ones, are of one guess alone and take half the time
 MOST_CACHES = 4  # of numbers of rows, which are halved as rows end
 
 
 class EagleHead(DraftHeads):
     """Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty". A feature is what the target's
     output head reads. From the feature that predicted a token, and the token, one decoder layer makes the next feature; the
-    target's own head says what that predicts; and so on from its own features. The layer keeps keys and values of every
-    token the target has accepted.
+    target's own head says what that predicts; and so on from its own features. Where the target's feature is known, so is what
+    two of its inner layers gave, and the layer reads that too (as EAGLE-3 does). It keeps keys and values of every token the
+    target has accepted.
 
     Guesses form the dynamic tree of EAGLE-2 (Li et al. 2024): at each depth the `beam` most probable nodes are continued,
     and of all that were considered the `nodes` most probable ones are proposed.
@@ -50,8 +53,11 @@ class EagleHead(DraftHeads):
         self.beam = 6
         size, self.heads = self.target["hidden_size"], (num_heads, num_key_value_heads, num_key_value_heads)
         self.head_dim = head_dim
+        self.reads_layers = self.layers_read(self.target["num_hidden_layers"])
+        parts = 1 + len(self.reads_layers)
         for name, out, into in (
             ("fuse", size, 2 * size),
+            ("fuse_target", size, (1 + parts) * size),
             ("attention_in", sum(self.heads) * head_dim, size),
             ("attention_out", size, num_heads * head_dim),
             ("mlp_in", 2 * intermediate_size, size),
@@ -60,6 +66,7 @@ class EagleHead(DraftHeads):
             self.register_parameter(name, torch.nn.Parameter(torch.randn(out, into) * into**-0.5))
         for name in ("embedding_norm", "feature_norm", "attention_norm", "mlp_norm", "output_norm"):
             self.register_parameter(name, torch.nn.Parameter(torch.ones(size)))
+        self.target_norm = torch.nn.Parameter(torch.ones(parts * size))
 
     @classmethod
     def for_model(cls, model, draft_tokens: int) -> "EagleHead":
@@ -70,12 +77,20 @@ class EagleHead(DraftHeads):
         intermediate_size = getattr(config, "intermediate_size", None) or 4 * size
         return cls(cls.describe(model), draft_tokens, heads, key_value_heads, head_dim, intermediate_size)
 
-    def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """What the layer reads, [..., hidden_size], from tokens' embeddings and the features that predicted them."""
-        return linear(self._read_by_fuse(embeddings, features), self.fuse)
+    def trained_depth(self, progress: float) -> int:
+        return 1 if progress < SHALLOW else min(self.max_tokens, TRAINED_DEPTH)
 
-    def _read_by_fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        return torch.cat([_norm(embeddings, self.embedding_norm), _norm(features, self.feature_norm)], -1)
+    def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """What the layer reads, [..., hidden_size], from tokens' embeddings and the features that predicted them: its own, or the
+        target's with those of inner layers behind them, [..., hidden_size * (1 + layers)]."""
+        is_own = features.shape[-1] == embeddings.shape[-1]
+        norm, fuse = (self.feature_norm, self.fuse) if is_own else (self.target_norm, self.fuse_target)
+        return linear(self._read_by_fuse(embeddings, features, norm), fuse)
+
+    def _read_by_fuse(self, embeddings: torch.Tensor, features: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        size = embeddings.shape[-1]
+        parts = [_norm(*part) for part in zip(features.split(size, -1), norm.split(size))]
+        return torch.cat([_norm(embeddings, self.embedding_norm), *parts], -1)
 
     def turns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [..., head_dim] by which queries and keys at `positions` [...] are turned."""
@@ -108,13 +123,13 @@ class EagleHead(DraftHeads):
     def fit(self, examples) -> None:
         """Least squares: the next feature, each of its numbers scaled to a mean square of 1, as a linear function of what
         `fuse` reads. The rest of the layer starts out silent. For heads whose norms have not been trained."""
-        size = len(self.output_norm)
-        products = torch.zeros(2 * size, 2 * size, dtype=torch.float64)
-        targets, squares, count = torch.zeros(2 * size, size, dtype=torch.float64), torch.zeros(size), 0
+        size, whole = self.fuse_target.shape
+        products = torch.zeros(whole, whole, dtype=torch.float64)
+        targets, squares, count = torch.zeros(whole, size, dtype=torch.float64), torch.zeros(size), 0
         for tokens, hidden in examples:
             hidden = hidden.to(self.fuse)
             embeddings = self.embed(tokens[1:-1].to(self.fuse.device)).to(self.fuse.dtype)
-            read, following = self._read_by_fuse(embeddings, hidden[:-1]), hidden[1:]
+            read, following = self._read_by_fuse(embeddings, hidden[:-1], self.target_norm), hidden[1:, :size]
             products += (read.T @ read).cpu()
             targets += (read.T @ following).cpu()
             squares += following.square().sum(0).cpu()
@@ -122,12 +137,15 @@ class EagleHead(DraftHeads):
         scale = (squares / max(count, 1)).sqrt().clamp(min=1e-6)
         read_scale = (products.diagonal() / max(count, 1)).sqrt().clamp(min=1e-6)
         products.diagonal().mul_(1 + 1e-4)
-        solution = torch.linalg.solve(products, targets / scale)  # [what is read, the next feature]
         self.output_norm.copy_(scale)
         # what is read is scaled to a mean square of 1 too: steps of one size then suit all weights
         self.embedding_norm.copy_(1 / read_scale[:size])
-        self.feature_norm.copy_(1 / read_scale[size:])
-        self.fuse.copy_((solution * read_scale[:, None]).T)
+        self.target_norm.copy_(1 / read_scale[size:])
+        self.feature_norm.copy_(self.target_norm[:size])
+        for fuse in (self.fuse, self.fuse_target):
+            read = fuse.shape[1]  # the first so many numbers of it
+            solution = torch.linalg.solve(products[:read, :read], targets[:read] / scale)  # [read, the next feature]
+            fuse.copy_((solution * read_scale[:read, None]).T)
         self.attention_out.zero_()
         self.mlp_out.zero_()
 
@@ -136,7 +154,8 @@ class EagleHead(DraftHeads):
         al. 2025, "EAGLE-3"): the d-th yielded tensor (from 0) holds at position i what was guessed for hidden[:, i] after
         d + 1 guesses in a row, the first of them from the target's own features. Its first d + 1 positions are meaningless.
 
-        Args: tokens int64 [rows, length + 1]; hidden [rows, length, hidden_size], hidden[:, i] predicted tokens[:, i + 1].
+        Args: tokens int64 [rows, length + 1]; hidden [rows, length, hidden_size * (1 + layers)], hidden[:, i] predicted
+        tokens[:, i + 1].
         Yields `depth` tensors [rows, length, hidden_size].
         """
         length = hidden.shape[1]

@@ -54,7 +54,7 @@ class EagleCache:
         Args:
             numbers: int64 [3, rows, width]: the tokens, their positions, and the columns they are kept in.
             mask: float32 [rows, 1, width, columns], -inf for the columns a token does not see.
-            features: [rows, width, hidden_size].
+            features: [rows, width, hidden_size * (1, or 1 + layers)].
             temperature: float [1].
             last: only what follows the last token is asked for.
         Returns the next features [rows, width or 1, hidden_size], and of their guesses the `branches` most probable ones:

@@ -9,36 +9,25 @@ import re
 
 from torch import nn
 
+from hf_efficient.generation.decoder_layers import decoder_layers
 from hf_efficient.generation.drafters.weight_sharing import rebuilt, view_of
 
 
-def decoder_layers(model) -> tuple[str, nn.ModuleList]:
-    """The list of the layers of `model`'s decoder, with its name in `model`.
-
-    Raises ValueError for a model whose layers cannot be left out: without such a list, with layers that read the keys and
-    values of others, or whose layers have configs of their own.
-    """
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    count = config.num_hidden_layers
-    decoder = model.get_decoder()
-    found = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and any(m is module for m in decoder.children())
-    ]
-    if len(found) != 1:
-        raise ValueError(f"model={name}: its decoder has {len(found)} lists of {count} layers, and 1 is needed")
+def skippable_layers(model) -> tuple[str, nn.ModuleList]:
+    """`decoder_layers` of a model whose layers can be left out. Raises ValueError for one whose layers read the keys and values
+    of others, or have configs of their own."""
+    found, config = decoder_layers(model), model.config.get_text_config(decoder=True)
     shares = getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None)
     if shares or getattr(config, "is_heterogeneous", False):
         reason = "share keys and values" if shares else "have configs of their own"
-        raise ValueError(f"model={name}: its layers {reason}, so none of them can be left out")
-    return found[0]
+        raise ValueError(f"model={type(model).__name__}: its layers {reason}, so none of them can be left out")
+    return found
 
 
 def with_layers(model, kept: list[int]):
     """`model` with only the layers `kept` (ascending indices), numbered anew, so that a cache made for its config holds
     just these. All tensors are those of `model`, which does not change."""
-    path, layers = decoder_layers(model)
+    path, layers = skippable_layers(model)
     text = model.config.get_text_config(decoder=True)
     configs = {id(text): _config_with_layers(text, kept)}
     if model.config is not text:

@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_efficient import methods
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.experts import compress_experts, expert_weight_names, is_fused_experts
-from hf_efficient.generation.drafters.layer_skip import decoder_layers
+from hf_efficient.generation.drafters.layer_skip import skippable_layers
 from hf_efficient.generation.drafters.weight_sharing import rebuilt, view_of
 from hf_efficient.layers import compress_linear
 
@@ -19,7 +19,7 @@ def low_precision_modules(model, config: WeightOnlyConfig) -> dict[str, nn.Modul
 
     Raises ValueError when there is nothing to quantize, or accelerate holds weights elsewhere.
     """
-    path, layers = decoder_layers(model)
+    path, layers = skippable_layers(model)
     fixed = set(model._keep_in_fp32_modules or ()) | set(model._keep_in_fp32_modules_strict or ())
     modules = {}
     for name, module in layers.named_modules(prefix=path):

@@ -38,7 +38,7 @@ class MedusaHeads(DraftHeads):
 
     def unroll(self, tokens: torch.Tensor, hidden: torch.Tensor, depth: int):
         """What training compares: as `EagleHead.unroll`."""
-        guesses = self(hidden.flatten(0, 1)).view(*hidden.shape[:2], *self.bias.shape)
+        guesses = self(hidden[..., : self.bias.shape[1]].flatten(0, 1)).view(*hidden.shape[:2], *self.bias.shape)
         for head in range(depth):
             yield torch.nn.functional.pad(guesses[:, : -(head + 1), head], (0, 0, head + 1, 0))
 

@@ -6,7 +6,7 @@ import torch
 
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.generation.drafters.assistant import AssistantDrafter, check_tree, draft_settings
-from hf_efficient.generation.drafters.layer_skip import decoder_layers, with_layers
+from hf_efficient.generation.drafters.layer_skip import skippable_layers, with_layers
 from hf_efficient.generation.drafters.low_precision import low_precision_modules, with_modules
 
 
@@ -57,7 +57,7 @@ class SelfSpeculation(AssistantDrafter):
         self.num_tokens, self.tokenizers, self.tree, self.draws = num_tokens, (None, None), tree, tree is None
 
     def check(self, model) -> None:
-        draft, kept = model, self._kept(len(decoder_layers(model)[1]))
+        draft, kept = model, self._kept(len(skippable_layers(model)[1]))
         if self.config is not None:
             place = model.device, model.dtype
             if self._copies.get(model, (None,))[0] != place:
@@ -94,7 +94,7 @@ class SelfSpeculation(AssistantDrafter):
         input_ids: int64 [batch, length], a text without padding. options: as in `SelfSpeculation`.
         Raises ValueError when that would leave no layer.
         """
-        kept = list(range(len(decoder_layers(model)[1])))
+        kept = list(range(len(skippable_layers(model)[1])))
         if type(number) is not int or not 1 <= number < len(kept):
             raise ValueError(f"number={number!r}: must be an integer from 1 to {len(kept) - 1}")
         skipped, expected = [], model(input_ids, use_cache=False).logits.argmax(-1)

@@ -14,12 +14,11 @@ from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.training.text import Row
 
 
-TRAINED_DEPTH = 3  # guesses in a row that are trained; deeper ones are only measured
 DEPTH_DECAY = 0.8  # a guess counts this much less than the one before it
 WARMUP = 0.05  # of the steps
 RANKS = 10  # accuracies are kept for this many guesses a depth
 TEMPERATURES = [0.6 * 1.15**i for i in range(12)]  # 0.6 to 2.8
-ROWS = 4  # answers a step
+ROWS = 8  # answers a step
 KEEP_EVERY = 50  # steps
 
 
@@ -27,7 +26,7 @@ def distill(
     heads: DraftHeads, model, rows: list[Row], folder: Path, steps: int, learning_rate: float, seed: int
 ) -> float:
     """Minimises the divergence KL(target || heads) over the draft tokens at every token of the answers, for up to
-    `TRAINED_DEPTH` guesses in a row (Zhou et al. 2023, "DistillSpec", on text of the target), with a cosine schedule:
+    `heads.trained_depth` guesses in a row (Zhou et al. 2023, "DistillSpec", on text of the target), with a cosine schedule:
     parameters of two dimensions by Muon (Jordan et al. 2024, with the step size of Liu et al. 2025, "Muon is Scalable for LLM Training"), the rest by AdamW.
     Weights are float32; products run in bfloat16 where the model does.
 
@@ -52,7 +51,8 @@ def distill(
         for step in range(done, steps):
             warm = min(1.0, (step + 1) / max(1, WARMUP * steps))
             rate = learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
-            loss = _step(heads, model, [rows[i] for i in order[step]], optimizers, rate)
+            depth = heads.trained_depth(step / steps)
+            loss = _step(heads, model, [rows[i] for i in order[step]], optimizers, rate, depth)
             losses = [*losses[-49:], loss]
             bar.update()
             bar.set_postfix(loss=f"{sum(losses) / len(losses):.3f}")
@@ -68,17 +68,18 @@ def step_seconds(heads: DraftHeads, model, rows: list[Row]) -> float:
     optimizers = _optimizers(heads, 0.0)
     for _ in range(2):
         start = time.perf_counter()
-        _step(heads, model, rows[:ROWS], optimizers, 0.0)
+        for progress in (0.0, 0.75):
+            _step(heads, model, rows[:ROWS], optimizers, 0.0, heads.trained_depth(progress))
         seconds = time.perf_counter() - start
     heads.zero_grad(set_to_none=True)
-    return seconds
+    return seconds / 2
 
 
 def measure(heads: DraftHeads, model, rows: list[Row]) -> None:
     """Sets `heads.accuracies` (against what the target says at each token of the answers, `RANKS` guesses a depth) and
     `heads.temperatures` (those of the least negative log-likelihood) from text that was not trained on."""
     heads.check(model)
-    output, device = model.get_output_embeddings(), heads.draft_tokens.device
+    output, device, size = model.get_output_embeddings(), heads.draft_tokens.device, heads.target["hidden_size"]
     place = torch.full((heads.target["vocab_size"],), -1, device=device)
     place[heads.draft_tokens] = torch.arange(len(heads.draft_tokens), device=device)
     ranks = min(RANKS, len(heads.draft_tokens))
@@ -90,7 +91,7 @@ def measure(heads: DraftHeads, model, rows: list[Row]) -> None:
             tokens, hidden, since = _batch(rows[start : start + ROWS], device)
             hidden = hidden.to(model.dtype)
             truth = torch.full(hidden.shape[:2], -1, device=device)
-            truth[since >= 0] = place[output(hidden[since >= 0]).argmax(-1)]
+            truth[since >= 0] = place[output(hidden[since >= 0][:, :size]).argmax(-1)]
             for depth, guesses in enumerate(heads.unroll(tokens, hidden, heads.max_tokens)):
                 wanted = truth[since >= depth]
                 logits = heads.logits(guesses[since >= depth]).float()
@@ -113,9 +114,9 @@ def _optimizers(heads: DraftHeads, rate: float) -> list[torch.optim.Optimizer]:
     return made
 
 
-def _step(heads: DraftHeads, model, rows: list[Row], optimizers: list, rate: float) -> float:
+def _step(heads: DraftHeads, model, rows: list[Row], optimizers: list, rate: float, depth: int) -> float:
     """Returns the loss before it."""
-    loss = _loss(heads, model, rows)
+    loss = _loss(heads, model, rows, depth)
     heads.zero_grad(set_to_none=True)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
@@ -126,24 +127,26 @@ def _step(heads: DraftHeads, model, rows: list[Row], optimizers: list, rate: flo
     return loss.item()
 
 
-def _loss(heads: DraftHeads, model, rows: list[Row]) -> torch.Tensor:
+def _loss(heads: DraftHeads, model, rows: list[Row], depth: int) -> torch.Tensor:
+    """Of the first `depth` guesses in a row."""
     tokens, hidden, since = _batch(rows, heads.draft_tokens.device)
     hidden = hidden.float()
     total, weight = 0.0, 0.0
     with torch.autocast(hidden.device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
         with torch.no_grad():
             target = hidden.new_zeros(*since.shape, len(heads.draft_tokens))
-            target[since >= 0] = heads.logits(hidden[since >= 0]).float().log_softmax(-1)
-        for depth, guesses in enumerate(heads.unroll(tokens, hidden, min(heads.max_tokens, TRAINED_DEPTH))):
-            said = heads.logits(guesses[since >= depth]).float().log_softmax(-1)
-            divergence = torch.nn.functional.kl_div(said, target[since >= depth], reduction="sum", log_target=True)
-            total = total + DEPTH_DECAY**depth * divergence / max(len(said), 1)
-            weight += DEPTH_DECAY**depth
+            known = hidden[since >= 0][:, : heads.target["hidden_size"]]
+            target[since >= 0] = heads.logits(known).float().log_softmax(-1)
+        for level, guesses in enumerate(heads.unroll(tokens, hidden, depth)):
+            said = heads.logits(guesses[since >= level]).float().log_softmax(-1)
+            divergence = torch.nn.functional.kl_div(said, target[since >= level], reduction="sum", log_target=True)
+            total = total + DEPTH_DECAY**level * divergence / max(len(said), 1)
+            weight += DEPTH_DECAY**level
     return total / weight
 
 
 def _batch(rows: list[Row], device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """tokens int64 [rows, length + 1] and hidden [rows, length, hidden_size], padded on the right, and since int64 [rows,
+    """tokens int64 [rows, length + 1] and hidden [rows, length, hidden_size * (1 + layers)], padded on the right, and since int64 [rows,
     length]: how many tokens the answer had before its last one where hidden predicts the next (below 0: in the prompt or
     padding). A guess of depth d (from 0) starts from an answer's token where since >= d."""
     lengths = torch.tensor([len(row.hidden) for row in rows])

@@ -7,61 +7,46 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
-from hf_efficient.generation.drafters.base import Drafter
+from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.speculation import Speculation
 from hf_efficient.generation.speculative import speculative_generate
-
-
-class Recorder(Drafter):
-    """Guesses nothing and keeps the hidden states that it is shown.
-
-    states: of each batch row whose answer has more than one token, what predicted its tokens from the second column of the
-        prompt on, [columns, hidden size] each, in order.
-    """
-
-    reads_hidden = True
-    max_tokens = 1
-
-    def __init__(self):
-        self.states: dict[int, list[torch.Tensor]] = {}
-
-    def begin(self, sequences, hidden=None) -> None:
-        self._sequences = sequences
-        self.states = {b: [prompt] for b, prompt in zip(sequences.live, hidden) if sequences.unfinished(b)}
-
-    def propose(self, limits, nodes):
-        return None
-
-    def accept(self, tokens, hidden=None) -> None:
-        for b, new, states in zip(self._sequences.live, tokens, hidden):
-            if b in self.states:
-                self.states[b].append(states[: len(new)])
-
-    def select(self, rows) -> None:
-        pass
+from hf_efficient.generation.training.own_prompts import own_prompts
+from hf_efficient.generation.training.prompts import default_prompts
+from hf_efficient.generation.training.recorder import Recorder
 
 
 def generate_text(
-    model, tokenizer, prompts: list[str], folder: Path, number: int, batch_size: int, max_new_tokens: int, seed: int
+    model,
+    tokenizer,
+    prompts: list[str] | None,
+    folder: Path,
+    number: int,
+    batch_size: int,
+    max_new_tokens: int,
+    seed: int,
 ) -> Path:
     """Answers batch `number` of the prompts (which repeat when they run out): every second batch greedily, the others
-    sampled at temperature 0.8. Rows that end leave the batch.
+    sampled at temperature 0.8. Rows that end leave the batch. Without `prompts`, of four batches two ask `default_prompts`
+    and two what the model asks itself.
 
     Returns the path of a safetensors file of the rows, one after the other and without padding: `tokens` int64 (prompt and
-    answer), `hidden` in the model's dtype (one less a row: the i-th predicted token i + 1), `lengths` and `prompts` int64
-    [rows], the tokens of a row and of its prompt. A file that is already there is kept: the same arguments make it again.
+    answer), `hidden` [., hidden size * (1 + layers)] in the model's dtype (one less a row: the i-th predicted token i + 1),
+    `lengths` and `prompts` int64 [rows], the tokens of a row and of its prompt. A file that is already there is kept: the same arguments make it again.
     """
     path = folder / f"text-{number}.safetensors"
     if path.exists():
         return path
-    chosen = [prompts[(number * batch_size + i) % len(prompts)] for i in range(batch_size)]
+    given = default_prompts(seed) if prompts is None else prompts
+    seed = seed * 1_000_003 + number
+    chosen = own_prompts(model, tokenizer, batch_size, seed) if prompts is None and number % 4 > 1 else []
+    chosen += [given[(number * batch_size + i) % len(given)] for i in range(batch_size - len(chosen))]
     inputs = _encode(tokenizer, chosen).to(model.device)
-    recorder = Recorder()
+    recorder = Recorder(DraftHeads.layers_read(model.config.get_text_config(decoder=True).num_hidden_layers))
     sampling = (
         {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0} if number % 2 else {"do_sample": False}
     )
     with torch.random.fork_rng():
-        torch.manual_seed(seed * 1_000_003 + number)
+        torch.manual_seed(seed)
         ids = model.generate(
             **inputs,
             **sampling,
@@ -87,7 +72,14 @@ def generate_text(
 
 
 def collect_text(
-    model, tokenizer, prompts: list[str], folder: Path, num_tokens: int, count: int | None = None, late=None, **answers
+    model,
+    tokenizer,
+    prompts: list[str] | None,
+    folder: Path,
+    num_tokens: int,
+    count: int | None = None,
+    late=None,
+    **answers,
 ) -> list[Path]:
     """`generate_text`, batch by batch, until the answers have `num_tokens` tokens. It ends earlier after the batch at which
     `late()` becomes true; `count`, when given, is the number of batches where it ended last time."""
@@ -105,7 +97,7 @@ def collect_text(
 
 
 class Row:
-    """One answer: tokens int64 [n], hidden [n - 1, hidden_size], and how many of the tokens are the prompt."""
+    """One answer: tokens int64 [n], hidden [n - 1, hidden_size * (1 + layers)], and how many of the tokens are the prompt."""
 
     def __init__(self, tokens: torch.Tensor, hidden: torch.Tensor, prompt: int):
         self.tokens, self.hidden, self.prompt = tokens, hidden, prompt

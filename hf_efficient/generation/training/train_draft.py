@@ -11,11 +11,11 @@ import torch
 from hf_efficient.generation.drafters.draft_heads import KINDS, DraftHeads, class_of
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.training.distill import ROWS, distill, measure, step_seconds
-from hf_efficient.generation.training.prompts import default_prompts
-from hf_efficient.generation.training.text import collect_text, frequent_tokens, load_rows
+from hf_efficient.generation.training.text import Row, collect_text, frequent_tokens, load_rows
 
 
-HELD_OUT = 20  # one answer in so many is measured on instead of trained on
+HELD_OUT = 20  # the answers to one prompt in so many are measured on instead of trained on
+FITTED = 1024  # answers that the heads start from
 
 
 def train_draft(
@@ -38,15 +38,16 @@ def train_draft(
 
     The model answers the prompts (half greedily, half sampled), every token with its hidden state; then heads of `kind`
     learn the model's distributions on these answers (Zhou et al. 2023, "DistillSpec"). The hidden states take
-    `num_tokens * hidden_size` numbers of the model's dtype on disk, those of the prompts
-    about a fifth more.
+    `3 * num_tokens * hidden_size` numbers of the model's dtype on disk (what the output
+    head reads, and what two layers inside gave), those of the prompts about a fifth more.
 
     Args:
         model: a decoder-only causal LM.
         tokenizer: its tokenizer, with a padding token; its chat template, where it has one, wraps every prompt.
         output: folder for the heads.
         kind: "eagle" or "medusa".
-        prompts: what to ask; by default 7,899 everyday chat prompts.
+        prompts: what to ask; by default 7,899 everyday chat prompts and, where the tokenizer has a chat template, as many again
+            that the model writes itself.
         num_tokens: how many tokens of answers to learn from.
         epochs: how often each answer is seen.
         minutes: if given, text ends after half of them and training fits in what is left, whatever else was asked.
@@ -57,7 +58,7 @@ def train_draft(
             text it makes again), and what a run of another kind takes its text from. By default `<output>-progress`, deleted
             at the end.
 
-    Returns the heads, with the accuracies measured on answers held out (one in twenty).
+    Returns the heads, with the accuracies measured on answers to prompts held out (one in twenty).
     Raises ValueError, before anything is computed, for arguments that are not allowed, or a cache of another run.
     """
     config = model.config.get_text_config(decoder=True)
@@ -85,7 +86,7 @@ def train_draft(
     output = Path(output)
     if output.is_file():
         raise ValueError(f"output={str(output)!r} is a file: give a folder")
-    prompts = default_prompts(seed) if prompts is None else list(prompts)
+    prompts = None if prompts is None else list(prompts)
     folder = output.with_name(output.name + "-progress") if cache is None else Path(cache)
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -95,8 +96,7 @@ def train_draft(
     late = None if minutes is None else lambda: time.perf_counter() - start > 30 * minutes
     files = collect_text(model, tokenizer, prompts, folder, num_tokens, plan.get("files"), late, **answers)
     plan.set("files", len(files))
-    rows = load_rows(files)
-    held_out, rows = rows[::HELD_OUT], [row for i, row in enumerate(rows) if i % HELD_OUT]
+    held_out, rows = _split(load_rows(files))
     if not rows:
         raise ValueError("fewer than two answers have more than one token: ask for more num_tokens, or other prompts")
 
@@ -105,7 +105,7 @@ def train_draft(
         heads = class_of(kind).for_model(model, draft_tokens)
     heads.draft_tokens.copy_(frequent_tokens(rows, config.vocab_size, draft_tokens))
     heads.bind(model)
-    heads.fit((row.tokens, row.hidden) for row in rows)
+    heads.fit((row.tokens, row.hidden) for row in rows[:FITTED])
     steps = epochs * -(-len(rows) // ROWS)
     if minutes is not None:
         left = 60 * minutes - (time.perf_counter() - start)
@@ -118,6 +118,16 @@ def train_draft(
     if cache is None:
         shutil.rmtree(folder)
     return heads
+
+
+def _split(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Rows held out, and the others. Answers to one prompt stay together, as they may be alike, unless there is but one."""
+    of = {}
+    for row in rows:
+        of.setdefault(tuple(row.tokens[: row.prompt].tolist()), []).append(row)
+    groups = list(of.values()) if len(of) > 1 else [[row] for row in rows]
+    parts = groups[::HELD_OUT], (group for i, group in enumerate(groups) if i % HELD_OUT)
+    return tuple([row for group in part for row in group] for part in parts)
 
 
 class _Plan:
