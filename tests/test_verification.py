@@ -61,7 +61,9 @@ def test_a_token_is_drawn_where_its_running_sum_passes_the_number(vocabulary):
     before = torch.where(drawn[..., None] == 0, 0.0, before)
     assert ((wanted <= at + 1e-6) & (wanted >= before - 1e-6)).all()
     for extreme in (torch.zeros_like(uniforms), torch.full_like(uniforms, 1 - 2.0**-53), uniforms):
-        assert (probabilities.gather(-1, _draw(probabilities, extreme)[..., None]) > 0).all(), "never one of probability 0"
+        assert (probabilities.gather(-1, _draw(probabilities, extreme)[..., None]) > 0).all(), (
+            "never one of probability 0"
+        )
 
 
 def test_without_drafts_it_is_plain_decoding():

@@ -22,8 +22,12 @@ def own_prompts(model, tokenizer, count: int, seed: int) -> list[str]:
     end = model.generation_config.eos_token_id
     if tokenizer.chat_template is None or end is None:
         return []
-    turn = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True)
-    inputs = tokenizer([turn.partition(MARK)[0]] * count, return_tensors="pt", add_special_tokens=False).to(model.device)
+    turn = tokenizer.apply_chat_template(
+        [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True
+    )
+    inputs = tokenizer([turn.partition(MARK)[0]] * count, return_tensors="pt", add_special_tokens=False).to(
+        model.device
+    )
     settings = GenerationConfig(
         do_sample=True,
         top_k=50,
