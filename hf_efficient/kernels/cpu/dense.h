@@ -41,14 +41,14 @@ template <int M> static INLINE void dense_tile(const uint16_t *x, const uint16_t
     for (int64_t k = 0; k < width; k += 2 * LANES) {
         const __mmask32 inside = bits_below(width - k);
         __m512bh values[M];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int i = 0; i < M; i++) values[i] = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + i * width + k);
 #pragma GCC unroll 16
         for (int j = 0; j < N; j++) {
             const uint16_t *from = w + std::min<int64_t>(j, count - 1) * width + k;
             __builtin_prefetch(from + 4096);
             const __m512bh weights = (__m512bh)_mm512_maskz_loadu_epi16(inside, from);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int i = 0; i < M; i++) sums[i * N + j] = (Floats)_mm512_dpbf16_ps((__m512)sums[i * N + j], weights, values[i]);
         }
     }
@@ -78,7 +78,8 @@ static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, ui
                         dense_tile<M>(x + row * width, w + j * width, bias ? bias + j : nullptr, width, std::min<int64_t>(N, last - j), y + row * columns + j, columns);
                     row += M, left -= M;
                 };
-                if (left >= 4) some(std::integral_constant<int, 4>());
+                if (left >= 8) some(std::integral_constant<int, 8>());
+                else if (left >= 4) some(std::integral_constant<int, 4>());
                 else if (left >= 2) some(std::integral_constant<int, 2>());
                 else some(std::integral_constant<int, 1>());
             }
