@@ -10,7 +10,6 @@ them; before the first repeat our ways run once, and those of transformers with 
 bf16 or, with --bits 4, weight-only int4 with an int8 output head and inputs rounded to int8, the same model everywhere; whole
 calls of generate(), the prompt included:
   generate         generate() without a drafter
-  loop             the speculative loop without a drafter, which is what generate() runs on a CPU where it can
   transformers     plain generate() of a model that hf_efficient has not touched (sdpa, DynamicCache)
   transformers prompt_lookup, transformers assistant   its own speculation (batch 1)
   transformers prompt_lookup N   its own with prompt_lookup_num_tokens=N; goals are against the faster
@@ -18,7 +17,7 @@ calls of generate(), the prompt included:
                    4-bit model as transformers' assistant (not with --bits 4, where it would be the target); `heads` are
                    those of --heads, by `hf-efficient train-draft`
 A record has tokens/s (of the median of each prompt's seconds; the slowest and the fastest repeat stand beside it) and their
-ratio to `generate`, `loop` and `transformers`; `decoding_ratio`, to `loop` by the time after the prompt; tokens per step;
+ratio to `generate` and `transformers`; `decoding_ratio`, to `generate` by the time after the prompt; tokens per step;
 acceptance by position (a mean over prompts); seconds of draft, verification and host; and `host_share`, the share of all these
 spent neither in the drafter nor in the target's forward (the cache's bookkeeping around a forward counts as forward). Nearly
 equal logits fall differently in bf16 when several tokens are computed at once, so `identical` counts the rows whose tokens are
@@ -46,10 +45,10 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import hf_efficient
 from hf_efficient.evaluation import environment, samples
+from hf_efficient.generation.output import SpeculativeOutput, Statistics
 from hf_efficient.generation.ragged_model import RaggedModel
 
 
@@ -110,9 +109,9 @@ def ceiling(prompt: list[int], answer: list[int]) -> int:
     return steps
 
 
-def noting(model) -> list[float]:
-    """The seconds of each forward of `model` after its prompt from now on, where our loop runs it."""
-    seconds, forward = [], RaggedModel.__call__
+def noting(model) -> tuple[list[float], list[SpeculativeOutput]]:
+    """From now on: the seconds of each forward of `model` after its prompt, where our loop runs it, and what the loop counts."""
+    seconds, counts, forward, log = [], [], RaggedModel.__call__, Statistics.log
 
     @functools.wraps(forward)
     def timed(self, *args, **kwargs):
@@ -122,13 +121,17 @@ def noting(model) -> list[float]:
             seconds.append(time.perf_counter() - start)
         return output
 
-    RaggedModel.__call__ = timed
-    return seconds
+    def noted(self, generated):
+        counts.append(self.output(generated))
+        log(self, generated)
+
+    RaggedModel.__call__, Statistics.log = timed, noted
+    return seconds, counts
 
 
-def ways_to_generate(folder: Path, heads: Path | None, bits: int) -> tuple[dict, list[float]]:
-    """name -> (plain way whose tokens are the right ones, largest batch, generate(**inputs)); and the seconds of our model's
-    forwards, as they come."""
+def ways_to_generate(folder: Path, heads: Path | None, bits: int) -> tuple[dict, tuple]:
+    """name -> (plain way whose tokens are the right ones, largest batch, generate(**inputs)); and what `noting` notes of our
+    model."""
     quantized = {}
     if bits == 4:
         head = {"quantize_lm_head": True, "overrides": {"lm_head": {"bits": 8}}}
@@ -142,10 +145,6 @@ def ways_to_generate(folder: Path, heads: Path | None, bits: int) -> tuple[dict,
     draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=four_bits).eval()
     settings = draft.generation_config
     itself = hf_efficient.SelfSpeculation(bits=4)
-
-    def plain(**inputs):
-        ids = ours.generate(**{**inputs, "return_dict_in_generate": False})
-        return GenerateDecoderOnlyOutput(sequences=ids)
 
     def assisted(model, implementation):
         def generate(**inputs):
@@ -164,10 +163,8 @@ def ways_to_generate(folder: Path, heads: Path | None, bits: int) -> tuple[dict,
     def looking_up(model, guesses):
         return lambda **inputs: model.generate(**inputs, prompt_lookup_num_tokens=guesses)
 
-    loop = {"custom_generate": hf_efficient.speculative_generate}
     found = {
-        "generate": ("generate", 8, plain),
-        "loop": ("generate", 8, lambda **inputs: ours.generate(**inputs, **loop)),
+        "generate": ("generate", 8, ours.generate),
         "prompt_lookup": ("generate", 8, looking_up(ours, GUESSES)),
         # new ones each time, as they learn the answers
         "token_recycling": ("generate", 8, drafted(hf_efficient.TokenRecycling)),
@@ -198,34 +195,37 @@ def about_heads(folder: Path) -> dict:
     }
 
 
-def measure(found: dict, forwards: list[float], batches: list[dict], new: int, repeats: int) -> dict:
-    """name -> seconds [repeats][batches], outputs [batches], and the seconds of forwards [batches][...] of each way."""
-    options = dict(max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
+def measure(found: dict, noted: tuple, batches: list[dict], new: int, repeats: int) -> dict:
+    """name -> seconds [repeats][batches], and of the last repeat ids [batches], what our loop counted [batches], and the seconds
+    of its forwards [batches][...]."""
+    forwards, counts = noted
+    options = dict(max_new_tokens=new, do_sample=False)
     seconds = {name: [[] for _ in range(repeats)] for name in found}
-    outputs, inside = ({name: [None] * len(batches) for name in found} for _ in range(2))
+    outputs, counted, inside = ({name: [None] * len(batches) for name in found} for _ in range(3))
     for repeat in range(-1, repeats):
         for index, inputs in enumerate(batches):
             for name, (_, _, generate) in found.items():
                 if repeat < 0 and index > 0 and name.startswith("transformers"):
                     continue
                 forwards.clear()
+                counts.clear()
                 start = time.perf_counter()
                 outputs[name][index] = generate(**inputs, **options)
-                inside[name][index] = list(forwards)
                 if repeat >= 0:
                     seconds[name][repeat].append(time.perf_counter() - start)
-    return {name: (seconds[name], outputs[name], inside[name]) for name in found}
+                inside[name][index], counted[name][index] = list(forwards), counts[-1] if counts else None
+    return {name: (seconds[name], outputs[name], counted[name], inside[name]) for name in found}
 
 
-def rows_of(output, inputs: dict, end: int) -> list[list[int]]:
+def rows_of(ids: torch.Tensor, inputs: dict, end: int) -> list[list[int]]:
     """The generated tokens of each row, up to and with the end of sequence."""
-    rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    rows = ids[:, inputs["input_ids"].shape[1] :].tolist()
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
 def record(kind: str, size: int, name: str, measured: dict, right: str, batches: list[dict], end: int) -> dict:
     """One record, without the ratios."""
-    seconds, outputs, inside = measured[name]
+    seconds, outputs, counted, inside = measured[name]
     rows = [row for output, inputs in zip(outputs, batches) for row in rows_of(output, inputs, end)]
     expected = [row for output, inputs in zip(measured[right][1], batches) for row in rows_of(output, inputs, end)]
     tokens = sum(map(len, rows))
@@ -242,17 +242,17 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
         },
         "identical": f"{sum(a == b for a, b in zip(rows, expected))} of {len(rows)}",
     }
-    if hasattr(outputs[0], "num_steps"):
-        spent = {key: sum(getattr(output, key) for output in outputs) for key in COUNTED}
-        shares = itertools.zip_longest(*(output.acceptance_by_position for output in outputs))
+    if None not in counted:
+        spent = {key: sum(getattr(counts, key) for counts in counted) for key in COUNTED}
+        shares = itertools.zip_longest(*(counts.acceptance_by_position for counts in counted))
         line |= {
-            "tokens_per_step": (tokens - len(rows)) / sum(int(output.row_steps.sum()) for output in outputs),
+            "tokens_per_step": (tokens - len(rows)) / sum(int(counts.row_steps.sum()) for counts in counted),
             "acceptance_by_position": [statistics.mean(x for x in each if x is not None) for each in shares],
             **spent,
             "decoded_tokens_per_s": (tokens - len(rows)) / sum(spent.values()),
         }
         if all(
-            len(each) == output.num_steps for each, output in zip(inside, outputs)
+            len(each) == counts.num_steps for each, counts in zip(inside, counted)
         ):  # the drafter runs none of them
             inside_or_draft = sum(map(sum, inside)) + spent["draft_seconds"]
             line["host_share"] = 1 - inside_or_draft / sum(spent.values())
@@ -267,7 +267,7 @@ def goals(lines: list[dict]) -> list[dict]:
         return speed[0]["median"] / max(other["median"] for other in speed[1:]) if len(speed) > len(others) else None
 
     rows = [
-        (f"{way} over plain decoding, {kind}, batch {size}", at_least, ratio(kind, size, way, "generate", "loop"))
+        (f"{way} over plain decoding, {kind}, batch {size}", at_least, ratio(kind, size, way, "generate"))
         for way, kind, size, at_least in (
             *(("prompt_lookup", "copying", size, 2.5) for size in (1, 8)),
             *(("prompt_lookup", "chat", size, 1.0) for size in (1, 8)),
@@ -342,11 +342,9 @@ def main() -> None:
     lines, traits = others(output, settings, about, options.parts)
     folder = samples.sample_model()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    found, forwards = ways_to_generate(folder, options.heads, options.bits)
+    found, noted = ways_to_generate(folder, options.heads, options.bits)
     if options.ways:
-        found = {
-            name: way for name, way in found.items() if name in (*options.ways, "generate", "loop", "transformers")
-        }
+        found = {name: way for name, way in found.items() if name in (*options.ways, "generate", "transformers")}
     for part in options.parts:
         kind, size = part.split("-")
         new = 16 if options.quick else NEW[kind]
@@ -357,13 +355,13 @@ def main() -> None:
         groups = [[chat] for chat in chats[:: max(1, len(chats) // options.prompts)]] if size == 1 else [chats]
         batches = [dict(tokenizer.apply_chat_template(group, **template)) for group in groups]
         ways = {name: way for name, way in found.items() if way[1] >= size}
-        measured = measure(ways, forwards, batches, new, repeats)
+        measured = measure(ways, noted, batches, new, repeats)
         end = tokenizer.eos_token_id
         some = [record(kind, size, name, measured, ways[name][0], batches, end) for name in ways]
         speed = {line["way"]: line["tokens_per_s"]["median"] for line in some}
-        decoded = next(line["decoded_tokens_per_s"] for line in some if line["way"] == "loop")
+        decoded = next(line["decoded_tokens_per_s"] for line in some if line["way"] == "generate")
         for line in some:
-            plain = ("generate", "loop", "transformers")
+            plain = ("generate", "transformers")
             line["ratio"] = {name: speed[line["way"]] / speed[name] for name in plain}
             if "decoded_tokens_per_s" in line:
                 line["decoding_ratio"] = line["decoded_tokens_per_s"] / decoded

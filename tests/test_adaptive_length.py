@@ -168,3 +168,25 @@ def test_recordings_that_pay_in_a_call_are_made_at_once():
             Proposal(torch.zeros(1, 1).long(), torch.ones(1)), [0], [1], 0.0, 0.0, False
         )
     assert call(model, recorded, 400, 0.8) < 0.6 * 400 * forward(1) and len(recorded) > 2
+
+
+@pytest.mark.parametrize(("rows", "share"), [(1, 1.0), (8, 0.25)])
+def test_cheap_drafts_that_do_not_pay_are_made_now_and_then_in_a_batch(rows, share):
+    length = AdaptiveLength(torch.nn.Linear(1, 1), rows, 4)
+    made = []
+    for _ in range(200):
+        chosen, proposal = length.choose([4] * rows), None
+        if chosen:
+            unsure = torch.full((rows, chosen), 0.01)
+            proposal = Proposal(torch.zeros(rows, chosen).long(), torch.full((rows,), chosen), confidence=unsure)
+            proposal = length.cut(proposal)
+        width = 0 if proposal is None else proposal.width
+        made.append(chosen > 0)
+        length.learn(proposal, [0] * rows, [width] * rows, 1e-6 * chosen, forward(rows * (width + 1)))
+    assert abs(sum(made[20:]) / 180 - share) < 0.05
+    sure = torch.full((rows, 4), 0.99)
+    proposal = Proposal(torch.zeros(rows, 4).long(), torch.full((rows,), 4), confidence=sure)
+    while not length.choose([4] * rows):
+        pass
+    length.calibration = 1.0
+    assert length.cut(proposal).width == 4 and length.choose([4] * rows), "and at once again where they pay"

@@ -11,7 +11,8 @@ from hf_efficient.generation.drafters.base import Proposal
 
 DECAY, FADE = 0.9, 0.97  # weight of what is known of a row's acceptance after a step with a draft, and without one
 GUESS, PRIOR = 0.7, 2.0  # the acceptance at first, and the tokens it counts for
-CHEAP = 0.03  # of a forward: a draft that costs less is made in every step
+CHEAP = 0.03  # of a forward: a draft that costs less is made in every step,
+LOOK, MANY = 4, 4  # but in every fourth one while drafts do not pay in a batch of so many rows, which seldom pay at once
 # Of the seconds of a plain forward of a batch: what its slowest row takes anyway. Rows that are ahead should not draft more than
 # they are sure of, as they will end before it.
 SUNK = 0.3
@@ -107,7 +108,10 @@ class AdaptiveLength:
         if deepest == 0 or (self.timed and not self.forward.largest):
             return 0  # the first step shows what a plain one costs
         if self.tells_itself and self.drafting.at(deepest) < CHEAP * self.forward.at(rows):
-            return deepest  # and `cut` decides
+            if rows < MANY or self.waiting == 0 or self.waiting % LOOK == 1:  # 1: the step of a trial
+                return deepest  # and `cut` decides
+            self.waiting -= 1
+            return 0
         deepest = min(deepest, self.widest(rows))
         all_rows = (sum(self.kept) + GUESS * PRIOR) / (sum(self.tried) + PRIOR)
         gains = [0.0] * deepest
