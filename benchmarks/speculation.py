@@ -122,7 +122,7 @@ def noting(model) -> tuple[list[float], list[SpeculativeOutput]]:
         return output
 
     def noted(self, generated):
-        counts.append(self.output(generated))
+        counts.append(self.output(generated, sequences=None))
         log(self, generated)
 
     RaggedModel.__call__, Statistics.log = timed, noted

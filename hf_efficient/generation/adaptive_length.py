@@ -12,7 +12,10 @@ from hf_efficient.generation.drafters.base import Proposal
 DECAY, FADE = 0.9, 0.97  # weight of what is known of a row's acceptance after a step with a draft, and without one
 GUESS, PRIOR = 0.7, 2.0  # the acceptance at first, and the tokens it counts for
 CHEAP = 0.03  # of a forward: a draft that costs less is made in every step,
-LOOK, MANY = 4, 4  # but in every fourth one while drafts do not pay in a batch of so many rows, which seldom pay at once
+LOOK, MANY = (
+    4,
+    4,
+)  # but in every fourth one while drafts do not pay in a batch of so many rows, which seldom pay at once
 # Of the seconds of a plain forward of a batch: what its slowest row takes anyway. Rows that are ahead should not draft more than
 # they are sure of, as they will end before it.
 SUNK = 0.3

@@ -115,7 +115,8 @@ class SpeculativeLoop:
         sequences, target, drafter = self.sequences, self.target, self.drafter
         is_tree = proposal is not None and proposal.parents is not None
         width = 0 if proposal is None else proposal.width
-        scores = sequences.process(logits)
+        bare = sequences.are_bare and not self.do_sample and self.acceptance is None
+        scores = logits if bare else sequences.process(logits)  # the largest can be found as they are
         uniforms = None  # without a drafter the draws are those of plain generation
         if self.do_sample and drafter is not None:
             depth = self._tree.sum(-1) - 1 if is_tree else torch.arange(width + 1).expand(len(scores), -1)

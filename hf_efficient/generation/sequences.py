@@ -167,6 +167,11 @@ class Sequences:
         columns = starts[:, None] + torch.arange(tokens.shape[1], device=self.device)
         self.tokens[self._index[:, None], columns] = tokens
 
+    @property
+    def are_bare(self) -> bool:
+        """Whether logits are taken as they are."""
+        return not self.processors and not self.collects
+
     def process(self, logits: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """Scores after the processors, float32 [rows, width, vocabulary]. `logits[:, i]` is for the token `offset + i`
         places after each row's last one; drafted tokens before it must have been written with `write`."""

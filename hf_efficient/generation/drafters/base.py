@@ -48,15 +48,17 @@ class Proposal:
         """Of a tree, the continuation that takes the first child everywhere."""
         if self.parents is None:
             return self
-        rows, width = self.tokens.shape
-        at = torch.full((rows,), -1, device=self.tokens.device)
-        places = torch.zeros_like(self.tokens)
-        counts = torch.zeros_like(self.counts)
-        for node in range(width):
-            taken = (self.parents[:, node] == at) & (node < self.counts)
-            places[taken, counts[taken]] = node
-            counts += taken
-            at = torch.where(taken, node, at)
+        kept = []  # in Python: of so few numbers operators take longer
+        for parents, count in zip(self.parents.tolist(), self.counts.tolist()):
+            at, path = -1, []
+            for node in range(count):
+                if parents[node] == at:
+                    path.append(node)
+                    at = node
+            kept.append(path)
+        width = max(1, max(map(len, kept)))
+        places = torch.tensor([path + [0] * (width - len(path)) for path in kept], device=self.tokens.device)
+        counts = torch.tensor([len(path) for path in kept], device=self.tokens.device)
         parts = [None if part is None else part.gather(1, places) for part in (self.tokens, self.confidence)]
         drawn = self.probabilities
         if drawn is not None:
