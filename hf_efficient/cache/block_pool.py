@@ -4,6 +4,8 @@ Paper: Kwon et al., Efficient Memory Management for Large Language Model Serving
 """
 
 import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -226,6 +228,22 @@ class BlockPool:
         self.is_run = [self.is_run[row] for row in rows]
         self.tables = tables
         self._reported = [0] * len(tables)
+
+    @contextmanager
+    def only(self, rows: list[int]) -> Iterator[None]:
+        """Inside, the rows of this pool, which is of a fixed size, are `rows` alone, in this order."""
+        whole = {name: getattr(self, name) for name in ("tables", "lengths", "dropped", "is_run")}
+        for name, values in whole.items():
+            setattr(self, name, [values[row] for row in rows])
+        self._reported = [0] * len(rows)
+        try:
+            yield
+        finally:
+            for name, values in whole.items():
+                for row, value in zip(rows, getattr(self, name)):
+                    values[row] = value
+                setattr(self, name, values)
+            self._reported = [0] * len(self.tables)
 
     def snapshot(self) -> dict:
         """Everything that `restore` needs, in lists and numbers."""

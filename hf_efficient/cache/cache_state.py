@@ -1,5 +1,7 @@
 """The bookkeeping of a paged cache between forwards."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -243,6 +245,23 @@ class CacheState:
         if place not in self.tables:
             self.tables[place] = DeviceTables(self.pool, self.step.starts, self.previous_columns, device)
         return self.tables[place]
+
+    @contextmanager
+    def only(self, rows: list[int], batch: int) -> Iterator[None]:
+        """Inside, the cache, of `batch` empty rows or rows that were filled like this, consists of the empty ones `rows` alone."""
+        if not self.pool.lengths:
+            for state in self.peers:
+                state.pool.add_rows(batch)
+        with ExitStack() as pools:
+            for state in self.peers:
+                pools.enter_context(state.pool.only(rows))
+                state.columns, state.column_mask = 0, None
+            try:
+                yield
+            finally:
+                pools.close()
+                for state in self.peers:
+                    state.columns, state.column_mask = max(state.lengths), None
 
     def rewind(self, lengths: list[int]) -> None:
         held = self.lengths

@@ -324,6 +324,28 @@ class PagedCache(Cache):
                 tensors += [layer.tables.block_table, layer.tables.cache_seqlens, layer.tables.columns]
         return tensors
 
+    @contextmanager
+    def only(self, rows: list[int], batch: int) -> Iterator[None]:
+        """For forwards of the prompts of `rows` (different indices, ascending or not) of `batch`, when the prompts of a batch are not
+        run all at once: inside, the cache consists of these rows, which must be empty. Afterwards they stand at the left, and
+        the next forward needs `position_ids` of its own, as after `rewind`.
+
+        Raises ValueError for a pool that grows, for layers that drop tokens, and for rows that hold tokens or are none.
+        """
+        self.state.check_idle()
+        lengths = self.state.lengths or [0] * batch
+        fixed = self.state.pool.num_blocks is not None and self.row_tokens is None and self.eviction is None
+        if not fixed or len(self.states) > 1 or self.state.window is not None:
+            raise ValueError(
+                "only() needs PagedCache(num_blocks=...) of layers that see all tokens, without eviction and prefixes"
+            )
+        if len(lengths) != batch or len(set(rows)) < len(rows) or any(not 0 <= r < batch or lengths[r] for r in rows):
+            raise ValueError(
+                f"only(rows={rows}, batch={batch}): needs different empty rows, and the rows hold {lengths} tokens"
+            )
+        with self.state.only(rows, batch):
+            yield
+
     def rewind(self, lengths: list[int]) -> None:
         """Shortens row b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
 

@@ -13,6 +13,10 @@ from hf_efficient.generation.decoder_layers import decoder_layers
 from hf_efficient.generation.taped_forward import TapedForward, padded
 
 
+TOGETHER = 256  # columns of prompts that are run together on a CPU: more gain nothing
+WORTH_APART = 0.9  # of all columns: prompts are run in groups where these have fewer
+
+
 class RaggedModel:
     """Runs `model` on the next tokens of rows of unequal length. Everything is counted in generated tokens: token 0 of a
     row is the first after its prompt.
@@ -88,8 +92,12 @@ class RaggedModel:
         [rows, vocabulary]."""
         model_kwargs = {**model_kwargs, "past_key_values": self.cache, "use_cache": True}
         attention_mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
-        with self._keeping_hidden():
-            outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
+        groups = self._groups(model_kwargs)
+        if len(groups) > 1:
+            logits = self._prefill_groups(groups, input_ids, generation_config, model_kwargs)
+        else:
+            with self._keeping_hidden():
+                logits = self.model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
         self.prompt = list(self.cache.cache_seqlens)  # tokens of each row's prompt in the cache
         rows = len(input_ids)
         device = self.model.device
@@ -109,7 +117,54 @@ class RaggedModel:
             self.taped = TapedForward(self._forward, self.cache)
         else:
             self.taped.forward = self._forward
-        return outputs.logits[:, -1]
+        return logits
+
+    def _groups(self, model_kwargs: dict) -> list[list[int]]:
+        """The rows whose prompts are run together on a CPU: those of about equal length, where that leaves out padding."""
+        mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
+        plain = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+        others = any(value is not None for key, value in model_kwargs.items() if key not in plain)
+        if mask is None or others or mask.dim() != 2 or position_ids.shape[-2] != len(mask) or not self._runs_apart():
+            return []
+        lengths = mask.sum(1).tolist()
+        groups = []
+        for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+            if not groups or len(groups[-1]) * lengths[groups[-1][0]] >= TOGETHER:
+                groups.append([])
+            groups[-1].append(row)
+        computed = sum(len(group) * lengths[group[0]] for group in groups)
+        is_left = bool((mask[:, -1] != 0).all()) and min(lengths) > 0
+        return groups if is_left and computed < WORTH_APART * mask.numel() else []
+
+    def _runs_apart(self) -> bool:
+        cache = self.cache
+        if (
+            not cache.is_compileable
+            or len(cache.states) > 1
+            or cache.state.window is not None
+            or any(cache.cache_seqlens)
+        ):
+            return False
+        # a caller's own cache is filled with the bits of a forward of all rows
+        return self.model.device.type == "cpu" and not any(layer.exact for layer in cache._paged_layers)
+
+    def _prefill_groups(self, groups, input_ids, generation_config, model_kwargs) -> torch.Tensor:
+        rows, columns = input_ids.shape
+        mask, logits, hidden = model_kwargs["attention_mask"], [None] * rows, [None] * rows
+        for group in groups:
+            width = int(mask[group[0]].sum())
+            own = {
+                "attention_mask": mask[group, -width:],
+                "position_ids": model_kwargs["position_ids"][..., group, -width:],
+            }
+            with self.cache.only(group, rows), self._keeping_hidden():
+                outputs = self.model._prefill(input_ids[group, -width:], generation_config, {**model_kwargs, **own})
+            for index, row in enumerate(group):
+                logits[row] = outputs.logits[index, -1]
+                hidden[row] = None if self.hidden is None else pad(self.hidden[index], (0, 0, columns - width, 0))
+        if self.hidden is not None:
+            self.hidden = torch.stack(hidden)
+        return torch.stack(logits)
 
     def __call__(
         self, tokens: torch.Tensor, first: list[int], keep: int | None = None, tree: torch.Tensor | None = None
