@@ -190,3 +190,38 @@ def test_cheap_drafts_that_do_not_pay_are_made_now_and_then_in_a_batch(rows, sha
         pass
     length.calibration = 1.0
     assert length.cut(proposal).width == 4 and length.choose([4] * rows), "and at once again where they pay"
+
+
+class Draft:
+    """Something that can be referred to weakly."""
+
+
+def test_what_did_not_pay_goes_on_resting_in_the_next_run():
+    """A draft that costs half a forward a token and is never right; of three runs of 100 steps the later two are plain."""
+    model, draft, widths = torch.nn.Linear(1, 1), Draft(), []
+    for rows in (8, 8, 8, 2):
+        length = AdaptiveLength(model, rows, 4, draft=draft)
+        chosen = []
+        for _ in range(100):
+            chosen.append(length.choose([4] * rows))
+            width = chosen[-1]
+            proposal = Proposal(torch.zeros(rows, width).long(), torch.full((rows,), width)) if width else None
+            length.learn(proposal, [0] * rows, [width] * rows, 0.5 * width, forward(rows * (width + 1)))
+        length.end()
+        widths.append(sum(width > 0 for width in chosen))
+    assert widths[0] > 2 and sum(widths[1:3]) <= 2 and widths[3] > 2, "another number of rows begins anew"
+
+
+def test_a_rest_ends_when_drafts_are_right_again():
+    model, draft = torch.nn.Linear(1, 1), Draft()
+    right = 0
+    for run in range(16):
+        length = AdaptiveLength(model, 2, 4, draft=draft)
+        for _ in range(100):
+            width = length.choose([4] * 2)
+            proposal = Proposal(torch.zeros(2, width).long(), torch.full((2,), width)) if width else None
+            hits = width if run > 2 else 0
+            length.learn(proposal, [hits] * 2, [width] * 2, 0.01 * width, forward(2 * (width + 1)))
+            right += run > 2 and width == 4
+        length.end()
+    assert right > 300, "of 1,300 steps"

@@ -19,7 +19,7 @@ LOOK, MANY = (
 # Of the seconds of a plain forward of a batch: what its slowest row takes anyway. Rows that are ahead should not draft more than
 # they are sure of, as they will end before it.
 SUNK = 0.3
-FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # plain steps between two trials of a drafter that does not pay
+FIRST_PAUSE, LONGEST_PAUSE = 8, 1024  # plain steps between two trials of a drafter that does not pay, over runs
 # Recordings have to pay in what is left of the call, but for the first ones of a model, and for those that take no more than
 # this share of the seconds of all its forwards: they pay in later calls.
 FREE_RECORDINGS, INVESTED = 3, 0.03
@@ -31,10 +31,12 @@ class Seconds:
     tried.
 
     Attributes:
-        free, credit: so many recordings, and seconds of them, need not pay in the same call."""
+        free, credit: so many recordings, and seconds of them, need not pay in the same call.
+        rests: draft -> rows -> pause between its trials, and steps of it that are left, when its last run ended."""
 
     def __init__(self):
         self.free, self.credit = FREE_RECORDINGS, 0.0
+        self.rests = weakref.WeakKeyDictionary()
         self._measured: dict[int, deque] = defaultdict(lambda: deque(maxlen=7))
         self._sizes: list[int] = []
         self._least: list[float] = []  # of each of `_sizes`
@@ -80,6 +82,7 @@ class AdaptiveLength:
         draft_cost: seconds of drafting one token by those of a forward, where nothing is measured.
         padded: how many columns a forward of so many rows and columns computes.
         recording: seconds that the next forward of so many rows and columns takes to be recorded.
+        draft: what drafts: where it did not pay in its last run of as many rows, it goes on resting.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class AdaptiveLength:
         draft_cost: float = 0.0,
         padded: Callable[[int, int], int] = lambda rows, columns: columns,
         recording: Callable[[int, int], float] = lambda rows, columns: 0.0,
+        draft=None,
     ):
         self.depth, self.timed, self.draft_cost = depth, timed, draft_cost
         self.padded, self.recording = padded, recording
@@ -100,7 +104,9 @@ class AdaptiveLength:
         self.kept, self.tried = [0.0] * rows, [0.0] * rows  # of the drafts that had only right ones before them
         self.calibration = 1.0  # accepted tokens by those that the drafter's confidence promised
         self.tells_itself = False  # whether the drafter says how sure it is
-        self.pause = self.waiting = 0
+        rests = {} if draft is None or not timed else self.forward.rests.setdefault(draft, {})
+        self.pause, self.waiting = rests.get(rows, (0, 0))
+        self.rests, self.rows = rests, rows
         self.usual, self.promise = 0.0, 0.0  # tokens that drafts promise a step: lately, and in this step
 
     def choose(self, limits: list[int]) -> int:
@@ -168,6 +174,10 @@ class AdaptiveLength:
             promised = sum(_promised(proposal))
             ratio = min((sum(accepted) + 0.5) / (promised + 0.5), 2.0)
             self.calibration = DECAY * self.calibration + (1 - DECAY) * ratio
+
+    def end(self) -> None:
+        """After the last step."""
+        self.rests[self.rows] = self.pause, self.waiting
 
     def select(self, rows: list[int]) -> None:
         self.kept, self.tried = [self.kept[row] for row in rows], [self.tried[row] for row in rows]

@@ -23,6 +23,7 @@ class SpeculativeLoop:
     Args:
         target: its cache holds the prompts.
         drafter: None decodes token by token.
+        draft: what the drafter was made of.
         sequences: holds the prompts, no token generated yet.
         do_sample, acceptance: as in `verify`.
         adaptive: how many tokens are drafted follows from what pays; else always as many as the drafter may.
@@ -35,6 +36,7 @@ class SpeculativeLoop:
         self,
         target: RaggedModel,
         drafter: Drafter | None,
+        draft,
         sequences: Sequences,
         do_sample: bool,
         acceptance: TypicalAcceptance | None,
@@ -56,17 +58,19 @@ class SpeculativeLoop:
                 drafter.relative_cost,
                 target.padded,
                 target.recording_seconds,
+                draft,
             )
         self.seconds = dict.fromkeys(("draft", "verify", "host"), 0.0)
         self._since = perf_counter()
+        self._begun = False
 
     def run(self, logits: torch.Tensor) -> None:
         """logits: float [rows, vocabulary], after the prompts."""
         sequences, drafter, target = self.sequences, self.drafter, self.target
         prompt_hidden = target.hidden
         if self._step(logits[:, None].to(sequences.device), None):
-            if drafter is not None:
-                drafter.begin(sequences, None if prompt_hidden is None else prompt_hidden[self._rows])
+            if drafter is not None and drafter.reads_hidden:
+                self._begin(prompt_hidden[self._rows])
             self._spend("draft")
             self.seconds = dict.fromkeys(self.seconds, 0.0)  # the first token is the prompt's
             while True:
@@ -74,8 +78,14 @@ class SpeculativeLoop:
                 logits = self._forward(proposal)
                 if not self._step(logits, proposal):
                     break
+        if self.length is not None:
+            self.length.end()
         for name, seconds in self.seconds.items():
             setattr(self.statistics, f"{name}_seconds", seconds)
+
+    def _begin(self, hidden: torch.Tensor | None = None) -> None:
+        self.drafter.begin(self.sequences, hidden)
+        self._begun = True
 
     def _propose(self) -> Proposal | None:
         sequences, drafter, limits, nodes = self.sequences, self.drafter, self.sequences.limits, MAX_NODES
@@ -86,6 +96,9 @@ class SpeculativeLoop:
             limits = [min(limit, depth) for limit in limits]
             if self.length.tells_itself:  # and more would be cut off
                 nodes = min(nodes, self.length.widest(len(limits)))
+        if any(limits) and not self._begun:
+            self._begin()
+            self._spend("draft")
         proposal = drafter.propose(limits, nodes) if any(limits) else None
         if proposal is not None and proposal.parents is not None:
             # processors that read ids want those before every node, which stand in a row for one path only
@@ -148,7 +161,8 @@ class SpeculativeLoop:
             self._spend("host")
             if proposal is not None and drafter.reads_logits:
                 drafter.observe(self._fed, counts, logits)
-            drafter.accept(new, self._hidden_of(verified.path, max(map(len, new))))
+            if self._begun:
+                drafter.accept(new, self._hidden_of(verified.path, max(map(len, new))))
             self._spend("draft")
         # the last token of a row is the target's own and was never fed
         if is_tree:
@@ -162,7 +176,7 @@ class SpeculativeLoop:
             target.select(going)
             if self.length is not None:
                 self.length.select(going)
-            if drafter is not None and self.statistics.steps:
+            if self._begun and self.statistics.steps:
                 drafter.select(going)
         target.rewind([total - 1 for total in self._done()])
         self._spend("host")

@@ -239,6 +239,7 @@ def _run(
     loop = SpeculativeLoop(
         target,
         drafter,
+        None if speculation is None else speculation.draft,
         sequences,
         generation_config.do_sample,
         None if speculation is None else speculation.acceptance,

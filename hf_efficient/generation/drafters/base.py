@@ -69,9 +69,9 @@ class Proposal:
 class Drafter(ABC):
     """Guesses tokens for the live rows of a `Sequences`. A drafter can only cost time, never change the output.
 
-    The loop calls `begin` once, after the target has given each row its first token, and then, step by step: `propose`
-    and `observe` (not in steps for which guessing does not pay), `accept` with what was kept, and `select` when rows have
-    left. Rows are always the live ones, in their order. One drafter serves many runs, one after the other.
+    The loop calls `begin` once, before it first asks for a guess (drafters that read hidden states: after the target has given
+    each row its first token), and then, step by step: `propose` and `observe` (not in steps for which guessing does not pay),
+    `accept` with what was kept, and `select` when rows have left. Rows are always the live ones, in their order. One drafter serves many runs, one after the other.
 
     max_tokens: how many tokens deep it guesses at most.
     draws: its proposals have `probabilities`.
