@@ -272,17 +272,21 @@ class EagleHead(DraftHeads):
         guesses that follow: probabilities, and places among the draft tokens."""
         if not self._pending:
             return
-        tokens, real = (np.concatenate(parts, 1) for parts in list(zip(*self._pending))[::2])
-        counts = real.sum(1)[:, None]
+        tokens, hidden, real = self._pending[0]
+        if len(self._pending) > 1:
+            tokens, real = (np.concatenate(parts, 1) for parts in list(zip(*self._pending))[::2])
+            hidden = torch.cat([hidden for _, hidden, _ in self._pending], 1)
+        hidden, counts = hidden.to(self.fuse), real.sum(1)[:, None]
         width = counts.max()
-        order = real.argsort(1, kind="stable")[:, -width:]  # the real ones last
-        hidden = torch.cat([hidden for _, hidden, _ in self._pending], 1).to(self.fuse)
-        hidden = hidden.gather(
-            1, torch.from_numpy(order).to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])
-        )
+        if counts.min() < real.shape[1]:
+            order = real.argsort(1, kind="stable")[:, -width:]  # the real ones last
+            place = torch.from_numpy(order).to(hidden.device)[..., None]
+            hidden = hidden.gather(1, place.expand(-1, -1, hidden.shape[-1]))
+            tokens = np.take_along_axis(tokens, order, 1)
         filler = 0 if width > FEW else max(4, 1 << int(width - 1).bit_length()) - width  # fewer widths to record
-        tokens = np.pad(tokens[np.arange(len(tokens))[:, None], order], ((0, 0), (filler, 0)))
-        hidden, width = pad(hidden, (0, 0, filler, 0)), width + filler
+        if filler:
+            tokens = np.concatenate([np.zeros((len(tokens), filler), tokens.dtype), tokens], 1)
+            hidden, width = pad(hidden, (0, 0, filler, 0)), width + filler
         places = self._lengths[:, None] + np.arange(width) - (width - counts)
         self._cache.reserve(self._lengths.max() + width)
         step = max(FEW, PREFILL // len(tokens))
