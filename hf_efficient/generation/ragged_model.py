@@ -133,7 +133,7 @@ class RaggedModel:
                 groups.append([])
             groups[-1].append(row)
         computed = sum(len(group) * lengths[group[0]] for group in groups)
-        is_left = bool((mask[:, -1] != 0).all()) and min(lengths) > 0
+        is_left = bool((mask[:, 1:] >= mask[:, :-1]).all()) and min(lengths) > 0  # padding at the left alone
         return groups if is_left and computed < WORTH_APART * mask.numel() else []
 
     def _runs_apart(self) -> bool:

@@ -76,7 +76,7 @@ class AssistantDrafter(Drafter):
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         last = limit and limit - 1
         tokens = None if max_new_tokens == UNKNOWN else prompts.shape[1] + max_new_tokens + MAX_NODES + 1
-        self._borrowed = kept_tapes.take(self.model, len(prompts), tokens, False)
+        self._borrowed = kept_tapes.take(self.model, len(prompts), tokens, None)
         self.runner = RaggedModel(self.model, self._borrowed.cache, max_new_tokens, last, taped=self._borrowed.taped)
         prompts = prompts.to(self.model.device)
         mask = None if mask is None else mask.to(self.model.device)
