@@ -264,7 +264,8 @@ def goals(lines: list[dict]) -> list[dict]:
 
     def ratio(kind, size, ours, *others):
         speed = [found[kind, size, name]["tokens_per_s"] for name in (ours, *others) if (kind, size, name) in found]
-        return speed[0]["median"] / max(other["median"] for other in speed[1:]) if len(speed) > len(others) else None
+        there = (kind, size, ours) in found and len(speed) > 1  # not all of the others, with --ways
+        return speed[0]["median"] / max(other["median"] for other in speed[1:]) if there else None
 
     rows = [
         (f"{way} over plain decoding, {kind}, batch {size}", at_least, ratio(kind, size, way, "generate"))
