@@ -62,6 +62,15 @@ def test_heads_of_another_model_are_refused_before_any_forward(changes, message,
     assert forwards == []
 
 
+def test_a_model_whose_layers_cannot_be_found_is_refused_before_any_forward(target, monkeypatch):
+    other = enable_speculation(tiny_model("llama", eos_token_id=None))
+    other.model.layers = torch.nn.Sequential(*other.model.layers)
+    forwards = counting(other, monkeypatch)
+    with pytest.raises(ValueError, match="its decoder has 0 lists of 2 layers"):
+        other.generate(torch.tensor([[5, 6]]), max_new_tokens=4, assistant_model=EagleHead.for_model(target, 128))
+    assert forwards == []
+
+
 def rewrite(folder, **changes):
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps({**config, **changes}))

@@ -43,23 +43,16 @@ def test_tokens_are_those_of_one_forward(name, monkeypatch):
     assert shapes == 2 * ([(6, 40)] if drops_tokens else apart)
 
 
-def test_prompts_of_nearly_equal_length_are_run_at_once(monkeypatch):
-    model, batch = enable_speculation(tiny_model("llama")), left_padded_batch((40, 39, 40, 38))
+@pytest.mark.parametrize(("lengths", "hole"), [((40, 39, 40, 38), False), (LENGTHS, True)])
+def test_what_has_little_padding_or_a_mask_with_holes_is_run_at_once(lengths, hole, monkeypatch):
+    model, batch = enable_speculation(tiny_model("llama")), left_padded_batch(lengths)
     model.set_attn_implementation("flash_paged")
+    if hole:
+        batch["attention_mask"][:, 36] = 0
     monkeypatch.setattr(ragged_model, "TOGETHER", 41)
     shapes = noting_prefills(model, monkeypatch)
     model.generate(**batch, max_new_tokens=4)
-    assert shapes == [(4, 40)]
-
-
-def test_a_mask_with_holes_is_run_as_it_is(monkeypatch):
-    model, batch = enable_speculation(tiny_model("llama")), left_padded_batch(LENGTHS)
-    model.set_attn_implementation("flash_paged")
-    batch["attention_mask"][:, 36] = 0
-    monkeypatch.setattr(ragged_model, "TOGETHER", 41)
-    shapes = noting_prefills(model, monkeypatch)
-    model.generate(**batch, max_new_tokens=4)
-    assert shapes == [(6, 40)]
+    assert shapes == [(len(lengths), 40)]
 
 
 def test_hidden_states_stand_where_the_prompts_do(monkeypatch):

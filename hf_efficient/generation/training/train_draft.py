@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from hf_efficient.generation.decoder_layers import decoder_layers
 from hf_efficient.generation.drafters.draft_heads import KINDS, DraftHeads, class_of
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.training.distill import ROWS, distill, measure, step_seconds
@@ -83,6 +84,7 @@ def train_draft(
     if prompts is not None and not prompts:
         raise ValueError("prompts is empty: give at least one, or None for the default prompts")
     RaggedModel.check(model, batch_size, "model")
+    decoder_layers(model)  # what training records of them
     output = Path(output)
     if output.is_file():
         raise ValueError(f"output={str(output)!r} is a file: give a folder")
