@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from hf_efficient.generation.adaptive_length import FREE_RECORDINGS, AdaptiveLength, Seconds
+from hf_efficient.generation.adaptive_length import AdaptiveLength
 from hf_efficient.generation.drafters.base import Proposal
+from hf_efficient.generation.measured_seconds import FREE_RECORDINGS, Seconds
 
 
 def forward(tokens: int) -> float:
@@ -182,14 +183,17 @@ def test_cheap_drafts_that_do_not_pay_are_made_now_and_then_in_a_batch(rows, sha
             proposal = length.cut(proposal)
         width = 0 if proposal is None else proposal.width
         made.append(chosen > 0)
-        length.learn(proposal, [0] * rows, [width] * rows, 1e-6 * chosen, forward(rows * (width + 1)))
+        length.learn(proposal, [0] * rows, [width] * rows, 0.0186, forward(rows * (width + 1)))
     assert abs(sum(made[20:]) / 180 - share) < 0.05
     sure = torch.full((rows, 4), 0.99)
     proposal = Proposal(torch.zeros(rows, 4).long(), torch.full((rows,), 4), confidence=sure)
     while not length.choose([4] * rows):
         pass
     length.calibration = 1.0
-    assert length.cut(proposal).width == 4 and length.choose([4] * rows), "and at once again where they pay"
+    proposal = length.cut(proposal)
+    assert proposal.width == 4
+    length.learn(proposal, [4] * rows, [4] * rows, 0.0186, forward(rows * 5))
+    assert all(length.choose([4] * rows) for _ in range(8)), "and at once again where they pay"
 
 
 class Draft:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_efficient.generation.drafters.base import Proposal
-from hf_efficient.generation.verification import _argmax, _draw, verify
+from hf_efficient.generation.verification import largest, _draw, verify
 
 
 def chi_square_excess(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -43,16 +43,16 @@ def test_the_largest_score_is_the_first(vocabulary):
     scores = torch.randint(-3, 4, (3, 5, vocabulary)).float()
     scores[0, 0] = float("-inf")
     scores[1, 2, vocabulary // 2 :: 7] = float("nan")
-    assert torch.equal(_argmax(scores), scores.argmax(-1))
+    assert torch.equal(largest(scores), scores.argmax(-1))
     scores = scores.bfloat16()
-    assert torch.equal(_argmax(scores), scores.argmax(-1)) and torch.equal(
-        _argmax(-scores.abs()), (-scores.abs()).argmax(-1)
+    assert torch.equal(largest(scores), scores.argmax(-1)) and torch.equal(
+        largest(-scores.abs()), (-scores.abs()).argmax(-1)
     )
     ordered = torch.arange(-32768, 32768).to(torch.int16).view(torch.bfloat16)
     ordered = (
         ordered[~ordered.isnan() & (ordered != 0)].repeat(2)[torch.randperm(2 * 65022)][:vocabulary].expand(3, 5, -1)
     )
-    assert torch.equal(_argmax(ordered), ordered.float().argmax(-1)), "every number there is, one at a time or twice"
+    assert torch.equal(largest(ordered), ordered.float().argmax(-1)), "every number there is, one at a time or twice"
 
 
 @pytest.mark.parametrize("vocabulary", (1, 3, 256, 257, 5000))

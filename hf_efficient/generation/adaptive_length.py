@@ -1,79 +1,33 @@
 """How many tokens to draft, so that speculation pays: from what was accepted and from measured seconds."""
 
-import weakref
-from bisect import bisect_left, insort
-from collections import defaultdict, deque
 from collections.abc import Callable
-from itertools import accumulate
 
 from hf_efficient.generation.drafters.base import Proposal
+from hf_efficient.generation.measured_seconds import OfDrafter, OfModel, known_of
 
 
-DECAY, FADE = 0.9, 0.97  # weight of what is known of a row's acceptance after a step with a draft, and without one
-GUESS, PRIOR = 0.7, 2.0  # the acceptance at first, and the tokens it counts for
+# Weight of what is known of a row's acceptance after a step with a draft, and after one without, of which so many count.
+DECAY, FADE, MOST_FADED = 0.9, 0.97, 16
+PRIOR = 2.0  # tokens that what was known before counts for
 CHEAP = 0.03  # of a forward: a draft that costs less is made in every step,
-LOOK, MANY = (
-    4,
-    4,
-)  # but in every fourth one while drafts do not pay in a batch of so many rows, which seldom pay at once
+MANY, LOOKING = 4, 0.004  # but while drafts do not pay in a batch of so many rows, for that share of the seconds of all forwards
 # Of the seconds of a plain forward of a batch: what its slowest row takes anyway. Rows that are ahead should not draft more than
 # they are sure of, as they will end before it.
 SUNK = 0.3
 FIRST_PAUSE, LONGEST_PAUSE = 8, 1024  # plain steps between two trials of a drafter that does not pay, over runs
+SOONER = 8  # so many times sooner comes the next trial after one in which all was right
 # Recordings have to pay in what is left of the call, but for the first ones of a model, and for those that take no more than
 # this share of the seconds of all its forwards: they pay in later calls.
-FREE_RECORDINGS, INVESTED = 3, 0.03
-
-
-class Seconds:
-    """Measured times by size: the lower quartile of the last few of each size (what else the machine does only adds) and no more
-    than that of any larger size, lines between sizes, and beyond the largest size no more than there, so that larger ones are
-    tried.
-
-    Attributes:
-        free, credit: so many recordings, and seconds of them, need not pay in the same call.
-        rests: draft -> rows -> pause between its trials, and steps of it that are left, when its last run ended."""
-
-    def __init__(self):
-        self.free, self.credit = FREE_RECORDINGS, 0.0
-        self.rests = weakref.WeakKeyDictionary()
-        self._measured: dict[int, deque] = defaultdict(lambda: deque(maxlen=7))
-        self._sizes: list[int] = []
-        self._least: list[float] = []  # of each of `_sizes`
-
-    def add(self, size: int, seconds: float) -> None:
-        if size not in self._measured:
-            insort(self._sizes, size)
-        self._measured[size].append(seconds)
-        quartiles = [sorted(self._measured[each])[(len(self._measured[each]) - 1) // 4] for each in self._sizes]
-        self._least = list(accumulate(reversed(quartiles), min))[::-1]
-
-    @property
-    def largest(self) -> int:
-        """The largest size measured, 0 for none."""
-        return self._sizes[-1] if self._sizes else 0
-
-    def at(self, size: int) -> float:
-        """0.0 while nothing is known."""
-        if not self._sizes:
-            return 0.0
-        after = bisect_left(self._sizes, size)
-        if after == len(self._sizes) or after == 0 or self._sizes[after] == size:
-            return self._least[min(after, len(self._sizes) - 1)]
-        low, high = self._sizes[after - 1], self._sizes[after]
-        share = (size - low) / (high - low)
-        return self._least[after - 1] + share * (self._least[after] - self._least[after - 1])
-
-
-_forward_seconds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> Seconds by rows * columns
+INVESTED = 0.03
 
 
 class AdaptiveLength:
     """Chooses, step by step, how deep to draft and how much of a proposal to verify: what gives most tokens a second.
 
-    The seconds of a forward by its number of tokens are kept with the model, over runs. Where a row's next token is drawn
-    from what a drawn draft leaves over, the draft's length changes which numbers are drawn, so it must not depend on a
-    clock: then `timed=False`, and every forward counts as one, a drafted token as `draft_cost` of one.
+    What is known of the model and the drafter stays from run to run: a drafter that did not pay on as many rows goes on
+    resting. Where a row's next token is drawn from what a drawn draft leaves over, the draft's length changes which numbers
+    are drawn, so it must not depend on a clock or on earlier runs: then `timed=False`, and every forward counts as one, a
+    drafted token as `draft_cost` of one.
 
     Args:
         model: the target.
@@ -82,7 +36,7 @@ class AdaptiveLength:
         draft_cost: seconds of drafting one token by those of a forward, where nothing is measured.
         padded: how many columns a forward of so many rows and columns computes.
         recording: seconds that the next forward of so many rows and columns takes to be recorded.
-        draft: what drafts: where it did not pay in its last run of as many rows, it goes on resting.
+        draft: what is known of the drafter is kept with this.
     """
 
     def __init__(
@@ -99,30 +53,52 @@ class AdaptiveLength:
         self.depth, self.timed, self.draft_cost = depth, timed, draft_cost
         self.padded, self.recording = padded, recording
         self.growing, self.left = rows, 1  # rows that have not ended, tokens that the longest may still get
-        self.forward = _forward_seconds.setdefault(model, Seconds()) if timed else Seconds()
-        self.drafting = Seconds()
+        self.known = known_of(model) if timed else OfModel()
+        self.forward = self.known.forward
+        self._of_drafter = {} if draft is None else self.known.drafters.setdefault(draft, {})
+        self.drafter = self._of_drafter.setdefault(rows, OfDrafter())
         self.kept, self.tried = [0.0] * rows, [0.0] * rows  # of the drafts that had only right ones before them
         self.calibration = 1.0  # accepted tokens by those that the drafter's confidence promised
-        self.tells_itself = False  # whether the drafter says how sure it is
-        rests = {} if draft is None or not timed else self.forward.rests.setdefault(draft, {})
-        self.pause, self.waiting = rests.get(rows, (0, 0))
-        self.rests, self.rows = rests, rows
+        self.begun, self.starting = False, 0.0  # whether there was a draft, and the seconds of reading the prompts before it
+        self.asked, self.on_trial = 0, False  # how deep to draft now, and only to see what it is worth
+        self.out = False
         self.usual, self.promise = 0.0, 0.0  # tokens that drafts promise a step: lately, and in this step
+
+    @property
+    def tells_itself(self) -> bool:
+        """Whether the drafter says how sure it is."""
+        return self.drafter.tells_itself
+
+    def sits_out(self, steps: int) -> bool:
+        """Whether the drafter, which rests for more steps than the run has, need not read the prompts: then no draft is made."""
+        self.out = self.timed and self.drafter.waiting > steps and not self._is_cheap(1)
+        return self.out
 
     def choose(self, limits: list[int]) -> int:
         """How deep to draft now, 0 for a plain step."""
+        self.asked = self._depth(limits)
+        return self.asked
+
+    def _depth(self, limits: list[int]) -> int:
         rows, deepest = len(limits), min(self.depth, max(limits))
         self.growing, self.left = max(1, sum(limit > 0 for limit in limits)), max(limits) + 1
-        self.promise = 0.0
+        self.promise, self.on_trial = 0.0, False
         if deepest == 0 or (self.timed and not self.forward.largest):
             return 0  # the first step shows what a plain one costs
-        if self.tells_itself and self.drafting.at(deepest) < CHEAP * self.forward.at(rows):
-            if rows < MANY or self.waiting == 0 or self.waiting % LOOK == 1:  # 1: the step of a trial
-                return deepest  # and `cut` decides
-            self.waiting -= 1
+        cheap, rests = self._is_cheap(deepest), self.drafter.waiting > 1
+        if rests:
+            self.drafter.waiting -= 1
+            if not cheap or self.out or (rows >= MANY and self.drafter.waiting % self._looks_every(deepest)):
+                return 0
+        if self.out:
             return 0
+        if cheap:
+            return deepest  # and `cut` decides
+        if self.drafter.waiting:  # after a rest what was seen before it counts less
+            fade = FADE ** min(self.drafter.pause, MOST_FADED)
+            self.kept, self.tried = ([fade * x for x in counts] for counts in (self.kept, self.tried))
         deepest = min(deepest, self.widest(rows))
-        all_rows = (sum(self.kept) + GUESS * PRIOR) / (sum(self.tried) + PRIOR)
+        all_rows = self._acceptance()
         gains = [0.0] * deepest
         for kept, tried, limit in zip(self.kept, self.tried, limits):
             acceptance, reached = (kept + all_rows * PRIOR) / (tried + PRIOR), 1.0
@@ -134,7 +110,7 @@ class AdaptiveLength:
     def cut(self, proposal: Proposal) -> Proposal | None:
         """As much of the proposal as pays; None for a plain step."""
         # cutting drawn tokens by how sure the drafter is of them would change what is drawn
-        self.tells_itself = proposal.confidence is not None and proposal.probabilities is None
+        self.drafter.tells_itself = proposal.confidence is not None and proposal.probabilities is None
         if not self.tells_itself:
             return proposal
         rows = len(proposal.counts)
@@ -156,31 +132,46 @@ class AdaptiveLength:
         width = 0 if proposal is None else proposal.width
         if self.timed:
             tokens = self._tokens(len(accepted), width)
-            self.forward.credit += INVESTED * verify_seconds
+            self.known.credit += INVESTED * verify_seconds
             if settled:
                 self.forward.add(tokens, verify_seconds)
-            elif width and self.forward.free:
-                self.forward.free -= 1
+            elif width and self.known.free:
+                self.known.free -= 1
             elif width:
-                self.forward.credit -= max(0.0, verify_seconds - self.forward.at(tokens))
-            if width:
-                self.drafting.add(max(depths), draft_seconds)
+                self.known.credit -= max(0.0, verify_seconds - self.forward.at(tokens))
+        if self.promise:
+            self.usual = DECAY * self.usual + (1 - DECAY) * self.promise
+        drafting = self.drafter.drafting
+        if self.asked and not self.begun:  # drafters may read the prompts only then
+            self.begun = True
+            self.drafter.starting = self.starting + max(0.0, draft_seconds - drafting.at(self.asked))
+            if drafting.largest:
+                draft_seconds = drafting.at(self.asked)
+        if not width:
+            return
+        drafting.add(max(depths), draft_seconds)
         for row, (hits, depth) in enumerate(zip(accepted, depths)):
             weight = DECAY if depth else FADE
             self.kept[row] = weight * self.kept[row] + hits
             self.tried[row] = weight * self.tried[row] + min(hits + 1, depth)
-        self.usual = DECAY * self.usual + (1 - DECAY) * self.promise
-        if self.tells_itself and width:
+        if not self.on_trial:
+            self.drafter.pause = self.drafter.waiting = 0
+        elif accepted == depths:
+            self.drafter.waiting = max(1, self.drafter.waiting // SOONER)
+        if self.tells_itself:
             promised = sum(_promised(proposal))
             ratio = min((sum(accepted) + 0.5) / (promised + 0.5), 2.0)
             self.calibration = DECAY * self.calibration + (1 - DECAY) * ratio
 
     def end(self) -> None:
         """After the last step."""
-        self.rests[self.rows] = self.pause, self.waiting
+        self.drafter.acceptance = self._acceptance()
 
     def select(self, rows: list[int]) -> None:
+        self.end()
         self.kept, self.tried = [self.kept[row] for row in rows], [self.tried[row] for row in rows]
+        before, self.drafter = self.drafter, self._of_drafter.setdefault(len(rows), OfDrafter())
+        self.drafter.tells_itself = before.tells_itself
 
     def widest(self, rows: int) -> int:
         """So many drafts a row are tried at most: with the token before them twice the columns that have been measured."""
@@ -200,14 +191,25 @@ class AdaptiveLength:
             rate = (self.growing + total) / (self._seconds(rows, width, total, drafts) - sunk)
             if rate > best_rate:
                 best, best_rate = width, rate
-        if best:
-            self.pause = self.waiting = 0
-        elif self.waiting == 0:
-            self.pause = self.waiting = min(max(FIRST_PAUSE, 2 * self.pause), LONGEST_PAUSE)
-        else:
-            self.waiting -= 1
-            best = int(self.waiting == 0 and not self._to_be_paid(rows, 1))  # a trial
-        return best
+        if best or self.on_trial:
+            self.on_trial = not best
+            return best or 1
+        drafter = self.drafter
+        if drafter.waiting <= 1:
+            self.on_trial = drafter.waiting == 1 and not self._to_be_paid(rows, 1)
+            drafter.pause = drafter.waiting = min(max(FIRST_PAUSE, 2 * drafter.pause), LONGEST_PAUSE)
+        return int(self.on_trial)
+
+    def _acceptance(self) -> float:
+        """Of all rows."""
+        return (sum(self.kept) + self.drafter.acceptance * PRIOR) / (sum(self.tried) + PRIOR)
+
+    def _is_cheap(self, depth: int) -> bool:
+        return self.tells_itself and self.drafter.drafting.at(depth) < CHEAP * self.forward.at(len(self.kept))
+
+    def _looks_every(self, depth: int) -> int:
+        """Steps."""
+        return max(1, round(self.drafter.drafting.at(depth) / (LOOKING * self.forward.at(len(self.kept)))))
 
     def _tokens(self, rows: int, width: int) -> int:
         """What a forward of `width` drafts a row computes."""
@@ -216,7 +218,7 @@ class AdaptiveLength:
     def _to_be_paid(self, rows: int, width: int) -> float:
         """Seconds of recording a forward of `width` drafts a row that what is left of this call has to win."""
         seconds = self.recording(rows, width + 1) if self.timed else 0.0
-        return 0.0 if self.forward.free or seconds <= self.forward.credit else seconds
+        return 0.0 if self.known.free or seconds <= self.known.credit else seconds
 
     def _seconds(self, rows: int, width: int, gain: float, drafts: bool) -> float:
         """Of a step that verifies `width` drafts a row, `gain` of which are right in all rows together."""
@@ -225,8 +227,12 @@ class AdaptiveLength:
         steps = self.left * self.growing / (self.growing + gain)
         if gain:  # as many as promise so much
             steps = max(1.0, steps * min(1.0, self.usual / self.promise))
-        drafting = self.drafting.at(width) if drafts and width else 0.0
-        return self.forward.at(self._tokens(rows, width)) + drafting + self._to_be_paid(rows, width) / steps
+        seconds = self._to_be_paid(rows, width) if width else 0.0
+        if drafts and width:
+            drafting, seconds = self.drafter.drafting.at(width), seconds + (0.0 if self.begun else self.drafter.starting)
+        else:
+            drafting = 0.0
+        return self.forward.at(self._tokens(rows, width)) + drafting + seconds / steps
 
 
 def _promised(proposal: Proposal) -> list[float]:

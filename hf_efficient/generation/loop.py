@@ -23,7 +23,7 @@ class SpeculativeLoop:
     Args:
         target: its cache holds the prompts.
         drafter: None decodes token by token.
-        draft: what the drafter was made of.
+        draft: what is known of the drafter is kept with this.
         sequences: holds the prompts, no token generated yet.
         do_sample, acceptance: as in `verify`.
         adaptive: how many tokens are drafted follows from what pays; else always as many as the drafter may.
@@ -70,7 +70,8 @@ class SpeculativeLoop:
         prompt_hidden = target.hidden
         if self._step(logits[:, None].to(sequences.device), None):
             if drafter is not None and drafter.reads_hidden:
-                self._begin(prompt_hidden[self._rows])
+                if self.length is None or not self.length.sits_out(max(sequences.limits)):
+                    self._begin(prompt_hidden[self._rows])
             self._spend("draft")
             self.seconds = dict.fromkeys(self.seconds, 0.0)  # the first token is the prompt's
             while True:
@@ -86,6 +87,8 @@ class SpeculativeLoop:
     def _begin(self, hidden: torch.Tensor | None = None) -> None:
         self.drafter.begin(self.sequences, hidden)
         self._begun = True
+        if self.length is not None:
+            self.length.starting = self._spend("draft")
 
     def _propose(self) -> Proposal | None:
         sequences, drafter, limits, nodes = self.sequences, self.drafter, self.sequences.limits, MAX_NODES
@@ -98,7 +101,6 @@ class SpeculativeLoop:
                 nodes = min(nodes, self.length.widest(len(limits)))
         if any(limits) and not self._begun:
             self._begin()
-            self._spend("draft")
         proposal = drafter.propose(limits, nodes) if any(limits) else None
         if proposal is not None and proposal.parents is not None:
             # processors that read ids want those before every node, which stand in a row for one path only

@@ -89,6 +89,7 @@ class Sequences:
         self.tokens = input_ids
         self.live = list(range(self.batch_size))
         self.generated = [0] * self.batch_size
+        self.newest = self.tokens[:, self.prompt_length - 1].tolist()  # the last token of each row
         self.stopped_at: list[int | None] = [None] * self.batch_size  # length at which a row stopped
         self._index = torch.arange(self.batch_size, device=self.device)  # `live` on the device
 
@@ -134,6 +135,8 @@ class Sequences:
         """The last `width` tokens of each live row, int64 [rows, width]."""
         if (length := self._whole()) is not None:
             return self.tokens[:, length - width : length]
+        if width == 1 and self.device.type == "cpu":  # in Python: of so few numbers operators take longer
+            return torch.tensor([[self.newest[b]] for b in self.live])
         lengths = torch.tensor(self.lengths, device=self.device)
         return self.tokens[self._index[:, None], lengths[:, None] + torch.arange(-width, 0, device=self.device)]
 
@@ -157,15 +160,20 @@ class Sequences:
 
     def write(self, tokens: torch.Tensor, offset: int = 0) -> None:
         """Puts `tokens` [rows, width] after each live row's last token (`offset` columns later), without counting them."""
-        needed = max(self.lengths) + offset + tokens.shape[1]
-        if needed > self.tokens.shape[1]:
-            self.tokens = pad(self.tokens, (0, max(needed - self.tokens.shape[1], 64)), value=self.padding)
+        needed = self._reserve(offset + tokens.shape[1])
         if (length := self._whole()) is not None:
             self.tokens[:, length + offset : needed] = tokens
             return
         starts = torch.tensor(self.lengths, device=self.device) + offset
         columns = starts[:, None] + torch.arange(tokens.shape[1], device=self.device)
         self.tokens[self._index[:, None], columns] = tokens
+
+    def _reserve(self, columns: int) -> int:
+        """Makes room for so many columns after the longest row. Returns the columns that these need."""
+        needed = max(self.lengths) + columns
+        if needed > self.tokens.shape[1]:
+            self.tokens = pad(self.tokens, (0, max(needed - self.tokens.shape[1], 64)), value=self.padding)
+        return needed
 
     @property
     def are_bare(self) -> bool:
@@ -225,13 +233,21 @@ class Sequences:
         if self.criteria:
             self.write(tokens)
             self._apply_criteria(kept)
-        if min(kept) < width:
-            keep = torch.tensor(kept, device=self.device)[:, None]
-            tokens = torch.where(torch.arange(width, device=self.device) < keep, tokens, self.padding)
-        self.write(tokens)
-        for b, count in zip(self.live, kept):
-            self.generated[b] += count
         new = [row[2 : 2 + count] for row, count in zip(host, kept)]
+        if self.device.type == "cpu":
+            self._reserve(width)
+            whole = self.tokens.numpy()
+            for b, length, some in zip(self.live, self.lengths, new):
+                whole[b, length : length + width] = some + [self.padding] * (width - len(some))
+        else:
+            if min(kept) < width:
+                keep = torch.tensor(kept, device=self.device)[:, None]
+                tokens = torch.where(torch.arange(width, device=self.device) < keep, tokens, self.padding)
+            self.write(tokens)
+        for b, some in zip(self.live, new):
+            if some:
+                self.generated[b] += len(some)
+                self.newest[b] = some[-1]
         return new, [min(row[0], count) for row, count in zip(host, kept)], [row[1] for row in host]
 
     def unfinished(self, b: int) -> bool:

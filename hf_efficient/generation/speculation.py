@@ -47,6 +47,11 @@ class Speculation:
         fixed = self.model is not None and self.model.generation_config.num_assistant_tokens_schedule == "constant"
         return self.adaptive and not fixed
 
+    @property
+    def remembered_by(self):
+        """As in `Drafter`."""
+        return self.draft.remembered_by if self.model is None else self.model
+
     def drafter(self, tokenizers) -> Drafter:
         """tokenizers: the target's and the draft model's, or None."""
         return self.draft if self.model is None else drafter_of(self.model, tokenizers)

@@ -239,7 +239,7 @@ def _run(
     loop = SpeculativeLoop(
         target,
         drafter,
-        None if speculation is None else speculation.draft,
+        None if speculation is None else speculation.remembered_by,
         sequences,
         generation_config.do_sample,
         None if speculation is None else speculation.acceptance,

@@ -75,7 +75,7 @@ def verify(
             make its draws the same whatever was drafted. None: from torch's generator.
     """
     if proposal is None:
-        tokens = _draw(scores.softmax(-1), uniforms) if do_sample else _argmax(scores)
+        tokens = _draw(scores.softmax(-1), uniforms) if do_sample else largest(scores)
         none = torch.zeros_like(tokens[:, 0])
         return Verified(tokens[:, :1], none, tokens[:, :0])
     tokens, parents, width = proposal.tokens, proposal.parents, proposal.width
@@ -85,7 +85,7 @@ def verify(
         return _typical(scores, proposal, real, do_sample, acceptance, uniforms)
     if do_sample and proposal.probabilities is not None:
         return _rejection(scores.softmax(-1), proposal, real)
-    choice = _draw(scores.softmax(-1), uniforms) if do_sample else _argmax(scores)
+    choice = _draw(scores.softmax(-1), uniforms) if do_sample else largest(scores)
     if parents is None:
         accepted = ((tokens == choice[:, :width]) & real).cumprod(1).sum(1)
         return Verified(choice, accepted, order.expand(len(tokens), -1))  # a kept draft is the choice itself
@@ -125,7 +125,7 @@ def _finish(tokens: torch.Tensor, kept: torch.Tensor, following: torch.Tensor) -
 def _typical(scores, proposal: Proposal, real, do_sample: bool, acceptance, uniforms) -> Verified:
     tokens, width = proposal.tokens, proposal.width
     target = scores.softmax(-1)
-    following = _draw(target, uniforms) if do_sample else _argmax(scores)
+    following = _draw(target, uniforms) if do_sample else largest(scores)
     parents = proposal.parents
     if parents is None:
         parents = torch.arange(-1, width - 1, device=tokens.device).expand(len(tokens), -1)
@@ -162,7 +162,7 @@ def _rejection(target: torch.Tensor, proposal: Proposal, real: torch.Tensor) -> 
     return _finish(tokens, kept, own.expand(-1, proposal.width + 1))
 
 
-def _argmax(scores: torch.Tensor) -> torch.Tensor:
+def largest(scores: torch.Tensor) -> torch.Tensor:
     """`scores.argmax(-1)`; on a CPU numpy's, which takes a tenth of the time (the first of equals, or of NaNs, as
     torch's; but in bfloat16 a NaN with its sign set is not seen where others are above 0)."""
     if scores.device.type != "cpu" or scores.dtype not in (torch.float32, torch.bfloat16):

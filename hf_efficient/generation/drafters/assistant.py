@@ -10,6 +10,7 @@ from hf_efficient.generation.drafters.draft_heads import best_first
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.token_tree import ancestors
+from hf_efficient.generation.verification import largest
 
 
 _BEAM = 4  # nodes of a tree continued at each depth
@@ -113,7 +114,7 @@ class AssistantDrafter(Drafter):
                 token = torch.multinomial(distribution, 1)
                 distributions.append(distribution)
             else:
-                token = scores.argmax(-1, keepdim=True)
+                token = largest(scores)[:, None]
             tokens.append(token)
             chances.append((scores.gather(1, token)[:, 0] - scores.logsumexp(-1)).exp())
             counts += confident & (limit > step)

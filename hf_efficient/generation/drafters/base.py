@@ -88,6 +88,11 @@ class Drafter(ABC):
     reads_layers: tuple[int, ...] = ()
     reads_logits = False
 
+    @property
+    def remembered_by(self):
+        """What is known of its seconds and of how often it is right stays with this from run to run."""
+        return self
+
     def check(self, model) -> None:  # noqa: B027
         """Raises ValueError when this drafter cannot draft for `model`, before anything is computed."""
 

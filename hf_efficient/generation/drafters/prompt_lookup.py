@@ -42,8 +42,14 @@ class PromptLookup(Drafter):
         self.max_tokens, self.max_ngram = num_tokens, max_ngram
         self.right = [rate * _RATES_WEIGH for rate in _RATES]
         self.matches = [_RATES_WEIGH] * len(_RATES)
+        self.rows, self._new = [], []  # and what was accepted since they were read
+
+    @property
+    def remembered_by(self):
+        return PromptLookup  # `generate(prompt_lookup_num_tokens=n)` makes one for each call
 
     def begin(self, sequences: Sequences, hidden=None) -> None:
+        self._read()
         self.device = sequences.device
         self.rows = [SuffixAutomaton() for _ in sequences.live]
         for row, tokens in zip(self.rows, sequences.token_lists()):
@@ -51,6 +57,7 @@ class PromptLookup(Drafter):
                 row.append(token)
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
+        self._read()
         nodes = min(nodes, self.max_tokens)
         return proposal_of([self._guess(row, limit, nodes) for row, limit in zip(self.rows, limits)], self.device)
 
@@ -84,13 +91,18 @@ class PromptLookup(Drafter):
             confidence.append(chance)
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
-        for row, new in zip(self.rows, tokens):
-            for token in new:
-                state = row.match(self.max_ngram)
-                if state:
-                    matched = row.length[state]
-                    self._learn(min(matched, self.max_ngram or matched), token in row.following[state])
-                row.append(token)
+        self._new.append(tokens)
+
+    def _read(self) -> None:
+        for tokens in self._new:
+            for row, new in zip(self.rows, tokens):
+                for token in new:
+                    state = row.match(self.max_ngram)
+                    if state:
+                        matched = row.length[state]
+                        self._learn(min(matched, self.max_ngram or matched), token in row.following[state])
+                    row.append(token)
+        self._new = []
 
     def _learn(self, matched: int, right: bool) -> None:
         bucket = _bucket(matched)
@@ -101,6 +113,7 @@ class PromptLookup(Drafter):
             self.matches[bucket] /= 2
 
     def select(self, rows: list[int]) -> None:
+        self._read()
         self.rows = [self.rows[row] for row in rows]
 
 

@@ -7,6 +7,7 @@ from hf_efficient.generation.drafters.base import Proposal
 from hf_efficient.generation.drafters.translation import Translation
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import Sequences
+from hf_efficient.generation.verification import largest
 
 
 ENOUGH = 0.5  # of the smaller vocabulary: with so many tokens in common they are drafted one by one
@@ -128,7 +129,7 @@ class TranslatedDrafter(AssistantDrafter):
                 distributions.append(log_probabilities.exp())
                 token = torch.multinomial(distributions[-1], 1)
             else:
-                token = scores.argmax(-1, keepdim=True)
+                token = largest(scores)[:, None]
             going = going & possible
             tokens.append(token)
             counts += going
