@@ -18,7 +18,7 @@ BEFORE_RECORDING = 2  # forwards of a model that run as they are: recording cost
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 FEWEST = 4
 MOST_TOKENS = 128  # of all rows: beyond, a forward takes so long that what is saved does not show
-MOST_KEPT = 640  # tokens of all recordings: what they compute lies in memory, 1.5 MB a token of SmolLM2
+MOST_KEPT = 256 << 20  # bytes of the results of all recordings: 0.2 MB a token of SmolLM2
 
 
 class TapedForward:
@@ -106,7 +106,7 @@ class TapedForward:
 
     def _keep(self, kind: tuple[int, int], recorded: tuple) -> None:
         self._tapes[kind] = recorded
-        while sum(rows * width for rows, width in self._tapes) > MOST_KEPT:
+        while len(self._tapes) > 1 and sum(tape.nbytes for *_, tape in self._tapes.values()) > MOST_KEPT:
             del self._tapes[next(iter(self._tapes))]
 
     def _places(self) -> list[int]:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from hf_efficient.kernels import attention_cpu_compiled as pages
-from hf_efficient.kernels import contextual_mlp, cpu_build, cpu_linear, cpu_sparse, tape_fusion
+from hf_efficient.kernels import contextual_mlp, cpu_build, cpu_linear, cpu_sparse, tape_fusion, tape_memory
 from hf_efficient.kernels.tape_fusion import OPS, Instruction, Operand
 
 
@@ -88,7 +88,7 @@ def as_one_step(function, *inputs: torch.Tensor) -> torch.Tensor:
 
 class Tape(TorchDispatchMode):
     """Runs `forward()` and records it; `replay()` does the same again on what its input tensors hold then, and its outputs
-    lie in the same tensors (`output`).
+    lie in the same tensors (`output`). nbytes: of the results that stay in memory.
 
     Raises NotReplayable where the forward reads numbers of tensors on the host or draws random ones.
     """
@@ -97,16 +97,29 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._kept, self._steps, program = [], [], []
         self._program = program  # instructions, and (what to call, the tensors it reads)
+        self._tensors = []  # all that were read or made
+        self._made, self._pinned = {}, set()  # storages of results by address, and addresses of those that have to stay there
         with torch.no_grad(), _HostReads(), self:
             self.output = forward()
-        outputs = [x for x in torch.utils._pytree.tree_leaves(self.output) if isinstance(x, torch.Tensor)]
-        for is_call, steps in itertools.groupby(
-            tape_fusion.fuse(program, outputs), lambda step: isinstance(step, tuple)
-        ):
+        outputs = _tensors_of(self.output)
+        program = tape_fusion.fuse(program, outputs)
+        self._free(program, outputs)
+        for is_call, steps in itertools.groupby(program, lambda step: isinstance(step, tuple)):
             if is_call:
                 self._steps += [call for call, _ in steps]
             else:
                 self._pack(list(steps))
+
+    def _free(self, program: list, outputs: list[torch.Tensor]) -> None:
+        """Keeps no more memory for results than a replay needs."""
+        self._pinned.update(map(_address, outputs))
+        others = {_address(x): x for x in self._tensors if _address(x) not in self._made}
+        self._tensors.clear()
+        buffer, unneeded = tape_memory.share(program, self._made, self._pinned)
+        results = [storage for address, storage in self._made.items() if address not in unneeded]
+        self._kept += [*others.values(), buffer, *results]
+        self.nbytes = sum(storage.nbytes() for storage in results) + (0 if buffer is None else buffer.nbytes)
+        self._program = self._made = None
 
     @torch.no_grad()
     def replay(self):
@@ -123,21 +136,24 @@ class Tape(TorchDispatchMode):
         if _UNREPEATABLE & set(func.tags) and not by_place:
             raise NotReplayable(f"the forward calls {func}")
         result = func(*args, **kwargs)
-        tensors = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
-        self._kept.append((args, kwargs, tensors))
+        tensors, inputs = _tensors_of(result), _tensors_of((args, kwargs))
+        self._tensors += [*inputs, *tensors]
         if not self._is_view(func, args, tensors):
+            before = set(map(_address, inputs))
+            self._made |= {_address(x): x.untyped_storage() for x in tensors if _address(x) not in before}
             instructions = self._instructions(func, args, kwargs, tensors)
-            if instructions is not None:
-                self._program += instructions
-            else:
+            if instructions is None:
                 self.add_call(self._call(func, args, kwargs, tensors), (args, kwargs))
+                self._pinned.update(map(_address, tensors))
+            else:
+                self._program += instructions
+                if instructions[-1].op == OPS["CALL"]:  # which has addresses of its own
+                    self._pinned.update(map(_address, [*inputs, *tensors]))
         return result
 
     def add_call(self, call, inputs) -> None:
         """`call()` comes next, which reads the tensors in `inputs`."""
-        tensors = (x for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor))
-        read = [x for x in tensors if x.layout is torch.strided]  # oneDNN's weights have no storage
-        self._program.append((call, read))
+        self._program.append((call, _tensors_of(inputs)))
 
     @staticmethod
     def _is_view(func, args, tensors) -> bool:
@@ -308,12 +324,23 @@ class Tape(TorchDispatchMode):
             return None
         structure, address = weight
         self._kept.append(structure)
+        self._pinned.update(_address(x) for x in tensors if x is not None)
         instruction = Instruction(OPS["LINEAR"], _sizes((x.numel() // x.shape[-1], 1)))
         instruction.a.data, instruction.a.type = x.data_ptr(), _TYPES[x.dtype]
         instruction.linear = ctypes.cast(function, ctypes.c_void_p).value
         instruction.products = [cpu_linear.Product(address, None if bias is None else bias.data_ptr(), y.data_ptr())]
         instruction.kind = x.data_ptr(), x.shape, *kind
         return instruction.noting(y, [x, *tensors, bias])
+
+
+def _tensors_of(tree) -> list[torch.Tensor]:
+    """Those with a storage, unlike oneDNN's weights."""
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return [x for x in leaves if isinstance(x, torch.Tensor) and x.layout is torch.strided]
+
+
+def _address(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _signature(func) -> list[tuple[str, str]]:

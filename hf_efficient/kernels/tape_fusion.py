@@ -101,6 +101,10 @@ def _same(*operands: Operand) -> bool:
     return len({(x.data, *x.strides, x.type) for x in operands}) == 1
 
 
+def _no_memory(operand: Operand) -> Operand:
+    return Operand(None, operand.strides, operand.type)
+
+
 def _one(op: str, last: Instruction, a: Operand, b: Operand, c: Operand, alpha: float, **found) -> Instruction:
     """In place of `last` and what led to it."""
     one = Instruction(OPS[op], last.sizes, last.y, a, b, c, alpha, **found)
@@ -136,7 +140,7 @@ def _rms_norm(steps: list) -> tuple[Instruction, int] | None:
     ):  # fmt: skip
         return None
     weight = last.b if last.a.data == middle.data else last.a
-    return _one("RMS_NORM", last, x, middle, weight, plus.beta), count
+    return _one("RMS_NORM", last, x, _no_memory(middle), weight, plus.beta), count
 
 
 def _rotary(steps: list) -> tuple[Instruction, int] | None:
@@ -172,4 +176,4 @@ def _gated(steps: list) -> tuple[Instruction, int] | None:
     activation, last = steps[:2]
     if not last.b.data or list(activation.sizes) != list(last.sizes) or not _same(activation.y, last.a):
         return None
-    return _one("GATED", last, activation.a, last.b, activation.y, activation.op), 2
+    return _one("GATED", last, activation.a, last.b, _no_memory(activation.y), activation.op), 2
