@@ -154,6 +154,23 @@ def test_dense_products(rows, columns, width, has_bias):
     assert torch.equal(torch.cat(alone), tape.replay()), "a row has the same bits alone and among others"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 5, 16, 511, 513, 3000])
+def test_where_the_largest_is(dtype, width):
+    """The first of equals, zeros of both signs among them, or of NaNs."""
+    x = torch.zeros(2, 3, width, dtype=dtype)
+    tape = Tape(lambda: x.argmax(-1))
+    assert operations(tape) == {"ARGMAX": 1}
+    few = torch.randint(-2, 3, x.shape)  # the largest comes often
+    for values in (torch.randn(x.shape), few, -few.abs() * 1.0, -few.abs() * 0.0, torch.full(x.shape, -torch.inf)):
+        x.copy_(values)
+        assert torch.equal(tape.replay(), x.argmax(-1))
+    for sign in (1.0, -1.0):
+        x.copy_(torch.where(torch.rand(x.shape) < 0.1, torch.tensor(torch.nan).copysign(torch.tensor(sign)), few))
+        assert torch.equal(tape.replay(), x.argmax(-1))
+
+
+
 def test_what_reads_numbers_is_refused():
     x = torch.randn(4)
     for forward in (

@@ -136,7 +136,8 @@ class SpeculativeLoop:
         if self.do_sample and drafter is not None:
             depth = self._tree.sum(-1) - 1 if is_tree else torch.arange(width + 1).expand(len(scores), -1)
             uniforms = sequences.uniforms(depth)
-        verified = verify(scores, proposal, self.do_sample, self.acceptance, uniforms)
+        choice = target.largest if bare else None
+        verified = verify(scores, proposal, self.do_sample, self.acceptance, uniforms, choice)
         counts = torch.zeros_like(verified.accepted) if proposal is None else proposal.counts
         collected = (scores, logits)
         if is_tree and sequences.collects:

@@ -33,9 +33,13 @@ class RaggedModel:
         hidden_of: if given, `hidden` [rows, columns, hidden size * (1 + layers)] is what the output head read in the last forward
             and, behind it, what these decoder layers (from 0) gave.
         taped: what was recorded over this cache before.
+
+    Attributes:
+        largest: int64 [rows, columns], where the logits of the last forward are largest, if it was a recorded one; else None.
     """
 
     hidden: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -181,11 +185,11 @@ class RaggedModel:
         positions = self.position + 1 + offset.clamp(max=self.max_new_tokens - 2)  # the last one is never fed
         if self.max_position is not None:
             positions = positions.clamp(max=self.max_position)
-        self._appended = width
+        self._appended, self.largest = width, None
         if self.taped is not None and not self.extra:
             outputs = self.taped(tokens, positions, None if tree is None else tree_mask(tree))
             if outputs is not None:
-                logits, self.hidden = (None if x is None else x[:, :width] for x in outputs)
+                logits, self.largest, self.hidden = (None if x is None else x[:, :width] for x in outputs)
                 filler = outputs[0].shape[1] - width
                 if filler:
                     self.cache.rewind([length - filler for length in self.cache.cache_seqlens])
@@ -207,12 +211,12 @@ class RaggedModel:
         with nullcontext() if tree is None else self.cache.token_tree(tree), self._keeping_hidden():
             return self.model(**inputs, return_dict=True).logits[:, -(keep or width) :]
 
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The forward that is recorded: logits, and `hidden`."""
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The forward that is recorded: logits, `largest` and `hidden`."""
         inputs = dict(input_ids=tokens, position_ids=positions, past_key_values=self.cache)
         with self._keeping_hidden(), _without_warnings(self.model):
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits
-        return logits, self.hidden
+        return logits, logits.argmax(-1), self.hidden
 
     @property
     def settled(self) -> bool:

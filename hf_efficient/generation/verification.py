@@ -55,6 +55,7 @@ def verify(
     do_sample: bool = False,
     acceptance: TypicalAcceptance | None = None,
     uniforms: torch.Tensor | None = None,
+    choice: torch.Tensor | None = None,
 ) -> Verified:
     """Compares drafted tokens with the target's scores and adds the target's own next token.
 
@@ -73,9 +74,11 @@ def verify(
         proposal: the drafts; None is plain decoding.
         uniforms: float64 [rows, width + 1] in [0, 1), what the target draws its tokens by; equal numbers at equal depth
             make its draws the same whatever was drafted. None: from torch's generator.
+        choice: int64 [rows, width + 1], where the scores are largest, if that is known.
     """
     if proposal is None:
-        tokens = _draw(scores.softmax(-1), uniforms) if do_sample else largest(scores)
+        tokens = _draw(scores.softmax(-1), uniforms) if do_sample else choice
+        tokens = largest(scores) if tokens is None else tokens
         none = torch.zeros_like(tokens[:, 0])
         return Verified(tokens[:, :1], none, tokens[:, :0])
     tokens, parents, width = proposal.tokens, proposal.parents, proposal.width
@@ -85,7 +88,8 @@ def verify(
         return _typical(scores, proposal, real, do_sample, acceptance, uniforms)
     if do_sample and proposal.probabilities is not None:
         return _rejection(scores.softmax(-1), proposal, real)
-    choice = _draw(scores.softmax(-1), uniforms) if do_sample else largest(scores)
+    choice = _draw(scores.softmax(-1), uniforms) if do_sample else choice
+    choice = largest(scores) if choice is None else choice
     if parents is None:
         accepted = ((tokens == choice[:, :width]) & real).cumprod(1).sum(1)
         return Verified(choice, accepted, order.expand(len(tokens), -1))  # a kept draft is the choice itself

@@ -206,6 +206,8 @@ class Tape(TorchDispatchMode):
         elif packet in (aten.mm, aten.addmm):
             bias, x, weight = (None, *args) if packet is aten.mm else args
             instruction = self._dense(y, x, weight.t(), bias) if not kwargs else None
+        elif packet is aten.argmax:
+            instruction = self._argmax(y, *args)
         elif packet is aten.cat:
             parts, dim = args[0], args[1] if len(args) > 1 else 0
             if any(part.dtype not in _TYPES or part.dim() != y.dim() for part in parts):
@@ -284,6 +286,14 @@ class Tape(TorchDispatchMode):
         y = y if keepdim else y.unsqueeze(-1)
         whole = _operand(y.expand(*y.shape[:-1], x.shape[-1]))
         return Instruction(OPS[name], _sizes(x.shape), whole, _operand(x)).noting(y, [x])
+
+    @staticmethod
+    def _argmax(y, x, dim=None, keepdim=False):
+        if dim is None or dim % x.dim() != x.dim() - 1 or x.dtype not in _TYPES:
+            return None
+        instruction = Instruction(OPS["ARGMAX"], _sizes(x.shape), a=_operand(x))
+        instruction.y.data = y.data_ptr()
+        return instruction.noting(y, [x])
 
     @staticmethod
     def _rows(y, weight, index):

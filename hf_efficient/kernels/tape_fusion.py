@@ -12,7 +12,7 @@ from hf_efficient.kernels.cpu_linear import MOST_PRODUCTS
 
 _NAMES = (
     "COPY NEG ABS RELU SILU GELU GELU_TANH TANH SIGMOID EXP SQRT RSQRT RECIPROCAL COS SIN POW ADD SUB MUL DIV MEAN SUM ROWS "
-    "LINEAR DENSE CALL RMS_NORM ROTARY GATED"
+    "LINEAR DENSE CALL RMS_NORM ROTARY GATED ARGMAX"
 ).split()
 OPS = {name: number for number, name in enumerate(_NAMES)}  # `Op` of cpu/tape.cpp
 _ACTIVATIONS = ("RELU", "SILU", "GELU", "GELU_TANH", "SIGMOID", "TANH")

@@ -12,6 +12,7 @@ enum Op : int32_t {
     DENSE,                           // y = a @ b^T + c, bfloat16: sizes 1 to 3 are rows, columns, width
     CALL,                            // of another library's function, with what `weight` points to
     RMS_NORM, ROTARY, GATED,         // of several, see tape_fusion.py
+    ARGMAX,                          // int64 y: where a is largest in its last dimension
 };
 
 struct Operand {
@@ -207,6 +208,48 @@ static void gated(const Instruction &in) {
     });
 }
 
+struct Best {
+    int32_t key;  // in the order of the numbers, NaN above all
+    int32_t place;
+    INLINE void meet(Best other) {
+        if (other.key > key || (other.key == key && other.place < place)) *this = other;
+    }
+};
+
+// Each thread goes through the same columns of all rows: those that it has written, where they come from a product.
+static void argmax(const Instruction &in) {
+    const int64_t *sizes = in.sizes, rows = sizes[0] * sizes[1] * sizes[2], parts = ceil_div(sizes[3], CHUNK);
+    Buffer buffer;
+    Best *best = buffer.get<Best>(rows * parts);
+    Ints lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = i;
+    parallel(rows * parts, [&](int64_t i, int64_t end) {
+        float x[CHUNK];
+        for (; i < end; i++) {
+            const int64_t row = i % rows, first = i / rows * CHUNK, count = std::min<int64_t>(CHUNK, sizes[3] - first);
+            const int64_t at[3] = {row / (sizes[1] * sizes[2]), row / sizes[2] % sizes[1], row % sizes[2]};
+            load_row(x, in.a, at, first, count);
+            for (int64_t j = count; j % LANES; j++) x[j] = -INFINITY;
+            Ints keys = lanes * 0 + INT32_MIN, places = lanes;
+            for (int64_t j = 0; j < count; j += LANES) {
+                const Floats values = *(const Floats *)(x + j) + 0.0f;  // -0 becomes 0
+                const Ints bits = (Ints)values, nans = (Ints)(values != values);
+                const Ints key = ((bits ^ (bits >> 31 & INT32_MAX)) & ~nans) | (nans & INT32_MAX), larger = key > keys;
+                keys = (key & larger) | (keys & ~larger);
+                places = ((lanes + (int32_t)(first + j)) & larger) | (places & ~larger);
+            }
+            Best found{keys[0], places[0]};
+            for (int lane = 1; lane < LANES; lane++) found.meet({keys[lane], places[lane]});
+            best[row * parts + i / rows] = found;
+        }
+    });
+    for (int64_t row = 0; row < rows; row++) {
+        Best found = best[row * parts];
+        for (int64_t part = 1; part < parts; part++) found.meet(best[row * parts + part]);
+        ((int64_t *)in.y.data)[row] = found.place;
+    }
+}
+
 static void rows(const Instruction &in) {
     const int64_t bytes = in.sizes[3];
     for (int64_t i = 0; i < in.sizes[2]; i++)
@@ -222,6 +265,7 @@ extern "C" int64_t hf_tape(const Instruction *in, int64_t count) {
         else if (in->op == RMS_NORM) rms_norm(*in);
         else if (in->op == ROTARY) rotary(*in);
         else if (in->op == GATED) gated(*in);
+        else if (in->op == ARGMAX) argmax(*in);
         else if (in->op == DENSE)
             dense((const uint16_t *)in->a.data, (const uint16_t *)in->b.data, (const uint16_t *)in->c.data, (uint16_t *)in->y.data,
                   in->sizes[1], in->sizes[2], in->sizes[3]);
