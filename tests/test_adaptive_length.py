@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hf_efficient.generation.adaptive_length import AdaptiveLength
+from hf_efficient.generation.adaptive_length import LONGEST_PAUSE, SOONER, AdaptiveLength
 from hf_efficient.generation.drafters.base import Proposal
 from hf_efficient.generation.measured_seconds import FREE_RECORDINGS, Seconds
 
@@ -229,3 +229,53 @@ def test_a_rest_ends_when_drafts_are_right_again():
             right += run > 2 and width == 4
         length.end()
     assert right > 300, "of 1,300 steps"
+
+
+def run(model, draft, steps, left, right=True, starting=0.0, cost=0.05):
+    """The depths of `steps` steps, each of which leaves `left` tokens. starting: seconds of reading the prompts."""
+    length, depths = AdaptiveLength(model, 1, 4, draft=draft), []
+    for _ in range(steps):
+        width = length.choose([left])
+        if width and not any(depths):
+            length.starting = starting
+        depths.append(width)
+        proposal = Proposal(torch.zeros(1, width).long(), torch.full((1,), width)) if width else None
+        length.learn(proposal, [width * right], [width], cost * width, forward(width + 1))
+    length.end()
+    return depths
+
+
+def test_reading_the_prompts_has_to_pay_in_what_is_left_of_a_run():
+    model, draft = torch.nn.Linear(1, 1), Draft()
+    assert run(model, draft, 10, left=200, starting=40.0)[-1] == 4, "nothing is known of it yet"
+    assert run(model, draft, 10, left=200, starting=40.0)[0] > 0
+    assert not any(run(model, draft, 8, left=12, starting=40.0))
+
+
+def test_what_the_first_proposal_takes_beyond_others_is_reading_the_prompts():
+    model, draft = torch.nn.Linear(1, 1), Draft()
+    run(model, draft, 10, left=200)
+    length = AdaptiveLength(model, 1, 4, draft=draft)
+    width = length.choose([200])
+    proposal = Proposal(torch.zeros(1, width).long(), torch.full((1,), width))
+    length.learn(proposal, [width], [width], 30.0, forward(width + 1))
+    assert 29.5 < length.drafter.starting < 30 and length.drafter.drafting.at(width) < 0.5
+
+
+def test_a_drafter_that_rests_for_the_whole_run_sits_it_out():
+    model, draft = torch.nn.Linear(1, 1), Draft()
+    for _ in range(4):
+        run(model, draft, 100, left=100, right=False, cost=0.5)
+    length = AdaptiveLength(model, 1, 4, draft=draft)
+    waiting = length.drafter.waiting
+    assert length.sits_out(waiting - 5) and not AdaptiveLength(model, 1, 4, draft=draft).sits_out(waiting + 5)
+    assert not any(length.choose([50]) for _ in range(waiting + 5)) and length.drafter.waiting == 1
+
+
+def test_after_a_trial_that_was_right_the_next_comes_sooner():
+    model, draft, between = torch.nn.Linear(1, 1), Draft(), []
+    for right in (False, True):
+        run(model, draft, 2000, left=300, right=False, cost=0.9)  # until pauses are longest
+        trials = [step for step, depth in enumerate(run(model, draft, 2200, 300, right, cost=0.9)) if depth]
+        between.append(trials[1] - trials[0])
+    assert between == [LONGEST_PAUSE, LONGEST_PAUSE // SOONER]

@@ -225,7 +225,7 @@ class AdaptiveLength:
         if not self.timed:
             return 1.0 + self.draft_cost * width
         steps = self.left * self.growing / (self.growing + gain)
-        if gain:  # as many as promise so much
+        if gain and not drafts:  # as many as promise so much
             steps = max(1.0, steps * min(1.0, self.usual / self.promise))
         seconds = self._to_be_paid(rows, width) if width else 0.0
         if drafts and width:
