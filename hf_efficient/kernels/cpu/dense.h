@@ -46,7 +46,7 @@ template <int M> static INLINE void dense_tile(const uint16_t *x, const uint16_t
 #pragma GCC unroll 16
         for (int j = 0; j < N; j++) {
             const uint16_t *from = w + std::min<int64_t>(j, count - 1) * width + k;
-            __builtin_prefetch(from + 4096);
+            __builtin_prefetch(from + 8192, 0, 0);
             const __m512bh weights = (__m512bh)_mm512_maskz_loadu_epi16(inside, from);
 #pragma GCC unroll 8
             for (int i = 0; i < M; i++) sums[i * N + j] = (Floats)_mm512_dpbf16_ps((__m512)sums[i * N + j], weights, values[i]);
