@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -97,19 +96,20 @@ def verify(
 
 
 def _walk(proposal: Proposal, choice: torch.Tensor) -> Verified:
-    """Follows the target's `choice` [rows, width + 1], after the root and after each node, down each tree. By numpy: of so few
-    numbers torch's operators take longer."""
-    width = proposal.width
-    numbers = torch.cat([proposal.counts[:, None], proposal.tokens, proposal.parents, choice], 1).cpu().numpy()
-    counts, tokens, parents, said = np.split(numbers, [1, 1 + width, 1 + 2 * width], 1)
-    row, at, kept = np.arange(len(tokens)), np.full(len(tokens), -1), np.zeros(tokens.shape, bool)
-    for node in range(width):  # parents stand before their children, and of siblings one at most is right
-        kept[:, node] = (parents[:, node] == at) & (tokens[:, node] == said[row, at + 1]) & (node < counts[:, 0])
-        at[kept[:, node]] = node
-    path, accepted = (~kept).argsort(1, kind="stable"), kept.sum(1)
-    found = np.pad(tokens[row[:, None], path], ((0, 0), (0, 1)))
-    found[row, accepted] = said[row, at + 1]
-    return Verified(*(torch.from_numpy(x).to(choice.device) for x in (found, accepted, path)))
+    """Follows the target's `choice` [rows, width + 1], after the root and after each node, down each tree. In Python: of so few
+    numbers operators take longer."""
+    width, found = proposal.width, []
+    for count, *row in torch.cat([proposal.counts[:, None], proposal.tokens, proposal.parents, choice], 1).tolist():
+        tokens, parents, said = row[:width], row[width : 2 * width], row[2 * width :]
+        at, path = -1, []
+        for node in range(count):  # parents stand before their children, and of siblings one at most is right
+            if parents[node] == at and tokens[node] == said[at + 1]:
+                at = node
+                path.append(node)
+        filler = [0] * (width - len(path))
+        found.append([*(tokens[node] for node in path), said[at + 1], *filler, *path, *filler, len(path)])
+    found = torch.tensor(found, device=choice.device)
+    return Verified(found[:, : width + 1], found[:, -1], found[:, width + 1 : -1])
 
 
 def _finish(tokens: torch.Tensor, kept: torch.Tensor, following: torch.Tensor) -> Verified:
