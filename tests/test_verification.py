@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_efficient.generation.drafters.base import Proposal
-from hf_efficient.generation.verification import largest, _draw, verify
+from hf_efficient.generation.verification import _draw, largest, verify
 
 
 def chi_square_excess(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
