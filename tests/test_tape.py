@@ -170,7 +170,6 @@ def test_where_the_largest_is(dtype, width):
         assert torch.equal(tape.replay(), x.argmax(-1))
 
 
-
 def test_what_reads_numbers_is_refused():
     x = torch.randn(4)
     for forward in (

@@ -10,7 +10,10 @@ from hf_efficient.generation.measured_seconds import OfDrafter, OfModel, known_o
 DECAY, FADE, MOST_FADED = 0.9, 0.97, 16
 PRIOR = 2.0  # tokens that what was known before counts for
 CHEAP = 0.03  # of a forward: a draft that costs less is made in every step,
-MANY, LOOKING = 4, 0.004  # but while drafts do not pay in a batch of so many rows, for that share of the seconds of all forwards
+MANY, LOOKING = (
+    4,
+    0.004,
+)  # but while drafts do not pay in a batch of so many rows, for that share of the seconds of all forwards
 # Of the seconds of a plain forward of a batch: what its slowest row takes anyway. Rows that are ahead should not draft more than
 # they are sure of, as they will end before it.
 SUNK = 0.3
@@ -59,7 +62,10 @@ class AdaptiveLength:
         self.drafter = self._of_drafter.setdefault(rows, OfDrafter())
         self.kept, self.tried = [0.0] * rows, [0.0] * rows  # of the drafts that had only right ones before them
         self.calibration = 1.0  # accepted tokens by those that the drafter's confidence promised
-        self.begun, self.starting = False, 0.0  # whether there was a draft, and the seconds of reading the prompts before it
+        self.begun, self.starting = (
+            False,
+            0.0,
+        )  # whether there was a draft, and the seconds of reading the prompts before it
         self.asked, self.on_trial = 0, False  # how deep to draft now, and only to see what it is worth
         self.out = False
         self.usual, self.promise = 0.0, 0.0  # tokens that drafts promise a step: lately, and in this step
@@ -229,7 +235,10 @@ class AdaptiveLength:
             steps = max(1.0, steps * min(1.0, self.usual / self.promise))
         seconds = self._to_be_paid(rows, width) if width else 0.0
         if drafts and width:
-            drafting, seconds = self.drafter.drafting.at(width), seconds + (0.0 if self.begun else self.drafter.starting)
+            drafting, seconds = (
+                self.drafter.drafting.at(width),
+                seconds + (0.0 if self.begun else self.drafter.starting),
+            )
         else:
             drafting = 0.0
         return self.forward.at(self._tokens(rows, width)) + drafting + seconds / steps

@@ -10,7 +10,9 @@ from hf_efficient.kernels.tape_fusion import OPS, Instruction
 _ALIGNMENT = 64  # bytes
 
 
-def share(program: list, made: dict[int, torch.UntypedStorage], pinned: set[int]) -> tuple[torch.Tensor | None, set[int]]:
+def share(
+    program: list, made: dict[int, torch.UntypedStorage], pinned: set[int]
+) -> tuple[torch.Tensor | None, set[int]]:
     """Moves results that instructions alone read and write into one buffer, from their first use to their last.
 
     Args:
