@@ -34,7 +34,7 @@ static INLINE Floats sums_of_lanes(const Floats (&values)[SUMS]) {
 }
 
 // y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M
-template <int M> static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16_t *bias, int64_t width, int64_t count, uint16_t *y, int64_t ld) {
+template <int M, int AHEAD> static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16_t *bias, int64_t width, int64_t count, uint16_t *y, int64_t ld) {
     constexpr int N = SUMS / M;
     Floats sums[SUMS] = {};
 #if BF16_DOT
@@ -46,7 +46,7 @@ template <int M> static INLINE void dense_tile(const uint16_t *x, const uint16_t
 #pragma GCC unroll 16
         for (int j = 0; j < N; j++) {
             const uint16_t *from = w + std::min<int64_t>(j, count - 1) * width + k;
-            __builtin_prefetch(from + 8192, 0, 0);
+            __builtin_prefetch(from + AHEAD, 0, 0);
             const __m512bh weights = (__m512bh)_mm512_maskz_loadu_epi16(inside, from);
 #pragma GCC unroll 8
             for (int i = 0; i < M; i++) sums[i * N + j] = (Floats)_mm512_dpbf16_ps((__m512)sums[i * N + j], weights, values[i]);
@@ -67,7 +67,7 @@ template <int M> static INLINE void dense_tile(const uint16_t *x, const uint16_t
 }
 
 // y [rows, columns] <- x [rows, width] @ w [columns, width]^T + bias [columns] or null, all bfloat16
-static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows, int64_t columns, int64_t width) {
+template <class Ahead> static INLINE void dense_ahead(Ahead ahead, const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows, int64_t columns, int64_t width) {
     parallel(ceil_div(columns, SUMS), [&](int64_t tile, int64_t end) {
         for (; tile < end; tile++)
             for (int64_t row = 0, left = rows; left > 0;) {
@@ -75,7 +75,7 @@ static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, ui
                     constexpr int M = decltype(m)::value, N = SUMS / M;
                     const int64_t last = std::min(columns, (tile + 1) * SUMS);
                     for (int64_t j = tile * SUMS; j < last; j += N)
-                        dense_tile<M>(x + row * width, w + j * width, bias ? bias + j : nullptr, width, std::min<int64_t>(N, last - j), y + row * columns + j, columns);
+                        dense_tile<M, decltype(ahead)::value>(x + row * width, w + j * width, bias ? bias + j : nullptr, width, std::min<int64_t>(N, last - j), y + row * columns + j, columns);
                     row += M, left -= M;
                 };
                 if (left >= 8) some(std::integral_constant<int, 8>());
@@ -84,4 +84,12 @@ static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, ui
                 else some(std::integral_constant<int, 1>());
             }
     });
+}
+
+// What is fetched ahead, in numbers, was measured: further where the rows of x take several passes.
+static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows, int64_t columns, int64_t width) {
+    auto run = [&](auto ahead) __attribute__((always_inline)) { dense_ahead(ahead, x, w, bias, y, rows, columns, width); };
+    if (rows <= 4) run(std::integral_constant<int, 2048>());
+    else if (rows <= 8) run(std::integral_constant<int, 2560>());
+    else run(std::integral_constant<int, 8192>());
 }
