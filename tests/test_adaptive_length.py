@@ -279,3 +279,12 @@ def test_after_a_trial_that_was_right_the_next_comes_sooner():
         trials = [step for step, depth in enumerate(run(model, draft, 2200, 300, right, cost=0.9)) if depth]
         between.append(trials[1] - trials[0])
     assert between == [LONGEST_PAUSE, LONGEST_PAUSE // SOONER]
+
+
+def test_reading_prompts_for_trials_takes_a_small_share():
+    """Each run that has a trial reads prompts that take 20 forwards; half of the guesses are right, and none pays."""
+    model, draft = torch.nn.Linear(1, 1), Draft()
+    for _ in range(3):
+        run(model, draft, 100, left=100, right=False, starting=20.0, cost=0.9)
+    begun = sum(any(run(model, draft, 100, 100, number % 2 > 0, starting=20.0, cost=0.9)) for number in range(80))
+    assert 2 <= begun <= 0.035 * 80 * 100 * forward(1) / 20

@@ -20,7 +20,7 @@ SUNK = 0.3
 FIRST_PAUSE, LONGEST_PAUSE = 8, 1024  # plain steps between two trials of a drafter that does not pay, over runs
 SOONER = 8  # so many times sooner comes the next trial after one in which all was right
 # Recordings have to pay in what is left of the call, but for the first ones of a model, and for those that take no more than
-# this share of the seconds of all its forwards: they pay in later calls.
+# this share of the seconds of all its forwards: they pay in later calls. Reading prompts for trials takes no more either.
 INVESTED = 0.03
 
 
@@ -171,7 +171,10 @@ class AdaptiveLength:
 
     def end(self) -> None:
         """After the last step."""
-        self.drafter.acceptance = self._acceptance()
+        drafter, plain = self.drafter, self.forward.at(len(self.kept))
+        drafter.acceptance = self._acceptance()
+        if drafter.waiting and self.begun and plain:  # the next trial takes the prompts' reading too
+            drafter.waiting = max(drafter.waiting, round(drafter.starting / (INVESTED * plain)))
 
     def select(self, rows: list[int]) -> None:
         self.end()
