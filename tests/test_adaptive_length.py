@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hf_efficient.generation.adaptive_length import LONGEST_PAUSE, SOONER, AdaptiveLength
+from hf_efficient.generation.adaptive_length import INVESTED, LONGEST_PAUSE, SOONER, AdaptiveLength
 from hf_efficient.generation.drafters.base import Proposal
 from hf_efficient.generation.measured_seconds import FREE_RECORDINGS, Seconds
 
@@ -255,11 +255,12 @@ def test_reading_the_prompts_has_to_pay_in_what_is_left_of_a_run():
 def test_what_the_first_proposal_takes_beyond_others_is_reading_the_prompts():
     model, draft = torch.nn.Linear(1, 1), Draft()
     run(model, draft, 10, left=200)
-    length = AdaptiveLength(model, 1, 4, draft=draft)
-    width = length.choose([200])
-    proposal = Proposal(torch.zeros(1, width).long(), torch.full((1,), width))
-    length.learn(proposal, [width], [width], 30.0, forward(width + 1))
-    assert 29.5 < length.drafter.starting < 30 and length.drafter.drafting.at(width) < 0.5
+    for _ in range(8):  # more than are remembered
+        length = AdaptiveLength(model, 1, 4, draft=draft)
+        width = length.choose([2000])
+        proposal = Proposal(torch.zeros(1, width).long(), torch.full((1,), width))
+        length.learn(proposal, [width], [width], 30.0, forward(width + 1))
+        assert 29.5 < length.drafter.starting < 30 and length.drafter.drafting.at(width) < 0.5
 
 
 def test_a_drafter_that_rests_for_the_whole_run_sits_it_out():
@@ -282,9 +283,9 @@ def test_after_a_trial_that_was_right_the_next_comes_sooner():
 
 
 def test_reading_prompts_for_trials_takes_a_small_share():
-    """Each run that has a trial reads prompts that take 20 forwards; half of the guesses are right, and none pays."""
+    """After a run of 100 steps the pause is 64 steps at most, and reading the prompts takes 20 forwards."""
     model, draft = torch.nn.Linear(1, 1), Draft()
-    for _ in range(3):
-        run(model, draft, 100, left=100, right=False, starting=20.0, cost=0.9)
-    begun = sum(any(run(model, draft, 100, 100, number % 2 > 0, starting=20.0, cost=0.9)) for number in range(80))
-    assert 2 <= begun <= 0.035 * 80 * 100 * forward(1) / 20
+    run(model, draft, 100, left=100, right=False, starting=20.0, cost=0.9)
+    steps = AdaptiveLength(model, 1, 4, draft=draft).drafter.waiting
+    assert 20 <= steps * INVESTED * forward(1) < 24, "and the first guesses, of which nothing was known"
+    assert not any(run(model, draft, steps - 5, left=100)) and any(run(model, draft, 10, left=100))

@@ -9,11 +9,9 @@ from hf_efficient.generation.measured_seconds import OfDrafter, OfModel, known_o
 # Weight of what is known of a row's acceptance after a step with a draft, and after one without, of which so many count.
 DECAY, FADE, MOST_FADED = 0.9, 0.97, 16
 PRIOR = 2.0  # tokens that what was known before counts for
-CHEAP = 0.03  # of a forward: a draft that costs less is made in every step,
-MANY, LOOKING = (
-    4,
-    0.004,
-)  # but while drafts do not pay in a batch of so many rows, for that share of the seconds of all forwards
+# A draft that costs less of a forward is made in every step, but while drafts do not pay in a batch of so many rows, only so
+# often that it takes that share of the seconds of all forwards.
+CHEAP, MANY, LOOKING = 0.03, 4, 0.004
 # Of the seconds of a plain forward of a batch: what its slowest row takes anyway. Rows that are ahead should not draft more than
 # they are sure of, as they will end before it.
 SUNK = 0.3
@@ -62,12 +60,10 @@ class AdaptiveLength:
         self.drafter = self._of_drafter.setdefault(rows, OfDrafter())
         self.kept, self.tried = [0.0] * rows, [0.0] * rows  # of the drafts that had only right ones before them
         self.calibration = 1.0  # accepted tokens by those that the drafter's confidence promised
-        self.begun, self.starting = (
-            False,
-            0.0,
-        )  # whether there was a draft, and the seconds of reading the prompts before it
+        self.out = False  # no draft is made in this run
+        self.begun = False  # there was a draft
+        self.starting = 0.0  # seconds of reading the prompts before it
         self.asked, self.on_trial = 0, False  # how deep to draft now, and only to see what it is worth
-        self.out = False
         self.usual, self.promise = 0.0, 0.0  # tokens that drafts promise a step: lately, and in this step
 
     @property

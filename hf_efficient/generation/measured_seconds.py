@@ -84,4 +84,5 @@ _models: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> OfM
 
 
 def known_of(model) -> OfModel:
+    """The same one as long as `model` lives."""
     return _models.setdefault(model, OfModel())

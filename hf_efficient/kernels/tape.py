@@ -98,10 +98,8 @@ class Tape(TorchDispatchMode):
         self._kept, self._steps, program = [], [], []
         self._program = program  # instructions, and (what to call, the tensors it reads)
         self._tensors = []  # all that were read or made
-        self._made, self._pinned = (
-            {},
-            set(),
-        )  # storages of results by address, and addresses of those that have to stay there
+        self._made = {}  # storages of results by address
+        self._pinned = set()  # addresses of those that have to stay there
         with torch.no_grad(), _HostReads(), self:
             self.output = forward()
         outputs = _tensors_of(self.output)

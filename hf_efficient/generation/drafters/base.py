@@ -71,7 +71,8 @@ class Drafter(ABC):
 
     The loop calls `begin` once, before it first asks for a guess (drafters that read hidden states: after the target has given
     each row its first token), and then, step by step: `propose` and `observe` (not in steps for which guessing does not pay),
-    `accept` with what was kept, and `select` when rows have left. Rows are always the live ones, in their order. One drafter serves many runs, one after the other.
+    `accept` with what was kept, and `select` when rows have left. In a run in which guessing does not pay it calls none of them.
+    Rows are always the live ones, in their order. One drafter serves many runs, one after the other.
 
     max_tokens: how many tokens deep it guesses at most.
     draws: its proposals have `probabilities`.
