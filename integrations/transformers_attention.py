@@ -1,30 +1,26 @@
 """`attn_implementation="flash_paged"` for every transformers model whose attention goes through `AttentionInterface`.
 
-Touches the insides of transformers in three places, because it has no registry for them: `_lazy_imports` resolves every
-attention name with "flash" in it, some models redirect every such name to a kernel of the Hub, and `_active_collector` knows
-whether attention weights are asked for. Continuous batching and compiling have files of their own.
+Touches the insides of transformers in four places, because it has no registry for them: `_lazy_imports` resolves every
+attention name with "flash" in it, some models redirect every such name to a kernel of the Hub, `_active_collector` knows
+whether attention weights are asked for, and the look-up of attention functions by name is wrapped for `over_pages`.
+Continuous batching and compiling have files of their own.
 """
 
 import functools
 import inspect
+import sys
 
 import torch
 
+from hf_efficient.cache.over_pages import is_over_pages
 from hf_efficient.cache.page_handle import PAGES
 from hf_efficient.integrations import transformers_compile
 from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
-from hf_efficient.kernels import attention
+from hf_efficient.integrations import transformers_masks as masks
+from hf_efficient.kernels import attention, attention_cpu
 
 
 _SUPPORTED = "transformers 5.23"
-_PLAIN_MASKS = {  # the mask patterns that a flash kernel expresses, by where transformers defines them
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay.<locals>.inner_mask",
-    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
-    "packed_sequence_mask_function.<locals>.inner_mask",
-}
-_WRAPPED_MASKS = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
 
 
 def flash_paged_attention_forward(
@@ -43,7 +39,7 @@ def flash_paged_attention_forward(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """The attention function transformers calls: query [B, Hq, S, D], key and value [B, Hk, n, D]; `attention_mask` bool
-    [B, n] or None. Returns ([B, S, Hq, Dv], None).
+    [B, n], None, or what `flash_paged_mask` made. Returns ([B, S, Hq, Dv], None).
 
     Keys marked by a `PagedCache` are read from its blocks, those of continuous batching from transformers' pages. Anything
     else goes through transformers' own handling of padding and packed sequences, which ends in the functions of
@@ -51,6 +47,7 @@ def flash_paged_attention_forward(
 
     Raises ValueError for attention weights, attention dropout and masks that are not 2-D, RuntimeError for gradients.
     """
+    attention_mask, seen = masks.columns_of(attention_mask)
     _refuse(attention_mask, dropout, kwargs)
     is_causal = module.is_causal if is_causal is None else is_causal
     query, key_, value = _same_dtype(query, key, value)
@@ -64,8 +61,13 @@ def flash_paged_attention_forward(
     if handle is not None:
         attention.check_inputs(query.transpose(1, 2), key_.transpose(1, 2), value.transpose(1, 2), dropout)
         if not handle.written:
+            if seen is not None:
+                _refuse_irregular(attention_mask, sliding_window)
             _refuse_packed(kwargs.get("position_ids"), query, handle)
         return handle.attend(query, key_, value, attention_mask, **options), None
+    if seen is not None:
+        options = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
+        return attention_cpu.attend(query, key_, value, mask=attention_cpu.additive(seen[:, 0]), **options), None
     utils, paged_attention_cache, _ = _transformers()
     if isinstance(cache, paged_attention_cache):
         output = continuous_batching.attend_pages(cache, module.layer_idx, query, key_, value, **options, **kwargs)
@@ -74,6 +76,7 @@ def flash_paged_attention_forward(
         key_, value = cache.update(key_states=key_, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     if attention_mask is not None and not is_causal and sliding_window is None:
         return _attend_all_queries(query, key_, value, attention_mask, **options), None
+    name = module.config._attn_implementation
     output = utils._flash_attention_forward(
         query.transpose(1, 2),
         key_.transpose(1, 2),
@@ -86,7 +89,7 @@ def flash_paged_attention_forward(
         sliding_window=sliding_window,
         softcap=softcap,
         s_aux=s_aux,
-        attn_implementation=module.config._attn_implementation,
+        attn_implementation=name if name in attention.ATTENTION_NAMES else attention.ATTENTION_NAMES[0],
         **kwargs,
     )
     return output, None
@@ -128,6 +131,20 @@ def _refuse(attention_mask, dropout, kwargs) -> None:
         )
 
 
+def _refuse_irregular(attention_mask, sliding_window) -> None:
+    """Pages hold tokens alone: padding in the last column has no answer there, and a window would not count it."""
+    if not bool(attention_mask[:, -1].all()):
+        reason = "the last column is padding in some rows"
+    elif sliding_window is not None:
+        reason = f"there is padding between tokens, and a window of {sliding_window} columns counts it"
+    else:
+        return
+    raise ValueError(
+        f"attention_mask: {reason}, which the pages of a PagedCache do not hold. Pad on the left alone, or use "
+        'attn_implementation="sdpa"'
+    )
+
+
 def _same_dtype(query, key, value):
     """Rotary embeddings or norms in float32 leave queries and keys in float32; the values keep the model's dtype."""
     if query.dtype == key.dtype == value.dtype:
@@ -160,47 +177,6 @@ def _transformers():
     return modeling_flash_attention_utils, PagedAttentionCache, output_capturing._active_collector
 
 
-def flash_paged_mask(*args, mask_function=None, **kwargs):
-    """transformers' 2-D mask for flash attention, for the patterns such a mask can express.
-
-    Raises ValueError for others (chunked attention, blocks of image tokens that see each other, custom masks), which
-    transformers would drop without a word.
-    """
-    from transformers.masking_utils import flash_attention_mask
-
-    if mask_function is not None:
-        if torch.compiler.is_compiling():
-            _check_traced_pattern(mask_function, **kwargs)
-        else:
-            _check_pattern(mask_function)
-    return flash_attention_mask(*args, **kwargs)
-
-
-def _check_pattern(function) -> None:
-    name = getattr(function, "__qualname__", repr(function))
-    if name in _PLAIN_MASKS:
-        return
-    if name not in _WRAPPED_MASKS:
-        raise ValueError(
-            f"the model asks for a mask pattern ({name}) that flash_paged cannot express: it does causal, "
-            'bidirectional, sliding-window and packed masks. Use attn_implementation="sdpa".'
-        )
-    for part in inspect.getclosurevars(function).nonlocals.values():
-        for inner in part if isinstance(part, tuple) else (part,):
-            if callable(inner) and not isinstance(inner, torch.Tensor):
-                _check_pattern(inner)
-
-
-def _check_traced_pattern(function, config=None, use_vmap=False, **kwargs) -> None:
-    """`_check_pattern` where torch.compile cannot look into closures: by the outermost name, the config, and `use_vmap`,
-    which transformers sets for the functions that a model adds."""
-    known = ("causal_mask_function", "bidirectional_mask_function", "and_mask")
-    if function.__name__ not in known or use_vmap or getattr(config, "attention_chunk_size", None):
-        raise ValueError(
-            f"flash_paged cannot express the mask pattern {function.__name__}: run it without torch.compile"
-        )
-
-
 def register() -> None:
     """Registers the attention under its names. Idempotent; transformers.modeling_utils must be imported or importable.
 
@@ -208,6 +184,8 @@ def register() -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers import modeling_flash_attention_utils as utils
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
     from transformers.utils import output_capturing
 
     for owner, name in (
@@ -231,15 +209,35 @@ def register() -> None:
             )
     for name in attention.ATTENTION_NAMES:
         AttentionInterface.register(name, flash_paged_attention_forward)
-        AttentionMaskInterface.register(name, flash_paged_mask)
+        AttentionMaskInterface.register(name, masks.flash_paged_mask)
     if not hasattr(utils._lazy_imports, "_hf_efficient"):
         utils._lazy_imports = _answer_for_our_names(utils._lazy_imports, utils)
     if not hasattr(PreTrainedModel._check_and_adjust_attn_implementation, "_hf_efficient"):
         PreTrainedModel._check_and_adjust_attn_implementation = _allow_our_names(
             PreTrainedModel._check_and_adjust_attn_implementation
         )
+    for interface, stock in ((AttentionInterface, sdpa_attention_forward), (AttentionMaskInterface, sdpa_mask)):
+        if "__getitem__" not in vars(interface):
+            interface.__getitem__ = _look_up_over_pages(interface.__getitem__, stock)
     continuous_batching.register()
     transformers_compile.register()
+
+
+def _look_up_over_pages(original, stock):
+    """transformers' look-up of an attention or mask function by name, which inside `over_pages` answers with ours where it
+    would answer with `stock`, its own for "sdpa": a function that a user registered under that name stays."""
+    attention_of_torch = torch.nn.functional.scaled_dot_product_attention
+
+    @functools.wraps(original)
+    def __getitem__(self, key):
+        function = original(self, key)
+        if torch.compiler.is_compiling() or function is not stock or not is_over_pages():
+            return function
+        if torch.nn.functional.scaled_dot_product_attention is not attention_of_torch:
+            return function
+        return original(self, attention.ATTENTION_NAMES[0])
+
+    return __getitem__
 
 
 def _answer_for_our_names(original, utils):
@@ -254,6 +252,16 @@ def _answer_for_our_names(original, utils):
     return _lazy_imports
 
 
+@functools.cache
+def _keeps_windows_in_masks(module: str) -> bool:
+    """Whether a modeling file (such as PhiMoE's) makes masks for a sliding window and gives its attention no window."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return False
+    return "create_sliding_window_causal_mask" in source and "sliding_window=" not in source
+
+
 def _allow_our_names(original):
     @functools.wraps(original)
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
@@ -266,6 +274,11 @@ def _allow_our_names(original):
                 f"attn_implementation={attn_implementation!r}: {type(self).__name__} does not support flash attention "
                 '(its attention cannot be replaced, or needs masks or biases that such kernels lack). Use "sdpa" or '
                 '"eager".'
+            )
+        if getattr(self.config, "sliding_window", None) and _keeps_windows_in_masks(type(self).__module__):
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r}: {type(self).__name__} puts its sliding window into masks alone, "
+                'which flash attention does not take. Use "sdpa" or "eager".'
             )
         if compatible is not None and attn_implementation not in compatible:
             if not any("attn" in name or name.startswith("flash_attention") for name in compatible):

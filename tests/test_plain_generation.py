@@ -7,8 +7,10 @@ import torch
 import transformers
 from draft_models import Recorder
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
+from transformers import modeling_utils
 
 from hf_efficient import PagedCache, enable_speculation
+from hf_efficient.cache.over_pages import over_pages
 from hf_efficient.generation import plain
 from hf_efficient.generation.taped_forward import TapedForward
 from hf_efficient.kernels.tape import interpreter
@@ -175,10 +177,21 @@ def test_calls_at_the_same_time(monkeypatch):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_one_call_ends_while_another_runs():
-    model = tiny_model("llama")
-    with plain.reading_pages(model):
-        with plain.reading_pages(model):
+def test_other_threads_and_contexts_see_no_pages():
+    """Inside `over_pages` "sdpa" is ours in this thread alone, and a function that a user registered stays."""
+    functions, seen = modeling_utils.ALL_ATTENTION_FUNCTIONS, []
+    stock = functions["sdpa"]
+    with over_pages():
+        assert functions["sdpa"] is functions["flash_paged"]
+        thread = threading.Thread(target=lambda: seen.append(functions["sdpa"]))
+        thread.start()
+        thread.join()
+        with over_pages():
             pass
-        assert model.config._attn_implementation == "flash_paged"
-    assert model.config._attn_implementation == "sdpa" and model not in plain._reading
+        assert functions["sdpa"] is functions["flash_paged"]
+        functions["sdpa"] = own = lambda *args, **kwargs: stock(*args, **kwargs)
+        try:
+            assert functions["sdpa"] is own
+        finally:
+            del functions["sdpa"]
+    assert seen == [stock] and functions["sdpa"] is stock

@@ -48,6 +48,9 @@ class CacheState:
         self.window = window
         self.peers = [self]
         self.last_layer: int | None = None  # the index of the last layer of this state
+        self.over_pages = (
+            False  # the attention reads pages though the config says "sdpa": see `OwnLoops.attend_over_pages`
+        )
         self.pool = BlockPool(block_size, num_blocks)
         # attention over compressed latents expands them after `update`, so it cannot read pages
         self.has_latents = getattr(config, "kv_lora_rank", None) is not None
@@ -85,7 +88,12 @@ class CacheState:
 
     @property
     def reads_pages(self) -> bool:
-        return self.config._attn_implementation in ATTENTION_NAMES and not self.has_latents
+        return self.attention in ATTENTION_NAMES and not self.has_latents
+
+    @property
+    def attention(self) -> str:
+        """The attention implementation of the forwards over this cache."""
+        return ATTENTION_NAMES[0] if self.over_pages else self.config._attn_implementation
 
     @property
     def lengths(self) -> list[int]:
@@ -119,7 +127,7 @@ class CacheState:
             layer = state.pending.layer.layer_idx
             state.pending = None
             raise RuntimeError(
-                f"PagedCache under attn_implementation={self.config._attn_implementation!r}: the keys that update() gave "
+                f"PagedCache under attn_implementation={self.attention!r}: the keys that update() gave "
                 f"to layer {layer} never reached that attention function (the model changed them, or ran another "
                 "attention function), so they were not stored. Call reset() on this cache and use "
                 'model.set_attn_implementation("sdpa") with it.'
@@ -143,14 +151,14 @@ class CacheState:
         if self.column_mask is not None and not bool(self.column_mask.all()):
             raise RuntimeError(
                 "PagedCache was filled by the paged attention, which stores no padding, and cannot be continued by "
-                f"attn_implementation={self.config._attn_implementation!r}, which expects it. Call reset() first, or "
+                f"attn_implementation={self.attention!r}, which expects it. Call reset() first, or "
                 "keep the implementation."
             )
         if any(len(set(state.pool.dropped)) > 1 for state in self.peers):
             raise RuntimeError(
                 "PagedCache: under the paged attention rows of unequal length dropped unequal numbers of tokens behind the "
                 f"window of some layers, and cannot be continued by attn_implementation="
-                f"{self.config._attn_implementation!r}. Call reset() first, or keep the implementation."
+                f"{self.attention!r}. Call reset() first, or keep the implementation."
             )
         self.check_batch(batch)
         return self._append([width] * batch, None, width, None, evenly=True)

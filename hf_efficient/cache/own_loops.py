@@ -6,10 +6,21 @@ from contextlib import contextmanager
 import torch
 
 from hf_efficient.cache.cache_state import PlannedForward
+from hf_efficient.cache.over_pages import over_pages
 
 
 class OwnLoops:
     """Forwards whose bookkeeping is done before, forwards of token trees, and prompts that are not all run at once."""
+
+    def attend_over_pages(self, wanted: bool = True) -> None:
+        """Forwards over this cache read its pages though the model's config says "sdpa". Run each of them inside
+        `forward_context`."""
+        for state in self.states:
+            state.over_pages = wanted
+
+    def forward_context(self):
+        """For a forward of the model over this cache: a context in which its attention is the one this cache counts on."""
+        return over_pages(self.state.over_pages)
 
     @contextmanager
     def decode_step(self, width: int = 1, tree_mask: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
@@ -35,7 +46,7 @@ class OwnLoops:
         if not state.reads_pages:
             raise RuntimeError(
                 f"decode_step() needs attn_implementation='flash_paged' and a model whose attention reads pages, not "
-                f"{state.config._attn_implementation!r}"
+                f"{state.attention!r}"
             )
         if not all(layer.is_initialized for layer in layers):
             raise RuntimeError("decode_step() continues a filled cache: run the prompt through the model first")

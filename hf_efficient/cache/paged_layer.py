@@ -4,6 +4,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_efficient.cache.cache_state import CacheState
+from hf_efficient.cache.contiguous import contiguous
 from hf_efficient.cache.device_tables import DeviceTables, to_device
 from hf_efficient.cache.evicting_store import EvictingStore
 from hf_efficient.cache.eviction.base import EvictionPolicy
@@ -44,6 +45,29 @@ class PagedLayer(CacheLayerMixin):
     @property
     def is_sliding(self) -> bool:
         return self.state.window is not None
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """A copy of all keys (see `contiguous`), made at every access; None before the first forward."""
+        return contiguous(self)[0] if self.is_initialized and self.state.pool.lengths else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """As `keys`."""
+        return contiguous(self)[1] if self.is_initialized and self.state.pool.lengths else None
+
+    @keys.setter
+    def keys(self, value) -> None:
+        self._refuse_assignment(value)
+
+    @values.setter
+    def values(self, value) -> None:
+        self._refuse_assignment(value)
+
+    @staticmethod
+    def _refuse_assignment(value) -> None:
+        if value is not None:  # transformers' base class sets None
+            raise AttributeError("PagedCache: keys and values lie in pages; use update() and rewind()")
 
     def forget(self) -> None:
         """Drops the tensors."""
@@ -92,7 +116,7 @@ class PagedLayer(CacheLayerMixin):
         if self.eviction is not None and not state.reads_pages:
             raise ValueError(
                 'PagedCache(eviction=...) needs attn_implementation="flash_paged", whose attention reads the tokens that '
-                f"are left, not {state.config._attn_implementation!r}"
+                f"are left, not {state.attention!r}"
             )
         if state.reads_pages:
             if state.planned is None and (
@@ -158,6 +182,10 @@ class PagedLayer(CacheLayerMixin):
         """Columns seen: tokens and, under the paged attention, padding. In a planned forward an int64 [] tensor, which a
         compiled graph reads anew every time."""
         state = self.state
+        if (
+            not self.is_initialized
+        ):  # also one that the model passes over, which has seen nothing in transformers' caches
+            return 0
         if state.planned is not None:
             return self.tables.columns
         return state.previous_columns if self.steps == state.steps - 1 else state.columns

@@ -69,10 +69,15 @@ def check_model(model) -> None:
         raise ValueError(f"model={name}: a PrefixCache takes models for text only")
     if getattr(decoder, "use_bidirectional_attention", None) or getattr(decoder, "is_causal", True) is False:
         raise ValueError(f"model={name}: its attention is not causal, so keys depend on the tokens that follow")
-    rope = getattr(decoder, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):
-        kind = parameters.get("rope_type", "") if isinstance(parameters, dict) else ""
+    for parameters in rope_types(decoder):
+        kind = parameters.get("rope_type", "")
         if "dynamic" in kind or kind == "longrope":
             raise ValueError(
                 f"model={name}: under rope_type={kind!r} the keys depend on the length of the whole prompt"
             )
+
+
+def rope_types(decoder) -> list[dict]:
+    """The rotary embeddings of a decoder's config: one dictionary, or one for each kind of layer besides."""
+    rope = getattr(decoder, "rope_parameters", None) or {}
+    return [parameters for parameters in (rope, *rope.values()) if isinstance(parameters, dict)]

@@ -1,13 +1,13 @@
 """Recorded forwards that outlive a `generate()` call: with the cache that they read, for the next call on the model."""
 
 import threading
-import weakref
 from typing import NamedTuple
 
 import torch
 
+from hf_efficient.cache.kv_formats import block_size_of
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.cache.prefix_key import ModelKey
+from hf_efficient.generation.model_state import ModelState
 from hf_efficient.generation.taped_forward import TapedForward
 
 
@@ -16,35 +16,40 @@ MOST = 2  # of a model: with and without what draft heads read of it
 
 
 class Kept(NamedTuple):
-    """key: `ModelKey.digest`, how the model attends and what is read of it, when the cache was made."""
+    """A cache and what was recorded over it. state: of the model when the cache was made; None where it shall not be kept.
+    hidden_of: what is read of the model besides logits (`RaggedModel`). is_recordable: whether forwards may be recorded."""
 
-    key: tuple
+    state: ModelState | None
+    hidden_of: tuple[int, ...] | None
     cache: PagedCache
     taped: TapedForward | None
+    is_recordable: bool
+
+    @classmethod
+    def of(cls, cache: PagedCache) -> "Kept":
+        """A cache over which nothing is recorded."""
+        return cls(None, None, cache, None, False)
 
 
-_kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> list of Kept, the latest last
 _lock = threading.Lock()
 
 
-def take(model, rows: int, tokens: int | None, hidden_of: tuple[int, ...] | None) -> Kept:
+def take(
+    model, rows: int, tokens: int | None, hidden_of: tuple[int, ...] | None, state: ModelState, keep=True
+) -> Kept:
     """A cache with room for `rows` rows of `tokens` tokens, and what was recorded over it: another call's that has ended, if
     nothing about the model has changed, else new and empty. Until `give_back` nobody else is given it. Where nothing can be
-    recorded, or `tokens` is None, it grows."""
-    cache = PagedCache(model.config)
-    if tokens is None or model.device.type != "cpu" or not cache.reads_pages:
-        with _lock:
-            _kept.pop(model, None)
-        return Kept((), cache, None)
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    digest = ModelKey(model).digest
-    key = digest, attention, hidden_of
-    blocks = rows * -(-max(512, 1 << (tokens - 1).bit_length()) // cache.block_size)
+    recorded, or `tokens` is None, it grows. state: the model's; keep: whether there will be another call."""
+    if tokens is None or not state.is_recordable:
+        cache = PagedCache(model.config)
+        if state.runs_over_pages and state.reads_pages:
+            cache.attend_over_pages()
+        return Kept.of(cache)
     with _lock:
-        mine = _kept[model] = [kept for kept in _kept.get(model, ()) if kept.key[0] == digest]
-        kept = next((kept for kept in mine if kept.key == key), None)
+        kept = next((kept for kept in state.kept if keep and kept.hidden_of == hidden_of), None)
         if kept is not None:
-            mine.remove(kept)
+            state.kept.remove(kept)
+    blocks = rows * -(-max(512, 1 << (tokens - 1).bit_length()) // block_size_of("auto", None))
     if kept is not None and kept.cache.state.pool.num_blocks >= blocks:
         present = kept.cache.batch_size
         kept.cache.rewind([0] * present)
@@ -52,9 +57,11 @@ def take(model, rows: int, tokens: int | None, hidden_of: tuple[int, ...] | None
             kept.cache.batch_select_indices(torch.zeros(rows, dtype=torch.int64))
         return kept
     cache = PagedCache(model.config, num_blocks=blocks)
+    if state.runs_over_pages:
+        cache.attend_over_pages()
     for layer in cache.layers:
         layer.exact = False  # nobody else sees this cache: its pages are read where they lie, prompts too
-    return Kept(key, cache, None)
+    return Kept(state if keep and state.snapshot.complete else None, hidden_of, cache, None, True)
 
 
 def copied(cache: PagedCache, config) -> PagedCache:
@@ -76,11 +83,11 @@ def copied(cache: PagedCache, config) -> PagedCache:
     return copy
 
 
-def give_back(model, kept: Kept, taped: TapedForward | None) -> None:
+def give_back(kept: Kept, taped: TapedForward | None) -> None:
     """After a call that nobody holds the cache of."""
-    if taped is None or kept.cache.stats().bytes_allocated > MOST_BYTES:
+    if taped is None or kept.state is None or kept.cache.stats().bytes_allocated > MOST_BYTES:
         return
-    taped.forward = None
+    taped.forward = taped.holds = None
     with _lock:
-        others = [other for other in _kept.get(model, ()) if other.key != kept.key]
-        _kept[model] = [*others, kept._replace(taped=taped)][-MOST:]
+        others = [other for other in kept.state.kept if other.hidden_of != kept.hidden_of]
+        kept.state.kept = [*others, kept._replace(taped=taped)][-MOST:]

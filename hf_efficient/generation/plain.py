@@ -1,20 +1,14 @@
 """Token by token on a CPU: what `generate()` runs for models whose forwards can be recorded."""
 
-import threading
-import weakref
-from contextlib import contextmanager
-
 import torch
-from torch.nn.modules.module import _has_any_global_hook
 from transformers import DynamicCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.paged_layer import PagedLayer
-from hf_efficient.generation.ragged_model import RaggedModel
-from hf_efficient.generation.sequences import STATEFUL
-from hf_efficient.generation.taped_forward import TapedForward
-from hf_efficient.kernels.attention import ATTENTION_NAMES
+from hf_efficient.generation import model_state
+from hf_efficient.generation.left_padding import is_left_padded
+from hf_efficient.generation.sequences import STATEFUL, longest
+from hf_efficient.generation.taped_forward import is_being_watched
 
 
 def serves(
@@ -42,44 +36,20 @@ def serves(
         or (wants_more and (generation_config.output_attentions or generation_config.output_hidden_states))
         or (wants_more and type(cache) is not DynamicCache)
         or (wants_more and len(input_ids) > 1 and any(hasattr(c, "eos_token_id") for c in stopping_criteria))
-        or torch._C._len_torch_dispatch_stack()  # whoever counts operators would not see them
-        or _has_any_global_hook()
-        or "prepare_inputs_for_generation" in vars(model)  # PEFT's prompts
+        or is_being_watched()
         or not generation_config.use_cache
         or generation_config.cache_implementation not in (None, "dynamic")
         or (cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()))
         or model.config is not model.config.get_text_config(decoder=True)  # images and sound have inputs of their own
         or input_ids.dim() != 2
         or 0 in input_ids.shape
+        or not is_left_padded(input_ids, model_kwargs)
         or (streamer is not None and len(input_ids) > 1)
         or any(isinstance(processor, STATEFUL) for processor in logits_processor)
     ):
         return False
-    try:
-        RaggedModel.check(model, len(input_ids), "model")
-    except ValueError:
-        return False
-    with reading_pages(model):
-        return TapedForward.serves(model, PagedCache(model.config, num_blocks=1)) and _takes_pages(model)
-
-
-_taking: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> attention implementation -> `_takes_pages`
-
-
-def _takes_pages(model) -> bool:
-    """Whether the model hands its attention what its cache handed to it: of two tokens, run once."""
-    taking = _taking.setdefault(model, {})
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    if attention not in taking:
-        positions, cache = torch.arange(2)[None], PagedCache(model.config)
-        try:
-            with torch.no_grad():
-                model(torch.zeros_like(positions), position_ids=positions, past_key_values=cache, use_cache=True)
-                cache.crop(-1)
-            taking[attention] = True
-        except Exception:  # if it is the model's own, transformers' loop shows it
-            taking[attention] = False
-    return taking[attention]
+    state = model_state.current(model)
+    return state.is_recordable and (state.exact_length is None or longest(stopping_criteria) <= state.exact_length)
 
 
 def as_transformers(output: GenerateDecoderOnlyOutput, cache: DynamicCache) -> GenerateDecoderOnlyOutput:
@@ -105,34 +75,3 @@ def _contiguous(layer: PagedLayer, columns: int) -> list[torch.Tensor]:
             tensor[row, columns - number :] = pages.flatten(0, 1)[pool.slots(row, dropped, number)]
         result.append(tensor.transpose(1, 2))
     return result
-
-
-_lock = threading.Lock()
-_reading: weakref.WeakKeyDictionary = (
-    weakref.WeakKeyDictionary()
-)  # model whose attention was changed -> calls under way
-
-
-@contextmanager
-def reading_pages(model):
-    """`model` attends over pages, where it can and was given no other attention than the default one; and as before after the
-    last of the calls that run at the same time."""
-    with _lock:
-        changes = model in _reading
-        if not changes and model.config.get_text_config(decoder=True)._attn_implementation == "sdpa":
-            try:
-                model.set_attn_implementation(ATTENTION_NAMES[0])
-                changes = True
-            except ValueError:  # not one of those whose attention can be replaced
-                pass
-        if changes:
-            _reading[model] = _reading.get(model, 0) + 1
-    try:
-        yield
-    finally:
-        with _lock:
-            if changes:
-                _reading[model] -= 1
-                if not _reading[model]:
-                    del _reading[model]
-                    model.set_attn_implementation("sdpa")

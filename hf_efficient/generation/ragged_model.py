@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.step import tree_mask
 from hf_efficient.generation.decoder_layers import decoder_layers
-from hf_efficient.generation.taped_forward import TapedForward, padded
+from hf_efficient.generation.taped_forward import TapedForward, is_being_watched, padded
 
 
 TOGETHER = 256  # columns of prompts that are run together on a CPU: more gain nothing
@@ -33,6 +33,7 @@ class RaggedModel:
         hidden_of: if given, `hidden` [rows, columns, hidden size * (1 + layers)] is what the output head read in the last forward
             and, behind it, what these decoder layers (from 0) gave.
         taped: what was recorded over this cache before.
+        is_recordable: forwards over `cache` may be recorded (`kept_tapes.take` says so).
 
     Attributes:
         largest: int64 [rows, columns], where the logits of the last forward are largest, if it was a recorded one; else None.
@@ -49,7 +50,9 @@ class RaggedModel:
         max_position: int | None = None,
         hidden_of: tuple[int, ...] | None = None,
         taped: TapedForward | None = None,
+        is_recordable: bool = False,
     ):
+        self.is_recordable = is_recordable
         self.model, self.cache, self.hidden_of, self.taped = model, cache, hidden_of, taped
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
         self.limits_logits = model._supports_logits_to_keep()
@@ -100,7 +103,7 @@ class RaggedModel:
         if len(groups) > 1:
             logits = self._prefill_groups(groups, input_ids, generation_config, model_kwargs)
         else:
-            with self._keeping_hidden():
+            with self._keeping_hidden(), self.cache.forward_context():
                 logits = self.model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
         self.prompt = list(self.cache.cache_seqlens)  # tokens of each row's prompt in the cache
         rows = len(input_ids)
@@ -115,7 +118,7 @@ class RaggedModel:
         for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):  # what is generated is text
             if key in self.extra:
                 self.extra[key] = torch.zeros_like(self.extra[key][:, -1:])
-        if not TapedForward.serves(self.model, self.cache):  # somebody may watch it since it was recorded
+        if not self.is_recordable or is_being_watched():
             self.taped = None
         elif self.taped is None:
             self.taped = TapedForward(self._forward, self.cache)
@@ -161,7 +164,7 @@ class RaggedModel:
                 "attention_mask": mask[group, -width:],
                 "position_ids": model_kwargs["position_ids"][..., group, -width:],
             }
-            with self.cache.only(group, rows), self._keeping_hidden():
+            with self.cache.only(group, rows), self._keeping_hidden(), self.cache.forward_context():
                 outputs = self.model._prefill(input_ids[group, -width:], generation_config, {**model_kwargs, **own})
             for index, row in enumerate(group):
                 logits[row] = outputs.logits[index, -1]
@@ -200,21 +203,22 @@ class RaggedModel:
         }
         if self.limits_logits:
             extra["logits_to_keep"] = keep or width
-        inputs = self.model.prepare_inputs_for_generation(
-            tokens,
-            past_key_values=self.cache,
-            attention_mask=self._mask(columns, width, device, tree),
-            position_ids=positions,
-            use_cache=True,
-            **extra,
-        )
-        with nullcontext() if tree is None else self.cache.token_tree(tree), self._keeping_hidden():
+        is_tree = nullcontext() if tree is None else self.cache.token_tree(tree)
+        with is_tree, self._keeping_hidden(), self.cache.forward_context():
+            inputs = self.model.prepare_inputs_for_generation(
+                tokens,
+                past_key_values=self.cache,
+                attention_mask=self._mask(columns, width, device, tree),
+                position_ids=positions,
+                use_cache=True,
+                **extra,
+            )
             return self.model(**inputs, return_dict=True).logits[:, -(keep or width) :]
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The forward that is recorded: logits, `largest` and `hidden`."""
         inputs = dict(input_ids=tokens, position_ids=positions, past_key_values=self.cache)
-        with self._keeping_hidden(), _without_warnings(self.model):
+        with self._keeping_hidden(), _without_warnings(self.model), self.cache.forward_context():
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits
         return logits, logits.argmax(-1), self.hidden
 
@@ -335,4 +339,8 @@ def _without_warnings(model):
 def _other_layers(config) -> str:
     """The kinds of layers for which no mask is made here, as text."""
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    return ", ".join(sorted(unknown)) or ("chunked attention" if getattr(config, "attention_chunk_size", None) else "")
+    if not unknown and getattr(config, "attention_chunk_size", None):
+        return "chunked attention"
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo: a window in a buffer of its own
+        return "local attention"
+    return ", ".join(sorted(unknown))

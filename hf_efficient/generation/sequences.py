@@ -46,6 +46,11 @@ def _kind(processor) -> str:
     return "pointwise" if type(processor) in POINTWISE else "by length"
 
 
+def longest(criteria: StoppingCriteriaList) -> int:
+    """How many tokens a row can reach, its prompt among them: a criterion of the caller's own replaces that of the config."""
+    return min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
+
+
 class Sequences:
     """Prompts [batch, prompt_length] (left-padded, all rows equally wide) and their continuations of unequal length.
 
@@ -86,7 +91,7 @@ class Sequences:
         self.device = input_ids.device
         self.prompt_mask = None if attention_mask is None else attention_mask[:, -self.prompt_length :]
         self.padding = 0 if pad_token_id is None else pad_token_id
-        self.tokens = input_ids
+        self.tokens = input_ids.long()  # as plain generation's are after its first token
         self.live = list(range(self.batch_size))
         self.generated = [0] * self.batch_size
         self.newest = self.tokens[:, self.prompt_length - 1].tolist()  # the last token of each row
@@ -95,7 +100,7 @@ class Sequences:
 
         self.processors = [(kind, list(group)) for kind, group in groupby(processors, _kind)]
         self.processors_read_ids = any(kind != "pointwise" for kind, _ in self.processors)
-        self.max_length = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
+        self.max_length = longest(criteria)
         self.eos = {int(t) for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten()}
         self.criteria = StoppingCriteriaList(
             c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
@@ -181,7 +186,7 @@ class Sequences:
         return not self.processors and not self.collects
 
     def process(self, logits: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """Scores after the processors, float32 [rows, width, vocabulary]. `logits[:, i]` is for the token `offset + i`
+        """Scores after the processors, float32 (or what these give) [rows, width, vocabulary]. `logits[:, i]` is for the token `offset + i`
         places after each row's last one; drafted tokens before it must have been written with `write`."""
         scores = logits.float()
         for kind, group in self.processors:
@@ -195,7 +200,7 @@ class Sequences:
                 for processor in group:
                     scores = self._without_ends(processor, scores, offset)
                 continue
-            group, scores = LogitsProcessorList(group), scores.clone()
+            group, before, scores = LogitsProcessorList(group), scores, scores.clone()
             if kind == "constraint":
                 for processor in group:
                     self._constrain(processor, scores, offset)
@@ -203,9 +208,11 @@ class Sequences:
             for length, places in self._places([scores.shape[1]] * len(self.live), offset).items():
                 live, position = zip(*places)
                 rows = [self.live[row] for row in live]
-                whole = scores.new_zeros(self.batch_size, scores.shape[-1])
-                whole[rows] = scores[live, position]
-                scores[live, position] = group(self._ids(length), whole)[rows]
+                whole = before.new_zeros(self.batch_size, before.shape[-1])
+                whole[rows] = before[live, position]
+                processed = group(self._ids(length), whole)[rows]
+                scores = scores.to(torch.promote_types(scores.dtype, processed.dtype))  # a user's own may give float64
+                scores[live, position] = processed.to(scores.dtype)
         return scores
 
     def extend(

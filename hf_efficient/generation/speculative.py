@@ -1,17 +1,18 @@
 """Speculative generation at any batch size, inside transformers' `generate()`."""
 
-from contextlib import nullcontext
-
 import torch
 from transformers import PreTrainedModel
 
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.generation import kept_tapes, plain
+from hf_efficient.generation import kept_tapes, model_state, plain
 from hf_efficient.generation.drafters.base import MAX_NODES
+from hf_efficient.generation.kept_tapes import Kept
+from hf_efficient.generation.left_padding import is_left_padded
 from hf_efficient.generation.loop import SpeculativeLoop
 from hf_efficient.generation.ragged_model import RaggedModel
-from hf_efficient.generation.sequences import STATEFUL, Sequences
+from hf_efficient.generation.sequences import STATEFUL, Sequences, longest
 from hf_efficient.generation.speculation import chosen
+from hf_efficient.generation.stock_loop import exact_length, overrides_steps
 from hf_efficient.generation.taped_forward import MOST_TOKENS
 
 
@@ -48,8 +49,7 @@ class SpeculativeGenerationMixin:
         arguments = input_ids, logits_processor, stopping_criteria, generation_config
         if not plain.serves(self, *arguments, synced_gpus, streamer, model_kwargs):
             return super()._sample(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
-        with plain.reading_pages(self):
-            output = _decode(self, *arguments, None, (None, None), streamer, synced_gpus, model_kwargs)
+        output = _decode(self, *arguments, None, (None, None), streamer, synced_gpus, model_kwargs)
         return plain.as_transformers(output, model_kwargs["past_key_values"]) if isinstance(output, dict) else output
 
     def _assisted_decoding(
@@ -107,10 +107,11 @@ class AutomaticGenerationMixin(SpeculativeGenerationMixin):
 
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         draft = kwargs.get("assistant_model")
+        watched = kwargs.get("streamer"), kwargs.get("synced_gpus")
         models = [(self, "model")] + ([] if draft is None else [(draft, "assistant_model")])
         refused = _is_transformers_draft(draft) and (
             any(isinstance(processor, STATEFUL) for processor in logits_processor)
-            or _refused(_check, self, input_ids, generation_config, kwargs.get("streamer"), kwargs.get("synced_gpus"))
+            or _refused(_check, self, input_ids, generation_config, stopping_criteria, *watched)
             or _refused(_callers_cache, kwargs)
             or any(_refused(RaggedModel.check, model, len(input_ids), name) for model, name in models)
         )
@@ -172,35 +173,40 @@ def _decode(
 ):
     run = logits_processor, stopping_criteria, generation_config, streamer
     try:
-        _check(model, input_ids, generation_config, streamer, synced_gpus)
+        _check(model, input_ids, generation_config, stopping_criteria, streamer, synced_gpus)
         speculation = chosen(draft_model, generation_config)
         RaggedModel.check(model, len(input_ids), "model")
         cache, returns_cache = _callers_cache(model_kwargs), generation_config.return_dict_in_generate
-        # padding is kept in no page, where other attentions would look for it in the cache that is returned; and more rows
-        # gain nothing from pages of a fixed number
+        drafter = None
+        if speculation is not None:
+            if speculation.model is not None:
+                RaggedModel.check(speculation.model, len(input_ids), "assistant_model")
+            drafter = speculation.drafter(tokenizers)
+            drafter.check(model)
+        inputs = drafter, speculation, input_ids, *run, model_kwargs
+        if cache is not None:
+            return _run(model, Kept.of(cache), *inputs)[0]
+        # Pages keep no padding: a window counts without it, and other attentions look for it in the cache that is returned.
+        # More rows gain nothing from pages of a fixed number.
         mask, many = model_kwargs.get("attention_mask"), len(input_ids) > MOST_TOKENS
-        stays = returns_cache and (many or mask is not None and bool((mask == 0).any()))
-        with nullcontext() if cache is not None or stays else plain.reading_pages(model):
-            drafter = None
-            if speculation is not None:
-                if speculation.model is not None:
-                    RaggedModel.check(speculation.model, len(input_ids), "assistant_model")
-                drafter = speculation.drafter(tokenizers)
-                drafter.check(model)
-            inputs = drafter, speculation, input_ids, *run, model_kwargs
-            if cache is not None:
-                return _run(model, cache, None, *inputs)[0]
-            tokens = generation_config.max_length + MAX_NODES + 1
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):  # that mode hides from recordings what operators consist of
-                kept = kept_tapes.take(model, len(input_ids), tokens, _hidden_of(drafter))
-                output, taped = _run(model, kept.cache, kept.taped, *inputs)
-                if returns_cache and kept.key:  # of a fixed size
-                    output.past_key_values = kept_tapes.copied(kept.cache, model.config)
-            kept_tapes.give_back(model, kept, taped)
-            return output
+        if not is_left_padded(input_ids, model_kwargs) or (
+            returns_cache and (many or mask is not None and bool((mask == 0).any()))
+        ):
+            return _run(model, Kept.of(PagedCache(model.config)), *inputs)[0]
+        tokens = longest(stopping_criteria) + MAX_NODES + 1
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # that mode hides from recordings what operators consist of
+            state = model_state.current(model) if speculation is not None else model_state.latest(model)
+            kept = kept_tapes.take(model, len(input_ids), tokens, _hidden_of(drafter), state)
+            output, taped = _run(model, kept, *inputs)
+            if returns_cache and kept.is_recordable:  # of a fixed size
+                output.past_key_values = kept_tapes.copied(kept.cache, model.config)
+            elif returns_cache:
+                kept.cache.attend_over_pages(False)
+        kept_tapes.give_back(kept, taped)
+        return output
     finally:
         if streamer is not None:
             streamer.end()
@@ -208,8 +214,7 @@ def _decode(
 
 def _run(
     model,
-    cache,
-    taped,
+    kept,
     drafter,
     speculation,
     input_ids,
@@ -219,7 +224,8 @@ def _run(
     streamer,
     model_kwargs,
 ):
-    """What `generate()` returns, and what was recorded over `cache`."""
+    """What `generate()` returns, and what was recorded over the cache of `kept`."""
+    cache = kept.cache
     padding = generation_config._pad_token_tensor
     collects = generation_config.return_dict_in_generate
     sequences = Sequences(
@@ -233,7 +239,10 @@ def _run(
         generation_config=generation_config,
     )
     room = sequences.max_length - sequences.prompt_length
-    target = RaggedModel(model, cache, room, hidden_of=_hidden_of(drafter), taped=taped)
+    is_recordable = kept.is_recordable
+    target = RaggedModel(
+        model, cache, room, hidden_of=_hidden_of(drafter), taped=kept.taped, is_recordable=is_recordable
+    )
     logits = target.prefill(sequences.tokens, generation_config, model_kwargs)
     is_callers = cache is model_kwargs.get("past_key_values")
     loop = SpeculativeLoop(
@@ -287,8 +296,21 @@ def _check_mode(generation_config) -> None:
         )
 
 
-def _check(model, input_ids, generation_config, streamer, synced_gpus) -> None:
+def _check(model, input_ids, generation_config, stopping_criteria, streamer, synced_gpus) -> None:
     _check_mode(generation_config)
+    length, most = exact_length(model), longest(stopping_criteria)
+    if overrides_steps(model) == "user":
+        raise ValueError(
+            f"model={type(model).__name__}: it overrides a step of transformers' decoding loop "
+            "(prepare_inputs_for_generation, for one), and speculation runs a loop of its own. Leave out the assistant model "
+            "and prompt_lookup_num_tokens"
+        )
+    if length is not None and most > length:
+        raise ValueError(
+            f"max_length={most}: beyond {length} tokens the rotary embedding of "
+            f"{type(model).__name__} follows from the longest row of a forward, which drafts would change. Leave out the "
+            f"assistant model and prompt_lookup_num_tokens, or generate at most {length} tokens, the prompt among them"
+        )
     if generation_config.use_cache is False:
         raise ValueError("use_cache=False: speculation rewinds a cache, use_cache=True is needed")
     if generation_config.cache_implementation not in (None, "dynamic"):

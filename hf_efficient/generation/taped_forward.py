@@ -5,7 +5,8 @@ from collections.abc import Callable
 from time import perf_counter
 
 import torch
-from transformers.utils import logging
+from torch.nn.modules.module import _has_any_global_hook
+from transformers.utils import logging, output_capturing
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.step import tree_mask as tree_bits
@@ -32,6 +33,9 @@ class TapedForward:
 
     def __init__(self, forward: Callable, cache: PagedCache):
         self.forward, self.cache = forward, cache
+        self.holds: Callable[[], bool] | None = (
+            None  # asked before every forward, when the caller's own code runs between them
+        )
         self._tapes: dict[tuple[int, int], tuple] = {}  # the latest used last
         self._seen = 0
         self._works = True
@@ -45,18 +49,6 @@ class TapedForward:
     def _runs_as_it_is(self, rows: int, width: int) -> bool:
         return not self._works or width > WIDTHS[-1] or rows * width > MOST_TOKENS
 
-    @staticmethod
-    def serves(model, cache: PagedCache) -> bool:
-        """Whether forwards of this model can be recorded as far as is known before trying."""
-        return (
-            interpreter() is not None
-            and cache.is_compileable
-            and not model.training
-            and model.dtype in (torch.float32, torch.bfloat16)
-            and all(parameter.device.type == "cpu" for parameter in model.parameters())
-            and not any(_is_watched(module) for module in model.modules())
-        )
-
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, tree_mask: torch.Tensor | None) -> tuple | None:
         """Appends `tokens` int64 [rows, columns] to the cache, and filler behind them up to one of `WIDTHS`, at `positions`
         int64 of the shape that the model takes; tree_mask as in `PagedCache.decode_step`. Returns what `forward` returned, in
@@ -65,6 +57,9 @@ class TapedForward:
         width = padded(rows, columns)
         self.settled = self._runs_as_it_is(rows, width)
         if self.settled:
+            return None
+        if self.holds is not None and not self.holds():
+            self._works = False
             return None
         self._seen += 1
         if self._seen <= BEFORE_RECORDING:
@@ -114,6 +109,35 @@ class TapedForward:
         return [tensor.data_ptr() for tensor in self.cache.static_tensors()]
 
 
+def can_be_recorded(model) -> bool:
+    """Whether forwards of `model` over a cache of fixed size can be recorded, as far as is known before trying."""
+    return (
+        interpreter() is not None
+        and not model.training
+        and model.dtype in (torch.float32, torch.bfloat16)
+        and all(parameter.device.type == "cpu" for parameter in model.parameters())
+        and not is_watched(model)
+        and not any("forward" in module.__dict__ for module in model.modules())
+    )
+
+
+def is_watched(model) -> bool:
+    """Whether something of the user's runs at every forward of a part of the model: hooks, or what torch compiled."""
+    return any(
+        module._forward_pre_hooks
+        or module._compiled_call_impl is not None
+        or any(map(_acts, module._forward_hooks.values()))
+        for module in model.modules()
+    )
+
+
+def is_being_watched() -> bool:
+    """Whether somebody looks at every module's forward, at every operator, or collects hidden states: recorded forwards would
+    not be seen."""
+    collector = output_capturing._active_collector.get()
+    return bool(_has_any_global_hook() or torch._C._len_torch_dispatch_stack() or collector)
+
+
 @functools.cache
 def padded(rows: int, columns: int) -> int:
     """How many columns a forward of so many computes. Up to `FEWEST` tokens cost what one costs."""
@@ -121,8 +145,8 @@ def padded(rows: int, columns: int) -> int:
     return next(fits, columns)
 
 
-def _is_watched(module) -> bool:
-    """Whether something runs at every forward of the module: hooks, accelerate's among them, a forward of its own, compiled
-    code."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks or "forward" in module.__dict__ or module._compiled_call_impl is not None)
+def _acts(hook) -> bool:
+    """Whether a hook does something: transformers' collector of hidden states stays after a forward that was asked for
+    them, and does nothing without a collector in the current context."""
+    collects = getattr(hook, "__qualname__", "").endswith("<locals>.output_capturing_hook")
+    return not (collects and hook.__module__ == output_capturing.__name__)

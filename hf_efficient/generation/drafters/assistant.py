@@ -4,9 +4,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_efficient.generation import kept_tapes
+from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.generation import kept_tapes, model_state
 from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
 from hf_efficient.generation.drafters.draft_heads import best_first
+from hf_efficient.generation.left_padding import is_left_padded
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.token_tree import ancestors
@@ -77,8 +79,13 @@ class AssistantDrafter(Drafter):
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         last = limit and limit - 1
         tokens = None if max_new_tokens == UNKNOWN else prompts.shape[1] + max_new_tokens + MAX_NODES + 1
-        self._borrowed = kept_tapes.take(self.model, len(prompts), tokens, None)
-        self.runner = RaggedModel(self.model, self._borrowed.cache, max_new_tokens, last, taped=self._borrowed.taped)
+        kwargs = {"attention_mask": mask, "position_ids": None}
+        if is_left_padded(prompts, kwargs):
+            kept = self._take(len(prompts), tokens)
+        else:
+            kept = kept_tapes.Kept.of(PagedCache(self.model.config))
+        self._borrowed = kept
+        self.runner = RaggedModel(self.model, kept.cache, max_new_tokens, last, None, kept.taped, kept.is_recordable)
         prompts = prompts.to(self.model.device)
         mask = None if mask is None else mask.to(self.model.device)
         ones = torch.ones_like(prompts) if mask is None else mask.long()
@@ -86,6 +93,9 @@ class AssistantDrafter(Drafter):
         if self.runner.limits_logits:
             kwargs["logits_to_keep"] = 1
         self.runner.prefill(prompts, self.sequences.generation_config, kwargs)
+
+    def _take(self, rows: int, tokens: int | None) -> kept_tapes.Kept:
+        return kept_tapes.take(self.model, rows, tokens, None, model_state.current(self.model))
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         width = min(self.max_tokens, max(limits), nodes)
@@ -180,7 +190,7 @@ class AssistantDrafter(Drafter):
 
     def _end_with_the_rows(self) -> None:
         if not any(map(self.sequences.unfinished, self.sequences.live)):
-            kept_tapes.give_back(self.model, self._borrowed, self.runner.taped)
+            kept_tapes.give_back(self._borrowed, self.runner.taped)
             self.runner = self.sequences = self._borrowed = None  # the drafter may stay, its cache need not
 
     def select(self, rows: list[int]) -> None:

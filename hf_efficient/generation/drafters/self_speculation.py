@@ -5,6 +5,7 @@ import weakref
 import torch
 
 from hf_efficient.configs import WeightOnlyConfig
+from hf_efficient.generation import kept_tapes, model_state
 from hf_efficient.generation.drafters.assistant import AssistantDrafter, check_tree, draft_settings
 from hf_efficient.generation.drafters.layer_skip import skippable_layers, with_layers
 from hf_efficient.generation.drafters.low_precision import low_precision_modules, with_modules
@@ -66,8 +67,13 @@ class SelfSpeculation(AssistantDrafter):
         self.model = with_layers(draft, kept)
         max_tokens, self.threshold = draft_settings(model, 8)
         self.max_tokens = self.num_tokens or max_tokens
+        self._state = model_state.current(model)
         super().check(model)
         self.relative_cost = _bytes(self.model) / _bytes(model)
+
+    def _take(self, rows: int, tokens: int | None) -> kept_tapes.Kept:
+        # the draft is a view of the target, made anew for every call, so nothing recorded of it would be found again
+        return kept_tapes.take(self.model, rows, tokens, None, self._state, keep=False)
 
     def _kept(self, count: int) -> list[int]:
         if self.exit_layer is not None and self.exit_layer > count:

@@ -1,0 +1,236 @@
+"""What the forward of a model follows from besides its inputs, remembered so that a later change is noticed."""
+
+import enum
+import functools
+import logging
+import os
+import re
+import types
+import weakref
+from collections import deque
+from operator import attrgetter, itemgetter
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+
+_ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type(NotImplemented), enum.Enum,
+    os.PathLike, re.Pattern, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device, torch.Size,
+    torch.layout, torch.memory_format, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+)  # fmt: skip
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_NO_PART_OF_A_FORWARD = (GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, logging.Logger, weakref.ref)
+_MOST = 100_000  # objects: beyond, looking at them all would take longer than a forward
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_READ_BY_FORWARDS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_FOREIGN = frozenset(("torch", "numpy", "builtins", "functools", "contextlib", "collections", "typing", "logging"))
+
+
+class ModelSnapshot:
+    """The state of `model` when this was made; `holds` says whether a forward would still compute the same.
+
+    It covers the module tree, the modules' classes with the functions of their forwards and the global names that these
+    read, attributes (numbers, strings, functions, and what lists, dictionaries and plain objects hold), the config,
+    parameters and buffers (which tensor, its address, torch's count of changes in place), and autocast. It does not see
+    changes in place through `Tensor.data`.
+
+    complete: False where something cannot be looked into, such as a NumPy array or an object of a C extension, and where the
+    model can be reached from its own parts, so that this would keep it alive.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.complete = True
+        self._model = weakref.ref(model)
+        self._type = type(model)
+        self._seen: dict[int, object] = {}  # keeps the objects alive while this is made, so that no id comes twice
+        self._live, self._frozen = [], []  # containers and what they held
+        self._empty = []  # containers that held nothing
+        self._objects, self._types = [], []
+        self._places, self._held = [], []  # (container, key) of what must not be replaced by something equal
+        self._cells, self._contents = [], []  # of closures
+        self._names: dict[int, tuple[dict, dict]] = {}  # namespaces and the names of them that functions read
+        self._tensors: list[torch.Tensor] = []
+        self._visit_module(model)
+        del self._seen
+        self._reads = [(itemgetter(*names), space, tuple(names.values())) for space, names in self._names.values()]
+        try:
+            self._versions = self._read_versions()
+        except RuntimeError:  # subclasses without storage of their own
+            self._tensors, self._versions, self.complete = [], ([], []), False
+        self._settings = _settings()
+
+    def holds(self) -> bool:
+        try:
+            return (
+                type(self._model()) is self._type
+                and not any(self._empty)
+                and self._live == self._frozen
+                and list(map(type, self._objects)) == self._types
+                and all(space[key] is held for (space, key), held in zip(self._places, self._held))
+                and all(cell.cell_contents is held for cell, held in zip(self._cells, self._contents))
+                and all(_same(read(space), values) for read, space, values in self._reads)
+                and self._read_versions() == self._versions
+                and _settings() == self._settings
+            )
+        except Exception:  # a name is gone, or what took the place of a tensor cannot be compared with it
+            return False
+
+    def _read_versions(self) -> tuple[list[int], list[int]]:
+        return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_version, self._tensors))
+
+    def _visit(self, value) -> None:
+        if isinstance(value, _ATOMS) or isinstance(value, _NO_PART_OF_A_FORWARD) or id(value) in self._seen:
+            return
+        if value is self._model() or len(self._seen) > _MOST:
+            self.complete = False
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            self._tensors.append(value)
+        elif isinstance(value, nn.Module):
+            self._visit_module(value)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, types.MethodType):
+            self._visit(value.__self__)
+            self._visit(value.__func__)
+        elif isinstance(value, functools.partial):
+            self._visit([value.func, value.args, value.keywords])
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._visit(value.__wrapped__)
+        elif isinstance(value, _CONTAINERS):
+            self._hold(value)
+        elif _is_ours(value):  # layouts of weights: never changed after they are made
+            return
+        elif hasattr(value, "__dict__") and not _has_state_in_c(type(value)):
+            self._note_class(value)
+            self._hold(vars(value))
+        else:
+            self.complete = False
+
+    def _visit_module(self, module: nn.Module) -> None:
+        self._note_class(module)
+        attributes = vars(module)
+        self._live.append(attributes)
+        self._frozen.append(dict(attributes))
+        is_ours = _is_ours(module)
+        for name in _READ_BY_FORWARDS:
+            self._hold(attributes[name], visit=not (is_ours and name == "_buffers"))  # which are derived layouts
+        for name, value in attributes.items():
+            if name not in _OF_EVERY_MODULE and not (is_ours and name.startswith("_")):
+                self._hold_place(attributes, name, value)
+
+    def _hold(self, container, visit: bool = True) -> None:
+        """What is in `container` must stay."""
+        if not container:
+            self._empty.append(container)
+            return
+        self._live.append(container)
+        self._frozen.append(dict(container) if isinstance(container, dict) else type(container)(container))
+        if not visit:
+            return
+        if isinstance(container, (set, frozenset)):
+            items = ((None, value) for value in container)
+        else:
+            items = list(container.items()) if isinstance(container, dict) else enumerate(container)
+        for key, value in items:
+            self._hold_place(container, key, value)
+
+    def _hold_place(self, container, key, value) -> None:
+        if isinstance(value, _ATOMS) or isinstance(value, nn.Module):  # equal is the same, or has the same effect
+            self._visit(value)
+            return
+        if isinstance(value, _NO_PART_OF_A_FORWARD):
+            return
+        if key is not None and not (isinstance(value, torch.Tensor) and value.numel() > 1):
+            self._places.append((container, key))
+            self._held.append(value)
+        self._visit(value)
+
+    def _note_class(self, value) -> None:
+        if value is not self._model():
+            self._objects.append(value)
+            self._types.append(type(value))
+        for cls in type(value).__mro__:
+            if id(cls) in self._seen or cls is object:
+                continue
+            self._seen[id(cls)] = cls
+            self._live.append(cls.__dict__)
+            self._frozen.append(dict(cls.__dict__))
+            if _is_foreign(cls) or not isinstance(value, nn.Module) or cls.__module__.startswith(_ENGINE):
+                continue
+            for member in list(cls.__dict__.values()):
+                if isinstance(member, (types.FunctionType, functools.partial)):
+                    self._visit(member)
+
+    def _visit_function(self, function: types.FunctionType) -> None:
+        for cell in function.__closure__ or ():
+            try:
+                content = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            self._cells.append(cell)
+            self._contents.append(content)
+            if not isinstance(content, type):
+                self._visit(content)
+        if _is_foreign(function):
+            return
+        names, space = _names_of(function.__code__), function.__globals__
+        for name in names:
+            if name not in space:
+                continue
+            value = space[name]
+            self._name(space, name, value)
+            if isinstance(value, types.ModuleType):
+                for attribute in names:
+                    if attribute in vars(value):
+                        self._name(vars(value), attribute, vars(value)[attribute])
+
+    def _name(self, space: dict, name: str, value) -> None:
+        self._names.setdefault(id(space), (space, {}))[1][name] = value
+        if isinstance(value, (types.FunctionType, functools.partial)) and not _is_foreign(value):
+            self._visit(value)
+
+
+_ENGINE = ("transformers.modeling_utils", "transformers.generation", "transformers.integrations", "transformers.utils")
+
+
+def _is_ours(value) -> bool:
+    return type(value).__module__.startswith("hf_efficient.")
+
+
+def _is_foreign(value) -> bool:
+    return (getattr(value, "__module__", None) or "").partition(".")[0] in _FOREIGN
+
+
+@functools.cache
+def _has_state_in_c(cls: type) -> bool:
+    """Whether objects of a class hold more than their `__dict__`: slots, or what a C extension keeps."""
+    return any(
+        "__slots__" in vars(base) and vars(base)["__slots__"] or not base.__flags__ & (1 << 9)
+        for base in cls.__mro__[:-1]
+    )
+
+
+@functools.cache
+def _names_of(code: types.CodeType) -> tuple[str, ...]:
+    """The global and attribute names that a function and those defined in it read."""
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _names_of(constant)
+    return tuple(dict.fromkeys(names))
+
+
+def _same(read, values: tuple) -> bool:
+    return read is values[0] if len(values) == 1 else read == values
+
+
+_version = attrgetter("_version")
+
+
+def _settings() -> tuple:
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return autocast, torch.get_default_dtype()

@@ -1,0 +1,83 @@
+"""The masks of `attn_implementation="flash_paged"`: 2-D, for the patterns that a flash kernel computes by itself."""
+
+import inspect
+
+import torch
+
+
+_PLAIN_MASKS = {  # the mask patterns that a flash kernel expresses, by where transformers defines them
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay.<locals>.inner_mask",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+    "packed_sequence_mask_function.<locals>.inner_mask",
+}
+_WRAPPED_MASKS = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
+
+
+def flash_paged_mask(*args, mask_function=None, **kwargs):
+    """transformers' 2-D mask for flash attention, for the patterns such a mask can express. For causal attention over padding
+    that is not at the left alone, where flash attention computes nothing for padded queries and counts windows without it,
+    a 4-D mask, bool [B, 1, S, n], as transformers makes it for "sdpa": see `columns_of`.
+
+    Raises ValueError for other patterns (chunked attention, blocks of image tokens that see each other, custom masks), which
+    transformers would drop without a word.
+    """
+    from transformers.masking_utils import flash_attention_mask, sdpa_mask
+
+    if mask_function is not None:
+        if torch.compiler.is_compiling():
+            _check_traced_pattern(mask_function, **kwargs)
+        else:
+            _check_pattern(mask_function)
+            columns = kwargs.get("attention_mask")
+            if (
+                columns is not None
+                and not _is_left_padded(columns)
+                and "causal_mask_function" in _parts(mask_function)
+            ):
+                kwargs["allow_is_causal_skip"] = False
+                seen = sdpa_mask(*args, mask_function=mask_function, **kwargs)
+                seen._hfe_columns = columns
+                return seen
+    return flash_attention_mask(*args, **kwargs)
+
+
+def columns_of(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The 2-D mask of what `flash_paged_mask` made, and the 4-D one where it made that."""
+    columns = getattr(mask, "_hfe_columns", None)
+    return (mask, None) if columns is None else (columns, mask)
+
+
+def _is_left_padded(columns: torch.Tensor) -> bool:
+    return bool((columns[:, 1:] >= columns[:, :-1]).all()) and bool(columns[:, -1].all())
+
+
+def _parts(function) -> list[str]:
+    """The names of a mask function and of those it consists of."""
+    names = [getattr(function, "__qualname__", repr(function))]
+    if names[0] in _WRAPPED_MASKS:
+        for part in inspect.getclosurevars(function).nonlocals.values():
+            for inner in part if isinstance(part, tuple) else (part,):
+                if callable(inner) and not isinstance(inner, torch.Tensor):
+                    names += _parts(inner)
+    return names
+
+
+def _check_pattern(function) -> None:
+    for name in _parts(function):
+        if name not in _PLAIN_MASKS and name not in _WRAPPED_MASKS:
+            raise ValueError(
+                f"the model asks for a mask pattern ({name}) that flash_paged cannot express: it does causal, "
+                'bidirectional, sliding-window and packed masks. Use attn_implementation="sdpa".'
+            )
+
+
+def _check_traced_pattern(function, config=None, use_vmap=False, **kwargs) -> None:
+    """`_check_pattern` where torch.compile cannot look into closures: by the outermost name, the config, and `use_vmap`,
+    which transformers sets for the functions that a model adds."""
+    known = ("causal_mask_function", "bidirectional_mask_function", "and_mask")
+    if function.__name__ not in known or use_vmap or getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"flash_paged cannot express the mask pattern {function.__name__}: run it without torch.compile"
+        )

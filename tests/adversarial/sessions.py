@@ -1,0 +1,90 @@
+"""Sessions: a tiny model, then changes and calls in turn. The same session runs here and in a process without the plugin.
+
+python sessions.py     reads pickled sessions from standard input and writes what each gave, with transformers alone
+"""
+
+import pickle
+import sys
+from pathlib import Path
+
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import torch  # noqa: E402
+from changes import CHANGES  # noqa: E402
+from helpers import tiny_model  # noqa: E402
+
+
+ERROR_CHARACTERS = 200
+
+
+def run(session: dict, prepare=lambda model: model, generate=None) -> list[dict]:
+    """session: model (a name of `TINY_MODELS`), steps: ("change", name, number) or ("call", options). prepare(model) before the
+    first step; generate(model, **options) in place of `model.generate`. Returns what each call gave."""
+    model, given, undo = prepare(tiny_model(session["model"], **session.get("config", {}))), [], []
+    try:
+        for kind, *step in session["steps"]:
+            if kind == "change":
+                back = CHANGES[step[0]](model, step[1])
+                undo += [back] if callable(back) else []
+            else:
+                given.append(call(model, step[0], generate))
+    finally:
+        for back in reversed(undo):
+            back()
+    return given
+
+
+def call(model, options: dict, generate) -> dict:
+    """options: of `generate()`, and `seed`. Returns its sequences, and the scores of every step to judge ties by."""
+    options = dict(options)
+    torch.manual_seed(options.pop("seed", 0))
+    if generate is None:
+        options.update(return_dict_in_generate=True, output_scores=True)
+        generate = type(model).generate
+    try:
+        output = generate(model, **options)
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error)[:ERROR_CHARACTERS]}
+    scores = getattr(output, "scores", None)
+    result = {"sequences": output if torch.is_tensor(output) else output.sequences}
+    if scores is not None:
+        result["scores"] = [step.float() for step in scores]
+    return result
+
+
+class Reference:
+    """Another process that runs sessions with transformers alone."""
+
+    def __init__(self):
+        import subprocess
+
+        command = [sys.executable, __file__]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(self, session: dict) -> list[dict]:
+        pickle.dump(session, self.process.stdin)
+        self.process.stdin.flush()
+        return pickle.load(self.process.stdout)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def serve() -> None:
+    output, sys.stdout = sys.stdout.buffer, sys.stderr
+    torch.set_num_threads(1)
+    while True:
+        try:
+            session = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        given = run(session)
+        assert not any(name.startswith("hf_efficient") for name in sys.modules)
+        pickle.dump(given, output)
+        output.flush()
+
+
+if __name__ == "__main__":
+    serve()

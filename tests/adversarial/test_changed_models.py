@@ -1,0 +1,150 @@
+"""A model that is changed between two calls answers as transformers does, compared with a process without the plugin."""
+
+import os
+
+import pytest
+import torch
+from changes import CHANGES
+from compared import difference
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sessions import Reference, run
+
+from hf_efficient import PagedCache, enable_speculation
+from hf_efficient.generation import model_state
+from hf_efficient.kernels.tape import interpreter
+
+
+pytestmark = [
+    pytest.mark.own_loop,
+    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
+]
+MODELS = ("llama", "mistral", "gemma3", "gpt2", "opt", "qwen3_moe")
+EXAMPLES = int(os.environ.get("HF_EFFICIENT_EXAMPLES", "300"))
+PROMPT = torch.tensor([[17, 90, 45, 33, 61]])
+CALL = ("call", dict(input_ids=PROMPT, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    reference = Reference()
+    yield reference
+    reference.close()
+
+
+def generate(model, way="loop", **options):
+    if way == "paged":
+        options["past_key_values"] = PagedCache(model.config)
+    elif way == "lookup":
+        options["prompt_lookup_num_tokens"] = 3
+    return model.generate(**options)
+
+
+def session_differs(reference, session: dict, way: str = "loop") -> str | None:
+    ours = run(session, enable_speculation, lambda model, **options: generate(model, way, **options))
+    return difference(session, ours, reference.run(session))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("model", MODELS)
+def test_one_change(model, name, reference):
+    """After calls whose forwards were recorded, a change, and the same again after a second change of its kind."""
+    steps = [CALL, CALL, ("change", name, 1), CALL, ("change", name, 2), CALL, CALL]
+    assert not session_differs(reference, {"model": model, "steps": steps})
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_steering(number, reference):
+    steps = [("change", "wrap_a_layer", 1), CALL, CALL, ("change", "steer_otherwise", number), CALL]
+    assert not session_differs(reference, {"model": "llama", "steps": steps})
+
+
+@st.composite
+def calls(draw):
+    rows, width = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    seed = draw(st.integers(0, 1000))
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 128, (rows, width), generator=generator)
+    options = dict(input_ids=ids, max_new_tokens=draw(st.integers(1, 9)), seed=seed, pad_token_id=0)
+    layout = draw(st.sampled_from(["none", "left", "left", "right", "holes"]))
+    if layout != "none":
+        mask = torch.ones_like(ids)
+        for row in range(rows):
+            padding = draw(st.integers(0, width - 1))
+            if layout == "left":
+                mask[row, :padding] = 0
+            elif layout == "right":
+                mask[row, width - padding :] = 0
+            else:
+                mask[row, torch.randperm(width, generator=generator)[:padding]] = 0
+        options.update(input_ids=ids * mask, attention_mask=mask)
+    options["eos_token_id"] = draw(st.sampled_from([None, 2, list(range(3, 30))]))
+    if draw(st.booleans()):
+        options.update(do_sample=True, temperature=1.3, top_k=20)
+    else:
+        options["do_sample"] = False
+    if draw(st.booleans()):
+        options.update(repetition_penalty=1.3)
+    if rows == 1 and draw(st.integers(0, 5)) == 0:
+        options["input_ids"] = options["input_ids"].int()
+    return "call", options
+
+
+changes = st.tuples(st.just("change"), st.sampled_from(sorted(CHANGES)), st.integers(0, 7))
+sessions = st.fixed_dictionaries(
+    {
+        "model": st.sampled_from(MODELS),
+        "steps": st.lists(st.one_of(calls(), calls(), changes), min_size=2, max_size=6),
+    }
+)
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=EXAMPLES <= 300,
+    suppress_health_check=list(HealthCheck),
+)
+@given(session=sessions, way=st.sampled_from(["loop", "loop", "paged", "lookup"]))
+def test_any_session(reference, session, way):
+    if way == "lookup":  # sampled drafts draw other numbers
+        for _, options, *_ in (step for step in session["steps"] if step[0] == "call"):
+            options["do_sample"] = False
+            options.pop("temperature", None), options.pop("top_k", None)
+    assert not session_differs(reference, session, way)
+
+
+def test_what_was_recorded_is_replayed_until_something_changes():
+    """The other half: nothing is recorded anew without a reason."""
+    session = {"model": "llama", "steps": []}
+    states = []
+
+    def prepare(model):
+        enable_speculation(model)
+        for _ in range(3):
+            model.generate(**CALL[1])
+            states.append(model_state.latest(model))
+        CHANGES["scale_rope"](model, 1)
+        model.generate(**CALL[1])
+        states.append(model_state.latest(model))
+        return model
+
+    run(session, prepare)
+    assert states[0] is states[1] is states[2] is not states[3]
+    assert len(states[2].kept) == 1 and states[3].kept
+
+
+def test_models_are_freed():
+    """What is remembered of a model does not keep it alive."""
+    import gc
+    import weakref
+
+    from helpers import tiny_model
+
+    model = enable_speculation(tiny_model("llama"))
+    model.generate(**CALL[1])
+    freed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert freed() is None
