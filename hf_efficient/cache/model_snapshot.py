@@ -52,6 +52,7 @@ class ModelSnapshot:
         self._cells, self._contents = [], []  # of closures
         self._names: dict[int, tuple[dict, dict]] = {}  # namespaces and the names of them that functions read
         self._tensors: list[torch.Tensor] = []
+        self._own = self._attributes(model)
         self._visit_module(model)
         del self._seen
         self._reads = [(itemgetter(*names), space, tuple(names.values())) for space, names in self._names.values()]
@@ -62,9 +63,11 @@ class ModelSnapshot:
         self._settings = _settings()
 
     def holds(self) -> bool:
+        model = self._model()
         try:
             return (
-                type(self._model()) is self._type
+                type(model) is self._type
+                and _are_same(self._attributes(model), self._own)
                 and not any(self._empty)
                 and self._live == self._frozen
                 and list(map(type, self._objects)) == self._types
@@ -76,6 +79,14 @@ class ModelSnapshot:
             )
         except Exception:  # a name is gone, or what took the place of a tensor cannot be compared with it
             return False
+
+    @staticmethod
+    def _attributes(model) -> dict:
+        """Those of the model itself, with the functions of methods bound to it, which would keep it alive."""
+        return {
+            name: value.__func__ if getattr(value, "__self__", None) is model else value
+            for name, value in vars(model).items()
+        }
 
     def _read_versions(self) -> tuple[list[int], list[int]]:
         return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_version, self._tensors))
@@ -112,12 +123,16 @@ class ModelSnapshot:
 
     def _visit_module(self, module: nn.Module) -> None:
         self._note_class(module)
-        attributes = vars(module)
-        self._live.append(attributes)
-        self._frozen.append(dict(attributes))
-        is_ours = _is_ours(module)
+        is_root, is_ours = module is self._model(), _is_ours(module)
+        is_compressed = is_ours and hasattr(module, "compressed_weights")
+        attributes = self._own if is_root else vars(module)
+        if not is_root:
+            self._live.append(attributes)
+            self._frozen.append(dict(attributes))
         for name in _READ_BY_FORWARDS:
-            self._hold(attributes[name], visit=not (is_ours and name == "_buffers"))  # which are derived layouts
+            self._hold(attributes[name], visit=not is_compressed)
+        if is_compressed:  # its forward reads layouts, derived once, and the bias
+            self._visit(attributes["_parameters"].get("bias"))
         for name, value in attributes.items():
             if name not in _OF_EVERY_MODULE and not (is_ours and name.startswith("_")):
                 self._hold_place(attributes, name, value)
@@ -222,6 +237,12 @@ def _names_of(code: types.CodeType) -> tuple[str, ...]:
         if isinstance(constant, types.CodeType):
             names += _names_of(constant)
     return tuple(dict.fromkeys(names))
+
+
+def _are_same(attributes: dict, before: dict) -> bool:
+    return attributes == before and all(
+        attributes[name] is value or isinstance(value, _ATOMS) for name, value in before.items()
+    )
 
 
 def _same(read, values: tuple) -> bool:
