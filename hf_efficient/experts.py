@@ -35,7 +35,7 @@ class EfficientExperts(CompressedModule):
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H]. On a GPU the products of all
-        experts are one launch each and nothing is read back (but by the backward pass); elsewhere only the experts that have
+        experts are one launch each and nothing is read back (but by the backward pass and by adapters); elsewhere only the experts that have
         tokens run."""
         from hf_efficient.kernels.tape import as_one_step  # late: models without experts need none of it
 

@@ -279,6 +279,16 @@ def test_sparse_square_conv1d_keeps_its_own_zeros(load):
     assert torch.equal(merged.transformer.h[0].attn.c_proj.weight == 0, zeros)
 
 
+def test_merging_a_sparse_model_with_a_trained_block(load):
+    """The block that modules_to_save trained is kept as it was trained, the zeros of adapted layers stay."""
+    model = adapted(load("llama", "2:4"), config_of("lora", ["q_proj"], modules_to_save=["mlp"]))
+    trained = model.base_model.model.model.layers[0].mlp.modules_to_save["default"].up_proj.weight.clone()
+    zeros = pruned_places(load("llama", "2:4"))["model.layers.0.self_attn.q_proj.weight"]
+    merged = merge_and_unload(model).model.layers[0]
+    assert torch.equal(merged.mlp.up_proj.weight, trained)
+    assert torch.equal(merged.self_attn.q_proj.weight == 0, zeros)
+
+
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "olora", "kasa"])
 @pytest.mark.parametrize("targets", [ALL, "q_proj"])
 def test_initialisations_that_change_the_base_are_refused(init, targets, load):
