@@ -8,6 +8,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
+import threading
 
 
 __version__ = "0.1.0"
@@ -77,27 +78,41 @@ def register() -> None:
         importlib.import_module(f"hf_efficient.integrations.{name}").register()
 
 
+def _register_peft() -> None:
+    importlib.import_module("hf_efficient.integrations.peft_injection")
+
+
 class _RegisterAfterImport(importlib.abc.MetaPathFinder):
     """Calls `register` right after `module` has been imported, so that importing hf_efficient need not import torch."""
 
-    module = "transformers.modeling_utils"
+    def __init__(self, module: str, register):
+        self.module, self.register = module, register
+        self._searching = threading.local()
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != self.module:
+        if fullname != self.module or getattr(self._searching, "now", False):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._searching.now = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching.now = False
+        if spec is None:  # not installed
+            return None
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            register()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            self.register()
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-if _RegisterAfterImport.module in sys.modules:
-    register()
-else:
-    sys.meta_path.insert(0, _RegisterAfterImport())
+for _module, _register in (("transformers.modeling_utils", register), ("peft", _register_peft)):
+    if _module in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _RegisterAfterImport(_module, _register))

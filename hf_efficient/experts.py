@@ -26,44 +26,56 @@ class EfficientExperts(CompressedModule):
     (or up_proj) and down_proj; N is the output width, whether or not the original is transposed.
 
     `<name>` itself is a `placeholder`, as `EfficientLinear.weight` is.
+
+    `adapters`: `<name>` -> low-rank adapters (A [E * r, K], B [N, r * E], scaling) of the forwards that begin now, laid out as
+    PEFT does: column j * E + e of B belongs to expert e.
     """
+
+    adapters: dict[str, list] = {}  # never changed, only replaced
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H]. On a GPU the products of all
-        experts are one launch each and nothing is read back (but by the backward pass); elsewhere only the experts that have
+        experts are one launch each and nothing is read back (but by the backward pass and by adapters); elsewhere only the experts that have
         tokens run."""
         from hf_efficient.kernels.tape import as_one_step  # late: models without experts need none of it
 
-        return as_one_step(self._forward, hidden_states, top_k_index, top_k_weights)
+        forward = functools.partial(self._forward, self.adapters)
+        return as_one_step(forward, hidden_states, top_k_index, top_k_weights)
 
-    def _forward(self, hidden_states, top_k_index, top_k_weights):
+    def _forward(self, adapters, hidden_states, top_k_index, top_k_weights):
         tokens, chosen = top_k_index.shape
         index = top_k_index.flatten().long()
         order = index.argsort(stable=True)
         counts = torch.zeros(self.num_experts, dtype=torch.long, device=index.device)
         counts.scatter_add_(0, index, torch.ones_like(index))
-        outputs = self._run(hidden_states[order // chosen], counts)
+        outputs = self._run(hidden_states[order // chosen], counts, adapters)
         weighted = outputs * top_k_weights.flatten()[order, None].to(outputs.dtype)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
 
-    def _run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _run(self, rows: torch.Tensor, counts: torch.Tensor, adapters: dict) -> torch.Tensor:
         """rows [R, H] sorted by expert, counts int64 [E] -> [R, H]."""
         up_name, down_name = self._expert_names
         up, down = (self.layouts(name + "_", rows.dtype) for name in self._expert_names)
         if not isinstance(up, list) and rows.dtype is up.dtype:
             offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-            h = self._activate(up(rows, offsets, self._expert_bias(up_name)))
-            h = down(h, offsets, self._expert_bias(down_name))
-            return self.post_expert_norm(h) if self.has_post_expert_norm else h
+            sizes = counts.tolist() if adapters else None
+            h = up(rows, offsets, self._expert_bias(up_name))
+            h = self._activate(_adapt_all(h, rows, adapters.get(up_name), sizes))
+            out = down(h, offsets, self._expert_bias(down_name))
+            out = _adapt_all(out, h, adapters.get(down_name), sizes)
+            return self.post_expert_norm(out) if self.has_post_expert_norm else out
         up, down = (getattr(layouts, "experts", layouts) for layouts in (up, down))
         outputs, start = [], 0
         for expert, count in enumerate(counts.tolist()):
             if count == 0:
                 continue
-            h = apply_layout(up[expert], rows[start : start + count], self._expert_bias(up_name, expert))
-            h = apply_layout(down[expert], self._activate(h), self._expert_bias(down_name, expert))
-            outputs.append(self.post_expert_norm(h) if self.has_post_expert_norm else h)
+            x = rows[start : start + count]
+            h = apply_layout(up[expert], x, self._expert_bias(up_name, expert))
+            h = self._activate(_adapt(h, x, adapters.get(up_name), expert, len(counts)))
+            out = apply_layout(down[expert], h, self._expert_bias(down_name, expert))
+            out = _adapt(out, h, adapters.get(down_name), expert, len(counts))
+            outputs.append(self.post_expert_norm(out) if self.has_post_expert_norm else out)
             start += count
         return torch.cat(outputs)
 
@@ -82,6 +94,22 @@ class EfficientExperts(CompressedModule):
             for w in self.compressed_weights()
         )
         return "\n".join(described)
+
+
+def _adapt(y: torch.Tensor, x: torch.Tensor, adapters: list | None, expert: int, experts: int) -> torch.Tensor:
+    """y [R, N] plus what `adapters` (see `EfficientExperts`) make of x [R, K] for one of `experts`, in the dtype of y."""
+    for a, b, scaling in adapters or ():
+        a, b = a.view(experts, -1, a.shape[1])[expert], b.view(len(b), -1, experts)[..., expert]
+        y = (y + (x.to(a.dtype) @ a.t() @ b.t()) * scaling).to(y.dtype)
+    return y
+
+
+def _adapt_all(y: torch.Tensor, x: torch.Tensor, adapters: list | None, sizes: list[int] | None) -> torch.Tensor:
+    """`_adapt` of y and x, whose rows are sorted by expert, `sizes` of them for each."""
+    if not adapters:
+        return y
+    parts = zip(y.split(sizes), x.split(sizes), strict=True)
+    return torch.cat([_adapt(*part, adapters, expert, len(sizes)) for expert, part in enumerate(parts)])
 
 
 @functools.cache

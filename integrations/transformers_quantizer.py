@@ -312,7 +312,7 @@ class EfficientQuantizer(HfQuantizer):
             )
         for name, module in list(model.named_modules()):
             if isinstance(module, EfficientLinear):
-                model.set_submodule(name, _dense_linear(module, dtype or module.weight.dtype))
+                model.set_submodule(name, dense_linear(module, dtype or module.weight.dtype))
             elif isinstance(module, EfficientExperts):
                 decompress_experts(module, dtype or module._parameters[module._expert_names[0]].dtype)
         model._weight_conversions = (getattr(model, "_weight_conversions", None) or []) + self._expert_conversions
@@ -332,7 +332,7 @@ def _checked(name: str, weight: CompressedWeight) -> CompressedWeight:
     return weight
 
 
-def _dense_linear(module: EfficientLinear, dtype: torch.dtype) -> nn.Module:
+def dense_linear(module: EfficientLinear, dtype: torch.dtype) -> nn.Module:
     """The ordinary layer that `module` stands for, with its hook."""
     weight = module.dequantized(dtype=dtype)
     if module.transposed:
