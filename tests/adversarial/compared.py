@@ -6,10 +6,19 @@ import torch
 TIE = 2e-4  # float32 logits of the tiny models reach 30; sums in another order move them by up to some 1e-5
 
 
+# What speculation refuses by name where transformers' plain loop, which it is compared with, answers.
+REFUSED = tuple(f"model={name}: it overrides a step of transformers' decoding loop" for name in (
+    "ShiftedLlamaForCausalLM", "ShiftedMistralForCausalLM", "ShiftedGemma3ForCausalLM", "ShiftedGPT2LMHeadModel",
+    "ShiftedOPTForCausalLM", "ShiftedQwen3MoeForCausalLM",
+))  # fmt: skip
+
+
 def difference(session: dict, ours: list[dict], theirs: list[dict]) -> str | None:
     """The first difference that is no tie between two tokens, as text."""
     calls = [step[1] for step in session["steps"] if step[0] == "call"]
     for index, (options, mine, other) in enumerate(zip(calls, ours, theirs, strict=True)):
+        if mine.get("error") == "ValueError" and mine["text"].startswith(REFUSED):
+            continue
         if "error" in mine or "error" in other:
             if mine.get("error") != other.get("error"):
                 return f"call {index} {options}: ours {mine.get('text', 'answers')}, theirs {other.get('text', 'answers')}"
