@@ -2,6 +2,8 @@
 
 import argparse
 
+from hf_efficient.cli.paths import check_model, check_output, check_path
+
 
 FORMATS = ("compressed-tensors", "gptq", "awq", "gguf")
 
@@ -25,6 +27,12 @@ def run(options: argparse.Namespace) -> None:
         ValueError: the target cannot hold the model; nothing is written.
     """
     from hf_efficient.integrations.export import export
+
+    if options.format != "gguf":
+        check_output("--output", options.output)
+    if not check_path("model", options.model).is_dir():
+        raise ValueError(f"model {options.model}: there is no such folder")
+    check_model("model", options.model)
 
     report = export(options.model, options.output, options.format)
     exact = (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from hf_efficient.integrations.beside import why_not_beside, why_not_new
 from hf_efficient.integrations.export.source import open_source
 
 
@@ -60,8 +61,8 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
             )
         if importlib.util.find_spec("gguf") is None:
             raise ValueError("format='gguf' needs the package gguf: pip install gguf")
-    elif output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"output={str(output)!r} exists already: give a new or an empty folder")
+    if reason := why_not_beside(output) if format == "gguf" else why_not_new(output):
+        raise ValueError(f"output={str(output)!r} {reason}")
     with open_source(model, tokenizer) as source:
         if format == "gguf":
             from hf_efficient.integrations.export import gguf
