@@ -75,7 +75,7 @@ def model_inputs(config: CalibrationConfig, tokenizer, model) -> list[dict[str, 
         )
     batches = [{"input_ids": batch} for batch in tokens.split(config.batch_size)]
     if model.config.is_encoder_decoder:
-        start = text_config.decoder_start_token_id or 0
+        start = getattr(text_config, "decoder_start_token_id", None) or 0
         for batch in batches:
             shifted = batch["input_ids"].roll(1, 1)
             shifted[:, 0] = start

@@ -110,7 +110,7 @@ def _check(options: argparse.Namespace):
     check_folder("--output", options.output)
     config = parse_config(options.config)
     check_text_given(config)
-    found = check_model("model", options.model)
+    found = check_model("model", options.model, causal=True)
     if config is not None:
         check_dense("model", options.model, found, f"--config {options.config}")
 

@@ -47,7 +47,7 @@ def check_calibration(calibration, config, model: str) -> None:
     transformers config is `config`, and ImportError where it is on the Hub and `datasets` is not installed."""
     if calibration is None or calibration.source != "dataset":
         return
-    from hf_efficient.cli.paths import check_folder
+    from hf_efficient.cli.paths import check_folder, check_tokenizer
     from hf_efficient.integrations.calibrated_loading import check_text
     from hf_efficient.integrations.model_card import is_hub_id
 
@@ -59,4 +59,5 @@ def check_calibration(calibration, config, model: str) -> None:
         )
     if calibration.checkpoint_dir is not None:
         check_folder("--checkpoint-dir", calibration.checkpoint_dir)
+    check_tokenizer("model", model)
     check_text(calibration, config, model)

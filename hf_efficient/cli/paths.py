@@ -1,5 +1,6 @@
 """Paths and models that commands are given, tried before anything is loaded."""
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -47,13 +48,15 @@ def check_text_file(option: str, given: str) -> str:
         raise ValueError(f"{option} {given} is no text in UTF-8: {error}") from None
 
 
-def check_model(option: str, given: str):
+def check_model(option: str, given: str, causal: bool = False):
     """The transformers config of the model `given`, a Hub id or a folder. Of a folder the headers of its weights are read.
+
+    Args:
+        causal: whether it must be a model for AutoModelForCausalLM.
 
     Raises ValueError where it is neither, or cannot be read.
     """
-    from safetensors import SafetensorError, safe_open
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     from hf_efficient.integrations.model_card import is_hub_id
 
@@ -67,16 +70,47 @@ def check_model(option: str, given: str):
         )
     elif not is_hub_id(given):
         raise ValueError(f"{option} {given}: there is no such folder, and a Hub id has the form owner/name")
-    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else ():
+    if path.is_dir():
+        _check_weights(option, given, path)
+    try:
+        config = AutoConfig.from_pretrained(given, trust_remote_code=False)
+    except Exception as error:  # whatever a config.json that is none makes of transformers' code
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{option} {given}: {first}") from error
+    kinds = {type(config), type(config.get_text_config(decoder=True))}
+    if causal and not any(kind in MODEL_FOR_CAUSAL_LM_MAPPING for kind in kinds):
+        raise ValueError(f"{option} {given}: {config.model_type} is no model for AutoModelForCausalLM")
+    return config
+
+
+def check_tokenizer(option: str, given: str):
+    """The tokenizer of the model `given`. Raises ValueError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(given)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option} {given} has no tokenizer that can be loaded, and text needs one") from error
+
+
+def _check_weights(option: str, given: str, folder: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
         try:
             safe_open(file, framework="pt").__enter__()
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{option} {given}: {file.name} is not whole: {error}") from None
-    try:
-        return AutoConfig.from_pretrained(given, trust_remote_code=False)
-    except Exception as error:  # whatever a config.json that is none makes of transformers' code
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{option} {given}: {first}") from error
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        try:
+            content = json.loads(index.read_text(encoding="utf-8"))
+            missing = sorted(name for name in {*content["weight_map"].values()} if not (folder / name).is_file())
+            assert isinstance(content["metadata"], dict)
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{option} {given}: {index.name} is no index of weights ({error!r})") from None
+        if missing:
+            raise ValueError(f"{option} {given}: {index.name} names {missing[0]}, which is not there")
 
 
 def check_path(option: str, given: str) -> Path:

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
         sizes = ", ".join(f"--{flag}" for flag in SHAPE)
         raise ValueError(f"give --remove SHARE, or the sizes that shall be left ({sizes}), not both")
     text = calibration_arguments(options).get("calibration")
-    found = check_model("model", options.model)
+    found = check_model("model", options.model, causal=True)
     check_dense("model", options.model, found, "prune-structure")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer

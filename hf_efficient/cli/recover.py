@@ -3,7 +3,7 @@
 import argparse
 
 from hf_efficient.cli.numbers import at_least, positive, share
-from hf_efficient.cli.paths import check_folder, check_model, check_output, check_text_file
+from hf_efficient.cli.paths import check_folder, check_model, check_output, check_text_file, check_tokenizer
 
 
 TRAINING = (
@@ -42,14 +42,14 @@ def run(options: argparse.Namespace) -> None:
     output, texts = check_output("--output", options.output), check_text_file("--texts", options.texts)
     if options.checkpoint_dir is not None:
         check_folder("--checkpoint-dir", options.checkpoint_dir)
-    check_model("model", options.model)
-    check_model("--teacher", options.teacher)
+    check_model("model", options.model, causal=True)
+    check_model("--teacher", options.teacher, causal=True)
     given = {name: getattr(options, name) for name in TRAINING if getattr(options, name) is not None}
     if options.steps is None:
         given.setdefault("minutes", 10.0)
 
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from hf_efficient import recover
     from hf_efficient.integrations import hub
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     from hf_efficient.integrations.recovery import check_arguments, read_windows
 
     check_arguments(**given)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = check_tokenizer("model", options.model)
     windows = read_windows([texts], tokenizer, given.get("sequence_length", 512))
     device_map = "cuda" if torch.cuda.is_available() else None
     model, teacher = (

@@ -20,7 +20,7 @@ from hf_efficient.cli.config_argument import (
     make_config,
     parse_arguments,
 )
-from hf_efficient.cli.paths import check_folder, check_model, check_text_file, is_there
+from hf_efficient.cli.paths import check_folder, check_model, check_text_file, check_tokenizer, is_there
 
 
 WINDOW_LENGTH = 1024
@@ -130,11 +130,12 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is too small: at least {least}")
     check_folder("--output", options.output)
     if options.model is not None:
-        found = check_model("--model", options.model)
+        found = check_model("--model", options.model, causal=True)
+        check_tokenizer("--model", options.model)
         asked = [f"--config {given}" for given in getattr(options, "config", None) or PRESETS]
         check_dense("--model", options.model, found, " ".join(asked))
     if getattr(options, "assistant", None) is not None:
-        check_model("--assistant", options.assistant)
+        check_model("--assistant", options.assistant, causal=True)
 
 
 def _quantization(given: str) -> dict:

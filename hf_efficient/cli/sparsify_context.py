@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: for arguments that are not allowed, before the model is loaded where they show.
     """
     output = check_output("--output", options.output, replaced=False)
-    found = check_model("model", options.model)
+    found = check_model("model", options.model, causal=True)
     check_dense("model", options.model, found, "sparsify-context")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from hf_efficient.cli.numbers import at_least, positive
-from hf_efficient.cli.paths import check_folder, check_model, check_output, check_text_file
+from hf_efficient.cli.paths import check_folder, check_model, check_output, check_text_file, check_tokenizer
 
 
 TRAINING = ("num_tokens", "epochs", "minutes", "draft_tokens", "max_new_tokens", "batch_size", "learning_rate", "seed")
@@ -44,15 +44,15 @@ def run(options: argparse.Namespace) -> None:
     output = check_output("--output", options.output, replaced=False)
     if options.cache is not None:
         check_folder("--cache", options.cache)
-    check_model("model", options.model)
+    check_model("model", options.model, causal=True)
     prompts = None if options.prompts is None else _read_prompts(Path(options.prompts))
 
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from hf_efficient import train_draft
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = check_tokenizer("model", options.model)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     device_map = "cuda" if torch.cuda.is_available() else None

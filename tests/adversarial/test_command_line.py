@@ -397,6 +397,44 @@ def test_a_missing_package_is_an_error_and_no_traceback(call, monkeypatch):
     assert call("export", *WANTED["export"]) == (1, "hf-efficient: export needs the package 'nothing'\n")
 
 
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {"a": "b"}, "metadata": {}}, "names b, which is not there"),
+        ({"weight_map": {}}, "KeyError('metadata')"),
+        ([], "no index of weights"),
+    ],
+)
+def test_an_index_that_is_none(index, message, call, made, tmp_path):
+    (tmp_path / "cut").unlink()
+    shutil.copytree(made / "tiny", tmp_path / "cut")
+    (tmp_path / "cut" / "model.safetensors").unlink()
+    (tmp_path / "cut" / "model.safetensors.index.json").write_text(json.dumps(index))
+    status, printed = call(*with_option("quantize", "model", "cut"))
+    assert status == 1 and "cut: model.safetensors.index.json" in printed and message in printed
+
+
+CAUSAL = ("prune-structure", "train-draft", "recover", "sparsify-context", "bench", "run")
+
+
+@pytest.mark.parametrize("command", CAUSAL)
+def test_models_of_another_kind(command, call, tmp_path):
+    (tmp_path / "cut").unlink()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "config.json").write_text('{"model_type": "t5"}')
+    status, printed = call(*with_option(command, "--model" if command == "run" else "model", "cut"))
+    assert status == 1 and "cut: t5 is no model for AutoModelForCausalLM" in printed
+
+
+@pytest.mark.parametrize("command", [name for name in CAUSAL if name not in ("prune-structure", "bench")])
+def test_models_without_a_tokenizer(command, call, made, tmp_path):
+    (tmp_path / "cut").unlink()
+    (tmp_path / "cut").mkdir()
+    shutil.copy(made / "tiny" / "config.json", tmp_path / "cut")
+    status, printed = call(*with_option(command, "--model" if command == "run" else "model", "cut"))
+    assert status == 1 and "cut has no tokenizer that can be loaded" in printed and printed.count("\n") == 1
+
+
 def test_weights_of_a_folder_are_not_taken_for_whole(made, tmp_path, monkeypatch, capsys):
     """One of several shards that is cut off is named, too."""
     shutil.copytree(made / "tiny", tmp_path / "tiny")
