@@ -19,6 +19,23 @@ _PLAIN_NAME = re.compile(r"\w([\w .+\-]{0,94}\w)?")
 _DERIVED = ("version", "input_scale", "dequantize", "calibration")  # not what a user passes
 
 
+def check_form(name: str, architectures: Any, quantization: Any) -> None:
+    """Raises ValueError where these fields of the config.json of `name` have another form than transformers gives them, or
+    describe a compression of this package that there is not."""
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(each, str) for each in architectures)
+    ):
+        raise ValueError(f"{name}: architectures={architectures!r} in its config.json is no list of names")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if quantization is not None and not isinstance(method, str):
+        raise ValueError(f"{name}: quantization_config in its config.json names no quant_method")
+    if method in CONFIGS:
+        try:
+            read_config(quantization)
+        except ValueError as error:
+            raise ValueError(f"{name}: quantization_config in its config.json: {error}") from None
+
+
 def read_config(quantization: Any) -> CompressionConfig:
     """The config that a checkpoint's `quantization_config` describes.
 
@@ -26,7 +43,7 @@ def read_config(quantization: Any) -> CompressionConfig:
         ValueError: it is none of this package, or holds what the config class refuses.
     """
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method not in CONFIGS:
+    if not isinstance(method, str) or method not in CONFIGS:
         raise ValueError(f"quantization_config has quant_method={method!r}: it must be one of {sorted(CONFIGS)}")
     return CONFIGS[method](**quantization)
 

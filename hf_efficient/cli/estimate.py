@@ -67,8 +67,11 @@ def run(options: argparse.Namespace) -> None:
 
 def _is_compressed(model) -> bool:
     from hf_efficient.integrations.meta_model import own_quantization, read_config
+    from hf_efficient.integrations.model_card import check_form
 
-    return own_quantization(read_config(model)) is not None
+    config = read_config(model)
+    check_form(f"model {model}", config.architectures, getattr(config, "quantization_config", None))
+    return own_quantization(config) is not None
 
 
 def table(estimates: list, names: list[str]) -> str:

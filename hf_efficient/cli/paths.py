@@ -58,7 +58,7 @@ def check_model(option: str, given: str, causal: bool = False):
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    from hf_efficient.integrations.model_card import is_hub_id
+    from hf_efficient.integrations.model_card import check_form, is_hub_id
 
     path = check_path(option, given)
     if path.is_dir():
@@ -77,6 +77,9 @@ def check_model(option: str, given: str, causal: bool = False):
     except Exception as error:  # whatever a config.json that is none makes of transformers' code
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{option} {given}: {first}") from error
+    quantization = getattr(config, "quantization_config", None)
+    quantization = quantization.to_dict() if hasattr(quantization, "to_dict") else quantization
+    check_form(f"{option} {given}", config.architectures, quantization)
     kinds = {type(config), type(config.get_text_config(decoder=True))}
     if causal and not any(kind in MODEL_FOR_CAUSAL_LM_MAPPING for kind in kinds):
         raise ValueError(f"{option} {given}: {config.model_type} is no model for AutoModelForCausalLM")

@@ -414,6 +414,29 @@ def test_an_index_that_is_none(index, message, call, made, tmp_path):
     assert status == 1 and "cut: model.safetensors.index.json" in printed and message in printed
 
 
+@pytest.mark.parametrize("command", WANTED)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 5},
+        {"quantization_config": 5},
+        {"quantization_config": {"quant_method": ["x"]}},
+        {"quantization_config": {"quant_method": "efficient_weight_only", "scheme": 1}},
+        {"hidden_size": "wide"},
+    ],
+    ids=repr,
+)
+def test_a_config_of_another_form(command, changes, call, made, tmp_path):
+    (tmp_path / "small").unlink()
+    shutil.copytree(made / "small", tmp_path / "small")
+    config = json.loads((made / "small" / "config.json").read_text())
+    (tmp_path / "small" / "config.json").write_text(json.dumps({**config, **changes}))
+    if command == "push" and changes.keys() - {"quantization_config"}:
+        return  # a card tells nothing of it
+    status, printed = call(*with_option(command, "--model" if command == "run" else "model", "small"))
+    assert status == 1 and printed.startswith("hf-efficient: ")
+
+
 CAUSAL = ("prune-structure", "train-draft", "recover", "sparsify-context", "bench", "run")
 
 

@@ -10,7 +10,7 @@ from hub_directory import serving
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from hf_efficient.cli import main, measure
 from hf_efficient.cli import run as run_command
@@ -127,3 +127,13 @@ def test_a_better_card_on_the_hub_is_not_replaced(made, tmp_path, monkeypatch, c
         server.fail = fail
         assert main(["push", str(folder), "me/other", "--base-model", "org/model"]) == 1
         assert "the Hub did not take me/other" in capsys.readouterr().err
+
+
+def test_an_encoder_decoder_that_names_no_start_token_is_calibrated(made, tmp_path):
+    config = T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    assert not hasattr(config, "decoder_start_token_id")
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    tiny_tokenizer().save_pretrained(tmp_path / "t5")
+    words = ["quantize", str(tmp_path / "t5"), "--output", str(tmp_path / "out"), "--method", "gptq"]
+    words += ["--calibration", str(made / "text.txt"), "--num-samples", "1", "--sequence-length", "8"]
+    assert main([*words, "--group-size", "32"]) == 0 and (tmp_path / "out" / "config.json").is_file()
