@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
     }
     smallest = content["variants"][-1]
     card = model_card.render(
-        f"{Path(content['model']).name}-{smallest['name'].replace(' ', '-')}",
+        _plain(f"{Path(content['model']).name}-{smallest['name']}"),
         model_card.read_config(smallest["quantization"]),
         base_model=content["model"],
         licence="apache-2.0" if is_sample else None,
@@ -124,7 +125,14 @@ def run(options: argparse.Namespace) -> None:
         print("\nwritten: " + ", ".join(str(path) for path in paths))
 
 
+def _plain(name: str) -> str:
+    """`name` with hyphens for what a card's title may not hold, such as the colon of 2:4 and spaces."""
+    return re.sub(r"[^\w.+]+", "-", name).strip("-.+")[:96].strip("-.+")
+
+
 def _check(options: argparse.Namespace) -> None:
+    from hf_efficient.integrations import model_card
+
     for name, least in (("new_tokens", 2), ("repeats", 1), ("windows", 2)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is too small: at least {least}")
@@ -132,6 +140,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.model is not None:
         found = check_model("--model", options.model, causal=True)
         check_tokenizer("--model", options.model)
+        if Path(options.model).exists():
+            model_card.check_name("--model", Path(options.model).absolute().name)  # the card tells it
         asked = [f"--config {given}" for given in getattr(options, "config", None) or PRESETS]
         check_dense("--model", options.model, found, " ".join(asked))
     if getattr(options, "assistant", None) is not None:

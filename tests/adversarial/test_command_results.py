@@ -16,7 +16,7 @@ from hf_efficient.cli import main, measure
 from hf_efficient.cli import run as run_command
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.w8a8 import Int8Format
-from hf_efficient.integrations import hub
+from hf_efficient.integrations import hub, model_card
 
 
 # what the HTTP client of huggingface_hub raises where nobody answers
@@ -77,6 +77,21 @@ def test_run_measures_the_config_that_is_given(made, tmp_path, monkeypatch, caps
     assert measure.measure(variant, False)["weight_bytes"] > 0
     format = loaded[0].model.layers[0].mlp.up_proj.format
     assert isinstance(format, Int8Format) and format.zero_point and loaded[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"quant_method": "efficient_w8a8", "method": "zeropoint"}',
+        '{"quant_method": "efficient_sparse", "pattern": "2:4", "method": "magnitude"}',
+        '{"quant_method": "efficient_sparse", "sparsity": 0.5, "method": "magnitude", "weights": {"bits": 4}}',
+        '{"quant_method": "efficient_bitnet"}',
+    ],
+)
+def test_every_config_has_a_name_that_a_card_takes(config):
+    """The card is written after hours of measuring."""
+    name = run_command._plain(f"tiny-{run_command._quantization(config)['name']}")
+    assert model_card.check_name("name", name).startswith("tiny-")
 
 
 def quantized(made, tmp_path, name="out", base="tiny") -> Path:
