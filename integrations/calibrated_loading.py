@@ -3,6 +3,7 @@
 import copy
 import importlib
 import importlib.util
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,6 +17,17 @@ _LINEARS = (nn.Linear, Conv1D)
 _OF_THE_LOSS = {"gradient", "fisher"}  # fields of `LinearGradients`
 
 
+class MissingText(ValueError):
+    """Calibration text is needed and none is given; `reason` names the arguments that need it."""
+
+    def __init__(self, reason: str, module: str):
+        self.reason = reason
+        super().__init__(
+            f"calibration=None is not supported with {reason} ({module}): it must be CalibrationConfig(texts=[...]), "
+            "CalibrationConfig(dataset='file.txt'), or another source of text"
+        )
+
+
 def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
     """Refuses what cannot be calibrated and reads the text, before weights are loaded.
 
@@ -25,8 +37,8 @@ def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
         name_or_path: of the model, where its tokenizer is.
 
     Raises:
-        ValueError: no or too little calibration text, no tokenizer for it, or weights that would be offloaded while blocks
-            run.
+        MissingText: no calibration text.
+        ValueError: too little calibration text, no tokenizer for it, or weights that would be offloaded while blocks run.
         ImportError: a dataset of the Hub without the package `datasets`.
     """
     if config.calibration is None:
@@ -34,10 +46,7 @@ def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
         fields = [f"method={own.method!r}"]
         fields += [f"{field}=True" for field in ("refine", "mixed_precision") if getattr(own, field, False)]
         fields += ["allocation='owl'"] if _is_owl(own) else []
-        raise ValueError(
-            f"calibration=None is not supported with {', '.join(fields)} ({name}): it must be "
-            "CalibrationConfig(texts=[...]), CalibrationConfig(dataset='file.txt'), or another source of text"
-        )
+        raise MissingText(", ".join(fields), name)
     if config.calibration.source is None:
         raise ValueError("calibration names no text: give it texts, a dataset, tokens or inputs")
     for is_asked, argument in (
@@ -55,6 +64,26 @@ def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
         config.calibration = copy.copy(config.calibration)
         with torch.device("cpu"):  # transformers calls this where new tensors are meta tensors
             config.calibration.tokens = load_tokens(config.calibration, _tokenizer(name_or_path))
+
+
+def check_text(calibration, config, name_or_path: str) -> None:
+    """Reads the text of `calibration`, where it is a file, as calibration will, so that what is wrong shows before a model is
+    loaded.
+
+    Args:
+        config: of the model `name_or_path`, where its tokenizer is.
+
+    Raises:
+        ValueError: no such file, no text, too little of it, or windows longer than the model has positions.
+        ImportError: a dataset of the Hub without the package `datasets`.
+    """
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and calibration.sequence_length > positions:
+        raise ValueError(
+            f"sequence_length={calibration.sequence_length} is more than the {positions} positions of the model"
+        )
+    if Path(calibration.dataset).expanduser().exists() or importlib.util.find_spec("datasets") is None:
+        load_tokens(calibration, _tokenizer(name_or_path))
 
 
 def _tokenizer(name_or_path: str):

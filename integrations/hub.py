@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from hf_efficient.integrations import model_card
-from hf_efficient.integrations.beside import new_folder
+from hf_efficient.integrations.beside import new_folder, why_not_new
 
 
 UPLOADED = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".png")
@@ -38,8 +38,9 @@ def push(
         repo: Hub id, or a folder to make: a path that begins with "/", "." or "~". A folder needs no network; it must not
             exist or be empty.
         base_model: what was compressed, a Hub id or a folder, of which only the name is told. By default what the report or
-            the card in `folder` names.
-        licence: identifier of the Hub, such as "apache-2.0". By default that of the base model's card, where it can be read.
+            the card in `folder` names, as `hf-efficient quantize` records it there.
+        licence: identifier of the Hub, such as "apache-2.0". By default that of the card in `folder`, else that of the base
+            model's card, where they can be read.
         report: a report.json that measured this folder (`hf-efficient run --model BASE --config FOLDER --output FOLDER`), by
             default the one in `folder`. Without one the card has no figures.
         private, token, revision, create_pr, commit_message: as in huggingface_hub's `create_repo` and `create_commit`. The
@@ -49,23 +50,28 @@ def push(
         The URL of the commit, or the folder.
 
     Raises:
-        ValueError: the folder is no compressed model, holds what must not be published, or the report is of other weights;
-            before anything is written.
+        ValueError: the folder is no compressed model, holds what must not be published, the report is of other weights, or
+            the card would not say what was compressed and replace one that does; before anything is written.
+        OSError: the Hub cannot be reached, or refuses.
     """
     folder = Path(folder)
     files = _files(folder)
     local = is_folder(repo)
     if local:
         target = Path(repo).expanduser()
-        if target.is_file() or (target.is_dir() and any(target.iterdir())):
-            raise ValueError(f"{target} exists already: give a new or an empty folder")
+        if reason := why_not_new(target):
+            raise ValueError(f"{target} {reason}")
         name = target.absolute().name
     else:
         from huggingface_hub.utils import validate_repo_id
 
         validate_repo_id(repo)
         name = repo.rpartition("/")[2]
-    card = _card(folder, name, None if local else repo, base_model, licence, report)
+    card, base_model = _card(folder, name, None if local else repo, base_model, licence, report)
+    if base_model is None:
+        _check_replaced(folder, folder / CARD)
+        if not local:
+            _check_replaced(folder, _published_card(repo, revision, token))
     if local:
         _copy(folder, files, card, target)
         return str(target)
@@ -79,8 +85,9 @@ def push_to_hub(self, repo_id, **options) -> str:
     description, tags = options.pop("commit_description", None), options.pop("tags", None)
     if description or tags:
         raise ValueError("commit_description and tags are not supported: the card has its own tags")
-    if "base_model" not in options and not self.hf_quantizer.pre_quantized and not options.get("report"):
-        options["base_model"] = self.name_or_path or None
+    if "base_model" not in options and not options.get("report"):
+        made_here = not self.hf_quantizer.pre_quantized
+        options["base_model"] = (self.name_or_path if made_here else recorded_base_model(self.name_or_path)) or None
     with tempfile.TemporaryDirectory() as scratch:
         self.save_pretrained(scratch, max_shard_size=max_shard_size)
         return push(scratch, repo_id, **options)
@@ -89,6 +96,22 @@ def push_to_hub(self, repo_id, **options) -> str:
 def is_folder(repo: str) -> bool:
     """Whether `repo` is a path and no Hub id."""
     return repo.startswith((".", "~")) or Path(repo).is_absolute()
+
+
+def record_base_model(folder: Path, name: str, base_model: str) -> None:
+    """Writes a card into `folder`, of a model called `name`, that says what was compressed, for `push` to tell."""
+    licence = _licence(base_model, network=False)
+    card = model_card.origin(name, base_model, licence if licence and model_card.is_licence(licence) else None)
+    if card is not None:
+        (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def recorded_base_model(folder: str | os.PathLike) -> str | None:
+    """What the card in `folder` says was compressed: a Hub id, or "path/to/" and the name of a folder; None where there is no
+    card or it does not say so."""
+    card = Path(folder) / CARD
+    base, name = _metadata(card, "base_model"), _metadata(card, model_card.FOLDER_FIELD)
+    return base or (f"path/to/{name}" if name else None)
 
 
 def weights_sha256(folder: Path) -> str:
@@ -152,19 +175,47 @@ def _files(folder: Path) -> list[str]:
     return names
 
 
-def _card(folder: Path, name: str, repo_id, base_model, licence, report) -> str:
+def _card(folder: Path, name: str, repo_id, base_model, licence, report) -> tuple[str, str | None]:
+    """(the card, the base model it names)"""
     config, compression = read_folder(folder)
     content, variant = _measurement(folder, report)
     if content is not None:
         if base_model not in (None, content["model"]):
             raise ValueError(f"base_model={base_model!r}, but the report compares with {content['model']!r}")
         base_model = content["model"]
-    base_model = base_model or _metadata(folder / CARD, "base_model")
+    base_model = base_model or recorded_base_model(folder)
+    if licence is None:
+        licence = _metadata(folder / CARD, "license")
     if licence is None and base_model is not None:
         licence = _licence(base_model, repo_id is not None)
     architecture = (config.get("architectures") or ["AutoModel"])[0]
     options = {"repo_id": repo_id, "architecture": architecture, "base_model": base_model, "licence": licence}
-    return model_card.render(name, compression, **options, content=content, variant=variant)
+    return model_card.render(name, compression, **options, content=content, variant=variant), base_model
+
+
+def _check_replaced(folder: Path, card: Path | None) -> None:
+    """Raises ValueError where `card` says more of a model's origin than the one that would replace it, which says nothing."""
+    if card is None or not card.is_file():
+        return
+    base = _metadata(card, "base_model")
+    if base is None and model_card.NO_ORIGIN in card.read_text(encoding="utf-8"):
+        return
+    place = f"the card in {folder}" if card == folder / CARD else "the card in the repository"
+    raise ValueError(
+        f"{folder} does not record what was compressed, and its card would replace {place}: give "
+        f"base_model={base or 'owner/name'!r}"
+    )
+
+
+def _published_card(repo: str, revision: str | None, token) -> Path | None:
+    """The card that the repository has now."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(repo, CARD, revision=revision, token=token))
+    except (EntryNotFoundError, HfHubHTTPError):  # no repository, branch or card
+        return None
 
 
 def _measurement(folder: Path, report) -> tuple[dict | None, dict | None]:
@@ -175,7 +226,7 @@ def _measurement(folder: Path, report) -> tuple[dict | None, dict | None]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"report {path}: {error}") from None
+        raise ValueError(f"report {path}: {getattr(error, 'strerror', None) or error}") from None
     model_card.check_report(content)
     digest = weights_sha256(folder)
     for variant in content["variants"]:
@@ -200,6 +251,8 @@ def _field(card: Path | str, field: str) -> str | None:
         value = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict().get(field)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"the card of {card} cannot be read: {error}") from None
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     return value if isinstance(value, str) else None
 
 
@@ -224,7 +277,18 @@ def _copy(folder: Path, files: list[str], card: str, target: Path) -> None:
 
 
 def _commit(folder, files, card, repo, private, token, revision, create_pr, message) -> str:
-    """One commit with everything in it."""
+    """One commit with everything in it. Raises OSError where the Hub cannot be reached, or refuses."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # of the HTTP client, which is not the same package in every release of huggingface_hub
+    connection_errors = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    try:
+        return _one_commit(folder, files, card, repo, private, token, revision, create_pr, message)
+    except connection_errors as error:
+        raise OSError(f"the Hub did not take {repo}: {error}") from error
+
+
+def _one_commit(folder, files, card, repo, private, token, revision, create_pr, message) -> str:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi(token=token)

@@ -13,7 +13,27 @@ from hf_efficient.evaluation import report
 
 CONFIGS = {config.name: config for config in (WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig)}
 _ALWAYS = ("bits", "group_size", "symmetric", "method", "dtype")  # of a recipe, also where they are the defaults
+NO_ORIGIN = "A model whose origin is not recorded"
+FOLDER_FIELD = "base_model_folder"  # of a card's metadata, where the base model has no id of the Hub
+_PLAIN_NAME = re.compile(r"\w([\w .+\-]{0,94}\w)?")
 _DERIVED = ("version", "input_scale", "dequantize", "calibration")  # not what a user passes
+
+
+def check_form(name: str, architectures: Any, quantization: Any) -> None:
+    """Raises ValueError where these fields of the config.json of `name` have another form than transformers gives them, or
+    describe a compression of this package that there is not."""
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(each, str) for each in architectures)
+    ):
+        raise ValueError(f"{name}: architectures={architectures!r} in its config.json is no list of names")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if quantization is not None and not isinstance(method, str):
+        raise ValueError(f"{name}: quantization_config in its config.json names no quant_method")
+    if method in CONFIGS:
+        try:
+            read_config(quantization)
+        except ValueError as error:
+            raise ValueError(f"{name}: quantization_config in its config.json: {error}") from None
 
 
 def read_config(quantization: Any) -> CompressionConfig:
@@ -23,9 +43,35 @@ def read_config(quantization: Any) -> CompressionConfig:
         ValueError: it is none of this package, or holds what the config class refuses.
     """
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method not in CONFIGS:
+    if not isinstance(method, str) or method not in CONFIGS:
         raise ValueError(f"quantization_config has quant_method={method!r}: it must be one of {sorted(CONFIGS)}")
     return CONFIGS[method](**quantization)
+
+
+def origin(name: str, base_model: str, licence: str | None) -> str | None:
+    """The card of a folder that holds a compressed model and was not published yet: what was compressed, for `push`.
+
+    Args:
+        name: what the model is called.
+        base_model: Hub id, or a local folder, of which only the name is told.
+        licence: identifier of the Hub; None: not known.
+
+    Returns None for a base model whose name is not plain.
+    """
+    from huggingface_hub import ModelCardData
+
+    if is_hub_id(base_model):
+        base, shown = {"base_model": base_model, "base_model_relation": "quantized"}, base_model
+    else:
+        shown = Path(base_model).resolve().name
+        if not _PLAIN_NAME.fullmatch(shown):
+            return None
+        base = {FOLDER_FIELD: shown}
+    data = ModelCardData(library_name="transformers", license=licence, tags=["hf_efficient", "quantized"], **base)
+    return (
+        f"---\n{data.to_yaml()}\n---\n\n# {code_span(name)}\n\nMade from {code_span(shown)} with hf_efficient. `hf-efficient push` "
+        "writes the whole card.\n"
+    )
 
 
 def check_report(content: Any) -> None:
@@ -84,7 +130,7 @@ def render(
     check_name("name", name)
     if not (isinstance(architecture, str) and architecture.isidentifier() and architecture.isascii()):
         raise ValueError(f"architecture={architecture!r} is not a class of transformers")
-    if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.\-]{0,60}", licence):
+    if licence is not None and not is_licence(licence):
         raise ValueError(f"licence={licence!r} is not an identifier of the Hub such as 'apache-2.0'")
     on_hub = base_model is not None and is_hub_id(base_model)
     if base_model is not None and not on_hub:
@@ -98,7 +144,7 @@ def render(
         model_name=name,
         eval_results=None if variant is None else _eval_results(content, variant),
     )
-    base = "A model whose origin is not recorded"
+    base = NO_ORIGIN
     if base_model is not None:
         base = f"[{base_model}](https://huggingface.co/{base_model})" if on_hub else f"`{base_model}`"
     causal = architecture.endswith("ForCausalLM") or architecture == "AutoModelForCausalLM"
@@ -161,12 +207,17 @@ def is_hub_id(name: str) -> bool:
     return not Path(name).exists()
 
 
+def is_licence(licence: str) -> bool:
+    """Whether `licence` has the form of an identifier of the Hub, such as "apache-2.0"."""
+    return re.fullmatch(r"[a-z0-9][a-z0-9.\-]{0,60}", licence) is not None
+
+
 def check_name(argument: str, name: str) -> str:
     """`name`, if it is a plain one: letters, digits, `_`, `-`, `+`, `.` and spaces inside.
 
     Raises ValueError otherwise, so that no name carries markup or leads to another folder.
     """
-    if not re.fullmatch(r"\w([\w .+\-]{0,94}\w)?", name):
+    if not _PLAIN_NAME.fullmatch(name):
         raise ValueError(f"{argument}={name!r} is not a plain name: letters, digits, '_', '-', '+', '.' and spaces")
     return name
 

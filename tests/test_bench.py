@@ -112,7 +112,7 @@ def test_an_interrupted_plot_leaves_the_earlier_result(tmp_path, monkeypatch):
         (["--config", "int3"], "neither one of ['none', 'int8', 'int4'], nor a JSON file"),
         (["--config", "[1]"], "expected a JSON object"),
         (["--config", '{"quant_method": "awq"}'], "quant_method='awq' is not supported"),
-        (["--kv-format", "int5"], "kv_format='int5'"),
+        (["--kv-format", "int5"], "--kv-format int5"),
         (["--output", __file__], "is a file; give a folder"),
     ],
 )

@@ -111,12 +111,12 @@ def test_prune_saves_a_sparse_model_and_says_how_sparse(tiny_folder, tmp_path, c
     assert len(report) == 14 and all(0.5 <= share < 0.6 for share in report.values()), "rounding makes zeros, too"
     command[1] = str(output)
     command[3] = str(tmp_path / "again")
-    assert main(command) == 1 and "compressed already (efficient_sparse)" in capsys.readouterr().err
+    assert main(command) == 1 and "compressed already (SparseConfig(pattern=" in capsys.readouterr().err
     for arguments, message in (
         ([], "exactly one"),
-        (["--sparsity", "1"], "sparsity=1.0"),
+        (["--sparsity", "1"], "--sparsity 1.0"),
         (["--sparsity", "0.5", "--weights", "int4"], "--weights 'int4' is not JSON"),
-        (["--sparsity", "0.5"], "calibration=None"),
+        (["--sparsity", "0.5"], "--method wanda needs calibration text"),
     ):
         assert main(["prune", str(tiny_folder), "--output", str(tmp_path / "again"), *arguments]) == 1
         assert message in capsys.readouterr().err and not (tmp_path / "again").exists()
@@ -126,12 +126,12 @@ def test_prune_saves_a_sparse_model_and_says_how_sparse(tiny_folder, tmp_path, c
     ("arguments", "message"),
     [
         (["--bits", "4", "--config", "{}"], "--config and --bits exclude each other"),
-        (["--config", "{"], "neither a JSON file nor JSON"),
+        (["--config", "{"], "neither one of ['int4', 'int8'], nor a JSON file, nor JSON"),
         (["--config", '{"quant_method": "gptq"}'], "efficient_weight_only"),
-        (["--method", "magic"], "method='magic'"),
+        (["--method", "magic"], "--method magic is not supported"),
         (["--num-samples", "4"], "--num-samples describes calibration text"),
-        (["--method", "gptq"], "calibration=None"),
-        (["--method", "gptq", "--calibration", "no/such.txt"], "does not exist"),
+        (["--method", "gptq"], "--method gptq needs calibration text: give it with --calibration FILE"),
+        (["--method", "gptq", "--calibration", "no/such.txt"], "--calibration no/such.txt: there is no such file"),
     ],
 )
 def test_quantize_names_bad_arguments_and_writes_nothing(arguments, message, tiny_folder, tmp_path, capsys):

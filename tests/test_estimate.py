@@ -353,4 +353,4 @@ def test_the_command_prints_a_table_or_json(tiny_folder, capsys):
     assert "|  | none | int8 activations |" in printed and f"{plain['weight_bytes'] / 1e6:,.1f}" in printed
     assert "roofline of l4" in printed and "none was measured" in printed
     assert main(["estimate", str(tiny_folder), "--batch", "0"]) == 1
-    assert "batch_size=0" in capsys.readouterr().err
+    assert "--batch 0" in capsys.readouterr().err

@@ -238,10 +238,10 @@ def test_command(tmp_path, capsys):
     text = ["--calibration", str(tmp_path / "text.txt"), "--num-samples", "4", "--sequence-length", "32"]
     base = ["prune-structure", str(tmp_path / "dense"), "--output", str(tmp_path / "small")]
     for arguments, message in (
-        ([], "method='llm_pruner': it must be a share in [0, 1)"),
-        (["--remove", "0.2"], "give calibration"),
+        ([], "give --remove SHARE, or the sizes that shall be left"),
+        (["--remove", "0.2"], "give --calibration FILE"),
         (["--remove", "0.2", "--num-samples", "4"], "--num-samples describes calibration text"),
-        (["--layers", "3", *text], "num_hidden_layers=3 is not supported"),
+        (["--layers", "3", *text], "--layers 3 is not supported"),
     ):
         assert main([*base, *arguments]) == 1
         assert message in capsys.readouterr().err

@@ -234,7 +234,6 @@ def test_the_command_trains_from_a_file_of_prompts(folder, tmp_path, capsys):
         (["--prompts", "bad.jsonl"], "line 2: expected a text"),
         (["--prompts", "broken.jsonl"], "line 1: no JSON"),
         (["--prompts", "empty.txt"], "the file is empty"),
-        (["--epochs", "0"], "epochs=0"),
     ],
 )
 def test_the_command_names_what_is_wrong(arguments, message, folder, tmp_path, monkeypatch, capsys):

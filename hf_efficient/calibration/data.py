@@ -75,7 +75,7 @@ def model_inputs(config: CalibrationConfig, tokenizer, model) -> list[dict[str, 
         )
     batches = [{"input_ids": batch} for batch in tokens.split(config.batch_size)]
     if model.config.is_encoder_decoder:
-        start = text_config.decoder_start_token_id or 0
+        start = getattr(text_config, "decoder_start_token_id", None) or 0
         for batch in batches:
             shifted = batch["input_ids"].roll(1, 1)
             shifted[:, 0] = start
@@ -97,7 +97,7 @@ def _documents(config: CalibrationConfig) -> Iterator[str]:
         return _shuffled(config.texts, config.seed)
     path = Path(config.dataset).expanduser()
     if path.suffix == ".txt" and path.is_file():
-        return iter([path.read_text(encoding="utf-8")])
+        return iter([_text_of(path)])
     if path.suffix == ".jsonl" and path.is_file():
         return _shuffled(_json_lines(path, config.text_column), config.seed)
     if path.exists() or path.suffix in (".txt", ".jsonl"):
@@ -110,9 +110,16 @@ def _shuffled(documents: list[str], seed: int) -> Iterator[str]:
     return iter(random.Random(seed).sample(documents, len(documents)))
 
 
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
+
+
 def _json_lines(path: Path, column: str) -> list[str]:
     documents = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(_text_of(path).split("\n"), 1):
         if line.strip():
             try:
                 documents.append(json.loads(line)[column])
@@ -126,7 +133,7 @@ def _json_lines(path: Path, column: str) -> list[str]:
 def _hub_documents(config: CalibrationConfig) -> Iterator[str]:
     if importlib.util.find_spec("datasets") is None:
         raise ImportError(
-            f"dataset={config.dataset!r} is no file, and a dataset of the Hub needs the package 'datasets': "
+            f"dataset={config.dataset!r}: there is no such file, and a dataset of the Hub needs the package 'datasets': "
             "pip install datasets, or give a .txt or .jsonl file"
         )
     from datasets import load_dataset

@@ -6,7 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from hf_efficient.cli.config_argument import HELP, config_name, parse_config
+from hf_efficient.cli.compression import add_dtype_argument, check_dense
+from hf_efficient.cli.config_argument import HELP, check_text_given, config_name, parse_config
+from hf_efficient.cli.paths import check_folder, check_model
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -23,6 +25,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--latency-bound", type=float, help="seconds of a request (95th percentile) within which queries/s are sought"
     )
+    add_dtype_argument(command)
     command.add_argument("--output", default="bench", help="folder for bench.json and bench.png (default bench)")
     command.add_argument("--json", action="store_true", help="print only the result as JSON")
 
@@ -45,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     from hf_efficient.evaluation import bench, environment, memory
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loading = {"dtype": "auto", "attn_implementation": "flash_paged", "quantization_config": config}
+    loading = {"dtype": options.dtype, "attn_implementation": "flash_paged", "quantization_config": config}
     if device.type != "cpu":
         loading["device_map"] = device.type
     model = AutoModelForCausalLM.from_pretrained(options.model, **loading).eval()
@@ -104,16 +107,14 @@ def _check(options: argparse.Namespace):
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is too small: at least {least}")
     if options.latency_bound is not None and not 0 < options.latency_bound < float("inf"):
         raise ValueError(f"--latency-bound {options.latency_bound}: must be a positive number of seconds")
-    if Path(options.model).exists() and not (Path(options.model) / "config.json").is_file():
-        raise ValueError(f"{options.model}: the folder holds no config.json")
-    if Path(options.output).exists() and not Path(options.output).is_dir():
-        raise ValueError(f"--output {options.output} is a file; give a folder")
+    check_folder("--output", options.output)
     config = parse_config(options.config)
-    from transformers import AutoConfig
+    check_text_given(config)
+    found = check_model("model", options.model, causal=True)
+    if config is not None:
+        check_dense("model", options.model, found, f"--config {options.config}")
 
     import hf_efficient
 
-    hf_efficient.PagedCache(
-        AutoConfig.from_pretrained(options.model), kv_format=options.kv_format
-    )  # can it hold them?
+    hf_efficient.PagedCache(found, kv_format=options.kv_format)  # can it hold them?
     return config

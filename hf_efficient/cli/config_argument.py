@@ -2,6 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
+
+from hf_efficient.cli.paths import is_there
 
 
 PRESETS = {
@@ -14,35 +17,60 @@ HELP = (
 )
 
 
-def parse_config(given: str):
-    """The config that `--config` describes, None for "none"; the config class checks the values.
+def parse_arguments(given: str, presets: tuple[str, ...] = ("none", *PRESETS)) -> dict[str, Any] | None:
+    """The arguments that `--config` describes, None for "none".
 
     Raises:
-        ValueError: no preset, file or JSON object; a `quant_method` that is not ours; bad arguments.
+        ValueError: no preset, file or JSON object.
+    """
+    if given == "none" and given in presets:
+        return None
+    if given in PRESETS:
+        return dict(PRESETS[given])
+    try:
+        arguments = json.loads(Path(given).read_text(encoding="utf-8") if is_there(given, Path.is_file) else given)
+    except ValueError as error:  # also text that is not UTF-8
+        shown = given if len(given) < 80 else f"{given[:77]}..."
+        raise ValueError(
+            f"--config {shown!r} is neither one of {list(presets)}, nor a JSON file, nor JSON: {error}"
+        ) from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"--config {given!r}: expected a JSON object of arguments")
+    return arguments
+
+
+def make_config(arguments: dict[str, Any]):
+    """The config of `arguments`, a WeightOnlyConfig unless "quant_method" says otherwise; its class checks the values.
+
+    Raises:
+        ValueError: a `quant_method` that is not ours; bad arguments.
     """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     import hf_efficient
 
-    if given == "none":
-        return None
-    if given in PRESETS:
-        return hf_efficient.WeightOnlyConfig(**PRESETS[given])
-    try:
-        arguments = json.loads(Path(given).read_text() if Path(given).is_file() else given)
-    except json.JSONDecodeError as error:
-        presets = ["none", *PRESETS]
-        raise ValueError(
-            f"--config {given!r} is neither one of {presets}, nor a JSON file, nor JSON: {error}"
-        ) from None
-    if not isinstance(arguments, dict):
-        raise ValueError(f"--config {given!r}: expected a JSON object of arguments")
     hf_efficient.register()
-    name = arguments.pop("quant_method", "efficient_weight_only")
+    name = arguments.get("quant_method", "efficient_weight_only")
     ours = {k: v for k, v in AUTO_QUANTIZATION_CONFIG_MAPPING.items() if k.startswith("efficient_")}
-    if name not in ours:
+    if not isinstance(name, str) or name not in ours:
         raise ValueError(f"--config: quant_method={name!r} is not supported: it must be one of {sorted(ours)}")
-    return ours[name](**arguments)
+    return ours[name](**{argument: value for argument, value in arguments.items() if argument != "quant_method"})
+
+
+def parse_config(given: str):
+    """The config that `--config` describes, None for "none". Raises ValueError as the two above do."""
+    arguments = parse_arguments(given)
+    return None if arguments is None else make_config(arguments)
+
+
+def check_text_given(config) -> None:
+    """Raises ValueError where `config`, of a command without `--calibration`, needs text and names none."""
+    if config is not None and config.needs_calibration() and not config.overrides:
+        if config.calibration is None or config.calibration.source is None:
+            raise ValueError(
+                f'--config: this {type(config).__name__} is calibrated on text and names none: add "calibration": '
+                '{"dataset": "FILE"}, or make the model with `hf-efficient quantize --calibration FILE`'
+            )
 
 
 def config_name(config) -> str:

@@ -4,6 +4,10 @@ import argparse
 import json
 
 from hf_efficient.cli.config_argument import HELP, config_name, parse_config
+from hf_efficient.cli.paths import check_path
+
+
+WORDS = {"batch_size": "--batch", "price_per_hour": "--price"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -39,11 +43,17 @@ def run(options: argparse.Namespace) -> None:
     import hf_efficient
     from hf_efficient.evaluation.devices import find_device
 
+    check_path("model", options.model)
+    for name in ("memory", "price"):
+        if getattr(options, name) is not None and options.device is None:
+            raise ValueError(f"--{name} is of a device: give it with --device")
     configs = [parse_config(given) for given in options.config or ("none", "int8", "int4")]
     device = find_device(options.device) if options.device else None
     chosen = dict(batch_size=options.batch, prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens)
     chosen |= dict(kv_format=options.kv_format, dtype=options.dtype, device=device, memory=options.memory)
-    if not options.config and _is_compressed(options.model):
+    if _is_compressed(options.model):
+        if options.config:
+            raise ValueError(f"model {options.model} is compressed already: leave --config out")
         configs = [None]
     found = [hf_efficient.estimate(options.model, c, price_per_hour=options.price, **chosen) for c in configs]
     if options.json:
@@ -57,8 +67,11 @@ def run(options: argparse.Namespace) -> None:
 
 def _is_compressed(model) -> bool:
     from hf_efficient.integrations.meta_model import own_quantization, read_config
+    from hf_efficient.integrations.model_card import check_form
 
-    return own_quantization(read_config(model)) is not None
+    config = read_config(model)
+    check_form(f"model {model}", config.architectures, getattr(config, "quantization_config", None))
+    return own_quantization(config) is not None
 
 
 def table(estimates: list, names: list[str]) -> str:

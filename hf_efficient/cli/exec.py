@@ -13,8 +13,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
-def load(options: argparse.Namespace) -> Callable[[], int | None]:
-    """The program, to be called in this process: what it raises is its own.
+def run(options: argparse.Namespace) -> Callable[[], int | None]:
+    """The program, to be called in this process.
 
     Raises:
         ValueError: no package here installs such a command.

@@ -2,6 +2,8 @@
 
 import argparse
 
+from hf_efficient.cli.paths import check_model, check_output, check_path
+
 
 FORMATS = ("compressed-tensors", "gptq", "awq", "gguf")
 
@@ -10,7 +12,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient export`."""
     command.add_argument("model", help="folder that `hf-efficient quantize` or save_pretrained wrote")
     command.add_argument(
-        "--format", choices=FORMATS, required=True, help="gguf: llama.cpp, Ollama; others: vLLM, SGLang, TGI"
+        "--format",
+        choices=FORMATS,
+        required=True,
+        help="gguf: llama.cpp, Ollama; others: vLLM (gptq only of symmetric 4 and 8 bits), SGLang, TGI",
     )
     command.add_argument("--output", required=True, help="new folder, or for gguf a file name in .gguf")
 
@@ -23,10 +28,19 @@ def run(options: argparse.Namespace) -> None:
     """
     from hf_efficient.integrations.export import export
 
+    if options.format != "gguf":
+        check_output("--output", options.output)
+    if not check_path("model", options.model).is_dir():
+        raise ValueError(f"model {options.model}: there is no such folder")
+    check_model("model", options.model)
+
     report = export(options.model, options.output, options.format)
     exact = (
         "weights unchanged"
         if report.rounding == 0
         else f"weights changed by at most {report.rounding:.1e} of the largest"
     )
-    print(f"{report.path}: {report.nbytes / 1e6:.1f} MB, {report.quantized_layers} compressed layers, {exact}")
+    print(
+        f"{report.path}: {report.nbytes / 1e6:.1f} MB, {report.quantized_layers} compressed layers, {exact}; read by "
+        + ", ".join(report.engines)
+    )

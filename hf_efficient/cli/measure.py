@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tqdm.auto import tqdm
 
+from hf_efficient.cli import call
 from hf_efficient.evaluation import latency, memory, perplexity
 
 
@@ -22,9 +23,9 @@ def measure(variant: dict, progress: bool) -> dict:
     """Loads `variant["model"]` and measures it.
 
     Args:
-        variant: `name`; `model` and optional `assistant` (folders or Hub ids); `quantization` (arguments of a
-            quantization config with `quant_method`, or None); optional `checkpoint` (a folder already compressed so, loaded
-            instead of `model`); `efficient` (whether to use flash_paged, PagedCache and
+        variant: `name`; `model`, its `model_dtype` and optional `assistant` (folders or Hub ids); optional `arguments` of a
+            quantization config, with `quant_method`; or optional `checkpoint` (a compressed folder, loaded instead of
+            `model`); `efficient` (whether to use flash_paged, PagedCache and
             speculation, or stock transformers); `prompts` (list of str); `new_tokens`; `repeats`; `tokens` (a safetensors
             file with int64 `windows` [count, length]).
         progress: whether to show progress bars.
@@ -38,12 +39,15 @@ def measure(variant: dict, progress: bool) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(variant["model"], padding_side="left")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    options = {"dtype": "auto", "device_map": device.type if device.type != "cpu" else None}
+    options = {
+        "dtype": variant.get("model_dtype", "auto"),
+        "device_map": device.type if device.type != "cpu" else None,
+    }
     if variant["efficient"]:
         options["attn_implementation"] = "flash_paged"
     checkpoint = variant.get("checkpoint")
-    if variant["quantization"] and not checkpoint:
-        options["quantization_config"] = variant["quantization"]
+    if variant.get("arguments"):
+        options["quantization_config"] = variant["arguments"]
     start = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(checkpoint or variant["model"], **options)
     load_seconds = time.perf_counter() - start
@@ -117,4 +121,7 @@ if __name__ == "__main__":
     if not spec["progress"]:
         transformers.logging.disable_progress_bar()
     tqdm.write(f"measuring {spec['name']}", file=sys.stderr) if spec["progress"] else None
-    Path(sys.argv[1]).write_text(json.dumps(measure(spec, spec["progress"])))
+    status, message = call(lambda: Path(sys.argv[1]).write_text(json.dumps(measure(spec, spec["progress"]))) and 0)
+    if message is not None:
+        print(message, file=sys.stderr)
+    sys.exit(status)

@@ -4,10 +4,10 @@ import argparse
 import json
 from pathlib import Path
 
-from hf_efficient.cli import compression
-from hf_efficient.cli.paths import check_paths
+from hf_efficient.cli import calibration_text, compression
 
 
+WORDS = calibration_text.WORDS
 REPORT = "sparsity.json"
 SCHEME = ("sparsity", "pattern", "method", "group", "allocation", "refine")
 
@@ -27,7 +27,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--allocation", help="uniform, or owl: layers with more outliers keep more (default uniform)")
     command.add_argument("--refine", action="store_true", default=None, help="tune the kept weights on block outputs")
     command.add_argument("--weights", help='arguments of WeightOnlyConfig for the kept weights as JSON: {"bits": 4}')
-    compression.add_calibration_arguments(command)
+    compression.add_loading_arguments(command)
+    calibration_text.add_calibration_arguments(command)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -44,22 +45,13 @@ def run(options: argparse.Namespace) -> None:
             given["weights"] = json.loads(options.weights)
         except json.JSONDecodeError as error:
             raise ValueError(f"--weights {options.weights!r} is not JSON: {error}") from None
-    config, output = (
-        hf_efficient.SparseConfig(**given, **compression.calibration_arguments(options)),
-        Path(options.output),
-    )
-    check_paths(output, model=options.model)
-    _check_dense(options.model)
-    compression.compress_and_save(options.model, config, output, _report)
-
-
-def _check_dense(name: str) -> None:
-    from transformers import AutoConfig
-
-    quantization = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        raise ValueError(f"{name} is compressed already ({method}): give the model it was made from")
+    if given.get("weights") is not None and not isinstance(given["weights"], dict):
+        raise ValueError(f"--weights {options.weights!r}: expected a JSON object of arguments")
+    if options.sparsity is None and options.pattern is None:
+        raise ValueError("give exactly one of --sparsity FRACTION and --pattern N:M")
+    given |= {"modules_to_not_convert": options.modules_to_not_convert}
+    config = hf_efficient.SparseConfig(**given, **calibration_text.calibration_arguments(options))
+    compression.compress_and_save(options.model, config, options.output, "prune", options.dtype, _report)
 
 
 def _report(model, folder: Path) -> None:

@@ -2,10 +2,12 @@
 
 import argparse
 import time
-from pathlib import Path
 
-from hf_efficient.cli.compression import add_text_arguments, calibration_arguments
-from hf_efficient.cli.paths import check_paths
+from hf_efficient.cli.calibration_text import WORDS as TEXT_WORDS
+from hf_efficient.cli.calibration_text import add_text_arguments, calibration_arguments, check_calibration
+from hf_efficient.cli.compression import check_dense
+from hf_efficient.cli.numbers import at_least, share
+from hf_efficient.cli.paths import check_model, check_output
 
 
 SHAPE = {
@@ -15,6 +17,7 @@ SHAPE = {
     "intermediate-size": "intermediate_size",
     "hidden-size": "hidden_size",
 }
+WORDS = TEXT_WORDS | {field: f"--{flag}" for flag, field in SHAPE.items()}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -24,9 +27,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--method", help="l1, llm_pruner, slicegpt or shape (default llm_pruner, shape where a size is given)"
     )
-    command.add_argument("--remove", type=float, help="share of the parameters to remove, for example 0.2")
+    command.add_argument("--remove", type=share("[0, 1)"), help="share of the parameters to remove, for example 0.2")
     for flag, field in SHAPE.items():
-        command.add_argument(f"--{flag}", type=int, dest=field, help=f"{field} that shall be left (method shape)")
+        command.add_argument(
+            f"--{flag}", type=at_least(1), dest=field, help=f"{field} that shall be left (method shape)"
+        )
     add_text_arguments(command)
     command.add_argument(
         "--no-repair", action="store_true", help="do not solve the remaining weights anew by least squares"
@@ -39,10 +44,14 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: for arguments that are not allowed, before the model is loaded where they show.
     """
-    output = Path(options.output)
-    check_paths(output, model=options.model)
+    output = check_output("--output", options.output)
     shape = {field: getattr(options, field) for field in SHAPE.values() if getattr(options, field) is not None}
+    if (options.remove is None) == (not shape):
+        sizes = ", ".join(f"--{flag}" for flag in SHAPE)
+        raise ValueError(f"give --remove SHARE, or the sizes that shall be left ({sizes}), not both")
     text = calibration_arguments(options).get("calibration")
+    found = check_model("model", options.model, causal=True)
+    check_dense("model", options.model, found, "prune-structure")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -58,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
         "repair": False if options.no_repair else None,
     }
     check_arguments(**arguments)
+    check_calibration(arguments["calibration"], found, options.model)
     start = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
     try:

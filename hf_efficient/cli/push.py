@@ -3,6 +3,9 @@
 import argparse
 
 
+WORDS = {"base_model": "--base-model"}
+
+
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient push`."""
     command.add_argument("folder", metavar="DIR", help="what `hf-efficient quantize` or save_pretrained wrote")

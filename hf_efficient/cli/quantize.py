@@ -1,11 +1,12 @@
 """`hf-efficient quantize`: compresses a model and saves it for `from_pretrained`."""
 
 import argparse
-import json
-from pathlib import Path
 
-from hf_efficient.cli import compression
-from hf_efficient.cli.paths import check_paths
+from hf_efficient.cli import calibration_text, compression
+from hf_efficient.cli.config_argument import HELP, PRESETS, make_config, parse_arguments
+
+
+WORDS = calibration_text.WORDS
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -27,12 +28,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         ("--quantize-lm-head", "also quantize the output embedding"),
     ):
         command.add_argument(flag, action="store_true", default=None, help=text)
-    command.add_argument(
-        "--config",
-        help="instead of the options above: arguments of a config as JSON or a JSON file, with "
-        '"quant_method" for another class than WeightOnlyConfig',
-    )
-    compression.add_calibration_arguments(command)
+    command.add_argument("--config", help=f"instead of the options above: {HELP.removeprefix('none, ')}")
+    compression.add_loading_arguments(command)
+    calibration_text.add_calibration_arguments(command)
 
 
 SCHEME = ("bits", "group_size", "symmetric", "method", "codebook", "double_quantization", "rotate", "refine")
@@ -45,32 +43,29 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: for arguments that are not allowed, before the model is loaded.
     """
-    config, output = _config(options), Path(options.output)
-    check_paths(output, model=options.model)
-    compression.compress_and_save(options.model, config, output)
+    config, asked = _config(options), _asked(options)
+    compression.compress_and_save(options.model, config, options.output, asked, options.dtype)
 
 
 def _config(options: argparse.Namespace):
     """The config that the options describe; the config class checks the values."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-    import hf_efficient
-
-    hf_efficient.register()
     given = {field: getattr(options, field) for field in SCHEME if getattr(options, field) is not None}
     if options.config is not None:
         if given:
             raise ValueError(f"--config and --{sorted(given)[0].replace('_', '-')} exclude each other")
-        source = Path(options.config).read_text() if Path(options.config).is_file() else options.config
-        try:
-            given = json.loads(source)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--config {options.config!r} is neither a JSON file nor JSON: {error}") from None
-        if not isinstance(given, dict):
-            raise ValueError(f"--config {options.config!r}: expected a JSON object of arguments")
-    given |= compression.calibration_arguments(options)
-    name = given.pop("quant_method", "efficient_weight_only")
-    ours = {k: v for k, v in AUTO_QUANTIZATION_CONFIG_MAPPING.items() if k.startswith("efficient_")}
-    if name not in ours:
-        raise ValueError(f"--config: quant_method={name!r} is not supported: it must be one of {sorted(ours)}")
-    return ours[name](**given)
+        given = parse_arguments(options.config, tuple(sorted(PRESETS)))
+    separate = calibration_text.calibration_arguments(options)
+    if options.modules_to_not_convert is not None:
+        separate["modules_to_not_convert"] = options.modules_to_not_convert
+    if both := sorted(set(given) & set(separate)):
+        raise ValueError(f"--config names {both[0]} and so does --{both[0].replace('_', '-')}: give one of them")
+    return make_config(given | separate)
+
+
+def _asked(options: argparse.Namespace) -> str:
+    """What the command is to do, as it was typed."""
+    if options.config is not None:
+        return f"--config {options.config}"
+    given = [(f"--{field.replace('_', '-')}", getattr(options, field)) for field in SCHEME]
+    words = [option if value is True else f"{option} {value}" for option, value in given if value is not None]
+    return " ".join(words) or "quantize"

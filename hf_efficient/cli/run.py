@@ -3,6 +3,8 @@
 import argparse
 import importlib.util
 import json
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,12 +12,19 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from hf_efficient.cli.compression import add_dtype_argument, check_dense
+from hf_efficient.cli.config_argument import (
+    HELP,
+    PRESETS,
+    check_text_given,
+    config_name,
+    make_config,
+    parse_arguments,
+)
+from hf_efficient.cli.paths import check_folder, check_model, check_text_file, check_tokenizer, is_there
+
 
 WINDOW_LENGTH = 1024
-PRESETS = {
-    "int8": {"bits": 8, "group_size": -1, "symmetric": True},
-    "int4": {"bits": 4, "group_size": 64, "symmetric": False},
-}
 PROMPTS = [
     "What is the capital of France, and what is it known for?",
     "Write a Python function that returns the n-th Fibonacci number. Then write it again with comments.",
@@ -25,6 +34,31 @@ PROMPTS = [
 ]
 
 
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `hf-efficient run`."""
+    command.add_argument("--model", required=True, help="Hub id or local folder")
+    command.add_argument(
+        "--config",
+        action="append",
+        required=True,
+        help=f"{HELP.removeprefix('none, ')}; or the folder of a compressed model; may be repeated",
+    )
+    command.add_argument("--assistant", help="draft model for speculation (default: prompt lookup, no draft)")
+    command.add_argument("--prompts", help="text file with one prompt a line (default: four built-in prompts)")
+    command.add_argument("--text", help="text file to measure perplexity on (default: Wikipedia articles, from PyPI)")
+    add_measuring_arguments(command)
+
+
+def add_measuring_arguments(command: argparse.ArgumentParser) -> None:
+    """How much is measured, and where the report goes."""
+    command.add_argument("--output", default="output", help="folder for report.json, report.md, plot and model card")
+    command.add_argument("--new-tokens", type=int, default=48, help="tokens to generate per prompt (default 48)")
+    command.add_argument("--repeats", type=int, default=3, help="timed runs; medians are reported (default 3)")
+    command.add_argument("--windows", type=int, default=8, help="perplexity windows of 1024 tokens (default 8)")
+    add_dtype_argument(command)
+    command.add_argument("--json", action="store_true", help="print only the report as JSON")
+
+
 def run(options: argparse.Namespace) -> None:
     """Checks the arguments, measures every variant in a process of its own, writes the report and prints its table.
 
@@ -32,25 +66,27 @@ def run(options: argparse.Namespace) -> None:
         ValueError: for arguments that are not allowed, before any model is loaded.
         RuntimeError: where a variant could not be measured.
     """
+    for package in ("matplotlib", "jinja2"):
+        if importlib.util.find_spec(package) is None:
+            raise RuntimeError(f"the report needs the package {package!r}: pip install 'hf_efficient[demo]'")
     _check(options)
     configs = getattr(options, "config", None) or list(PRESETS)
     variants = [{"name": "transformers", "quantization": None, "efficient": False}]
     variants += [{**_quantization(config), "efficient": True} for config in configs]
-    for package in ("matplotlib", "jinja2"):
-        if importlib.util.find_spec(package) is None:
-            raise RuntimeError(f"the report needs the package {package!r}: pip install 'hf_efficient[demo]'")
     prompts = _lines(options.prompts) if getattr(options, "prompts", None) else PROMPTS
+    text_file = getattr(options, "text", None)
+    text = check_text_file("--text", text_file) if text_file else None
 
     from hf_efficient.evaluation import environment, report, samples
     from hf_efficient.integrations import model_card
 
-    is_sample = not options.model
-    model = options.model or str(samples.sample_model())
+    is_sample = options.model is None
+    model = str(samples.sample_model()) if is_sample else options.model
     model = str(Path(model).absolute()) if Path(model).exists() else model
-    text_file = getattr(options, "text", None)
-    text = Path(text_file).read_text(encoding="utf-8") if text_file else samples.sample_text()
+    text = samples.sample_text() if text is None else text
     shared = {
         "model": model,
+        "model_dtype": options.dtype,
         "assistant": getattr(options, "assistant", None),
         "prompts": prompts,
         "new_tokens": options.new_tokens,
@@ -74,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
     }
     smallest = content["variants"][-1]
     card = model_card.render(
-        f"{Path(content['model']).name}-{smallest['name'].replace(' ', '-')}",
+        _plain(f"{Path(content['model']).name}-{smallest['name']}"),
         model_card.read_config(smallest["quantization"]),
         base_model=content["model"],
         licence="apache-2.0" if is_sample else None,
@@ -89,29 +125,38 @@ def run(options: argparse.Namespace) -> None:
         print("\nwritten: " + ", ".join(str(path) for path in paths))
 
 
+def _plain(name: str) -> str:
+    """`name` with hyphens for what a card's title may not hold, such as the colon of 2:4 and spaces."""
+    return re.sub(r"[^\w.+]+", "-", name).strip("-.+")[:96].strip("-.+")
+
+
 def _check(options: argparse.Namespace) -> None:
+    from hf_efficient.integrations import model_card
+
     for name, least in (("new_tokens", 2), ("repeats", 1), ("windows", 2)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is too small: at least {least}")
-    for name in ("prompts", "text"):
-        path = getattr(options, name, None)
-        if path and not Path(path).is_file():
-            raise ValueError(f"--{name} {path}: there is no such file")
-    if options.model and Path(options.model).exists() and not (Path(options.model) / "config.json").is_file():
-        raise ValueError(f"--model {options.model}: the folder holds no config.json")
-    if Path(options.output).exists() and not Path(options.output).is_dir():
-        raise ValueError(f"--output {options.output} is a file; give a folder")
+    check_folder("--output", options.output)
+    if options.model is not None:
+        found = check_model("--model", options.model, causal=True)
+        check_tokenizer("--model", options.model)
+        if Path(options.model).exists():
+            model_card.check_name("--model", Path(options.model).absolute().name)  # the card tells it
+        asked = [f"--config {given}" for given in getattr(options, "config", None) or PRESETS]
+        check_dense("--model", options.model, found, " ".join(asked))
+    if getattr(options, "assistant", None) is not None:
+        check_model("--assistant", options.assistant, causal=True)
 
 
-def _quantization(config: str) -> dict:
-    """`{"name", "quantization"}` for a preset's name, JSON or a JSON file; the arguments are checked by the config class. For
-    the folder of a compressed model also where it is and the hash of its weights."""
-    from hf_efficient import WeightOnlyConfig
-
-    if Path(config).is_dir():
+def _quantization(given: str) -> dict:
+    """`{"name", "quantization", "arguments"}` for a preset's name, JSON or a JSON file: what a table calls it, the config as a
+    report tells it, and the arguments that make it. For the folder of a compressed model where it is and the hash of its
+    weights instead of the arguments."""
+    if given not in PRESETS and is_there(given, Path.is_dir):
         from hf_efficient.integrations import hub, model_card
 
-        folder = Path(config).absolute()
+        check_model("--config", given)
+        folder = Path(given).absolute()
         scheme = hub.read_folder(folder)[1].to_dict()
         name = model_card.check_name("--config", folder.name)
         return {
@@ -120,27 +165,15 @@ def _quantization(config: str) -> dict:
             "checkpoint": str(folder),
             "weights_sha256": hub.weights_sha256(folder),
         }
-    if config in PRESETS:
-        arguments = PRESETS[config]
-    else:
-        source = Path(config).read_text() if Path(config).is_file() else config
-        try:
-            arguments = json.loads(source)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"--config {config!r} is neither one of {sorted(PRESETS)}, nor a JSON file, nor JSON: {error}"
-            ) from None
-        if not isinstance(arguments, dict):
-            raise ValueError(f"--config {config!r}: expected a JSON object of WeightOnlyConfig arguments")
-    checked = WeightOnlyConfig(**arguments)
-    group = {-1: "per channel", None: "per tensor"}.get(checked.group_size, f"group {checked.group_size}")
-    kind = f"int{checked.bits}" if checked.codebook is None else f"{checked.codebook} {checked.bits} bits"
-    method = "" if checked.method == "rtn" else f" {checked.method}"
-    return {"name": f"{kind} {group}{method}", "quantization": checked.to_dict()}
+    arguments = parse_arguments(given, tuple(sorted(PRESETS)))
+    config = make_config(arguments)
+    check_text_given(config)
+    arguments["quant_method"] = config.name
+    return {"name": config_name(config), "quantization": config.to_dict(), "arguments": arguments}
 
 
 def _lines(path: str) -> list[str]:
-    lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line for line in check_text_file("--prompts", path).splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"--prompts {path} holds no prompt")
     return lines
@@ -158,13 +191,24 @@ def _tokenize(model: str, text: str, count: int, folder: str) -> str:
     return path
 
 
+# Ctrl-C reaches this process and its parent, which says so: this one just ends, also while it imports
+_MEASURING = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+import runpy
+runpy.run_module("hf_efficient.cli.measure", run_name="__main__", alter_sys=True)
+"""
+
+
 def _measure(variant: dict, folder: str) -> dict:
     result = Path(folder) / "result.json"
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "hf_efficient.cli.measure", str(result)]
+    command = [sys.executable, "-c", _MEASURING, str(result)]
     process = subprocess.run(
         command, input=json.dumps(variant), text=True, stderr=None if variant["progress"] else subprocess.PIPE
     )
+    if process.returncode == -signal.SIGINT:
+        raise KeyboardInterrupt
     if process.returncode or not result.exists():
         reason = (process.stderr or "").strip().splitlines()[-1:] or ["see above"]
         raise RuntimeError(f"{variant['name']} could not be measured: {reason[0]}")

@@ -1,21 +1,32 @@
 """`hf-efficient sparsify-context`: trains what tells a model's feed-forward layers which neurons a token calls for."""
 
 import argparse
-from pathlib import Path
 
-from hf_efficient.cli.paths import check_paths
+from hf_efficient.cli.calibration_text import WORDS as TEXT_WORDS
+from hf_efficient.cli.calibration_text import check_calibration
+from hf_efficient.cli.compression import check_dense
+from hf_efficient.cli.numbers import at_least, share
+from hf_efficient.cli.paths import check_model, check_output
+
+
+WORDS = TEXT_WORDS
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient sparsify-context`."""
     command.add_argument("model", help="Hub id or local folder of a model with plain weights")
     command.add_argument("--output", required=True, help="folder for the predictors; must not exist or be empty")
-    command.add_argument("--calibration", required=True, help=".txt or .jsonl file, or a dataset of the Hub")
-    command.add_argument("--num-samples", type=int, default=32, help="windows of text (default 32)")
-    command.add_argument("--sequence-length", type=int, default=512, help="tokens of a window (default 512)")
-    command.add_argument("--keep", type=float, help="share of the neurons to compute (default 0.5)")
-    command.add_argument("--recall", type=float, help="instead, the share of the squared contributions to compute")
-    command.add_argument("--rank", type=int, default=0, help="of the predictors (default 0: the gate decides)")
+    command.add_argument(
+        "--calibration", required=True, metavar="FILE", help=".txt or .jsonl file, or a dataset of the Hub"
+    )
+    command.add_argument("--num-samples", type=at_least(1), default=32, help="windows of text (default 32)")
+    command.add_argument("--sequence-length", type=at_least(1), default=512, help="tokens of a window (default 512)")
+    kept = command.add_mutually_exclusive_group()
+    kept.add_argument("--keep", type=share("(0, 1)"), help="share of the neurons to compute (default 0.5)")
+    kept.add_argument(
+        "--recall", type=share("(0, 1]"), help="instead, the share of the squared contributions to compute"
+    )
+    command.add_argument("--rank", type=at_least(0), default=0, help="of the predictors (default 0: the gate decides)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -24,8 +35,9 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: for arguments that are not allowed, before the model is loaded where they show.
     """
-    output = Path(options.output)
-    check_paths(output, model=options.model)
+    output = check_output("--output", options.output, replaced=False)
+    found = check_model("model", options.model, causal=True)
+    check_dense("model", options.model, found, "sparsify-context")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,6 +45,7 @@ def run(options: argparse.Namespace) -> None:
 
     text = dict(dataset=options.calibration, num_samples=options.num_samples, sequence_length=options.sequence_length)
     calibration = CalibrationConfig(**text)
+    check_calibration(calibration, found, options.model)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
     given = dict(keep=options.keep, recall=options.recall, rank=options.rank)

@@ -4,7 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
-from hf_efficient.cli.paths import check_paths
+from hf_efficient.cli.numbers import at_least, positive
+from hf_efficient.cli.paths import check_folder, check_model, check_output, check_text_file, check_tokenizer
 
 
 TRAINING = ("num_tokens", "epochs", "minutes", "draft_tokens", "max_new_tokens", "batch_size", "learning_rate", "seed")
@@ -19,13 +20,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--prompts",
         help='file with one prompt a line, or .jsonl with "prompt" or "text" in each line (default: built in, and what the model asks itself)',
     )
-    command.add_argument("--num-tokens", type=int, help="tokens of answers to learn from (default 300000)")
-    command.add_argument("--epochs", type=int, help="times each answer is seen (default 5)")
-    command.add_argument("--minutes", type=float, help="end after about so long, half of it for the text")
-    command.add_argument("--draft-tokens", type=int, help="frequent tokens that the heads guess from (default 4096)")
-    command.add_argument("--max-new-tokens", type=int, help="longest answer (default 256)")
-    command.add_argument("--batch-size", type=int, help="answers generated at a time (default 64)")
-    command.add_argument("--learning-rate", type=float, help="the largest of the schedule (default 0.0005)")
+    command.add_argument("--num-tokens", type=at_least(1), help="tokens of answers to learn from (default 300000)")
+    command.add_argument("--epochs", type=at_least(1), help="times each answer is seen (default 5)")
+    command.add_argument("--minutes", type=positive, help="end after about so long, half of it for the text")
+    command.add_argument(
+        "--draft-tokens", type=at_least(1), help="frequent tokens that the heads guess from (default 4096)"
+    )
+    command.add_argument("--max-new-tokens", type=at_least(3), help="longest answer (default 256)")
+    command.add_argument("--batch-size", type=at_least(1), help="answers generated at a time (default 64)")
+    command.add_argument("--learning-rate", type=positive, help="the largest of the schedule (default 0.0005)")
     command.add_argument("--seed", type=int, help="default 0")
     command.add_argument(
         "--cache", help="folder that keeps text and progress (default: OUTPUT-progress, deleted at the end)"
@@ -38,16 +41,18 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: for arguments that are not allowed, before the model is loaded where they show.
     """
-    output = Path(options.output)
-    check_paths(output, model=options.model)
+    output = check_output("--output", options.output, replaced=False)
+    if options.cache is not None:
+        check_folder("--cache", options.cache)
+    check_model("model", options.model, causal=True)
     prompts = None if options.prompts is None else _read_prompts(Path(options.prompts))
 
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from hf_efficient import train_draft
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = check_tokenizer("model", options.model)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     device_map = "cuda" if torch.cuda.is_available() else None
@@ -60,9 +65,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read_prompts(path: Path) -> list[str]:
-    if not path.is_file():
-        raise ValueError(f"--prompts {path}: there is no such file")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line for line in check_text_file("--prompts", str(path)).splitlines() if line.strip()]
     if path.suffix == ".jsonl":
         lines = [_prompt(path, number, line) for number, line in enumerate(lines, 1)]
     if not lines:

@@ -3,6 +3,7 @@
 import fnmatch
 import inspect
 import re
+from collections.abc import Iterable, Sized
 from typing import Any, ClassVar
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -33,6 +34,7 @@ class CompressionConfig(QuantizationConfigMixin):
     def __init__(
         self,
         scheme: dict[str, Any],
+        /,
         *,
         modules_to_not_convert: list[str] | None = None,
         overrides: dict[str, Any] | list | None = None,
@@ -188,10 +190,15 @@ def unsupported(field: str, value: Any, allowed: str) -> str:
     return f"{field}={value!r} is not supported: it must be {allowed}"
 
 
+def is_collection(value: Any) -> bool:
+    """Whether `value` holds items that can be counted and looked at twice, and is no string."""
+    return isinstance(value, Sized) and isinstance(value, Iterable) and not isinstance(value, str)
+
+
 def _checked_patterns(patterns) -> list[str] | None:
     if patterns is None:
         return None
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+    if not is_collection(patterns) or not all(isinstance(name, str) and name for name in patterns):
         raise ValueError(f"modules_to_not_convert={patterns!r} is not supported: it must be a list of module names")
     return list(patterns)
 

@@ -36,6 +36,7 @@ class BitNetConfig(CompressionConfig):
 
     def __init__(
         self,
+        /,
         per_channel: bool = False,
         dense: bool = False,
         rms_norm_eps: float | None = None,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_efficient.configs.base import unsupported
+from hf_efficient.configs.base import is_collection, unsupported
 
 
 _SOURCES = ("texts", "dataset", "tokens", "inputs")
@@ -33,6 +33,7 @@ class CalibrationConfig:
 
     def __init__(
         self,
+        /,
         texts: list[str] | None = None,
         dataset: str | None = None,
         split: str = "train",
@@ -54,7 +55,7 @@ class CalibrationConfig:
         given = [name for name, value in sources if value is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given: allowed is one of {_SOURCES}")
-        if texts is not None and (isinstance(texts, str) or not all(isinstance(t, str) for t in texts) or not texts):
+        if texts is not None and not (is_collection(texts) and texts and all(isinstance(text, str) for text in texts)):
             raise ValueError(unsupported("texts", texts, "a list of strings, at least one"))
         for name, value in (("dataset", dataset), ("split", split), ("text_column", text_column)):
             if not (isinstance(value, str) and value) and not (name == "dataset" and value is None):
@@ -68,7 +69,9 @@ class CalibrationConfig:
                 form = f"{getattr(tokens, 'dtype', type(tokens).__name__)} {list(getattr(tokens, 'shape', []))}"
                 raise ValueError(f"tokens={form} is not supported: it must be an int64 tensor [windows, tokens]")
             num_samples, sequence_length = tokens.shape
-        if inputs is not None and not (inputs and all(isinstance(batch, dict) and batch for batch in inputs)):
+        if inputs is not None and not (
+            is_collection(inputs) and inputs and all(isinstance(batch, dict) and batch for batch in inputs)
+        ):
             raise ValueError(unsupported("inputs", inputs, "a list of dicts of tensors, at least one"))
         for name, value in (
             ("num_samples", num_samples),

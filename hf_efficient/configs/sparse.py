@@ -41,6 +41,7 @@ class SparseConfig(CompressionConfig):
 
     def __init__(
         self,
+        /,
         sparsity: float | None = None,
         pattern: str | None = None,
         method: str = "wanda",

@@ -43,6 +43,7 @@ class W8A8Config(CompressionConfig):
 
     def __init__(
         self,
+        /,
         dtype: str = "int8",
         method: str = "absmax",
         activations: str = "dynamic",

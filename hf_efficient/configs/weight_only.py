@@ -75,6 +75,7 @@ class WeightOnlyConfig(CompressionConfig):
 
     def __init__(
         self,
+        /,
         bits: int = 4,
         group_size: int | None = 64,
         symmetric: bool = False,

@@ -2,6 +2,7 @@
 
 import torch
 
+from hf_efficient.integrations.export.engines import SERVERS
 from hf_efficient.integrations.export.folder import FolderTarget
 from hf_efficient.integrations.export.grid import (
     affine_only,
@@ -39,6 +40,9 @@ class Awq(FolderTarget):
         if layer.weight.out_features % PER_WORD:
             return f"out_features={layer.weight.out_features} is not a multiple of {PER_WORD}"
         return None
+
+    def engines(self):
+        return (*SERVERS, "GPTQModel", "transformers")
 
     def quantization_config(self):
         return {

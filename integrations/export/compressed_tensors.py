@@ -6,6 +6,7 @@ import torch
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.w8a8 import BLOCK, Float8Format, Int8Format
+from hf_efficient.integrations.export.engines import PACKED_SCHEMES, SERVERS, is_served
 from hf_efficient.integrations.export.folder import FolderTarget
 from hf_efficient.integrations.export.grid import affine_only, check_layers, common_group, per_group, words
 from hf_efficient.integrations.export.source import Layer, Source
@@ -16,12 +17,14 @@ BITS = (2, 4, 8)  # the layout of 3 bits differs between releases of the package
 
 
 class CompressedTensors(FolderTarget):
-    """Weights of 2, 4 and 8 bits as "pack-quantized", `W8A8Config` as "int-quantized" and "float-quantized". vLLM wants 4 or 8 bits
-    in groups of 32, 64 or 128 or per channel, and symmetric int8 weights; transformers reads all of it."""
+    """Weights of 2, 4 and 8 bits as "pack-quantized", `W8A8Config` as "int-quantized" and "float-quantized". vLLM wants 4 bits or
+    symmetric 8 bits in groups of 32, 64 or 128 or per channel, and symmetric int8 weights; transformers reads all of it."""
 
     def __init__(self, source: Source):
         check_layers(source, "compressed-tensors", _why_not)
         self.kept = source.kept
+        formats = [layer.weight.format for layer in source.layers]
+        self.has_symmetric_int8 = not any(isinstance(each, Int8Format) and each.zero_point for each in formats)
         grids = {}  # (bits, symmetric) -> layers: one group size for all, since readers know one scheme best
         for layer in source.layers:
             if isinstance(layer.weight.format, AffineFormat):
@@ -31,6 +34,12 @@ class CompressedTensors(FolderTarget):
         for layer in source.layers:
             scheme = {"weights": self._weights(layer), "input_activations": _inputs(layer), "format": _format(layer)}
             self.groups.setdefault(json.dumps(scheme), []).append(layer.name)
+
+    def engines(self):
+        served = self.has_symmetric_int8 and all(
+            is_served(PACKED_SCHEMES, *grid, group) for grid, group in self.group_sizes.items()
+        )
+        return (*(SERVERS if served else ()), "transformers")
 
     def quantization_config(self):
         schemes = [json.loads(scheme) for scheme in self.groups]

@@ -30,6 +30,10 @@ class FolderTarget:
         """The `quantization_config` of config.json."""
         raise NotImplementedError
 
+    def engines(self) -> tuple[str, ...]:
+        """The engines that read the folder."""
+        raise NotImplementedError
+
 
 def write(source: Source, target: FolderTarget, output: Path) -> float:
     """Writes the folder `output`; returns the target's `rounding`."""

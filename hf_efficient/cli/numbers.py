@@ -1,0 +1,51 @@
+"""Types of numeric options: what is out of range is refused when the command line is read."""
+
+import argparse
+import math
+
+
+def at_least(least: int):
+    """The type of an integer option of at least `least`."""
+
+    def integer(given: str) -> int:
+        try:
+            value = int(given)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{given!r} is no integer") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is too small: at least {least}")
+        return value
+
+    return integer
+
+
+def positive(given: str) -> float:
+    """The type of a finite number above 0."""
+    value = _number(given)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{given} is too small: a number above 0")
+    return value
+
+
+def share(interval: str):
+    """The type of a number in `interval`: "(0, 1)", with square brackets where an end belongs to it."""
+
+    def number(given: str) -> float:
+        value = _number(given)
+        above = value >= 0 if interval[0] == "[" else value > 0
+        below = value <= 1 if interval[-1] == "]" else value < 1
+        if not (above and below):
+            raise argparse.ArgumentTypeError(f"{given} is no share: a number in {interval}")
+        return value
+
+    return number
+
+
+def _number(given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{given!r} is no finite number")
+    return value
