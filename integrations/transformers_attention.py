@@ -133,7 +133,7 @@ def _refuse(attention_mask, dropout, kwargs) -> None:
 
 def _refuse_irregular(attention_mask, sliding_window) -> None:
     """Pages hold tokens alone: padding in the last column has no answer there, and a window would not count it."""
-    if not bool(attention_mask[:, -1].all()):
+    if bool((attention_mask.any(1) & ~attention_mask[:, -1].bool()).any()):
         reason = "the last column is padding in some rows"
     elif sliding_window is not None:
         reason = f"there is padding between tokens, and a window of {sliding_window} columns counts it"

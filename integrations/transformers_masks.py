@@ -50,7 +50,8 @@ def columns_of(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Te
 
 
 def _is_left_padded(columns: torch.Tensor) -> bool:
-    return bool((columns[:, 1:] >= columns[:, :-1]).all()) and bool(columns[:, -1].all())
+    """Also where a row has no token yet, as in the first part of a prompt that is run in parts."""
+    return bool((columns[:, 1:] >= columns[:, :-1]).all())
 
 
 def _parts(function) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from draft_models import NEW, Recorder, counting, drafting, end_token
 
 from hf_efficient import PagedCache, speculative_generate
-from hf_efficient.generation import kept_tapes
+from hf_efficient.generation import model_state
 from hf_efficient.generation.output import SpeculativeOutput
 from hf_efficient.kernels.tape import interpreter
 
@@ -75,7 +75,7 @@ def test_a_returned_cache_is_the_callers(attention, llama):
     cache = output.past_key_values
     assert cache.cache_seqlens == [output.sequences.shape[1] - 1]
     if interpreter() is not None:
-        assert [kept.taped is not None for kept in kept_tapes._kept[target]] == [True], (
+        assert [kept.taped is not None for kept in model_state.latest(target).kept] == [True], (
             "and are replayed by the next call"
         )
     target.generate(ids, **options, max_new_tokens=NEW, repetition_penalty=2.0)

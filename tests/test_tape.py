@@ -10,9 +10,9 @@ from helpers import TINY_MODELS, tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_efficient import PagedCache, WeightOnlyConfig, enable_speculation
-from hf_efficient.generation import kept_tapes, loop
+from hf_efficient.generation import loop, model_state
 from hf_efficient.generation.ragged_model import _without_warnings
-from hf_efficient.generation.taped_forward import TapedForward
+from hf_efficient.generation.taped_forward import can_be_recorded
 from hf_efficient.kernels import tape_fusion
 from hf_efficient.kernels.tape import NotReplayable, Tape, _interpret, as_one_step, interpreter
 
@@ -280,21 +280,16 @@ def test_what_is_read_elsewhere_is_not_fused():
         torch.testing.assert_close(output, right)
 
 
-def served(model) -> bool:
-    model.set_attn_implementation("flash_paged")
-    return TapedForward.serves(model, PagedCache(model.config, num_blocks=4))
-
-
 def test_models_that_somebody_watches_are_not_recorded(monkeypatch):
     model = tiny_model("llama")
-    assert served(model)
+    assert can_be_recorded(model)
     hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
-    assert not served(model)
+    assert not can_be_recorded(model)
     hook.remove()
-    assert served(model) and not served(model.train())
+    assert can_be_recorded(model) and not can_be_recorded(model.train())
     model.eval()
     monkeypatch.setattr(model.model.layers[1], "forward", lambda *args, **kwargs: None)
-    assert not served(model)
+    assert not can_be_recorded(model)
 
 
 def test_recorded_forwards_are_kept_until_the_model_changes():
@@ -302,7 +297,7 @@ def test_recorded_forwards_are_kept_until_the_model_changes():
 
     def generate(ids=ids):
         output = model.generate(ids, max_new_tokens=10, do_sample=False, pad_token_id=0)
-        return output, kept_tapes._kept[model][-1]
+        return output, (model_state.latest(model).kept or [None])[-1]
 
     first, kept = generate()
     assert kept.taped._tapes and generate()[1].cache is kept.cache
@@ -351,5 +346,5 @@ def test_rows_leave_by_halves_and_what_was_recorded_stays(monkeypatch, worth_rec
             for row, right in zip(output, alone):
                 assert torch.equal(row[: len(right)], right) and (row[len(right) :] == 0).all()
             assert not (again and made and lookup is None), "everything was recorded in the first call"
-    rows = {rows for rows, _ in kept_tapes._kept[model][-1].taped._tapes}
+    rows = {rows for rows, _ in model_state.latest(model).kept[-1].taped._tapes}
     assert rows == ({5, 1} if worth_recording == 64 else {5, 2, 1}), "one row was recorded before"

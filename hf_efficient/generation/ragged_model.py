@@ -105,6 +105,7 @@ class RaggedModel:
         else:
             with self._keeping_hidden(), self.cache.forward_context():
                 logits = self.model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
+        self._check_first_layers()
         self.prompt = list(self.cache.cache_seqlens)  # tokens of each row's prompt in the cache
         rows = len(input_ids)
         device = self.model.device
@@ -125,6 +126,16 @@ class RaggedModel:
         else:
             self.taped.forward = self._forward
         return logits
+
+    def _check_first_layers(self) -> None:
+        """Raises ValueError where the model passed over a layer whose length its masks of several columns follow from."""
+        for state in self.cache.states:
+            layers = [layer for layer in self.cache._paged_layers if layer.state is state]
+            if not layers[0].is_initialized and any(layer.is_initialized for layer in layers):
+                raise ValueError(
+                    f"model={type(self.model).__name__}: layer {layers[0].layer_idx} of its config took no part in the "
+                    "prompt's forward, and masks follow from it: speculation is not possible"
+                )
 
     def _groups(self, model_kwargs: dict) -> list[list[int]]:
         """The rows whose prompts are run together on a CPU: those of about equal length, where that leaves out padding."""

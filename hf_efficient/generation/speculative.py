@@ -49,7 +49,8 @@ class SpeculativeGenerationMixin:
         arguments = input_ids, logits_processor, stopping_criteria, generation_config
         if not plain.serves(self, *arguments, synced_gpus, streamer, model_kwargs):
             return super()._sample(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
-        output = _decode(self, *arguments, None, (None, None), streamer, synced_gpus, model_kwargs)
+        state = model_state.latest(self)
+        output = _decode(self, *arguments, None, (None, None), streamer, synced_gpus, model_kwargs, state)
         return plain.as_transformers(output, model_kwargs["past_key_values"]) if isinstance(output, dict) else output
 
     def _assisted_decoding(
@@ -170,7 +171,9 @@ def _decode(
     streamer,
     synced_gpus,
     model_kwargs,
+    state=None,
 ):
+    """state: of the model as it is now, where somebody has just looked."""
     run = logits_processor, stopping_criteria, generation_config, streamer
     try:
         _check(model, input_ids, generation_config, stopping_criteria, streamer, synced_gpus)
@@ -198,7 +201,7 @@ def _decode(
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # that mode hides from recordings what operators consist of
-            state = model_state.current(model) if speculation is not None else model_state.latest(model)
+            state = state or model_state.current(model)
             kept = kept_tapes.take(model, len(input_ids), tokens, _hidden_of(drafter), state)
             output, taped = _run(model, kept, *inputs)
             if returns_cache and kept.is_recordable:  # of a fixed size

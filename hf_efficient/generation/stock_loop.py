@@ -5,7 +5,7 @@ from transformers import GenerationMixin
 from hf_efficient.cache.prefix_key import rope_types
 
 
-_STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
+_STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
 # Their `prepare_inputs_for_generation` runs everything anew where longrope switches its factors, and does nothing else.
 _SWITCH_ROPE = {
     "transformers.models.phi3.modeling_phi3": "Phi3ForCausalLM",

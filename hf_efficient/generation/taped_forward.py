@@ -117,14 +117,16 @@ def can_be_recorded(model) -> bool:
         and model.dtype in (torch.float32, torch.bfloat16)
         and all(parameter.device.type == "cpu" for parameter in model.parameters())
         and not is_watched(model)
-        and not any("forward" in module.__dict__ for module in model.modules())
+        and not any("_hf_hook" in module.__dict__ for module in model.modules())  # accelerate's
     )
 
 
 def is_watched(model) -> bool:
-    """Whether something of the user's runs at every forward of a part of the model: hooks, or what torch compiled."""
+    """Whether something of the user's runs at every forward of a part of the model: hooks, a forward of its own, or what torch
+    compiled."""
     return any(
         module._forward_pre_hooks
+        or ("forward" in module.__dict__ and "_hf_hook" not in module.__dict__)
         or module._compiled_call_impl is not None
         or any(map(_acts, module._forward_hooks.values()))
         for module in model.modules()
