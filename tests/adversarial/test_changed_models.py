@@ -59,6 +59,13 @@ def test_steering(number, reference):
     assert not session_differs(reference, {"model": "llama", "steps": steps})
 
 
+@pytest.mark.parametrize("name", ["switch_adapters", "scale_adapters", "merge_adapters"])
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_adapters(model, name, reference):
+    steps = [CALL, ("change", "add_an_adapter", 1), CALL, CALL, ("change", name, 2), CALL, ("change", name, 3), CALL]
+    assert not session_differs(reference, {"model": model, "steps": steps})
+
+
 @st.composite
 def calls(draw):
     rows, width = draw(st.integers(1, 3)), draw(st.integers(1, 9))

@@ -1,0 +1,70 @@
+"""Which calls our loop answers: what keeps it equal to transformers must not quietly end it."""
+
+import pytest
+import torch
+from helpers import TINY_MODELS, left_padded_batch, tiny_model
+from transformers import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+
+from hf_efficient import enable_speculation
+from hf_efficient.generation import plain
+from hf_efficient.kernels.tape import interpreter
+
+
+pytestmark = [
+    pytest.mark.own_loop,
+    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
+]
+
+
+class Silent(BaseStreamer):
+    def put(self, value):
+        pass
+
+    def end(self):
+        pass
+
+
+class Same(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+ROW, BATCH = left_padded_batch((6,)), left_padded_batch((5, 9, 8))
+SERVED = {
+    "greedy": ROW,
+    "without a mask": {"input_ids": ROW["input_ids"]},
+    "batch padded at the left": BATCH,
+    "sampled": dict(**BATCH, do_sample=True, top_k=5),
+    "ends": dict(**BATCH, eos_token_id=[2, 5, 6]),
+    "processors": dict(**BATCH, repetition_penalty=1.3, no_repeat_ngram_size=2),
+    "a processor of the user's": dict(**BATCH, logits_processor=[Same()]),
+    "streamed": dict(**ROW, streamer=Silent()),
+    "dictionary": dict(**ROW, return_dict_in_generate=True, output_scores=True),
+    "dictionary of a batch": dict(**BATCH, return_dict_in_generate=True),
+    "several answers": dict(**ROW, do_sample=True, num_return_sequences=2),
+    "at least": dict(**ROW, min_new_tokens=2),
+    "the usual positions": dict(**ROW, position_ids=torch.arange(6)[None]),
+    "prompt in parts": dict(**ROW, prefill_chunk_size=3),
+    "32 bits": dict(input_ids=ROW["input_ids"].int()),
+}
+LEFT = {
+    "padding at the right": {name: x.flip(1) for name, x in BATCH.items()},
+    "other positions": dict(**ROW, position_ids=torch.arange(3, 9)[None]),
+    "beams": dict(**ROW, num_beams=2),
+    "hidden states": dict(**ROW, return_dict_in_generate=True, output_hidden_states=True),
+}
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_served_calls(name, monkeypatch):
+    model, answers, serves = enable_speculation(tiny_model(name)), [], plain.serves
+    monkeypatch.setattr(plain, "serves", lambda *args: answers.append(serves(*args)) or answers[-1])
+    if model.config._attn_implementation == "eager":  # transformers offers no SDPA for this one
+        model.set_attn_implementation("flash_paged")
+    options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    for calls, expected in ((SERVED, True), (LEFT, False), (SERVED, True)):
+        for call, inputs in calls.items():
+            answers.clear()
+            model.generate(**{**options, **inputs})
+            assert any(answers) == expected, call
