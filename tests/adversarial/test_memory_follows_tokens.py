@@ -1,6 +1,5 @@
 """A pool takes memory for the tokens that are written, not for those that it has room for."""
 
-import mmap
 import re
 import sys
 from pathlib import Path
@@ -17,7 +16,8 @@ from hf_efficient.generation import kept_tapes
 
 pytestmark = pytest.mark.own_loop
 needs_smaps = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/smaps")
-MANY = 1 << 18  # tokens: 16 bytes of each are more than what a test may take
+MANY = 1 << 18  # tokens
+A_ROW = 1 << 16  # bytes: what a row of few tokens may take of a tensor, in the few pages of memory that it touches
 
 
 def resident(tensors) -> int:
@@ -37,10 +37,10 @@ def resident(tensors) -> int:
 def test_what_is_not_written_takes_no_memory():
     x = lazy_zeros(torch.empty(0, dtype=torch.bfloat16), 1 << 12, 1 << 12)
     assert x.shape == (1 << 12, 1 << 12) and x.dtype is torch.bfloat16 and x.is_contiguous()
-    assert resident([x]) < 1 << 16
+    assert resident([x]) < A_ROW
     x[5] = 1
     x[4000, 7] = 2
-    assert resident([x]) <= 8 * mmap.PAGESIZE and x[:16].sum() == 1 << 12 and x[4000].sum() == 2
+    assert resident([x]) <= 2 * A_ROW and x[:16].sum() == 1 << 12 and x[4000].sum() == 2
     assert (x[100:110] == 0).all() and lazy_zeros(x, 3, dtype=torch.int8).tolist() == [0, 0, 0]
 
 
@@ -51,11 +51,11 @@ def test_a_pool_of_fixed_size(kv_format):
     model.set_attn_implementation("flash_paged")
     cache = PagedCache(model.config, num_blocks=MANY // 64, block_size=64, kv_format=kv_format)
     with torch.no_grad():
-        model(torch.randint(3, 128, (2, 20)), past_key_values=cache, use_cache=True)
+        model(torch.randint(3, 128, (2, 200)), past_key_values=cache, use_cache=True)
     pages = [x for layer in cache.layers for x in layer.store.pages.values() if x.nbytes >= 1 << 20]
-    assert len(pages) >= 4 and sum(x.nbytes for x in pages) > 20 << 20
-    # no row's tokens take more than three of the system's pages of a tensor
-    assert 0 < resident(pages) <= 2 * 3 * mmap.PAGESIZE * len(pages)
+    assert len(pages) >= 4 and sum(x.nbytes for x in pages) >= 20 << 20
+    assert resident(pages) <= 2 * A_ROW * len(pages)
+    assert kv_format == "int4" or resident(pages), "the last 128 tokens of int4 lie elsewhere"
 
 
 @needs_smaps
@@ -73,8 +73,9 @@ def test_generate_takes_memory_for_what_it_writes(rows, lookup):
     pages = [x for layer in kept.cache.layers for x in layer.store.pages.values()]
     tables = kept.cache.layers[0].state.tables.values()
     assert sum(x.nbytes for x in pages) > rows * (100 << 20), "room for all of them"
-    assert resident(pages) <= rows * 3 * mmap.PAGESIZE * len(pages)
-    assert resident([x.block_table for x in tables]) <= 2 * (rows + 1) * mmap.PAGESIZE * len(tables)
+    assert 0 < resident(pages) <= rows * A_ROW * len(pages)
+    large = [x.block_table for x in tables if x.block_table.nbytes >= 1 << 20]  # others lie among other things
+    assert len(large) == (rows == 8) and resident(large) <= rows * A_ROW
     assert 0 < written_bytes(kept.cache) < 1 << 20
 
 
