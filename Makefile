@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test quality style bench bench-gpu cards
+.PHONY: demo test sanitize quality style bench bench-gpu cards
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,6 +17,20 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# The native kernels' numeric tests on libraries compiled with AddressSanitizer and UndefinedBehaviorSanitizer. A finding ends the
+# process and stands in its output; test_the_sanitizers_see_an_overrun, among these tests, shows that one is seen.
+SANITIZED := tests/adversarial/test_native_indices.py tests/test_tape.py tests/test_cpu_pages.py tests/test_cpu_linear.py \
+	tests/test_sparse_layouts.py tests/test_contextual_sparsity.py
+SANITIZED_CASES := native_indices or test_operators or dense_products or where_the_largest or separate_ones or (replayed and gpt2) \
+	or (formats_and_heads and 80-48) or test_options or page_sizes or many_queries or test_prompts or test_trees or appended or \
+	nobody_looks_up or products_and_inverses or test_inputs or test_kernel or of_one_input or exactly_the_chosen
+
+sanitize: $(STAMP)
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 CXX=g++ HF_EFFICIENT_SANITIZE=address,undefined \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --capture=sys --numprocesses 2 --dist loadfile \
+		--no-loadscope-reorder --timeout 900 -k '$(SANITIZED_CASES)' $(SANITIZED)
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

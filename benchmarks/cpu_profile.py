@@ -105,8 +105,8 @@ def generate(model, ids: torch.Tensor, new: int, tokens: Tokens) -> None:
 
 def pieces_of(step) -> list[tuple[str, int, int]]:
     """(kind, address, count) of the runs of instructions of one kind in a step of a tape."""
-    address, count = step.args
-    names = [NAMES[instruction.op] for instruction in (Instruction * count).from_address(address)]
+    (instructions,) = step.args
+    address, names = ctypes.addressof(instructions), [NAMES[instruction.op] for instruction in instructions]
     last_product = max((place for place, name in enumerate(names) if name in PRODUCTS), default=None)
     kinds = [KINDS.get(name, "residuals, other elementwise") for name in names]
     if last_product is not None:

@@ -107,7 +107,7 @@ def test_recorded_products_of_one_input_are_one_instruction():
         weights.append(weight)
     x, bias = torch.randn(2, 72).bfloat16(), torch.randn(32).bfloat16()
     tape = Tape(lambda: (layouts[0](x, bias), layouts[1](x)))
-    assert [step.func for step in tape._steps] == [_interpret] and tape._steps[0].args[1] == 1
+    assert [step.func for step in tape._steps] == [_interpret] and len(tape._steps[0].args[0]) == 1
     x.copy_(torch.randn(2, 72))
     for output, expected in zip(tape.replay(), (layouts[0](x, bias), layouts[1](x))):
         assert torch.equal(output, expected)

@@ -52,6 +52,7 @@ class BlockPool:
 
     def _resize(self, references: list[int]) -> None:
         self.references = references  # block -> rows that hold it, 0 when free
+        self.written = {block for block, count in enumerate(references) if count}  # blocks that were in use since then
         self._free_heap = [block for block, count in enumerate(references) if count == 0]  # ascending, so a heap
         self.num_free = len(self._free_heap)
 
@@ -179,6 +180,7 @@ class BlockPool:
         while block is None or block >= self.capacity or self.references[block]:
             block = heapq.heappop(self._free_heap)  # may name a block taken as `wanted` in the meantime
         self.references[block] = 1
+        self.written.add(block)
         self.num_free -= 1
         return block
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_efficient.cache.block_pool import BlockPool
+from hf_efficient.cache.lazy_zeros import lazy_zeros
 
 
 def to_device(values: list, dtype: torch.dtype, device) -> torch.Tensor:
@@ -26,9 +27,12 @@ class DeviceTables:
 
     def __init__(self, pool: BlockPool, starts: list[int], columns: int, device):
         width = pool.num_blocks or 1 << max(map(len, pool.tables)).bit_length()
-        rows = [table + [-1] * (width - len(table)) for table in pool.tables]
+        longest = max(map(len, pool.tables))
+        rows = [table + [-1] * (longest - len(table)) for table in pool.tables]
         with torch.inference_mode(False):  # else they could not be written to outside of inference mode
-            self.block_table = to_device(rows, torch.int32, device)
+            used = to_device(rows, torch.int32, device).view(len(rows), longest)
+            self.block_table = lazy_zeros(used, len(rows), width)
+            self.block_table[:, :longest] = used
             self.cache_seqlens = to_device(starts, torch.int32, device)
             self.columns = torch.full((), columns, dtype=torch.int64, device=device)
             self.dropped = None

@@ -11,6 +11,7 @@ import torch
 
 from hf_efficient.cache.block_pool import BlockPool
 from hf_efficient.cache.device_tables import DeviceTables, to_device
+from hf_efficient.cache.lazy_zeros import lazy_zeros
 from hf_efficient.cache.quantized_store import QuantizedStore
 from hf_efficient.cache.step import Step
 from hf_efficient.kernels import attention
@@ -66,12 +67,12 @@ class GroupStore(QuantizedStore):
         key_scales = capacity, block_size // self.group, heads, dim
         value_scales = capacity, block_size, heads, self.channel_groups
         pages = {
-            name: new.new_zeros(capacity, block_size, heads, new.shape[3] * self.bits // 8, dtype=torch.uint8)
+            name: lazy_zeros(new, capacity, block_size, heads, new.shape[3] * self.bits // 8, dtype=torch.uint8)
             for name, new in (("keys", key), ("values", value))
         }
         for name, shape in (("key", key_scales), ("value", value_scales)):
             for kind in ("_scales", "_minima"):
-                pages[name + kind] = key.new_zeros(shape, dtype=torch.float16)
+                pages[name + kind] = lazy_zeros(key, *shape, dtype=torch.float16)
         return pages
 
     def _pages(self):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from hf_efficient.cache.device_tables import DeviceTables, to_device
+from hf_efficient.cache.lazy_zeros import lazy_zeros
 from hf_efficient.cache.step import Step
 from hf_efficient.kernels import attention, attention_cpu, attention_cpu_compiled
 
@@ -18,6 +19,7 @@ class PageStore:
 
     pages: name -> tensor [num_blocks, ...]: everything a block holds, so that blocks are copied, moved, saved and offloaded
     without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks, block_size, Hk, Dv].
+    On a CPU they take memory for the blocks that were written (`lazy_zeros`).
     rows: name -> tensor [B, ...]: what is kept by row instead, saved and loaded as it is. Here nothing.
     lag: so many tokens before the new ones may still change their pages in a forward.
     exact: on a CPU the attention has the bits of SDPA over a `DynamicCache`, where that costs little. Else the pages are read
@@ -36,7 +38,7 @@ class PageStore:
 
     def _make_pages(self, capacity, block_size, key, value) -> dict[str, torch.Tensor]:
         return {
-            name: new.new_zeros(capacity, block_size, new.shape[1], new.shape[3])
+            name: lazy_zeros(new, capacity, block_size, new.shape[1], new.shape[3])
             for name, new in (("keys", key), ("values", value))
         }
 
@@ -218,7 +220,7 @@ def _moved(pages: torch.Tensor, capacity: int, moves: list[tuple[int, int, int]]
     else:
         pieces = [pages[old : old + number] for old, _, number in moves]
         with torch.inference_mode(False):
-            pages = pages.new_zeros(capacity, *pages.shape[1:])
+            pages = lazy_zeros(pages, capacity, *pages.shape[1:])
     for (_, new, number), piece in zip(moves, pieces):
         pages[new : new + number] = piece
     return pages

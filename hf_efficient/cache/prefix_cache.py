@@ -8,6 +8,7 @@ import torch
 
 from hf_efficient.cache.device_tables import to_device
 from hf_efficient.cache.kv_formats import block_size_of
+from hf_efficient.cache.lazy_zeros import lazy_zeros
 from hf_efficient.cache.memory_budget import bytes_per_block, check_pool_size, parse_bytes
 from hf_efficient.cache.page_store import PageStore
 from hf_efficient.cache.paged_cache import PagedCache
@@ -300,7 +301,7 @@ class PrefixCache:
         number = self._tree.num_blocks
         with torch.inference_mode(False):  # else they could not be written to outside of inference mode
             self._pools = [
-                {name: pages.new_zeros(number, *pages.shape[1:]) for name, pages in store.pages.items()}
+                {name: lazy_zeros(pages, number, *pages.shape[1:]) for name, pages in store.pages.items()}
                 for store in stores
             ]
 

@@ -5,6 +5,7 @@ from itertools import accumulate
 import torch
 
 from hf_efficient.cache.device_tables import to_device
+from hf_efficient.cache.lazy_zeros import lazy_zeros
 from hf_efficient.cache.page_store import MAX_DECODE_QUERIES, PageStore
 from hf_efficient.cache.step import Step
 from hf_efficient.kernels import attention, attention_cpu, attention_cpu_compiled
@@ -108,8 +109,8 @@ class TokenStore(QuantizedStore):
         storage, pages = torch.int8 if self.code_dtype == torch.int8 else torch.uint8, {}
         for name, new in (("key", key), ("value", value)):
             shape = capacity, block_size, new.shape[1]
-            pages[name + "s"] = new.new_zeros(*shape, new.shape[3], dtype=storage)
-            pages[name + "_scales"] = new.new_zeros(shape, dtype=torch.float16)
+            pages[name + "s"] = lazy_zeros(new, *shape, new.shape[3], dtype=storage)
+            pages[name + "_scales"] = lazy_zeros(new, *shape, dtype=torch.float16)
         return pages
 
     def _cache(self, block_table):

@@ -55,6 +55,13 @@ class CacheStats:
         return text if self.prefix_hit_rate is None else f"{text}; prefix hits {self.prefix_hit_rate:.0%}"
 
 
+def written_bytes(cache) -> int:
+    """Bytes of the pages of all layers that were in use since their tensors were made: on a CPU, what they take of its
+    memory."""
+    stores = [(layer.store, layer.state.pool) for layer in cache._paged_layers if layer.is_initialized]
+    return sum(store.nbytes // store.capacity * len(pool.written) for store, pool in stores if store.capacity)
+
+
 def filled_slots(pool: BlockPool) -> dict[int, int]:
     """Block -> slots of it that hold a token of some row."""
     filled: dict[int, int] = {}

@@ -7,11 +7,12 @@ import torch
 
 from hf_efficient.cache.kv_formats import block_size_of
 from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.cache.stats import written_bytes
 from hf_efficient.generation.model_state import ModelState
 from hf_efficient.generation.taped_forward import TapedForward
 
 
-MOST_BYTES = 256 << 20  # a larger cache is not kept
+MOST_BYTES = 256 << 20  # a cache of which more was written is not kept
 MOST = 2  # of a model: with and without what draft heads read of it
 
 
@@ -85,7 +86,7 @@ def copied(cache: PagedCache, config) -> PagedCache:
 
 def give_back(kept: Kept, taped: TapedForward | None) -> None:
     """After a call that nobody holds the cache of."""
-    if taped is None or kept.state is None or kept.cache.stats().bytes_allocated > MOST_BYTES:
+    if taped is None or kept.state is None or written_bytes(kept.cache) > MOST_BYTES:
         return
     taped.forward = taped.holds = None
     with _lock:

@@ -48,15 +48,24 @@ def describe(y, x, project, score, score_up, limit, spread, *weights_and_activat
     """What the kernel is told to write into `y`; None where it does not serve the arguments of the op."""
     *weights, activation = weights_and_activation
     tensors = (x, project, score, score_up, limit, spread, *weights, y)
-    hidden = x.shape[-1]
+    gate, gate_bias, up, up_bias, down, down_bias = weights
+    hidden, neurons = x.shape[-1], len(limit)
+    rank = 0 if project is None else len(project)
+    shapes = (
+        *((t, (neurons, hidden)) for t in (gate, up, down)),
+        *((t, (neurons,)) for t in (limit, spread, gate_bias, up_bias)),
+        *((t, (neurons, rank)) for t in (score, score_up)),
+        (project, (rank, hidden)),
+        (down_bias, (hidden,)),
+    )
     if (
         not 0 < x.numel() <= MOST_ROWS * hidden
+        or any(t is not None and t.shape != shape for t, shape in shapes)
         or any(t is not None and not (t.is_cpu and t.dtype is torch.bfloat16 and t.is_contiguous()) for t in tensors)
         or kernel() is None
     ):
         return None
-    rank = 0 if project is None else len(project)
-    numbers = x.numel() // hidden, hidden, len(limit), rank, list(ACTIVATIONS).index(activation)
+    numbers = x.numel() // hidden, hidden, neurons, rank, list(ACTIVATIONS).index(activation)
     return _Call(*numbers, *(None if t is None else t.data_ptr() for t in tensors))
 
 

@@ -3,6 +3,9 @@
 The libraries stand in `$HF_HOME/hf_efficient/cpu` under a key of their sources, the compiler, its flags and the CPU's
 features, so a later process only loads them. They use the threads of the OpenMP runtime that torch has loaded. Where
 there is no compiler (`$CXX`, else g++, c++ or clang++), callers use torch's operators; a warning says so once.
+
+`$HF_EFFICIENT_SANITIZE`, such as `address,undefined`, names sanitizers that they are compiled with, as libraries of their own:
+the process ends at the first finding. `make sanitize` says how such a process is started.
 """
 
 import atexit
@@ -26,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ("-O2", "-march=native", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")
+SANITIZE = "HF_EFFICIENT_SANITIZE"  # environment variable
 # Where the kernels are known to be faster than torch's operators.
 FEATURES = frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_bf16", "avx512_vnni"))
 
@@ -59,6 +63,12 @@ def openmp_runtime() -> str | None:
     return min(runtimes, key=lambda path: (not path.startswith(own), path), default=None)
 
 
+def sanitizer_flags() -> list[str]:
+    """What the compiler is told for `$HF_EFFICIENT_SANITIZE`; nothing where that is empty or not set."""
+    names = os.environ.get(SANITIZE)
+    return ["-O1", f"-fsanitize={names}", "-fno-sanitize-recover=all", "-g"] if names else []
+
+
 def build(name: str, command: list[str]) -> Path:
     """The compiled library of `cpu/<name>.cpp`. Raises RuntimeError with the compiler's words."""
     program = Path(command[0]).resolve()
@@ -83,7 +93,9 @@ def build(name: str, command: list[str]) -> Path:
     partial.close()
     try:
         arguments = [*command, str(SOURCES / f"{name}.cpp"), "-o", partial.name, runtime]
-        result = subprocess.run(arguments, capture_output=True, text=True, errors="replace")
+        # a preloaded sanitizer is not meant for the compiler, which takes ten times as long with it
+        environment = {**os.environ, "LD_PRELOAD": ""} if os.environ.get(SANITIZE) else None
+        result = subprocess.run(arguments, capture_output=True, text=True, errors="replace", env=environment)
         if result.returncode:
             raise RuntimeError(f"{shlex.join(arguments)}: {result.stderr[-2000:]}")
         os.chmod(partial.name, 0o755)  # it was made its owner's only
@@ -104,7 +116,7 @@ def load(name: str, **definitions: int) -> ctypes.CDLL | None:
         if command is None:
             raise RuntimeError("no C++ compiler (g++, or $CXX)")
         macros = [f"-D{key}={value}" for key, value in definitions.items()]
-        return ctypes.CDLL(str(build(name, [*command, *FLAGS, *macros])))
+        return ctypes.CDLL(str(build(name, [*command, *FLAGS, *sanitizer_flags(), *macros])))
     except (OSError, RuntimeError, ValueError) as reason:
         _warn_once(str(reason))
         return None

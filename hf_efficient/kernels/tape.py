@@ -44,8 +44,11 @@ def interpreter():
     return library.hf_tape
 
 
-def _interpret(address: int, count: int) -> None:
-    if place := interpreter()(address, count):
+def _interpret(instructions: ctypes.Array) -> None:
+    place = interpreter()(ctypes.addressof(instructions), len(instructions))
+    if place and instructions[place - 1].op == OPS["ROWS"]:
+        raise IndexError("index out of range in self")  # torch's words for an embedding on a CPU
+    if place:
         raise RuntimeError(
             f"instruction {place} of a recorded forward was refused: lengths or blocks beyond the pages"
         )
@@ -172,8 +175,7 @@ class Tape(TorchDispatchMode):
                 instruction.weight, instruction.sizes[1] = ctypes.addressof(products), len(products)
                 self._kept.append(products)
         packed = (Instruction * len(instructions))(*instructions)
-        self._steps.append(functools.partial(_interpret, ctypes.addressof(packed), len(packed)))
-        self._kept.append(packed)
+        self._steps.append(functools.partial(_interpret, packed))
 
     @staticmethod
     def _call(func, args, kwargs, tensors):
@@ -202,7 +204,7 @@ class Tape(TorchDispatchMode):
             instruction = self._sparse(y, *args)
         elif packet is torch.ops.hf_efficient.contextual_mlp:
             instruction = self._contextual(y, *args)
-        elif packet is aten.embedding and all(x.is_contiguous() for x in (y, *args[:2])):
+        elif packet is aten.embedding:
             instruction = self._rows(y, *args[:2])
         elif packet in (aten.mm, aten.addmm):
             bias, x, weight = (None, *args) if packet is aten.mm else args
@@ -298,7 +300,10 @@ class Tape(TorchDispatchMode):
 
     @staticmethod
     def _rows(y, weight, index):
-        instruction = Instruction(OPS["ROWS"], _sizes((index.numel(), weight[0].nbytes)))
+        if index.dtype is not torch.int64 or not all(x.is_contiguous() for x in (y, weight, index)):
+            return None
+        row_bytes = weight.shape[1] * weight.element_size()
+        instruction = Instruction(OPS["ROWS"], _sizes((len(weight), index.numel(), row_bytes)))
         instruction.y.data, instruction.a.data, instruction.b.data = y.data_ptr(), weight.data_ptr(), index.data_ptr()
         return instruction.noting(y, [weight, index])
 
@@ -308,7 +313,7 @@ class Tape(TorchDispatchMode):
         if (
             any(t.dtype is not torch.bfloat16 or not t.is_contiguous() for t in operands)
             or len(x) > _DENSE_ROWS
-            or (bias is not None and bias.dim() != 1)
+            or (bias is not None and bias.shape != weight.shape[:1])
         ):
             return None
         instruction = Instruction(OPS["DENSE"], _sizes((len(x), *weight.shape)))
@@ -331,7 +336,7 @@ class Tape(TorchDispatchMode):
         """One of packed weights; weight: its structure and the address of that."""
         if not x.is_contiguous() or not y.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16):
             return None
-        if bias is not None and (bias.dtype is not x.dtype or not bias.is_contiguous()):
+        if bias is not None and (bias.dtype is not x.dtype or bias.shape != y.shape[-1:] or not bias.is_contiguous()):
             return None
         structure, address = weight
         self._kept.append(structure)

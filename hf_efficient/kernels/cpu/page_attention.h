@@ -119,7 +119,7 @@ static void attend_span(const Call &call, const F &key_format, const F &value_fo
     const Queries<A> queries(call, span.row, first_head, heads);
     for (int64_t h = 0; h < heads; h++) {
         for (int64_t m = 0; m < rows; m++) results[h].softmax[m] = Softmax();
-        for (int64_t i = 0; i < channels.count * rows * TILE_BLOCKS; i++) results[h].sums[0][i] = Floats{};
+        std::fill_n((Floats *)results[h].sums, channels.count * rows * TILE_BLOCKS, Floats{});
     }
     const int64_t share = ceil_div(ahead.tokens(), 4 * heads * ceil_div(span.end - span.begin, TILE_TOKENS));  // four times a tile and head
     for (int64_t start = span.begin, end; start < span.end; start = end) {

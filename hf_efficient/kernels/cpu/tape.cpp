@@ -7,7 +7,7 @@ enum Op : int32_t {
     COPY, NEG, ABS, RELU, SILU, GELU, GELU_TANH, TANH, SIGMOID, EXP, SQRT, RSQRT, RECIPROCAL, COS, SIN, POW,  // of a
     ADD, SUB, MUL, DIV,              // of a and b (or `beta` where there is no b); ADD and SUB take alpha * b
     MEAN, SUM,                       // of a over its last dimension
-    ROWS,                            // y[i] = a[b[i]], rows of bytes
+    ROWS,                            // y[i] = a[b[i]]: sizes 1 to 3 are rows of a, int64 indices b, bytes of a row
     LINEAR,                          // products with a [sizes 2, ...] that `weight` points to, sizes 1 of them
     DENSE,                           // y = a @ b^T + c, bfloat16: sizes 1 to 3 are rows, columns, width
     CALL,                            // of another library's function, with what `weight` points to
@@ -250,18 +250,23 @@ static void argmax(const Instruction &in) {
     }
 }
 
-static void rows(const Instruction &in) {
-    const int64_t bytes = in.sizes[3];
-    for (int64_t i = 0; i < in.sizes[2]; i++)
-        memcpy((char *)in.y.data + i * bytes, (const char *)in.a.data + ((const int64_t *)in.b.data)[i] * bytes, bytes);
+// Whether every index is one of a row. Nothing is read from a where one is not.
+static bool rows(const Instruction &in) {
+    const int64_t *index = (const int64_t *)in.b.data, present = in.sizes[1], count = in.sizes[2], bytes = in.sizes[3];
+    for (int64_t i = 0; i < count; i++)
+        if (index[i] < 0 || index[i] >= present) return false;
+    for (int64_t i = 0; i < count; i++) memcpy((char *)in.y.data + i * bytes, (const char *)in.a.data + index[i] * bytes, bytes);
+    return true;
 }
 
-// 0, or the number of the call that refused, from 1 on
+// 0, or the number of the instruction that refused, from 1 on: an index, a length or a block is out of range
 extern "C" int64_t hf_tape(const Instruction *in, int64_t count) {
     for (int64_t i = 0; i < count; i++, in++) {
         if (in->op < MEAN) elementwise(*in);
         else if (in->op < ROWS) reduce(*in);
-        else if (in->op == ROWS) rows(*in);
+        else if (in->op == ROWS) {
+            if (!rows(*in)) return i + 1;
+        }
         else if (in->op == RMS_NORM) rms_norm(*in);
         else if (in->op == ROTARY) rotary(*in);
         else if (in->op == GATED) gated(*in);
