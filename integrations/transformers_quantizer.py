@@ -33,6 +33,7 @@ from hf_efficient.integrations import (
     read_weights,
     transformers_bitnet,
     transformers_dtypes,
+    transformers_sub_configs,
 )
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
 from hf_efficient.integrations.heap import HeapTrimmer
@@ -54,6 +55,7 @@ def register() -> None:
         if config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
             auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (config,)
     transformers_bitnet.register()
+    transformers_sub_configs.register(tuple(config.name for config in CONFIGS))
     tensor_parallel.register()
 
 
