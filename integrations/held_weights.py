@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings, rename_source_key
 
 from hf_efficient.layers import PLACEHOLDER_SHAPE
 
@@ -46,3 +46,19 @@ def held_weights(files, model, names: list[str]) -> HeldWeights | None:
                     held.dense.add(name)
                     held.integers |= {name} if piece.get_dtype() in _INTEGERS else set()
     return held
+
+
+def lost_when_saved(model, modules: list[str]) -> set[str]:
+    """Those of the linear `modules` whose codes would not be found again: transformers renames what it saves and loads, and of
+    some architectures a weight comes back under its name and its codes, named next to it, do not."""
+    conversions = [
+        c
+        for c in get_model_conversion_mapping(model, add_legacy=False)
+        if isinstance(c, WeightRenaming) and not isinstance(c, PrefixChange)
+    ]
+    back = [c.reverse_transform() for c in reversed(conversions)]
+
+    def returns(name: str) -> bool:
+        return apply_renamings(apply_renamings(name, back), conversions) == name
+
+    return {name for name in modules if returns(f"{name}.weight") and not returns(f"{name}.qweight")}

@@ -37,11 +37,11 @@ def read_elsewhere(model: nn.Module, names: list[str]) -> set[str]:
     `model` (whose parameters are on the meta device) shows, and `known`. A forward that fails there shows what it has read
     until then."""
     found = known(model).intersection(names)
-    with torch.device("meta"), torch.no_grad():
-        twin = copy.deepcopy(model).eval()
-        observer = _Observer(twin, names)
-        with contextlib.suppress(Exception), observer:  # numbers decide what comes next, and there are none
-            twin(**_inputs(twin))
+    twin = copy.deepcopy(model).eval()
+    observer = _Observer(twin, names)
+    # of some models numbers decide what comes next, and there are none
+    with torch.device("meta"), torch.no_grad(), contextlib.suppress(Exception), observer:
+        twin(**_inputs(twin))
     return found | observer.read
 
 

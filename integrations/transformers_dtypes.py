@@ -5,18 +5,31 @@ and `_get_dtype_plan`, which makes of them what `from_pretrained` follows.
 """
 
 import re
+from collections import Counter
 
 import torch
+from transformers import PreTrainedModel
 
 
-def is_kept(model, name: str, dtype: torch.dtype) -> bool:
-    """Whether transformers keeps the parameter called `name`, declared as `dtype`, in more precision than the model's: a flag
-    names it (in whatever dtype the model is loaded: quantizers of transformers take neither), or it is declared so."""
+def kept_parameters(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters that transformers keeps in more precision than the others: those that a flag names (in whatever
+    dtype the model is loaded: quantizers of transformers take none of them), and those declared in another dtype than most of
+    the innermost model that holds them."""
     flagged = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
-    return dtype != model.dtype or any(_matches(pattern, name) for pattern in flagged)
+    usual = {}  # prefix of the names in a model -> the dtype of most of its parameters; outer models come first
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel):
+            counts = Counter(p.dtype for p in part.parameters() if p.is_floating_point())
+            usual[f"{name}." if name else ""] = counts.most_common(1)[0][0] if counts else None
+    kept = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own = next(dtype for prefix, dtype in reversed(usual.items()) if name.startswith(prefix))
+        if parameter.dtype != own or any(_matches(pattern, name) for pattern in flagged):
+            kept.add(name)
+    return kept
 
 
-def loaded_dtype(model, name: str, dtype: torch.dtype) -> torch.dtype:
+def loaded_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype that `from_pretrained` gives the parameter called `name`, which is declared as `dtype`."""
     plan = model._get_dtype_plan(model.dtype)
     return next((kept for pattern, kept in plan.items() if _matches(pattern, name)), dtype)

@@ -15,14 +15,12 @@ from hf_efficient.configs import (
     SparseConfig,
     W8A8Config,
     WeightOnlyConfig,
-    module_matches,
 )
 from hf_efficient.experts import (
     EfficientExperts,
     compress_experts,
     decompress_experts,
     expert_weight_names,
-    is_fused_experts,
     is_sorted_experts,
     is_transposed,
 )
@@ -30,17 +28,14 @@ from hf_efficient.integrations import (
     calibrated_loading,
     checkpoints,
     patterns,
-    read_weights,
     transformers_bitnet,
-    transformers_dtypes,
     transformers_sub_configs,
 )
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
 from hf_efficient.integrations.heap import HeapTrimmer
-from hf_efficient.integrations.held_weights import held_weights
+from hf_efficient.integrations.targets import TargetChooser
 from hf_efficient.integrations.transformers_weight_conversions import QuantizeOnArrival, Resave, dequantizer
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear, stand_in
-from hf_efficient.linear_classes import is_linear
 
 
 CONFIGS = (WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig)
@@ -95,7 +90,11 @@ class EfficientQuantizer(HfQuantizer):
         self._weights = {}  # full name of a weight -> (CompressedWeight, whether the original is transposed)
         self._plan = {}  # full name of a module that is compressed after loading -> its config
         dequantize = self.pre_quantized and self.quantization_config.dequantize
-        targets = self._targets(model)
+        own_files = type(self) is EfficientQuantizer and not self._is_bitnet
+        chooser = TargetChooser(
+            model, self.quantization_config, self.pre_quantized, self._kept, checkpoint_files, own_files
+        )
+        targets = chooser.targets()
         for name, module, config in targets:
             if not self.pre_quantized and config.needs_calibration():
                 self._plan[name] = config
@@ -165,112 +164,6 @@ class EfficientQuantizer(HfQuantizer):
                     config.tie_word_embeddings = False
             kept.discard(name)
         self._kept = kept
-
-    def _targets(self, model) -> list[tuple[str, nn.Module, CompressionConfig]]:
-        """(name, module, its config) of everything to compress: what the config says of a dense checkpoint, what the files hold
-        of one that is compressed already."""
-        config = self.quantization_config
-        if not self.pre_quantized:
-            patterns.check_names(config, model)
-        candidates = {name: module for name, module in model.named_modules() if _is_compressible(module)}
-        held = self._held(model, candidates)
-        if held is not None and self.pre_quantized:
-            own = {name: self._held_config(model, name, file_name) for name, file_name in held.items()}
-            return [(name, module, own[name]) for name, module in candidates.items() if name in own]
-        linears = [name for name, module in candidates.items() if isinstance(module, nn.Linear)]
-        elsewhere = read_weights.read_elsewhere(model, linears)
-        targets = []
-        for name, module in model.named_modules():
-            own = None if name in elsewhere or self._is_kept(model, name, module) else self._config_of(model, name)
-            if own is None:
-                continue
-            if name in candidates:
-                targets.append((name, module, own))
-            elif any(p.ndim == 3 for p in module.parameters(recurse=False)) and "Experts" in type(module).__name__:
-                raise ValueError(
-                    f"{name} ({type(module).__name__}) holds expert weights in a form that {type(config).__name__} cannot "
-                    f"quantize; to leave them as they are, pass modules_to_not_convert=[{name.split('.')[-1]!r}]"
-                )
-        return targets
-
-    def _is_kept(self, model, name: str, module: nn.Module) -> bool:
-        """Whether the module stays as it is whatever the config says of others."""
-        if any(name == kept or module_matches(kept, name) for kept in self._kept):
-            return True
-        weights = expert_weight_names(module) or ["weight"]
-        own = ((f"{name}.{weight}", getattr(module, weight, None)) for weight in weights)
-        return any(p is not None and transformers_dtypes.is_kept(model, full, p.dtype) for full, p in own)
-
-    def _config_of(self, model, name: str, *other_names: str) -> CompressionConfig | None:
-        """The config of a module; None: it stays as it is. other_names: what else patterns may call it."""
-        config, base = self.quantization_config, model.base_model_prefix
-        # a base model is read from the checkpoint of one with a head: names there begin so
-        inside = f"{base}." if self.pre_quantized and base and not hasattr(model, base) else ""
-        names = (inside + name, *other_names)
-        if any(module_matches(pattern, n) for pattern in config.modules_to_not_convert or () for n in names):
-            return None
-        return next((own for own in map(config.for_module, names) if own is not config), config)
-
-    def _held(self, model, candidates: dict[str, nn.Module]) -> dict[str, str] | None:
-        """Module that the files hold in compressed form -> what they call it; None where they are not read."""
-        if type(self) is not EfficientQuantizer or self._is_bitnet:
-            return None
-        weights = {
-            f"{name}.{weight}": name
-            for name, module in candidates.items()
-            for weight in (expert_weight_names(module) or ["weight"])
-        }
-        held = held_weights(self._checkpoint_files, model, list(weights))
-        if held is None:
-            return None
-        if not self.pre_quantized:
-            if integers := sorted(held.integers):
-                raise ValueError(
-                    f"the checkpoint holds {len(integers)} weights as integers, for example {integers[:3]}: it is quantized in a "
-                    f"form that its config.json does not name, and cannot be quantized with {self.quantization_config}"
-                )
-            return None
-        found = {weights[weight]: module for weight, module in held.compressed.items()}
-        self._settle(model, candidates, found, {weights[weight] for weight in held.dense})
-        return found
-
-    def _settle(self, model, candidates, found: dict[str, str], dense: set[str]) -> None:
-        """Adds to `found` what the checkpoint has to hold and does not, which is then said to be missing, and tells the config of
-        modules that it would compress and that stay dense: a head that the checkpoint has not, say."""
-        promised = [
-            name
-            for name, module in candidates.items()
-            if name not in found
-            and not self._is_kept(model, name, module)
-            and self._config_of(model, name) is not None
-        ]
-        absent = [name for name in promised if name not in dense]
-        is_own = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
-        if absent and (is_own or not (found or dense)):
-            elsewhere = read_weights.read_elsewhere(model, [n for n in absent if isinstance(candidates[n], nn.Linear)])
-            found.update({name: name for name in absent if name not in elsewhere})
-        new = [name for name in promised if name not in found]
-        if new:
-            kept = list(self.quantization_config.modules_to_not_convert or ())
-            self.quantization_config.modules_to_not_convert = kept + new
-        if not self.quantization_config.dequantize and (unread := sorted(read_weights.known(model) & found.keys())):
-            raise ValueError(
-                f"the checkpoint holds {unread[0]} in compressed form, but {type(model).__name__} reads its weight itself: load "
-                "it with dequantize=True and quantize that again"
-            )
-
-    def _held_config(self, model, name: str, file_name: str) -> CompressionConfig:
-        """The config of a module that the files hold in compressed form."""
-        base = model.base_model_prefix
-        names = (name, f"{base}.{name}", file_name) if base else (name, file_name)
-        config = self.quantization_config
-        own = next((own for own in map(config.for_module, names) if own is not config), config)
-        if own is None:
-            raise ValueError(
-                f"the checkpoint holds {name} in compressed form, but its quantization_config leaves it as it is: "
-                f"overrides={config.overrides}"
-            )
-        return own
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         if self.pre_quantized:
@@ -407,11 +300,6 @@ class EfficientQuantizer(HfQuantizer):
 
             disable_automatic(model)
         return model
-
-
-def _is_compressible(module: nn.Module) -> bool:
-    experts = is_fused_experts(module) or is_sorted_experts(module)
-    return is_linear(module) or type(module) is Conv1D or experts
 
 
 def _checked(name: str, weight: CompressedWeight) -> CompressedWeight:

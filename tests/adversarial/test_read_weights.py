@@ -213,3 +213,15 @@ def test_llama4_experts_skip_tokens_that_are_not_theirs(tmp_path):
         model.dequantize()
         torch.testing.assert_close(found, experts(rows), rtol=1e-4, atol=1e-5)
     assert not none.any()
+
+
+def test_layers_whose_codes_are_renamed_when_saved_stay_dense(monkeypatch):
+    """As `k_sconv.weight_proj` of Inkling 2, which transformers saves without `.weight`."""
+    from transformers.core_model_loading import WeightRenaming
+
+    from hf_efficient.integrations import held_weights
+
+    renamings = [WeightRenaming(r"layers\.(\d+)\.gate_of", r"layers.\1.gate.weight"), WeightRenaming("old", "new")]
+    monkeypatch.setattr(held_weights, "get_model_conversion_mapping", lambda *args, **kwargs: renamings)
+    names = ["layers.0.gate", "layers.0.mlp.up_proj", "new.gate"]
+    assert held_weights.lost_when_saved(None, names) == {"layers.0.gate"}

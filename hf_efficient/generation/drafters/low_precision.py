@@ -1,5 +1,7 @@
 """A model whose layers compute with few-bit copies of their weights; all other tensors are shared."""
 
+import re
+
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -24,7 +26,7 @@ def low_precision_modules(model, config: WeightOnlyConfig) -> dict[str, nn.Modul
     fixed = set(model._keep_in_fp32_modules or ()) | set(model._keep_in_fp32_modules_strict or ())
     modules = {}
     for name, module in layers.named_modules(prefix=path):
-        if fixed & set(name.split(".")):
+        if any(re.search(pattern.replace("*", ".*"), f"{name}.weight") for pattern in fixed):
             continue
         if is_linear(module) or type(module) is Conv1D:
             if module.weight.is_meta:
