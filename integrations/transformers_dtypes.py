@@ -8,13 +8,14 @@ import re
 from collections import Counter
 
 import torch
-from transformers import PreTrainedModel
 
 
-def kept_parameters(model: PreTrainedModel) -> set[str]:
+def kept_parameters(model) -> set[str]:
     """Names of the parameters that transformers keeps in more precision than the others: those that a flag names (in whatever
     dtype the model is loaded: quantizers of transformers take none of them), and those declared in another dtype than most of
     the innermost model that holds them."""
+    from transformers import PreTrainedModel  # late: this file is imported while transformers is
+
     flagged = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
     usual = {}  # prefix of the names in a model -> the dtype of most of its parameters; outer models come first
     for name, part in model.named_modules():
@@ -29,7 +30,7 @@ def kept_parameters(model: PreTrainedModel) -> set[str]:
     return kept
 
 
-def loaded_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+def loaded_dtype(model, name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype that `from_pretrained` gives the parameter called `name`, which is declared as `dtype`."""
     plan = model._get_dtype_plan(model.dtype)
     return next((kept for pattern, kept in plan.items() if _matches(pattern, name)), dtype)

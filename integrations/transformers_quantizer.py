@@ -215,11 +215,12 @@ class EfficientQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions, model):
         leaves = sorted({name.rpartition(".")[2] for name in self._weights}, key=lambda leaf: leaf != "weight")
+        # those of experts, and of linear layers that other checkpoints hold fused: what saving would put together again
         self._expert_conversions = [
             c
             for c in weight_conversions
             if isinstance(c, WeightConverter)
-            and any(t.rpartition(".")[2] in leaves and t.rpartition(".")[2] != "weight" for t in c.target_patterns)
+            and any(c.reverse_transform().rename_source_key(name)[1] is not None for name in self._weights)
         ]
         if self._is_bitnet:
             return transformers_bitnet.conversions(self, model, weight_conversions)
@@ -248,7 +249,7 @@ class EfficientQuantizer(HfQuantizer):
         if self._plan:
             calibrated_loading.run(model, self.quantization_config, self._plan)
         is_cut = tensor_parallel.localize(model)
-        # Quantized experts are saved as they are, fused; their converters would split what is no longer a weight
+        # Compressed weights are saved as they are; converters would split or concatenate what is no longer a weight
         own = (Resave, QuantizeOnArrival)
         model._weight_conversions = [
             c

@@ -7,7 +7,7 @@ config of the part and leaves `quantization_config`, which is the whole's. Other
 import functools
 import inspect
 
-from transformers import PreTrainedConfig
+from transformers.configuration_utils import PreTrainedConfig
 
 
 _SUPPORTED = "transformers 5.23"

@@ -170,6 +170,25 @@ def test_nothing_of_the_model_in_the_files_is_refused(folders):
         )
 
 
+def test_layers_that_other_checkpoints_hold_fused_are_saved_apart(tmp_path):
+    """transformers would concatenate the placeholders of q_proj, k_proj and v_proj, and take the codes for something else."""
+    torch.manual_seed(0)
+    config = transformers.NomicBertConfig(**{name: size for name, size in TEXT.items() if "token" not in name})
+    transformers.NomicBertForMaskedLM(config).save_pretrained(tmp_path / "plain")
+    assert any("Wqkv" in name for name in load_file(tmp_path / "plain" / "model.safetensors")), "the trap is gone"
+    model = transformers.NomicBertForMaskedLM.from_pretrained(
+        tmp_path / "plain", quantization_config=WeightOnlyConfig(**INT4)
+    )
+    model.save_pretrained(tmp_path / "compressed")
+    again = transformers.NomicBertForMaskedLM.from_pretrained(tmp_path / "compressed")
+    assert torch.equal(outputs(again), outputs(model))
+    transformers.NomicBertModel.from_pretrained(tmp_path / "compressed")
+    again.dequantize()
+    again.save_pretrained(tmp_path / "dense")
+    dense = transformers.NomicBertForMaskedLM.from_pretrained(tmp_path / "dense")
+    torch.testing.assert_close(outputs(dense), outputs(model), rtol=1e-3, atol=1e-4)
+
+
 def test_what_is_relied_on_in_transformers():
     from hf_efficient.integrations import transformers_sub_configs
 

@@ -221,7 +221,7 @@ def test_layers_whose_codes_are_renamed_when_saved_stay_dense(monkeypatch):
 
     from hf_efficient.integrations import held_weights
 
-    renamings = [WeightRenaming(r"layers\.(\d+)\.gate_of", r"layers.\1.gate.weight"), WeightRenaming("old", "new")]
+    renamings = [WeightRenaming(r"(sconv)\.weight_proj", r"\1.weight_proj.weight"), WeightRenaming("old", "new")]
     monkeypatch.setattr(held_weights, "get_model_conversion_mapping", lambda *args, **kwargs: renamings)
-    names = ["layers.0.gate", "layers.0.mlp.up_proj", "new.gate"]
-    assert held_weights.lost_when_saved(None, names) == {"layers.0.gate"}
+    names = ["layers.0.sconv.weight_proj", "layers.0.mlp.up_proj", "new.gate"]
+    assert held_weights.lost_when_saved(None, names) == {"layers.0.sconv.weight_proj"}
