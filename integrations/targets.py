@@ -37,7 +37,7 @@ class TargetChooser:
         """
         if not self.pre_quantized:
             patterns.check_names(self.config, self.model)
-        held = self._held() if self.own_files else None
+        held = self._held() if self.own_files and self.pre_quantized else None
         if held is not None:
             own = {name: self._held_config(name, file_name) for name, file_name in held.items()}
             return [(name, module, own[name]) for name, module in self.candidates.items() if name in own]
@@ -57,7 +57,19 @@ class TargetChooser:
                     f"{name} ({type(module).__name__}) holds expert weights in a form that {type(self.config).__name__} cannot "
                     f"quantize; to leave them as they are, pass modules_to_not_convert=[{name.split('.')[-1]!r}]"
                 )
+        if targets and not self.pre_quantized:
+            self._check_floats([f"{name}.{weight}" for name, module, _ in targets for weight in _weights_of(module)])
         return targets
+
+    def _check_floats(self, weights: list[str]) -> None:
+        """Raises ValueError where the files hold one of the `weights`, which are to be compressed, as integers."""
+        held = held_weights(self.files, self.model, weights)
+        if held is not None and held.integers:
+            raise ValueError(
+                f"the checkpoint holds {len(held.integers)} weights as integers, for example {sorted(held.integers)[:3]}: it is "
+                "quantized in a form that its config.json does not name, and cannot be quantized again; load it with the library "
+                "that wrote it"
+            )
 
     def _is_kept(self, name: str, module: nn.Module) -> bool:
         """Whether the module stays as it is whatever the config says of others."""
@@ -81,14 +93,6 @@ class TargetChooser:
         }
         held = held_weights(self.files, self.model, list(weights))
         if held is None:
-            return None
-        if not self.pre_quantized:
-            if integers := sorted(held.integers):
-                raise ValueError(
-                    f"the checkpoint holds {len(integers)} weights as integers, for example {integers[:3]}: it is quantized in a "
-                    "form that its config.json does not name, and cannot be quantized again; load it with the library that "
-                    "wrote it"
-                )
             return None
         found = {weights[weight]: module for weight, module in held.compressed.items()}
         self._settle(found, {weights[weight] for weight in held.dense})
