@@ -14,6 +14,16 @@ def is_fused_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and len(expert_weight_names(module)) == 2
 
 
+def is_sorted_experts(module: nn.Module) -> bool:
+    """Whether `module` is one of transformers' experts modules that take the hidden states once for every expert (Llama 4)."""
+    return type(module).__name__ == "Llama4TextExperts" and len(expert_weight_names(module)) == 2
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weights of an experts module are [experts, in_features, out_features]."""
+    return is_sorted_experts(module) or module.is_transposed
+
+
 def expert_weight_names(module: nn.Module) -> list[str]:
     """The names of the 3-D weights, up projection first."""
     names = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
@@ -112,9 +122,39 @@ def _adapt_all(y: torch.Tensor, x: torch.Tensor, adapters: list | None, sizes: l
     return torch.cat([_adapt(*part, adapters, expert, len(sizes)) for expert, part in enumerate(parts)])
 
 
+class EfficientSortedExperts(EfficientExperts):
+    """As `EfficientExperts`, mixed into a class that takes the hidden states once for every expert (see `is_sorted_experts`)."""
+
+    is_transposed = has_gate = True
+    has_bias = has_post_expert_norm = False
+
+    def forward(self, hidden_states: torch.Tensor):
+        """hidden_states [E * T, H], those of the first expert first -> [E * T, H]. On a CPU rows of zeros, by which the router
+        keeps a token from an expert and which give zeros, are not computed."""
+        from hf_efficient.kernels.tape import as_one_step  # late: as above
+
+        return as_one_step(functools.partial(self._forward, self.adapters), hidden_states)
+
+    def _forward(self, adapters, hidden_states):
+        if hidden_states.is_cuda:
+            tokens = len(hidden_states) // self.num_experts
+            counts = torch.full((self.num_experts,), tokens, dtype=torch.long, device=hidden_states.device)
+            return self._run(hidden_states, counts, adapters)
+        routed = (hidden_states != 0).any(-1)
+        out = torch.zeros_like(hidden_states)
+        if routed.any():
+            out[routed] = self._run(hidden_states[routed], routed.view(self.num_experts, -1).sum(1), adapters)
+        return out
+
+    def _apply_gate(self, h: torch.Tensor) -> torch.Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        return up * self.act_fn(gate)
+
+
 @functools.cache
 def _efficient_class(original: type) -> type:
-    return type(f"Efficient{original.__name__}", (EfficientExperts, original), {"__module__": original.__module__})
+    base = EfficientSortedExperts if original.__name__ == "Llama4TextExperts" else EfficientExperts
+    return type(f"Efficient{original.__name__}", (base, original), {"__module__": original.__module__})
 
 
 def _blank_experts(original: type) -> EfficientExperts:
@@ -124,7 +164,8 @@ def _blank_experts(original: type) -> EfficientExperts:
 
 
 def compress_experts(module: nn.Module, format: Format) -> None:
-    """Turns `module` (see `is_fused_experts`) into an `EfficientExperts` with uninitialized weights, in place."""
+    """Turns `module` (see `is_fused_experts` and `is_sorted_experts`) into an `EfficientExperts` with uninitialized weights, in
+    place."""
     module._expert_names = expert_weight_names(module)
     module.__class__ = _efficient_class(type(module))
     weights = []

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_efficient.formats import Format
+from hf_efficient.linear_classes import adds_bias_apart
 
 
 # What stands where a plain module has its weight. Neither empty (savers take empty tensors for one shared tensor) nor of
@@ -64,6 +65,16 @@ class CompressedModule(nn.Module):
             for name, parameter in weight.names().items():
                 tensor = torch.empty(weight.shapes()[parameter], dtype=dtypes[name], device=device)
                 self.register_parameter(parameter, nn.Parameter(tensor, requires_grad=False))
+
+    @property
+    def _is_hf_initialized(self) -> bool:
+        """What transformers asks before it gives a module initial values, for which some models read the shape of a weight:
+        nothing is left to do where every parameter was loaded."""
+        return all(getattr(p, "_is_hf_initialized", False) for p in self.parameters(recurse=False))
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, value: bool) -> None:
+        pass  # it follows from the parameters
 
     def compressed_weights(self) -> list[CompressedWeight]:
         """What this module holds in compressed form."""
@@ -241,6 +252,8 @@ class EfficientLinear(CompressedModule, nn.Linear):
     `transposed`: it stands for a `Conv1D`, whose weight is [in_features, out_features].
     """
 
+    original: type = nn.Linear  # what it stands for where it is not transposed
+
     def __init__(
         self,
         in_features: int,
@@ -287,15 +300,33 @@ class EfficientLinear(CompressedModule, nn.Linear):
         return f"{sizes}, {self.format}"
 
 
+class BiasApartLinear(EfficientLinear):
+    """As `EfficientLinear`, for a class that adds the bias to the rounded product (`linear_classes.adds_bias_apart`)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = apply_layout(self.layouts("", x.dtype)[0], x, None)
+        return y if self.bias is None else y + self.bias
+
+
+def stand_in(module: nn.Module, format: Format) -> EfficientLinear:
+    """The `EfficientLinear` on the meta device, uninitialized, that stands for `module`: a linear layer (see
+    `linear_classes.is_linear`) or a `Conv1D` of transformers."""
+    transposed = not isinstance(module, nn.Linear)
+    in_features, out_features = module.weight.shape if transposed else module.weight.shape[::-1]
+    is_apart = not transposed and type(module) is not nn.Linear and adds_bias_apart(type(module))
+    cls = BiasApartLinear if is_apart else EfficientLinear
+    new = cls(in_features, out_features, module.bias is not None, format, module.weight.dtype, "meta", transposed)
+    if is_apart:
+        new.original = type(module)
+    return new
+
+
 def compress_linear(module: nn.Module, format: Format, tensors: dict[str, torch.Tensor]) -> EfficientLinear:
     """The `EfficientLinear` that stands for `module` (an `nn.Linear`, or a `Conv1D` of transformers) with the canonical
     `tensors` of its weight; keeps its bias."""
-    transposed = not isinstance(module, nn.Linear)
-    in_features, out_features = module.weight.shape if transposed else module.weight.shape[::-1]
-    dtype = module.weight.dtype
-    new = EfficientLinear(in_features, out_features, module.bias is not None, format, dtype, "meta", transposed)
+    new, dtype = stand_in(module, format), module.weight.dtype
     new.weight, new.bias = placeholder(dtype, module.weight.device), module.bias
-    for name, shape in format.shapes(out_features, in_features).items():
+    for name, shape in format.shapes(new.out_features, new.in_features).items():
         tensor, expected = tensors[name], format.dtypes(dtype)[name]
         if tuple(tensor.shape) != shape or tensor.dtype != expected:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: {format} has {expected} {shape}")

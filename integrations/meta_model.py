@@ -14,9 +14,11 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
-from hf_efficient.configs import CompressionConfig, module_matches
+from hf_efficient.configs import CompressionConfig
 from hf_efficient.formats import Format
 from hf_efficient.formats.masked import MaskedFormat
+from hf_efficient.integrations import patterns
+from hf_efficient.integrations.transformers_dtypes import loaded_dtype
 from hf_efficient.integrations.transformers_quantizer import register
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule
 
@@ -105,10 +107,8 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, attention: str | None = 
             model = cls._from_config(config, dtype=dtype, **options)
     except Exception as error:
         raise ValueError(f"transformers cannot build a {cls.__name__} of this config: {error}") from error
-    for pattern, kept in model._get_dtype_plan(dtype).items():
-        for name, parameter in model.named_parameters():
-            if module_matches(pattern, name):
-                parameter.data = parameter.data.to(kept)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(loaded_dtype(model, name, parameter.dtype))
     return model
 
 
@@ -149,14 +149,14 @@ def compress(model: nn.Module, quantization: CompressionConfig, check_names: boo
     """Swaps the modules that `quantization` compresses, as for a checkpoint that was saved with it: methods that need data
     too, whose overrides of `mixed_precision` and factors on inputs are only known afterwards. check_names: raise ValueError
     for patterns that match no module."""
-    names = [name for name, _ in model.named_modules() if name]
-    for argument in ("modules_to_not_convert", "overrides") if check_names else ():
-        for pattern in getattr(quantization, argument) or ():
-            if not any(module_matches(pattern, name) for name in names):
-                raise ValueError(f"{argument}: {pattern!r} matches no module of {type(model).__name__}")
+    if check_names:
+        patterns.check_names(quantization, model)
     register()
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=True)
     quantizer.preprocess_model(model, dtype=model.dtype, checkpoint_files=None, device_map=None)
+    if check_names:
+        compressed = {name for name, module in model.named_modules() if isinstance(module, CompressedModule)}
+        patterns.check_overrides(quantization, model, compressed)
 
 
 def parameters_of(module: nn.Module) -> int:

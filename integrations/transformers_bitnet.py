@@ -1,7 +1,8 @@
 """Checkpoints of transformers' `BitNetQuantConfig`, read by `from_pretrained(..., quantization_config=BitNetConfig())`.
 
 Touches the insides of transformers in one place: `AutoHfQuantizer.merge_quantization_configs` refuses a config of another
-class than the checkpoint's, and has no registry. Whatever is loaded without our `BitNetConfig` passes through untouched.
+class than the checkpoint's, ignores one of the same class, and has no registry. What is loaded without a config of ours passes
+through untouched.
 """
 
 import functools
@@ -27,6 +28,7 @@ from hf_efficient.configs import BitNetConfig, module_matches
 from hf_efficient.configs.bitnet import SOURCE_FIELDS
 from hf_efficient.experts import is_fused_experts
 from hf_efficient.formats.ternary import canonical_of_bitnet
+from hf_efficient.integrations import compressed_already, transformers_dtypes
 from hf_efficient.layers import PLACEHOLDER_SHAPE
 
 
@@ -36,7 +38,8 @@ NO_PLACE_FOR_NORMS = "an ordinary model has no place for the norms inside the li
 
 
 def register() -> None:
-    """Lets our `BitNetConfig` meet a checkpoint of `BitNetQuantConfig`. Idempotent.
+    """Lets our `BitNetConfig` meet a checkpoint of `BitNetQuantConfig`, and refuses any other config of ours than that of a
+    checkpoint that is compressed already. Idempotent.
 
     Raises ImportError when transformers lacks the inside that this needs, naming the versions that have it.
     """
@@ -63,7 +66,7 @@ def _read_bitnet_as_ours(original):
                 config = BitNetConfig.of_checkpoint(saved, asked)
                 config.source["modules_to_not_convert"] = saved.get("modules_to_not_convert")
                 return config
-        return original(quantization_config, quantization_config_from_args)
+        return original(saved, compressed_already.check(saved, asked))
 
     merge_quantization_configs._hf_efficient = True
     return merge_quantization_configs
@@ -235,8 +238,7 @@ class CanonicalOnArrival(ConversionOps):
         quantizer, name = self.hf_quantizer, full_layer_name
         tensors = {p.rpartition(".")[2]: t[0] if isinstance(t, list) else t for p, t in input_dict.items()}
         module, _ = get_module_from_name(model, name)
-        stays_float32 = any(module_matches(pattern, name) for pattern in model._get_dtype_plan(module.weight.dtype))
-        dtype = torch.float32 if stays_float32 else module.weight.dtype
+        dtype = transformers_dtypes.loaded_dtype(model, name, module.weight.dtype)
         tensors = {part: t.to(dtype) if t.is_floating_point() else t for part, t in tensors.items()}
         if name not in quantizer._weights:
             return {name: tensors["weight"]}

@@ -15,20 +15,27 @@ from hf_efficient.configs import (
     SparseConfig,
     W8A8Config,
     WeightOnlyConfig,
-    module_matches,
 )
 from hf_efficient.experts import (
     EfficientExperts,
     compress_experts,
     decompress_experts,
     expert_weight_names,
-    is_fused_experts,
+    is_sorted_experts,
+    is_transposed,
 )
-from hf_efficient.integrations import calibrated_loading, checkpoints, transformers_bitnet
+from hf_efficient.integrations import (
+    calibrated_loading,
+    checkpoints,
+    patterns,
+    transformers_bitnet,
+    transformers_sub_configs,
+)
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
 from hf_efficient.integrations.heap import HeapTrimmer
+from hf_efficient.integrations.targets import TargetChooser
 from hf_efficient.integrations.transformers_weight_conversions import QuantizeOnArrival, Resave, dequantizer
-from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear
+from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear, stand_in
 
 
 CONFIGS = (WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig)
@@ -43,6 +50,7 @@ def register() -> None:
         if config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
             auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (config,)
     transformers_bitnet.register()
+    transformers_sub_configs.register(tuple(config.name for config in CONFIGS))
     tensor_parallel.register()
 
 
@@ -70,12 +78,6 @@ class EfficientQuantizer(HfQuantizer):
                 "dequantize=True is for a checkpoint that is already quantized: this one is not; drop the argument, or "
                 "call model.dequantize() after loading"
             )
-        asked, own = getattr(self.quantization_config, "asked_for", None), self.quantization_config.scheme()
-        if asked not in (None, own) and not self.quantization_config.dequantize:
-            raise ValueError(
-                f"the checkpoint is pruned already ({own}) and cannot be pruned again ({asked}): load it without a "
-                "quantization_config, or prune the model it was made from"
-            )
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, device_map=None, **kwargs):
         tensor_parallel.check(model, self.quantization_config, self.pre_quantized, type(self) is EfficientQuantizer)
@@ -88,7 +90,12 @@ class EfficientQuantizer(HfQuantizer):
         self._weights = {}  # full name of a weight -> (CompressedWeight, whether the original is transposed)
         self._plan = {}  # full name of a module that is compressed after loading -> its config
         dequantize = self.pre_quantized and self.quantization_config.dequantize
-        for name, module, config in self._targets(model):
+        own_files = type(self) is EfficientQuantizer and not self._is_bitnet
+        chooser = TargetChooser(
+            model, self.quantization_config, self.pre_quantized, self._kept, checkpoint_files, own_files
+        )
+        targets = chooser.targets()
+        for name, module, config in targets:
             if not self.pre_quantized and config.needs_calibration():
                 self._plan[name] = config
             stays_dense = dequantize or name in self._plan
@@ -96,18 +103,22 @@ class EfficientQuantizer(HfQuantizer):
             if isinstance(module, (nn.Linear, Conv1D)):
                 transposed = isinstance(module, Conv1D)
                 width = (module.nx, module.nf) if transposed else (module.in_features, module.out_features)
-                has_bias, dtype = module.bias is not None, module.weight.dtype
                 weight = CompressedWeight("", width[1], width[0], format)
                 self._weights[f"{name}.weight"] = _checked(name, weight), transposed
                 if not stays_dense:
-                    new = EfficientLinear(*width, has_bias, format, dtype, "meta", transposed)
-                    model.set_submodule(name, new)
+                    model.set_submodule(name, stand_in(module, format))
             else:
+                if name in self._plan and is_sorted_experts(module):
+                    raise ValueError(
+                        f"{name} ({type(module).__name__}): method={config.method!r} and other choices that need calibration are "
+                        f"not supported for these experts; give them an override with method='rtn', or None"
+                    )
+                transposed = is_transposed(module)
                 shapes = {p: getattr(module, p).shape for p in expert_weight_names(module)}
                 for parameter, (experts, rows, columns) in shapes.items():
-                    n, k = (columns, rows) if module.is_transposed else (rows, columns)
+                    n, k = (columns, rows) if transposed else (rows, columns)
                     weight = CompressedWeight(parameter + "_", n, k, format, experts)
-                    self._weights[f"{name}.{parameter}"] = _checked(name, weight), module.is_transposed
+                    self._weights[f"{name}.{parameter}"] = _checked(name, weight), transposed
                 if not stays_dense:
                     compress_experts(module, format)
         kind = type(self.quantization_config).__name__
@@ -117,6 +128,8 @@ class EfficientQuantizer(HfQuantizer):
                 f"{self.quantization_config.modules_to_not_convert}, overrides={self.quantization_config.overrides}) "
                 "would compress: it needs nn.Linear, Conv1D or fused expert weights that are not excluded"
             )
+        if not self.pre_quantized:
+            patterns.check_overrides(self.quantization_config, model, {name for name, _, _ in targets})
         if self._is_bitnet:
             transformers_bitnet.check_targets(self, ternary)
         transformers_bitnet.attach_norms(self, model)
@@ -130,7 +143,6 @@ class EfficientQuantizer(HfQuantizer):
     def _prepare_head(self, model) -> None:
         """Names what is kept by default; unties an output embedding that is to be quantized."""
         kept = {key.removesuffix(".weight").removesuffix(".bias") for key in get_keys_to_not_convert(model)}
-        kept |= set(model._keep_in_fp32_modules or ()) | set(model._keep_in_fp32_modules_strict or ())
         head = model.get_output_embeddings()
         if self.quantization_config.quantize_lm_head:
             if head is None and self.pre_quantized:  # the base model of a checkpoint that has one
@@ -152,40 +164,6 @@ class EfficientQuantizer(HfQuantizer):
                     config.tie_word_embeddings = False
             kept.discard(name)
         self._kept = kept
-
-    def _targets(self, model) -> list[tuple[str, nn.Module, CompressionConfig]]:
-        """(name, module, its config) of everything to quantize."""
-        config, targets = self.quantization_config, []
-        excluded = list(config.modules_to_not_convert or ())
-        names = [name for name, _ in model.named_modules() if name]
-        if not self.pre_quantized:
-            for argument, patterns in (("modules_to_not_convert", excluded), ("overrides", config.overrides)):
-                for pattern in patterns:
-                    if not any(module_matches(pattern, name) for name in names):
-                        raise ValueError(
-                            f"{argument}: {pattern!r} matches no module of {type(model).__name__}; names look like "
-                            f"{[n for n, m in model.named_modules() if type(m) is nn.Linear][:3]}"
-                        )
-        base = (
-            model.base_model_prefix
-        )  # a base model is read from the checkpoint of one with a head: names there begin so
-        inside = f"{base}." if self.pre_quantized and base and not hasattr(model, base) else ""
-        for name, module in model.named_modules():
-            if any(name == kept or module_matches(kept, name) for kept in self._kept):
-                continue
-            if any(module_matches(pattern, inside + name) for pattern in excluded):
-                continue
-            own = config.for_module(inside + name)
-            if own is None:
-                continue
-            if type(module) in (nn.Linear, Conv1D) or is_fused_experts(module):
-                targets.append((name, module, own))
-            elif any(p.ndim == 3 for p in module.parameters(recurse=False)) and "Experts" in type(module).__name__:
-                raise ValueError(
-                    f"{name} ({type(module).__name__}) holds expert weights in a form that {type(config).__name__} cannot "
-                    f"quantize; to leave them as they are, pass modules_to_not_convert=[{name.split('.')[-1]!r}]"
-                )
-        return targets
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         if self.pre_quantized:
@@ -237,11 +215,12 @@ class EfficientQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions, model):
         leaves = sorted({name.rpartition(".")[2] for name in self._weights}, key=lambda leaf: leaf != "weight")
+        # those of experts, and of linear layers that other checkpoints hold fused: what saving would put together again
         self._expert_conversions = [
             c
             for c in weight_conversions
             if isinstance(c, WeightConverter)
-            and any(t.rpartition(".")[2] in leaves and t.rpartition(".")[2] != "weight" for t in c.target_patterns)
+            and any(c.reverse_transform().rename_source_key(name)[1] is not None for name in self._weights)
         ]
         if self._is_bitnet:
             return transformers_bitnet.conversions(self, model, weight_conversions)
@@ -270,7 +249,7 @@ class EfficientQuantizer(HfQuantizer):
         if self._plan:
             calibrated_loading.run(model, self.quantization_config, self._plan)
         is_cut = tensor_parallel.localize(model)
-        # Quantized experts are saved as they are, fused; their converters would split what is no longer a weight
+        # Compressed weights are saved as they are; converters would split or concatenate what is no longer a weight
         own = (Resave, QuantizeOnArrival)
         model._weight_conversions = [
             c
@@ -340,7 +319,8 @@ def dense_linear(module: EfficientLinear, dtype: torch.dtype) -> nn.Module:
         new.weight = nn.Parameter(weight.t().contiguous())
         new.bias = module.bias
     else:
-        new = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta", dtype=dtype)
+        has_bias = module.bias is not None
+        new = module.original(module.in_features, module.out_features, has_bias, device="meta", dtype=dtype)
         new.weight, new.bias = nn.Parameter(weight), module.bias
     if new.bias is not None:
         new.bias.data = new.bias.data.to(dtype)

@@ -39,7 +39,7 @@ MAY_ALSO_IMPORT = {
     "integrations/model_card.py": {"evaluation"},
     "integrations/optimum_command/hf_efficient.py": {"cli"},
 }
-LAYER_FILES = {"layers.py", "experts.py", "bitnet.py"}
+LAYER_FILES = {"layers.py", "linear_classes.py", "experts.py", "bitnet.py"}
 
 
 def sources() -> dict[Path, str]:

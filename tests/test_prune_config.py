@@ -113,9 +113,9 @@ def test_a_compressed_model_is_not_pruned(tmp_path):
     for config, match in (
         (
             WeightOnlyConfig(group_size=32),
-            "The model is quantized with WeightOnlyConfig but you are passing a SparseConfig",
+            "compressed already .*efficient_weight_only.* cannot be pruned again .SparseConfig.sparsity=0.6",
         ),
-        (magnitude, "the checkpoint is pruned already .*0.5.* cannot be pruned again .*0.6"),
+        (magnitude, "the checkpoint is compressed already .*0.5.* cannot be pruned again .*0.6"),
     ):
         load(tmp_path / "dense", config).save_pretrained(tmp_path / config.name)
         with pytest.raises(ValueError, match=match):

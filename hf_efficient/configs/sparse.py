@@ -98,9 +98,6 @@ class SparseConfig(CompressionConfig):
             scheme |= {"pattern": None, "group": None}
         return {**scheme, **fields}
 
-    def get_loading_attributes(self):
-        return {**super().get_loading_attributes(), "asked_for": self.scheme()}
-
     def target(self):
         """The `Sparsity` of a weight."""
         from hf_efficient.pruning.mask import Sparsity

@@ -15,6 +15,7 @@ from hf_efficient.experts import is_fused_experts
 from hf_efficient.integrations.adopt.experts import CanonicalExperts, FusedWeight, converters, fused_weights
 from hf_efficient.integrations.adopt.foreign import Foreign
 from hf_efficient.integrations.adopt.stored import StoredWeight, stored_weights
+from hf_efficient.integrations.transformers_dtypes import loaded_dtype
 from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
 from hf_efficient.layers import PLACEHOLDER_SHAPE
 
@@ -159,9 +160,7 @@ class CanonicalOnArrival(ConversionOps):
         quantizer, name = self.hf_quantizer, full_layer_name
         tensors = {self.parts[p]: t[0] if isinstance(t, list) else t for p, t in input_dict.items()}
         module, leaf = get_module_from_name(model, name)
-        dtype = getattr(module, leaf).dtype
-        if any(configs.module_matches(pattern, name) for pattern in model._get_dtype_plan(dtype)):
-            dtype = torch.float32
+        dtype = loaded_dtype(model, name, getattr(module, leaf).dtype)
         if name not in quantizer._weights:
             return {name: tensors["weight"].to(dtype)}
         weight, transposed = quantizer._weights[name]

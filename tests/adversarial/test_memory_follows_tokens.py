@@ -11,7 +11,7 @@ from helpers import tiny_model
 from hf_efficient import PagedCache, enable_speculation
 from hf_efficient.cache.lazy_zeros import lazy_zeros
 from hf_efficient.cache.stats import written_bytes
-from hf_efficient.generation import kept_tapes
+from hf_efficient.generation import kept_tapes, model_state
 
 
 pytestmark = pytest.mark.own_loop
@@ -66,10 +66,10 @@ def test_generate_takes_memory_for_what_it_writes(rows, lookup):
     options = dict(do_sample=False, pad_token_id=0, prompt_lookup_num_tokens=lookup)
     free = model.generate(ids, max_new_tokens=17, **options)
     ends = free[:, 9:].flatten().tolist()  # some token that comes early
-    kept_tapes._kept.clear()
+    model_state.latest(model).kept.clear()
     output = model.generate(ids, max_new_tokens=MANY, eos_token_id=ends, **options)
     assert output.shape[1] <= 9 + 17
-    kept = kept_tapes._kept[model][-1]
+    kept = model_state.latest(model).kept[-1]
     pages = [x for layer in kept.cache.layers for x in layer.store.pages.values()]
     tables = kept.cache.layers[0].state.tables.values()
     assert sum(x.nbytes for x in pages) > rows * (100 << 20), "room for all of them"
@@ -84,7 +84,7 @@ def test_a_cache_of_which_much_was_written_is_not_kept(monkeypatch):
 
     def generate(number, **options):
         model.generate(ids, max_new_tokens=number, do_sample=False, pad_token_id=0, **options)
-        return kept_tapes._kept[model]
+        return model_state.latest(model).kept
 
     small = written_bytes(generate(20)[-1].cache)
     assert written_bytes(generate(20)[-1].cache) == small, "the same blocks again"

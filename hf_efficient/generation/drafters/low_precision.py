@@ -1,5 +1,7 @@
 """A model whose layers compute with few-bit copies of their weights; all other tensors are shared."""
 
+import re
+
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -10,6 +12,7 @@ from hf_efficient.experts import compress_experts, expert_weight_names, is_fused
 from hf_efficient.generation.drafters.layer_skip import skippable_layers
 from hf_efficient.generation.drafters.weight_sharing import rebuilt, view_of
 from hf_efficient.layers import compress_linear
+from hf_efficient.linear_classes import is_linear
 
 
 @torch.no_grad()
@@ -23,9 +26,9 @@ def low_precision_modules(model, config: WeightOnlyConfig) -> dict[str, nn.Modul
     fixed = set(model._keep_in_fp32_modules or ()) | set(model._keep_in_fp32_modules_strict or ())
     modules = {}
     for name, module in layers.named_modules(prefix=path):
-        if fixed & set(name.split(".")):
+        if any(re.search(pattern.replace("*", ".*"), f"{name}.weight") for pattern in fixed):
             continue
-        if type(module) in (nn.Linear, Conv1D):
+        if is_linear(module) or type(module) is Conv1D:
             if module.weight.is_meta:
                 raise ValueError(
                     f"model={type(model).__name__}: {name} is offloaded, so it cannot be copied in few bits"
