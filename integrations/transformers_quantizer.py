@@ -24,7 +24,7 @@ from hf_efficient.experts import (
     expert_weight_names,
     is_fused_experts,
 )
-from hf_efficient.integrations import calibrated_loading, checkpoints, transformers_bitnet
+from hf_efficient.integrations import calibrated_loading, checkpoints, saving, transformers_bitnet
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
 from hf_efficient.integrations.heap import HeapTrimmer
 from hf_efficient.integrations.transformers_weight_conversions import QuantizeOnArrival, Resave, dequantizer
@@ -293,7 +293,7 @@ class EfficientQuantizer(HfQuantizer):
         if is_cut:
             tensor_parallel.refuse_saving(model)
             return model
-        checkpoints.save_aside_then_move(model)
+        saving.save_aside_then_move(model)
         if model.can_generate():
             from hf_efficient.integrations.transformers_generation import enable_automatic
 
@@ -316,7 +316,7 @@ class EfficientQuantizer(HfQuantizer):
             elif isinstance(module, EfficientExperts):
                 decompress_experts(module, dtype or module._parameters[module._expert_names[0]].dtype)
         model._weight_conversions = (getattr(model, "_weight_conversions", None) or []) + self._expert_conversions
-        checkpoints.restore_save(model)
+        saving.restore_save(model)
         if model.can_generate():
             from hf_efficient.integrations.transformers_generation import disable_automatic
 
