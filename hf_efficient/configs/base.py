@@ -191,7 +191,8 @@ def unsupported(field: str, value: Any, allowed: str) -> str:
 def _checked_patterns(patterns) -> list[str] | None:
     if patterns is None:
         return None
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+    is_list = isinstance(patterns, (list, tuple, set, frozenset))
+    if not is_list or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise ValueError(f"modules_to_not_convert={patterns!r} is not supported: it must be a list of module names")
     return list(patterns)
 
