@@ -47,16 +47,16 @@ def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions,
     if files is None:  # a state dict that the caller made
         return
     places, _ = read_headers(files)
-    found = by_model_name(places, model, conversions, _possible_names(model))
+    found = by_model_name(places, model, conversions, possible_names(model))
     expected = {
         part_name(name, weight, part): (name, part, shape)
         for name, (weight, _) in weights.items()
         for (part, parameter), shape in zip(weight.names().items(), weight.shapes().values())
     }
-    missing = sorted(set(expected) - set(found))
+    missing = sorted({*expected, *weights} - set(found))
     if missing:
         raise ValueError(
-            f"the quantized checkpoint lacks {len(missing)} of {len(expected)} tensors that its quantization_config "
+            f"the quantized checkpoint lacks {len(missing)} of {len(expected) + len(weights)} tensors that its quantization_config "
             f"promises, for example {missing[:3]}: it is incomplete, or its config is that of another model"
         )
     wrong = [
@@ -75,8 +75,8 @@ def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions,
     _check_values(found, weights, model)
 
 
-def _possible_names(model) -> list[str]:
-    """The canonical tensors that any linear layer or experts module might have."""
+def possible_names(model) -> list[str]:
+    """Full names of all canonical tensors that the linear layers and experts of `model` might have."""
     names = []
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, Conv1D)):
@@ -90,17 +90,17 @@ def _possible_names(model) -> list[str]:
 
 def _check_strays(found, expected, weights, model) -> None:
     own = {*expected, *model.state_dict()}
-    stray = sorted(name for name in set(_possible_names(model)) & set(found) - own)
+    stray = sorted(name for name in set(possible_names(model)) & set(found) - own)
     if stray:
         raise ValueError(
             f"the checkpoint holds {len(stray)} tensors that its quantization_config has no place for, for example "
             f"{stray[:3]}: its config is that of another checkpoint"
         )
     for name in weights:
-        if name in found and found[name].shape != PLACEHOLDER_SHAPE:
+        if found[name].shape != PLACEHOLDER_SHAPE or found[name].dtype not in FLOATS:
             raise ValueError(
-                f"{name} is {found[name].dtype} {found[name].shape}, expected {PLACEHOLDER_SHAPE}, since the "
-                "quantization_config says that it is quantized"
+                f"{name} is {found[name].dtype} {found[name].shape}, expected {' or '.join(FLOATS)} {PLACEHOLDER_SHAPE}, since "
+                "the quantization_config says that it is quantized"
             )
 
 
@@ -112,8 +112,7 @@ def _check_dtypes(found: dict[str, Place], expected, weights, places) -> None:
         if found[name].dtype not in allowed:
             raise ValueError(f"{name} is {found[name].dtype}, expected {' or '.join(allowed)}")
         if dtype is _ANY_FLOAT:
-            kept = found[owner].dtype if owner in found else None
-            in_weight_dtype.setdefault(kept, []).append(name)
+            in_weight_dtype.setdefault(found[owner].dtype, []).append(name)
     for kept, names in in_weight_dtype.items():
         (usual, _), *others = Counter(found[name].dtype for name in names).most_common()
         if others:

@@ -24,6 +24,11 @@ def reader(saved: dict) -> Foreign:
     return SparseCompressedTensors(saved) if sparse_layout(saved) else CompressedTensors(saved)
 
 
+def _strategy(group_size: int | None) -> str:
+    """What the library takes for meant where none is given."""
+    return "tensor" if group_size is None else "channel" if group_size == -1 else "group"
+
+
 class CompressedTensors(Foreign):
     parts = (
         *("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
@@ -78,7 +83,7 @@ class CompressedTensors(Foreign):
     def scheme(self, stored, out_features, in_features, dtype):
         group = self._group(stored.name)
         weights = group["weights"]
-        strategy = text(weights.get("strategy") or "tensor")
+        strategy = text(weights.get("strategy") or _strategy(weights.get("group_size")))
         if self.config == "W8A8Config":
             return self._w8a8(stored, group, strategy, out_features, in_features)
         one_of("weights.type", text(weights.get("type", "int")), ("int",))
@@ -128,7 +133,8 @@ class CompressedTensors(Foreign):
 
     def _w8a8(self, stored, group, strategy, out_features, in_features) -> dict:
         weights, inputs = group["weights"], group["input_activations"]
-        kind = text(weights.get("type", "int"))
+        kind = one_of("weights.type", text(weights.get("type", "int")), ("int", "float"))
+        one_of("input_activations.type", text(inputs.get("type", kind)), (kind,))
         for side in (weights, inputs):
             one_of("num_bits", side.get("num_bits", 8), (8,))
         shapes = {"tensor": None, "channel": (out_features, 1)}

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_efficient.integrations.checkpoints import possible_names
 from hf_efficient.integrations.headers import FLOATS as ORDINARY
 from hf_efficient.integrations.headers import Place, by_model_name, check_ordinary, read_headers
 
@@ -57,7 +58,10 @@ def stored_weights(files, model, foreign, fused, conversions) -> dict[str, Store
     linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     experts = [name for weight in fused for name in weight.linears()]
     known = {f"{name}.{part}": (name, part) for name in (*linears, *experts) for part in {*foreign.parts, "weight"}}
-    found = by_model_name(places, model, conversions, known)
+    ours = set(possible_names(model))
+    found = by_model_name(places, model, conversions, {**dict.fromkeys(ours), **known})
+    if stray := sorted(ours & set(found) - set(known)):  # it would be loaded in the place of what is made of the parts
+        raise ValueError(f"{found[stray[0]].key} is no tensor of this format, expected {list(foreign.parts)}")
     stored = {}
     for full, place in found.items():
         if full in known:

@@ -59,8 +59,14 @@ class TorchAO(Foreign):
         symmetric = "_weight_zero_point" not in stored
         if not symmetric:
             stored.expect("_weight_zero_point", ["I8"], (out_features, groups))
-        target = data.get("target_dtype") or {}
-        bits = NARROW.get(target.get("_data") if isinstance(target, dict) else None, 8)
+        target = data.get("target_dtype")
+        if target is not None:
+            target = one_of(
+                f"target_dtype of {key}",
+                target.get("_data") if isinstance(target, dict) else target,
+                (*NARROW, "int8"),
+            )
+        bits = NARROW.get(target, 8)
         own = scale_dtype(stored, "_weight_scale", dtype)
         return {"bits": bits, "group_size": group, "symmetric": symmetric, "scale_dtype": own}
 
