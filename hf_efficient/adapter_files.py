@@ -13,7 +13,9 @@ VERSION = 1
 
 
 def write(folder, name: str, config: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes `<name>.json` (with a version) and `<name>.safetensors` into `folder`, each beside and renamed.
+    """Writes `<name>.json` (with a version) and `<name>.safetensors` into `folder`, each beside and renamed. The old settings
+    leave first and the new ones come last: a process that is killed between leaves tensors without settings, which no reader
+    takes, never settings with the tensors of others.
 
     Raises ValueError where `folder` is a file."""
     if Path(folder).is_file():
@@ -25,8 +27,16 @@ def write(folder, name: str, config: dict, tensors: dict[str, torch.Tensor]) -> 
         contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         save_file(contiguous, aside / f"{name}.safetensors", {"format": "pt"})
         (aside / f"{name}.json").write_text(json.dumps({"version": VERSION, **config}, indent=2) + "\n")
-        for suffix in ("safetensors", "json"):
-            (aside / f"{name}.{suffix}").replace(folder / f"{name}.{suffix}")
+        settings, kept = folder / f"{name}.json", aside / "replaced.json"
+        if settings.exists():
+            settings.replace(kept)
+        try:
+            (aside / f"{name}.safetensors").replace(folder / f"{name}.safetensors")
+        except OSError:
+            if kept.exists():
+                kept.replace(settings)
+            raise
+        (aside / f"{name}.json").replace(settings)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.formats.codebook import TABLES, CodebookFormat
 from hf_efficient.formats.w8a8 import Int8Format
-from hf_efficient.integrations import checkpoints
+from hf_efficient.integrations import saving
 from hf_efficient.integrations.adopt.bitsandbytes import INVERSE_127, STATE, swap_halves
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
@@ -49,7 +49,7 @@ def save_as_bitsandbytes(model, folder: str | os.PathLike) -> None:
         tensors.pop(tied, None)
     config = copy.deepcopy(model.config)
     config.quantization_config = _config(model, layers, kind)
-    with checkpoints.written_aside(os.path.abspath(os.fspath(folder))) as aside:
+    with saving.written_aside(os.path.abspath(os.fspath(folder))) as aside:
         config.save_pretrained(aside)
         if model.can_generate():
             model.generation_config.save_pretrained(aside)

@@ -28,6 +28,7 @@ from hf_efficient.integrations import (
     calibrated_loading,
     checkpoints,
     patterns,
+    saving,
     transformers_bitnet,
     transformers_sub_configs,
 )
@@ -272,7 +273,7 @@ class EfficientQuantizer(HfQuantizer):
         if is_cut:
             tensor_parallel.refuse_saving(model)
             return model
-        checkpoints.save_aside_then_move(model)
+        saving.save_aside_then_move(model)
         if model.can_generate():
             from hf_efficient.integrations.transformers_generation import enable_automatic
 
@@ -295,7 +296,7 @@ class EfficientQuantizer(HfQuantizer):
             elif isinstance(module, EfficientExperts):
                 decompress_experts(module, dtype or module._parameters[module._expert_names[0]].dtype)
         model._weight_conversions = (getattr(model, "_weight_conversions", None) or []) + self._expert_conversions
-        checkpoints.restore_save(model)
+        saving.restore_save(model)
         if model.can_generate():
             from hf_efficient.integrations.transformers_generation import disable_automatic
 

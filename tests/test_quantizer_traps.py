@@ -227,7 +227,7 @@ NAME = "model.layers.0.mlp.up_proj."
 @pytest.mark.parametrize(
     "change, fields, named",
     [
-        (lambda t: t.pop(NAME + "scale"), {}, ["lacks 1 of 42 tensors", NAME + "scale"]),
+        (lambda t: t.pop(NAME + "scale"), {}, ["lacks 1 of 56 tensors", NAME + "scale"]),
         (lambda t: t.pop(NAME + "qweight"), {}, [NAME + "qweight"]),
         (lambda t: t.update({NAME + "scale": torch.ones(96, 3)}), {}, [NAME + "scale: (96, 3) instead of (96, 2)"]),
         (None, dict(bits=8), ["14 tensors", "do not have the shape", "q_proj.qweight: (64, 32) instead of (64, 64)"]),

@@ -66,6 +66,12 @@ class AffineFormat(Format):
         """qweight -> uint8 codes [..., N, in_features]."""
         return unpack_codes(qweight, self.bits, in_features)
 
+    def check(self, tensors, in_features):
+        super().check(tensors, in_features)
+        zero = tensors.get("zero_point")
+        if zero is not None and self.zero_point == "integer" and zero.max() > self.levels:
+            raise ValueError(f"zero_point holds {zero.max().item()}, expected codes from 0 to {self.levels}")
+
     def dequantize(self, tensors, in_features, dtype):
         work = tensors["scale"].dtype if self.scale_dtype else dtype
         parts = tensors["qweight"], tensors["scale"], tensors.get("zero_point"), tensors.get("minimum")

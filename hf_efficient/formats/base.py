@@ -11,6 +11,7 @@ class Format:
     """How the weight [N, K] of a linear layer lies in memory and on disk, as named tensors. Subclasses are frozen
     dataclasses. The codes are called "qweight"; the first dimension of every tensor may stand for experts."""
 
+    checks_codes = False  # whether `check` looks at "qweight", which takes a pass over all weights
     adopted = False  # whether only other libraries' checkpoints hold it, and no method of ours chooses its numbers
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
@@ -24,6 +25,13 @@ class Format:
     def dequantize(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype) -> torch.Tensor:
         """Canonical tensors -> the weight [..., N, in_features] in `dtype`."""
         raise NotImplementedError
+
+    def check(self, tensors: dict[str, torch.Tensor], in_features: int) -> None:
+        """Raises ValueError, naming the tensor, for values that no weight of this format has. tensors: those of a weight (on the
+        CPU), without "qweight" unless `checks_codes`."""
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not _is_finite(tensor):
+                raise ValueError(f"{name} holds NaN or infinity")
 
     def layout(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype):
         """What computes with these tensors on the device they are on, for inputs of `dtype`: an object to call with (x
@@ -45,3 +53,9 @@ class Format:
         for name, shape in self.shapes(out_features, in_features).items():
             total += torch.Size(shape).numel() * dtypes[name].itemsize * 8
         return total / (out_features * in_features)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.dtype is torch.float8_e4m3fn:  # which has no infinity, and NaN with either sign
+        return not tensor.numel() or (tensor.view(torch.uint8) & 127).max().item() < 127
+    return tensor.isfinite().all().item()

@@ -92,6 +92,16 @@ class MaskedFormat(Format):
             kept = self.weights.unpack(kept, count)
         return kept.new_zeros(mask.shape).masked_scatter_(mask, kept), mask
 
+    @property
+    def checks_codes(self) -> bool:
+        return self.weights is None
+
+    def check(self, tensors, in_features):
+        super().check(tensors, in_features)
+        self.mask(tensors, in_features)
+        if self.weights is not None:
+            self.weights.check({n: t for n, t in tensors.items() if n in ("scale", "zero_point")}, in_features)
+
     def dequantize(self, tensors, in_features, dtype):
         values, mask = self.codes(tensors, in_features)
         if self.weights is None:

@@ -56,6 +56,16 @@ class TernaryFormat(Format):
         """qweight -> int8 [..., N, in_features] of -1, 0 and 1."""
         return self.unpack(qweight, in_features).to(torch.int8) - 1
 
+    checks_codes = True
+
+    def check(self, tensors, in_features):
+        super().check(tensors, in_features)
+        largest, codes = (
+            (3**_DIGITS - 1, tensors["qweight"]) if self.dense else (2, self.unpack(tensors["qweight"], in_features))
+        )
+        if codes.max() > largest:
+            raise ValueError(f"qweight holds {codes.max().item()}, expected 0 to {largest}")
+
     def dequantize(self, tensors, in_features, dtype):
         trits = self.trits(tensors["qweight"], in_features)
         return trits.to(tensors["scale"].dtype).mul_(tensors["scale"]).to(dtype)

@@ -32,6 +32,21 @@ class TransformedFormat(Format):
         own = {"input_order": torch.int32, "input_scale": dtype, "rotation_signs": torch.int8}
         return {**self.inner.dtypes(dtype), **{name: own[name] for name in self._own()}}
 
+    @property
+    def checks_codes(self) -> bool:
+        return self.inner.checks_codes
+
+    def check(self, tensors, in_features):
+        own = self._own()
+        self.inner.check({name: tensor for name, tensor in tensors.items() if name not in own}, in_features)
+        super().check({name: tensors[name] for name in own}, in_features)
+        if self.input_order:
+            order = tensors["input_order"].sort(-1).values
+            if not (order == torch.arange(in_features, device=order.device)).all():
+                raise ValueError(f"input_order is no order of the {in_features} columns")
+        if self.rotation and not (tensors["rotation_signs"].abs() == 1).all():
+            raise ValueError("rotation_signs holds other numbers than -1 and 1")
+
     def dequantize(self, tensors, in_features, dtype):
         """The weight that acts on the plain x: products of the transforms are taken in float32."""
         computes = self.rotation or self.input_scale

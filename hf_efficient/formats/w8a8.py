@@ -60,6 +60,10 @@ class Int8Format(Format):
         """The canonical tensors of static inputs."""
         return ("activation_scale", "activation_zero_point")[: 1 + self.asymmetric] if self.static else ()
 
+    def check(self, tensors, in_features):
+        super().check(tensors, in_features)
+        _check_activations(tensors, in_features)
+
     def dequantize(self, tensors, in_features, dtype):
         numbers = tensors["qweight"].float()
         if self.zero_point:
@@ -108,6 +112,12 @@ class Float8Format(Format):
         """The canonical tensors of static inputs."""
         return ("activation_scale",) if self.static else ()
 
+    checks_codes = True  # for NaN
+
+    def check(self, tensors, in_features):
+        super().check(tensors, in_features)
+        _check_activations(tensors, in_features)
+
     def dequantize(self, tensors, in_features, dtype):
         codes, scale = tensors["qweight"], tensors["scale"]
         if self.weights == "block":
@@ -123,6 +133,17 @@ class Float8Format(Format):
 def _outlier_shapes(format: Format, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
     count = min(format.outlier_columns, in_features)
     return {"outlier_columns": (count,), "outlier_weight": (out_features, count)} if count else {}
+
+
+def _check_activations(tensors: dict[str, torch.Tensor], in_features: int) -> None:
+    """Raises ValueError for a scale of inputs that nothing can be divided by, or outlier columns that are none."""
+    scale, columns = tensors.get("activation_scale"), tensors.get("outlier_columns")
+    if scale is not None and not (scale > 0).all():
+        raise ValueError(f"activation_scale holds {scale.min().item()}, expected positive numbers")
+    if columns is not None:
+        ordered = columns.sort(-1).values
+        if ordered.min() < 0 or ordered.max() >= in_features or (ordered.diff(dim=-1) == 0).any():
+            raise ValueError(f"outlier_columns are not different columns from 0 to {in_features - 1}")
 
 
 def _with_outliers(weight: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -51,6 +51,15 @@ def register() -> None:
         if not hasattr(quantizer, "_hf_efficient"):
             auto.AUTO_QUANTIZER_MAPPING[method] = _choosing_quantizer(method, quantizer)
             auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _choosing_config(method, config)
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("bitsandbytes", _NeitherFourNorEight)
+
+
+class _NeitherFourNorEight:
+    """What stands for a bitsandbytes config that says neither; transformers takes such a checkpoint for an ordinary one."""
+
+    @classmethod
+    def from_dict(cls, config_dict, *args, **kwargs):
+        raise ValueError("quantization_config: of bitsandbytes, but neither load_in_4bit nor load_in_8bit is true")
 
 
 @functools.cache
@@ -95,7 +104,8 @@ def _choosing_quantizer(method: str, official: type) -> type:
 
 
 def _choosing_config(method: str, official: type) -> type:
-    """Configs whose class needs the library to be made are kept as they are in the checkpoint where it is not there."""
+    """Configs of what is adopted are kept as they stand in the checkpoint: the class of the library may need the library, and
+    may put what it takes for meant in the place of what is there."""
 
     class Kept(official):
         def __init__(self, saved):
@@ -111,14 +121,12 @@ def _choosing_config(method: str, official: type) -> type:
     class Choosing(official):
         @classmethod
         def from_dict(cls, config_dict, *args, **kwargs):
-            if method == "compressed-tensors" and _is_sparse(config_dict):
-                return Kept(dict(config_dict))  # no release of the package that transformers takes reads them
-            try:
-                return official.from_dict(config_dict, *args, **kwargs)
-            except Exception:
-                if not _adopts(method):
-                    raise
+            sparse = method == "compressed-tensors" and _is_sparse(
+                config_dict
+            )  # no release that transformers takes reads them
+            if sparse or (method != "gguf" and _adopts(method)):
                 return Kept(dict(config_dict))
+            return official.from_dict(config_dict, *args, **kwargs)
 
     for kind in (Kept, Choosing):
         kind.__name__ = kind.__qualname__ = official.__name__

@@ -3,7 +3,7 @@ of neighbouring outputs in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros`
 
 import torch
 
-from hf_efficient.integrations.adopt.foreign import Foreign, one_of, scale_dtype, text
+from hf_efficient.integrations.adopt.foreign import Foreign, one_of, scale_dtype, text, typed
 from hf_efficient.integrations.adopt.stored import FLOATS
 from hf_efficient.kernels.codes import pack_codes
 
@@ -17,6 +17,9 @@ class AWQ(Foreign):
     def __init__(self, saved):
         super().__init__(saved)
         one_of("version", text(saved.get("version") or saved.get("format") or "gemm").lower(), ("gemm",))
+        one_of("zero_point", saved.get("zero_point", True), (True,))
+        for field in ("group_size", "q_group_size"):
+            typed(field, saved.get(field), (int, type(None)), "an integer or null")
         one_of("bits", saved.get("bits", saved.get("w_bit", 4)), (4,))
 
     def scheme(self, stored, out_features, in_features, dtype):

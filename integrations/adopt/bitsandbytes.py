@@ -10,7 +10,7 @@ import math
 import torch
 
 from hf_efficient.formats.codebook import TABLES
-from hf_efficient.integrations.adopt.foreign import Foreign
+from hf_efficient.integrations.adopt.foreign import Foreign, typed
 
 
 STATE = "weight.quant_state.bitsandbytes__"
@@ -34,7 +34,7 @@ class BitsAndBytes4bit(Foreign):
         try:
             state = json.loads(bytes(stored.read(f"{STATE}{table}").tolist()))
             shape, block = state["shape"], state["blocksize"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"{key} is not the JSON of a bitsandbytes quantization state: {error!r}") from None
         if shape != [out_features, in_features] or type(block) is not int or block < 8:
             raise ValueError(
@@ -94,6 +94,7 @@ class BitsAndBytes8bit(Foreign):
         if "weight_format" in stored and (layout := stored.read("weight_format").flatten().tolist()) != [0]:
             raise ValueError(f"{stored.places['weight_format'].key} is {layout}, expected [0], rows after rows")
         threshold = self.saved.get("llm_int8_threshold", 6.0)
+        typed("llm_int8_threshold", threshold, (int, float), "a number, 0 or more")
         return {"method": "llm_int8", "threshold": threshold} if threshold else {"method": "absmax"}
 
     def convert(self, tensors, out_features, in_features, format):

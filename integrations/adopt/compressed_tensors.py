@@ -5,14 +5,14 @@
 "int-quantized", "float-quantized" and "naive-quantized": `weight` int8 or float8 E4M3 [N, K], `weight_scale`,
 `weight_zero_point`, and `input_scale`, `input_zero_point` of static activations."""
 
-import re
-
 import torch
 
+from hf_efficient.integrations.adopt.compressed_tensors_config import quantized_groups
 from hf_efficient.integrations.adopt.compressed_tensors_sparse import SparseCompressedTensors, sparse_layout
 from hf_efficient.integrations.adopt.foreign import Foreign, as_grid, one_of, scale_dtype, stream_bytes, text
 from hf_efficient.integrations.adopt.gptq import group_order
 from hf_efficient.integrations.adopt.stored import FLOATS
+from hf_efficient.integrations.adopt.target_patterns import TargetPatterns
 from hf_efficient.kernels.codes import BITS, pack_codes, packed_width, unpack_codes
 
 
@@ -22,6 +22,11 @@ PACKED, PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-qu
 def reader(saved: dict) -> Foreign:
     """What reads a checkpoint with this `quantization_config`. Raises ValueError for a kind that is not read."""
     return SparseCompressedTensors(saved) if sparse_layout(saved) else CompressedTensors(saved)
+
+
+def _strategy(group_size: int | None) -> str:
+    """What the library takes for meant where none is given."""
+    return "tensor" if group_size is None else "channel" if group_size == -1 else "group"
 
 
 class CompressedTensors(Foreign):
@@ -34,7 +39,7 @@ class CompressedTensors(Foreign):
         super().__init__(saved)
         if (saved.get("sparsity_config") or {}).get("format", "dense") != "dense":
             one_of("sparsity_config.format", saved["sparsity_config"]["format"], ("dense",))
-        self.groups = [group for group in (saved.get("config_groups") or {}).values() if group.get("weights")]
+        self.groups, self._patterns = quantized_groups(saved), TargetPatterns("config_groups.targets")
         if not self.groups:
             raise ValueError("quantization_config: config_groups names no quantized weights")
         for group in self.groups:
@@ -62,7 +67,7 @@ class CompressedTensors(Foreign):
         """The group whose targets name the linear module `name`: itself, by a pattern or by class, in that order."""
         for matches in (
             lambda target: target == name,
-            lambda target: target.startswith("re:") and re.match(target[3:], name),
+            lambda target: target.startswith("re:") and self._patterns.matches(target[3:], name),
             lambda target: target == "Linear",
         ):
             for group in self.groups:
@@ -78,7 +83,7 @@ class CompressedTensors(Foreign):
     def scheme(self, stored, out_features, in_features, dtype):
         group = self._group(stored.name)
         weights = group["weights"]
-        strategy = text(weights.get("strategy") or "tensor")
+        strategy = text(weights.get("strategy") or _strategy(weights.get("group_size")))
         if self.config == "W8A8Config":
             return self._w8a8(stored, group, strategy, out_features, in_features)
         one_of("weights.type", text(weights.get("type", "int")), ("int",))
@@ -109,6 +114,8 @@ class CompressedTensors(Foreign):
             stored.expect("weight", ["I8"], (out_features, in_features))
             if not symmetric:
                 stored.expect("weight_zero_point", ["I8"], stored.places["weight_scale"].shape)
+        if symmetric:
+            self._no_zero_point(stored, "weight_zero_point")
         scheme = {
             "bits": bits,
             "group_size": {"tensor": None, "channel": -1}.get(strategy, size),
@@ -118,11 +125,16 @@ class CompressedTensors(Foreign):
             stored.expect("weight_g_idx", ["I32", "I64"], (in_features,))
             order = group_order(stored.read("weight_g_idx"), size, stored.places["weight_g_idx"].key)
             scheme["input_order"] = order is not None
+        elif text(weights.get("actorder")) in ("group", "dynamic"):
+            raise ValueError(
+                f"the checkpoint has no {stored.name}.weight_g_idx, expected one since actorder is 'group'"
+            )
         return {**scheme, "scale_dtype": scale_dtype(stored, "weight_scale", dtype)}
 
     def _w8a8(self, stored, group, strategy, out_features, in_features) -> dict:
         weights, inputs = group["weights"], group["input_activations"]
-        kind = text(weights.get("type", "int"))
+        kind = one_of("weights.type", text(weights.get("type", "int")), ("int", "float"))
+        one_of("input_activations.type", text(inputs.get("type", kind)), (kind,))
         for side in (weights, inputs):
             one_of("num_bits", side.get("num_bits", 8), (8,))
         shapes = {"tensor": None, "channel": (out_features, 1)}
@@ -139,6 +151,8 @@ class CompressedTensors(Foreign):
         dynamic = inputs.get("dynamic", False) is True
         if not dynamic:
             stored.expect_one("input_scale", FLOATS)
+        elif "input_scale" in stored:
+            raise ValueError(f"{stored.places['input_scale'].key} is there, but input_activations are dynamic")
         scheme = {
             "dtype": "fp8" if kind == "float" else "int8",
             "weights": strategy,
@@ -153,7 +167,15 @@ class CompressedTensors(Foreign):
                 stored.expect("weight_zero_point", ["I8"], stored.places["weight_scale"].shape)
             if asymmetric[1] and not dynamic:
                 stored.expect_one("input_zero_point", ["I8"])
+        for side, part in ((weights, "weight_zero_point"), (inputs, "input_zero_point")):
+            if side.get("symmetric", True) or kind == "float":
+                self._no_zero_point(stored, part)
         return scheme
+
+    @staticmethod
+    def _no_zero_point(stored, part: str) -> None:
+        if part in stored and stored.read(part).any():
+            raise ValueError(f"{stored.places[part].key} is not 0, but the quantization_config says symmetric: true")
 
     def convert(self, tensors, out_features, in_features, format):
         if self.config == "W8A8Config":

@@ -10,7 +10,8 @@ two places of 2 bits for every four columns, in the order of the sparse tensor c
 
 import torch
 
-from hf_efficient.integrations.adopt.foreign import Foreign, one_of, scale_dtype, stream_bytes, text
+from hf_efficient.integrations.adopt.compressed_tensors_config import quantized_groups
+from hf_efficient.integrations.adopt.foreign import Foreign, one_of, scale_dtype, stream_bytes, text, typed
 from hf_efficient.integrations.adopt.stored import FLOATS
 from hf_efficient.kernels.codes import unpack_codes
 
@@ -20,7 +21,8 @@ SPARSE24, BITMASK, MARLIN24 = "sparse-24-bitmask", "sparse-bitmask", "marlin-24"
 
 def sparse_layout(saved: dict) -> str | None:
     """Which of the sparse layouts a `quantization_config` names."""
-    own, sparsity = text(saved.get("format")), text((saved.get("sparsity_config") or {}).get("format"))
+    sparsity = typed("sparsity_config", saved.get("sparsity_config"), (dict, type(None)), "an object or null") or {}
+    own, sparsity = text(saved.get("format")), text(sparsity.get("format"))
     return next((layout for layout in (sparsity, own) if layout in (SPARSE24, BITMASK, MARLIN24)), None)
 
 
@@ -30,7 +32,7 @@ class SparseCompressedTensors(Foreign):
     def __init__(self, saved):
         super().__init__(saved)
         self.layout = sparse_layout(saved)
-        groups = [group["weights"] for group in (saved.get("config_groups") or {}).values() if group.get("weights")]
+        groups = [group["weights"] for group in quantized_groups(saved)]
         if self.layout == MARLIN24:
             self.parts = ("weight_packed", "scale_packed", "meta")
             if len(groups) != 1:

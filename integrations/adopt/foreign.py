@@ -43,6 +43,13 @@ def text(value) -> str:
     return str(getattr(value, "value", value))
 
 
+def typed(field: str, value, kinds: tuple[type, ...], allowed: str):
+    """`value` where it is of one of `kinds` (True and False are no integers), or ValueError."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ValueError(f"quantization_config: {field}={value!r} is not supported: it must be {allowed}")
+    return value
+
+
 def one_of(field: str, value, allowed):
     """`value`, or ValueError."""
     if value not in allowed:

@@ -4,7 +4,7 @@ int32 [K], the group of each input."""
 
 import torch
 
-from hf_efficient.integrations.adopt.foreign import Foreign, as_grid, one_of, scale_dtype, stream_bytes
+from hf_efficient.integrations.adopt.foreign import Foreign, as_grid, one_of, scale_dtype, stream_bytes, typed
 from hf_efficient.integrations.adopt.stored import FLOATS
 from hf_efficient.kernels.codes import BITS, pack_codes, unpack_codes
 
@@ -15,6 +15,9 @@ class GPTQ(Foreign):
     def __init__(self, saved):
         super().__init__(saved)
         layout = saved.get("checkpoint_format") or saved.get("format") or "gptq"
+        typed("group_size", saved.get("group_size"), (int, type(None)), "an integer or null")
+        typed("dynamic", saved.get("dynamic"), (dict, type(None)), "an object or null")
+        typed("desc_act", saved.get("desc_act", False), (bool,), "true or false")
         self.less_one = one_of("checkpoint_format", layout, ("gptq", "gptq_v2")) == "gptq"
 
     def scheme(self, stored, out_features, in_features, dtype):
@@ -41,6 +44,8 @@ class GPTQ(Foreign):
             stored.expect("g_idx", ["I32", "I64"], (in_features,))
             order = group_order(stored.read("g_idx"), size, stored.places["g_idx"].key)
             scheme["input_order"] = order is not None
+        elif self.saved.get("desc_act"):
+            raise ValueError(f"the checkpoint has no {stored.name}.g_idx, expected one since desc_act is true")
         return {**scheme, "scale_dtype": scale_dtype(stored, "scales", dtype)}
 
     def convert(self, tensors, out_features, in_features, format):

@@ -2,6 +2,8 @@
 the first part of the rows stands in the highest bits; `scale` and `zero` (floats, w = (code - zero) * scale) and everything
 else about the layer as small tensors."""
 
+import math
+
 import torch
 
 from hf_efficient.integrations.adopt.foreign import Foreign, one_of, scale_dtype
@@ -17,7 +19,13 @@ class HQQ(Foreign):
     parts = ("W_q", "scale", "zero", *META)
 
     def scheme(self, stored, out_features, in_features, dtype):
+        for part in set(META) & set(stored.places):
+            if math.prod(stored.places[part].shape) not in (1, 2):
+                raise ValueError(f"{stored.places[part].key} is {stored.places[part].shape}, expected a number or two")
         meta = {part: stored.read(part).flatten().tolist() for part in META if part in stored}
+        for part in set(meta) - {"shape"}:
+            if len(meta[part]) != 1:
+                raise ValueError(f"{stored.name}.{part} is {meta[part]}, expected one number")
         for part, allowed in (("axis", [[1]]), ("nbits", [[bits] for bits in IN_A_WORD]), ("view_as_float", [[0]])):
             if meta.get(part, [0]) not in allowed:
                 raise ValueError(
@@ -27,8 +35,8 @@ class HQQ(Foreign):
             one_of(f"{stored.name}.{part}", meta.get(part, [0]), ([0],))
         if meta.get("shape") != [out_features, in_features]:
             raise ValueError(f"{stored.name}.shape is {meta.get('shape')}, expected {[out_features, in_features]}")
-        bits, (group, *_) = meta["nbits"][0], meta.get("group_size") or [in_features]
-        if group <= 0 or in_features % group:
+        bits, (group,) = meta["nbits"][0], meta.get("group_size") or [in_features]
+        if type(group) is not int or group <= 0 or in_features % group:
             raise ValueError(f"{stored.name}.group_size is {group}, expected a divisor of the {in_features} inputs")
         groups = out_features * in_features // group
         stored.expect("W_q", ["I32" if bits == 3 else "U8"], (-(-groups // IN_A_WORD[bits]), group))

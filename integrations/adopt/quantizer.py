@@ -35,8 +35,7 @@ class AdoptingQuantizer(EfficientQuantizer):
         foreign, conversions = self._foreign, get_model_conversion_mapping(model)
         fused = fused_weights(model, conversions)
         experts = [name for weight in fused for name in weight.linears()]
-        found = stored_weights(checkpoint_files, model, foreign.parts, experts, conversions)
-        stored = {name: weight for name, weight in found.items() if foreign.holds(weight)}
+        stored = stored_weights(checkpoint_files, model, foreign, fused, conversions)
         if not stored:
             raise ValueError(
                 f"the checkpoint holds no weight of {type(model).__name__} as its quantization_config says: it has none of "
@@ -75,6 +74,7 @@ class AdoptingQuantizer(EfficientQuantizer):
                 if tensor.is_floating_point() and not tensor.float().isfinite().all():
                     raise ValueError(f"{part} holds NaN or infinity")
             found = self._foreign.convert(tensors, *shape, format)
+            format.check(found, shape[1])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         self._heap.count(sum(tensor.nbytes for tensor in tensors.values()))

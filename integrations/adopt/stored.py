@@ -3,23 +3,15 @@
 from dataclasses import dataclass, field
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
+
+from hf_efficient.integrations.checkpoints import possible_names
+from hf_efficient.integrations.headers import FLOATS as ORDINARY
+from hf_efficient.integrations.headers import Place, by_model_name, check_ordinary, read_headers
 
 
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}  # of a scale: safetensors' name -> torch's
-
-
-@dataclass
-class Place:
-    """A tensor in a file; dtype in safetensors' words."""
-
-    file: str
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass
@@ -52,49 +44,49 @@ class StoredWeight:
 
     def read(self, part: str) -> torch.Tensor:
         """The tensor `part`: for small ones that decide how the others are read."""
-        place = self.places[part]
-        with safe_open(place.file, framework="pt") as opened:
-            return opened.get_tensor(place.key)
+        return self.places[part].read()
 
 
-def stored_weights(files, model, parts, experts: list[str], conversions) -> dict[str, StoredWeight]:
-    """Module name -> the tensors called `<name>.<part>` (or weight) in the headers of safetensors `files`, for the linear
-    modules of `model` and those called `experts`, which it has fused. conversions: the model's own.
+def stored_weights(files, model, foreign, fused, conversions) -> dict[str, StoredWeight]:
+    """Module name -> the tensors called `<name>.<part>` in the headers of safetensors `files`, of the weights that `foreign`
+    holds, for the linear modules of `model` and those of `fused` (list of `FusedWeight`). conversions: the model's own.
 
     Raises:
-        ValueError: a file is no (whole) safetensors file (pickles are not read), or one of the modules has no tensor.
+        ValueError: as `read_headers` and `check_ordinary`, or a module has some of the parts of a weight, which make none.
     """
-    if not files or not all(str(file).endswith(".safetensors") for file in files):
-        names = [str(file).rpartition("/")[2] for file in files or ()][:3]
-        raise ValueError(
-            f"hf_efficient reads quantized checkpoints from safetensors files, not from {names}: others can run code when "
-            "they are opened; save the checkpoint again with safetensors"
-        )
+    places, metadata = read_headers(files)
     linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-    known = {f"{name}.{part}": (name, part) for name in (*linears, *experts) for part in {*parts, "weight"}}
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    found = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                metadata = opened.metadata() or {}
-                for key in opened.keys():
-                    renamed, _ = rename_source_key(key, renamings, [], model.base_model_prefix, known)
-                    if renamed in known:
-                        name, part = known[renamed]
-                        piece = opened.get_slice(key)
-                        weight = found.setdefault(name, StoredWeight(name))
-                        weight.places[part] = Place(file, key, piece.get_dtype(), tuple(piece.get_shape()))
-                        weight.metadata = metadata
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a safetensors file that can be read: {error}") from None
-    made = [target for c in conversions if isinstance(c, WeightConverter) for target in c.target_patterns]
-    inside = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix or "-") else ""
-    for name in linears:
-        key = f"{name}.weight"
-        if name.startswith(inside) and name not in found and key not in model.all_tied_weights_keys:
-            if found and not any(target in key for target in made):
-                raise ValueError(
-                    f"the checkpoint has neither {key} nor {' or '.join(f'{name}.{part}' for part in parts[:3])}"
-                )
-    return found
+    experts = [name for weight in fused for name in weight.linears()]
+    known = {f"{name}.{part}": (name, part) for name in (*linears, *experts) for part in {*foreign.parts, "weight"}}
+    ours = set(possible_names(model))
+    found = by_model_name(places, model, conversions, {**dict.fromkeys(ours), **known})
+    if stray := sorted(ours & set(found) - set(known)):  # it would be loaded in the place of what is made of the parts
+        raise ValueError(f"{found[stray[0]].key} is no tensor of this format, expected {list(foreign.parts)}")
+    stored = {}
+    for full, place in found.items():
+        if full in known:
+            name, part = known[full]
+            stored.setdefault(name, StoredWeight(name, metadata=metadata[place.file])).places[part] = place
+    held = {name: weight for name, weight in stored.items() if foreign.holds(weight)}
+    for name in sorted(set(stored) - set(held)):
+        _check_dense(stored[name], foreign)
+    if held:
+        joined = {f"{w.module}.{w.parameter}" for w in fused if any(name in stored for name in w.linears())}
+        check_ordinary(found, model, {f"{name}.weight" for name in held} | joined, foreign.parts[:3])
+    return held
+
+
+def _check_dense(weight: StoredWeight, foreign) -> None:
+    """Raises ValueError unless the weight is one ordinary tensor."""
+    place = weight.places.get("weight")
+    if place is not None and place.dtype not in ORDINARY:
+        raise ValueError(
+            f"{place.key} is {place.dtype} {place.shape}, but {weight.name} has no scale: expected one of {list(foreign.parts)} "
+            f"beside it, or one of {list(ORDINARY)}"
+        )
+    if stray := sorted(set(weight.places) - {"weight"}):
+        missing = "no weight" if place is None else "an ordinary weight"
+        raise ValueError(
+            f"{weight.places[stray[0]].key} belongs to a quantized weight, but {weight.name} has {missing} and not all of "
+            f"{list(foreign.parts)[:4]}"
+        )

@@ -8,7 +8,7 @@ import json
 
 import torch
 
-from hf_efficient.integrations.adopt.foreign import Foreign, one_of, scale_dtype
+from hf_efficient.integrations.adopt.foreign import Foreign, as_grid, one_of, scale_dtype
 from hf_efficient.integrations.adopt.stored import FLOATS
 from hf_efficient.kernels.codes import pack_codes
 
@@ -26,19 +26,25 @@ class TorchAO(Foreign):
         try:
             kind = json.loads(stored.metadata[key])
             data = kind.get("_data", {})
-            size = data["block_size"][1]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            rows, size = data["block_size"]
+            names = {f"_weight_{str(name).removeprefix('_weight_')}" for name in kind.get("_tensor_data_names", ())}
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{place.file} has no torchao metadata of {key}: {error!r}") from None
         one_of(f"_type of {key}", kind.get("_type"), CLASSES)
+        if names and (different := names ^ set(stored.places)):
+            raise ValueError(
+                f"{stored.name}.{min(different)} is {'not ' if min(different) in names else ''}there, but the metadata of {key} "
+                f"names {sorted(names)}"
+            )
         for part in ("_weight_act_pre_scale", "_weight_scale_and_zero"):
             if part in stored:
                 raise ValueError(f"{stored.places[part].key} is not read by hf_efficient, expected none")
         for field in ("act_quant_kwargs", "activation_quantization"):
             if data.get(field) is not None:
                 one_of(f"{field} of {key}", data[field], (None,))
-        if type(size) is not int or size <= 0 or in_features % size:
+        if rows != 1 or type(size) is not int or size <= 0 or in_features % size:
             raise ValueError(
-                f"block_size of {key} is {data['block_size']}, expected a divisor of the {in_features} inputs"
+                f"block_size of {key} is {data['block_size']}, expected 1 and a divisor of the {in_features} inputs"
             )
         groups = in_features // size
         group = -1 if groups == 1 else size
@@ -53,8 +59,14 @@ class TorchAO(Foreign):
         symmetric = "_weight_zero_point" not in stored
         if not symmetric:
             stored.expect("_weight_zero_point", ["I8"], (out_features, groups))
-        target = data.get("target_dtype") or {}
-        bits = NARROW.get(target.get("_data") if isinstance(target, dict) else None, 8)
+        target = data.get("target_dtype")
+        if target is not None:
+            target = one_of(
+                f"target_dtype of {key}",
+                target.get("_data") if isinstance(target, dict) else target,
+                (*NARROW, "int8"),
+            )
+        bits = NARROW.get(target, 8)
         own = scale_dtype(stored, "_weight_scale", dtype)
         return {"bits": bits, "group_size": group, "symmetric": symmetric, "scale_dtype": own}
 
@@ -65,5 +77,6 @@ class TorchAO(Foreign):
             scale, zero = scale.t().float().contiguous(), zero.t().float()
             return {"qweight": bytes_, "scale": scale, "minimum": (zero - scale * 8).contiguous()}
         middle = 2 ** (format.bits - 1)
-        parts = {"qweight": pack_codes((codes.int() + middle).to(torch.uint8), format.bits), "scale": scale}
-        return parts if zero is None else {**parts, "zero_point": (zero.int() + middle).to(torch.uint8)}
+        grid = as_grid(codes.int() + middle, format.bits, "qdata")
+        parts = {"qweight": pack_codes(grid, format.bits), "scale": scale}
+        return parts if zero is None else {**parts, "zero_point": as_grid(zero.int() + middle, format.bits)}

@@ -1,0 +1,112 @@
+"""The headers of safetensors files: which tensors a checkpoint holds, known before any of it is loaded."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
+
+
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of an ordinary weight, in safetensors' words
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor in a file; dtype in safetensors' words."""
+
+    file: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        with safe_open(self.file, framework="pt") as opened:
+            return opened.get_tensor(self.key)
+
+
+def read_headers(files) -> tuple[dict[str, Place], dict[str, dict[str, str]]]:
+    """(key -> its place, file -> its metadata) of safetensors `files`.
+
+    Raises:
+        ValueError: a file is no (whole) safetensors file (pickles are not read), or two hold the same key.
+    """
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        names = [str(file).rpartition("/")[2] for file in files or ()][:3]
+        raise ValueError(
+            f"hf_efficient reads quantized checkpoints from safetensors files, not from {names}: others can run code when "
+            "they are opened; save the checkpoint again with safetensors"
+        )
+    places, metadata = {}, {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                metadata[file] = opened.metadata() or {}
+                for key in opened.keys():
+                    piece = opened.get_slice(key)
+                    place = Place(file, key, piece.get_dtype(), tuple(piece.get_shape()))
+                    if key in places:
+                        raise ValueError(f"{key} is in {places[key].file} and in {file}: a checkpoint holds it once")
+                    places[key] = place
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a safetensors file that can be read: {error}") from None
+    return places, metadata
+
+
+def by_model_name(places: dict[str, Place], model, conversions, more_names=()) -> dict[str, Place]:
+    """Full name in `model` (on any device), or one of `more_names`, -> the place of its tensor, of several that are joined
+    any one. Keys that are neither keep their names."""
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    known = dict.fromkeys((*model.state_dict(), *more_names), True)
+    found = {}
+    for key, place in places.items():
+        name, _ = rename_source_key(key, renamings, [], model.base_model_prefix, known)
+        if name not in known:
+            joined, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+            name = joined if pattern is not None else name
+        if place.dtype in FLOATS and found.get(name, place).dtype not in FLOATS:
+            continue  # of several that are joined, the one that is no ordinary weight
+        found[name] = place
+    return found
+
+
+def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: tuple[str, ...] = ()) -> None:
+    """Checks the tensors that are loaded as they are. found: `by_model_name`; compressed: names of the weights that are not; parts:
+    what may stand for the weight of a linear layer.
+
+    Raises:
+        ValueError: an integer or float8 tensor stands where the model has floats, and no scale belongs to it; or the
+            checkpoint lacks a parameter of the model, but a head that the model's class adds to it.
+    """
+    tied = {name for pair in (model.all_tied_weights_keys or {}).items() for name in pair}
+    ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
+    base = f"{model.base_model_prefix}."
+    is_whole = type(model).__name__ in (model.config.architectures or ()) or not hasattr(
+        model, model.base_model_prefix or "-"
+    )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in model.state_dict().items():
+        if name in compressed:
+            continue
+        place = found.get(name)
+        if place is not None and tensor.is_floating_point() and place.dtype not in FLOATS:
+            raise ValueError(
+                f"{place.key} is {place.dtype} {place.shape}, and no scale of the checkpoint belongs to it as its "
+                f"quantization_config says: expected one of {list(FLOATS)}"
+            )
+        if place is not None or name not in parameters or any(re.search(pattern, name) for pattern in ignored):
+            continue
+        if name in tied and any(other in found for other in tied):
+            continue
+        if is_whole or name.startswith(base):
+            module, _, leaf = name.rpartition(".")
+            is_linear = leaf == "weight" and isinstance(model.get_submodule(module), (nn.Linear, Conv1D))
+            names = [name, " or ".join(f"{module}.{part}" for part in parts if is_linear)]
+            raise ValueError(
+                f"the checkpoint has neither {' nor '.join(filter(None, names))}: it is incomplete"
+                if all(names)
+                else f"the checkpoint has no {name}, which {type(model).__name__} needs: it is incomplete"
+            )
