@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings, rename_source_key
 
+from hf_efficient.integrations.headers import read_headers
 from hf_efficient.layers import PLACEHOLDER_SHAPE
 
 
@@ -23,7 +23,8 @@ class HeldWeights:
 
 
 def held_weights(files, model, names: list[str]) -> HeldWeights | None:
-    """What safetensors `files` hold of the weights called `names`, or None where there are none or other files."""
+    """What safetensors `files` hold of the weights called `names`, or None where there are none or other files. Raises
+    ValueError as `read_headers`."""
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         return None
     codes = {
@@ -32,19 +33,16 @@ def held_weights(files, model, names: list[str]) -> HeldWeights | None:
     known = {**dict.fromkeys(model.state_dict(), True), **codes, **{name: name for name in names}}
     renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming)]
     held = HeldWeights()
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():
-                renamed, _ = rename_source_key(key, renamings, [], model.base_model_prefix, known)
-                name = known.get(renamed)
-                if not isinstance(name, str):
-                    continue
-                piece = opened.get_slice(key)
-                if renamed in codes or tuple(piece.get_shape()) == PLACEHOLDER_SHAPE:
-                    held.compressed[name] = key.rpartition(".")[0]
-                else:
-                    held.dense.add(name)
-                    held.integers |= {name} if piece.get_dtype() in _INTEGERS else set()
+    for key, place in read_headers(files)[0].items():
+        renamed, _ = rename_source_key(key, renamings, [], model.base_model_prefix, known)
+        name = known.get(renamed)
+        if not isinstance(name, str):
+            continue
+        if renamed in codes or place.shape == PLACEHOLDER_SHAPE:
+            held.compressed[name] = key.rpartition(".")[0]
+        else:
+            held.dense.add(name)
+            held.integers |= {name} if place.dtype in _INTEGERS else set()
     return held
 
 

@@ -198,7 +198,8 @@ def is_collection(value: Any) -> bool:
 def _checked_patterns(patterns) -> list[str] | None:
     if patterns is None:
         return None
-    if not is_collection(patterns) or not all(isinstance(name, str) and name for name in patterns):
+    is_list = isinstance(patterns, (list, tuple, set, frozenset))
+    if not is_list or not all(isinstance(name, str) and name for name in patterns):
         raise ValueError(f"modules_to_not_convert={patterns!r} is not supported: it must be a list of module names")
     return list(patterns)
 
