@@ -79,14 +79,11 @@ def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: 
 
     Raises:
         ValueError: an integer or float8 tensor stands where the model has floats, and no scale belongs to it; or the
-            checkpoint lacks a parameter of the model, but a head that the model's class adds to it.
+            checkpoint lacks a parameter of the model. The checkpoint of another class may lack whole parts: heads, poolers.
     """
     tied = {name for pair in (model.all_tied_weights_keys or {}).items() for name in pair}
     ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
-    base = f"{model.base_model_prefix}."
-    is_whole = type(model).__name__ in (model.config.architectures or ()) or not hasattr(
-        model, model.base_model_prefix or "-"
-    )
+    is_same_class = type(model).__name__ in (model.config.architectures or ())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
         if name in compressed:
@@ -101,7 +98,7 @@ def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: 
             continue
         if name in tied and any(other in found for other in tied):
             continue
-        if is_whole or name.startswith(base):
+        if is_same_class or not _is_new_part(name, found, model.base_model_prefix):
             module, _, leaf = name.rpartition(".")
             is_linear = leaf == "weight" and isinstance(model.get_submodule(module), (nn.Linear, Conv1D))
             names = [name, " or ".join(f"{module}.{part}" for part in parts if is_linear)]
@@ -110,3 +107,12 @@ def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: 
                 if all(names)
                 else f"the checkpoint has no {name}, which {type(model).__name__} needs: it is incomplete"
             )
+
+
+def _is_new_part(name: str, found: dict[str, Place], base: str) -> bool:
+    """Whether `found` has nothing of what parameter `name` is a part of: its module, where that stands in the model or in its
+    base model, else the module around it."""
+    module = name.rpartition(".")[0]
+    parent = module.rpartition(".")[0]
+    part = module if parent in ("", base) else parent
+    return bool(part) and not any(other.startswith(f"{part}.") for other in found)
