@@ -72,16 +72,20 @@ def install(record) -> None:
                 call.error = error
                 raise
             finally:
-                after, number = random_state(), next(counter)
-                moved = call.with_zeros_at_the_left()
-                for asked in [call] if moved is None else [call, moved]:
-                    for entry in asked.twins():
-                        record({"call": number, "test": os.environ.get("UPSTREAM_CURRENT"), **entry})
-                set_random_state(after)
+                if isinstance(call.error, (Exception, type(None))):  # else the test ran out of time
+                    _record_twins(call, next(counter), record)
         finally:
             state.busy = False
 
     GenerationMixin.generate = generate
+
+
+def _record_twins(call: "Call", number: int, record) -> None:
+    after, moved = random_state(), call.with_zeros_at_the_left()
+    for asked in [call] if moved is None else [call, moved]:
+        for entry in asked.twins():
+            record({"call": number, "test": os.environ.get("UPSTREAM_CURRENT"), **entry})
+    set_random_state(after)
 
 
 @dataclass
