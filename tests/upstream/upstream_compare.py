@@ -1,6 +1,7 @@
 """Whether a twin of `generate()` answered as transformers did."""
 
 import torch
+from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
 
@@ -150,7 +151,7 @@ def is_tie(call, difference: Difference) -> str:
     arguments.pop("assistant_model", None)
     set_random_state(call.random)
     try:
-        output = model.generate(**arguments)
+        output = GenerationMixin.generate(model, **arguments)
     finally:
         restore(model, state)
     start, gaps = output.sequences.shape[1] - len(output.scores), []

@@ -128,7 +128,9 @@ class Call:
         call.output = call.error = None
         set_random_state(self.random)
         try:
-            call.output = original.generate(**{name: copied(value, memo) for name, value in call.arguments.items()})
+            call.output = GenerationMixin.generate(
+                original, **{name: copied(value, memo) for name, value in call.arguments.items()}
+            )
         except Exception as error:
             call.error = error
         return call
@@ -160,7 +162,7 @@ class Call:
             return ("equal", f"both raise {type(error).__name__}") if is_same else ("refused", _text(error))
         set_random_state(self.random)
         try:
-            output = self.model.generate(**arguments)
+            output = GenerationMixin.generate(self.model, **arguments)
         except Exception as error:
             if self.error is not None and type(error) is type(self.error):
                 return "equal", f"both raise {type(error).__name__}"
