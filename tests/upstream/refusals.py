@@ -21,6 +21,12 @@ DOCUMENTED = (
     r"its ALiBi needs a 2-D mask; speculation needs",
     r"is an encoder-decoder: speculation takes decoder-only models",
     r"PagedCache holds decoder-only models, not encoder-decoder ones",
+    r"attention_mask: .* which the pages of a PagedCache do not hold",
+    r"it overrides a step of transformers' decoding loop",
+    r"tokens the rotary embedding of \w+ follows from the longest row of a forward",
+    r"has .*(chunked|local).* layers: speculation on a batch",
+    r"puts its sliding window into masks alone",
+    r"of its config took no part in the prompt's forward",
     r"num_return_sequences has to be 1 when doing assisted generate",  # transformers' own
 )
 
