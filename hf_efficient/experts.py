@@ -45,8 +45,8 @@ class EfficientExperts(CompressedModule):
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H]. On a GPU the products of all
-        experts are one launch each and nothing is read back (but by the backward pass and by adapters); elsewhere only the experts that have
-        tokens run."""
+        experts are one launch each and nothing is read back (but by the backward pass and by adapters); elsewhere only the experts
+        that have tokens run."""
         from hf_efficient.kernels.tape import as_one_step  # late: models without experts need none of it
 
         forward = functools.partial(self._forward, self.adapters)
@@ -87,6 +87,7 @@ class EfficientExperts(CompressedModule):
             out = _adapt(out, h, adapters.get(down_name), expert, len(counts))
             outputs.append(self.post_expert_norm(out) if self.has_post_expert_norm else out)
             start += count
+            del h, out  # or they take memory beside those of the next expert
         return torch.cat(outputs)
 
     def _activate(self, h: torch.Tensor) -> torch.Tensor:

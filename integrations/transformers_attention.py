@@ -14,7 +14,7 @@ import torch
 
 from hf_efficient.cache.over_pages import is_over_pages
 from hf_efficient.cache.page_handle import PAGES
-from hf_efficient.integrations import transformers_compile
+from hf_efficient.integrations import transformers_compile, transformers_warnings
 from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
 from hf_efficient.integrations import transformers_masks as masks
 from hf_efficient.kernels import attention, attention_cpu
@@ -61,13 +61,23 @@ def flash_paged_attention_forward(
     if handle is not None:
         attention.check_inputs(query.transpose(1, 2), key_.transpose(1, 2), value.transpose(1, 2), dropout)
         if not handle.written:
-            if seen is not None:
-                _refuse_irregular(attention_mask, sliding_window)
-            _refuse_packed(kwargs.get("position_ids"), query, handle)
-        return handle.attend(query, key_, value, attention_mask, **options), None
+            if seen is None:
+                _refuse_packed(kwargs.get("position_ids"), query, handle)
+            elif sliding_window is not None:
+                raise ValueError(
+                    f"attention_mask: padding stands elsewhere than at the left, and a window of {sliding_window} columns counts "
+                    "it, which the pages of a PagedCache do not hold. Pad on the left alone, or use "
+                    'attn_implementation="sdpa"'
+                )
+        output = handle.attend(query, key_, value, attention_mask, **options)
+        if seen is not None:
+            options = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
+            output = _with_trailing_padding(output, query, attention_mask, handle, options)
+        return output.contiguous(), None
     if seen is not None:
         options = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
-        return attention_cpu.attend(query, key_, value, mask=attention_cpu.additive(seen[:, 0]), **options), None
+        output = attention_cpu.attend(query, key_, value, mask=attention_cpu.additive(seen[:, 0]), **options)
+        return output.contiguous(), None
     utils, paged_attention_cache, _ = _transformers()
     if isinstance(cache, paged_attention_cache):
         output = continuous_batching.attend_pages(cache, module.layer_idx, query, key_, value, **options, **kwargs)
@@ -131,18 +141,21 @@ def _refuse(attention_mask, dropout, kwargs) -> None:
         )
 
 
-def _refuse_irregular(attention_mask, sliding_window) -> None:
-    """Pages hold tokens alone: padding in the last column has no answer there, and a window would not count it."""
-    if bool((attention_mask.any(1) & ~attention_mask[:, -1].bool()).any()):
-        reason = "the last column is padding in some rows"
-    elif sliding_window is not None:
-        reason = f"there is padding between tokens, and a window of {sliding_window} columns counts it"
-    else:
-        return
-    raise ValueError(
-        f"attention_mask: {reason}, which the pages of a PagedCache do not hold. Pad on the left alone, or use "
-        'attn_implementation="sdpa"'
-    )
+def _with_trailing_padding(output, query, columns, handle, options):
+    """`output` [B, S, Hq, Dv] with what a query in padding behind a row's last token gives, as for "sdpa": `generate()` takes the
+    next token from the last column, whatever stands there. It sees all tokens of its row."""
+    columns = columns.bool()
+    last = columns.shape[1] - 1 - columns.flip(1).int().argmax(1)  # of each row's tokens
+    column = torch.arange(columns.shape[1], device=columns.device)
+    trailing = ((column > last[:, None]) & columns.any(1, keepdim=True))[:, -query.shape[2] :]
+    if not bool(trailing.any()):
+        return output
+    keys, values = handle.layer.store.read(handle.step)
+    lengths = torch.tensor(handle.step.lengths, device=keys.device)
+    seen = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]
+    mask = attention_cpu.additive(seen[:, None].expand(-1, query.shape[2], -1))
+    behind = attention_cpu.attend(query, keys, values, mask=mask, **options)
+    return torch.where(trailing[..., None, None], behind, output)
 
 
 def _same_dtype(query, key, value):
@@ -221,6 +234,7 @@ def register() -> None:
             interface.__getitem__ = _look_up_over_pages(interface.__getitem__, stock)
     continuous_batching.register()
     transformers_compile.register()
+    transformers_warnings.register()
 
 
 def _look_up_over_pages(original, stock):

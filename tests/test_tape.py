@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_efficient import PagedCache, WeightOnlyConfig, enable_speculation
 from hf_efficient.generation import loop, model_state
-from hf_efficient.generation.ragged_model import _without_warnings
 from hf_efficient.generation.taped_forward import can_be_recorded
 from hf_efficient.kernels import tape_fusion
 from hf_efficient.kernels.tape import NotReplayable, Tape, _interpret, as_one_step, interpreter
@@ -191,7 +190,7 @@ def decode(model, cache, tokens, tape=None):
 
 
 def recorded(model, cache, tokens):
-    with cache.decode_step(tokens.shape[1]) as positions, _without_warnings(model):
+    with cache.decode_step(tokens.shape[1]) as positions:
         return Tape(
             lambda: model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True).logits
         )

@@ -125,17 +125,17 @@ class ModelSnapshot:
         self._note_class(module)
         is_root, is_ours = module is self._model(), _is_ours(module)
         is_compressed = is_ours and hasattr(module, "compressed_weights")
-        attributes = self._own if is_root else vars(module)
+        attributes = self._own if is_root else dict(vars(module))
         if not is_root:
-            self._live.append(attributes)
-            self._frozen.append(dict(attributes))
+            self._live.append(vars(module))
+            self._frozen.append(attributes)
         for name in _READ_BY_FORWARDS:
             self._hold(attributes[name], visit=not is_compressed)
         if is_compressed:  # its forward reads layouts, derived once, and the bias
             self._visit(attributes["_parameters"].get("bias"))
         for name, value in attributes.items():
             if name not in _OF_EVERY_MODULE and not (is_ours and name.startswith("_")):
-                self._hold_place(attributes, name, value)
+                self._hold_place(attributes if is_root else vars(module), name, value)
 
     def _hold(self, container, visit: bool = True) -> None:
         """What is in `container` must stay."""

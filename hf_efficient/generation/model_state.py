@@ -29,7 +29,8 @@ class ModelState:
     """
 
     def __init__(self, model):
-        self.functions = _functions(model)
+        self.decoder = model.config.get_text_config(decoder=True)  # its config
+        self.functions = _functions(self.decoder)
         self.runs_over_pages = _runs_over_pages(model)
         self.reads_pages = self.runs_over_pages or _attention(model) in ATTENTION_NAMES
         self.reads_pages = self.reads_pages and not is_watched(model) and _takes_pages(model, self.runs_over_pages)
@@ -41,7 +42,7 @@ class ModelState:
     def holds(self, model) -> bool:
         """Whether nothing about `model` has changed. Of one whose weights are offloaded (accelerate makes new tensors at every
         forward, and nothing is recorded of it) only the attention is looked at."""
-        if self.functions != _functions(model):
+        if self.functions != _functions(self.decoder):
             return False
         if any(parameter.is_meta for parameter in islice(model.parameters(), 1)):
             return True
@@ -72,10 +73,11 @@ def _attention(model) -> str:
     return model.config.get_text_config(decoder=True)._attn_implementation
 
 
-def _functions(model) -> tuple:
-    """What computes attention and masks over pages: ours in place of transformers' "sdpa", or what a user registered."""
+def _functions(decoder) -> tuple:
+    """What computes attention and masks over pages, by a decoder's config: ours in place of transformers' "sdpa", or what a user
+    registered."""
     with over_pages():
-        return tuple(registry.get(_attention(model)) for registry in _REGISTRIES)
+        return tuple(registry.get(decoder._attn_implementation) for registry in _REGISTRIES)
 
 
 def _runs_over_pages(model) -> bool:
@@ -88,7 +90,9 @@ def _runs_over_pages(model) -> bool:
         model._check_and_adjust_attn_implementation(ATTENTION_NAMES[0], is_init_check=False)
     except ValueError:
         return False
-    return _functions(model) == tuple(registry[ATTENTION_NAMES[0]] for registry in _REGISTRIES)
+    return _functions(model.config.get_text_config(decoder=True)) == tuple(
+        registry[ATTENTION_NAMES[0]] for registry in _REGISTRIES
+    )
 
 
 def _takes_pages(model, instead_of_sdpa: bool) -> bool:

@@ -229,7 +229,7 @@ class RaggedModel:
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The forward that is recorded: logits, `largest` and `hidden`."""
         inputs = dict(input_ids=tokens, position_ids=positions, past_key_values=self.cache)
-        with self._keeping_hidden(), _without_warnings(self.model), self.cache.forward_context():
+        with self._keeping_hidden(), self.cache.forward_context():
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits
         return logits, logits.argmax(-1), self.hidden
 
@@ -332,19 +332,6 @@ class RaggedModel:
                 kind: layer_mask(window if kind == "sliding_attention" else None) for kind in set(config.layer_types)
             }
         return layer_mask(window)
-
-
-@contextmanager
-def _without_warnings(model):
-    """Models look at the ids for padding, to warn of it, and so read a tensor on the host."""
-    name, modules = "warn_if_padding_and_no_attention_mask", list(model.modules())
-    for module in modules:
-        module.__dict__[name] = lambda *args: None
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.__dict__.pop(name, None)  # another thread's forward may have done so
 
 
 def _other_layers(config) -> str:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ("-O2", "-march=native", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")
+LIBRARIES = ("-lstdc++",)  # g++ links it by itself; gcc does not, which PEFT's BOFT leaves behind in $CXX
 SANITIZE = "HF_EFFICIENT_SANITIZE"  # environment variable
 # Where the kernels are known to be faster than torch's operators.
 FEATURES = frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_bf16", "avx512_vnni"))
@@ -75,7 +76,7 @@ def build(name: str, command: list[str]) -> Path:
     runtime = openmp_runtime()
     if runtime is None:
         raise RuntimeError("torch has loaded no OpenMP runtime")
-    stamp = command, str(program), program.stat().st_mtime_ns, sorted(cpu_features()), Path(runtime).name
+    stamp = command, LIBRARIES, str(program), program.stat().st_mtime_ns, sorted(cpu_features()), Path(runtime).name
     key = hashlib.sha256(repr(stamp).encode())
     for path in sorted(SOURCES.iterdir()):
         key.update(path.read_bytes())
@@ -92,7 +93,7 @@ def build(name: str, command: list[str]) -> Path:
         partial = tempfile.NamedTemporaryFile(dir=library.parent, suffix=".partial", delete=False)
     partial.close()
     try:
-        arguments = [*command, str(SOURCES / f"{name}.cpp"), "-o", partial.name, runtime]
+        arguments = [*command, str(SOURCES / f"{name}.cpp"), "-o", partial.name, runtime, *LIBRARIES]
         # a preloaded sanitizer is not meant for the compiler, which takes ten times as long with it
         environment = {**os.environ, "LD_PRELOAD": ""} if os.environ.get(SANITIZE) else None
         result = subprocess.run(arguments, capture_output=True, text=True, errors="replace", env=environment)

@@ -77,6 +77,11 @@ class _HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def is_recording() -> bool:
+    """Whether a forward is being recorded in the current thread."""
+    return not torch.compiler.is_compiling() and isinstance(_get_current_dispatch_mode(), Tape)
+
+
 def as_one_step(function, *inputs: torch.Tensor) -> torch.Tensor:
     """`function(*inputs)`, a new tensor. Where a forward is being recorded it is one step of it, and may read numbers on the
     host."""

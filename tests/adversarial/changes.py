@@ -286,7 +286,8 @@ def load_other_weights(model, number):
 @change
 def swap_layers(model, number):
     layers = decoder_layers(model)
-    layers[0], layers[1] = layers[1], layers[0]
+    if len(layers) > 1:
+        layers[0], layers[1] = layers[1], layers[0]
 
 
 @change
