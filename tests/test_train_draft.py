@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from hf_efficient import DraftHeads, Speculation, enable_speculation, train_draft
 from hf_efficient.cli import main
-from hf_efficient.generation.taped_forward import TapedForward
+from hf_efficient.generation import model_state
 from hf_efficient.generation.training import text
 from hf_efficient.generation.training.own_prompts import own_prompts
 from hf_efficient.generation.training.prompts import default_prompts
@@ -143,7 +143,7 @@ def test_trains_saves_and_drafts(kind, target, tmp_path):
 def test_an_interrupted_run_ends_as_if_it_had_not_been(target, tmp_path, monkeypatch):
     model, tokenizer = target
     # recorded forwards round differently from the first ones of a process
-    monkeypatch.setattr(TapedForward, "serves", staticmethod(lambda model, cache: False))
+    monkeypatch.setattr(model_state, "can_be_recorded", lambda model: False)
     whole = train_draft(model, tokenizer, tmp_path / "whole", **SMALL)
     made, original = [], text.generate_text
 
