@@ -196,7 +196,9 @@ class Bench:
         for name, values in expected.items():
             largest = np.abs(values).max(initial=0, axis=-1, keepdims=True)
             close = np.abs(found[name] - values) <= TOLERANCE["rtol"] * np.abs(values) + TOLERANCE["atol"] * largest
-            if found[name].shape != values.shape or not (close | (found[name] == values)).all():
+            # what float16 cannot hold is infinite in its dtype, and the readers compute in float64
+            overflown = np.isinf(found[name]) & (np.abs(values) > 65504) & ((found[name] > 0) == (values > 0))
+            if found[name].shape != values.shape or not (close | (found[name] == values) | overflown).all():
                 return "other values", f"{named[:2]}: {name}"
         if not ("w8a8" in layout or "fp8" in layout or "bitnet" in layout or layout == "llm_int8"):
             if disagreement := self.disagreement():
