@@ -128,10 +128,12 @@ class RaggedModel:
         return logits
 
     def _check_first_layers(self) -> None:
-        """Raises ValueError where the model passed over a layer whose length its masks of several columns follow from."""
+        """Raises ValueError where the model passed over a layer whose length its masks of several columns follow from, or over
+        all of them."""
+        took_part = [layer.is_initialized for layer in self.cache._paged_layers]
         for state in self.cache.states:
             layers = [layer for layer in self.cache._paged_layers if layer.state is state]
-            if not layers[0].is_initialized and any(layer.is_initialized for layer in layers):
+            if not layers[0].is_initialized and (any(layer.is_initialized for layer in layers) or not any(took_part)):
                 raise ValueError(
                     f"model={type(self.model).__name__}: layer {layers[0].layer_idx} of its config took no part in the "
                     "prompt's forward, and masks follow from it: speculation is not possible"
