@@ -62,7 +62,7 @@ def take(
         cache.attend_over_pages()
     for layer in cache.layers:
         layer.exact = False  # nobody else sees this cache: its pages are read where they lie, prompts too
-    return Kept(state if keep and state.snapshot.complete else None, hidden_of, cache, None, True)
+    return Kept(state if keep else None, hidden_of, cache, None, True)
 
 
 def copied(cache: PagedCache, config) -> PagedCache:
@@ -86,7 +86,9 @@ def copied(cache: PagedCache, config) -> PagedCache:
 
 def give_back(kept: Kept, taped: TapedForward | None) -> None:
     """After a call that nobody holds the cache of."""
-    if taped is None or kept.state is None or written_bytes(kept.cache) > MOST_BYTES:
+    if taped is None or kept.state is None or not kept.state.snapshot.complete:
+        return
+    if written_bytes(kept.cache) > MOST_BYTES:
         return
     taped.forward = taped.holds = None
     with _lock:

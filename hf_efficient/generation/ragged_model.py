@@ -1,6 +1,7 @@
 """A model over a `PagedCache` whose rows hold different numbers of tokens: positions and masks for one forward of all."""
 
 import inspect
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -34,6 +35,7 @@ class RaggedModel:
             and, behind it, what these decoder layers (from 0) gave.
         taped: what was recorded over this cache before.
         is_recordable: forwards over `cache` may be recorded (`kept_tapes.take` says so).
+        holds: whether the model is still what it was, asked before every recorded forward; None where nobody changes it.
 
     Attributes:
         largest: int64 [rows, columns], where the logits of the last forward are largest, if it was a recorded one; else None.
@@ -51,8 +53,9 @@ class RaggedModel:
         hidden_of: tuple[int, ...] | None = None,
         taped: TapedForward | None = None,
         is_recordable: bool = False,
+        holds: Callable[[], bool] | None = None,
     ):
-        self.is_recordable = is_recordable
+        self.is_recordable, self.holds = is_recordable, holds
         self.model, self.cache, self.hidden_of, self.taped = model, cache, hidden_of, taped
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
         self.limits_logits = model._supports_logits_to_keep()
@@ -125,6 +128,8 @@ class RaggedModel:
             self.taped = TapedForward(self._forward, self.cache)
         else:
             self.taped.forward = self._forward
+        if self.taped is not None:
+            self.taped.holds = self.holds
         return logits
 
     def _check_first_layers(self) -> None:

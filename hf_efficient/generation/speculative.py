@@ -2,6 +2,7 @@
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor as PrefixConstrained
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation import kept_tapes, model_state, plain
@@ -242,9 +243,15 @@ def _run(
         generation_config=generation_config,
     )
     room = sequences.max_length - sequences.prompt_length
-    is_recordable = kept.is_recordable
+    runs_others = any(map(_is_of_others, (*logits_processor, *stopping_criteria, streamer, drafter)))
     target = RaggedModel(
-        model, cache, room, hidden_of=_hidden_of(drafter), taped=kept.taped, is_recordable=is_recordable
+        model,
+        cache,
+        room,
+        hidden_of=_hidden_of(drafter),
+        taped=kept.taped,
+        is_recordable=kept.is_recordable,
+        holds=kept.state.snapshot.holds if runs_others and kept.state is not None else None,
     )
     logits = target.prefill(sequences.tokens, generation_config, model_kwargs)
     is_callers = cache is model_kwargs.get("past_key_values")
@@ -272,6 +279,13 @@ def _run(
         past_key_values=cache,
     )
     return output, target.taped
+
+
+def _is_of_others(part) -> bool:
+    """Whether a processor, criterion, streamer or drafter runs code of the caller's, which may change the model between two
+    forwards."""
+    package = type(part).__module__.partition(".")[0]
+    return part is not None and (package not in ("transformers", "hf_efficient") or type(part) is PrefixConstrained)
 
 
 def _is_transformers_draft(draft) -> bool:

@@ -237,15 +237,17 @@ class Steers(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         if input_ids.shape[1] == 12:
-            self.model.model.norm.variance_epsilon = 3.0
+            self.model.model.layers[0].self_attn.scaling *= 5
         return scores
 
 
 def test_a_change_in_the_middle_of_a_call():
     ids, outputs = torch.randint(3, 128, (1, 6)), []
     for model in (tiny_model("llama"), enable_speculation(tiny_model("llama"))):
-        outputs.append(model.generate(ids, **dict(OPTIONS, max_new_tokens=20), logits_processor=[Steers(model)]))
-    assert torch.equal(*outputs)
+        options = dict(OPTIONS, max_new_tokens=20)
+        before = model.generate(ids, **options)
+        outputs.append(model.generate(ids, **options, logits_processor=[Steers(model)]))
+    assert torch.equal(*outputs) and not torch.equal(before, outputs[0])
 
 
 def test_gemma3_with_images_types():
