@@ -37,11 +37,11 @@ class ModelSnapshot:
     changes in place through `Tensor.data`.
 
     complete: False where something cannot be looked into, such as a NumPy array or an object of a C extension, and where the
-    model can be reached from its own parts, so that this would keep it alive.
+    model can be reached from its own parts: nothing is remembered of it then, as that would keep it alive, and `holds` is False.
     """
 
     def __init__(self, model: nn.Module):
-        self.complete = True
+        self.complete, self._reaches_itself = True, False
         self._model = weakref.ref(model)
         self._type = type(model)
         self._seen: dict[int, object] = {}  # keeps the objects alive while this is made, so that no id comes twice
@@ -61,9 +61,15 @@ class ModelSnapshot:
         except RuntimeError:  # subclasses without storage of their own
             self._tensors, self._versions, self.complete = [], ([], []), False
         self._settings = _settings()
+        if self._reaches_itself:
+            for held in (self._live, self._frozen, self._empty, self._objects, self._places, self._held, self._cells):
+                held.clear()
+            self._own, self._names, self._reads, self._contents = {}, {}, [], []
 
     def holds(self) -> bool:
         model = self._model()
+        if self._reaches_itself:
+            return False
         try:
             return (
                 type(model) is self._type
@@ -95,7 +101,7 @@ class ModelSnapshot:
         if isinstance(value, _ATOMS) or isinstance(value, _NO_PART_OF_A_FORWARD) or id(value) in self._seen:
             return
         if value is self._model() or len(self._seen) > _MOST:
-            self.complete = False
+            self.complete, self._reaches_itself = False, self._reaches_itself or value is self._model()
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):

@@ -1,11 +1,15 @@
 """A model that is changed between two calls answers as transformers does, compared with a process without the plugin."""
 
+import functools
+import gc
 import os
+import weakref
 
 import pytest
 import torch
 from changes import CHANGES
 from compared import difference
+from helpers import tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sessions import Reference, run
@@ -142,15 +146,15 @@ def test_what_was_recorded_is_replayed_until_something_changes():
     assert len(states[2].kept) == 1 and states[3].kept
 
 
-def test_models_are_freed():
-    """What is remembered of a model does not keep it alive."""
-    import gc
-    import weakref
-
-    from helpers import tiny_model
-
+@pytest.mark.parametrize("points_back", [False, True])
+def test_models_are_freed(points_back):
+    """What is remembered of a model does not keep it alive, also where its own parts lead back to it."""
     model = enable_speculation(tiny_model("llama"))
-    model.generate(**CALL[1])
+    if points_back:
+        model.model.layers[0].helper = functools.partial(print, model)
+        model.save = model.save_pretrained
+    expected = model.generate(**CALL[1])
+    assert torch.equal(model.generate(**CALL[1]), expected) and model_state.latest(model).is_recordable
     freed = weakref.ref(model)
     del model
     gc.collect()
