@@ -20,8 +20,8 @@ test: $(STAMP)
 
 # The native kernels' numeric tests on libraries compiled with AddressSanitizer and UndefinedBehaviorSanitizer. A finding ends the
 # process and stands in its output; test_the_sanitizers_see_an_overrun, among these tests, shows that one is seen.
-SANITIZED := tests/adversarial/test_native_indices.py tests/test_tape.py tests/test_cpu_pages.py tests/test_cpu_linear.py \
-	tests/test_sparse_layouts.py tests/test_contextual_sparsity.py
+SANITIZED := tests/adversarial/test_native_indices.py tests/kernels/test_recorder.py tests/kernels/test_native_pages.py tests/kernels/test_native_linear.py \
+	tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py
 SANITIZED_CASES := native_indices or test_operators or dense_products or where_the_largest or separate_ones or (replayed and gpt2) \
 	or (formats_and_heads and 80-48) or test_options or page_sizes or many_queries or test_prompts or test_trees or appended or \
 	nobody_looks_up or products_and_inverses or test_inputs or test_kernel or of_one_input or exactly_the_chosen
@@ -35,6 +35,7 @@ sanitize: $(STAMP)
 quality: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/import_graph.py
 	$(BIN)/python -m pytest -q tests/test_layout.py
 
 style: $(STAMP)

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from hf_efficient.cache.kv_formats import KV_FORMATS
+from hf_efficient.cache.stores.kv_formats import KV_FORMATS
 from hf_efficient.evaluation import environment
-from hf_efficient.kernels import attention, attention_cpu_masks
+from hf_efficient.kernels.attention import api, masks
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,7 +75,7 @@ def paged(keys, values, lengths: list[int], kv_format: str) -> dict:
         scales = {} if kv_format == "auto" else {name: torch.zeros(shape).half() for name in ("k_scale", "v_scale")}
         slots = (table[..., None] * page + torch.arange(page)).flatten(1)[:, :tokens].flatten().long()
         flat = keys.flatten(0, 1), values.flatten(0, 1)
-        attention.reshape_and_cache(*flat, where["k_cache"], where["v_cache"], slots, **scales)
+        api.reshape_and_cache(*flat, where["k_cache"], where["v_cache"], slots, **scales)
         return where | scales
     where |= {name: torch.zeros(*shape, dim * bits // 8, dtype=torch.uint8) for name in ("k_cache", "v_cache")}
     where |= {name: torch.zeros(shape[0], 1, heads, dim).half() for name in ("k_scale", "k_min")}
@@ -83,7 +83,7 @@ def paged(keys, values, lengths: list[int], kv_format: str) -> dict:
     padded = (F.pad(x, (0, 0, 0, 0, 0, per_row * page - tokens)) for x in (keys, values))
     groups = (x.view(batch * per_row, page, heads, dim) for x in padded)
     names = "k_cache", "v_cache", "k_scale", "k_min", "v_scale", "v_min"
-    attention.quantize_and_cache(*groups, *(where[name] for name in names), table.flatten().long())
+    api.quantize_and_cache(*groups, *(where[name] for name in names), table.flatten().long())
     stored = [max(0, length - LAST) // group * group for length in lengths]
     for name, x in (("k_tail", keys), ("v_tail", values)):
         where[name] = x.new_zeros(batch, RING, heads, dim)
@@ -100,8 +100,8 @@ def measure(model: str, dtype: torch.dtype, lengths: list[int], repeats: int) ->
     query = q.view(batch, kv_heads, -1, dim)  # the group's queries as rows of one product: each key is read once
     mask, seqlens = None, torch.tensor(lengths)
     if min(lengths) < longest:
-        seen = attention_cpu_masks.visibility(seqlens[:, None] - 1, seqlens, longest, True, (-1, -1))
-        mask = attention_cpu_masks.additive(seen)
+        seen = masks.visibility(seqlens[:, None] - 1, seqlens, longest, True, (-1, -1))
+        mask = masks.additive(seen)
 
     def contiguous(keys, values):
         return F.scaled_dot_product_attention(query, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
@@ -115,9 +115,7 @@ def measure(model: str, dtype: torch.dtype, lengths: list[int], repeats: int) ->
         "contiguous_sdpa": (contiguous, copies(dict(keys=keys, values=values))),
         "gather_sdpa": (gathered, formats["auto"]),
     }
-    calls |= {
-        name: (functools.partial(attention.flash_attn_with_kvcache, q), caches) for name, caches in formats.items()
-    }
+    calls |= {name: (functools.partial(api.flash_attn_with_kvcache, q), caches) for name, caches in formats.items()}
     results = {name: call(**arguments[0]).view_as(q).float() for name, (call, arguments) in calls.items()}
     expected, errors = results["contiguous_sdpa"], {}
     for name, result in results.items():

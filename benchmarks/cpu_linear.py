@@ -8,7 +8,7 @@ that do not fit the last-level cache together, and the contenders take turns, so
 all of them. Times are medians with quartiles in microseconds; GB/s are bytes of the weight over the median, beside the
 bandwidth at which all threads read memory, measured first. "int4" and "int8" are what a layer uses: C++ kernels where they
 can be compiled; "int4 torch" and "int8 torch" are what it uses elsewhere, from torch's operators. `INT4_NATIVE_ROWS` and
-`INT8_NATIVE_ROWS` of hf_efficient.kernels.linear follow from the crossings reported at the end. "50 %" and "2:4" are pruned
+`INT8_NATIVE_ROWS` of hf_efficient.kernels.linear.weight_only follow from the crossings reported at the end. "50 %" and "2:4" are pruned
 bfloat16 weights, stored sparse; "bf16 recorded" is our own dense product, which recorded forwards use.
 """
 
@@ -28,9 +28,10 @@ import torch.nn.functional as F
 from hf_efficient.evaluation import environment
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
-from hf_efficient.kernels import activation_linear, tape, tape_fusion
-from hf_efficient.kernels.codes import packed_width
-from hf_efficient.kernels.linear import Int4CpuLinear, Int8CpuLinear, device_layout
+from hf_efficient.kernels.linear import w8a8 as activation_linear
+from hf_efficient.kernels.linear.codes import packed_width
+from hf_efficient.kernels.linear.weight_only import Int4CpuLinear, Int8CpuLinear, device_layout
+from hf_efficient.kernels.replay import fusion, recorder
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,8 +90,8 @@ def bf16(n: int, k: int):
 
 
 def bf16_recorded(n: int, k: int):
-    weight, instruction = torch.randn(n, k).bfloat16(), tape_fusion.Instruction(tape_fusion.OPS["DENSE"])
-    instruction.b.data, run = weight.data_ptr(), tape.interpreter()
+    weight, instruction = torch.randn(n, k).bfloat16(), fusion.Instruction(fusion.OPS["DENSE"])
+    instruction.b.data, run = weight.data_ptr(), recorder.interpreter()
 
     def call(x, weight=weight):
         y = x.new_empty(len(x), n)

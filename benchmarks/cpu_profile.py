@@ -5,7 +5,7 @@
 SmolLM2-135M-Instruct, batch 1, greedy; medians over the tokens after the first ones, in microseconds a token. Writes
 benchmarks/results/cpu_profile.json and prints the tables.
 
-Ours is timed at the borders of the loop > `RaggedModel` > `TapedForward` > replay. Every other token's replay goes in pieces, runs
+Ours is timed at the borders of the loop > `RaggedModel` > `CapturedForward` > replay. Every other token's replay goes in pieces, runs
 of instructions of one kind, with a clock between them; what an empty piece takes is subtracted, and the other tokens tell what
 a whole replay takes. Weights are read from where they are in a real token, so matrix products cost what they cost. The
 pieces' sum stands beside the whole replay: the rest is what the clocks disturb. Stock: one generation timed at the borders of
@@ -32,10 +32,10 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_efficient.evaluation import environment, samples
 from hf_efficient.generation.ragged_model import RaggedModel
-from hf_efficient.generation.taped_forward import TapedForward
-from hf_efficient.kernels import tape
-from hf_efficient.kernels.tape import Tape
-from hf_efficient.kernels.tape_fusion import OPS, Instruction
+from hf_efficient.generation.replay.captured_forward import CapturedForward
+from hf_efficient.kernels.replay import recorder
+from hf_efficient.kernels.replay.fusion import OPS, Instruction
+from hf_efficient.kernels.replay.recorder import Capture
 
 
 RESULTS = Path(__file__).parent / "results" / "cpu_profile.json"
@@ -121,7 +121,7 @@ def pieces_of(step) -> list[tuple[str, int, int]]:
 
 def in_pieces(tokens: Tokens):
     """A replay that notes how long it took, and at every other token how long each kind of piece."""
-    interpret, found = tape.interpreter(), {}
+    interpret, found = recorder.interpreter(), {}
     empty = []
     for _ in range(1000):
         start = time.perf_counter()
@@ -135,7 +135,7 @@ def in_pieces(tokens: Tokens):
                 return timing(tokens, "replay")(replay)(self)
             torch.get_num_threads()
             for step in self._steps:
-                if getattr(step, "func", None) is not tape._interpret:
+                if getattr(step, "func", None) is not recorder._interpret:
                     start = time.perf_counter()
                     step()
                     tokens.now["other operators, called"] += time.perf_counter() - start
@@ -157,12 +157,12 @@ def profile_ours(model, ids: torch.Tensor, new: int) -> dict[str, float]:
     generate(model, ids, new, Tokens())  # records
     tokens = Tokens()
     borders = {
-        "taped": (TapedForward, "__call__"),
+        "captured": (CapturedForward, "__call__"),
         "ragged": (RaggedModel, "__call__"),
         "rewind": (RaggedModel, "rewind"),
     }
     with ExitStack() as stack:
-        stack.enter_context(replaced(Tape, "replay", in_pieces(tokens)))
+        stack.enter_context(replaced(Capture, "replay", in_pieces(tokens)))
         for label, border in borders.items():
             stack.enter_context(replaced(*border, timing(tokens, label)))
         generate(model, ids, new, tokens)
@@ -174,8 +174,8 @@ def profile_ours(model, ids: torch.Tensor, new: int) -> dict[str, float]:
     return {
         **dict(sorted(parts.items(), key=lambda part: -part[1])),
         "replay, beyond its pieces": found["replay"] - sum(parts.values()),
-        "cache bookkeeping": found["taped"] - found["replay"] + found["rewind"],
-        "Python around the forward": found["ragged"] - found["taped"],
+        "cache bookkeeping": found["captured"] - found["replay"] + found["rewind"],
+        "Python around the forward": found["ragged"] - found["captured"],
         "Python in generate": found["whole"] - found["ragged"] - found["rewind"],
         "whole": found["whole"],
     }

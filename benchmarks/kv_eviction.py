@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_efficient
 from hf_efficient import AdaKV, EvictionPolicy, PagedCache, SinkWindow
-from hf_efficient.cache.kv_formats import KV_FORMATS
 from hf_efficient.cache.page_handle import PAGES, PageHandle
-from hf_efficient.cache.page_store import PageStore
-from hf_efficient.cache.quantized_store import QuantizedStore
+from hf_efficient.cache.stores.full_precision import PageStore
+from hf_efficient.cache.stores.kv_formats import KV_FORMATS
+from hf_efficient.cache.stores.quantized import QuantizedStore
 from hf_efficient.evaluation import environment, perplexity, samples
 
 

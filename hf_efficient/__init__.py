@@ -21,7 +21,7 @@ _PUBLIC = {
     "CalibrationConfig": "hf_efficient.configs",
     "PagedCache": "hf_efficient.cache.paged_cache",
     "PrefixCache": "hf_efficient.cache.prefix_cache",
-    "ContinuousBatchingConfig": "hf_efficient.integrations.continuous_batching_formats",
+    "ContinuousBatchingConfig": "hf_efficient.integrations.transformers_paged_formats",
     "Offload": "hf_efficient.cache.offload",
     "EvictionPolicy": "hf_efficient.cache.eviction.base",
     "AdaKV": "hf_efficient.cache.eviction.adakv",
@@ -35,9 +35,9 @@ _PUBLIC = {
     "BestOf": "hf_efficient.generation.drafters.best_of",
     "Drafter": "hf_efficient.generation.drafters.base",
     "PromptLookup": "hf_efficient.generation.drafters.prompt_lookup",
-    "Speculation": "hf_efficient.generation.speculation",
+    "Speculation": "hf_efficient.generation.speculation.options",
     "TokenRecycling": "hf_efficient.generation.drafters.token_recycling",
-    "TypicalAcceptance": "hf_efficient.generation.verification",
+    "TypicalAcceptance": "hf_efficient.generation.speculation.verification",
     "DraftHeads": "hf_efficient.generation.drafters.draft_heads",
     "EagleHead": "hf_efficient.generation.drafters.eagle",
     "MedusaHeads": "hf_efficient.generation.drafters.medusa",
@@ -45,18 +45,18 @@ _PUBLIC = {
     "AssistantDrafter": "hf_efficient.generation.drafters.assistant",
     "SelfSpeculation": "hf_efficient.generation.drafters.self_speculation",
     "TranslatedDrafter": "hf_efficient.generation.drafters.translated",
-    "SpeculativeGenerationMixin": "hf_efficient.generation.speculative",
+    "SpeculativeGenerationMixin": "hf_efficient.generation.decode",
     "enable_speculation": "hf_efficient.integrations.transformers_generation",
-    "speculative_generate": "hf_efficient.generation.speculative",
-    "prune_structure": "hf_efficient.integrations.structured_pruning",
+    "speculative_generate": "hf_efficient.generation.decode",
+    "prune_structure": "hf_efficient.compression.structured_pruning",
     "ContextualSparsity": "hf_efficient.pruning.contextual.saved",
     "sparsify_context": "hf_efficient.calibration.contextual",
-    "adopt": "hf_efficient.integrations.adopt",
-    "save_as_bitsandbytes": "hf_efficient.integrations.bitsandbytes",
-    "export": "hf_efficient.integrations.export",
-    "estimate": "hf_efficient.integrations.estimate",
-    "recover": "hf_efficient.integrations.recovery",
-    "KeepMasks": "hf_efficient.integrations.recovery.trainer",
+    "adopt": "hf_efficient.checkpoints.adopt",
+    "save_as_bitsandbytes": "hf_efficient.checkpoints.export.bitsandbytes",
+    "export": "hf_efficient.checkpoints.export",
+    "estimate": "hf_efficient.planning.estimate",
+    "recover": "hf_efficient.compression.recovery",
+    "KeepMasks": "hf_efficient.compression.recovery.trainer",
 }
 __all__ = ["__version__", "register", *_PUBLIC]
 
@@ -74,8 +74,8 @@ def __dir__() -> list[str]:
 
 def register() -> None:
     """Registers the quantizers and attention implementations with transformers. Idempotent; runs by itself on import."""
-    for name in ("transformers_quantizer", "transformers_attention", "adopt"):
-        importlib.import_module(f"hf_efficient.integrations.{name}").register()
+    for name in ("integrations.transformers_quantizer", "integrations.transformers_attention", "checkpoints.adopt"):
+        importlib.import_module(f"hf_efficient.{name}").register()
 
 
 def _register_peft() -> None:

@@ -47,7 +47,7 @@ class EfficientExperts(CompressedModule):
         """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H]. On a GPU the products of all
         experts are one launch each and nothing is read back (but by the backward pass and by adapters); elsewhere only the experts
         that have tokens run."""
-        from hf_efficient.kernels.tape import as_one_step  # late: models without experts need none of it
+        from hf_efficient.kernels.replay.recorder import as_one_step  # late: models without experts need none of it
 
         forward = functools.partial(self._forward, self.adapters)
         return as_one_step(forward, hidden_states, top_k_index, top_k_weights)
@@ -132,7 +132,7 @@ class EfficientSortedExperts(EfficientExperts):
     def forward(self, hidden_states: torch.Tensor):
         """hidden_states [E * T, H], those of the first expert first -> [E * T, H]. On a CPU rows of zeros, by which the router
         keeps a token from an expert and which give zeros, are not computed."""
-        from hf_efficient.kernels.tape import as_one_step  # late: as above
+        from hf_efficient.kernels.replay.recorder import as_one_step  # late: as above
 
         return as_one_step(functools.partial(self._forward, self.adapters), hidden_states)
 

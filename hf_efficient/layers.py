@@ -247,7 +247,7 @@ def apply_layout(layout, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
 class EfficientLinear(CompressedModule, nn.Linear):
     """A linear layer with a frozen compressed weight [out_features, in_features] and an ordinary bias.
 
-    Parameters: `qweight`, `scale`, `zero_point` (see `hf_efficient.kernels.linear`), `bias`, and `weight`, a `placeholder`
+    Parameters: `qweight`, `scale`, `zero_point` (see `hf_efficient.kernels.linear.weight_only`), `bias`, and `weight`, a `placeholder`
     in the compute dtype. Derives from `nn.Linear` so that PEFT takes it.
     `transposed`: it stands for a `Conv1D`, whose weight is [in_features, out_features].
     """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from hf_efficient.files import new_folder, why_not_new
 from hf_efficient.integrations import model_card
-from hf_efficient.integrations.beside import new_folder, why_not_new
 
 
 UPLOADED = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".png")

@@ -17,7 +17,7 @@ from hf_efficient.cache.page_handle import PAGES
 from hf_efficient.integrations import transformers_compile, transformers_warnings
 from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
 from hf_efficient.integrations import transformers_masks as masks
-from hf_efficient.kernels import attention, attention_cpu
+from hf_efficient.kernels.attention import api, torch_cpu
 
 
 _SUPPORTED = "transformers 5.23"
@@ -43,7 +43,7 @@ def flash_paged_attention_forward(
 
     Keys marked by a `PagedCache` are read from its blocks, those of continuous batching from transformers' pages. Anything
     else goes through transformers' own handling of padding and packed sequences, which ends in the functions of
-    `hf_efficient.kernels.attention`.
+    `hf_efficient.kernels.attention.api`.
 
     Raises ValueError for attention weights, attention dropout and masks that are not 2-D, RuntimeError for gradients.
     """
@@ -59,7 +59,7 @@ def flash_paged_attention_forward(
     options = dict(softmax_scale=scaling, causal=is_causal, window_size=window, softcap=softcap or 0.0, s_aux=s_aux)
     handle = getattr(key, PAGES, None)
     if handle is not None:
-        attention.check_inputs(query.transpose(1, 2), key_.transpose(1, 2), value.transpose(1, 2), dropout)
+        api.check_inputs(query.transpose(1, 2), key_.transpose(1, 2), value.transpose(1, 2), dropout)
         if not handle.written:
             if seen is None:
                 _refuse_packed(kwargs.get("position_ids"), query, handle)
@@ -76,7 +76,7 @@ def flash_paged_attention_forward(
         return output.contiguous(), None
     if seen is not None:
         options = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
-        output = attention_cpu.attend(query, key_, value, mask=attention_cpu.additive(seen[:, 0]), **options)
+        output = torch_cpu.attend(query, key_, value, mask=torch_cpu.additive(seen[:, 0]), **options)
         return output.contiguous(), None
     utils, paged_attention_cache, _ = _transformers()
     if isinstance(cache, paged_attention_cache):
@@ -99,7 +99,7 @@ def flash_paged_attention_forward(
         sliding_window=sliding_window,
         softcap=softcap,
         s_aux=s_aux,
-        attn_implementation=name if name in attention.ATTENTION_NAMES else attention.ATTENTION_NAMES[0],
+        attn_implementation=name if name in api.ATTENTION_NAMES else api.ATTENTION_NAMES[0],
         **kwargs,
     )
     return output, None
@@ -112,7 +112,7 @@ def _attend_all_queries(query, key, value, mask, **options):
     query, key, value = query.transpose(1, 2), key.transpose(1, 2)[:, :length], value.transpose(1, 2)[:, :length]
     key, indices, starts, longest, _ = _transformers()[0]._unpad_input(key, mask)
     firsts = torch.arange(0, (batch + 1) * width, width, dtype=torch.int32, device=query.device)
-    output = attention.flash_attn_varlen_func(
+    output = api.flash_attn_varlen_func(
         query.flatten(0, 1), key, value.flatten(0, 1)[indices], firsts, starts, width, longest, **options
     )
     return output.unflatten(0, (batch, width))
@@ -153,8 +153,8 @@ def _with_trailing_padding(output, query, columns, handle, options):
     keys, values = handle.layer.store.read(handle.step)
     lengths = torch.tensor(handle.step.lengths, device=keys.device)
     seen = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]
-    mask = attention_cpu.additive(seen[:, None].expand(-1, query.shape[2], -1))
-    behind = attention_cpu.attend(query, keys, values, mask=mask, **options)
+    mask = torch_cpu.additive(seen[:, None].expand(-1, query.shape[2], -1))
+    behind = torch_cpu.attend(query, keys, values, mask=mask, **options)
     return torch.where(trailing[..., None, None], behind, output)
 
 
@@ -220,7 +220,7 @@ def register() -> None:
                 f"hf_efficient's attention needs {owner.__name__}.{name}, which transformers {transformers.__version__} "
                 f"does not have. Supported: {_SUPPORTED}."
             )
-    for name in attention.ATTENTION_NAMES:
+    for name in api.ATTENTION_NAMES:
         AttentionInterface.register(name, flash_paged_attention_forward)
         AttentionMaskInterface.register(name, masks.flash_paged_mask)
     if not hasattr(utils._lazy_imports, "_hf_efficient"):
@@ -249,7 +249,7 @@ def _look_up_over_pages(original, stock):
             return function
         if torch.nn.functional.scaled_dot_product_attention is not attention_of_torch:
             return function
-        return original(self, attention.ATTENTION_NAMES[0])
+        return original(self, api.ATTENTION_NAMES[0])
 
     return __getitem__
 
@@ -257,8 +257,8 @@ def _look_up_over_pages(original, stock):
 def _answer_for_our_names(original, utils):
     @functools.wraps(original)
     def _lazy_imports(implementation, *args, **kwargs):
-        if implementation in attention.ATTENTION_NAMES:
-            functions = attention.flash_attn_func, attention.flash_attn_varlen_func, attention.flash_attn_with_kvcache
+        if implementation in api.ATTENTION_NAMES:
+            functions = api.flash_attn_func, api.flash_attn_varlen_func, api.flash_attn_with_kvcache
             return *functions, utils._pad_input, utils._unpad_input
         return original(implementation, *args, **kwargs)
 
@@ -280,7 +280,7 @@ def _allow_our_names(original):
     @functools.wraps(original)
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         compatible = getattr(self, "_compatible_flash_implementations", None)
-        if attn_implementation not in attention.ATTENTION_NAMES:
+        if attn_implementation not in api.ATTENTION_NAMES:
             return original(self, attn_implementation, *args, **kwargs)
         # transformers checks these for its own names only
         if not self._supports_flash_attn or not type(self)._can_set_attn_implementation():
@@ -300,7 +300,7 @@ def _allow_our_names(original):
                     f"attn_implementation={attn_implementation!r}: {type(self).__name__} needs a kernel of its own "
                     f'({compatible}). Use one of these, "sdpa" or "eager".'
                 )
-            type(self)._compatible_flash_implementations = [*compatible, *attention.ATTENTION_NAMES]
+            type(self)._compatible_flash_implementations = [*compatible, *api.ATTENTION_NAMES]
         return original(self, attn_implementation, *args, **kwargs)
 
     _check_and_adjust_attn_implementation._hf_efficient = True

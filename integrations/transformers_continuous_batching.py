@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from hf_efficient.kernels import attention
+from hf_efficient.kernels.attention import api
 
 
 _SHARED = "_hf_efficient_shared"
@@ -48,21 +48,21 @@ def attend_pages(
     if block_table is not None:  # one new token a row
         query, key, value = (new.permute(2, 0, 1, 3) for new in (query, key, value))
         seqlens = _shared(starts, is_first, lambda: starts.diff() - 1)  # -1 for the empty rows of a padded batch
-        output = attention.flash_attn_with_kvcache(
+        output = api.flash_attn_with_kvcache(
             query, k_pages, v_pages, key, value, cache_seqlens=seqlens, block_table=block_table[allocator.index], **options,
             **scales,
         )  # fmt: skip
         return output.transpose(0, 1)
     query, key, value = (new[0].transpose(0, 1) for new in (query, key, value))
-    attention.reshape_and_cache(key, value, k_pages, v_pages, write_index[allocator.index], **scales)
+    api.reshape_and_cache(key, value, k_pages, v_pages, write_index[allocator.index], **scales)
     longest = max_length_k[allocator.layer_type]
     table = _shared(starts, is_first, lambda: block_table_of(reads, starts, longest, allocator.tokens_per_page))
     if scales:
-        k_pages, v_pages = attention.gather_cache(
+        k_pages, v_pages = api.gather_cache(
             k_pages, v_pages, table, starts, key.dtype, **scales, num_tokens=reads.numel()
         )
         table = None
-    output = attention.flash_attn_varlen_func(
+    output = api.flash_attn_varlen_func(
         query, k_pages, v_pages, cu_seq_lens_q, starts, max_length_q, longest, block_table=table, **options
     )
     return output[None]
@@ -114,9 +114,9 @@ def register() -> None:
     """Opens transformers' decode path by block table to our names, and its cache to formats. Idempotent."""
     from transformers.generation.continuous_batching import initialization
 
-    from hf_efficient.integrations import continuous_batching_formats
+    from hf_efficient.integrations import transformers_paged_formats
 
-    continuous_batching_formats.register()
+    transformers_paged_formats.register()
     if not hasattr(initialization.is_flash_attention_requested, "_hf_efficient"):
         initialization.is_flash_attention_requested = _count_our_names(initialization.is_flash_attention_requested)
 
@@ -124,7 +124,7 @@ def register() -> None:
 def _count_our_names(original):
     @functools.wraps(original)
     def is_flash_attention_requested(config=None, *args, **kwargs):
-        if getattr(config, "_attn_implementation", None) in attention.ATTENTION_NAMES:
+        if getattr(config, "_attn_implementation", None) in api.ATTENTION_NAMES:
             return True  # of any version: what differs between them does not matter where this is called
         return original(config, *args, **kwargs)
 

@@ -4,8 +4,8 @@ from functools import cache
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from hf_efficient.generation.decode import AutomaticGenerationMixin, SpeculativeGenerationMixin
 from hf_efficient.generation.ragged_model import RaggedModel
-from hf_efficient.generation.speculative import AutomaticGenerationMixin, SpeculativeGenerationMixin
 
 
 def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:

@@ -9,6 +9,9 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer, auto
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from hf_efficient.calibration import loading
+from hf_efficient.checkpoints import checks, saving
+from hf_efficient.checkpoints.adopt import bitnet
 from hf_efficient.configs import (
     BitNetConfig,
     CompressionConfig,
@@ -24,19 +27,13 @@ from hf_efficient.experts import (
     is_sorted_experts,
     is_transposed,
 )
-from hf_efficient.integrations import (
-    calibrated_loading,
-    checkpoints,
-    patterns,
-    saving,
-    transformers_bitnet,
-    transformers_sub_configs,
-)
+from hf_efficient.integrations import transformers_sub_configs
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
-from hf_efficient.integrations.heap import HeapTrimmer
-from hf_efficient.integrations.targets import TargetChooser
 from hf_efficient.integrations.transformers_weight_conversions import QuantizeOnArrival, Resave, dequantizer
+from hf_efficient.kernels.native.heap import HeapTrimmer
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, CompressedWeight, EfficientLinear, stand_in
+from hf_efficient.targets import patterns
+from hf_efficient.targets.chooser import TargetChooser
 
 
 CONFIGS = (WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig)
@@ -50,7 +47,7 @@ def register() -> None:
         auto.AUTO_QUANTIZER_MAPPING[config.name] = EfficientQuantizer
         if config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
             auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (config,)
-    transformers_bitnet.register()
+    bitnet.register()
     transformers_sub_configs.register(tuple(config.name for config in CONFIGS))
     tensor_parallel.register()
 
@@ -86,7 +83,7 @@ class EfficientQuantizer(HfQuantizer):
         self._arrived, self._tied_head, self._heap = set(), None, HeapTrimmer()
         # of a checkpoint of transformers' BitNetQuantConfig, the modules that it holds in ternary form
         self._is_bitnet = getattr(self.quantization_config, "source", None) is not None
-        ternary = transformers_bitnet.settle_modules(self.quantization_config, model) if self._is_bitnet else None
+        ternary = bitnet.settle_modules(self.quantization_config, model) if self._is_bitnet else None
         self._prepare_head(model)
         self._weights = {}  # full name of a weight -> (CompressedWeight, whether the original is transposed)
         self._plan = {}  # full name of a module that is compressed after loading -> its config
@@ -132,10 +129,10 @@ class EfficientQuantizer(HfQuantizer):
         if not self.pre_quantized:
             patterns.check_overrides(self.quantization_config, model, {name for name, _, _ in targets})
         if self._is_bitnet:
-            transformers_bitnet.check_targets(self, ternary)
-        transformers_bitnet.attach_norms(self, model)
+            bitnet.check_targets(self, ternary)
+        bitnet.attach_norms(self, model)
         if self._plan:
-            calibrated_loading.prepare(self.quantization_config, self._plan, device_map, model.name_or_path)
+            loading.prepare(self.quantization_config, self._plan, device_map, model.name_or_path)
 
     def update_parallel_plan(self, model, plan):
         if plan is model.tp_plan:
@@ -208,7 +205,7 @@ class EfficientQuantizer(HfQuantizer):
     def _canonical_names(self) -> set[str]:
         if not hasattr(self, "_names"):
             self._names = {
-                checkpoints.part_name(name, weight, part)
+                checks.part_name(name, weight, part)
                 for name, (weight, _) in self._weights.items()
                 for part in weight.names()
             }
@@ -224,9 +221,9 @@ class EfficientQuantizer(HfQuantizer):
             and any(c.reverse_transform().rename_source_key(name)[1] is not None for name in self._weights)
         ]
         if self._is_bitnet:
-            return transformers_bitnet.conversions(self, model, weight_conversions)
+            return bitnet.conversions(self, model, weight_conversions)
         if self.pre_quantized:
-            checkpoints.check(self._checkpoint_files, self._weights, weight_conversions, model)
+            checks.check(self._checkpoint_files, self._weights, weight_conversions, model)
             if not self.quantization_config.dequantize:
                 return weight_conversions
             return weight_conversions + [dequantizer(self, leaf) for leaf in leaves]
@@ -237,7 +234,7 @@ class EfficientQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self._is_bitnet:
-            transformers_bitnet.finish(model)
+            bitnet.finish(model)
         if self.pre_quantized and self.quantization_config.dequantize:
             return model
         if not self.pre_quantized:
@@ -248,7 +245,7 @@ class EfficientQuantizer(HfQuantizer):
                     f"for example {missing[:3]}: is its config that of another architecture?"
                 )
         if self._plan:
-            calibrated_loading.run(model, self.quantization_config, self._plan)
+            loading.run(model, self.quantization_config, self._plan)
         is_cut = tensor_parallel.localize(model)
         # Compressed weights are saved as they are; converters would split or concatenate what is no longer a weight
         own = (Resave, QuantizeOnArrival)
@@ -281,8 +278,8 @@ class EfficientQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model, dtype=None):
-        if transformers_bitnet.has_norms(self.quantization_config):
-            raise ValueError(f"dequantize(): {transformers_bitnet.NO_PLACE_FOR_NORMS}")
+        if bitnet.has_norms(self.quantization_config):
+            raise ValueError(f"dequantize(): {bitnet.NO_PLACE_FOR_NORMS}")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         offloaded = [n for n, m in model.named_modules() if isinstance(m, CompressedModule) and m.is_offloaded]
         if offloaded:

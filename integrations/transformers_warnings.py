@@ -16,8 +16,8 @@ def register() -> None:
 
     @functools.wraps(original)
     def warn_if_padding_and_no_attention_mask(self, *args, **kwargs):
-        capture = sys.modules.get("hf_efficient.kernels.tape")
-        if capture is None or not capture.is_recording():
+        capture = sys.modules.get("hf_efficient.kernels.replay.recorder")
+        if capture is None or not capture.is_capturing():
             return original(self, *args, **kwargs)
 
     warn_if_padding_and_no_attention_mask._hf_efficient = True

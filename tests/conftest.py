@@ -51,10 +51,10 @@ def fresh_compiler():
 @pytest.fixture(autouse=True)
 def transformers_loop(request, monkeypatch):
     """Without a drafter `generate()` runs transformers' own loop, which ours is compared with, but in tests marked own_loop."""
-    from hf_efficient.generation import plain
+    from hf_efficient.generation import served
 
     if "own_loop" not in request.keywords:
-        monkeypatch.setattr(plain, "serves", lambda *args: False)
+        monkeypatch.setattr(served, "serves", lambda *args: False)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import functools
 
 from helpers import tiny_model
 
-from hf_efficient.cache import group_store
+from hf_efficient.cache.stores import grouped
 
 
 FORMATS = ("int8", "fp8", "int4", "int2")
@@ -13,7 +13,7 @@ ROUTES = ("flash_paged", "sdpa")
 
 def small_window(monkeypatch):
     """Rows quantize after a few tokens."""
-    monkeypatch.setattr(group_store, "WINDOW", 8)
+    monkeypatch.setattr(grouped, "WINDOW", 8)
 
 
 @functools.cache

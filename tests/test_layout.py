@@ -6,116 +6,34 @@ import subprocess
 import sys
 from pathlib import Path
 
+import import_graph
 import pytest
 
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# room -> rooms it may import (shared DESIGN: "the one direction of imports")
-MAY_IMPORT = {
-    "flash_paged": set(),
-    "efficient_linear": set(),
-    "kernels": {"flash_paged", "efficient_linear"},
-    "formats": {"kernels"},
-    "observers": set(),
-    "adapter_files": set(),
-    "configs": {"observers", "formats", "methods", "pruning"},
-    "methods": {"observers", "kernels", "formats"},
-    "pruning": {"observers", "kernels", "formats", "methods", "adapter_files"},
-    "layers": {"kernels", "formats"},
-    "calibration": {"observers", "configs", "kernels", "formats", "methods", "pruning", "layers"},
-    "cache": {"kernels"},
-    "generation": {"cache", "configs", "methods", "layers", "kernels", "adapter_files"},
-    "evaluation": set(),
-    "model_cards": set(),
-    "integrations": {
-        *("observers", "configs", "kernels", "formats", "methods", "layers", "calibration", "cache", "generation"),
-        *("pruning", "evaluation"),
-    },
-    "cli": {"configs", "evaluation", "integrations"},
-}
-# of integrations only what writes cards looks at reports, and only another program's entry point calls ours
-MAY_ALSO_IMPORT = {
-    "integrations/model_card.py": {"evaluation"},
-    "integrations/optimum_command/hf_efficient.py": {"cli"},
-}
-LAYER_FILES = {"layers.py", "linear_classes.py", "experts.py", "bitnet.py"}
 
-
-def sources() -> dict[Path, str]:
-    """Every source file of the package -> the room it stands in."""
-    found = {}
-    for path in (ROOT / "hf_efficient").rglob("*.py"):
-        first = path.relative_to(ROOT / "hf_efficient").parts[0]
-        if first != "__init__.py":
-            found[path] = "layers" if first in LAYER_FILES else first.removesuffix(".py")
-    for folder, room in (("integrations", "integrations"), ("model_cards", "model_cards")):
-        found |= {path: room for path in (ROOT / folder).rglob("*.py")}
-    for path in (ROOT / "kernels").glob("*/torch-ext/*/**/*.py"):
-        found[path] = path.relative_to(ROOT / "kernels").parts[2]
-    return found
-
-
-def package_of(path: Path, room: str) -> list[str]:
-    """The package that relative imports in `path` start from."""
-    if room in ("flash_paged", "efficient_linear"):
-        return ["hf_efficient", "kernels", room]
-    parts = path.parent.relative_to(ROOT).parts
-    return [*parts] if parts[0] == "hf_efficient" else ["hf_efficient", *parts]
-
-
-def imported_modules(path: Path, room: str) -> list[tuple[int, str]]:
-    modules = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            modules += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            start = package_of(path, room)
-            start = start[: len(start) + 1 - node.level] if node.level else []
-            module = ".".join([*start, *([node.module] if node.module else [])])
-            modules.append((node.lineno, module))
-            modules += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
-    return modules
-
-
-def room_of(module: str) -> str | None:
-    parts = module.split(".")
-    if parts[0] != "hf_efficient" or len(parts) == 1:
-        return None
-    if parts[1] == "kernels" and len(parts) > 2 and parts[2] in ("flash_paged", "efficient_linear"):
-        return parts[2]
-    room = "layers" if f"{parts[1]}.py" in LAYER_FILES else parts[1]
-    return room if room in MAY_IMPORT else None
-
-
-def test_every_file_stands_in_a_room():
-    assert {str(path.relative_to(ROOT)): room for path, room in sources().items() if room not in MAY_IMPORT} == {}
-
-
-def test_imports_go_one_way():
-    wrong = []
-    for path, room in sources().items():
-        for line, module in imported_modules(path, room):
-            target = room_of(module)
-            allowed = MAY_IMPORT[room] | MAY_ALSO_IMPORT.get(path.relative_to(ROOT).as_posix(), set())
-            if target and target != room and target not in allowed:
-                wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} imports {module}")
-    assert wrong == []
+def test_the_import_graph_keeps_its_rules():
+    assert import_graph.broken_rules() == []
 
 
 def test_kernel_folders_import_only_torch_triton_and_the_standard_library():
     allowed = set(sys.stdlib_module_names) | {"torch", "triton"}
-    wrong = []
-    for path, room in sources().items():
-        if room in ("flash_paged", "efficient_linear"):
-            own = f"hf_efficient.kernels.{room}."
-            wrong += [
-                f"{path.name}:{line}: {module}"
-                for line, module in imported_modules(path, room)
-                if module.split(".")[0] not in allowed and not f"{module}.".startswith(own)
-            ]
+    wrong = [
+        f"{path.name}:{node.lineno}: {name}"
+        for path in (ROOT / "kernels").glob("*/torch-ext/*/**/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in absolute_imports(node)
+        if name.split(".")[0] not in allowed
+    ]
     assert wrong == []
     assert not (ROOT / "kernels" / "__init__.py").exists(), "it would hide PyPI's kernels from transformers"
+
+
+def absolute_imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
 
 
 def python(code: str, **environment: str) -> str:

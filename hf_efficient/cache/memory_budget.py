@@ -2,8 +2,8 @@
 
 import torch
 
-from hf_efficient.cache.cache_state import CacheState
-from hf_efficient.cache.page_store import PageStore
+from hf_efficient.cache.bookkeeping.cache_state import CacheState
+from hf_efficient.cache.stores.full_precision import PageStore
 
 
 def parse_bytes(name: str, size: int | str) -> int:

@@ -9,7 +9,7 @@ import weakref
 from pathlib import Path
 
 from hf_efficient.cache.memory_budget import parse_bytes
-from hf_efficient.cache.tiered_store import TieredStore
+from hf_efficient.cache.stores.tiered import TieredStore
 
 
 class Offload:

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_efficient.cache.step import Step
+from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
 
 
 PAGES = "_hf_efficient_pages"  # the attribute of a key tensor that holds its PageHandle
@@ -16,7 +16,7 @@ class PageHandle:
 
     def __init__(self, layer):
         self.layer = layer
-        self.step: Step | None = None
+        self.step: ForwardPlan | None = None
         self.written = False
         self.value = None  # that was written
 

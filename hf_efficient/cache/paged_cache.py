@@ -7,17 +7,17 @@ import torch
 from transformers.cache_utils import Cache, DummyLayer
 
 from hf_efficient.cache import persistence
-from hf_efficient.cache.cache_state import CacheState
-from hf_efficient.cache.evicting_store import bind
+from hf_efficient.cache.bookkeeping.cache_state import CacheState
+from hf_efficient.cache.bookkeeping.row_tokens import RowTokens
+from hf_efficient.cache.decode_step import OwnLoops
 from hf_efficient.cache.eviction.base import EvictionPolicy
-from hf_efficient.cache.kv_formats import block_size_of
 from hf_efficient.cache.layer_kinds import layer_types_of, windows_of
 from hf_efficient.cache.memory_budget import MemoryBudget, check_pool_size
 from hf_efficient.cache.offload import CacheTiers, Offload
-from hf_efficient.cache.own_loops import OwnLoops
 from hf_efficient.cache.paged_layer import PagedLayer
-from hf_efficient.cache.row_tokens import RowTokens
 from hf_efficient.cache.stats import CacheStats
+from hf_efficient.cache.stores.evicting import bind
+from hf_efficient.cache.stores.kv_formats import block_size_of
 
 
 class PagedCache(OwnLoops, Cache):

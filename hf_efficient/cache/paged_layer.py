@@ -3,18 +3,18 @@
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_efficient.cache.cache_state import CacheState
-from hf_efficient.cache.contiguous import contiguous
-from hf_efficient.cache.device_tables import DeviceTables, to_device
-from hf_efficient.cache.evicting_store import EvictingStore
+from hf_efficient.cache.bookkeeping.cache_state import CacheState
+from hf_efficient.cache.bookkeeping.device_tables import DeviceTables, to_device
+from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
 from hf_efficient.cache.eviction.base import EvictionPolicy
 from hf_efficient.cache.eviction.rotary import Rotary
-from hf_efficient.cache.kv_formats import check_form, make_store
 from hf_efficient.cache.memory_budget import MemoryBudget
 from hf_efficient.cache.offload import CacheTiers
 from hf_efficient.cache.page_handle import PAGES, PageHandle
-from hf_efficient.cache.page_store import PageStore
-from hf_efficient.cache.step import Step
+from hf_efficient.cache.stores.contiguous import contiguous
+from hf_efficient.cache.stores.evicting import EvictingStore
+from hf_efficient.cache.stores.full_precision import PageStore
+from hf_efficient.cache.stores.kv_formats import check_form, make_store
 
 
 class PagedLayer(CacheLayerMixin):
@@ -144,7 +144,7 @@ class PagedLayer(CacheLayerMixin):
                 keys, values = (torch.nn.functional.pad(x, (0, 0, dropped[0], 0)) for x in (keys, values))
         return keys.contiguous(), values.contiguous()
 
-    def join_step(self, batch: int, width: int, mask: torch.Tensor | None = None) -> Step:
+    def join_step(self, batch: int, width: int, mask: torch.Tensor | None = None) -> ForwardPlan:
         """The plan of the current forward, made by the first layer that asks."""
         state = self.state
         if self.steps == state.steps:
@@ -160,7 +160,7 @@ class PagedLayer(CacheLayerMixin):
                 )
         return step
 
-    def prepare(self, step: Step, key: torch.Tensor, value: torch.Tensor) -> None:
+    def prepare(self, step: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
         """Makes the blocks of this step exist, moves and copies those that must be."""
         self.steps = -1  # until that is done
         if not self.is_initialized:
@@ -173,7 +173,7 @@ class PagedLayer(CacheLayerMixin):
         self._make_room(step)
         self.steps = self.state.steps
 
-    def _make_room(self, step: Step) -> None:
+    def _make_room(self, step: ForwardPlan) -> None:
         self.store.make_room(*step.change)
         if step.dropped is not None:
             self.store.drop(step.dropped)

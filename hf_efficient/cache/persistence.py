@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hf_efficient.cache.fingerprint import config_fingerprint, weights_fingerprint
+from hf_efficient.cache.bookkeeping.fingerprint import config_fingerprint, weights_fingerprint
 
 
 _FORMAT = "hf_efficient.paged_cache.1"

@@ -6,15 +6,15 @@ import weakref
 
 import torch
 
-from hf_efficient.cache.device_tables import to_device
-from hf_efficient.cache.kv_formats import block_size_of
-from hf_efficient.cache.lazy_zeros import lazy_zeros
+from hf_efficient.cache.bookkeeping.device_tables import to_device
+from hf_efficient.cache.bookkeeping.lazy_zeros import lazy_zeros
+from hf_efficient.cache.bookkeeping.model_key import ModelKey, check_model
+from hf_efficient.cache.bookkeeping.prefix_tree import UNKNOWN, PrefixTree
+from hf_efficient.cache.bookkeeping.row_tokens import mark_tokens
 from hf_efficient.cache.memory_budget import bytes_per_block, check_pool_size, parse_bytes
-from hf_efficient.cache.page_store import PageStore
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.cache.prefix_key import ModelKey, check_model
-from hf_efficient.cache.prefix_tree import UNKNOWN, PrefixTree
-from hf_efficient.cache.row_tokens import mark_tokens
+from hf_efficient.cache.stores.full_precision import PageStore
+from hf_efficient.cache.stores.kv_formats import block_size_of
 
 
 _INPUTS = {"input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"}

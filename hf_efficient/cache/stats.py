@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hf_efficient.cache.block_pool import BlockPool
+from hf_efficient.cache.bookkeeping.block_pool import BlockPool
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def check_calibration(calibration, config, model: str) -> None:
     transformers config is `config`, and ImportError where it is on the Hub and `datasets` is not installed."""
     if calibration is None or calibration.source != "dataset":
         return
+    from hf_efficient.calibration.loading import check_text
     from hf_efficient.cli.paths import check_folder, check_tokenizer
-    from hf_efficient.integrations.calibrated_loading import check_text
     from hf_efficient.integrations.model_card import is_hub_id
 
     given = calibration.dataset

@@ -67,10 +67,10 @@ def compress_and_save(name: str, config, output: str, asked: str, dtype: str = "
     import transformers
     from transformers import AutoTokenizer
 
+    from hf_efficient.calibration.loading import MissingText
     from hf_efficient.evaluation import memory
+    from hf_efficient.files import new_folder
     from hf_efficient.integrations import hub
-    from hf_efficient.integrations.beside import new_folder
-    from hf_efficient.integrations.calibrated_loading import MissingText
 
     ternary = config.name == "efficient_bitnet" and _quant_method(found) == "bitnet"  # read as it is
     if not ternary:

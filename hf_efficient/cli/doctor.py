@@ -12,7 +12,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints every finding; returns 1 when something is broken, else 0."""
-    from hf_efficient.integrations import doctor
+    from hf_efficient.planning import doctor
 
     findings = doctor.examine()
     print(json.dumps([dataclasses.asdict(each) for each in findings], indent=2) if options.json else listing(findings))

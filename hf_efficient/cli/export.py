@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: the target cannot hold the model; nothing is written.
     """
-    from hf_efficient.integrations.export import export
+    from hf_efficient.checkpoints.export import export
 
     if options.format != "gguf":
         check_output("--output", options.output)

@@ -13,7 +13,7 @@ def check_output(option: str, given: str, replaced: bool = True) -> Path:
 
     Raises ValueError where it holds something, or cannot be made.
     """
-    from hf_efficient.integrations.beside import why_not_new
+    from hf_efficient.files import why_not_new
 
     path = check_path(option, given)
     if not replaced and is_there(given, Path.is_dir) and not any(path.iterdir()):
@@ -25,7 +25,7 @@ def check_output(option: str, given: str, replaced: bool = True) -> Path:
 
 def check_folder(option: str, given: str) -> Path:
     """A folder that may hold files already, once it is sure that others can be written there. Raises ValueError otherwise."""
-    from hf_efficient.integrations.beside import nearest_folder
+    from hf_efficient.files import nearest_folder
 
     path = check_path(option, given)
     if path.exists() and not path.is_dir():

@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import hf_efficient
-    from hf_efficient.integrations.beside import new_folder
-    from hf_efficient.integrations.structured_pruning import check_arguments
+    from hf_efficient.compression.structured_pruning import check_arguments
+    from hf_efficient.files import new_folder
 
     arguments = {
         "method": options.method or ("shape" if shape else "llm_pruner"),

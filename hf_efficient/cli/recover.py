@@ -52,9 +52,9 @@ def run(options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM
 
     from hf_efficient import recover
+    from hf_efficient.compression.recovery import check_arguments, read_windows
+    from hf_efficient.files import new_folder
     from hf_efficient.integrations import hub
-    from hf_efficient.integrations.beside import new_folder
-    from hf_efficient.integrations.recovery import check_arguments, read_windows
 
     check_arguments(**given)
     tokenizer = check_tokenizer("model", options.model)

@@ -16,14 +16,14 @@ SOURCE_FIELDS = {
 class BitNetConfig(CompressionConfig):
     """Weights -1, 0 and 1 times a scale, inputs rounded to 8 bits a token (https://arxiv.org/abs/2402.17764). Pass it as
     `quantization_config` to `from_pretrained`: of an ordinary checkpoint (one that was trained for it, as with
-    `hf_efficient.bitnet.BitLinear`; others become useless) it ternarises each weight by its mean magnitude, a checkpoint of
+    `hf_efficient.bit_linear.BitLinear`; others become useless) it ternarises each weight by its mean magnitude, a checkpoint of
     transformers' `BitNetQuantConfig` it reads as it is.
 
     Args:
         per_channel: one scale a row instead of the paper's one a weight.
         dense: keep five weights in a byte (1.6 bits) instead of four (2 bits) on disk.
         rms_norm_eps: each ternary layer normalises its input first, by a child `rms_norm` with this epsilon (None: it does
-            not), as `hf_efficient.bitnet.BitLinear(rms_norm=True)` does.
+            not), as `hf_efficient.bit_linear.BitLinear(rms_norm=True)` does.
         modules_to_not_convert, overrides, quantize_lm_head, dequantize, version: as in `WeightOnlyConfig`.
 
     Raises:

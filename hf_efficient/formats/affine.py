@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.codes import pack_codes, packed_width, unpack_codes
-from hf_efficient.kernels.grouped_linear import GroupedTritonLinear
-from hf_efficient.kernels.linear import dequantize_weight, device_layout
+from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
+from hf_efficient.kernels.linear.grouped import GroupedTritonLinear
+from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from hf_efficient.kernels.linear import DequantizedLinear
+from hf_efficient.kernels.linear.weight_only import DequantizedLinear
 
 
 class Format:

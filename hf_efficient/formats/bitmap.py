@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_efficient.formats.masked import MaskedFormat
-from hf_efficient.kernels.codes import pack_codes, packed_width, unpack_codes
+from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
 
 
 @dataclass(frozen=True)

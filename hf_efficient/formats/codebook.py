@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.codebook_layout import codebook_layout, dequantize_codebook
-from hf_efficient.kernels.codes import pack_codes, packed_width, unpack_codes
+from hf_efficient.kernels.linear.codebook_layout import codebook_layout, dequantize_codebook
+from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
 
 
 _FP4_MAGNITUDES = tuple(value / 12 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))

@@ -6,10 +6,10 @@ import torch
 
 from hf_efficient.formats.affine import AffineFormat
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.codes import packed_width
-from hf_efficient.kernels.cpu_sparse import SparseLinear
-from hf_efficient.kernels.expanded_linear import DenseLinear, RestoredLinear
-from hf_efficient.kernels.linear import expand_groups
+from hf_efficient.kernels.linear.codes import packed_width
+from hf_efficient.kernels.linear.expanded import DenseLinear, RestoredLinear
+from hf_efficient.kernels.linear.native_sparse import SparseLinear
+from hf_efficient.kernels.linear.weight_only import expand_groups
 
 
 @dataclass(frozen=True)

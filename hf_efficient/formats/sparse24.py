@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats.masked import MaskedFormat
-from hf_efficient.kernels.expanded_linear import RestoredLinear
-from hf_efficient.kernels.sparse24_linear import Sparse24TritonLinear
+from hf_efficient.kernels.linear.expanded import RestoredLinear
+from hf_efficient.kernels.linear.sparse24 import Sparse24TritonLinear
 
 
 _GROUPS = 3  # of four columns in a byte: 6^3 = 216

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.quantized_activations import Float8Linear, Int8Linear, LlmInt8Linear
+from hf_efficient.kernels.linear.quantized_activations import Float8Linear, Int8Linear, LlmInt8Linear
 
 
 BLOCK = 128

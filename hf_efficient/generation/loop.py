@@ -4,13 +4,13 @@ from time import perf_counter
 
 import torch
 
-from hf_efficient.generation.adaptive_length import AdaptiveLength
 from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
 from hf_efficient.generation.output import Statistics
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import Sequences
-from hf_efficient.generation.token_tree import ancestors
-from hf_efficient.generation.verification import TypicalAcceptance, verify
+from hf_efficient.generation.speculation.draft_length import DraftLength
+from hf_efficient.generation.speculation.token_tree import ancestors
+from hf_efficient.generation.speculation.verification import TypicalAcceptance, verify
 
 
 # Tokens that rows may still get: recordings take 10 to 15 steps, and steps of half the rows two thirds of the time or more.
@@ -50,14 +50,14 @@ class SpeculativeLoop:
         self.length = None
         if adaptive and drafter is not None:
             timed = not (drafter.draws and do_sample)
-            self.length = AdaptiveLength(
+            self.length = DraftLength(
                 target.model,
                 sequences.batch_size,
                 drafter.max_tokens,
                 timed,
                 drafter.relative_cost,
                 target.padded,
-                target.recording_seconds,
+                target.capture_seconds,
                 draft,
             )
         self.seconds = dict.fromkeys(("draft", "verify", "host"), 0.0)
@@ -191,9 +191,9 @@ class SpeculativeLoop:
         rows = len(self.sequences.live)
         if self.keep_rows or not going or len(going) == rows:
             return False
-        if self.target.taped is None:
+        if self.target.captured is None:
             return True
-        worth = max(self.sequences.limits) >= WORTH_RECORDING or not self.target.recording_seconds(len(going), 1)
+        worth = max(self.sequences.limits) >= WORTH_RECORDING or not self.target.capture_seconds(len(going), 1)
         return len(going) <= rows // 2 and worth
 
     def _done(self) -> list[int]:

@@ -8,13 +8,13 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_efficient.cache.model_snapshot import ModelSnapshot
 from hf_efficient.cache.over_pages import over_pages
 from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.generation.model_snapshot import ModelSnapshot
 from hf_efficient.generation.ragged_model import RaggedModel
+from hf_efficient.generation.replay.captured_forward import can_be_captured, is_watched
 from hf_efficient.generation.stock_loop import exact_length, overrides_steps
-from hf_efficient.generation.taped_forward import can_be_recorded, is_watched
-from hf_efficient.kernels.attention import ATTENTION_NAMES
+from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
 _REGISTRIES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
@@ -24,7 +24,7 @@ class ModelState:
     """Of a model as it is now.
 
     reads_pages: its attention takes keys and values from the pages of a `PagedCache`; runs_over_pages: so it does when its
-    config says "sdpa", inside `over_pages`. is_recordable: its forwards of few tokens can be recorded, as far as is known
+    config says "sdpa", inside `over_pages`. is_capturable: its forwards of few tokens can be recorded, as far as is known
     before trying. exact_length: see `stock_loop`. kept: the recorded forwards that wait for the next call, the latest last.
     """
 
@@ -34,7 +34,7 @@ class ModelState:
         self.runs_over_pages = _runs_over_pages(model)
         self.reads_pages = self.runs_over_pages or _attention(model) in ATTENTION_NAMES
         self.reads_pages = self.reads_pages and not is_watched(model) and _takes_pages(model, self.runs_over_pages)
-        self.is_recordable = self.reads_pages and can_be_recorded(model) and not overrides_steps(model)
+        self.is_capturable = self.reads_pages and can_be_captured(model) and not overrides_steps(model)
         self.exact_length = exact_length(model)
         self.kept = []
         self.snapshot = ModelSnapshot(model)

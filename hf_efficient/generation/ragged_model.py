@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch.nn.functional import pad
 
+from hf_efficient.cache.bookkeeping.forward_plan import tree_mask
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.cache.step import tree_mask
 from hf_efficient.generation.decoder_layers import decoder_layers
-from hf_efficient.generation.taped_forward import TapedForward, is_being_watched, padded
+from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded
 
 
 TOGETHER = 256  # columns of prompts that are run together on a CPU: more gain nothing
@@ -33,8 +33,8 @@ class RaggedModel:
         max_position: largest position id given to the model, None for no limit (a draft may know fewer positions).
         hidden_of: if given, `hidden` [rows, columns, hidden size * (1 + layers)] is what the output head read in the last forward
             and, behind it, what these decoder layers (from 0) gave.
-        taped: what was recorded over this cache before.
-        is_recordable: forwards over `cache` may be recorded (`kept_tapes.take` says so).
+        captured: what was recorded over this cache before.
+        is_capturable: forwards over `cache` may be recorded (`kept_tapes.take` says so).
         holds: whether the model is still what it was, asked before every recorded forward; None where nobody changes it.
 
     Attributes:
@@ -51,12 +51,12 @@ class RaggedModel:
         max_new_tokens: int,
         max_position: int | None = None,
         hidden_of: tuple[int, ...] | None = None,
-        taped: TapedForward | None = None,
-        is_recordable: bool = False,
+        captured: CapturedForward | None = None,
+        is_capturable: bool = False,
         holds: Callable[[], bool] | None = None,
     ):
-        self.is_recordable, self.holds = is_recordable, holds
-        self.model, self.cache, self.hidden_of, self.taped = model, cache, hidden_of, taped
+        self.is_capturable, self.holds = is_capturable, holds
+        self.model, self.cache, self.hidden_of, self.captured = model, cache, hidden_of, captured
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
         self.limits_logits = model._supports_logits_to_keep()
 
@@ -122,14 +122,14 @@ class RaggedModel:
         for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):  # what is generated is text
             if key in self.extra:
                 self.extra[key] = torch.zeros_like(self.extra[key][:, -1:])
-        if not self.is_recordable or is_being_watched():
-            self.taped = None
-        elif self.taped is None:
-            self.taped = TapedForward(self._forward, self.cache)
+        if not self.is_capturable or is_being_watched():
+            self.captured = None
+        elif self.captured is None:
+            self.captured = CapturedForward(self._forward, self.cache)
         else:
-            self.taped.forward = self._forward
-        if self.taped is not None:
-            self.taped.holds = self.holds
+            self.captured.forward = self._forward
+        if self.captured is not None:
+            self.captured.holds = self.holds
         return logits
 
     def _check_first_layers(self) -> None:
@@ -207,8 +207,8 @@ class RaggedModel:
         if self.max_position is not None:
             positions = positions.clamp(max=self.max_position)
         self._appended, self.largest = width, None
-        if self.taped is not None and not self.extra:
-            outputs = self.taped(tokens, positions, None if tree is None else tree_mask(tree))
+        if self.captured is not None and not self.extra:
+            outputs = self.captured(tokens, positions, None if tree is None else tree_mask(tree))
             if outputs is not None:
                 logits, self.largest, self.hidden = (None if x is None else x[:, :width] for x in outputs)
                 filler = outputs[0].shape[1] - width
@@ -243,15 +243,15 @@ class RaggedModel:
     @property
     def settled(self) -> bool:
         """Whether forwards like the last one will take as long from now on: not before they are recorded."""
-        return self.taped is None or self.taped.settled
+        return self.captured is None or self.captured.settled
 
     def padded(self, rows: int, columns: int) -> int:
         """How many columns a forward of so many computes."""
-        return columns if self.taped is None else padded(rows, columns)
+        return columns if self.captured is None else padded(rows, columns)
 
-    def recording_seconds(self, rows: int, columns: int) -> float:
+    def capture_seconds(self, rows: int, columns: int) -> float:
         """What recording the next forward of so many takes, 0.0 where it is recorded or will not be."""
-        return 0.0 if self.taped is None or self.extra else self.taped.recording_seconds(rows, columns)
+        return 0.0 if self.captured is None or self.extra else self.captured.capture_seconds(rows, columns)
 
     def keep(self, columns: list[list[int]]) -> None:
         """Of the tokens of the last forward, row b keeps those numbered `columns[b]`, ascending."""

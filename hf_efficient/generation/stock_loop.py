@@ -2,7 +2,7 @@
 
 from transformers import GenerationMixin
 
-from hf_efficient.cache.prefix_key import rope_types
+from hf_efficient.cache.bookkeeping.model_key import rope_types
 
 
 _STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import hf_efficient
-from hf_efficient.integrations import adopt
+from hf_efficient.checkpoints import adopt
 from hf_efficient.integrations.peft import merge_and_unload
 from hf_efficient.layers import CompressedModule, EfficientLinear
 

@@ -16,7 +16,7 @@ from sessions import Reference, run
 
 from hf_efficient import PagedCache, enable_speculation
 from hf_efficient.generation import model_state
-from hf_efficient.kernels.tape import interpreter
+from hf_efficient.kernels.replay.recorder import interpreter
 
 
 pytestmark = [
@@ -154,7 +154,7 @@ def test_models_are_freed(points_back):
         model.model.layers[0].helper = functools.partial(print, model)
         model.save = model.save_pretrained
     expected = model.generate(**CALL[1])
-    assert torch.equal(model.generate(**CALL[1]), expected) and model_state.latest(model).is_recordable
+    assert torch.equal(model.generate(**CALL[1]), expected) and model_state.latest(model).is_capturable
     freed = weakref.ref(model)
     del model
     gc.collect()

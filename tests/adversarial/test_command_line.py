@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_efficient
+from hf_efficient import files
 from hf_efficient.cli import main
-from hf_efficient.integrations import beside
 
 
 WANTED = {  # what a command cannot do without; the output is "out" unless a test says otherwise
@@ -161,30 +161,30 @@ def test_a_folder_without_permission_is_named(command, call, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(beside.tempfile, "TemporaryDirectory", refuse)
-    monkeypatch.setattr(beside.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(files.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)
     assert "Permission denied" in call(*with_option(command, "--output", "new/out"))[1]
 
 
 def test_an_empty_folder_that_cannot_be_replaced_is_refused(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert "is the current folder" in beside.why_not_new(Path("."))
+    assert "is the current folder" in files.why_not_new(Path("."))
     monkeypatch.chdir(tmp_path)
-    assert beside.why_not_new(tmp_path / "here") is None
+    assert files.why_not_new(tmp_path / "here") is None
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "here")
-    assert "is a mount point" in beside.why_not_new(tmp_path / "here")
+    assert "is a mount point" in files.why_not_new(tmp_path / "here")
 
 
 def test_a_link_to_an_empty_folder_is_followed(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
-    assert beside.why_not_new(tmp_path / "link") is None
-    with beside.new_folder(tmp_path / "link") as aside:
+    assert files.why_not_new(tmp_path / "link") is None
+    with files.new_folder(tmp_path / "link") as aside:
         (aside / "file").touch()
     assert (tmp_path / "disk" / "file").is_file() and (tmp_path / "link").is_symlink()
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    assert beside.why_not_new(tmp_path / "circle") is not None
+    assert files.why_not_new(tmp_path / "circle") is not None
 
 
 NUMBERS = {
@@ -389,7 +389,7 @@ def test_a_missing_package_is_an_error_and_no_traceback(call, monkeypatch):
     real = builtins.__import__
 
     def without(name, *rest, **more):
-        if name == "hf_efficient.integrations.export":
+        if name == "hf_efficient.checkpoints.export":
             raise ImportError("export needs the package 'nothing'")
         return real(name, *rest, **more)
 

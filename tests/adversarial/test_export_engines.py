@@ -32,7 +32,7 @@ CASES = [  # config, target, whether vLLM reads it, what the warning offers
 def warnings(monkeypatch):
     """What the exporter warns of."""
     found = []
-    logger = logging.get_logger("hf_efficient.integrations.export")
+    logger = logging.get_logger("hf_efficient.checkpoints.export")
     monkeypatch.setattr(logger, "warning", found.append)
     return found
 

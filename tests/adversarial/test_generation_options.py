@@ -9,9 +9,10 @@ from helpers import TINY_MODELS, left_padded_batch, tiny_model
 from transformers import DynamicCache, LogitsProcessor, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_efficient import PagedCache, enable_speculation
-from hf_efficient.generation import model_state, plain
-from hf_efficient.generation.taped_forward import TapedForward
-from hf_efficient.kernels.tape import interpreter
+from hf_efficient.generation import model_state
+from hf_efficient.generation import served as plain
+from hf_efficient.generation.replay.captured_forward import CapturedForward
+from hf_efficient.kernels.replay.recorder import interpreter
 
 
 pytestmark = [
@@ -152,12 +153,12 @@ def test_prompts_of_32_bits(served):
 def test_hidden_states_once_do_not_end_the_fast_loop(served, monkeypatch):
     """transformers leaves its hooks in place."""
     model, replays = enable_speculation(tiny_model("llama")), []
-    ids, call = torch.randint(3, 128, (1, 6)), TapedForward.__call__
+    ids, call = torch.randint(3, 128, (1, 6)), CapturedForward.__call__
     expected = model.generate(ids, **OPTIONS)
     model.generate(ids, **OPTIONS, return_dict_in_generate=True, output_hidden_states=True)
     model(ids, output_hidden_states=True)
     assert any(module._forward_hooks for module in model.modules())
-    monkeypatch.setattr(TapedForward, "__call__", lambda *args: replays.append(call(*args)) or replays[-1])
+    monkeypatch.setattr(CapturedForward, "__call__", lambda *args: replays.append(call(*args)) or replays[-1])
     assert torch.equal(model.generate(ids, **OPTIONS), expected)
     assert served == [True, False, True] and replays[-1] is not None
 
@@ -272,6 +273,6 @@ def test_what_is_remembered_is_of_the_model_as_it_is():
     """`latest` is what `current` gave, and not looked at again."""
     model = tiny_model("llama")
     state = model_state.current(model)
-    assert model_state.latest(model) is state is model_state.current(model) and state.is_recordable
+    assert model_state.latest(model) is state is model_state.current(model) and state.is_capturable
     model.train()
-    assert not model_state.current(model).is_recordable
+    assert not model_state.current(model).is_capturable

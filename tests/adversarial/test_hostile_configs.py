@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import hf_efficient
 from hf_efficient import BitNetConfig, SparseConfig, W8A8Config, WeightOnlyConfig
+from hf_efficient.checkpoints import adopt
+from hf_efficient.checkpoints.adopt.target_patterns import LONGEST, TargetPatterns
 from hf_efficient.configs import module_matches
-from hf_efficient.integrations import adopt
-from hf_efficient.integrations.adopt.target_patterns import LONGEST, TargetPatterns
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hf_efficient import W8A8Config, WeightOnlyConfig
-from hf_efficient.integrations import meta_model, transformers_dtypes
+from hf_efficient.integrations import transformers_dtypes
 from hf_efficient.layers import CompressedModule
+from hf_efficient.planning import meta_model
 
 
 SIZES = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, bos_token_id=1, eos_token_id=2, pad_token_id=0)

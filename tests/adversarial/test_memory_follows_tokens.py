@@ -9,9 +9,10 @@ import torch
 from helpers import tiny_model
 
 from hf_efficient import PagedCache, enable_speculation
-from hf_efficient.cache.lazy_zeros import lazy_zeros
+from hf_efficient.cache.bookkeeping.lazy_zeros import lazy_zeros
 from hf_efficient.cache.stats import written_bytes
-from hf_efficient.generation import kept_tapes, model_state
+from hf_efficient.generation import model_state
+from hf_efficient.generation.replay import pool
 
 
 pytestmark = pytest.mark.own_loop
@@ -88,5 +89,5 @@ def test_a_cache_of_which_much_was_written_is_not_kept(monkeypatch):
 
     small = written_bytes(generate(20)[-1].cache)
     assert written_bytes(generate(20)[-1].cache) == small, "the same blocks again"
-    monkeypatch.setattr(kept_tapes, "MOST_BYTES", 2 * small)
+    monkeypatch.setattr(pool, "MOST_BYTES", 2 * small)
     assert generate(20) and not generate(200)

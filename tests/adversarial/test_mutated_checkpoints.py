@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.quantizers import auto  # noqa: E402
 
 import hf_efficient  # noqa: E402
-from hf_efficient.integrations import adopt  # noqa: E402
+from hf_efficient.checkpoints import adopt  # noqa: E402
 from hf_efficient.layers import EfficientLinear  # noqa: E402
 
 

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from helpers import tiny_model
 
 from hf_efficient import enable_speculation
-from hf_efficient.generation import plain
-from hf_efficient.kernels import attention_cpu_compiled, contextual_mlp, cpu_build
-from hf_efficient.kernels.tape import Tape, _interpret, interpreter
+from hf_efficient.generation import served
+from hf_efficient.kernels.attention import native_cpu
+from hf_efficient.kernels.linear import contextual_mlp
+from hf_efficient.kernels.native import build
+from hf_efficient.kernels.replay.recorder import Capture, _interpret, interpreter
 
 
 pytestmark = [
@@ -26,7 +28,7 @@ LIMIT = {"gpt2": "n_positions", "opt": "max_position_embeddings"}
 @pytest.mark.parametrize("place", [0, 4])
 def test_a_look_up_beyond_the_table(bad, place):
     weight, index = torch.randn(7, 40), torch.tensor([0, 6, 3, 2, 1])
-    tape = Tape(lambda: F.embedding(index, weight))
+    tape = Capture(lambda: F.embedding(index, weight))
     assert [step.func for step in tape._steps] == [_interpret], "an instruction and no call of torch"
     before = tape.replay().clone()
     index[place] = bad
@@ -43,7 +45,9 @@ def test_look_ups_of_other_forms():
     """int32 indices, and tables and indices that are not contiguous."""
     weight, index = torch.randn(7, 40), torch.tensor([[0, 6], [3, 2]])
     narrow = index.int()
-    tape = Tape(lambda: (F.embedding(narrow, weight), F.embedding(index.t(), weight), F.embedding(index, weight.t())))
+    tape = Capture(
+        lambda: (F.embedding(narrow, weight), F.embedding(index.t(), weight), F.embedding(index, weight.t()))
+    )
     index[1, 0], narrow[1, 0] = 5, 4
     expected = weight[narrow.long()], weight[index.t()], weight.t()[index]
     assert all(map(torch.equal, tape.replay(), expected))
@@ -55,7 +59,7 @@ def test_look_ups_of_other_forms():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bias_that_is_broadcast(dtype):
     x, weight, bias = torch.randn(3, 64).to(dtype), torch.randn(24, 64).to(dtype), torch.randn(1).to(dtype)
-    tape = Tape(lambda: torch.addmm(bias, x, weight.t()))
+    tape = Capture(lambda: torch.addmm(bias, x, weight.t()))
     bias.fill_(5)
     torch.testing.assert_close(tape.replay(), torch.addmm(bias, x, weight.t()), rtol=2**-7, atol=0.1)
 
@@ -64,14 +68,14 @@ def test_a_bias_that_is_broadcast(dtype):
 @pytest.mark.parametrize("name", LIMIT)
 def test_positions_end_where_those_of_transformers_do(name, dtype, monkeypatch):
     model = enable_speculation(tiny_model(name, dtype, eos_token_id=None, **{LIMIT[name]: 40}))
-    replays, replay = [], Tape.replay
-    monkeypatch.setattr(Tape, "replay", lambda self: replays.append(1) or replay(self))
+    replays, replay = [], Capture.replay
+    monkeypatch.setattr(Capture, "replay", lambda self: replays.append(1) or replay(self))
 
     def generate(rows, new, ours, **options):
         ids = torch.arange(3, 8).expand(rows, -1)
         with monkeypatch.context() as patch:
             if not ours:
-                patch.setattr(plain, "serves", lambda *args: False)
+                patch.setattr(served, "serves", lambda *args: False)
             return model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **options)
 
     for rows in (1, 3):
@@ -91,18 +95,18 @@ def test_positions_end_where_those_of_transformers_do(name, dtype, monkeypatch):
 @pytest.mark.parametrize("what", ["block", "length", "table"])
 def test_blocks_and_lengths_beyond_the_pages(what):
     """Of a captured attention, whose tables and lengths change between replays."""
-    from hf_efficient.kernels import attention
+    from hf_efficient.kernels.attention import api
 
     keys, values = torch.randn(2, 6, 16, 2, 32)
     table, lengths = torch.tensor([[0, 2], [4, 5]], dtype=torch.int32), torch.tensor([3, 17], dtype=torch.int32)
     q, new_keys, new_values = torch.randn(2, 1, 4, 32), *torch.randn(2, 2, 1, 2, 32)
 
     def attend():
-        return attention.flash_attn_with_kvcache(
+        return api.flash_attn_with_kvcache(
             q, keys, values, new_keys, new_values, cache_seqlens=lengths, block_table=table, causal=True
         )
 
-    tape = Tape(attend)
+    tape = Capture(attend)
     assert [step.func for step in tape._steps] == [_interpret]
     before = keys.clone(), values.clone()
     if what == "block":
@@ -140,7 +144,7 @@ interpreter()(ctypes.addressof(one), 1)
 """
 
 
-@pytest.mark.skipif(not os.environ.get(cpu_build.SANITIZE), reason="`make sanitize` runs this")
+@pytest.mark.skipif(not os.environ.get(build.SANITIZE), reason="`make sanitize` runs this")
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
@@ -158,8 +162,8 @@ def test_the_sanitizers_see_an_overrun(sizes, words):
 
 
 def test_sanitized_libraries_are_others(monkeypatch):
-    monkeypatch.delenv(cpu_build.SANITIZE, raising=False)
-    assert cpu_build.sanitizer_flags() == []
-    monkeypatch.setenv(cpu_build.SANITIZE, "address,undefined")
-    assert "-fsanitize=address,undefined" in cpu_build.sanitizer_flags()
-    assert attention_cpu_compiled.kernel(torch.float32) is not None
+    monkeypatch.delenv(build.SANITIZE, raising=False)
+    assert build.sanitizer_flags() == []
+    monkeypatch.setenv(build.SANITIZE, "address,undefined")
+    assert "-fsanitize=address,undefined" in build.sanitizer_flags()
+    assert native_cpu.kernel(torch.float32) is not None

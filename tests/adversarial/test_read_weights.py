@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_efficient import CalibrationConfig, W8A8Config, WeightOnlyConfig
 from hf_efficient.experts import EfficientExperts
-from hf_efficient.integrations import read_weights
 from hf_efficient.layers import CompressedModule
+from hf_efficient.targets import read_weights
 
 
 INT4 = dict(bits=4, group_size=32)
@@ -219,7 +219,7 @@ def test_layers_whose_codes_are_renamed_when_saved_stay_dense(monkeypatch):
     """As `k_sconv.weight_proj` of Inkling 2, which transformers saves without `.weight`."""
     from transformers.core_model_loading import WeightRenaming
 
-    from hf_efficient.integrations import held_weights
+    from hf_efficient.targets import held_weights
 
     renamings = [WeightRenaming(r"(sconv)\.weight_proj", r"\1.weight_proj.weight"), WeightRenaming("old", "new")]
     monkeypatch.setattr(held_weights, "get_model_conversion_mapping", lambda *args, **kwargs: renamings)

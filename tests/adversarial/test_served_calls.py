@@ -7,8 +7,8 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from hf_efficient import enable_speculation
-from hf_efficient.generation import plain
-from hf_efficient.kernels.tape import interpreter
+from hf_efficient.generation import served
+from hf_efficient.kernels.replay.recorder import interpreter
 
 
 pytestmark = [
@@ -58,8 +58,8 @@ LEFT = {
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_served_calls(name, monkeypatch):
-    model, answers, serves = enable_speculation(tiny_model(name)), [], plain.serves
-    monkeypatch.setattr(plain, "serves", lambda *args: answers.append(serves(*args)) or answers[-1])
+    model, answers, serves = enable_speculation(tiny_model(name)), [], served.serves
+    monkeypatch.setattr(served, "serves", lambda *args: answers.append(serves(*args)) or answers[-1])
     if model.config._attn_implementation == "eager":  # transformers offers no SDPA for this one
         model.set_attn_implementation("flash_paged")
     options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)

@@ -9,7 +9,7 @@ from helpers import tiny_model
 from transformers import TextIteratorStreamer
 
 from hf_efficient import PagedCache, enable_speculation
-from hf_efficient.kernels.tape import interpreter
+from hf_efficient.kernels.replay.recorder import interpreter
 
 
 pytestmark = [

@@ -59,6 +59,8 @@ def kernel_device() -> str:
     return "cpu" if INTERPRETED else "cuda"
 
 
-@pytest.fixture
-def transformers_loop():
-    """Kernels generate no text, so transformers need not be imported for the fixture of that name in tests/conftest.py."""
+if INTERPRETED:
+
+    @pytest.fixture
+    def transformers_loop():
+        """Kernels generate no text: without the fixture of that name in tests/conftest.py, transformers is not imported."""

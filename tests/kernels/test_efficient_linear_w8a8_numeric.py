@@ -4,8 +4,9 @@ import pytest
 import torch
 from helpers import assert_close
 
-from hf_efficient.kernels import activation_linear, efficient_linear
+from hf_efficient.kernels import efficient_linear
 from hf_efficient.kernels.efficient_linear import activation_quant, activation_reference, w8a8, w8a8_configs
+from hf_efficient.kernels.linear import w8a8 as activation_linear
 
 
 FORMATS = activation_quant.FORMATS

@@ -7,7 +7,7 @@ from transformers import AttentionInterface, GenerationMixin, PreTrainedModel
 
 from hf_efficient.integrations.transformers_attention import flash_paged_attention_forward
 from hf_efficient.integrations.transformers_generation import enable_automatic
-from hf_efficient.kernels.attention import ATTENTION_NAMES
+from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
 def force_loop() -> None:

@@ -27,8 +27,9 @@ from upstream_compare import Difference, compare, compare_models, is_tie
 
 import hf_efficient
 from hf_efficient import PagedCache, enable_speculation
-from hf_efficient.generation import speculative, taped_forward
-from hf_efficient.kernels.attention import ATTENTION_NAMES
+from hf_efficient.generation import decode as speculative
+from hf_efficient.generation.replay import captured_forward
+from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
 DRAFTS = 3  # tokens that prompt lookup proposes
@@ -54,7 +55,7 @@ class NotAsked(Exception):
 def install(record) -> None:
     """Wraps `GenerationMixin.generate`; record: called with each entry. Forwards are captured at their first run, for these
     tests generate few tokens."""
-    taped_forward.BEFORE_RECORDING = 0
+    captured_forward.EAGER_FORWARDS = 0
     original, state, counter = GenerationMixin.generate, threading.local(), iter(range(10**9))
     speculative._decode = _noting(speculative._decode)
 

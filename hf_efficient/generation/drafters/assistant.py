@@ -5,14 +5,15 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.generation import kept_tapes, model_state
+from hf_efficient.generation import model_state
 from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
 from hf_efficient.generation.drafters.draft_heads import best_first
 from hf_efficient.generation.left_padding import is_left_padded
 from hf_efficient.generation.ragged_model import RaggedModel
+from hf_efficient.generation.replay import pool
 from hf_efficient.generation.sequences import Sequences
-from hf_efficient.generation.token_tree import ancestors
-from hf_efficient.generation.verification import largest
+from hf_efficient.generation.speculation.token_tree import ancestors
+from hf_efficient.generation.speculation.verification import largest
 
 
 _BEAM = 4  # nodes of a tree continued at each depth
@@ -83,9 +84,11 @@ class AssistantDrafter(Drafter):
         if is_left_padded(prompts, kwargs):
             kept = self._take(len(prompts), tokens)
         else:
-            kept = kept_tapes.Kept.of(PagedCache(self.model.config))
+            kept = pool.PoolEntry.of(PagedCache(self.model.config))
         self._borrowed = kept
-        self.runner = RaggedModel(self.model, kept.cache, max_new_tokens, last, None, kept.taped, kept.is_recordable)
+        self.runner = RaggedModel(
+            self.model, kept.cache, max_new_tokens, last, None, kept.captured, kept.is_capturable
+        )
         prompts = prompts.to(self.model.device)
         mask = None if mask is None else mask.to(self.model.device)
         ones = torch.ones_like(prompts) if mask is None else mask.long()
@@ -94,8 +97,8 @@ class AssistantDrafter(Drafter):
             kwargs["logits_to_keep"] = 1
         self.runner.prefill(prompts, self.sequences.generation_config, kwargs)
 
-    def _take(self, rows: int, tokens: int | None) -> kept_tapes.Kept:
-        return kept_tapes.take(self.model, rows, tokens, None, model_state.current(self.model))
+    def _take(self, rows: int, tokens: int | None) -> pool.PoolEntry:
+        return pool.take(self.model, rows, tokens, None, model_state.current(self.model))
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         width = min(self.max_tokens, max(limits), nodes)
@@ -190,7 +193,7 @@ class AssistantDrafter(Drafter):
 
     def _end_with_the_rows(self) -> None:
         if not any(map(self.sequences.unfinished, self.sequences.live)):
-            kept_tapes.give_back(self._borrowed, self.runner.taped)
+            pool.give_back(self._borrowed, self.runner.captured)
             self.runner = self.sequences = self._borrowed = None  # the drafter may stay, its cache need not
 
     def select(self, rows: list[int]) -> None:

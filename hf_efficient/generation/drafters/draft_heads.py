@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers.utils import PushToHubMixin, cached_file
 
 from hf_efficient import adapter_files
-from hf_efficient.cache.prefix_key import version_of
+from hf_efficient.cache.bookkeeping.model_key import version_of
 from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
 
 

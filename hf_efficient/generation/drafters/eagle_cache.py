@@ -6,7 +6,7 @@ import functools
 import torch
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
-from hf_efficient.kernels.recorded import Recorded
+from hf_efficient.kernels.replay.function import CapturedFunction
 
 
 ROOM = 256  # columns at first
@@ -40,7 +40,7 @@ class EagleCache:
             self.keys, self.values = (pad(states, (0, 0, 0, more)) for states in (self.keys, self.values))
             self._turns = self.heads.turns(torch.arange(self.columns, device=self.keys.device))
             forward = functools.partial(self._forward, self._attend_grouped)
-            self._recorded = {last: Recorded(functools.partial(forward, last)) for last in (False, True)}
+            self._recorded = {last: CapturedFunction(functools.partial(forward, last)) for last in (False, True)}
 
     def copy(self, other: "EagleCache", rows: list[int]) -> None:
         """Takes over `rows` of another cache with the same `tree`."""

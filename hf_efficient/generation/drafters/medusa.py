@@ -7,7 +7,7 @@ import torch
 
 from hf_efficient.generation.drafters.base import MAX_NODES, Proposal
 from hf_efficient.generation.drafters.draft_heads import DraftHeads, best_first
-from hf_efficient.kernels.recorded import Recorded
+from hf_efficient.kernels.replay.function import CapturedFunction
 
 
 class MedusaHeads(DraftHeads):
@@ -55,7 +55,7 @@ class MedusaHeads(DraftHeads):
         ranks, parents, depths = self._tree
         branches = int(ranks.max()) + 1
         if branches not in self._recorded:
-            self._recorded[branches] = Recorded(functools.partial(self._guess, branches))
+            self._recorded[branches] = CapturedFunction(functools.partial(self._guess, branches))
         likely, places = (x.cpu().numpy() for x in self._recorded[branches](self._hidden.to(self.bias), self._heat))
         tokens, confidence = self._names[places[:, depths - 1, ranks]], likely[:, depths - 1, ranks]
         for depth in range(2, self.max_tokens + 1):

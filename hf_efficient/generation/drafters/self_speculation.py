@@ -5,10 +5,11 @@ import weakref
 import torch
 
 from hf_efficient.configs import WeightOnlyConfig
-from hf_efficient.generation import kept_tapes, model_state
+from hf_efficient.generation import model_state
 from hf_efficient.generation.drafters.assistant import AssistantDrafter, check_tree, draft_settings
 from hf_efficient.generation.drafters.layer_skip import skippable_layers, with_layers
 from hf_efficient.generation.drafters.low_precision import low_precision_modules, with_modules
+from hf_efficient.generation.replay import pool
 
 
 GROUP_SIZE = 32  # weights that share a scale: what the kernels of every device read, and small enough for 2 bits
@@ -71,9 +72,9 @@ class SelfSpeculation(AssistantDrafter):
         super().check(model)
         self.relative_cost = _bytes(self.model) / _bytes(model)
 
-    def _take(self, rows: int, tokens: int | None) -> kept_tapes.Kept:
+    def _take(self, rows: int, tokens: int | None) -> pool.PoolEntry:
         # the draft is a view of the target, made anew for every call, so nothing recorded of it would be found again
-        return kept_tapes.take(self.model, rows, tokens, None, self._state, keep=False)
+        return pool.take(self.model, rows, tokens, None, self._state, keep=False)
 
     def _kept(self, count: int) -> list[int]:
         if self.exit_layer is not None and self.exit_layer > count:

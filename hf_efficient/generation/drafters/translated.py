@@ -7,7 +7,7 @@ from hf_efficient.generation.drafters.base import Proposal
 from hf_efficient.generation.drafters.translation import Translation
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import Sequences
-from hf_efficient.generation.verification import largest
+from hf_efficient.generation.speculation.verification import largest
 
 
 ENOUGH = 0.5  # of the smaller vocabulary: with so many tokens in common they are drafted one by one

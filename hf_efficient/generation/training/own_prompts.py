@@ -3,8 +3,8 @@
 import torch
 from transformers import GenerationConfig
 
-from hf_efficient.generation.speculation import Speculation
-from hf_efficient.generation.speculative import speculative_generate
+from hf_efficient.generation.decode import speculative_generate
+from hf_efficient.generation.speculation.options import Speculation
 from hf_efficient.generation.training.recorder import Recorder
 
 

@@ -7,9 +7,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
+from hf_efficient.generation.decode import speculative_generate
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
-from hf_efficient.generation.speculation import Speculation
-from hf_efficient.generation.speculative import speculative_generate
+from hf_efficient.generation.speculation.options import Speculation
 from hf_efficient.generation.training.own_prompts import own_prompts
 from hf_efficient.generation.training.prompts import default_prompts
 from hf_efficient.generation.training.recorder import Recorder

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_efficient.kernels.contextual_mlp import ACTIVATIONS, choose
+from hf_efficient.kernels.linear.contextual_mlp import ACTIVATIONS, choose
 
 
 MOST_ROWS = 8  # beyond, together they call for most neurons and the whole layer is no slower

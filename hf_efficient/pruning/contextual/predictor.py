@@ -14,7 +14,7 @@ A neuron contributes act(gate) * up times its column of the last linear; its imp
 import torch
 import torch.nn.functional as F
 
-from hf_efficient.kernels.contextual_mlp import ACTIVATIONS
+from hf_efficient.kernels.linear.contextual_mlp import ACTIVATIONS
 
 
 _RIDGE = 1e-4  # of the mean variance of an input

@@ -1,0 +1,1 @@
+"""Where the pages of a layer lie, in which format."""

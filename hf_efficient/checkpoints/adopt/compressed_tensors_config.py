@@ -1,0 +1,44 @@
+"""The `config_groups` of a compressed-tensors checkpoint, checked field by field before anything is read from them."""
+
+from hf_efficient.checkpoints.adopt.foreign import text, typed
+
+
+_NULL = type(None)
+_FIELDS = {  # of weights and activations: types, and how they are called in an error
+    "num_bits": ((int, _NULL), "an integer"),
+    "type": ((str, _NULL), "a string"),
+    "strategy": ((str, _NULL), "a string or null"),
+    "symmetric": ((bool,), "true or false"),
+    "group_size": ((int, _NULL), "an integer or null"),
+    "block_structure": ((list, tuple, str, _NULL), "a list of two integers or null"),
+    "actorder": ((str, bool, _NULL), "a string, true, false or null"),
+    "dynamic": ((bool, str), "true, false or 'local'"),
+}
+_SIDES = ("weights", "input_activations", "output_activations")
+
+
+def quantized_groups(saved: dict) -> list[dict]:
+    """The groups that have quantized weights. Raises ValueError, naming the field, for a value of another type than it has."""
+    where = "config_groups"
+    groups = typed(where, saved.get(where), (dict, _NULL), "an object of groups or null") or {}
+    for name, group in groups.items():
+        where = f"config_groups.{name}"
+        typed(where, group, (dict,), "an object with weights and targets")
+        targets = typed(f"{where}.targets", group.get("targets"), (list, tuple, _NULL), "a list of strings or null")
+        for target in targets or ():
+            typed(f"{where}.targets", target, (str,), "a list of strings or null")
+        for side in _SIDES:
+            scheme = typed(f"{where}.{side}", group.get(side), (dict, _NULL), "an object or null") or {}
+            for field, (kinds, allowed) in _FIELDS.items():
+                if field in scheme:
+                    value = scheme[field]
+                    typed(
+                        f"{where}.{side}.{field}", value if isinstance(value, kinds) else _plain(value), kinds, allowed
+                    )
+        typed(f"{where}.format", _plain(group.get("format")), (str, _NULL), "a string or null")
+    return [group for group in groups.values() if group.get("weights")]
+
+
+def _plain(value):
+    """A value that may be of an enum of the library's."""
+    return text(value) if hasattr(value, "value") else value

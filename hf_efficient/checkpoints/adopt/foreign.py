@@ -1,0 +1,72 @@
+"""What every format of another library answers, and what they share."""
+
+import torch
+
+from hf_efficient.checkpoints.adopt.stored import FLOATS, StoredWeight
+
+
+class Foreign:
+    """A format of another library, as the `quantization_config` of one checkpoint describes it.
+
+    `parts`: names of the tensors that stand for a weight, after the module's name and a dot.
+    """
+
+    parts: tuple[str, ...]
+    config: str = "WeightOnlyConfig"  # which config of ours describes it
+
+    def __init__(self, saved: dict):
+        """saved: the dict of the checkpoint's `quantization_config`. Raises ValueError for a kind that is not read."""
+        self.saved = saved
+
+    def holds(self, stored: StoredWeight) -> bool:
+        """Whether these tensors are of this format, not an ordinary weight."""
+        return self.parts[0] in stored
+
+    def scheme(self, stored: StoredWeight, out_features: int, in_features: int, dtype: torch.dtype) -> dict:
+        """The scheme of `config` that holds this weight of a model in `dtype`. Raises ValueError, naming the tensor, what it is
+        and what was expected, unless all its tensors have the dtypes and shapes they must."""
+        raise NotImplementedError
+
+    def convert(self, tensors: dict[str, torch.Tensor], out_features: int, in_features: int, format) -> dict:
+        """The tensors of a weight by part -> the canonical tensors of `format`, that of `scheme`."""
+        raise NotImplementedError
+
+
+def scale_dtype(stored: StoredWeight, part: str, dtype: torch.dtype) -> str | None:
+    """`scale_dtype` of a scheme whose scales are the tensor `part`: None where it is the model's dtype."""
+    name = FLOATS[stored.places[part].dtype]
+    return None if getattr(torch, name) is dtype else name
+
+
+def text(value) -> str:
+    """The words of a value of another library's config, which may be of an enum."""
+    return str(getattr(value, "value", value))
+
+
+def typed(field: str, value, kinds: tuple[type, ...], allowed: str):
+    """`value` where it is of one of `kinds` (True and False are no integers), or ValueError."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ValueError(f"quantization_config: {field}={value!r} is not supported: it must be {allowed}")
+    return value
+
+
+def one_of(field: str, value, allowed):
+    """`value`, or ValueError."""
+    if value not in allowed:
+        raise ValueError(
+            f"quantization_config: {field}={value!r} is not read by hf_efficient, which reads {list(allowed)}"
+        )
+    return value
+
+
+def stream_bytes(words: torch.Tensor) -> torch.Tensor:
+    """int32 [..., W] that hold a little-endian stream of bits -> its bytes, uint8 [..., 4 W]."""
+    return words.contiguous().view(torch.uint8)
+
+
+def as_grid(zero: torch.Tensor, bits: int, name: str = "zero points") -> torch.Tensor:
+    """Integer zero points as uint8. Raises ValueError where one is no code of `bits` bits."""
+    low, high = (limit.item() for limit in zero.aminmax()) if zero.numel() else (0, 0)
+    if low < 0 or high >= 2**bits:
+        raise ValueError(f"{name} from {low} to {high}, expected codes of {bits} bits, 0 to {2**bits - 1}")
+    return zero.to(torch.uint8)

@@ -1,0 +1,1 @@
+"""What changes a model after it is loaded: structured pruning, recovery of quality."""

@@ -1,0 +1,1 @@
+"""How much to draft, and which drafted tokens stay."""

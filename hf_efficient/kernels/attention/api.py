@@ -1,0 +1,154 @@
+"""Attention by device: CUDA tensors go to the Triton kernels of `flash_paged`, CPU tensors to torch.
+
+Each function is a `torch.library` op of the namespace hf_efficient, so that torch.compile and CUDA graphs see through
+it. None of them has a backward. Layouts, as in FlashAttention: tokens before heads. Quantized caches: the formats are
+described in `flash_paged.kv_formats`.
+"""
+
+import torch
+
+from hf_efficient.kernels.attention import ops
+
+
+ATTENTION_NAMES = (
+    "flash_paged",
+    "hf-efficient/flash_paged_2",
+)  # values of attn_implementation that mean this attention
+
+_OPS = ops.OPS
+
+
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0) -> None:
+    """Raises what the attention functions raise for what none of them can do."""
+    _check_queries(q, k, v, dropout_p)
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"queries, keys and values of different dtypes: {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+def _check_queries(q, k, v, dropout_p):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise RuntimeError(
+            "flash_paged attention has no backward: run it under torch.no_grad() (model.generate does), or train with "
+            'attn_implementation="sdpa"'
+        )
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        raise RuntimeError(
+            f'flash_paged attention runs on "cuda" and "cpu", not on {q.device.type!r}: use attn_implementation="sdpa"'
+        )
+    if dropout_p:
+        raise ValueError(f"dropout_p={dropout_p}: flash_paged attention has no dropout, only 0.0 is possible")
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, s_aux=None,
+):  # fmt: skip
+    """Attention of q [B, Sq, Hq, D] over k [B, Sk, Hk, D], v [B, Sk, Hk, Dv]. Returns [B, Sq, Hq, Dv].
+
+    causal: aligned to the bottom right. window_size: keys seen to the left and right of a query, -1 for all; softcap:
+    scores become softcap * tanh(score / softcap); alibi_slopes float32 [Hq] or [B, Hq]: scores lose slope * distance;
+    s_aux [Hq]: sink logits that join the softmax's denominator. softmax_scale: D ** -0.5 by default. Always deterministic.
+    return_attn_probs: returns (out, log-sum-exp float32 [B, Hq, Sq], None), with the sink and -inf where a query sees
+    nothing.
+
+    Raises RuntimeError when a gradient is asked for or the device is neither CPU nor CUDA, ValueError for dropout.
+    """
+    check_inputs(q, k, v, dropout_p)
+    out, lse = _OPS.flash_attn(
+        q, k, v, softmax_scale, causal, *window_size, float(softcap or 0.0), alibi_slopes, s_aux, return_attn_probs
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+    s_aux=None,
+):  # fmt: skip
+    """The same for sequences laid end to end: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] with cumulative lengths int32
+    [B + 1]. With a block_table int32 [B, max_blocks], k and v are pages [num_blocks, block_size, Hk, D] and
+    cu_seqlens_k only gives the lengths. Returns [Tq, Hq, Dv]; the log-sum-exp is [Hq, Tq].
+
+    Raises ValueError on CPU for lengths or blocks beyond the table or the pages."""
+    check_inputs(q, k, v, dropout_p)
+    out, lse = _OPS.flash_attn_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), softmax_scale, causal, *window_size,
+        float(softcap or 0.0), alibi_slopes, s_aux, return_attn_probs, block_table,
+    )  # fmt: skip
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, block_table=None, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax_lse=False, s_aux=None, tree_mask=None,
+    k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None, v_tail=None, quantized_seqlens=None,
+):  # fmt: skip
+    """Attention of q [B, Sq, Hq, D] over pages [num_blocks, block_size, Hk, D] through block_table int32 [B, max_blocks]
+    (without it row b has the page k_cache[b]); row b holds cache_seqlens[b] (int32 [B], or an int for all; None: the table
+    is full) tokens, and k, v [B, Sn, Hk, D] are appended in place first. Rows with a negative length are padding; blocks of
+    -1 are neither read nor written. Returns [B, Sq, Hq, Dv], or with return_softmax_lse (out, log-sum-exp [B, Hq, Sq]).
+
+    tree_mask: int64 [B, Sq], Sq <= 64: the last Sq keys are the nodes of a token tree, and bit j of tree_mask[b, i] says
+    that query i sees node j. A node stands behind its ancestors; `causal` and the right side of the window mean nothing.
+    k_scale to quantized_seqlens: those of quantized caches. int8 and float8_e4m3fn quantize what is appended; int4 and
+    int2 (uint8) append to the rings k_tail, v_tail.
+
+    Raises ValueError on CPU for lengths or blocks beyond the table or the pages."""
+    quantized = k_cache.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
+    if quantized:
+        _check_queries(q, q if k is None else k, q if v is None else v, 0.0)
+    else:
+        check_inputs(q, k_cache if k is None else k, v_cache if v is None else v)
+    if tree_mask is not None and (q.shape[1] > 64 or tree_mask.shape != q.shape[:2]):
+        raise ValueError(
+            f"tree_mask of shape {tuple(tree_mask.shape)} for {q.shape[1]} queries: allowed is [B, Sq <= 64]"
+        )
+    if quantized and (k_scale is None or v_scale is None):
+        raise ValueError(f"a cache of {k_cache.dtype} needs k_scale and v_scale")
+    if k_cache.dtype == torch.uint8 and any(x is None for x in (k_min, v_min, k_tail, v_tail, quantized_seqlens)):
+        raise ValueError("int4 and int2 caches need k_min, v_min, k_tail, v_tail and quantized_seqlens")
+    if cache_seqlens is None:
+        if k is not None or k_tail is not None:
+            raise ValueError("flash_attn_with_kvcache needs cache_seqlens to append, and with tails")
+        cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if not isinstance(cache_seqlens, torch.Tensor):
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    out, lse = _OPS.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal, *window_size,
+        float(softcap or 0.0), alibi_slopes, s_aux, return_softmax_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail,
+        v_tail, quantized_seqlens,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+def reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale=None, v_scale=None) -> None:
+    """Writes k [T, Hk, D], v [T, Hk, Dv] into pages, quantized where these are int8 or float8_e4m3fn; slot_mapping int64
+    [T] = block * block_size + offset, -1 to skip."""
+    _OPS.reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def quantize_and_cache(k, v, k_cache, v_cache, k_scale, k_min, v_scale, v_min, group_mapping) -> None:
+    """Writes groups of tokens k [n, G, Hk, D], v [n, G, Hk, Dv] into int4 or int2 pages; group_mapping int64 [n] = block *
+    (block_size / G) + number in the block, -1 to skip."""
+    _OPS.quantize_and_cache(k, v, k_cache, v_cache, k_scale, k_min, v_scale, v_min, group_mapping)
+
+
+def copy_blocks(k_cache, v_cache, mapping, *scales) -> None:
+    """Copies blocks in place in all these tensors; mapping int64 [n, 2], pairs of source and destination. No block may be
+    written twice, or be both read and written."""
+    _OPS.copy_blocks(k_cache, v_cache, mapping, list(scales))
+
+
+def gather_cache(
+    k_cache, v_cache, block_table, cu_seqlens_k, dtype, k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None,
+    v_tail=None, quantized_seqlens=None, num_tokens=None,
+):  # fmt: skip
+    """The tokens of all rows end to end, dequantized to `dtype`: k [num_tokens, Hk, D], v [num_tokens, Hk, Dv].
+    num_tokens: cu_seqlens_k[-1] or more; None reads it, which waits for the device."""
+    num_tokens = int(cu_seqlens_k[-1]) if num_tokens is None else num_tokens
+    return _OPS.gather_cache(
+        k_cache, v_cache, block_table, cu_seqlens_k, dtype, k_scale, v_scale, k_min, v_min, k_tail, v_tail,
+        quantized_seqlens, num_tokens,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The matrix products of compressed weights, one family a file."""

@@ -1,0 +1,125 @@
+"""The op of a feed-forward layer that computes only the neurons each row of x calls for.
+
+On CPUs whose C++ kernels are worth compiling (see `cpu_build`), bfloat16 and few rows are one call of `native/contextual/contextual.cpp`;
+everything else is torch's index_select and products.
+"""
+
+import ctypes
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from hf_efficient.kernels.native import build
+
+
+MOST_ROWS = 32  # native/contextual/contextual.cpp has the same
+ACTIVATIONS = {
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+_NUMBERS = ("rows", "hidden", "neurons", "rank", "activation")
+_POINTERS = (
+    *("x", "project", "score", "score_up", "limit", "spread"),
+    *("gate", "gate_bias", "up", "up_bias", "down", "down_bias", "y"),
+)
+
+
+class _Call(ctypes.Structure):
+    """`Call` of native/contextual/contextual.cpp."""
+
+    _fields_ = [*((name, ctypes.c_int64) for name in _NUMBERS), *((name, ctypes.c_void_p) for name in _POINTERS)]
+
+
+@functools.cache
+def kernel():
+    """The compiled function, compiled when it is not there; None where torch's operators are to be used."""
+    library = build.load("contextual")
+    if library is None:
+        return None
+    library.hf_contextual_mlp.argtypes = [ctypes.c_void_p]
+    return library.hf_contextual_mlp
+
+
+def describe(y, x, project, score, score_up, limit, spread, *weights_and_activation) -> _Call | None:
+    """What the kernel is told to write into `y`; None where it does not serve the arguments of the op."""
+    *weights, activation = weights_and_activation
+    tensors = (x, project, score, score_up, limit, spread, *weights, y)
+    gate, gate_bias, up, up_bias, down, down_bias = weights
+    hidden, neurons = x.shape[-1], len(limit)
+    rank = 0 if project is None else len(project)
+    shapes = (
+        *((t, (neurons, hidden)) for t in (gate, up, down)),
+        *((t, (neurons,)) for t in (limit, spread, gate_bias, up_bias)),
+        *((t, (neurons, rank)) for t in (score, score_up)),
+        (project, (rank, hidden)),
+        (down_bias, (hidden,)),
+    )
+    if (
+        not 0 < x.numel() <= MOST_ROWS * hidden
+        or any(t is not None and t.shape != shape for t, shape in shapes)
+        or any(t is not None and not (t.is_cpu and t.dtype is torch.bfloat16 and t.is_contiguous()) for t in tensors)
+        or kernel() is None
+    ):
+        return None
+    numbers = x.numel() // hidden, hidden, neurons, rank, list(ACTIVATIONS).index(activation)
+    return _Call(*numbers, *(None if t is None else t.data_ptr() for t in tensors))
+
+
+def choose(x, project, score, score_up, limit, spread, gate, gate_bias, activation) -> torch.Tensor:
+    """Which neurons the rows of x [rows, hidden] call for, bool [rows, neurons]; arguments as of the op."""
+    act = ACTIVATIONS[activation]
+    if project is None:
+        return act(F.linear(x, gate, gate_bias).float()).abs() > limit
+    inner = F.linear(x, project).float()
+    first = F.linear(inner, score.float())
+    if score_up is None:
+        return first > limit
+    return (act(first).square() + spread.float()) * (F.linear(inner, score_up.float()).square() + limit.float()) > 1
+
+
+_library = torch.library.Library("hf_efficient", "FRAGMENT")
+_library.define(
+    "contextual_mlp(Tensor x, Tensor? project, Tensor? score, Tensor? score_up, Tensor limit, Tensor? spread, Tensor gate, "
+    "Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias, str activation) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _torch(x, *arguments):
+    *_, gate, gate_bias, up, up_bias, down, down_bias, activation = arguments
+    rows = x.reshape(-1, x.shape[-1])
+    mask = choose(rows, *arguments[:7], activation)
+    chosen = mask.any(0).nonzero()[:, 0]
+
+    def some(weight, bias):
+        return F.linear(rows, weight[chosen], None if bias is None else bias[chosen])
+
+    values = ACTIVATIONS[activation](some(gate, gate_bias))
+    if up is not None:
+        values = values * some(up, up_bias)
+    y = (values * mask[:, chosen]) @ down[chosen]
+    return (y if down_bias is None else y + down_bias).view_as(x)
+
+
+def _cpu(x, *arguments):
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    call = describe(y, x, *arguments)
+    if call is None:
+        return _torch(x, *arguments)
+    torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
+    kernel()(ctypes.addressof(call))
+    return y
+
+
+_library.impl("contextual_mlp", _cpu, "CPU")
+_library.impl("contextual_mlp", _torch, "CUDA")
+
+
+@torch.library.register_fake("hf_efficient::contextual_mlp", lib=_library)
+def _fake(x, *arguments):
+    return torch.empty_like(x)

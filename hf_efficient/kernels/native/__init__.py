@@ -1,0 +1,1 @@
+"""C++ libraries: compiled on the machine that runs them, loaded, called through ctypes."""

@@ -1,0 +1,283 @@
+// Replays operators on the tensors they were recorded with: what a forward does between its matrix products, without
+// a framework between one operator and the next.
+
+#include "dense.h"
+
+enum Op : int32_t {
+    COPY, NEG, ABS, RELU, SILU, GELU, GELU_TANH, TANH, SIGMOID, EXP, SQRT, RSQRT, RECIPROCAL, COS, SIN, POW,  // of a
+    ADD, SUB, MUL, DIV,              // of a and b (or `beta` where there is no b); ADD and SUB take alpha * b
+    MEAN, SUM,                       // of a over its last dimension
+    ROWS,                            // y[i] = a[b[i]]: sizes 1 to 3 are rows of a, int64 indices b, bytes of a row
+    LINEAR,                          // products with a [sizes 2, ...] that `weight` points to, sizes 1 of them
+    DENSE,                           // y = a @ b^T + c, bfloat16: sizes 1 to 3 are rows, columns, width
+    CALL,                            // of another library's function, with what `weight` points to
+    RMS_NORM, ROTARY, GATED,         // of several, see tape_fusion.py
+    ARGMAX,                          // int64 y: where a is largest in its last dimension
+};
+
+struct Operand {
+    void *data;          // null: there is none
+    int64_t strides[4];  // in elements, 0 where it is broadcast
+    int64_t type;
+};
+
+struct Instruction {
+    int64_t op;
+    int64_t sizes[4];
+    Operand y, a, b, c;
+    double alpha, beta;
+    const void *weight;
+    void (*linear)(const void *, int64_t, const void *, int64_t, int);
+};
+
+constexpr int CHUNK = 512;
+
+template <class F> static INLINE void unary(float *x, int64_t count, F f) {
+    for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = f(*(const Floats *)(x + i));
+}
+
+template <class F> static INLINE void each(float *x, int64_t count, F f) {
+    for (int64_t i = 0; i < count; i++) x[i] = f(x[i]);
+}
+
+template <class F> static INLINE void binary(float *x, const float *b, int64_t count, F f) {
+    for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = f(*(const Floats *)(x + i), *(const Floats *)(b + i));
+}
+
+// x <- op(x, b), both CHUNK floats of which `count` mean something
+static void compute(const Instruction &in, int64_t op, float *x, const float *b, int64_t count) {
+    const Floats one = splat(1.0f);
+    switch (op) {
+    case COPY: return;
+    case NEG: return unary(x, count, [](Floats v) { return -v; });
+    case ABS: return unary(x, count, [](Floats v) { return (Floats)((Words)v & 0x7fffffff); });
+    case RELU: return unary(x, count, [](Floats v) { return select(v < 0.0f, splat(0.0f), v); });
+    case SILU: return unary(x, count, [=](Floats v) { return v / (one + exponential(-v)); });
+    case SIGMOID: return unary(x, count, [=](Floats v) { return one / (one + exponential(-v)); });
+    case EXP: return unary(x, count, [](Floats v) { return exponential(v); });
+    case TANH: return each(x, count, [](float v) { return std::tanh(v); });
+    case GELU: return each(x, count, [](float v) { return 0.5f * v * (1 + std::erf(v * 0.70710678f)); });
+    case GELU_TANH:
+        return each(x, count, [](float v) { return 0.5f * v * (1 + std::tanh(0.79788456f * (v + 0.044715f * v * v * v))); });
+    case SQRT: return each(x, count, [](float v) { return std::sqrt(v); });
+    case RSQRT: return each(x, count, [](float v) { return 1 / std::sqrt(v); });
+    case RECIPROCAL: return unary(x, count, [=](Floats v) { return one / v; });
+    case COS: return each(x, count, [](float v) { return std::cos(v); });
+    case SIN: return each(x, count, [](float v) { return std::sin(v); });
+    case POW:
+        if (in.beta == 2) return unary(x, count, [](Floats v) { return v * v; });
+        return each(x, count, [=](float v) { return std::pow(v, (float)in.beta); });
+    case ADD: {
+        const Floats alpha = splat(in.alpha);
+        if (in.alpha == 1) return binary(x, b, count, [](Floats v, Floats w) { return v + w; });
+        return binary(x, b, count, [=](Floats v, Floats w) { return v + alpha * w; });
+    }
+    case SUB: {
+        const Floats alpha = splat(in.alpha);
+        return binary(x, b, count, [=](Floats v, Floats w) { return v - alpha * w; });
+    }
+    case MUL: return binary(x, b, count, [](Floats v, Floats w) { return v * w; });
+    case DIV: return binary(x, b, count, [](Floats v, Floats w) { return v / w; });
+    }
+}
+
+static void elementwise(const Instruction &in) {
+    float x[CHUNK], b[CHUNK];
+    const bool has_b = in.op >= ADD;
+    if (has_b && !in.b.data)
+        for (float &value : b) value = in.beta;
+    for_rows(in.sizes, [&](const int64_t *at) {
+        for (int64_t first = 0; first < in.sizes[3]; first += CHUNK) {
+            const int64_t count = std::min<int64_t>(CHUNK, in.sizes[3] - first);
+            load(x, in.a.data, in.a.type, offset(in.a.strides, at) + first * in.a.strides[3], in.a.strides[3], count);
+            if (has_b && in.b.data)
+                load(b, in.b.data, in.b.type, offset(in.b.strides, at) + first * in.b.strides[3], in.b.strides[3], count);
+            compute(in, in.op, x, b, count);
+            store(x, in.y.data, in.y.type, offset(in.y.strides, at) + first * in.y.strides[3], in.y.strides[3], count);
+        }
+    });
+}
+
+static void reduce(const Instruction &in) {
+    float x[CHUNK];
+    for_rows(in.sizes, [&](const int64_t *at) {
+        Floats sums = splat(0.0f);
+        for (int64_t first = 0; first < in.sizes[3]; first += CHUNK) {
+            const int64_t count = std::min<int64_t>(CHUNK, in.sizes[3] - first);
+            load(x, in.a.data, in.a.type, offset(in.a.strides, at) + first * in.a.strides[3], in.a.strides[3], count);
+            for (int64_t i = count; i % LANES; i++) x[i] = 0;
+            for (int64_t i = 0; i < count; i += LANES) sums += *(const Floats *)(x + i);
+        }
+        float sum = 0;
+        for (int i = 0; i < LANES; i++) sum += sums[i];
+        if (in.op == MEAN) sum /= in.sizes[3];
+        store(&sum, in.y.data, in.y.type, offset(in.y.strides, at), 1, 1);
+    });
+}
+
+// Calls body(at) as for_rows, from several threads where it is worth it.
+template <class F> static INLINE void for_many_rows(const Instruction &in, F body) {
+    constexpr int64_t WORTH_IT = 1 << 13;  // numbers
+    const int64_t *sizes = in.sizes, rows = sizes[0] * sizes[1] * sizes[2];
+    auto some = [&](int64_t row, int64_t end) {
+        for (; row < end; row++) {
+            const int64_t at[3] = {row / (sizes[1] * sizes[2]), row / sizes[2] % sizes[1], row % sizes[2]};
+            body(at);
+        }
+    };
+    if (rows * sizes[3] < WORTH_IT) some(0, rows);
+    else parallel(rows, some);
+}
+
+static INLINE void load_row(float *x, const Operand &from, const int64_t *at, int64_t first, int64_t count) {
+    load(x, from.data, from.type, offset(from.strides, at) + first * from.strides[3], from.strides[3], count);
+}
+
+static INLINE void store_row(const float *x, const Operand &to, const int64_t *at, int64_t first, int64_t count) {
+    store(x, to.data, to.type, offset(to.strides, at) + first * to.strides[3], to.strides[3], count);
+}
+
+static INLINE void round_to(int64_t type, float *x, int64_t count) {
+    if (type == BFLOAT16)
+        for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = widen(narrow(*(const Floats *)(x + i)));
+    if (type == HALF)
+        for (int64_t i = 0; i < count; i++) x[i] = (float)(_Float16)x[i];
+}
+
+static void rms_norm(const Instruction &in) {
+    const int64_t width = in.sizes[3];
+    for_many_rows(in, [&](const int64_t *at) {
+        static thread_local Buffer buffer;
+        float *x = buffer.get<float>(width + LANES), weight[CHUNK];
+        load_row(x, in.a, at, 0, width);
+        for (int64_t i = width; i % LANES; i++) x[i] = 0;
+        Floats sums = splat(0.0f);
+        for (int64_t i = 0; i < width; i += LANES) {
+            Floats square = *(const Floats *)(x + i) * *(const Floats *)(x + i);
+            asm("" : "+v"(square));  // rounded before it is added, as by separate instructions
+            sums += square;
+        }
+        float sum = 0;
+        for (int i = 0; i < LANES; i++) sum += sums[i];
+        const float root = 1 / std::sqrt(sum / width + (float)in.alpha);
+        for (int64_t first = 0; first < width; first += CHUNK) {
+            const int64_t count = std::min<int64_t>(CHUNK, width - first);
+            float *part = x + first;
+            for (int64_t i = 0; i < count; i += LANES) *(Floats *)(part + i) *= root;
+            round_to(in.b.type, part, count);
+            load_row(weight, in.c, at, first, count);
+            for (int64_t i = 0; i < count; i += LANES) *(Floats *)(part + i) *= *(const Floats *)(weight + i);
+            store_row(part, in.y, at, first, count);
+        }
+    });
+}
+
+static void rotary(const Instruction &in) {
+    const int64_t dim = in.sizes[3], half = dim / 2;
+    for_many_rows(in, [&](const int64_t *at) {
+        static thread_local Buffer buffer;
+        float *x = buffer.get<float>(4 * (dim + LANES)), *turned = x + dim + LANES, *cosine = turned + dim + LANES, *sine = cosine + dim + LANES;
+        load_row(x, in.a, at, 0, dim);
+        load_row(cosine, in.b, at, 0, dim);
+        load_row(sine, in.c, at, 0, dim);
+        for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + i) = -*(const Floats *)(x + half + i);
+        for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + half + i) = *(const Floats *)(x + i);  // over what went too far
+        for (int64_t i = 0; i < dim; i += LANES) {
+            *(Floats *)(x + i) *= *(const Floats *)(cosine + i);
+            *(Floats *)(turned + i) *= *(const Floats *)(sine + i);
+        }
+        round_to(in.y.type, x, dim);
+        round_to(in.y.type, turned, dim);
+        for (int64_t i = 0; i < dim; i += LANES) *(Floats *)(x + i) += *(const Floats *)(turned + i);
+        store_row(x, in.y, at, 0, dim);
+    });
+}
+
+static void gated(const Instruction &in) {
+    for_many_rows(in, [&](const int64_t *at) {
+        float x[CHUNK], b[CHUNK];
+        for (int64_t first = 0; first < in.sizes[3]; first += CHUNK) {
+            const int64_t count = std::min<int64_t>(CHUNK, in.sizes[3] - first);
+            load_row(x, in.a, at, first, count);
+            compute(in, in.alpha, x, b, count);
+            round_to(in.c.type, x, count);
+            load_row(b, in.b, at, first, count);
+            compute(in, MUL, x, b, count);
+            store_row(x, in.y, at, first, count);
+        }
+    });
+}
+
+struct Best {
+    int32_t key;  // in the order of the numbers, NaN above all
+    int32_t place;
+    INLINE void meet(Best other) {
+        if (other.key > key || (other.key == key && other.place < place)) *this = other;
+    }
+};
+
+// Each thread goes through the same columns of all rows: those that it has written, where they come from a product.
+static void argmax(const Instruction &in) {
+    const int64_t *sizes = in.sizes, rows = sizes[0] * sizes[1] * sizes[2], parts = ceil_div(sizes[3], CHUNK);
+    Buffer buffer;
+    Best *best = buffer.get<Best>(rows * parts);
+    Ints lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = i;
+    parallel(rows * parts, [&](int64_t i, int64_t end) {
+        float x[CHUNK];
+        for (; i < end; i++) {
+            const int64_t row = i % rows, first = i / rows * CHUNK, count = std::min<int64_t>(CHUNK, sizes[3] - first);
+            const int64_t at[3] = {row / (sizes[1] * sizes[2]), row / sizes[2] % sizes[1], row % sizes[2]};
+            load_row(x, in.a, at, first, count);
+            for (int64_t j = count; j % LANES; j++) x[j] = -INFINITY;
+            Ints keys = lanes * 0 + INT32_MIN, places = lanes;
+            for (int64_t j = 0; j < count; j += LANES) {
+                const Floats values = *(const Floats *)(x + j) + 0.0f;  // -0 becomes 0
+                const Ints bits = (Ints)values, nans = (Ints)(values != values);
+                const Ints key = ((bits ^ (bits >> 31 & INT32_MAX)) & ~nans) | (nans & INT32_MAX), larger = key > keys;
+                keys = (key & larger) | (keys & ~larger);
+                places = ((lanes + (int32_t)(first + j)) & larger) | (places & ~larger);
+            }
+            Best found{keys[0], places[0]};
+            for (int lane = 1; lane < LANES; lane++) found.meet({keys[lane], places[lane]});
+            best[row * parts + i / rows] = found;
+        }
+    });
+    for (int64_t row = 0; row < rows; row++) {
+        Best found = best[row * parts];
+        for (int64_t part = 1; part < parts; part++) found.meet(best[row * parts + part]);
+        ((int64_t *)in.y.data)[row] = found.place;
+    }
+}
+
+// Whether every index is one of a row. Nothing is read from a where one is not.
+static bool rows(const Instruction &in) {
+    const int64_t *index = (const int64_t *)in.b.data, present = in.sizes[1], count = in.sizes[2], bytes = in.sizes[3];
+    for (int64_t i = 0; i < count; i++)
+        if (index[i] < 0 || index[i] >= present) return false;
+    for (int64_t i = 0; i < count; i++) memcpy((char *)in.y.data + i * bytes, (const char *)in.a.data + index[i] * bytes, bytes);
+    return true;
+}
+
+// 0, or the number of the instruction that refused, from 1 on: an index, a length or a block is out of range
+extern "C" int64_t hf_replay(const Instruction *in, int64_t count) {
+    for (int64_t i = 0; i < count; i++, in++) {
+        if (in->op < MEAN) elementwise(*in);
+        else if (in->op < ROWS) reduce(*in);
+        else if (in->op == ROWS) {
+            if (!rows(*in)) return i + 1;
+        }
+        else if (in->op == RMS_NORM) rms_norm(*in);
+        else if (in->op == ROTARY) rotary(*in);
+        else if (in->op == GATED) gated(*in);
+        else if (in->op == ARGMAX) argmax(*in);
+        else if (in->op == DENSE)
+            dense((const uint16_t *)in->a.data, (const uint16_t *)in->b.data, (const uint16_t *)in->c.data, (uint16_t *)in->y.data,
+                  in->sizes[1], in->sizes[2], in->sizes[3]);
+        else if (in->op == CALL) {
+            if (!((int (*)(const void *))in->linear)(in->weight)) return i + 1;
+        }
+        else in->linear(in->weight, in->sizes[1], in->a.data, in->sizes[2], in->a.type == FLOAT);
+    }
+    return 0;
+}

@@ -1,0 +1,1 @@
+"""What a model will need, before it is loaded."""

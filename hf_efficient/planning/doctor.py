@@ -1,0 +1,391 @@
+"""What this machine can do for hf_efficient, and what is off: the findings of `hf-efficient doctor`."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants
+from packaging.requirements import Requirement
+
+from hf_efficient import methods
+from hf_efficient.configs import WeightOnlyConfig
+from hf_efficient.evaluation.devices import available_memory
+from hf_efficient.kernels.native import build as cpu_build
+
+
+GIGABYTE = 10**9
+LEAST_MEMORY, LEAST_DISK = 2 * GIGABYTE, 5 * GIGABYTE  # below these even a small model or its download may fail
+ROUNDING = 0.02  # of a product in bfloat16 whose sums are in float32: far above what rounding gives, far below garbage
+OPTIONAL = {
+    "matplotlib": "plots of run and bench (extra demo)",
+    "jinja2": "model cards (extra demo)",
+    "gguf": "the sample model of demo (extra demo)",
+    "peft": "adapters (extra peft)",
+    "optimum": "optimum-cli (extra optimum)",
+    "bitsandbytes": "comparisons with bitsandbytes (extra bitsandbytes)",
+    "kernels": "kernels from the Hub",
+}
+VARIABLES = {
+    "HF_HUB_OFFLINE": "nothing is downloaded",
+    "TRANSFORMERS_OFFLINE": "nothing is downloaded",
+    "HF_HOME": "where models and compiled kernels are kept",
+    "HF_HUB_CACHE": "where models are kept",
+    "XDG_CACHE_HOME": "where the sample model is kept",
+    "OMP_NUM_THREADS": "threads of a CPU",
+    "MKL_NUM_THREADS": "threads of MKL's products",
+    "GOMP_CPU_AFFINITY": "which CPUs threads run on",
+    "KMP_AFFINITY": "which CPUs threads run on",
+    "CXX": "the C++ compiler of the CPU kernels",
+    "CUDA_VISIBLE_DEVICES": "which GPUs are seen",
+    "HIP_VISIBLE_DEVICES": "which GPUs are seen",
+    "TRITON_CACHE_DIR": "where compiled Triton kernels are kept",
+    "FLASH_PAGED_DEBUG": "attention checks its arguments, and waits for the GPU to do so",
+    "LD_PRELOAD": "libraries put before all others",
+}
+HARMFUL = {  # variable -> value (None: any) -> what it does
+    "TRITON_INTERPRET": ("1", "Triton kernels run in Python, thousands of times slower"),
+    "ATEN_CPU_CAPABILITY": (None, "torch's CPU operators use fewer instructions than the CPU has"),
+    "ONEDNN_MAX_CPU_ISA": (None, "oneDNN's products use fewer instructions than the CPU has"),
+    "TORCHDYNAMO_DISABLE": ("1", "torch.compile does nothing"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "every GPU kernel is waited for"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """status: "ok", "off" (works, but slower or with less than it could) or "broken". why: what it means for models; do: what
+    helps. Both are empty where there is nothing to do."""
+
+    name: str
+    status: str
+    what: str
+    why: str = ""
+    do: str = ""
+
+
+def examine() -> list[Finding]:
+    """Every finding on this machine, in the order of `CHECKS`. A check that fails itself is a finding, too."""
+    findings = []
+    for check in CHECKS:
+        try:
+            findings += check()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            findings.append(
+                Finding(_name(check), "broken", what, "this check itself failed", "report it with this line")
+            )
+    return findings
+
+
+def _name(check: Callable) -> str:
+    return check.__name__.removeprefix("check_").replace("_", " ")
+
+
+def check_versions() -> list[Finding]:
+    """Every package that is required, against the range that is supported."""
+    found = []
+    for line in importlib.metadata.requires("hf_efficient") or ():
+        needed = Requirement(line)
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        version, supported = installed_version(needed.name), str(needed.specifier) or "any version"
+        help = f"pip install '{needed.name}{needed.specifier}'"
+        if version is None:
+            found.append(Finding(needed.name, "broken", "not installed", "hf_efficient requires it", help))
+        elif not needed.specifier.contains(version, prereleases=True):
+            why = f"supported is {supported}: what it touches in the package may have moved"
+            found.append(Finding(needed.name, "broken", version, why, help))
+        else:
+            found.append(Finding(needed.name, "ok", f"{version} ({supported})"))
+    return found
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_optional_packages() -> list[Finding]:
+    """Packages that something optional needs; being absent is nothing wrong."""
+    absent = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
+    present = [f"{name} {installed_version(name)}" for name in OPTIONAL if name not in absent]
+    found = [Finding("optional packages", "ok", ", ".join(present) or "none")]
+    return found + [Finding(name, "ok", "not installed", f"needed for {OPTIONAL[name]}") for name in absent]
+
+
+def check_registration() -> list[Finding]:
+    """Whether transformers took the quantizers and the attention."""
+    import hf_efficient
+
+    help = "install a supported transformers, see above"
+    try:
+        hf_efficient.register()
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        return [
+            Finding("registration", "broken", what, "from_pretrained() does not know this package's configs", help)
+        ]
+    return [Finding("registration", "ok", "quantizers and attention are registered with transformers")]
+
+
+def check_cpu() -> list[Finding]:
+    """The instructions of the CPU."""
+    features = cpu_build.cpu_features()
+    has = {
+        "AVX2": "avx2",
+        "AVX-512": "avx512f",
+        "AVX-512 bf16": "avx512_bf16",
+        "AVX-512 VNNI": "avx512_vnni",
+        "AMX": "amx_int8",
+        "NEON": "asimd",
+        "NEON bf16": "bf16",
+        "NEON dot products": "asimddp",
+    }
+    listed = ", ".join(name for name, feature in has.items() if feature in features) or "unknown"
+    what = f"{platform.machine()}: {listed}; torch uses {torch.backends.cpu.get_cpu_capability()}"
+    missing = sorted(cpu_build.FEATURES - features)
+    if missing:
+        why = f"without {', '.join(missing)} the C++ kernels are not used, but torch's operators, which are slower"
+        return [
+            Finding(
+                "cpu", "off", what, why, "a CPU with AVX-512 bf16 and VNNI (AMD Zen 4, Intel Sapphire Rapids) or a GPU"
+            )
+        ]
+    return [Finding("cpu", "ok", what)]
+
+
+def check_threads() -> list[Finding]:
+    """Threads against the CPUs that this process may use."""
+    threads, allowed, quota = torch.get_num_threads(), usable_cpus(), cpu_quota()
+    what = f"{threads} threads, {allowed} CPUs allowed" + (f", a quota of {quota:g} CPUs" if quota is not None else "")
+    most = allowed if quota is None else min(allowed, max(1, int(quota)))
+    if threads > most:
+        why = "threads wait for each other's CPU: often several times slower than with fewer"
+        return [Finding("threads", "off", what, why, f"OMP_NUM_THREADS={most}, or torch.set_num_threads({most})")]
+    physical = min(most, physical_cores() or most)
+    if threads < physical:
+        why = f"{physical - threads} of {physical} cores are not used"
+        return [Finding("threads", "off", what, why, f"OMP_NUM_THREADS={physical}, or leave it unset")]
+    return [Finding("threads", "ok", what)]
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on by its affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def physical_cores() -> int | None:
+    """Cores of the machine, without the second threads of each."""
+    import psutil
+
+    return psutil.cpu_count(logical=False)
+
+
+def cpu_quota(root: str = "/") -> float | None:
+    """CPUs whose time this process's control group may use, the least of it and those around it; None for no limit. Reads
+    cpu.max of version 2 and cpu.cfs_quota_us of version 1."""
+    quotas = []
+    try:
+        lines = Path(root, "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = Path(root, "sys/fs/cgroup", *([] if not controllers else ["cpu"]))
+        folder = mount / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            quotas.append(_quota_v2(place) if not controllers else _quota_v1(place))
+            if place == mount:
+                break
+    return min((quota for quota in quotas if quota), default=None)
+
+
+def _quota_v2(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _quota_v1(folder: Path) -> float | None:
+    try:
+        quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return quota / period if quota > 0 else None
+    except (OSError, ValueError):
+        return None
+
+
+def check_cpu_kernels() -> list[Finding]:
+    """Whether the C++ kernels can be compiled, or are there already."""
+    if not cpu_build.FEATURES <= cpu_build.cpu_features():
+        return [Finding("C++ kernels", "ok", "not for this CPU")]
+    name, slower = "C++ kernels", "torch's operators are used, which are slower"
+    command = cpu_build.compiler()
+    if command is None:
+        given = os.environ.get("CXX")
+        if given:
+            return [Finding(name, "broken", f"CXX={given} is no program", slower, "unset CXX, or name a compiler")]
+        return [Finding(name, "off", "no C++ compiler", slower, "install g++ or clang++, or set CXX")]
+    folder = Path(constants.HF_HOME) / "hf_efficient" / "cpu"
+    before = set(folder.glob("*.so")) if folder.is_dir() else set()
+    try:
+        library = cpu_build.build("linear", [*command, *cpu_build.FLAGS, "-DBITS=4"])
+    except (OSError, RuntimeError) as error:
+        help = "try another compiler with CXX=..., then run this again"
+        return [Finding(name, "broken", f"{command[0]} failed: {str(error)[-300:]}", slower, help)]
+    state = "compiled before" if library in before else "compiled now"
+    return [Finding(name, "ok", f"{command[0]}; {state}, {len(before | {library})} libraries in {folder}")]
+
+
+def check_gpu() -> list[Finding]:
+    """The GPUs, and which kernels they run."""
+    if not torch.cuda.is_available():
+        if has_nvidia_driver() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+            build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+            what = f"there is an NVIDIA driver, but torch {torch.__version__} ({build}) sees no GPU"
+            return [
+                Finding(
+                    "gpu", "broken", what, "models run on the CPU", "install torch for the driver's CUDA: pytorch.org"
+                )
+            ]
+        return [Finding("gpu", "ok", "none: models run on the CPU")]
+    if importlib.util.find_spec("triton") is None:
+        what = f"{torch.cuda.get_device_name()}, but no triton"
+        return [Finding("gpu", "broken", what, "this package's GPU kernels cannot be compiled", "pip install triton")]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        what = f"{properties.name}, {properties.total_memory / GIGABYTE:.0f} GB"
+        if torch.version.hip:
+            found.append(
+                Finding(f"gpu {index}", "ok", f"{what}, ROCm {torch.version.hip}: Triton kernels but those of Hopper")
+            )
+            continue
+        capability = properties.major, properties.minor
+        what += f", compute capability {capability[0]}.{capability[1]}"
+        if capability < (8, 0):
+            why = "the Triton kernels want bfloat16 and asynchronous copies, of compute capability 8.0"
+            found.append(
+                Finding(f"gpu {index}", "off", what, why, "float16 models may run, slowly; use an Ampere GPU or newer")
+            )
+        else:
+            kernels = ["attention and linear kernels", "fp8 products"][: 1 + (capability >= (8, 9))]
+            kernels += ["tiles by the tensor memory accelerator"] if capability[0] in (9, 10) else []
+            found.append(Finding(f"gpu {index}", "ok", f"{what}: {', '.join(kernels)}"))
+    return found
+
+
+def has_nvidia_driver() -> bool:
+    """Whether the kernel has NVIDIA's driver loaded."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def check_memory() -> list[Finding]:
+    """Memory that this process may still take."""
+    free = available_memory()
+    what = f"{free / GIGABYTE:.1f} GB available"
+    if free < LEAST_MEMORY:
+        why = "a model that does not fit ends the process without a message"
+        return [
+            Finding("memory", "off", what, why, "close other programs, raise the control group's limit, or fewer bits")
+        ]
+    return [Finding("memory", "ok", what)]
+
+
+def check_disk() -> list[Finding]:
+    """Whether models and compiled kernels can be kept."""
+    found = []
+    for name, folder in (("HF_HOME", Path(constants.HF_HOME)), ("model cache", Path(constants.HF_HUB_CACHE))):
+        why_not = why_unwritable(folder)
+        if why_not:
+            why = "downloads fail, and every process compiles the kernels anew"
+            found.append(
+                Finding(
+                    name, "broken", f"{folder} cannot be written: {why_not}", why, "set HF_HOME to a folder that can"
+                )
+            )
+            continue
+        free = shutil.disk_usage(existing_parent(folder)).free
+        what = f"{folder}, {free / GIGABYTE:.0f} GB free"
+        if free < LEAST_DISK:
+            found.append(
+                Finding(name, "off", what, "downloads may fail halfway", "free some, or set HF_HOME to another disk")
+            )
+        else:
+            found.append(Finding(name, "ok", what))
+    return found
+
+
+def existing_parent(folder: Path) -> Path:
+    """`folder`, or the nearest folder around it that exists."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """Why no file can be made in `folder`, or where it is to be made; None where one can."""
+    try:
+        with tempfile.TemporaryFile(dir=existing_parent(folder)):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def check_environment() -> list[Finding]:
+    """Environment variables that change what happens."""
+    found = []
+    for name, meaning in VARIABLES.items():
+        if name in os.environ:
+            found.append(Finding(name, "ok", f"{os.environ[name]!r}: {meaning}"))
+    for name, (value, harm) in HARMFUL.items():
+        if os.environ.get(name) is not None and value in (None, os.environ[name]):
+            found.append(Finding(name, "off", repr(os.environ[name]), harm, f"unset {name}, unless you mean it"))
+    return found
+
+
+def check_product() -> list[Finding]:
+    """One product with a 4-bit weight, as models compute it here, against float64."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 256, generator=generator).to(device, torch.bfloat16) for rows in (128, 4))
+    format = WeightOnlyConfig(bits=4, group_size=64).format()
+    tensors = methods.quantize(weight, format, "rtn")
+    expected = x.double() @ format.dequantize(tensors, 256, torch.float64).t()
+    layout = format.layout(tensors, 256, torch.bfloat16)
+    actual = layout(x).double()
+    error = ((actual - expected).square().mean() / expected.square().mean()).sqrt().item()
+    what = f"int4 on {device} by {type(layout).__name__}: relative error {error:.2g}"
+    if not error <= ROUNDING:
+        help = "remove the compiled kernels in HF_HOME/hf_efficient; if it stays, report it with this output"
+        return [
+            Finding(
+                "self-test", "broken", what, f"more than {ROUNDING} of rounding: models would answer nonsense", help
+            )
+        ]
+    return [Finding("self-test", "ok", what)]
+
+
+CHECKS = (
+    *(
+        check_versions,
+        check_registration,
+        check_optional_packages,
+        check_cpu,
+        check_threads,
+        check_cpu_kernels,
+        check_gpu,
+    ),
+    *(check_memory, check_disk, check_environment, check_product),
+)

@@ -1,0 +1,1 @@
+"""Which modules of a model are compressed."""

@@ -1,0 +1,62 @@
+"""What the files of a checkpoint of ours hold of each weight, read from their headers before anything is loaded."""
+
+from dataclasses import dataclass, field
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings, rename_source_key
+
+from hf_efficient.checkpoints.headers import read_headers
+from hf_efficient.layers import PLACEHOLDER_SHAPE
+
+
+_INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
+
+
+@dataclass
+class HeldWeights:
+    """Names of weights ("<module>.weight", "<experts>.gate_up_proj"): compressed, each with the name of its module in the files;
+    dense; and integers, those among the dense ones that are no floats."""
+
+    compressed: dict[str, str] = field(default_factory=dict)
+    dense: set[str] = field(default_factory=set)
+    integers: set[str] = field(default_factory=set)
+
+
+def held_weights(files, model, names: list[str]) -> HeldWeights | None:
+    """What safetensors `files` hold of the weights called `names`, or None where there are none or other files. Raises
+    ValueError as `read_headers`."""
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        return None
+    codes = {
+        (name.removesuffix("weight") if name.endswith(".weight") else f"{name}_") + "qweight": name for name in names
+    }
+    known = {**dict.fromkeys(model.state_dict(), True), **codes, **{name: name for name in names}}
+    renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming)]
+    held = HeldWeights()
+    for key, place in read_headers(files)[0].items():
+        renamed, _ = rename_source_key(key, renamings, [], model.base_model_prefix, known)
+        name = known.get(renamed)
+        if not isinstance(name, str):
+            continue
+        if renamed in codes or place.shape == PLACEHOLDER_SHAPE:
+            held.compressed[name] = key.rpartition(".")[0]
+        else:
+            held.dense.add(name)
+            held.integers |= {name} if place.dtype in _INTEGERS else set()
+    return held
+
+
+def lost_when_saved(model, modules: list[str]) -> set[str]:
+    """Those of the linear `modules` whose codes would not be found again: transformers renames what it saves and loads, and of
+    some architectures a weight comes back under its name and its codes, named next to it, do not."""
+    conversions = [
+        c
+        for c in get_model_conversion_mapping(model, add_legacy=False)
+        if isinstance(c, WeightRenaming) and not isinstance(c, PrefixChange)
+    ]
+    back = [c.reverse_transform() for c in reversed(conversions)]
+
+    def returns(name: str) -> bool:
+        return apply_renamings(apply_renamings(name, back), conversions) == name
+
+    return {name for name in modules if returns(f"{name}.weight") and not returns(f"{name}.qweight")}

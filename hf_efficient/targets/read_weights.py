@@ -1,0 +1,88 @@
+"""Linear layers whose weight is read by other code than their own forward: a compressed weight is not there to be read."""
+
+import contextlib
+import copy
+import inspect
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_efficient.experts import is_fused_experts
+
+
+# Class of a module -> its linear layers that are read so, for architectures whose forward does not run on the meta device
+KNOWN = {
+    "FalconMambaMixer": ("dt_proj",),
+    "JambaMambaMixer": ("dt_proj",),
+    "MambaMixer": ("dt_proj",),
+    "RwkvFeedForward": ("value",),
+    "RwkvSelfAttention": ("output",),
+}
+_TOKENS = 8
+
+
+def known(model: nn.Module) -> set[str]:
+    """Names of the modules of `model` that `KNOWN` lists."""
+    return {
+        f"{name}.{child}" if name else child
+        for name, module in model.named_modules()
+        for child in KNOWN.get(type(module).__name__, ())
+    }
+
+
+def read_elsewhere(model: nn.Module, names: list[str]) -> set[str]:
+    """Those of the linear layers called `names` whose weight is read outside their own forward: what one forward of a copy of
+    `model` (whose parameters are on the meta device) shows, and `known`. A forward that fails there shows what it has read
+    until then."""
+    found = known(model).intersection(names)
+    twin = copy.deepcopy(model).eval()
+    observer = _Observer(twin, names)
+    # of some models numbers decide what comes next, and there are none
+    with torch.device("meta"), torch.no_grad(), contextlib.suppress(Exception), observer:
+        twin(**_inputs(twin))
+    return found | observer.read
+
+
+def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Arguments for a forward of `model`, which is made ready for the meta device."""
+    # late: transformers imports this while it is itself imported
+    from hf_efficient.planning.model_trace import ATTENTION
+
+    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = ATTENTION
+        config.pad_token_id = None  # else some models look for it in input_ids
+    for module in model.modules():
+        if is_fused_experts(module):
+            module.forward = lambda hidden_states, *args, **kwargs: torch.empty_like(hidden_states)
+    accepted = inspect.signature(model.forward).parameters
+    if model.main_input_name == "pixel_values":
+        sides = getattr(model.config, "image_size", 224)
+        sides = tuple(sides) if isinstance(sides, (list, tuple)) else (sides, sides)
+        return {"pixel_values": torch.empty(1, getattr(model.config, "num_channels", 3), *sides, dtype=model.dtype)}
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long)
+    return {name: ids for name in ("input_ids", "decoder_input_ids") if name in accepted}
+
+
+class _Observer(TorchDispatchMode):
+    """Notes the linear layers of `model` among `names` whose weight an operator reads while no module that holds it runs."""
+
+    def __init__(self, model: nn.Module, names: list[str]):
+        super().__init__()
+        self.read, self.running = set(), []
+        self.names = {model.get_submodule(name).weight.untyped_storage()._cdata: name for name in names}
+        for module in model.modules():
+            held = {p.untyped_storage()._cdata for p in module.parameters(recurse=False)} & self.names.keys()
+            if held:
+                module.register_forward_pre_hook(lambda *_, held=held: self.running.append(held))
+                module.register_forward_hook(lambda *_: self.running.pop() and None, always_call=True)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                key = tensor.untyped_storage()._cdata
+                if key in self.names and not any(key in held for held in self.running):
+                    self.read.add(self.names[key])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,158 @@
+"""The bookkeeping of the paged cache, against rows kept as plain Python lists."""
+
+import random
+
+import pytest
+
+from hf_efficient.cache.bookkeeping.block_pool import BlockPool
+
+
+class Storage:
+    """Slots that hold one token each, driven by what a BlockPool says."""
+
+    def __init__(self, pool):
+        self.pool, self.slots = pool, {}
+
+    def append(self, tokens):
+        starts = list(self.pool.lengths)
+        change = self.pool.append([len(row) for row in tokens])
+        size = self.pool.block_size
+        if change.moves is not None:
+            places = {old + i: new + i for old, new, number in change.moves for i in range(number)}
+            assert len(set(places.values())) == len(places)
+            self.slots = {places[s // size] * size + s % size: t for s, t in self.slots.items() if s // size in places}
+        for source, destination in change.copies:
+            for offset in range(size):
+                self.slots.pop(destination * size + offset, None)
+                if source * size + offset in self.slots:
+                    self.slots[destination * size + offset] = self.slots[source * size + offset]
+        for row, start, table in zip(tokens, starts, self.pool.tables):
+            for position, token in enumerate(row, start):
+                assert table[position // size] < change.capacity
+                self.slots[table[position // size] * size + position % size] = token
+        return change
+
+    def row(self, row):
+        size, table = self.pool.block_size, self.pool.tables[row]
+        return [self.slots[table[i // size] * size + i % size] for i in range(self.pool.lengths[row])]
+
+
+def check_invariants(pool):
+    counts = [0] * pool.capacity
+    for table, length, is_run in zip(pool.tables, pool.lengths, pool.is_run):
+        assert len(table) == pool.blocks_for(length)
+        assert len(set(table)) == len(table)
+        assert not is_run or all(b == a + 1 for a, b in zip(table, table[1:]))
+        for block in table:
+            counts[block] += 1
+    assert counts == pool.references
+    assert pool.num_free == counts.count(0)
+
+
+@pytest.mark.parametrize("num_blocks", [None, 40])
+@pytest.mark.parametrize("trial", range(20))
+def test_random_operations_keep_every_row_and_leak_nothing(trial, num_blocks):
+    rng = random.Random(trial)
+    pool = BlockPool(rng.choice([2, 4, 8]), num_blocks)
+    storage, expected, token = Storage(pool), [[] for _ in range(rng.randint(1, 4))], 0
+    pool.add_rows(len(expected))
+    mirror, refused = {}, 0  # (row, place) -> block, as told by table_changes
+    for _ in range(60):
+        operation = rng.choice(["append"] * 4 + ["decode"] * 6 + ["rewind", "fork", "fork"])
+        if operation in ("append", "decode"):
+            width = 1 if operation == "decode" else rng.randint(0, 12)
+            new = []
+            for _ in expected:
+                count = width if rng.random() < 0.7 else rng.randint(0, width)
+                new.append(list(range(token, token + count)))
+                token += count
+            before = (pool.tables, pool.lengths, pool.references)
+            before = ([list(t) for t in before[0]], list(before[1]), list(before[2]))
+            try:
+                storage.append(new)
+            except ValueError:
+                refused += 1
+                assert num_blocks is not None
+                assert before == (pool.tables, pool.lengths, pool.references)
+                pool.rewind([length // 4 for length in pool.lengths])
+                expected = [row[: len(row) // 4] for row in expected]
+            else:
+                expected = [row + more for row, more in zip(expected, new)]
+        elif operation == "rewind":
+            lengths = [rng.randint(len(row) // 2, len(row)) for row in expected]
+            pool.rewind(lengths)
+            expected = [row[:length] for row, length in zip(expected, lengths)]
+        else:
+            rows = [rng.randrange(len(expected)) for _ in range(rng.randint(1, 5))]
+            pool.fork(rows)
+            expected = [list(expected[row]) for row in rows]
+        check_invariants(pool)
+        if rng.random() < 0.5:
+            mirror.update({(row, place): block for row, place, block in pool.table_changes()})
+            for row, table in enumerate(pool.tables):
+                assert [mirror[row, place] for place in range(len(table))] == table
+        assert [storage.row(row) for row in range(len(expected))] == expected
+    pool.rewind([0] * len(expected))
+    assert pool.num_free == pool.capacity
+    if num_blocks is None:
+        assert refused == 0
+
+
+def test_rows_that_share_a_block_copy_it_only_when_they_write():
+    pool = BlockPool(8)
+    pool.add_rows(1)
+    pool.append([20])
+    pool.fork([0, 0, 0])
+    assert pool.capacity - pool.num_free == 3
+    change = pool.append([1, 1, 1])
+    assert len(change.copies) == 2  # the last of the three keeps the block
+    assert pool.capacity - pool.num_free == 5
+    assert len({table[-1] for table in pool.tables}) == 3 and len({table[0] for table in pool.tables}) == 1
+
+
+def test_only_what_changed_in_the_tables_is_told():
+    pool = BlockPool(8, num_blocks=10)
+    pool.add_rows(2)
+    pool.append([8, 12])
+    assert [change[:2] for change in pool.table_changes()] == [(0, 0), (1, 0), (1, 1)]
+    pool.append([1, 1])
+    assert pool.table_changes() == [(0, 1, pool.tables[0][1])]
+    pool.rewind([9, 8])
+    pool.append([0, 1])
+    assert pool.table_changes() == [(1, 1, pool.tables[1][1])]
+
+
+def test_full_blocks_are_never_copied():
+    pool = BlockPool(8)
+    pool.add_rows(1)
+    pool.append([16])
+    pool.fork([0, 0])
+    assert pool.append([1, 1]).copies == []
+
+
+def test_rows_of_a_growing_pool_stay_in_one_piece():
+    pool = BlockPool(8)
+    pool.add_rows(3)
+    pool.append([20, 20, 20])
+    for _ in range(300):
+        pool.append([1, 1, 1])
+        assert all(pool.is_run)
+    assert pool.capacity <= 4 * (pool.capacity - pool.num_free)
+
+
+def test_one_long_row_does_not_make_room_for_all():
+    pool = BlockPool(8)
+    pool.add_rows(8)
+    pool.append([8 * 1000] + [8] * 7)
+    assert pool.capacity <= 2 * 1007
+
+
+def test_too_small_a_pool_says_how_many_blocks_are_needed():
+    pool = BlockPool(16, num_blocks=4)
+    pool.add_rows(2)
+    pool.append([16, 16])
+    with pytest.raises(ValueError, match=r"num_blocks=4.*needs 6 blocks \(2 in use and 4 more\)"):
+        pool.append([32, 32])
+    assert pool.lengths == [16, 16] and pool.num_free == 2
+    pool.append([16, 16])
+    assert pool.num_free == 0

@@ -1,0 +1,258 @@
+"""Random operations on a PagedCache against a plain list of tokens per row: nothing is lost, leaked or freed twice.
+
+The key of token t at position p is (t, p), so that every read can be checked. There is no model: a forward is what a layer
+does under the paged attention, without the attention. A part of the cache with operations of its own (eviction, offload, a
+prefix cache) subclasses `CacheMachine`, with rules for these and a `make_cache` or `read` of its own.
+"""
+
+from unittest import mock
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Gemma2Config
+
+from hf_efficient import PagedCache
+from hf_efficient.cache.bookkeeping import cache_state
+
+
+EXAMPLES, STEPS = 150, 100
+WINDOW, REWINDABLE, MAX_ROWS, MAX_LENGTH = 8, 6, 5, 150
+ROWS = st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, max_size=MAX_ROWS)
+COUNTS = st.lists(st.integers(0, 40), min_size=MAX_ROWS, max_size=MAX_ROWS)
+
+
+def stored(tokens: torch.Tensor, start: torch.Tensor | int, sign: int) -> torch.Tensor:
+    """What is stored of `tokens` [..., n] from the positions `start` [..., 1] on: [..., n, 1, 2]."""
+    positions = (torch.arange(tokens.shape[-1]) + start).expand_as(tokens)
+    return torch.stack([sign * tokens, positions], -1).float()[..., None, :]
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Layer 0 sees `WINDOW` tokens, layer 1 all. rows: the tokens of each row, what the cache must hold."""
+
+    steps_taken = 0
+
+    def make_cache(self, block_size: int, num_blocks: int | None) -> PagedCache:
+        config = Gemma2Config(num_hidden_layers=2, sliding_window=WINDOW)
+        config._attn_implementation = "flash_paged"
+        return PagedCache(config, block_size=block_size, num_blocks=num_blocks)
+
+    def read(self, layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, n, 1, 2] of what `layer` holds of each row, any n that is enough."""
+        tables = pad_sequence([torch.tensor(table) for table in layer.state.pool.tables], True).long()
+        pages = layer.store.pages["keys"], layer.store.pages["values"]
+        return tuple(page[tables].flatten(1, 2) for page in pages)
+
+    def check(self, layer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """`keys` and `values` [B, n, 1, 2] of `layer` are what they must be."""
+        dropped = torch.tensor(layer.state.pool.dropped)[:, None]
+        lengths = torch.tensor(list(map(len, self.rows)))[:, None] - dropped
+        tokens = pad_sequence([row[n:] for row, n in zip(self.rows, layer.state.pool.dropped)], True)
+        there = (torch.arange(tokens.shape[1]) < lengths)[..., None, None]
+        for sign, read in ((1, keys), (-1, values)):
+            wrong = (read[:, : tokens.shape[1]] != stored(tokens, dropped, sign)) & there
+            assert not wrong.any(), wrong.nonzero()
+
+    @initialize(block_size=st.sampled_from([8, 16]), num_blocks=st.sampled_from([None, None, 24, 60]))
+    def start(self, block_size, num_blocks):
+        self.patch = mock.patch.object(cache_state, "REWINDABLE", REWINDABLE)  # or rows would have to be long
+        self.patch.start()
+        self.cache = self.make_cache(block_size, num_blocks)
+        self.rows: list[torch.Tensor] = []
+        self.next_token = self.highest = 0
+
+    def forward(self, counts: list[int], write) -> None:
+        """`write(layer, keys, values)` for both layers, of columns [B, 1, S, 2] that hold new tokens at the right."""
+        width = max(counts)
+        columns = self.next_token + torch.arange(len(counts) * width).view(-1, width)
+        valid = torch.arange(width) >= width - torch.tensor(counts)[:, None]
+        starts = torch.tensor(list(map(len, self.rows))) + torch.tensor(counts) - width
+        new = [stored(torch.where(valid, columns, -7), starts[:, None], sign).transpose(1, 2) for sign in (1, -1)]
+        rows = self.rows
+        self.rows = [torch.cat([row, more[width - n :]]) for row, more, n in zip(rows, columns, counts)]
+        self.next_token += columns.numel()
+        self.highest = max(self.highest, *map(len, self.rows))
+        try:
+            for layer in self.cache.layers:
+                write(layer, *new)
+        except ValueError:
+            self.rows = rows
+            raise
+
+    def snapshot(self) -> list:
+        return [
+            ([list(table) for table in s.pool.tables], *map(list, (s.pool.lengths, s.pool.dropped, s.pool.references)), s.columns)
+            for s in self.states
+        ]  # fmt: skip
+
+    def refused(self, operation) -> bool:
+        """Whether it raised ValueError, which must change nothing."""
+        before = self.snapshot()
+        try:
+            operation()
+            return False
+        except ValueError:
+            assert self.snapshot() == before
+            return True
+
+    @property
+    def states(self):
+        return self.cache.states
+
+    @property
+    def is_full(self) -> bool:
+        return self.cache.state.pool.num_blocks is not None
+
+    @rule(counts=COUNTS, rows=st.integers(1, MAX_ROWS), even=st.booleans(), one=st.booleans())
+    def append(self, counts, rows, even, one):
+        rows = len(self.rows) or rows
+        counts = [min(count, 1) if one else count for count in counts[:rows]]
+        counts = [max(counts)] * rows if even else counts
+        width = max(counts)
+        if width == 0 or max(map(len, self.rows), default=0) > MAX_LENGTH:
+            return
+        state = self.cache.state
+        mask = state.column_mask
+        if mask is None:
+            lengths = torch.tensor(state.lengths or [0] * rows)
+            mask = torch.arange(state.columns) >= state.columns - lengths[:, None]
+        mask = torch.cat([mask, torch.arange(width) >= width - torch.tensor(counts)[:, None]], 1)
+        mask = None if even and state.column_mask is None else mask
+        held = self.rows
+        self.rows = self.rows or [torch.zeros(0, dtype=torch.long)] * rows
+
+        def write(layer, keys, values):
+            step = layer.join_step(rows, width, mask)
+            layer.prepare(step, keys, values)
+            layer.store.write(step, keys, values)
+            self.check(layer, *(read.transpose(1, 2) for read in layer.store.read(step)))
+            self.check_tables(layer, step)
+
+        if self.refused(lambda: self.forward(counts, write)):
+            assert self.is_full
+            self.rows = held
+            self.shorten([0] * len(held), self.cache.rewind)  # that is possible at any time
+
+    @precondition(lambda self: self.rows and self.cache.layers[0].is_initialized)
+    @rule(width=st.integers(1, 3))
+    def decode_step(self, width):
+        lengths = list(map(len, self.rows))
+
+        def decode():
+            with self.cache.decode_step(width) as positions:
+                assert positions.tolist() == [list(range(n, n + width)) for n in lengths]
+                self.forward([width] * len(lengths), lambda layer, *new: layer.store.write(layer.state.step, *new))
+
+        if self.refused(decode):
+            assert self.is_full
+        elif max(lengths) > MAX_LENGTH:
+            self.reset()
+
+    def check_tables(self, layer, step) -> None:
+        """The device sees what the host does."""
+        state, tables = layer.state, layer.state.tables_on(torch.device("cpu"))
+        assert tables.cache_seqlens.tolist() == step.starts
+        assert tables.columns.item() == state.previous_columns
+        for row, table in enumerate(state.pool.tables):
+            assert tables.block_table[row, : len(table)].tolist() == table
+
+    @rule(rows=ROWS)
+    def select(self, rows):
+        """Reorders, forks and frees."""
+        if self.rows:
+            rows = [row % len(self.rows) for row in rows]
+            self.cache.batch_select_indices(torch.tensor(rows))
+            self.rows = [self.rows[row] for row in rows]
+
+    @rule(keep=st.lists(st.booleans(), min_size=MAX_ROWS, max_size=MAX_ROWS))
+    def free_rows(self, keep):
+        keep = keep[: len(self.rows)]
+        if any(keep):
+            self.cache.batch_select_indices(torch.tensor(keep))
+            self.rows = [row for row, kept in zip(self.rows, keep) if kept]
+
+    @precondition(lambda self: len(self.rows) in (1, 2))
+    @rule()
+    def repeat(self):
+        self.cache.batch_repeat_interleave(2)
+        self.rows = [row for row in self.rows for _ in range(2)]
+
+    @precondition(lambda self: self.rows)
+    @rule(counts=COUNTS, deep=st.booleans())
+    def rewind(self, counts, deep):
+        counts = counts if deep else [min(count, 5) for count in counts]
+        self.shorten([max(0, len(row) - count) for row, count in zip(self.rows, counts)], self.cache.rewind)
+
+    @precondition(lambda self: self.rows)
+    @rule(removed=st.integers(0, 50))
+    def crop(self, removed):
+        mask = self.cache.state.column_mask
+        if mask is None:
+            lengths = [max(0, len(row) - removed) for row in self.rows]
+        else:
+            lengths = mask[:, : max(0, mask.shape[1] - removed)].sum(1).tolist()
+        self.shorten(lengths, lambda _: self.cache.crop(-removed))
+
+    def shorten(self, lengths, operation):
+        if self.refused(lambda: operation(lengths)):
+            dropped = self.states[-1].pool.dropped
+            assert any(n < d + WINDOW - 1 for n, d in zip(lengths, dropped) if n)
+            assert any(self.highest - n > REWINDABLE for n in lengths)
+        else:
+            self.rows = [row[:length] for row, length in zip(self.rows, lengths)]
+
+    @rule(really=st.integers(0, 4))
+    def reset(self, really=0):
+        if really == 0:
+            self.cache.reset()
+            self.rows = []
+
+    @invariant()
+    def everything_is_there(self):
+        if not hasattr(self, "cache"):
+            return
+        CacheMachine.steps_taken += 1
+        assert self.cache.cache_seqlens == [len(row) for row in self.rows]
+        for layer in self.cache.layers:
+            pool, window = layer.state.pool, layer.state.window
+            if layer.is_initialized and self.rows:
+                assert layer.store.capacity == pool.capacity
+                self.check(layer, *self.read(layer))
+            for row, dropped in zip(self.rows, pool.dropped):
+                assert dropped <= max(0, len(row) - window + 1) if window else dropped == 0
+        for state in self.states:
+            check_pool(state.pool)
+
+    def teardown(self):
+        if hasattr(self, "patch"):
+            self.patch.stop()
+        if hasattr(self, "cache") and self.rows:
+            self.cache.rewind([0] * len(self.rows))
+            for state in self.states:
+                assert not any(state.pool.references) and state.pool.num_free == state.pool.capacity
+
+
+def check_pool(pool) -> None:
+    counts = [0] * pool.capacity
+    for table, length, is_run in zip(pool.tables, pool.lengths, pool.is_run):
+        assert len(table) == pool.blocks_for(length) and len(set(table)) == len(table)
+        assert not is_run or all(b == a + 1 for a, b in zip(table, table[1:]))
+        for block in table:
+            counts[block] += 1
+    assert counts == pool.references and pool.num_free == counts.count(0)
+    assert pool.num_blocks is None or pool.capacity == pool.num_blocks
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(
+    max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, derandomize=True, database=None
+)
+
+
+def test_ten_thousand_steps():
+    if CacheMachine.steps_taken == 0:  # run alone
+        TestCacheMachine("runTest").runTest()
+    assert CacheMachine.steps_taken >= 10_000

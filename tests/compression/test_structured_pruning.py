@@ -1,0 +1,251 @@
+"""Structured pruning: groups are those of the graph, what is cut is what masking says, and the result is an ordinary model."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import assert_close, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+import hf_efficient
+from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.cli import main
+from hf_efficient.compression.structured_pruning.anatomy import examine
+from hf_efficient.pruning.structured import shape
+from hf_efficient.pruning.structured.groups import Groups
+from hf_efficient.pruning.structured.least_squares import Correction
+from hf_efficient.pruning.structured.shapes import Shape, read_parameters
+
+
+IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(1))
+CALIBRATION = hf_efficient.CalibrationConfig(
+    tokens=torch.randint(3, 128, (8, 32), generator=torch.Generator().manual_seed(0))
+)
+BATCH = [{"input_ids": IDS}]
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def test_groups_are_those_of_the_definition():
+    for name, heads, own, shared in (
+        ("llama", "self_attn.o_proj", {"self_attn.q_proj"}, {"self_attn.k_proj", "self_attn.v_proj"}),
+        ("opt", "self_attn.out_proj", {f"self_attn.{p}_proj" for p in "qkv"}, set()),
+        ("gpt2", "attn.c_proj", {"attn.c_attn"}, set()),  # queries, keys and values in one
+    ):
+        anatomy = examine(tiny_model(name), BATCH)
+        attention = anatomy.groups[heads]
+        kv = 2 if name == "llama" else 4
+        assert attention.columns.flatten().tolist() == list(range(64)) and attention.columns.shape == (kv, 4 // kv, 16)
+        assert (set(attention.own), set(attention.shared)) == (own, shared)
+        (mlp,) = (groups for groups in anatomy.groups.values() if not groups.is_heads)
+        neurons = len(mlp.columns)
+        assert mlp.columns.shape == (neurons, 1, 1) and not mlp.shared
+        assert all(rows.flatten().tolist() == list(range(neurons)) for rows in mlp.own.values())
+        assert len(mlp.own) == (2 if name == "llama" else 1) and anatomy.adds
+    head = attention.own["attn.c_attn"][1, 0]
+    assert head.tolist() == [start + i for start in (16, 80, 144) for i in range(16)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "opt", "gemma2"])
+def test_what_is_cut_is_what_masking_says(name):
+    model = tiny_model(name)
+    neurons = hf_efficient.prune_structure(model, "l1", remove=0.1)
+    anatomy = examine(model, BATCH)
+    (mlp,) = (groups for groups in anatomy.groups.values() if not groups.is_heads)
+    left = examine(neurons, BATCH).groups[mlp.reader].columns.shape[0]
+    assert left % 8 == 0 and read_parameters(neurons) <= 0.9 * read_parameters(model) and type(neurons) is type(model)
+    masked, before = tiny_model(name), logits(model)
+    for block in examine(masked, BATCH).chain.modules:
+        weights = {n: weight_of(block.get_submodule(n)) for n in anatomy.linears}
+        norms = sum(weights[n].abs().sum(1)[-len(mlp.columns) :] for n in mlp.own) + weights[mlp.reader].abs().sum(0)
+        weights[mlp.reader][:, norms.argsort()[: len(mlp.columns) - left]] = 0
+    assert_close(logits(neurons), logits(masked), 1e-5, 1e-3, "the same sums in float32, without the zeros")
+    assert torch.equal(logits(model), before), "the dense model stays as it is"
+
+
+def test_slicegpt_without_slicing_changes_nothing():
+    for name in ("llama", "llama_tied", "qwen3"):
+        model = tiny_model(name)
+        with torch.no_grad():
+            for module in model.modules():
+                if module.__class__.__name__.endswith("RMSNorm"):
+                    module.weight.uniform_(-0.5, 2, generator=torch.Generator().manual_seed(len(module.weight)))
+        rotated = hf_efficient.prune_structure(model, "slicegpt", remove=0, calibration=CALIBRATION)
+        assert (logits(rotated) - logits(model)).abs().max() <= 1e-4 * max(1, logits(model).abs().max() / 10)
+        norms = [m.weight for n, m in rotated.named_modules() if n.endswith("layernorm") or n.endswith("model.norm")]
+        assert len(norms) == 5 and all(torch.equal(weight, torch.ones(64)) for weight in norms)
+        assert not torch.allclose(rotated.model.embed_tokens.weight, model.model.embed_tokens.weight, atol=0.1)
+        assert not rotated.config.tie_word_embeddings
+
+
+TARGETS = {
+    "l1": dict(remove=0.2),
+    "llm_pruner": dict(remove=0.3),
+    "slicegpt": dict(remove=0.2),
+    "shape": dict(shape=dict(num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, hidden_size=48)),
+}
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3"])
+def test_the_result_is_an_ordinary_model(name, tmp_path):
+    model, expected = tiny_model(name, torch.bfloat16), {}
+    for method, target in TARGETS.items():
+        small = hf_efficient.prune_structure(model, method, calibration=CALIBRATION, **target)
+        assert type(small) is type(model) and small.dtype == torch.bfloat16 and not small.training
+        if "remove" in target:
+            assert read_parameters(small) <= (1 - target["remove"]) * read_parameters(model)
+        for field, size in target.get("shape", {}).items():
+            assert getattr(small.config, field) == size
+        small.generate(IDS, max_new_tokens=4, do_sample=False)
+        small.save_pretrained(tmp_path / method)
+        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / method, dtype="auto")
+        assert torch.equal(logits(reloaded), logits(small))
+        assert reloaded.config.tie_word_embeddings == (name == "llama_tied" and method != "slicegpt")
+        expected[method] = logits(small)
+    if name == "qwen3":
+        return  # one process is enough
+    torch.save(expected, tmp_path / "expected.pt")
+    code = f"""
+import sys, torch, transformers
+expected = torch.load({str(tmp_path / "expected.pt")!r}, weights_only=True)
+for method, logits in expected.items():
+    model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + "/" + method, dtype="auto")
+    ids = torch.tensor({IDS.tolist()})
+    assert torch.equal(model(ids).logits, logits), method
+    model.generate(ids, max_new_tokens=4, do_sample=False)
+assert "hf_efficient" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_heads_go_in_whole_groups_or_evenly_from_each():
+    full = Shape(2, 4, 2, 96, 64)
+    assert full.smaller(num_attention_heads=2) == Shape(2, 2, 1, 96, 64) == full.smaller(num_key_value_heads=1)
+    model = tiny_model("llama")
+    each = hf_efficient.prune_structure(
+        model,
+        "shape",
+        shape={"num_attention_heads": 2, "num_key_value_heads": 2},
+        calibration=CALIBRATION,
+        repair=False,
+    )
+    columns = weight_of(model.model.layers[1].self_attn.o_proj)
+    kept = [
+        (columns == part).all(0).any().item() for part in each.model.layers[1].self_attn.o_proj.weight.T[:, :, None]
+    ]
+    assert all(kept) and each.model.layers[1].self_attn.k_proj.weight.equal(
+        model.model.layers[1].self_attn.k_proj.weight
+    )
+
+
+def test_units_are_taken_as_brute_force_takes_them():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 6, generator=generator), torch.randn(4, 6, generator=generator)
+    x[:, 3] = x[:, 0] + 0.1 * x[:, 3]  # each makes up for the other
+    groups = Groups("down", torch.arange(6)[:, None, None], {}, {})
+    kept = shape.kept_units(groups, (5, 1), weight, x.T @ x).flatten()
+    damped = (x.T @ x + 0.01 * (x * x).sum(0).mean() * torch.eye(6)).double()
+
+    def loss(unit):
+        rest = [i for i in range(6) if i != unit]
+        target = damped[:, rest] @ torch.linalg.inv(damped[rest][:, rest])
+        error = torch.zeros(4, 6, dtype=torch.float64)
+        error[:, rest] = weight.double() @ target
+        error -= weight.double()
+        return (error @ damped * error).sum().item()
+
+    assert (~kept).nonzero().flatten().tolist() == [min(range(6), key=loss)]
+    weights = torch.rand(64, generator=generator)
+    correction, error = Correction(), torch.randn(64, 4, generator=generator)
+    for part in range(0, 64, 16):
+        rows = slice(part, part + 16)
+        correction.update(x[rows], error[rows], weights[rows])
+    system = (x * weights[:, None]).T @ x
+    system += 0.01 * system.diagonal().mean() * torch.eye(6)
+    right = torch.linalg.solve(system, (x * weights[:, None]).T @ error).T
+    assert_close(correction.solve(), right, 1e-4, 1e-4, "a system of condition below 1e4 in float32")
+
+
+def test_repair_brings_the_dense_model_back():
+    model = tiny_model("llama")
+    with torch.no_grad():  # neurons 48.. are copies of 0..47: half of them can do it all
+        for layer in model.model.layers:
+            for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
+                linear.weight[48:] = linear.weight[:48]
+    arguments = dict(shape={"intermediate_size": 48}, calibration=CALIBRATION)
+    repaired = hf_efficient.prune_structure(model, "shape", **arguments)
+    cut = hf_efficient.prune_structure(model, "shape", repair=False, **arguments)
+    error = [(logits(small) - logits(model)).norm() / logits(model).norm() for small in (repaired, cut)]
+    assert error[0] < 0.1 < 0.5 < error[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("llama", dict(method="l2"), "method='l2' is not supported"),
+        ("llama", dict(method="l1", remove=1.0), "remove=1.0"),
+        ("llama", dict(method="l1", remove=0.95), "remove=0.95 is more than"),
+        ("llama", dict(method="llm_pruner", remove=0.2), "give calibration"),
+        ("llama", dict(method="shape", remove=0.2), "is told the sizes"),
+        ("llama", dict(method="shape", shape={"heads": 1}), "shape has 'heads'"),
+        ("llama", dict(method="shape", shape={"hidden_size": 65}), "hidden_size=65 is not supported"),
+        ("llama", dict(method="shape", shape={"hidden_size": 50}), "LlamaConfig refuses"),
+        ("llama", dict(method="shape", shape={"num_attention_heads": 3}), "cannot be cut evenly"),
+        ("gpt2", dict(method="shape", shape={"num_attention_heads": 2}), "cannot have this shape"),
+        ("gpt2", dict(method="slicegpt", remove=0.2), "has LayerNorms"),
+        ("gemma2", dict(method="slicegpt", remove=0.2), "norms have to stand before linears only"),
+        ("gemma2", dict(method="shape", shape={"hidden_size": 48}), "scales its embedding"),
+        ("mixtral", dict(method="l1", remove=0.2), "mixture of experts"),
+    ],
+)
+def test_what_cannot_be_is_said_at_once(name, arguments, message):
+    calibration = None if arguments["method"] == "llm_pruner" or message.startswith("method") else CALIBRATION
+    model = tiny_model(name)
+    with pytest.raises(ValueError, match=message):
+        hf_efficient.prune_structure(model, calibration=calibration, **{"remove": None, **arguments})
+
+
+@pytest.mark.parametrize("field", ["device", "checkpoint_dir"])
+def test_calibration_that_would_be_ignored_is_refused(field):
+    calibration = hf_efficient.CalibrationConfig(tokens=torch.ones(4, 16, dtype=torch.int64), **{field: "cpu"})
+    with pytest.raises(ValueError, match="device and checkpoint_dir are not supported here"):
+        hf_efficient.prune_structure(tiny_model("llama"), "l1", remove=0.2, calibration=calibration)
+
+
+def test_compressed_models_and_unlike_layers_are_refused(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    config = hf_efficient.WeightOnlyConfig(bits=4, group_size=32)
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    with pytest.raises(ValueError, match="compressed already"):
+        hf_efficient.prune_structure(quantized, "l1", remove=0.2)
+    model.model.layers[1].mlp.up_proj = torch.nn.Linear(64, 80, bias=False)
+    model.model.layers[1].mlp.gate_proj = torch.nn.Linear(64, 80, bias=False)
+    model.model.layers[1].mlp.down_proj = torch.nn.Linear(80, 64, bias=False)
+    with pytest.raises(ValueError, match="model.layers.1 is not like model.layers.0"):
+        hf_efficient.prune_structure(model, "l1", remove=0.2)
+
+
+def test_command(tmp_path, capsys):
+    tiny_model("llama").save_pretrained(tmp_path / "dense")
+    tiny_tokenizer().save_pretrained(tmp_path / "dense")
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 20)
+    text = ["--calibration", str(tmp_path / "text.txt"), "--num-samples", "4", "--sequence-length", "32"]
+    base = ["prune-structure", str(tmp_path / "dense"), "--output", str(tmp_path / "small")]
+    for arguments, message in (
+        ([], "give --remove SHARE, or the sizes that shall be left"),
+        (["--remove", "0.2"], "give --calibration FILE"),
+        (["--remove", "0.2", "--num-samples", "4"], "--num-samples describes calibration text"),
+        (["--layers", "3", *text], "--layers 3 is not supported"),
+    ):
+        assert main([*base, *arguments]) == 1
+        assert message in capsys.readouterr().err
+    assert main([*base, "--layers", "1", "--heads", "2", *text]) == 0
+    assert "million parameters" in capsys.readouterr().out
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "small").config
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (1, 2, 1)

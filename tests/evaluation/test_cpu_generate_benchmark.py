@@ -1,0 +1,78 @@
+"""The benchmarks of generate() on a CPU: all ways in turn on a tiny model, saying which could not be measured; and the profile of
+a token, under the names of what was recorded."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_model
+
+from hf_efficient import enable_speculation
+from hf_efficient.kernels.replay.recorder import interpreter
+
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+WAYS = ("stock bf16", "ours int4", "llama.cpp")
+
+
+def test_runs_through_on_tiny_sizes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")  # so that what the benchmark sets is undone
+    benchmark, output = importlib.import_module("cpu_generate"), tmp_path / "result.json"
+    options = f"--quick --models tiny --threads {torch.get_num_threads()} --batch 1 2 --prompt 32 512".split()
+    monkeypatch.setattr(sys, "argv", ["cpu_generate.py", *options, "--ways", *WAYS, "--output", str(output)])
+    benchmark.main()
+    report = json.loads(output.read_text())
+    # there is no GGUF of the tiny model, whether llama-cpp-python is installed or not
+    assert [line["way"] for line in report["absent"]] == ["llama.cpp"] and report["absent"][0]["reason"]
+    rows = {(row["way"], row["batch"], row["prompt"]): row for row in report["results"]}
+    cases = ((1, 32), (2, 32), (1, 512))
+    assert list(rows) == [(way, *case) for case in cases for way in WAYS[:2]]
+    for (_, batch, prompt), row in rows.items():
+        first, prefill = row["time_to_first_token_s"]["median"], row["prefill_tokens_per_s"]["median"]
+        assert abs(first * prefill / (batch * prompt) - 1) < 0.01  # both are rounded to four digits
+        assert row["new_tokens"] == [1 if prompt == 512 else 16] and row["peak_memory_bytes"] > 1e8
+        assert ("decode_tokens_per_s" in row) == (prompt != 512)
+    assert report["goals"] and all(goal["reached"] is None for goal in report["goals"])
+    assert report["environment"]["commit"] and "mean" in report["warning"]
+    printed = benchmark.table(report)
+    assert printed.count("| ours int4 |") == len(cases) and "tiny, llama.cpp:" in printed
+
+
+@pytest.fixture
+def profile(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("cpu_profile")
+
+
+@pytest.fixture
+def model():
+    model = tiny_model("llama", torch.bfloat16, num_hidden_layers=3).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+IDS = torch.arange(5, 13)[None]
+
+
+@pytest.mark.own_loop
+@pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512")
+def test_profile_of_ours(profile, model, monkeypatch):
+    seen, pieces_of = [], profile.pieces_of
+    monkeypatch.setattr(profile, "pieces_of", lambda step: seen.append(pieces_of(step)) or seen[-1])
+    found = profile.profile_ours(enable_speculation(model), IDS, 40)
+    kinds = [kind for pieces in seen for kind, _, _ in pieces]
+    assert kinds.count("attention, its pages appended") == 3 and kinds.count("output head") == 1
+    assert set(kinds) <= set(found)
+    assert all(found[name] > 0 for name in ("matrix products", "cache bookkeeping", "Python in generate"))
+
+
+def test_profile_of_stock(profile, model):
+    found = profile.profile_stock(model, IDS, 40)
+    expected = {"matrix products", "attention", "cache", "norms, activations, other elementwise"}
+    assert expected <= {name for name, value in found.items() if value > 0}
+    assert 0 < found["Python in generate"] < found["whole"]
+    assert "| whole |" in profile.table([{"way": "stock", "prompt": 8, "microseconds": found}])

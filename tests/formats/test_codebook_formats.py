@@ -1,0 +1,246 @@
+"""Codebook formats: against bitsandbytes' numbers, their definition in float64, and the layouts of CPU and GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_close
+
+from hf_efficient.formats.codebook import TABLES, CodebookFormat
+from hf_efficient.kernels import efficient_linear
+from hf_efficient.kernels.linear import codebook_layout
+from hf_efficient.kernels.linear.codebook_layout import CodebookCpuLinear, CodebookInt4Linear, CodebookTritonLinear
+from hf_efficient.methods import kmeans
+
+
+# bitsandbytes 0.50.2 on a CPU, of torch.linspace(-3, 3, 64) ** 3 in one block: quantize_4bit's codes and dequantize_4bit
+BITSANDBYTES = {
+    "nf4": ("001112223344455566666777777777777777777777788888999aabbccddeeeff", -2.490903377532959),
+    "fp4": ("bbaaaaddcccffeeeee9999999999000088881111111111666667744455222233", 0.0),
+}
+
+
+def quantized(format, weight):
+    return kmeans.quantize(weight, format) if format.codebook == "kmeans" else format.round(weight)
+
+
+FORMATS = [
+    *(CodebookFormat("nf4", 4, group) for group in (64, 32, 48, -1, None)),
+    *(CodebookFormat("nf4", 4, group, True) for group in (32, -1, None)),
+    *(CodebookFormat("fp4", 4, group) for group in (64, None)),
+    *(CodebookFormat("kmeans", bits, group) for bits in (2, 3, 4) for group in (-1, 64, None)),
+    CodebookFormat("kmeans", 3, 32, True),
+]
+
+
+def expected_weight(tensors, format, columns):
+    """The definition, element by element, in float64."""
+    codes, rows = format.unpack(tensors["qweight"], columns), len(tensors["qweight"])
+    group = columns if format.group_size in (None, -1) else format.group_size
+    if format.double_quantization:
+        codes8, mean = tensors["scale_codes"], tensors["scale_mean"].double()
+        steps = torch.tensor([tensors["scale_scale"][i // 256] for i in range(codes8.numel())]).double()
+        scale = (codes8.double() - 128) * steps.view(codes8.shape) + mean
+    else:
+        scale = tensors["scale"].double()
+    table = tensors["codebook"].double() if format.codebook == "kmeans" else torch.tensor([TABLES[format.codebook]])
+    result = torch.empty(rows, columns, dtype=torch.float64)
+    for row in range(rows):
+        for column in range(columns):
+            entry = table[min(row, len(table) - 1), codes[row, column].item()].double()
+            result[row, column] = entry * scale[min(row, len(scale) - 1), column // group]
+    return result
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("columns", [96, 33])
+def test_format_follows_its_definition(format, columns):
+    weight = torch.randn(5, columns).bfloat16()
+    tensors = quantized(format, weight)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == format.shapes(5, columns)
+    assert {name: t.dtype for name, t in tensors.items()} == format.dtypes(torch.bfloat16)
+    expected = expected_weight(tensors, format, columns)
+    actual = format.dequantize(tensors, columns, torch.float64)
+    assert_close(actual, expected, 1e-6, 1e-5, "8-bit scales are put together in float32")
+    codes = format.unpack(tensors["qweight"], columns)
+    assert torch.equal(format.pack(codes), tensors["qweight"])
+    experts = {name: torch.stack([t, t]) for name, t in tensors.items()}
+    assert torch.equal(
+        format.dequantize(experts, columns, torch.float32)[1], format.dequantize(tensors, columns, torch.float32)
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_chosen_entries_are_the_nearest(format):
+    weight = torch.randn(6, 100)
+    tensors = quantized(format, weight)
+    scale, table = format.scale(tensors), format.table(tensors)
+    scale = codebook_layout.expand_groups(scale, format.group_size, 100).double()
+    grid = table.double()[:, None, :] * scale[..., None]
+    error = (format.dequantize(tensors, 100, torch.float64) - weight).abs()
+    least = (grid - weight[..., None]).abs().amin(-1)
+    assert_close(error, least, 1e-5, 1e-5, "ties, and thresholds in float32")
+
+
+def test_the_tables_are_those_of_the_kernels():
+    assert TABLES == {"nf4": efficient_linear.NF4, "fp4": efficient_linear.FP4}
+
+
+@pytest.mark.parametrize("codebook", ["nf4", "fp4"])
+def test_the_same_numbers_as_bitsandbytes(codebook):
+    digits, total = BITSANDBYTES[codebook]
+    weight = (torch.linspace(-3, 3, 64) ** 3)[None]
+    format = CodebookFormat(codebook, 4, 64)
+    tensors = format.round(weight)
+    codes = format.unpack(tensors["qweight"], 64)[0]
+    theirs = torch.tensor([int(digit, 16) for digit in digits], dtype=torch.uint8)
+    if codebook == "fp4":  # their two zeros are one here
+        theirs[theirs == 8] = 0
+    assert torch.equal(codes, theirs)
+    values = format.dequantize(tensors, 64, torch.float32)
+    assert values.double().sum().item() == pytest.approx(total, abs=1e-9)
+
+
+def test_bits_per_weight():
+    shape = (576, 576, torch.bfloat16)
+    assert CodebookFormat("nf4", 4, 64).bits_per_weight(*shape) == 4.25
+    double = CodebookFormat("nf4", 4, 64, True).bits_per_weight(*shape)
+    assert double == 4 + 8 / 64 + (21 + 1) * 32 / 576**2 < 4.13
+    assert CodebookFormat("kmeans", 4, -1).bits_per_weight(*shape) == 4 + (16 + 1) * 16 / 576
+    assert CodebookFormat("kmeans", 3, 64).bits_per_weight(*shape) == 3.25 + 8 * 16 / 576**2
+
+
+def test_double_quantization_costs_little():
+    weight = torch.randn(64, 256) * torch.rand(64, 1).exp()
+    errors = []
+    for double in (False, True):
+        format = CodebookFormat("nf4", 4, 64, double)
+        errors.append((format.dequantize(format.round(weight), 256, torch.float32) - weight).square().mean())
+    assert errors[1] < 1.01 * errors[0]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_degenerate_groups(format):
+    """Zeros come back as zeros, also where everything else is large; nothing is NaN."""
+    weight = torch.zeros(4, 96)
+    weight[1], weight[2], weight[3, 5] = 3.0, -2.0, 1e-30
+    for w in (weight, torch.zeros(4, 96)):
+        back = format.dequantize(quantized(format, w), 96, torch.float32)
+        assert torch.isfinite(back).all()
+        assert_close(back[1:3], w[1:3], 0.1, 0.2, "constant groups, whose scale is an entry of 8 bits at worst")
+        assert back[0].abs().max() <= (0.05 if format.double_quantization else 0)
+
+
+CASES = [  # format, N, K, the layout that must take it for bfloat16
+    (CodebookFormat("nf4", 4, 64), 64, 128, CodebookInt4Linear),
+    (CodebookFormat("nf4", 4, 128, True), 80, 576, CodebookInt4Linear),
+    (CodebookFormat("nf4", 4, None), 16, 32, CodebookInt4Linear),
+    (CodebookFormat("fp4", 4, 64), 48, 64, CodebookInt4Linear),
+    (CodebookFormat("kmeans", 4, -1), 32, 96, CodebookInt4Linear),
+    (CodebookFormat("kmeans", 3, 32), 32, 96, CodebookInt4Linear),
+    (CodebookFormat("kmeans", 2, 64), 32, 96, CodebookInt4Linear),
+    (CodebookFormat("nf4", 4, 48), 64, 96, CodebookCpuLinear),
+    (CodebookFormat("nf4", 4, 64), 30, 99, CodebookCpuLinear),
+    (CodebookFormat("kmeans", 3, -1), 30, 44, CodebookCpuLinear),
+    (CodebookFormat("kmeans", 2, 64), 30, 45, CodebookCpuLinear),
+]
+
+
+def check_layout(layout, format, tensors, columns, error):
+    dtype, rows = layout.dtype, len(tensors["qweight"])
+    dense, bias = format.dequantize(tensors, columns, torch.float64), torch.randn(rows, dtype=dtype)
+    eps = torch.finfo(dtype).eps
+    rms, reason = 2 * eps + error, "weights and results rounded to the dtype; points of an 8-bit grid for entries"
+    assert_close(layout.dequantize(), dense, rms, (8 * eps + error) * dense.abs().max().item(), reason)
+    assert torch.equal(layout.qweight(), tensors["qweight"])
+    for shape in ((1, columns), (2, 3, columns), (140, columns)):
+        x = torch.randn(shape, dtype=dtype)
+        expected = x.double() @ dense.t()
+        largest = expected.abs().max().item()
+        assert_close(layout(x), expected, 3 * rms, 6 * rms * largest, reason)
+        assert_close(layout(x, bias), expected + bias.double(), 3 * rms, 6 * rms * (largest + 4), reason)
+    assert layout(torch.randn(0, columns, dtype=dtype)).shape == (0, rows)
+
+
+@pytest.mark.parametrize("format, rows, columns, kind", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layouts_compute_the_product_and_turn_back(format, rows, columns, kind, dtype, monkeypatch):
+    monkeypatch.setattr(codebook_layout, "_ELEMENTS_AT_ONCE", 8 * columns)
+    tensors = quantized(format, torch.randn(rows, columns, dtype=dtype))
+    layout = format.layout(tensors, columns, dtype)
+    assert type(layout) is (CodebookCpuLinear if dtype == torch.float32 else kind)
+    check_layout(layout, format, tensors, columns, 0.01 if type(layout) is CodebookInt4Linear else 0)
+
+
+def test_entries_that_the_grid_cannot_tell_apart_stay_entries():
+    """FP4 has two zeros; a weight that uses both keeps its codes, in the layout that looks them up."""
+    format = CodebookFormat("fp4", 4, 64)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(32, 4)
+    tensors = {"qweight": format.pack(codes), "scale": torch.ones(32, 1).bfloat16()}
+    layout = format.layout(tensors, 64, torch.bfloat16)
+    assert type(layout) is CodebookCpuLinear and torch.equal(layout.qweight(), tensors["qweight"])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_look_up(bits, rows, dtype):
+    table = torch.randint(0, 200, (rows, 2**bits)).to(dtype)
+    codes = torch.randint(0, 2**bits, (5, 41), dtype=torch.uint8)
+    found = codebook_layout.look_up(codebook_layout.pack_codes(codes, bits), table, bits, 41)
+    assert torch.equal(found, table.expand(5, -1).gather(1, codes.long()))
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        CodebookFormat("nf4", 4, 64),
+        CodebookFormat("nf4", 4, 96, True),
+        CodebookFormat("kmeans", 3, -1),
+        CodebookFormat("kmeans", 2, None),
+    ],
+    ids=str,
+)
+def test_the_layout_of_the_gpu_on_the_cpu(format):
+    """What a GPU would read, through the same op, whose CPU implementation is the kernel's reference."""
+    tensors = quantized(format, torch.randn(33, 200).bfloat16())
+    canonical = tensors["qweight"], format.table(tensors), format.scale(tensors)
+    layout = CodebookTritonLinear(*canonical, format.bits, format.group_size, 200, torch.bfloat16)
+    check_layout(layout, format, tensors, 200, 0)
+    assert not CodebookTritonLinear.supports(48, torch.bfloat16) and CodebookTritonLinear.supports(96, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format, rows, columns, kind", CASES)
+def test_layouts_on_a_gpu(format, rows, columns, kind):
+    tensors = {name: t.cuda() for name, t in quantized(format, torch.randn(rows, columns).bfloat16()).items()}
+    layout = format.layout(tensors, columns, torch.bfloat16)
+    assert isinstance(layout, CodebookTritonLinear) is (format.group_size != 48)
+    dense = format.dequantize(tensors, columns, torch.float64)
+    for count in (1, 7, 300):
+        x = torch.randn(count, columns, dtype=torch.bfloat16, device="cuda")
+        expected = x.double() @ dense.t()
+        assert_close(layout(x), expected, 0.012, 0.05 * expected.abs().max().item(), "bfloat16 entries and results")
+    if layout.replaces_qweight:
+        assert torch.equal(layout.qweight(), tensors["qweight"])
+
+
+def test_a_cpu_needs_no_triton():
+    """Codebook and ternary layouts, on a machine like a Mac."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from hf_efficient.formats.codebook import CodebookFormat
+from hf_efficient.formats.ternary import TernaryFormat
+for format in CodebookFormat("nf4", 4, 64), TernaryFormat():
+    for dtype in torch.bfloat16, torch.float32:
+        layout = format.layout(format.round(torch.randn(64, 64, dtype=dtype)), 64, dtype)
+        assert layout(torch.randn(3, 64, dtype=dtype)).isfinite().all() and layout.qweight().numel()
+"""
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, env={**os.environ})
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,197 @@
+"""`generate()` on a CPU runs the package's own loop where it can, and says what transformers' loop says."""
+
+import threading
+
+import pytest
+import torch
+import transformers
+from draft_models import Recorder
+from helpers import TINY_MODELS, left_padded_batch, tiny_model
+from transformers import modeling_utils
+
+from hf_efficient import PagedCache, enable_speculation
+from hf_efficient.cache.over_pages import over_pages
+from hf_efficient.generation import served as plain
+from hf_efficient.generation.replay.captured_forward import CapturedForward
+from hf_efficient.kernels.replay.recorder import interpreter
+
+
+pytestmark = [
+    pytest.mark.own_loop,
+    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
+]
+OPTIONS = {
+    "greedy": dict(do_sample=False),
+    "sampled": dict(do_sample=True, temperature=1.4, top_k=20),
+    "processors": dict(do_sample=False, repetition_penalty=1.3, no_repeat_ngram_size=2),
+    "many": dict(do_sample=True, num_return_sequences=2),
+    "ends": dict(do_sample=False, eos_token_id=list(range(3, 20))),
+}
+
+
+def both(model, monkeypatch, **options):
+    """What transformers' loop generates, and ours, which must have run."""
+    runs, run = [], plain.serves
+    monkeypatch.setattr(plain, "serves", lambda *args: False)
+    torch.manual_seed(5)
+    expected = model.generate(**options)
+    monkeypatch.setattr(plain, "serves", lambda *args: runs.append(run(*args)) or runs[-1])
+    torch.manual_seed(5)
+    output = model.generate(**options)
+    monkeypatch.setattr(plain, "serves", run)
+    assert runs == [True]
+    return expected, output
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_tokens_are_those_of_transformers(name, monkeypatch):
+    model, batch = enable_speculation(tiny_model(name)), left_padded_batch()
+    if model.config._attn_implementation == "eager":  # transformers offers no SDPA for this one
+        model.set_attn_implementation("flash_paged")
+    attention = model.config._attn_implementation
+    for kind, options in OPTIONS.items():
+        expected, output = both(model, monkeypatch, **batch, **options, max_new_tokens=12)
+        assert torch.equal(expected, output), kind
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "opt", "mixtral"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_dictionaries_are_those_of_transformers(name, rows, monkeypatch):
+    """Scores, logits, keys and values, of rows that end together; and generation goes on from them."""
+    model, batch = enable_speculation(tiny_model(name)), left_padded_batch((5, 11, 8)[-rows:])
+    eos = [2, *range(40, 50)] if rows == 1 else None
+    model.generation_config.eos_token_id = eos
+    options = dict(do_sample=True, max_new_tokens=14, pad_token_id=0, repetition_penalty=1.2, temperature=1.3)
+    options.update(return_dict_in_generate=True, output_scores=True, output_logits=True)
+    both_outputs = expected, output = both(model, monkeypatch, **batch, **options)
+    assert type(output) is type(expected) and output.keys() == expected.keys()
+    assert torch.equal(output.sequences, expected.sequences)
+    for ours, theirs in ((output.scores, expected.scores), (output.logits, expected.logits)):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs):  # the same float32 sums in another order: logits here reach 10
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    mask = batch["attention_mask"]
+    mask = torch.nn.functional.pad(mask, (0, output.sequences.shape[1] + 4 - mask.shape[1]), value=1)
+    for ours, theirs in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert type(ours) is type(theirs) and ours.get_seq_length() == theirs.get_seq_length()
+        real = mask[:, -5 - ours.keys.shape[2] : -5, None].bool()
+        for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            a, b = (torch.where(real[:, None], x, 0) for x in (a, b))
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    more = torch.randint(3, 128, (rows, 4))
+    options = dict(attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    first, second = (
+        model.generate(torch.cat([x.sequences, more], 1), past_key_values=x.past_key_values, **options)
+        for x in both_outputs
+    )
+    assert torch.equal(first, second)
+
+
+def test_rows_that_end_one_by_one_stay_with_transformers(monkeypatch):
+    """Their scores, logits, keys and values contain what comes of filler."""
+    model, batch = enable_speculation(tiny_model("llama", eos_token_id=list(range(3, 20)))), left_padded_batch()
+    served, serves = [], plain.serves
+    monkeypatch.setattr(plain, "serves", lambda *args: served.append(serves(*args)) or served[-1])
+    output = model.generate(**batch, max_new_tokens=5, return_dict_in_generate=True, output_scores=True)
+    assert served == [False] and not any((scores == 0).all(-1).any() for scores in output.scores)
+
+
+def test_streams(monkeypatch):
+    model, ids = enable_speculation(tiny_model("llama")), torch.randint(3, 128, (1, 7))
+    streamers = Recorder(), Recorder()
+    monkeypatch.setattr(plain, "serves", lambda *args: False)
+    model.generate(ids, streamer=streamers[0], max_new_tokens=9, do_sample=False)
+    monkeypatch.undo()
+    model.generate(ids, streamer=streamers[1], max_new_tokens=9, do_sample=False)
+    assert streamers[0].values == streamers[1].values and streamers[1].ended == 1
+
+
+def test_forwards_are_replayed(monkeypatch):
+    model, calls = enable_speculation(tiny_model("llama", eos_token_id=None)), []
+    captured = CapturedForward.__call__
+    monkeypatch.setattr(CapturedForward, "__call__", lambda *args: calls.append(captured(*args)) or calls[-1])
+    model.generate(torch.randint(3, 128, (1, 7)), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert sum(call is not None for call in calls) >= 15
+
+
+def test_what_else_is_asked_for_stays_with_transformers():
+    model, batch = enable_speculation(tiny_model("llama")), left_padded_batch()
+    cache = PagedCache(model.config)
+    model.generate(**batch, past_key_values=cache, max_new_tokens=3)
+    assert cache.get_seq_length() == batch["input_ids"].shape[1] + 2
+    wanted = dict(return_dict_in_generate=True, output_hidden_states=True)
+    assert len(model.generate(**batch, max_new_tokens=3, **wanted).hidden_states) == 3
+    assert model.generate(**batch, max_new_tokens=3, num_beams=2).shape[0] == 3
+    eager = enable_speculation(tiny_model("llama"))
+    eager.set_attn_implementation("eager")
+    assert eager.generate(**batch, max_new_tokens=3).shape[0] == 3
+    assert eager.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["DiffLlama", "JetMoe"])
+def test_models_that_change_what_the_cache_gives_them_stay_with_transformers(name, monkeypatch):
+    config = getattr(transformers, f"{name}Config")(
+        **dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
+        **dict(
+            intermediate_size=96, head_dim=16, kv_channels=16, num_local_experts=2, pad_token_id=0, eos_token_id=None
+        ),
+    )
+    model = enable_speculation(transformers.AutoModelForCausalLM.from_config(config).eval())
+    served, serves = [], plain.serves
+    monkeypatch.setattr(plain, "serves", lambda *args: served.append(serves(*args)) or served[-1])
+    for _ in range(2):
+        assert model.generate(torch.randint(3, 128, (1, 7)), max_new_tokens=3, do_sample=False).shape == (1, 10)
+    assert served == [False] * 2 and model.config._attn_implementation == "sdpa"
+
+
+def test_a_forward_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    model, ids = enable_speculation(tiny_model("llama")), torch.randint(3, 128, (1, 7))
+    monkeypatch.setattr(model.model.norm, "forward", lambda x: (_ for _ in ()).throw(RuntimeError("failed")))
+    for options in ({}, {"prompt_lookup_num_tokens": 3}):
+        with pytest.raises(RuntimeError, match="failed"):
+            model.generate(ids, max_new_tokens=3, **options)
+        assert model.config._attn_implementation == "sdpa"
+    monkeypatch.undo()
+    assert model.generate(ids, max_new_tokens=3).shape == (1, 10)
+
+
+def test_calls_at_the_same_time(monkeypatch):
+    """Each gets its own text, and the attention is changed back after the last one only."""
+    model = enable_speculation(tiny_model("llama", eos_token_id=None))
+    prompts = [torch.randint(3, 128, (1, 6 + n)) for n in range(4)]
+    options = dict(do_sample=False, pad_token_id=0)
+    expected = [model.generate(ids, max_new_tokens=5 + 5 * n, **options) for n, ids in enumerate(prompts)]
+    outputs = [None] * len(prompts)
+
+    def generate(n):
+        for _ in range(3):
+            outputs[n] = model.generate(prompts[n], max_new_tokens=5 + 5 * n, **options)
+
+    threads = [threading.Thread(target=generate, args=(n,)) for n in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(output, right) for output, right in zip(outputs, expected))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_other_threads_and_contexts_see_no_pages():
+    """Inside `over_pages` "sdpa" is ours in this thread alone, and a function that a user registered stays."""
+    functions, seen = modeling_utils.ALL_ATTENTION_FUNCTIONS, []
+    stock = functions["sdpa"]
+    with over_pages():
+        assert functions["sdpa"] is functions["flash_paged"]
+        thread = threading.Thread(target=lambda: seen.append(functions["sdpa"]))
+        thread.start()
+        thread.join()
+        with over_pages():
+            pass
+        assert functions["sdpa"] is functions["flash_paged"]
+        functions["sdpa"] = own = lambda *args, **kwargs: stock(*args, **kwargs)
+        try:
+            assert functions["sdpa"] is own
+        finally:
+            del functions["sdpa"]
+    assert seen == [stock] and functions["sdpa"] is stock

@@ -1,0 +1,272 @@
+"""The C++ kernels of packed weights, compiled here, against float64; and what happens where they cannot be compiled."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.fx.experimental.proxy_tensor
+from helpers import assert_close
+
+from hf_efficient import WeightOnlyConfig
+from hf_efficient.kernels.linear import native_cpu
+from hf_efficient.kernels.linear.codes import pack_codes
+from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
+from hf_efficient.kernels.native import build
+
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = [  # N, K, group size
+    (192, 576, 64),
+    (100, 1000, 32),  # rows and columns that fill neither block nor line, a short last group
+    (33, 80, 8),  # narrower groups than lines of 2 and 3 bits: those codes are stored wider
+    (17, 1111, None),
+    (70, 1200, -1),  # more columns than are summed at once
+    (16, 4, -1),
+    (1, 96, 48),
+]
+ROWS = (1, 2, 3, 9, 70)
+
+
+@pytest.fixture(scope="module", params=["native", "avx2", "baseline"])
+def instruction_set(request):
+    """Compiles for this machine, or for what less able ones have: -> kernel(bits)"""
+    flags = {"native": [], "avx2": ["-march=haswell"], "baseline": ["-march=x86-64"]}[request.param]
+    command = build.compiler()
+    if command is None or request.param != "native" and "avx2" not in build.cpu_features():
+        pytest.skip("needs a C++ compiler, and an x86 CPU for the other instruction sets")
+
+    def kernel(bits):
+        library = build.build("linear", [*command, *build.FLAGS, *flags, f"-DBITS={bits}"])
+        return native_cpu.Kernel(ctypes.CDLL(str(library)))
+
+    return {bits: kernel(bits) for bits in ((2, 3, 4, 8) if request.param == "native" else (3, 8))}
+
+
+@pytest.fixture
+def kernels(instruction_set, monkeypatch):
+    monkeypatch.setattr(native_cpu, "kernel", instruction_set.get)
+    return instruction_set
+
+
+def tensors(n, k, bits, group_size, symmetric, dtype):
+    """(qweight, scale, zero point or None) of random codes."""
+    groups = 1 if group_size in (None, -1) else -(-k // group_size)
+    shape = (1, 1) if group_size is None else (n, groups)
+    zero_point = None if symmetric else torch.randint(2**bits, shape, dtype=torch.uint8)
+    codes = torch.randint(2**bits, (n, k), dtype=torch.uint8)
+    return pack_codes(codes, bits), (torch.rand(shape) + 0.1).to(dtype), zero_point
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_products_and_inverses(kernels, bits, symmetric):
+    if bits not in kernels:
+        pytest.skip("two widths show the other instruction sets")
+    for n, k, group_size in SHAPES:
+        for dtype in DTYPES:
+            canonical = tensors(n, k, bits, group_size, symmetric, dtype)
+            layout = native_cpu.CompiledLinear.pack(*canonical, bits, group_size, k, dtype)
+            if layout is None:
+                assert len(kernels) < 4 and native_cpu.stored_bits(bits, canonical[1].shape[1], group_size) == 4
+                continue
+            assert torch.equal(layout.qweight(), canonical[0]), "the inverse must be exact"
+            arguments = dict(bits=bits, group_size=group_size, in_features=k)
+            assert torch.equal(layout.dequantize(), dequantize_weight(*canonical, **arguments, dtype=dtype))
+            canonical = canonical[0], canonical[1].double(), canonical[2]
+            dense, bias = dequantize_weight(*canonical, **arguments, dtype=torch.float64), torch.randn(n, dtype=dtype)
+            for rows in ROWS:
+                x = torch.randn(rows, k, dtype=dtype)
+                expected = x.double() @ dense.t() + bias.double()
+                eps, size = torch.finfo(dtype).eps, expected.abs().max().item()
+                reason = (
+                    "float32 sums of exact products (many rows: of weights rounded to bfloat16), rounded to the dtype"
+                )
+                rms = 8 * eps if dtype is torch.float32 else eps / 2
+                assert_close(layout(x, bias), expected, rms, 16 * eps * size, reason)
+                again = [layout(x, bias) for _ in range(2)]
+                assert torch.equal(*again), "the same sums in the same order"
+
+
+def rounded(x, group, span=64):
+    """x to int8 and back, a scale for at most `span` columns of a group."""
+    parts = [part for columns in x.float().split(group, 1) for part in columns.split(span, 1)]
+    largest = [part.abs().amax(1, keepdim=True) for part in parts]
+    return torch.cat([(part * (127 / most)).round() * (most / 127) for part, most in zip(parts, largest)], 1).double()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_inputs_rounded_to_int8(kernels, bits):
+    if bits not in kernels:
+        pytest.skip("two widths show the other instruction sets")
+    for n, k, group_size in SHAPES:
+        for symmetric in (False, True):
+            canonical = tensors(n, k, bits, group_size, symmetric, torch.bfloat16)
+            arguments = bits, group_size, k, torch.bfloat16
+            layout = native_cpu.CompiledLinear.pack(*canonical, *arguments, rounds_inputs=True)
+            if layout is None:
+                continue
+            scheme = dict(bits=bits, group_size=group_size, in_features=k, dtype=torch.float64)
+            weight = dequantize_weight(canonical[0], canonical[1].double(), canonical[2], **scheme)
+            bias = torch.randn(n).bfloat16()
+            exact = len(kernels) < 4  # without VNNI
+            group = k if group_size in (None, -1) else group_size
+            for rows in ROWS:
+                x = torch.randn(rows, k).bfloat16()
+                expected = (x.double() if exact else rounded(x, group)) @ weight.t() + bias.double()
+                reason = "float32 sums of exact products, rounded to bfloat16"
+                y = layout(x, bias)
+                assert_close(y, expected, 2**-8, 2**-4 * expected.abs().max().item(), reason)
+                alone = torch.cat([layout(row[None], bias) for row in x])
+                assert exact or torch.equal(y, alone), "a row has the same bits alone and among others"
+            assert not layout(x.index_fill(1, torch.tensor([k - 1]), float("nan"))).isfinite().any()
+
+
+@pytest.mark.parametrize("int8_on_cpu", [False, True])
+def test_a_config_says_whether_inputs_are_rounded(kernels, int8_on_cpu):
+    config = WeightOnlyConfig(bits=8, group_size=32, int8_on_cpu=int8_on_cpu)
+    config = WeightOnlyConfig(**{key: value for key, value in config.to_dict().items() if key != "quant_method"})
+    parts = dict(zip(("qweight", "scale", "zero_point"), tensors(48, 96, 8, 32, False, torch.bfloat16)))
+    assert config.format().layout(parts, 96, torch.bfloat16).rounds_inputs is int8_on_cpu
+    with pytest.raises(ValueError, match="int8_on_cpu=True is not supported: it must be False for codebook='nf4'"):
+        WeightOnlyConfig(bits=4, codebook="nf4", int8_on_cpu=True)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(kernels):
+    layout = native_cpu.CompiledLinear.pack(
+        *tensors(336, 640, 8, 64, False, torch.bfloat16), 8, 64, 640, torch.bfloat16
+    )
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append([layout(torch.ones(rows, 640).bfloat16() / 3) for rows in (1, 5, 40, 300)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
+
+
+def test_inputs(kernels):
+    """Strides, leading dimensions, no rows, biases of other dtypes, wrong dtypes and widths."""
+    layout = native_cpu.CompiledLinear.pack(*tensors(48, 96, 8, 32, False, torch.bfloat16), 8, 32, 96, torch.bfloat16)
+    x = torch.randn(2, 5, 192).bfloat16()[..., ::2]
+    bias = torch.randn(48)
+    y = layout(x)
+    assert y.shape == (2, 5, 48) and torch.equal(y, layout(x.contiguous().view(10, 96)).view(2, 5, 48))
+    assert torch.equal(layout(x, bias), y + bias.bfloat16()) or torch.allclose(layout(x, bias), (y + bias).bfloat16())
+    assert layout(x[:, :0]).shape == (2, 0, 48) and layout(x[0, 0]).shape == (48,)
+    with pytest.raises(ValueError, match="float32"):
+        layout(x.float())
+    with pytest.raises(ValueError, match="96"):
+        layout(x[..., :64])
+
+
+def test_op(kernels):
+    for dtype in (torch.float32, torch.bfloat16):
+        canonical = tensors(40, 96, 8, 32, False, dtype)
+        layout = native_cpu.CompiledLinear.pack(*canonical, 8, 32, 96, dtype)
+        x, bias = torch.randn(5, 96, dtype=dtype, requires_grad=True), torch.randn(40, dtype=dtype, requires_grad=True)
+        arguments = (x, layout.packed, layout.scale, layout.zero_point, bias, *layout.layout, False)
+        torch.library.opcheck(torch.ops.hf_efficient.cpu_linear.default, arguments)
+        layout(x, bias).square().sum().backward()
+        reference = [t.detach().clone().requires_grad_() for t in (x, bias)]
+        torch.nn.functional.linear(reference[0], layout.dequantize(), reference[1]).square().sum().backward()
+        eps = torch.finfo(dtype).eps
+        for ours, theirs in zip((x, bias), reference):
+            maximum = 8 * eps * theirs.grad.abs().max().item()
+            assert_close(ours.grad, theirs.grad, 4 * eps, maximum, "the same products, rounded to the dtype")
+        compiled = torch.compile(lambda x, layout=layout: layout(x) + 1, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x.detach()), layout(x.detach()) + 1)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+
+
+LAYER = """
+import torch
+from hf_efficient.kernels.linear import device_layout
+for n in (32, 64):
+    codes, scale = torch.full((n, 32), 0x79, dtype=torch.uint8), torch.ones(n, 1)
+    layout = device_layout(codes, scale, None, bits=4, group_size=64, in_features=64, dtype=torch.float32)
+    assert (layout(torch.ones(1, 64)) == 0).all()
+print(type(layout).__name__)
+"""
+
+
+@pytest.mark.parametrize("compiler", ["/nonexistent", "/bin/false"])
+def test_without_a_compiler_the_operators_of_torch_serve(compiler, tmp_path):
+    result = python(LAYER, CXX=compiler, HF_HOME=str(tmp_path))
+    assert result.stdout.strip() == "Int4CpuLinear"
+    expected = 1 if build.FEATURES <= build.cpu_features() else 0
+    assert result.stderr.count("torch's slower operators") == expected, "said once, where something is lost"
+
+
+@pytest.mark.skipif(
+    build.compiler() is None or not build.FEATURES <= build.cpu_features(),
+    reason="nothing is compiled here",
+)
+def test_compiled_once_for_all_processes(tmp_path):
+    assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "CompiledLinear"
+    (library,) = (tmp_path / "hf_efficient" / "cpu").iterdir()
+    written = library.stat().st_mtime_ns
+    assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "CompiledLinear"
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "hf_efficient" / "cpu").iterdir()] == [written]
+
+
+def test_a_folder_that_cannot_be_written_is_passed_by(tmp_path):
+    (tmp_path / "hf_efficient").write_text("a file where the folder would be")
+    assert python(LAYER, HF_HOME=str(tmp_path)).returncode == 0
+
+
+def test_one_pool_of_threads(kernels):
+    """The library takes the OpenMP runtime that torch has loaded and brings none of its own."""
+    layout = device_layout(
+        *tensors(64, 64, 8, 32, True, torch.float32), bits=8, group_size=32, in_features=64, dtype=torch.float32
+    )
+    layout(torch.ones(1, 64))
+    with open("/proc/self/maps") as maps:
+        runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line}
+    assert runtimes == {build.openmp_runtime()}
+
+
+def int8_layout(n=70, k=192):
+    canonical = tensors(n, k, 8, 64, False, torch.float32)
+    return canonical, native_cpu.CompiledLinear.pack(*canonical, 8, 64, k, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(kernels, dtype):
+    canonical, layout = int8_layout()
+    expected = dequantize_weight(*canonical, bits=8, group_size=64, in_features=192, dtype=torch.float32)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(layout.dequantize(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_traces_and_transforms_see_the_product(kernels):
+    _, layout = int8_layout()
+    x, other = torch.randn(2, 3, 192)
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda rows: layout(rows), (x,), check_trace=False)
+        assert torch.equal(traced(other), layout(other))
+        graph = torch.fx.experimental.proxy_tensor.make_fx(layout)(x)
+        assert torch.equal(graph(other), layout(other))
+
+
+def test_biases_of_other_shapes_and_inputs_of_one_dimension(kernels):
+    _, layout = int8_layout()
+    x, bias = torch.randn(192), torch.randn(70, requires_grad=True)
+    layout(x, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.ones(70))
+    with torch.no_grad():
+        assert torch.equal(layout(x, torch.ones(1)), layout(x) + 1)

@@ -1,0 +1,171 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import assert_close, tiny_model
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from hf_efficient import WeightOnlyConfig
+from hf_efficient.experts import EfficientExperts, compress_experts, expert_weight_names, is_fused_experts
+from hf_efficient.formats import AffineFormat
+from hf_efficient.kernels.linear.grouped import GroupedTritonLinear
+from hf_efficient.methods import get_method
+
+
+NAMES = ("mixtral", "qwen3_moe", "gpt_oss")
+FORMATS = [
+    AffineFormat(4, 32, False),
+    AffineFormat(8, -1, True),
+    AffineFormat(4, None, False),
+    AffineFormat(8, 24, True),
+]
+
+
+def experts_of(name, format, dtype=torch.float32):
+    """(the original experts module with its weights rounded to the grid, the compressed one)"""
+    original = next(m for m in tiny_model(name, dtype=dtype).modules() if is_fused_experts(m)).requires_grad_(False)
+    compressed = copy.deepcopy(original)
+    compress_experts(compressed, format)
+    state = {n: t for n, t in original.state_dict().items() if n.endswith("_bias")}
+    for weight in compressed.compressed_weights():
+        dense = getattr(original, weight.prefix[:-1])
+        dense = dense.transpose(1, 2) if original.is_transposed else dense
+        parts = [get_method("rtn").quantize(expert, format) for expert in dense]
+        for part in parts[0]:
+            state[weight.prefix + part] = torch.stack([p[part] for p in parts])
+        rounded = torch.stack([format.dequantize(p, weight.in_features, dtype) for p in parts])
+        rounded = rounded.transpose(1, 2).contiguous() if original.is_transposed else rounded
+        setattr(original, weight.prefix[:-1], torch.nn.Parameter(rounded, requires_grad=False))
+        state[weight.prefix[:-1]] = torch.zeros(3, dtype=dtype)
+    compressed.load_state_dict(state)
+    original.config._experts_implementation = "eager"
+    return original, compressed.requires_grad_(False), state
+
+
+def routed(tokens, chosen=2, experts=4, only=None):
+    scores = torch.randn(tokens, experts)
+    if only is not None:
+        scores[:, only] += 100
+    weights, index = scores.softmax(-1).topk(chosen)
+    return index, weights
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_same_as_the_original_module_with_the_same_weights(name, format):
+    original, compressed, state = experts_of(name, format)
+    for tokens, only in ((1, None), (7, None), (7, [1, 2]), (150, None)):
+        index, weights = routed(tokens, only=only)
+        x = torch.randn(tokens, 64)
+        assert_close(compressed(x, index, weights), original(x, index, weights), 2e-6, 1e-4, "float32 on both sides")
+    after = compressed.state_dict()
+    assert after.keys() == state.keys() and all(torch.equal(after[k], state[k]) for k in state)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The layouts and ops that a GPU gets; on a CPU the op is the kernel's reference."""
+    monkeypatch.setattr(GroupedTritonLinear, "supports", lambda device, group_size, dtype: group_size != 24)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_all_experts_in_one_product(name, format, as_on_a_gpu, monkeypatch):
+    original, compressed, state = experts_of(name, format)
+    calls = []
+    run = GroupedTritonLinear.__call__
+    monkeypatch.setattr(GroupedTritonLinear, "__call__", lambda *args: calls.append(args) or run(*args))
+    for tokens, only in ((1, None), (7, [1, 2]), (40, None)):
+        index, weights = routed(tokens, only=only)
+        x = torch.randn(tokens, 64)
+        assert_close(compressed(x, index, weights), original(x, index, weights), 2e-6, 1e-4, "float32 on both sides")
+    assert len(calls) == (0 if format.group_size == 24 else 6), "one product up and one down a forward"
+    after = compressed.state_dict()
+    assert after.keys() == state.keys() and all(torch.equal(after[k], state[k]) for k in state)
+    x = torch.randn(6, 64).requires_grad_()
+    compressed(x, *routed(6)).sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert all(torch.equal(t, state[k]) for k, t in copy.deepcopy(compressed).state_dict().items())
+
+
+def test_the_op_has_a_fake_that_agrees():
+    format = AffineFormat(4, 32, False)
+    parts = [get_method("rtn").quantize(torch.randn(24, 70), format) for _ in range(3)]
+    tensors = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    layout = GroupedTritonLinear(**tensors, bits=4, group_size=32, in_features=70, dtype=torch.float32)
+    offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    arguments = (torch.randn(5, 70), layout.packed, layout.scale, layout.zero_point, None, offsets, *layout.layout)
+    torch.library.opcheck(torch.ops.hf_efficient.grouped_linear.default, arguments)
+
+
+def test_experts_without_tokens_do_not_run(monkeypatch):
+    _, compressed, _ = experts_of("mixtral", FORMATS[0])
+    index, weights = routed(5, only=[0, 3])
+    up = compressed.layouts("gate_up_proj_", torch.float32)
+    ran = []
+    call = type(up[0]).__call__
+    monkeypatch.setattr(type(up[0]), "__call__", lambda layout, *args: ran.append(layout) or call(layout, *args))
+    compressed(torch.randn(5, 64), index, weights)
+    assert len(ran) == 4 and up[1] not in ran and up[2] not in ran
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_and_pickles(duplicate):
+    _, compressed, state = experts_of("qwen3_moe", FORMATS[0])
+    x, (index, weights) = torch.randn(5, 64), routed(5)
+    expected = compressed(x, index, weights)
+    other = duplicate(compressed)
+    assert type(other) is type(compressed) and torch.equal(other(x, index, weights), expected)
+    assert all(torch.equal(t, state[name]) for name, t in other.state_dict().items())
+
+
+def test_gradient_reaches_the_tokens():
+    original, compressed, _ = experts_of("gpt_oss", FORMATS[0])
+    index, weights = routed(6)
+    grads = []
+    for module in (original, compressed):
+        x = torch.randn(6, 64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        module(x, index, weights).square().sum().backward()
+        grads.append(x.grad)
+    assert_close(grads[1], grads[0], 1e-5, 1e-2, "float32 on both sides")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_experts_round_trip_fused(name, tmp_path):
+    """Attention left alone: the experts are saved under their fused names, one tensor a kind."""
+    tiny_model(name, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
+    config = WeightOnlyConfig(bits=4, group_size=32, modules_to_not_convert=["self_attn"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config, dtype=torch.bfloat16)
+    ids = torch.randint(3, 128, (2, 9))
+    with torch.no_grad():
+        before = model(ids).logits
+        model.save_pretrained(tmp_path / "q", max_shard_size="30KB")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+        assert torch.equal(again(ids).logits, before)
+    keys = []
+    for file in (tmp_path / "q").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            keys += opened.keys()
+    assert sum(key.endswith("experts.gate_up_proj_qweight") for key in keys) == 2  # two layers
+    assert not any(".experts.0." in key for key in keys)
+
+
+def test_one_layer_of_experts_left_alone(tmp_path):
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "plain")
+    config = WeightOnlyConfig(bits=8, group_size=-1, overrides={"layers.0.mlp.experts": None})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config, dtype=torch.float32)
+    kinds = [isinstance(layer.mlp.experts, EfficientExperts) for layer in model.model.layers]
+    assert kinds == [False, True] and len(expert_weight_names(model.model.layers[0].mlp.experts)) == 2
+    ids = torch.randint(3, 128, (2, 9))
+    with torch.no_grad():
+        before = model(ids).logits
+        model.save_pretrained(tmp_path / "q")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
+        assert torch.equal(again(ids).logits, before)
+        again.dequantize()
+        assert_close(again(ids).logits, before, 2e-5, 1e-3, "the same weights through other operators")
+        again.save_pretrained(tmp_path / "back")
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+        assert torch.equal(plain(ids).logits, again(ids).logits)

@@ -1,0 +1,263 @@
+"""Each finding of `hf-efficient doctor` can appear, and nothing is broken on the machine that runs the tests."""
+
+import importlib.util
+import json
+import types
+
+import pytest
+import torch
+
+from hf_efficient.cli import main
+from hf_efficient.planning import doctor
+
+
+FAST = doctor.cpu_build.FEATURES
+
+
+def found(check, name=None):
+    return next(each for each in check() if name in (None, each.name))
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """No variable that doctor looks at is set."""
+    for name in (*doctor.VARIABLES, *doctor.HARMFUL):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_this_machine_has_nothing_broken(capsys):
+    assert main(["doctor", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert {"torch", "transformers", "cpu", "threads", "memory", "self-test"} <= {each["name"] for each in findings}
+    assert all(each["why"] and each["do"] for each in findings if each["status"] != "ok")
+
+
+def test_something_broken_is_shown_and_exits_with_1(monkeypatch, capsys):
+    broken = doctor.Finding("disk", "broken", "full", "nothing fits", "empty it")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: [broken], lambda: [doctor.Finding("cpu", "off", "slow", "x", "y")]))
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["broken  disk: full", "        why: nothing fits", "        do: empty it"]
+    assert lines[-1] == "0 ok, 1 off, 1 broken"
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch):
+    def check_moon():
+        raise OSError("no moon")
+
+    monkeypatch.setattr(doctor, "CHECKS", (check_moon,))
+    (finding,) = doctor.examine()
+    assert (finding.name, finding.status, finding.what) == ("moon", "broken", "OSError: no moon")
+
+
+def test_versions(monkeypatch):
+    given = {"torch": "1.0", "transformers": None}
+    monkeypatch.setattr(doctor, "installed_version", lambda name: given.get(name, "99"))
+    monkeypatch.setattr(
+        doctor.importlib.metadata,
+        "requires",
+        lambda name: ["torch>=2.11", "transformers<6,>=5.23", "psutil>=5.9", 'gguf; extra == "demo"'],
+    )
+    torch_, transformers_, psutil_ = doctor.check_versions()
+    assert (torch_.status, torch_.do) == (
+        "broken",
+        "pip install 'torch>=2.11'",
+    ) and "supported is >=2.11" in torch_.why
+    assert (transformers_.status, transformers_.what) == ("broken", "not installed")
+    assert psutil_.status == "ok"
+
+
+def test_absent_optional_packages_are_named_and_not_broken(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
+    finding = found(doctor.check_optional_packages, "matplotlib")
+    assert finding.status == "ok" and "extra demo" in finding.why
+
+
+def test_registration_that_fails(monkeypatch):
+    import hf_efficient
+
+    def fail():
+        raise ImportError("transformers moved it")
+
+    monkeypatch.setattr(hf_efficient, "register", fail)
+    assert found(doctor.check_registration).status == "broken"
+    assert "transformers moved it" in found(doctor.check_registration).what
+
+
+@pytest.mark.parametrize(
+    ("features", "status", "words"),
+    [
+        (FAST | {"avx2"}, "ok", "AVX-512 bf16, AVX-512 VNNI"),
+        ({"avx2"}, "off", "AVX2"),
+        ({"asimd", "asimddp", "bf16"}, "off", "NEON, NEON bf16, NEON dot products"),
+        (set(), "off", "unknown"),
+    ],
+)
+def test_cpu(features, status, words, monkeypatch):
+    monkeypatch.setattr(doctor.cpu_build, "cpu_features", lambda: frozenset(features))
+    finding = found(doctor.check_cpu)
+    assert finding.status == status and words in finding.what
+    assert status == "ok" or "C++ kernels are not used" in finding.why
+
+
+@pytest.mark.parametrize(
+    ("threads", "allowed", "quota", "cores", "status", "help"),
+    [
+        (4, 4, None, 4, "ok", ""),
+        (4, 8, None, 4, "ok", ""),
+        (8, 2, None, 8, "off", "OMP_NUM_THREADS=2"),
+        (8, 8, 1.5, 8, "off", "OMP_NUM_THREADS=1"),
+        (1, 4, None, 4, "off", "OMP_NUM_THREADS=4"),
+        (2, 8, 2.0, 8, "ok", ""),
+    ],
+)
+def test_threads(threads, allowed, quota, cores, status, help, monkeypatch):
+    monkeypatch.setattr(doctor.torch, "get_num_threads", lambda: threads)
+    for name, value in (("usable_cpus", allowed), ("cpu_quota", quota), ("physical_cores", cores)):
+        monkeypatch.setattr(doctor, name, lambda value=value: value)
+    finding = found(doctor.check_threads)
+    assert finding.status == status and finding.do.startswith(help)
+
+
+def test_the_quota_of_a_control_group(tmp_path):
+    assert doctor.cpu_quota(tmp_path) is None
+    (tmp_path / "proc/self").mkdir(parents=True)
+    group = tmp_path / "proc/self/cgroup"
+    group.write_text("0::/a/b\n")
+    inner = tmp_path / "sys/fs/cgroup/a/b"
+    inner.mkdir(parents=True)
+    (inner / "cpu.max").write_text("max 100000\n")
+    assert doctor.cpu_quota(tmp_path) is None
+    (inner.parent / "cpu.max").write_text("150000 100000\n")  # of a group around it
+    assert doctor.cpu_quota(tmp_path) == 1.5
+    group.write_text("5:memory:/m\n4:cpu,cpuacct:/c\n0::/\n")
+    first = tmp_path / "sys/fs/cgroup/cpu/c"
+    first.mkdir(parents=True)
+    (first / "cpu.cfs_period_us").write_text("100000\n")
+    (first / "cpu.cfs_quota_us").write_text("-1\n")
+    assert doctor.cpu_quota(tmp_path) is None
+    (first / "cpu.cfs_quota_us").write_text("50000\n")
+    assert doctor.cpu_quota(tmp_path) == 0.5
+
+
+def test_compilers(environment):
+    build = doctor.cpu_build
+    environment.setattr(build, "cpu_features", lambda: frozenset())
+    assert found(doctor.check_cpu_kernels).what == "not for this CPU"
+    environment.setattr(build, "cpu_features", lambda: FAST)
+    environment.setattr(build, "compiler", lambda: None)
+    assert found(doctor.check_cpu_kernels).status == "off"
+    environment.setenv("CXX", "no-such-compiler")
+    finding = found(doctor.check_cpu_kernels)
+    assert finding.status == "broken" and "no-such-compiler" in finding.what
+
+    def fail(name, command):
+        raise RuntimeError("error: unknown target")
+
+    environment.setattr(build, "compiler", lambda: ["g++"])
+    environment.setattr(build, "build", fail)
+    finding = found(doctor.check_cpu_kernels)
+    assert finding.status == "broken" and "unknown target" in finding.what
+
+
+def test_kernels_compiled_now_and_before(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.cpu_build, "cpu_features", lambda: FAST)
+    monkeypatch.setattr(doctor.cpu_build, "compiler", lambda: ["g++"])
+    monkeypatch.setattr(doctor.constants, "HF_HOME", str(tmp_path))
+    library = tmp_path / "hf_efficient/cpu/linear.so"
+
+    def build(name, command):
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
+        return library
+
+    monkeypatch.setattr(doctor.cpu_build, "build", build)
+    assert "compiled now, 1 libraries" in found(doctor.check_cpu_kernels).what
+    assert "compiled before, 1 libraries" in found(doctor.check_cpu_kernels).what
+
+
+def test_no_gpu_and_one_that_torch_does_not_see(environment):
+    environment.setattr(torch.cuda, "is_available", lambda: False)
+    environment.setattr(doctor, "has_nvidia_driver", lambda: False)
+    assert found(doctor.check_gpu).status == "ok"
+    environment.setattr(doctor, "has_nvidia_driver", lambda: True)
+    finding = found(doctor.check_gpu)
+    assert finding.status == "broken" and "sees no GPU" in finding.what
+    environment.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert found(doctor.check_gpu).status == "ok", "hidden on purpose"
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "status", "words", "missing"),
+    [
+        ((9, 0), None, "ok", "fp8 products, tiles by the tensor memory accelerator", "ROCm"),
+        ((8, 9), None, "ok", "fp8 products", "accelerator"),
+        ((8, 0), None, "ok", "attention and linear kernels", "fp8"),
+        ((7, 5), None, "off", "compute capability 7.5", "kernels"),
+        ((9, 4), "7.0", "ok", "ROCm 7.0", "fp8"),
+    ],
+)
+def test_gpus(capability, hip, status, words, missing, monkeypatch):
+    properties = types.SimpleNamespace(name="GPU", total_memory=80e9, major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    finding = found(doctor.check_gpu)
+    assert finding.status == status and words in finding.what and missing not in finding.what
+
+
+def test_a_gpu_without_triton(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert found(doctor.check_gpu).status == "broken"
+
+
+def test_memory(monkeypatch):
+    monkeypatch.setattr(doctor, "available_memory", lambda: 10**9)
+    assert found(doctor.check_memory).status == "off"
+    monkeypatch.setattr(doctor, "available_memory", lambda: 10**10)
+    assert found(doctor.check_memory).what == "10.0 GB available"
+
+
+def test_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.constants, "HF_HOME", str(tmp_path / "not" / "yet"))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10**12))
+    assert found(doctor.check_disk, "HF_HOME").status == "ok"
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10**9))
+    assert found(doctor.check_disk, "HF_HOME").status == "off"
+
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    finding = found(doctor.check_disk, "HF_HOME")
+    assert finding.status == "broken" and "Permission denied" in finding.what
+    assert not (tmp_path / "not").exists(), "nothing was made"
+
+
+def test_environment(environment):
+    assert doctor.check_environment() == []
+    environment.setenv("HF_HUB_OFFLINE", "1")
+    environment.setenv("TRITON_INTERPRET", "1")
+    environment.setenv("ATEN_CPU_CAPABILITY", "default")
+    environment.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    findings = {each.name: each for each in doctor.check_environment()}
+    assert {name: each.status for name, each in findings.items()} == {
+        "HF_HUB_OFFLINE": "ok",
+        "TRITON_INTERPRET": "off",
+        "ATEN_CPU_CAPABILITY": "off",
+    }
+    assert "nothing is downloaded" in findings["HF_HUB_OFFLINE"].what
+
+
+def test_a_product_that_is_wrong_is_broken(monkeypatch):
+    assert found(doctor.check_product).status == "ok"
+    from hf_efficient.formats import AffineFormat
+
+    monkeypatch.setattr(AffineFormat, "layout", lambda *args: lambda x: torch.zeros(4, 128, dtype=x.dtype))
+    finding = found(doctor.check_product)
+    assert finding.status == "broken" and "relative error 1" in finding.what
