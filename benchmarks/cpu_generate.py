@@ -60,15 +60,7 @@ PROMPTS = ("32", "512", "1024", "copying", "fresh")
 LOOKUP = ", prompt lookup"  # of the same process, asked for it
 LIKE = "ours int4, int8 head"  # as llama.cpp has it
 SAME = "ours, the GGUF"  # which llama.cpp runs
-COPYING = (
-    "llama.cpp",
-    SAME,
-    SAME + LOOKUP,
-    LIKE,
-    LIKE + LOOKUP,
-    LIKE + ", int8 inputs" + LOOKUP,
-    "ours int4" + LOOKUP,
-)
+COPYING = ("llama.cpp", SAME, SAME + LOOKUP, LIKE, LIKE + LOOKUP, LIKE + ", int8 inputs" + LOOKUP, "ours int4" + LOOKUP)
 OF_1B = (STOCK, "ours int8", LIKE, f"{LIKE}, int8 inputs", "bitsandbytes nf4", "torchao int8", "quanto int8")
 
 
@@ -315,9 +307,7 @@ def table(result: dict) -> str:
         if prompt == "fresh process":
             key = f"{FRESH_TOKENS}_tokens_s"
             lines += [f"| way | first token, s | {FRESH_TOKENS} tokens, s |", "|---|---|---|"]
-            lines += [
-                f"| {r['way']} | {cell(r, 'first_token_s', digits=1)} | {cell(r, key, digits=1)} |" for r in rows
-            ]
+            lines += [f"| {r['way']} | {cell(r, 'first_token_s', digits=1)} | {cell(r, key, digits=1)} |" for r in rows]
             continue
         lines.append(
             "| way | first token, ms | prefill, tokens/s | decode, tokens/s | over stock | over llama.cpp | peak, MB | anonymous, MB |"

@@ -88,11 +88,7 @@ def main() -> None:
             "nll_difference_standard_error": error,
         }
         print(count, rows[f"{count} columns in 16 bits"], flush=True)
-    result = {
-        "question": " ".join(__doc__.split("\n")[0].split()),
-        "environment": environment.describe(),
-        "rows": rows,
-    }
+    result = {"question": " ".join(__doc__.split("\n")[0].split()), "environment": environment.describe(), "rows": rows}
     options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 

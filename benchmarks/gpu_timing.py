@@ -42,9 +42,7 @@ class Benchmark:
         options = parser.parse_args(arguments)
         self.quick, self.tiny, self.output = options.quick, options.tiny, options.output
         if not self.tiny and not torch.cuda.is_available():
-            print(
-                f"{name}.py needs a CUDA or ROCm device, and torch sees none: nothing was measured.", file=sys.stderr
-            )
+            print(f"{name}.py needs a CUDA or ROCm device, and torch sees none: nothing was measured.", file=sys.stderr)
             sys.exit(2)
         self.device = "cpu" if self.tiny else "cuda"
         self.dtype = torch.float16 if self.tiny else torch.bfloat16  # the interpreter's bf16 products are wrong
@@ -153,12 +151,7 @@ class Benchmark:
             goal["without_cases_that_failed"] = len(wrong)
             goal["reached"] = None if measured is None or self.tiny else measured >= goal["at_least"]
             print(f"{goal['goal']:72s} at least {goal['at_least']}: {measured and round(measured, 3)}")
-        report = {
-            "environment": environment.describe(),
-            "limits": self.limits,
-            "goals": goals,
-            "results": self.results,
-        }
+        report = {"environment": environment.describe(), "limits": self.limits, "goals": goals, "results": self.results}
         if self.tiny:
             report["warning"] = "tiny sizes under the Triton interpreter: no time here means anything"
         self.output.write_text(json.dumps(report, indent=1) + "\n")

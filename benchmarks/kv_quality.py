@@ -102,9 +102,7 @@ def main() -> None:
     else:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         windows = perplexity.windows(tokenizer, samples.sample_text("evaluation"), options.windows, LENGTH)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="flash_paged"
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="flash_paged").eval()
     done = json.loads(options.output.read_text()) if options.output.is_file() else {}
     for name, row in measure(model, windows, options.formats).items():
         done[name] = {**row, "environment": environment.describe()}

@@ -144,8 +144,7 @@ def main() -> None:
                 options.output.write_text(json.dumps(done, indent=1) + "\n")
                 was, now = row["wikipedia"]["perplexity_before"], row["wikipedia"]["perplexity"]
                 print(
-                    f"{name}: {was:.2f} -> {now:.2f} in {row['wall_seconds']:.0f} s, {row['tokens']} tokens",
-                    flush=True,
+                    f"{name}: {was:.2f} -> {now:.2f} in {row['wall_seconds']:.0f} s, {row['tokens']} tokens", flush=True
                 )
 
 

@@ -238,12 +238,7 @@ def write_table(path: Path) -> None:
         seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
         cells += [seconds, f"{row['peak_memory_bytes'] / 1e9:.2f}", str(row.get("calibration_windows", ""))]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "Peers on the same windows, with their own packages:",
-        "",
-        "| peer | bits of a weight | perplexity |",
-    ]
+    lines += ["", "Peers on the same windows, with their own packages:", "", "| peer | bits of a weight | perplexity |"]
     lines.append("|---|---:|---:|")
     lines += [f"| {name} | {bits:g} | {value} |" for name, (bits, value) in PEERS.items()]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")

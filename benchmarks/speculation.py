@@ -251,9 +251,7 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
             **spent,
             "decoded_tokens_per_s": (tokens - len(rows)) / sum(spent.values()),
         }
-        if all(
-            len(each) == counts.num_steps for each, counts in zip(inside, counted)
-        ):  # the drafter runs none of them
+        if all(len(each) == counts.num_steps for each, counts in zip(inside, counted)):  # the drafter runs none of them
             inside_or_draft = sum(map(sum, inside)) + spent["draft_seconds"]
             line["host_share"] = 1 - inside_or_draft / sum(spent.values())
     return line

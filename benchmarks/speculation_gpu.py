@@ -208,9 +208,7 @@ class Bench:
                 self.draft.generation_config.num_assistant_tokens = depth
                 drafter = AssistantDrafter(self.draft)
             clocked = Clocked(drafter)
-            output, correct, _ = self.generate(
-                self.target, batch, assistant_model=Speculation(clocked, adaptive=False)
-            )
+            output, correct, _ = self.generate(self.target, batch, assistant_model=Speculation(clocked, adaptive=False))
             tokens, seconds = (sum(part) for part in zip(*clocked.steps))
             speeds.append(tokens / seconds)
             gains.append(tokens / len(clocked.steps) / batch)

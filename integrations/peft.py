@@ -20,9 +20,7 @@ def merge_and_unload(peft_model, dtype=None):
     model = peft_model.get_base_model()
     if not hasattr(type(peft_model.base_model), "merge_and_unload"):
         kinds = ", ".join(sorted({type(config).__name__ for config in peft_model.peft_config.values()}))
-        raise ValueError(
-            f"{kinds} adds nothing to the weights that could be merged: keep the adapter beside the model"
-        )
+        raise ValueError(f"{kinds} adds nothing to the weights that could be merged: keep the adapter beside the model")
     zeros, transposed = {}, {}
     for name, module in model.named_modules():
         if not isinstance(module, CompressedModule) or "original_module" in name.split("."):

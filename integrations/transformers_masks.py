@@ -31,11 +31,7 @@ def flash_paged_mask(*args, mask_function=None, **kwargs):
         else:
             _check_pattern(mask_function)
             columns = kwargs.get("attention_mask")
-            if (
-                columns is not None
-                and not _is_left_padded(columns)
-                and "causal_mask_function" in _parts(mask_function)
-            ):
+            if columns is not None and not _is_left_padded(columns) and "causal_mask_function" in _parts(mask_function):
                 kwargs["allow_is_causal_skip"] = False
                 seen = sdpa_mask(*args, mask_function=mask_function, **kwargs)
                 seen._hfe_columns = columns

@@ -12,13 +12,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from hf_efficient.calibration import loading
 from hf_efficient.checkpoints import checks, saving
 from hf_efficient.checkpoints.adopt import bitnet
-from hf_efficient.configs import (
-    BitNetConfig,
-    CompressionConfig,
-    SparseConfig,
-    W8A8Config,
-    WeightOnlyConfig,
-)
+from hf_efficient.configs import BitNetConfig, CompressionConfig, SparseConfig, W8A8Config, WeightOnlyConfig
 from hf_efficient.experts import (
     EfficientExperts,
     compress_experts,

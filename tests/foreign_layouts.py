@@ -89,11 +89,7 @@ def packed(rows, columns, dtype, bits=4, size=32, symmetric=True, order="natural
     groups, middle = columns // size, 2 ** (bits - 1)
     codes, scale = random_codes(rows, columns, bits), random_scale(rows, groups, dtype, bits)
     zero = torch.full((rows, groups), middle) if symmetric else random_codes(rows, groups, bits)
-    parts = {
-        "weight_packed": stream(codes, bits),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor([rows, columns]),
-    }
+    parts = {"weight_packed": stream(codes, bits), "weight_scale": scale, "weight_shape": torch.tensor([rows, columns])}
     if not symmetric:
         parts["weight_zero_point"] = stream(zero.t().contiguous(), bits).t().contiguous()
     group = torch.arange(columns) // size

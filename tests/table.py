@@ -96,7 +96,4 @@ SCORERS = {
 
 # (architecture, attention) -> the error, as a pattern; transformers' own refusals are listed too
 _NO_SDPA = "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention"
-REFUSALS = {
-    ("gemma2", "sdpa"): _NO_SDPA,
-    ("gpt_oss", "sdpa"): _NO_SDPA,
-}
+REFUSALS = {("gemma2", "sdpa"): _NO_SDPA, ("gpt_oss", "sdpa"): _NO_SDPA}

@@ -60,9 +60,7 @@ def test_wheel_holds_every_source_file(distributions):
     with zipfile.ZipFile(next(distributions.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
     assert package_files() - names == set()
-    assert {name for name in names if not name.startswith("hf_efficient")} == {OPTIMUM}, (
-        "nothing else at the top level"
-    )
+    assert {name for name in names if not name.startswith("hf_efficient")} == {OPTIMUM}, "nothing else at the top level"
 
 
 def test_sdist_holds_every_source_file(distributions):
@@ -104,8 +102,6 @@ def test_setup_cfg_lists_every_package():
         "optimum.commands.register"
     }  # without __init__.py, as optimum asks
     present = {
-        name.removesuffix("/__init__.py").replace("/", ".")
-        for name in package_files()
-        if name.endswith("/__init__.py")
+        name.removesuffix("/__init__.py").replace("/", ".") for name in package_files() if name.endswith("/__init__.py")
     }
     assert listed == present

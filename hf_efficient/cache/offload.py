@@ -39,10 +39,7 @@ class Offload:
     """
 
     def __init__(
-        self,
-        device_memory: int | str,
-        host_memory: int | str | None = None,
-        disk: str | os.PathLike | None = None,
+        self, device_memory: int | str, host_memory: int | str | None = None, disk: str | os.PathLike | None = None
     ):
         if (host_memory is None) != (disk is None):
             raise ValueError(

@@ -142,10 +142,7 @@ class PrefixCache:
                 "prefix_cache: made for another model. Give PagedCache the config object of the model that the PrefixCache "
                 "was made for (model.config)"
             )
-        for name, given, own in (
-            ("block_size", block_size, self.block_size),
-            ("kv_format", kv_format, self.kv_format),
-        ):
+        for name, given, own in (("block_size", block_size, self.block_size), ("kv_format", kv_format, self.kv_format)):
             if given != own:
                 raise ValueError(f"{name}={given!r} with a prefix_cache of {name}={own!r}: must be the same")
 

@@ -60,9 +60,7 @@ def first_tensor(output: Any) -> torch.Tensor:
 
 def outputs_of(output: Any) -> tuple:
     """The elements of what a block gives, the hidden states first."""
-    return (
-        output if isinstance(output, tuple) else (output,) if isinstance(output, torch.Tensor) else output.to_tuple()
-    )
+    return output if isinstance(output, tuple) else (output,) if isinstance(output, torch.Tensor) else output.to_tuple()
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
@@ -148,9 +146,7 @@ class Chain:
         for batch in range(batches):
             kept.next_batch()
             recorded: list[tuple[tuple, dict]] = []
-            produced: dict[
-                int, tuple[Produced, Any]
-            ] = {}  # id -> (what it stands for, the object, which keeps its id)
+            produced: dict[int, tuple[Produced, Any]] = {}  # id -> (what it stands for, the object, which keeps its id)
 
             def stand_in(index, recorded=recorded, produced=produced):
                 def forward(*args, **kwargs):

@@ -49,9 +49,7 @@ class Progress:
 
     def save(self, number: int, index: int, chain: Chain, formats: dict[str, Any], hidden, dense) -> None:
         """Keeps block `index` of a chain, with the hidden states after it."""
-        state = {
-            name: tensor.detach().cpu().contiguous() for name, tensor in chain.modules[index].state_dict().items()
-        }
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in chain.modules[index].state_dict().items()}
         described = {"formats": json.dumps({name: _described(format) for name, format in formats.items()})}
         self._write(f"chain{number}-block{index}.safetensors", _unshared(state), described)
         tensors = {f"hidden.{batch}": states for batch, states in enumerate(hidden)}
@@ -65,9 +63,7 @@ class Progress:
         )
         (self.folder / f"chain{number}-after{index - 1}.safetensors").unlink(missing_ok=True)
 
-    def block(
-        self, number: int, index: int, formats: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def block(self, number: int, index: int, formats: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """(the formats of a block's modules, by full name, and its state dict). formats: as planned."""
         path = self.folder / f"chain{number}-block{index}.safetensors"
         with safe_open(path, "pt") as file:

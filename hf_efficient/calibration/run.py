@@ -85,9 +85,7 @@ class _Driver:
                 f"the calibration data never reaches {len(missed)} modules, for example {missed[:3]}: exclude them with "
                 "modules_to_not_convert, or give them a method that needs no data in overrides"
             )
-        self.progress = (
-            Progress(config, model, plan, batches, (*transforms, refine)) if config.checkpoint_dir else None
-        )
+        self.progress = Progress(config, model, plan, batches, (*transforms, refine)) if config.checkpoint_dir else None
 
     def run(self) -> None:
         chains = self.followed.chains

@@ -48,8 +48,7 @@ def _is_part_of(asked: CompressionConfig, saved: CompressionConfig) -> bool:
     ]
     kept = [set(config.modules_to_not_convert or ()) for config in (asked, saved)]
     overrides = all(
-        pattern in saved.overrides and saved.overrides[pattern] == fields
-        for pattern, fields in asked.overrides.items()
+        pattern in saved.overrides and saved.overrides[pattern] == fields for pattern, fields in asked.overrides.items()
     )
     added = [pattern for pattern in saved.overrides if pattern not in asked.overrides]
     return (

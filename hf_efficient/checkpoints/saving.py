@@ -96,9 +96,7 @@ def _replace(target: str, new: str, old: str) -> None:
             source, place, kept = (os.path.join(folder, name) for folder in (new, target, old))
             if os.path.isdir(place):
                 move(place, kept)
-            elif os.path.exists(
-                place
-            ):  # replaced, never absent: a folder without its config is read as something else
+            elif os.path.exists(place):  # replaced, never absent: a folder without its config is read as something else
                 shutil.copy2(place, kept)
                 undo.append((kept, place))
                 os.replace(source, place)

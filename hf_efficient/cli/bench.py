@@ -15,9 +15,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient bench`."""
     command.add_argument("model", help="Hub id or local folder")
     command.add_argument("--config", default="none", help=f"{HELP} (default none)")
-    command.add_argument(
-        "--kv-format", default="auto", help="of the cache: auto, int8, fp8, int4, int2 (default auto)"
-    )
+    command.add_argument("--kv-format", default="auto", help="of the cache: auto, int8, fp8, int4, int2 (default auto)")
     command.add_argument("--prompt-tokens", type=int, default=128, help="random tokens of a prompt (default 128)")
     command.add_argument("--new-tokens", type=int, default=64, help="tokens generated for each prompt (default 64)")
     command.add_argument("--batch", type=int, default=4, help="largest batch; 1, 2, 4, ... come before it (default 4)")

@@ -54,9 +54,7 @@ def check_calibration(calibration, config, model: str) -> None:
     given = calibration.dataset
     path = Path(given).expanduser()
     if not path.exists() and (path.suffix in (".txt", ".jsonl") or not is_hub_id(given.partition(":")[0])):
-        raise ValueError(
-            f"--calibration {given}: there is no such file, and a dataset of the Hub is called owner/name"
-        )
+        raise ValueError(f"--calibration {given}: there is no such file, and a dataset of the Hub is called owner/name")
     if calibration.checkpoint_dir is not None:
         check_folder("--checkpoint-dir", calibration.checkpoint_dir)
     check_tokenizer("model", model)

@@ -14,9 +14,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient estimate`."""
     command.add_argument("model", help="Hub id, folder or config.json; only the config is read")
     command.add_argument(
-        "--config",
-        action="append",
-        help=f"{HELP}; may be repeated (default: none, int8 and int4, or the checkpoint's)",
+        "--config", action="append", help=f"{HELP}; may be repeated (default: none, int8 and int4, or the checkpoint's)"
     )
     command.add_argument("--batch", type=int, default=1, help="rows (default 1)")
     command.add_argument("--prompt-tokens", type=int, default=512, help="tokens of a prompt (default 512)")

@@ -39,10 +39,7 @@ def measure(variant: dict, progress: bool) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(variant["model"], padding_side="left")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    options = {
-        "dtype": variant.get("model_dtype", "auto"),
-        "device_map": device.type if device.type != "cpu" else None,
-    }
+    options = {"dtype": variant.get("model_dtype", "auto"), "device_map": device.type if device.type != "cpu" else None}
     if variant["efficient"]:
         options["attn_implementation"] = "flash_paged"
     checkpoint = variant.get("checkpoint")

@@ -12,9 +12,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "repo", metavar="REPO", help='Hub id, or a new folder: a path that begins with "/", "." or "~"'
     )
-    command.add_argument(
-        "--base-model", help="what was compressed (default: what the report or the card in DIR names)"
-    )
+    command.add_argument("--base-model", help="what was compressed (default: what the report or the card in DIR names)")
     command.add_argument("--licence", help="identifier such as apache-2.0 (default: that of the base model's card)")
     command.add_argument("--report", help="a report.json that measured DIR (default: the one in DIR, if any)")
     command.add_argument("--private", action="store_true", default=None, help="make a new repository private")

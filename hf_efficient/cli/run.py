@@ -13,14 +13,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from hf_efficient.cli.compression import add_dtype_argument, check_dense
-from hf_efficient.cli.config_argument import (
-    HELP,
-    PRESETS,
-    check_text_given,
-    config_name,
-    make_config,
-    parse_arguments,
-)
+from hf_efficient.cli.config_argument import HELP, PRESETS, check_text_given, config_name, make_config, parse_arguments
 from hf_efficient.cli.paths import check_folder, check_model, check_text_file, check_tokenizer, is_there
 
 

@@ -61,11 +61,7 @@ class CalibrationConfig:
             if not (isinstance(value, str) and value) and not (name == "dataset" and value is None):
                 raise ValueError(unsupported(name, value, "a string that is not empty"))
         if tokens is not None:
-            if (
-                getattr(tokens, "ndim", 0) != 2
-                or "int64" not in str(getattr(tokens, "dtype", ""))
-                or 0 in tokens.shape
-            ):
+            if getattr(tokens, "ndim", 0) != 2 or "int64" not in str(getattr(tokens, "dtype", "")) or 0 in tokens.shape:
                 form = f"{getattr(tokens, 'dtype', type(tokens).__name__)} {list(getattr(tokens, 'shape', []))}"
                 raise ValueError(f"tokens={form} is not supported: it must be an int64 tensor [windows, tokens]")
             num_samples, sequence_length = tokens.shape

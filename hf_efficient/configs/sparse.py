@@ -213,15 +213,7 @@ def _weights_error(weights) -> str | None:
         return f"weights: {unsupported('method', config.method, f'one of {WEIGHT_METHODS}')}"
     if config.zero_point != "integer":
         return f"weights: {unsupported('zero_point', config.zero_point, repr('integer'))}: zeros are exact"
-    fields = (
-        "codebook",
-        "rotate",
-        "refine",
-        "mixed_precision",
-        "int8_on_cpu",
-        "input_scale",
-        "input_order",
-    )
+    fields = ("codebook", "rotate", "refine", "mixed_precision", "int8_on_cpu", "input_scale", "input_order")
     for field in fields:
         if value := getattr(config, field):
             return f"weights: {unsupported(field, value, 'left out: pruned weights are kept on a plain grid')}"

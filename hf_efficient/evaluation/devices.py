@@ -51,9 +51,7 @@ DEVICES = {
         _accelerator("h100", 80, 3350, 67, 989.4, 1978.9, 1978.9, "NVIDIA H100 SXM5 data sheet, without sparsity"),
         _accelerator("h200", 141, 4800, 67, 989.4, 1978.9, 1978.9, "NVIDIA H200 SXM data sheet, without sparsity"),
         _accelerator("a100", 80, 2039, 19.5, 312, 624, None, "NVIDIA A100 80GB SXM data sheet, without sparsity"),
-        _accelerator(
-            "l4", 24, 300, 30.3, 121, 242.5, 242.5, "NVIDIA L4 data sheet, half of its figures with sparsity"
-        ),
+        _accelerator("l4", 24, 300, 30.3, 121, 242.5, 242.5, "NVIDIA L4 data sheet, half of its figures with sparsity"),
         _accelerator(
             "rtx4090", 24, 1008, 82.6, 165.2, 660.6, 330.3, "NVIDIA Ada whitepaper, sums in float32, without sparsity"
         ),

@@ -199,10 +199,7 @@ def _decode(
         ):
             return _run(model, PoolEntry.of(PagedCache(model.config)), *inputs)[0]
         tokens = longest(stopping_criteria) + MAX_NODES + 1
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # that mode hides from recordings what operators consist of
+        with torch.inference_mode(False), torch.no_grad():  # that mode hides from recordings what operators consist of
             state = state or model_state.current(model)
             kept = pool.take(model, len(input_ids), tokens, _hidden_of(drafter), state)
             output, captured = _run(model, kept, *inputs)

@@ -12,14 +12,7 @@ from hf_efficient.generation.sequences import STATEFUL, longest
 
 
 def serves(
-    model,
-    input_ids,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
-    synced_gpus,
-    streamer,
-    model_kwargs,
+    model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
 ) -> bool:
     """Whether `generate()` is asked for what this package's loop gives as well, only faster.
 

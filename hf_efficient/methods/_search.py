@@ -17,17 +17,13 @@ class GridSearch:
         importance: of the columns (float [K] or None: alike), float32 [width, groups], 0 for padding; None: all alike.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, format: AffineFormat, importance: torch.Tensor | None, power: float = 2.0
-    ):
+    def __init__(self, weight: torch.Tensor, format: AffineFormat, importance: torch.Tensor | None, power: float = 2.0):
         self.levels, self.dtype, self.power = format.levels, weight.dtype, power
         self.float_zero = format.zero_point == "float"
         self.scale, self.zero = covering_grid(weight, format)
         values = grouped(weight, group_width(format, weight.shape[1]))
         importance = group_importance(importance, format, weight.shape[1])
-        self.importance = (
-            None if importance is None else self._by_group(importance.to(values.device).expand_as(values))
-        )
+        self.importance = None if importance is None else self._by_group(importance.to(values.device).expand_as(values))
         self.values = self._by_group(values)
         self.error = self.error_of(self.scale, self.zero)
 

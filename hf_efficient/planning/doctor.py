@@ -132,9 +132,7 @@ def check_registration() -> list[Finding]:
         hf_efficient.register()
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        return [
-            Finding("registration", "broken", what, "from_pretrained() does not know this package's configs", help)
-        ]
+        return [Finding("registration", "broken", what, "from_pretrained() does not know this package's configs", help)]
     return [Finding("registration", "ok", "quantizers and attention are registered with transformers")]
 
 

@@ -257,15 +257,7 @@ class _Costs:
     FIELDS = ("active_parameters", "kv_cache_bytes", "kv_token_bytes", "activation_bytes", "prefill", "decode")
 
     def __init__(
-        self,
-        skeleton: _Skeleton,
-        kv_format,
-        block_size,
-        notes,
-        *,
-        batch_size: int,
-        prompt_tokens: int,
-        new_tokens: int,
+        self, skeleton: _Skeleton, kv_format, block_size, notes, *, batch_size: int, prompt_tokens: int, new_tokens: int
     ):
         for name in self.FIELDS:
             setattr(self, name, None)

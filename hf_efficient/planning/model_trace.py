@@ -137,9 +137,7 @@ class Tracer:
             tokens, chosen = top_k_index.shape
             self.trace.read[module] = chosen, sizes[0][0], tokens
             rows = hidden_states.repeat_interleave(chosen, 0)
-            parts = (
-                -(-len(rows) // sizes[0][0]) if compressed and self.on_cpu else len(rows)
-            )  # there one after another
+            parts = -(-len(rows) // sizes[0][0]) if compressed and self.on_cpu else len(rows)  # there one after another
             outputs = [expert(module, part) for part in rows.split(parts)]
             del rows
             outputs = torch.cat(outputs) if len(outputs) > 1 else outputs[0]

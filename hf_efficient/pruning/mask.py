@@ -34,9 +34,7 @@ class Sparsity:
             raise ValueError(f"group={self.group!r} is not supported: it must be {allowed}")
         if self.pattern and self.sparsity != 1 - self.pattern[0] / self.pattern[1]:
             n, m = self.pattern
-            raise ValueError(
-                f"sparsity={self.sparsity!r} is not supported: it must be {1 - n / m} for pattern {n}:{m}"
-            )
+            raise ValueError(f"sparsity={self.sparsity!r} is not supported: it must be {1 - n / m} for pattern {n}:{m}")
 
     @classmethod
     def of_pattern(cls, n: int, m: int) -> "Sparsity":
@@ -56,9 +54,7 @@ class Sparsity:
             return count, max(1, round((1 - self.sparsity) * count))
         n, m = self.pattern
         if in_features % m:
-            raise ValueError(
-                f"pattern {n}:{m} does not divide in_features={in_features}: it must be a multiple of {m}"
-            )
+            raise ValueError(f"pattern {n}:{m} does not divide in_features={in_features}: it must be a multiple of {m}")
         return m, n
 
     def kept(self, out_features: int, in_features: int) -> int:

@@ -23,7 +23,9 @@ def difference(session: dict, ours: list[dict], theirs: list[dict]) -> str | Non
             continue
         if "error" in mine or "error" in other:
             if mine.get("error") != other.get("error"):
-                return f"call {index} {options}: ours {mine.get('text', 'answers')}, theirs {other.get('text', 'answers')}"
+                return (
+                    f"call {index} {options}: ours {mine.get('text', 'answers')}, theirs {other.get('text', 'answers')}"
+                )
             continue
         if text := _tokens_differ(options, mine["sequences"], other):
             return f"call {index} {options}: {text}"

@@ -68,9 +68,7 @@ FORMATS = {
     "2:4 int4": dict(METHODS["magnitude_2:4"], weights={"bits": 4, "group_size": 32}),
 }
 ADOPTED = {"gptq": "gptq", "awq": "awq", "bitsandbytes": "bitsandbytes_4bit"}
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning", "ignore::FutureWarning"
-)  # PEFT's, about its own configs
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PEFT's, about its own configs
 
 
 @pytest.fixture(scope="module")

@@ -103,10 +103,7 @@ def calls(draw):
 
 changes = st.tuples(st.just("change"), st.sampled_from(sorted(CHANGES)), st.integers(0, 7))
 sessions = st.fixed_dictionaries(
-    {
-        "model": st.sampled_from(MODELS),
-        "steps": st.lists(st.one_of(calls(), calls(), changes), min_size=2, max_size=6),
-    }
+    {"model": st.sampled_from(MODELS), "steps": st.lists(st.one_of(calls(), calls(), changes), min_size=2, max_size=6)}
 )
 
 

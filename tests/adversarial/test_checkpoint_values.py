@@ -101,8 +101,7 @@ def test_what_would_take_the_place_of_our_own_tensors_is_refused(tmp_path):
 def test_zero_points_where_the_config_has_none(tmp_path):
     write(tmp_path, layouts.packed, WIDE)
     change(
-        tmp_path,
-        lambda tensors: tensors.update({f"{UP}.weight_zero_point": torch.full((12, 2), 7, dtype=torch.int32)}),
+        tmp_path, lambda tensors: tensors.update({f"{UP}.weight_zero_point": torch.full((12, 2), 7, dtype=torch.int32)})
     )
     with pytest.raises(ValueError, match="up_proj.weight_zero_point is not 0, but .* symmetric: true"):
         load(tmp_path)

@@ -253,10 +253,7 @@ TEXTS = {
             "text.tx",
             "--calibration text.tx: there is no such file, and a dataset of the Hub needs the package 'datasets'",
         ),
-        (
-            "owner/name:subset",
-            "--calibration owner/name:subset: there is no such file, and a dataset of the Hub needs",
-        ),
+        ("owner/name:subset", "--calibration owner/name:subset: there is no such file, and a dataset of the Hub needs"),
         ("../no/such/name", "--calibration ../no/such/name: there is no such file"),
         ("full", "--calibration full is neither a .txt nor a .jsonl file"),
         ("binary.txt", "binary.txt is no text in UTF-8"),

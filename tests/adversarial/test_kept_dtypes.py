@@ -16,11 +16,7 @@ HEADS = dict(SIZES, num_attention_heads=4, num_key_value_heads=2, intermediate_s
 T5 = dict(vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0)
 # config -> (arguments, ends of the names of weights that are in float32 in bfloat16, and in float16)
 MODELS = {
-    "HunYuanMoEV1Config": (
-        dict(HEADS, num_experts=4, moe_topk=2, head_dim=16),
-        ["gate.wg.weight"],
-        ["gate.wg.weight"],
-    ),
+    "HunYuanMoEV1Config": (dict(HEADS, num_experts=4, moe_topk=2, head_dim=16), ["gate.wg.weight"], ["gate.wg.weight"]),
     "T5Config": (T5, [], ["wo.weight"]),
     "Ernie4_5_MoeConfig": (
         dict(HEADS, moe_num_experts=4, moe_k=2, moe_intermediate_size=48, moe_layer_start_index=0),

@@ -87,11 +87,7 @@ def folders(tmp_path_factory):
 def outputs(model):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 120, (2, 9), generator=generator)
-    given = {
-        "input_ids": ids,
-        "decoder_input_ids": ids,
-        "pixel_values": torch.randn(2, 3, 16, 16, generator=generator),
-    }
+    given = {"input_ids": ids, "decoder_input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
     accepted = inspect.signature(model.forward).parameters
     with torch.no_grad():
         return model(**{name: value for name, value in given.items() if name in accepted})[0]

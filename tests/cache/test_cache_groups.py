@@ -124,9 +124,7 @@ def test_what_is_dropped_cannot_come_back(implementation):
     cache.crop(-REWINDABLE)
     assert cache.cache_seqlens == [87, 87]
     for operate in (lambda: cache.rewind([87, 78]), lambda: cache.crop(-9)):
-        with pytest.raises(
-            ValueError, match=r"cannot go back to 78 tokens in row \d: .*first 72, so .* to 79 or to 0"
-        ):
+        with pytest.raises(ValueError, match=r"cannot go back to 78 tokens in row \d: .*first 72, so .* to 79 or to 0"):
             operate()
     assert cache.cache_seqlens == [87, 87]
     token = torch.tensor([[5], [6]])

@@ -215,10 +215,7 @@ def narrower_keys(header, tensors):
         (capacity(10**12), "its blocks take .* bytes on cpu, and .* are free there"),
         (capacity(10**12, fixed=True), "its blocks take .* bytes on cpu, and .* are free there"),
         (wide, r"layers\.0\.pages\.keys is torch\.float32 .* and must be"),
-        (
-            lambda header, tensors: header["groups"][0].update(dropped=[0, 8]),
-            "layers that see all tokens have dropped",
-        ),
+        (lambda header, tensors: header["groups"][0].update(dropped=[0, 8]), "layers that see all tokens have dropped"),
         (narrower_keys, r"layers\.1\.pages\.keys is torch\.float32 .* and must be"),
         (lambda header, tensors: tensors.pop("layers.0.pages.values"), "layers.0.pages.values"),
         (lambda header, tensors: tensors.update(more=torch.zeros(1)), "tensors that do not belong"),

@@ -75,9 +75,7 @@ def test_a_key_that_stands_apart_is_found_when_asked_for(scorer, survives):
     generator = torch.Generator().manual_seed(0)
     config = LlamaConfig(**{**CONFIG.to_dict(), "_attn_implementation": "flash_paged"})
     cache = PagedCache(config, block_size=8, eviction=EvictionPolicy(AdaKV(scorer(recent=8), floor=0.5), 0.5))
-    keys, values, queries = (
-        torch.randn(1, heads, 64, DIM, generator=generator) for heads in (HEADS, HEADS, 2 * HEADS)
-    )
+    keys, values, queries = (torch.randn(1, heads, 64, DIM, generator=generator) for heads in (HEADS, HEADS, 2 * HEADS))
     direction = F.normalize(torch.ones(DIM), dim=0)
     keys = keys * torch.tensor([0.5, 0.01])[:, None, None] + 4 * direction
     keys[0, 0, 30] = -4 * direction

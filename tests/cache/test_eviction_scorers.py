@@ -8,12 +8,7 @@ import torch
 from table import SCORERS
 from transformers import LlamaConfig
 
-from hf_efficient import (
-    AdaKV,
-    EvictionPolicy,
-    HeavyHitter,
-    PagedCache,
-)
+from hf_efficient import AdaKV, EvictionPolicy, HeavyHitter, PagedCache
 from hf_efficient.cache.page_handle import PAGES
 from hf_efficient.cache.stores import evicting
 

@@ -83,9 +83,7 @@ def test_a_layer_that_found_no_room_is_found(llama, layer, planned, monkeypatch)
     with pytest.raises(RuntimeError, match=r"call reset\(\)"), cache.decode_step():
         pass
     cache.reset()
-    torch.testing.assert_close(
-        steps(llama, cache, ids), steps(llama, None, ids, use_cache=False), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(steps(llama, cache, ids), steps(llama, None, ids, use_cache=False), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,7 @@ def test_a_pool_of_so_many_bytes(llama):
         cache.stats().prefix_hit_rate == prefix.hit_rate == prefix.stats()["skipped_tokens"] / (2 * (33 + 40 + 21)) > 0
     )
     prefix = PrefixCache(llama, memory=per_block - 1, block_size=SIZE)
-    with pytest.raises(
-        ValueError, match=rf"memory={per_block - 1}\): a block over all layers takes {per_block} bytes"
-    ):
+    with pytest.raises(ValueError, match=rf"memory={per_block - 1}\): a block over all layers takes {per_block} bytes"):
         generate(llama, prompts(), prefix)
 
 

@@ -76,10 +76,7 @@ def test_a_dataset_of_the_hub_without_its_package(monkeypatch):
     [
         (dict(texts="one string"), "texts='one string' is not supported: it must be a list of strings"),
         (dict(texts=["x"], dataset="y"), "texts and dataset are given: allowed is one of"),
-        (
-            dict(tokens=torch.zeros(2, 3)),
-            r"tokens=torch.float32 \[2, 3\] is not supported: it must be an int64 tensor",
-        ),
+        (dict(tokens=torch.zeros(2, 3)), r"tokens=torch.float32 \[2, 3\] is not supported: it must be an int64 tensor"),
         (dict(num_samples=0), "num_samples=0 is not supported: it must be a positive integer"),
         (dict(sequence_length=2.0), "sequence_length=2.0"),
         (dict(inputs=[]), r"inputs=\[\]"),

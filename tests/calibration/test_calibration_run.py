@@ -122,9 +122,7 @@ def test_sequential_methods_see_the_rounding_within_the_block(method, name):
         model(**batch)
     handle.remove()
     rows = torch.cat(rows)
-    assert_close(
-        given[linear].hessian, rows.t() @ rows, 1e-4, 1e-2 * rows.square().sum(0).max().item(), "float32 sums"
-    )
+    assert_close(given[linear].hessian, rows.t() @ rows, 1e-4, 1e-2 * rows.square().sum(0).max().item(), "float32 sums")
 
 
 def state_of(model) -> dict[str, torch.Tensor]:

@@ -176,9 +176,7 @@ def test_the_expected_loss_is_the_weighted_squared_error():
 
 def test_bits_are_chosen_within_the_size_of_the_uniform_formats():
     model = tiny_model("llama")
-    names = [
-        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "layers" in name
-    ]
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "layers" in name]
     with torch.no_grad():  # one layer that nothing depends on, one that all depends on
         model.model.layers[0].mlp.down_proj.weight.mul_(1e-4)
         model.model.layers[0].self_attn.o_proj.weight.mul_(30)

@@ -52,9 +52,7 @@ def test_compressed_tensors(name, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
     )
-    linears = {
-        n: m.weight.detach() for n, m in theirs.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"
-    }
+    linears = {n: m.weight.detach() for n, m in theirs.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"}
     assert_same(ours(tmp_path, torch.bfloat16), linears)
 
 

@@ -228,11 +228,7 @@ def replaced(name, tensor):
     [
         ("bitlinear", without(UP + "weight_scale"), "up_proj.weight_scale: no tensor .* instead of one float"),
         ("offline", without(UP + "weight_scale"), "up_proj.weight_scale: no tensor .* instead of one float"),
-        (
-            "bitlinear",
-            replaced(UP + "weight_scale", torch.ones(96)),
-            r"weight_scale: F32 \(96,\) instead of one float",
-        ),
+        ("bitlinear", replaced(UP + "weight_scale", torch.ones(96)), r"weight_scale: F32 \(96,\) instead of one float"),
         ("online", replaced(UP + "weight_scale", torch.ones(1)), "weight_scale, where weights are ternarised online"),
         ("bitlinear", without(UP + "weight"), "up_proj.weight: no tensor"),
         ("bitlinear", replaced(UP + "weight", torch.ones(48, 64).byte()), r"U8 \(48, 64\) instead of U8 \(24, 64\)"),
@@ -259,11 +255,7 @@ def test_missing_norms_are_refused(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     "kind, change, message",
     [
-        (
-            "bitlinear",
-            replaced(UP + "weight", torch.full((24, 64), 255).byte()),
-            "up_proj.weight: .* holds the code 3",
-        ),
+        ("bitlinear", replaced(UP + "weight", torch.full((24, 64), 255).byte()), "up_proj.weight: .* holds the code 3"),
         ("bitlinear", replaced(UP + "weight_scale", torch.zeros(1)), "up_proj.weight: .* weight_scale of 0"),
         ("offline", replaced(UP + "weight_scale", torch.tensor([float("nan")])), "up_proj.weight: NaN"),
         ("offline", replaced(UP + "weight", torch.randn(96, 64)), "up_proj.weight: .* more values than -c, 0 and c"),
@@ -306,9 +298,7 @@ def test_what_the_checkpoint_has_settled_cannot_be_asked_for(arguments, message,
 
 def test_what_else_can_be_asked_for(checkpoint):
     folder = checkpoint("offline packed")
-    model = load(
-        folder, config=BitNetConfig(modules_to_not_convert=["lm_head"], overrides={"v_proj": {"dense": True}})
-    )
+    model = load(folder, config=BitNetConfig(modules_to_not_convert=["lm_head"], overrides={"v_proj": {"dense": True}}))
     assert model.model.layers[0].self_attn.v_proj.format.dense and not model.model.layers[0].mlp.up_proj.format.dense
     assert_same_weights(model, load_theirs(folder))
 
@@ -317,9 +307,7 @@ def test_without_our_config_transformers_is_untouched(checkpoint):
     model = load_theirs(checkpoint("bitlinear"))
     assert type(model.model.layers[0].mlp.up_proj) is hub.BitLinear
     assert type(model.hf_quantizer) is quantizer_bitnet.BitNetHfQuantizer
-    with pytest.raises(
-        ValueError, match="compressed already .*'bitnet'.* cannot be quantized again .WeightOnlyConfig"
-    ):
+    with pytest.raises(ValueError, match="compressed already .*'bitnet'.* cannot be quantized again .WeightOnlyConfig"):
         load(checkpoint("bitlinear"), config=WeightOnlyConfig())
     merge = auto.AutoHfQuantizer.merge_quantization_configs
     saved = BitNetQuantConfig().to_dict()

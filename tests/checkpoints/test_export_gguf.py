@@ -159,11 +159,7 @@ def trained_tokenizer(kind: str, size: int = 400):
         tokenizer.train_from_iterator([text], trainer)
         tokenizer.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        chat_template="{{ messages }}",
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template="{{ messages }}"
     )
     tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
     return tokenizer

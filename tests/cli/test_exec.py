@@ -94,18 +94,7 @@ def test_lm_evaluation_harness_on_a_local_task(tiny_folder, tmp_path):
     }
     results = {}
     for model, arguments in ways.items():
-        command = [
-            *EXEC,
-            "lm_eval",
-            "--model",
-            model,
-            "--model_args",
-            arguments,
-            "--tasks",
-            "local",
-            "--device",
-            "cpu",
-        ]
+        command = [*EXEC, "lm_eval", "--model", model, "--model_args", arguments, "--tasks", "local", "--device", "cpu"]
         command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / model), "--log_samples"]
         done = run(command, tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -81,10 +81,7 @@ WIKITEXT = """{{Infobox|a={{nested}}}}<!-- hidden -->
 
 def test_wikitext_becomes_plain_text():
     lines = [line for line in samples._plain_text(WIKITEXT).split("\n") if line.strip()]
-    assert lines == [
-        "Anarchism is a philosophy that advocates self-governance. It & others.",
-        "See the site.",
-    ]
+    assert lines == ["Anarchism is a philosophy that advocates self-governance. It & others.", "See the site."]
 
 
 def test_sample_text_refuses_an_unknown_split():

@@ -11,10 +11,7 @@ from hf_efficient.methods import get_method
 
 
 SCHEMES = [
-    (bits, group, symmetric)
-    for bits in (2, 3, 4, 8)
-    for group in (-1, None, 32, 64, 48)
-    for symmetric in (False, True)
+    (bits, group, symmetric) for bits in (2, 3, 4, 8) for group in (-1, None, 32, 64, 48) for symmetric in (False, True)
 ]
 
 
@@ -180,12 +177,7 @@ def test_int4_layout_is_inverted_for_any_block(block, monkeypatch):
         return torch.cat(chunks).to(torch.uint8).view(codes.shape[0], -1)
 
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack_for_cpu", pack)
-    caches = (
-        int4_layout.block_rows,
-        int4_layout.layout_is_known,
-        int4_layout.nibble_rows,
-        int4_layout.row_runs,
-    )
+    caches = (int4_layout.block_rows, int4_layout.layout_is_known, int4_layout.nibble_rows, int4_layout.row_runs)
     try:
         for cache in caches:
             cache.cache_clear()

@@ -128,11 +128,7 @@ def test_copies_and_pickles(folder, replays):
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
-    for other in (
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        torch.load(buffer, weights_only=False),
-    ):
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
         replays.clear()
         assert type(other) is type(model)
         assert torch.equal(other.generate(IDS, **GREEDY), output) and sum(replays) == sum(FORWARDS)

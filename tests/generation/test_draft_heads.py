@@ -337,6 +337,4 @@ def test_an_eagle_head_learns_one_guess_first_and_medusa_heads_all_along(target)
     eagle_head, medusa = (kind.for_model(target, 128) for kind in KINDS)
     progress = (0.0, 0.49, 0.5, 0.99)
     assert [eagle_head.trained_depth(share) for share in progress] == [1, 1, 3, 3]
-    assert [medusa.trained_depth(share) for share in progress] == [4] * 4, (
-        "each head learns from its own guesses alone"
-    )
+    assert [medusa.trained_depth(share) for share in progress] == [4] * 4, "each head learns from its own guesses alone"

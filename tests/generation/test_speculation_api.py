@@ -158,9 +158,7 @@ def test_custom_generate_refusals(llama):
         target.generate(**options, draft_model=draft, guidance_scale=1.5)
     embeds = target.get_input_embeddings()(batch["input_ids"])
     with pytest.raises(ValueError, match="cannot start from inputs_embeds alone"):
-        target.generate(
-            inputs_embeds=embeds, custom_generate=speculative_generate, draft_model=draft, max_new_tokens=4
-        )
+        target.generate(inputs_embeds=embeds, custom_generate=speculative_generate, draft_model=draft, max_new_tokens=4)
 
 
 def test_foreign_caches_and_models_are_refused(llama, monkeypatch):
@@ -175,9 +173,7 @@ def test_foreign_caches_and_models_are_refused(llama, monkeypatch):
     t5.generation_config.decoder_start_token_id = 0
     with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
         enable_speculation(t5).generate(batch["input_ids"], prompt_lookup_num_tokens=2, max_new_tokens=4)
-    bloom = transformers.BloomForCausalLM(
-        transformers.BloomConfig(vocab_size=128, hidden_size=16, n_layer=1, n_head=2)
-    )
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=128, hidden_size=16, n_layer=1, n_head=2))
     with pytest.raises(ValueError, match="takes no position_ids"):
         enable_speculation(bloom).generate(**batch, prompt_lookup_num_tokens=2, max_new_tokens=4)
     with pytest.raises(ValueError, match="assistant_model=BloomForCausalLM"):

@@ -218,12 +218,7 @@ def test_sampled_text_has_the_distribution_of_the_target(drafting_with, processo
         texts = torch.cat([texts.repeat_interleave(8, 0), following], 1)
     torch.manual_seed(0)
     output = enable_speculation(target).generate(
-        prompt.expand(rows, -1),
-        **option,
-        **warpers,
-        max_new_tokens=3,
-        do_sample=True,
-        return_dict_in_generate=True,
+        prompt.expand(rows, -1), **option, **warpers, max_new_tokens=3, do_sample=True, return_dict_in_generate=True
     )
     assert 0 < output.accepted_tokens.sum() < output.drafted_tokens.sum(), "some accepted, some rejected"
     text = output.sequences[:, -3:] @ torch.tensor([64, 8, 1])

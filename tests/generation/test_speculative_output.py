@@ -80,9 +80,7 @@ def test_a_returned_cache_is_the_callers(attention, llama):
         )
     target.generate(ids, **options, max_new_tokens=NEW, repetition_penalty=2.0)
     expected = target.generate(output.sequences, **options, max_new_tokens=40)
-    assert torch.equal(
-        target.generate(output.sequences, past_key_values=cache, **options, max_new_tokens=40), expected
-    )
+    assert torch.equal(target.generate(output.sequences, past_key_values=cache, **options, max_new_tokens=40), expected)
 
 
 def test_fewer_forwards_than_tokens_when_the_draft_is_right(llama, monkeypatch):

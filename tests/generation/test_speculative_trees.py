@@ -38,8 +38,7 @@ class Tree(Drafter):
 
     def propose(self, limits, nodes):
         rows = [
-            self._row(b, length, limit)
-            for b, length, limit in zip(self.sequences.live, self.sequences.lengths, limits)
+            self._row(b, length, limit) for b, length, limit in zip(self.sequences.live, self.sequences.lengths, limits)
         ]
         width = max(len(tokens) for tokens, _ in rows)
         if width == 0:

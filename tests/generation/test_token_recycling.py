@@ -122,9 +122,7 @@ def test_the_tree_follows_the_ranks_that_were_right():
 def test_serves_one_vocabulary():
     drafter, _ = begin([[1, 2, 3]])
     table = teach(drafter, 8)
-    with pytest.raises(
-        ValueError, match="learned from a model of 128 tokens, LlamaForCausalLM has 64: make a new one"
-    ):
+    with pytest.raises(ValueError, match="learned from a model of 128 tokens, LlamaForCausalLM has 64: make a new one"):
         drafter.check(target(64))
     assert torch.equal(drafter.table[:-1].long(), table)
     with pytest.raises(ValueError, match="candidates=65: the target has only 64 tokens"):

@@ -100,10 +100,7 @@ T5GEMMA = dict(
     sliding_window=4,
 )  # fmt: skip
 ENCODER_DECODERS = {
-    "BartForConditionalGeneration": (
-        "BartConfig",
-        dict(**SIZES, max_position_embeddings=64, forced_eos_token_id=None),
-    ),
+    "BartForConditionalGeneration": ("BartConfig", dict(**SIZES, max_position_embeddings=64, forced_eos_token_id=None)),
     "MarianMTModel": ("MarianConfig", dict(**SIZES, max_position_embeddings=64, forced_eos_token_id=None)),
     "WhisperForConditionalGeneration": ("WhisperConfig", {**SIZES, **WHISPER}),
     "T5GemmaForConditionalGeneration": (

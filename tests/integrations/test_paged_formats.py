@@ -224,9 +224,7 @@ def test_forwards_wait_for_no_device():
                 continue
             options = dict(softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, s_aux=None)
             for table in (None, torch.zeros(1, 2, 4, dtype=torch.int32)):
-                output = attend_pages(
-                    cache, 1, key.repeat(1, 2, 1, 1), key, key, block_table=table, **batch, **options
-                )
+                output = attend_pages(cache, 1, key.repeat(1, 2, 1, 1), key, key, block_table=table, **batch, **options)
                 assert output.shape == (1, 2, 4, allocator.head_dim)
 
 

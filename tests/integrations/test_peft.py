@@ -79,9 +79,7 @@ def test_merge_dequantizes_first(load):
             peft.get_peft_model(load(), lora("llama")).merge_and_unload()
         merged = merge_and_unload(model)
         assert type(merged.model.layers[0].self_attn.q_proj) is nn.Linear
-        assert_close(
-            merged(IDS).logits, expected, 1e-4, 1e-2, "the same product, with the adapter added to the weight"
-        )
+        assert_close(merged(IDS).logits, expected, 1e-4, 1e-2, "the same product, with the adapter added to the weight")
 
 
 def test_transformers_own_adapter_loading(load, tmp_path):

@@ -124,10 +124,7 @@ def test_sharded_save(folder, tmp_path):
     assert torch.equal(logits(load(tmp_path, torch.bfloat16)), before)
     (tmp_path / "model_of_mine.safetensors").touch()
     model.save_pretrained(tmp_path)  # over it, in one file: no stale shard or index may stay, other files must
-    assert {f for f in os.listdir(tmp_path) if "safetensors" in f} == {
-        "model.safetensors",
-        "model_of_mine.safetensors",
-    }
+    assert {f for f in os.listdir(tmp_path) if "safetensors" in f} == {"model.safetensors", "model_of_mine.safetensors"}
     assert torch.equal(logits(load(tmp_path, torch.bfloat16)), before)
 
 
@@ -263,9 +260,7 @@ print("PEAK", peak - start, "SIZE", model.get_memory_footprint(), "LARGEST", 2 *
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the resident memory from /proc")
 def test_peak_memory_is_the_quantized_model_and_one_weight(folder, tmp_path):
     """Resident anonymous memory while loading a 190 MB bfloat16 model, in a process of its own."""
-    sizes = dict(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, num_attention_heads=16, vocab_size=4096
-    )
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, num_attention_heads=16, vocab_size=4096)
     config = LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path / "large")
     with torch.device("meta"):

@@ -92,10 +92,4 @@ def filled_cache(
     return (k_cache, v_cache, table.to(device)), rest
 
 
-CACHES = {
-    "full": {},
-    "int8": {},
-    "fp8": {},
-    "int4": {"group": 8, "ring": 48},
-    "int2": {"group": 16, "ring": 48},
-}
+CACHES = {"full": {}, "int8": {}, "fp8": {}, "int4": {"group": 8, "ring": 48}, "int2": {"group": 16, "ring": 48}}

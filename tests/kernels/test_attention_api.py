@@ -108,9 +108,7 @@ def test_flash_attn_with_kvcache(label, width, nan_poison):
             keys, values = (pages[table[row].clamp_min(0)].flatten(0, 1)[:length] for pages in (k_cache, v_cache))
             expected[row] = naive(q[row], torch.cat([keys, k[row]]), torch.cat([values, v[row]]), **options)
     before, seqlens = both.clone(), torch.tensor(lengths, dtype=torch.int32)
-    actual = api.flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens=seqlens, block_table=table, **options
-    )
+    actual = api.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=seqlens, block_table=table, **options)
     assert_close(actual, expected, **FLOAT32)
     changed = (both != before).flatten(3).any(-1).any(1).sum()
     assert changed == 3 * width

@@ -39,8 +39,7 @@ def test_caches_are_well_registered(kind):
     q, k, v = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 2, 16), torch.randn(2, 3, 2, 16)
     extra = [cache.extra.get(name) for name in SCALES]
     check(
-        ops.flash_attn_with_kvcache,
-        (q, *cache.pages, k, v, cache.lengths, cache.table, *SETTINGS, True, None, *extra),
+        ops.flash_attn_with_kvcache, (q, *cache.pages, k, v, cache.lengths, cache.table, *SETTINGS, True, None, *extra)
     )
     starts = torch.tensor([0, 10, 26], dtype=torch.int32)
     check(ops.gather_cache, (*cache.pages, cache.table, starts, torch.float32, *extra, 26))

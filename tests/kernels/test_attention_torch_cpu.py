@@ -240,9 +240,7 @@ def test_contiguous_and_packed_with_log_sum_exp(label, nan_poison, monkeypatch):
     q, k, v = torch.randn(5, 9, 4, 16), torch.randn(5, 150, 2, 16), torch.randn(5, 150, 2, 8)
     options["return_attn_probs"] = True
     same_attention(
-        api.flash_attn_func(q, k, v, **options),
-        flash_paged.flash_attn_func_reference(q, k, v, **options),
-        FLOAT32,
+        api.flash_attn_func(q, k, v, **options), flash_paged.flash_attn_func_reference(q, k, v, **options), FLOAT32
     )
     starts_q, starts_k = ([0, *itertools.accumulate(pair[i] for pair in lengths)] for i in (0, 1))
     cumulative = [torch.tensor(starts, dtype=torch.int32) for starts in (starts_q, starts_k)]
@@ -292,10 +290,7 @@ def test_written_codes_are_the_reference_codes(kind):
     k[0], v[1, 3], k[1, :, 1, 2] = 0, 0, 5.5
     if isinstance(kind, int):
         scales, slots = ("k_scale", "k_min", "v_scale", "v_min"), torch.tensor([3, 0])
-        for cache, write in (
-            (ours, api.quantize_and_cache),
-            (theirs, flash_paged.quantize_and_cache_reference),
-        ):
+        for cache, write in ((ours, api.quantize_and_cache), (theirs, flash_paged.quantize_and_cache_reference)):
             write(k, v, *cache.pages, *(cache.extra[name] for name in scales), slots)
     else:
         slots = torch.tensor([3, -1, *range(16, 30)])

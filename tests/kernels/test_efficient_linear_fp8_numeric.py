@@ -67,9 +67,7 @@ def test_strided_rows_and_scales(kernel_device, nan_poison):
     x, w, x_scale, w_scale = problem("block", 17, 150, 300, kernel_device)
     expected = activation_reference.fp8_linear_reference(x[::2], w, x_scale[::2], w_scale)
     column_major = x_scale[::2].t().contiguous().t()
-    actual = efficient_linear.fp8_linear(
-        x[::2], w, column_major, w_scale.t().contiguous().t(), out_dtype=torch.float32
-    )
+    actual = efficient_linear.fp8_linear(x[::2], w, column_major, w_scale.t().contiguous().t(), out_dtype=torch.float32)
     check(actual, expected)
 
 

@@ -21,9 +21,7 @@ def experts(device, dtype, counts, out_features, in_features, bits, group_size, 
     """(x, tensors, keywords) of a random layer whose expert e has counts[e] rows."""
     number = len(counts)
     codes = torch.randint(0, 2**bits, (number, out_features, in_features), dtype=torch.uint8)
-    packed = torch.stack([el.pack_weight(el.pack_canonical(part, bits), bits, group_size) for part in codes]).to(
-        device
-    )
+    packed = torch.stack([el.pack_weight(el.pack_canonical(part, bits), bits, group_size) for part in codes]).to(device)
     groups = 1 if group_size in (None, -1) else -(-in_features // group_size)
     shape = (number, 1 if group_size is None else out_features, groups)
     scale = (torch.rand(shape, device=device) + 0.5).to(dtype)

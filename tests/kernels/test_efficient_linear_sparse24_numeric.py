@@ -6,11 +6,7 @@ from helpers import assert_close
 
 from hf_efficient.kernels.efficient_linear import sparse24
 from hf_efficient.kernels.efficient_linear.sparse24 import sparse24_linear, sparse24_linear_reference
-from hf_efficient.kernels.efficient_linear.sparse24_packing import (
-    pack_sparse24,
-    pack_sparse24_codes,
-    unpack_sparse24,
-)
+from hf_efficient.kernels.efficient_linear.sparse24_packing import pack_sparse24, pack_sparse24_codes, unpack_sparse24
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -63,9 +59,7 @@ def test_bits_a_weight():
 
 
 @pytest.mark.parametrize("group_size, symmetric", [(None, True), (64, False), (128, True), (-1, False)])
-@pytest.mark.parametrize(
-    "tokens, out_features, in_features", [(1, 64, 128), (3, 70, 200), (17, 5, 1100), (70, 33, 66)]
-)
+@pytest.mark.parametrize("tokens, out_features, in_features", [(1, 64, 128), (3, 70, 200), (17, 5, 1100), (70, 33, 66)])
 def test_products(kernel_device, tokens, out_features, in_features, group_size, symmetric, monkeypatch):
     tensors = layer(kernel_device, torch.float16, out_features, in_features, group_size, symmetric)
     x = torch.randn(tokens, in_features, device=kernel_device).half()

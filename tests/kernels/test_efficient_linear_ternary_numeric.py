@@ -6,12 +6,7 @@ from helpers import assert_close
 
 from hf_efficient.kernels.efficient_linear import ternary
 from hf_efficient.kernels.efficient_linear.ternary import ternary_linear, ternary_linear_reference
-from hf_efficient.kernels.efficient_linear.ternary_packing import (
-    pack_ternary,
-    pack_trits,
-    unpack_ternary,
-    unpack_trits,
-)
+from hf_efficient.kernels.efficient_linear.ternary_packing import pack_ternary, pack_trits, unpack_ternary, unpack_trits
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")

@@ -238,13 +238,7 @@ def test_too_much_work_raises(kernel_device):
         fp.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, block_table=table)
 
 
-NATIVE = {
-    "full": {},
-    "int8": {},
-    "fp8": {},
-    "int4": {"group": 64, "ring": 128},
-    "int2": {"group": 32, "ring": 64},
-}
+NATIVE = {"full": {}, "int8": {}, "fp8": {}, "int4": {"group": 64, "ring": 128}, "int2": {"group": 32, "ring": 64}}
 
 
 @pytest.mark.gpu
@@ -266,9 +260,7 @@ def test_native_sizes(kernel_device, name, dim, heads, dtype):
 @pytest.mark.parametrize("name", NATIVE)
 def test_graph_replay_follows_the_lengths(kernel_device, name):
     """A captured step stays right when the lengths on the device change, replayed many times in a row."""
-    tensors, arguments = case(
-        kernel_device, name, (900, 64, 300), 1, 8, 2, 64, 64, dtype=torch.float16, **NATIVE[name]
-    )
+    tensors, arguments = case(kernel_device, name, (900, 64, 300), 1, 8, 2, 64, 64, dtype=torch.float16, **NATIVE[name])
     fp.flash_attn_with_kvcache(*tensors, **arguments)  # compiled before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

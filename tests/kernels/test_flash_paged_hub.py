@@ -50,9 +50,7 @@ def test_build_configuration(project):
 
 def test_the_built_copy_passes_its_own_tests(tmp_path):
     variant = built("flash-paged", tmp_path)
-    shutil.copytree(
-        KERNELS / "flash-paged" / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(KERNELS / "flash-paged" / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     code = (
         "import pathlib, sys, kernels, pytest\n"
         f"sys.modules['flash_paged'] = kernels.get_local_kernel(pathlib.Path({str(variant)!r}))\n"

@@ -307,10 +307,7 @@ def debug(anywhere, monkeypatch):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            {"block_table": torch.tensor([[0, 1, -1], [6, 7, 0]]).int()},
-            r"block_table\[1, 1\] is 7: allowed is -1 to 6",
-        ),
+        ({"block_table": torch.tensor([[0, 1, -1], [6, 7, 0]]).int()}, r"block_table\[1, 1\] is 7: allowed is -1 to 6"),
         ({"block_table": torch.tensor([[0, -2, -1], [6, 6, 0]]).int()}, r"block_table\[0, 1\] is -2"),
         (
             {"cache_seqlens": torch.tensor([-1, 44]).int()},
@@ -346,10 +343,7 @@ def test_debug_mode_checks_tails_and_other_integers(debug, monkeypatch):
     for changed, message in (
         ((cu, 2 * keys, 3), r"cu_seqlens_k\[-1\] is 20: allowed is at most 10"),
         ((cu + 1, keys, 3), r"cu_seqlens_q\[0\] is 1: allowed is 0"),
-        (
-            (cu * torch.tensor([0, 2, 0]).int(), keys, 6),
-            r"difference of cu_seqlens_q\[1\] is -6: allowed is 0 or more",
-        ),
+        ((cu * torch.tensor([0, 2, 0]).int(), keys, 6), r"difference of cu_seqlens_q\[1\] is -6: allowed is 0 or more"),
         ((cu, keys, 2), r"difference of cu_seqlens_q\[0\] is 3: allowed is at most 2"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -210,8 +210,7 @@ def test_without_a_compiler_the_operators_of_torch_serve(compiler, tmp_path):
 
 
 @pytest.mark.skipif(
-    build.compiler() is None or not build.FEATURES <= build.cpu_features(),
-    reason="nothing is compiled here",
+    build.compiler() is None or not build.FEATURES <= build.cpu_features(), reason="nothing is compiled here"
 )
 def test_compiled_once_for_all_processes(tmp_path):
     assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "CompiledLinear"

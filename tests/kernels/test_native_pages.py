@@ -16,8 +16,7 @@ from hf_efficient.kernels.native import build
 pytestmark = [
     pytest.mark.usefixtures("two_threads"),
     pytest.mark.skipif(
-        build.compiler() is None or not build.FEATURES <= build.cpu_features(),
-        reason="nothing is compiled here",
+        build.compiler() is None or not build.FEATURES <= build.cpu_features(), reason="nothing is compiled here"
     ),
 ]
 FORMATS = [None, torch.int8, torch.float8_e4m3fn, 4, 2]  # None: the queries' dtype

@@ -36,16 +36,7 @@ def everything(x, y, weight, bias, index):
         z.abs().sqrt(),
         z.relu(),
     ]
-    parts += [
-        z.cos(),
-        z.sin(),
-        -z,
-        z.abs().pow(1.5),
-        (z.abs() + 1).reciprocal(),
-        z - 2 * y,
-        z.add(y, alpha=0.5),
-        z / 3,
-    ]
+    parts += [z.cos(), z.sin(), -z, z.abs().pow(1.5), (z.abs() + 1).reciprocal(), z - 2 * y, z.add(y, alpha=0.5), z / 3]
     z = torch.cat(parts, 1).to(x.dtype)
     half = z[..., 20:]
     z = z + torch.cat((-half, z[..., :20]), -1) * y[:, :, :1]

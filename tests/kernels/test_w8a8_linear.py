@@ -156,10 +156,7 @@ def test_frozen_weights_and_codes_without_gradient():
         w8a8.quantize(x, "int8")
     with torch.no_grad():
         w8a8.quantize(x, "int8")
-    for call in (
-        w8a8.quantize,
-        lambda x, f: w8a8.quantized_linear(x, codes, scale, format=f),
-    ):
+    for call in (w8a8.quantize, lambda x, f: w8a8.quantized_linear(x, codes, scale, format=f)):
         with pytest.raises(ValueError, match="format='int4'"):
             call(x.detach(), "int4")
 

@@ -116,9 +116,7 @@ def test_any_codebook_can_be_rounded_to():
     rounded = Feedback(inputs.hessian).round(weight, nearest)
     assert sorted(seen) == list(range(48)) and torch.isin(rounded, codebook).all()
     plain = nearest(weight.flatten(), 0).view_as(weight)
-    assert (
-        output_error(weight, rounded, inputs.hessian).sum() < 0.5 * output_error(weight, plain, inputs.hessian).sum()
-    )
+    assert output_error(weight, rounded, inputs.hessian).sum() < 0.5 * output_error(weight, plain, inputs.hessian).sum()
 
 
 def test_singular_hessian_raises_the_damping_and_says_so():

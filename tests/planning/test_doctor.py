@@ -60,10 +60,7 @@ def test_versions(monkeypatch):
         lambda name: ["torch>=2.11", "transformers<6,>=5.23", "psutil>=5.9", 'gguf; extra == "demo"'],
     )
     torch_, transformers_, psutil_ = doctor.check_versions()
-    assert (torch_.status, torch_.do) == (
-        "broken",
-        "pip install 'torch>=2.11'",
-    ) and "supported is >=2.11" in torch_.why
+    assert (torch_.status, torch_.do) == ("broken", "pip install 'torch>=2.11'") and "supported is >=2.11" in torch_.why
     assert (transformers_.status, transformers_.what) == ("broken", "not installed")
     assert psutil_.status == "ok"
 

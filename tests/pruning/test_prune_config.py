@@ -68,9 +68,7 @@ def test_json_round_trip_and_overrides():
     assert back.for_module("d").target() == Sparsity(0.7)
     assert SparseConfig(pattern="4:8", overrides={"a": {"sparsity": 0.3}}).for_module("a").target() == Sparsity(0.3)
     mixed = SparseConfig(sparsity=0.5, method="sparsegpt", allocation="owl", overrides={"a": {"pattern": "2:4"}})
-    assert (
-        mixed.for_module("a").target() == Sparsity.of_pattern(2, 4) and mixed.for_module("a").allocation == "uniform"
-    )
+    assert mixed.for_module("a").target() == Sparsity.of_pattern(2, 4) and mixed.for_module("a").allocation == "uniform"
 
 
 def test_what_competes_is_the_methods_own_unless_given():

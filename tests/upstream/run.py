@@ -46,9 +46,7 @@ PARTS = ("loop", "attention")  # of the mode "forced"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "upstream", type=pathlib.Path, help="the folder that holds transformers' tests and conftest.py"
-    )
+    parser.add_argument("upstream", type=pathlib.Path, help="the folder that holds transformers' tests and conftest.py")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("output/upstream"))
     parser.add_argument(
         "--modes", nargs="+", choices=("import", "forced", "twins"), default=["import", "forced", "twins"]

@@ -123,9 +123,7 @@ class Call:
         memo = {}
         original = copy.deepcopy(self.model, memo)
         mask = self.arguments["attention_mask"].sort(dim=1, stable=True).values
-        call = replace(
-            self, original=original, arguments={**self.arguments, "attention_mask": mask}, mask="moved left"
-        )
+        call = replace(self, original=original, arguments={**self.arguments, "attention_mask": mask}, mask="moved left")
         call.output = call.error = None
         set_random_state(self.random)
         try:

@@ -209,9 +209,7 @@ class EvictingStore(PageStore):
         if self._positions.shape[1]:
             known = min(self._positions.shape[1], len(count))
             placed = to_device(self._placed, torch.int64, self.device)[:, None]
-            positions[:, :known] = torch.where(
-                count[:known] < placed, self._positions[:, :known], positions[:, :known]
-            )
+            positions[:, :known] = torch.where(count[:known] < placed, self._positions[:, :known], positions[:, :known])
         return positions, count < lengths
 
     def _accumulate(self, view: View) -> View:
@@ -285,9 +283,7 @@ class EvictingStore(PageStore):
         change = self.pool.append(counts)
         if change.capacity != old.capacity:
             self.store = self._new_store(change.capacity, view.keys[:, :1], view.values[:, :1])
-        destinations = ForwardPlan(self.pool, change, [0] * len(counts), None, max(counts)).slot_mapping(
-            sources.device
-        )
+        destinations = ForwardPlan(self.pool, change, [0] * len(counts), None, max(counts)).slot_mapping(sources.device)
         self.store.take(old, sources, destinations)
         self._tables = None
 

@@ -60,9 +60,7 @@ class PageStore:
         """Those that stay where they are while a pool of fixed size is in use."""
         return [*self.pages.values(), *self.rows.values()]
 
-    def make_room(
-        self, capacity: int, moves: list[tuple[int, int, int]] | None, copies: list[tuple[int, int]]
-    ) -> None:
+    def make_room(self, capacity: int, moves: list[tuple[int, int, int]] | None, copies: list[tuple[int, int]]) -> None:
         """Does a `StorageChange`."""
         if moves is not None or capacity > self.capacity:
             self.pages = {name: _moved(pages, capacity, moves) for name, pages in self.pages.items()}
@@ -170,9 +168,7 @@ class PageStore:
         """Whether a CPU reads the pages where they lie, which gives other bits than SDPA."""
         if not self.exact and native_cpu.serves(query.transpose(1, 2), **self._cache(None)):
             return True
-        gathered = (
-            0 if step.run is not None else len(step.lengths) * step.max_length * self.pages["keys"][0, 0].numel()
-        )
+        gathered = 0 if step.run is not None else len(step.lengths) * step.max_length * self.pages["keys"][0, 0].numel()
         return step.width <= MAX_DECODE_QUERIES and gathered > _MANY
 
     def _attend_kernels(self, step, tables_on, query, key, value, **options):

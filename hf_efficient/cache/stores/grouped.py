@@ -237,8 +237,7 @@ class GroupStore(QuantizedStore):
         if number > 0:
             block, offset = divmod(self.first + target, size)
             table, ends = (
-                to_device(x, torch.int32, self.device)
-                for x in ([[self.pool.tables[row][block]]], [0, offset + number])
+                to_device(x, torch.int32, self.device) for x in ([[self.pool.tables[row][block]]], [0, offset + number])
             )
             pages = api.gather_cache(
                 block_table=table, cu_seqlens_k=ends, dtype=self.dtype, num_tokens=offset + number, **self._pages()

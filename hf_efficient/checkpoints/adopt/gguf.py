@@ -80,9 +80,7 @@ class GgufQuantizer(EfficientQuantizer):
         model.quantization_method = self.quantization_config.quant_method
         super()._process_model_before_weight_loading(model, checkpoint_files=None, **kwargs)
         if different := {name.rpartition(".")[0] for name in self._weights} ^ set(schemes):
-            raise ValueError(
-                f"{min(different)} is quantized in the file, but {type(model).__name__} keeps it as it is"
-            )
+            raise ValueError(f"{min(different)} is quantized in the file, but {type(model).__name__} keeps it as it is")
 
     def _row_order(self, tensor) -> torch.Tensor | None:
         """Where each row of the model's weight stands in the file; None where it is no matter of rows."""

@@ -62,9 +62,7 @@ class TorchAO(Foreign):
         target = data.get("target_dtype")
         if target is not None:
             target = one_of(
-                f"target_dtype of {key}",
-                target.get("_data") if isinstance(target, dict) else target,
-                (*NARROW, "int8"),
+                f"target_dtype of {key}", target.get("_data") if isinstance(target, dict) else target, (*NARROW, "int8")
             )
         bits = NARROW.get(target, 8)
         own = scale_dtype(stored, "_weight_scale", dtype)

@@ -71,11 +71,7 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
         else:
             from hf_efficient.checkpoints.export import awq, compressed_tensors, folder, gptq
 
-            targets = {
-                "compressed-tensors": compressed_tensors.CompressedTensors,
-                "gptq": gptq.Gptq,
-                "awq": awq.Awq,
-            }
+            targets = {"compressed-tensors": compressed_tensors.CompressedTensors, "gptq": gptq.Gptq, "awq": awq.Awq}
             target = targets[format](source)
             engines = target.engines()
             if "vLLM" not in engines:

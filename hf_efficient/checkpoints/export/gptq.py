@@ -42,9 +42,7 @@ class Gptq(FolderTarget):
         if reason := affine_only(layer, BITS):
             return reason
         if layer.weight.format.bits != self.bits:
-            return (
-                f"weights of {layer.weight.format.bits} bits beside layers of {self.bits}; this target has one width"
-            )
+            return f"weights of {layer.weight.format.bits} bits beside layers of {self.bits}; this target has one width"
         for name, width in (("in_features", layer.weight.in_features), ("out_features", layer.weight.out_features)):
             if width * self.bits % 32:
                 return f"{name}={width} codes of {self.bits} bits do not fill words of 32 bits"

@@ -131,9 +131,7 @@ def _dense(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in out}
 
 
-def _layers(
-    names: CheckpointNames, name: str, module: CompressedModule, weight: CompressedWeight, read
-) -> list[Layer]:
+def _layers(names: CheckpointNames, name: str, module: CompressedModule, weight: CompressedWeight, read) -> list[Layer]:
     """The layers that a weight of `module`, called `name`, is in a checkpoint."""
     weight, read = _with_zeros(weight, read)
     if weight.experts is None:

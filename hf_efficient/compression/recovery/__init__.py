@@ -67,12 +67,7 @@ def recover(
             as it was, as it does when training is interrupted.
         ImportError: lora_rank without the package `peft`.
     """
-    run = {
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "divergence": divergence,
-        "text_share": text_share,
-    }
+    run = {"batch_size": batch_size, "learning_rate": learning_rate, "divergence": divergence, "text_share": text_share}
     run |= {"lora_rank": lora_rank, "seed": seed}
     check_arguments(minutes=minutes, steps=steps, sequence_length=sequence_length, **run)
     _check_models(model, teacher)

@@ -86,9 +86,7 @@ class AssistantDrafter(Drafter):
         else:
             kept = pool.PoolEntry.of(PagedCache(self.model.config))
         self._borrowed = kept
-        self.runner = RaggedModel(
-            self.model, kept.cache, max_new_tokens, last, None, kept.captured, kept.is_capturable
-        )
+        self.runner = RaggedModel(self.model, kept.cache, max_new_tokens, last, None, kept.captured, kept.is_capturable)
         prompts = prompts.to(self.model.device)
         mask = None if mask is None else mask.to(self.model.device)
         ones = torch.ones_like(prompts) if mask is None else mask.long()

@@ -103,7 +103,5 @@ def _merge(trees: tuple[RowTree, ...], nodes: int) -> RowTree:
     order = sorted(range(len(tokens)), key=chances.__getitem__, reverse=True)[:nodes]
     at = {-1: -1} | {place: node for node, place in enumerate(order)}
     return RowTree(
-        [tokens[place] for place in order],
-        [at[parents[place]] for place in order],
-        [chances[place] for place in order],
+        [tokens[place] for place in order], [at[parents[place]] for place in order], [chances[place] for place in order]
     )

@@ -207,8 +207,7 @@ def _read_config(path) -> dict:
     if len(temperatures) != depth or not all(isinstance(t, numbers) and t > 0 for t in temperatures):
         raise ValueError(f"{path}: temperatures={temperatures} must be {depth} positive numbers, one a depth")
     if len(accuracies) != depth or not all(
-        isinstance(row, list) and row and all(isinstance(a, numbers) and 0 <= a <= 1 for a in row)
-        for row in accuracies
+        isinstance(row, list) and row and all(isinstance(a, numbers) and 0 <= a <= 1 for a in row) for row in accuracies
     ):
         raise ValueError(f"{path}: accuracies must be {depth} lists of numbers from 0 to 1, one a depth")
     return config

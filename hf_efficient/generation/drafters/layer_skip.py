@@ -34,9 +34,7 @@ def with_layers(model, kept: list[int]):
         outer = configs[id(model.config)] = copy.copy(model.config)
         nested = [name for name in model.config.sub_configs if getattr(model.config, name, None) is text]
         if len(nested) != 1:
-            raise ValueError(
-                f"model={type(model).__name__}: the config of its decoder is not a part of its own config"
-            )
+            raise ValueError(f"model={type(model).__name__}: the config of its decoder is not a part of its own config")
         setattr(outer, nested[0], configs[id(text)])
     new_index = {f"{path}.{old}": new for new, old in enumerate(kept)}
     inside = re.compile(rf"({re.escape(path)}\.\d+)(?:\.|$)")

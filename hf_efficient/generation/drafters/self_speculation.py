@@ -82,9 +82,7 @@ class SelfSpeculation(AssistantDrafter):
         skipped = set(range(self.exit_layer or count, count)) if self.skip_layers is None else set(self.skip_layers)
         unknown = sorted(index for index in skipped if not 0 <= index < count)
         if unknown:
-            raise ValueError(
-                f"skip_layers={self.skip_layers}: the model has layers 0 to {count - 1}, not {unknown[0]}"
-            )
+            raise ValueError(f"skip_layers={self.skip_layers}: the model has layers 0 to {count - 1}, not {unknown[0]}")
         if len(skipped) == count:
             raise ValueError(
                 f"skip_layers={self.skip_layers}: these are all layers of the model; at least one must stay"

@@ -63,9 +63,7 @@ class TranslatedDrafter(AssistantDrafter):
     def begin(self, sequences: Sequences, hidden=None) -> None:
         self.sequences = sequences
         done = [length - sequences.prompt_length for length in sequences.lengths]
-        rows = [
-            (row[: len(row) - count], row[len(row) - count :]) for row, count in zip(sequences.token_lists(), done)
-        ]
+        rows = [(row[: len(row) - count], row[len(row) - count :]) for row, count in zip(sequences.token_lists(), done)]
         prompts = [self.translation.prompt(prompt) for prompt, _ in rows]
         width = max(map(len, prompts))
         begin = [[0] * (width - len(prompt)) for prompt in prompts]

@@ -29,11 +29,7 @@ def own_prompts(model, tokenizer, count: int, seed: int) -> list[str]:
         model.device
     )
     settings = GenerationConfig(
-        do_sample=True,
-        top_k=50,
-        max_new_tokens=LONGEST,
-        eos_token_id=end,
-        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True, top_k=50, max_new_tokens=LONGEST, eos_token_id=end, pad_token_id=tokenizer.pad_token_id
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

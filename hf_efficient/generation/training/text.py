@@ -42,9 +42,7 @@ def generate_text(
     chosen += [given[(number * batch_size + i) % len(given)] for i in range(batch_size - len(chosen))]
     inputs = _encode(tokenizer, chosen).to(model.device)
     recorder = Recorder(DraftHeads.layers_read(model.config.get_text_config(decoder=True).num_hidden_layers))
-    sampling = (
-        {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0} if number % 2 else {"do_sample": False}
-    )
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0} if number % 2 else {"do_sample": False}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         ids = model.generate(

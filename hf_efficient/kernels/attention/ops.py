@@ -128,11 +128,7 @@ def _nothing(*args):
 _IMPLEMENTATIONS = {  # op -> CPU, CUDA, fake
     "flash_attn": (torch_cpu.flash_attn_cpu, _flash_attn_cuda, _flash_attn_fake),
     "flash_attn_varlen": (torch_cpu.flash_attn_varlen_cpu, _flash_attn_varlen_cuda, _varlen_fake),
-    "flash_attn_with_kvcache": (
-        torch_cpu.flash_attn_with_kvcache_cpu,
-        _flash_attn_with_kvcache_cuda,
-        _kvcache_fake,
-    ),
+    "flash_attn_with_kvcache": (torch_cpu.flash_attn_with_kvcache_cpu, _flash_attn_with_kvcache_cuda, _kvcache_fake),
     "reshape_and_cache": (attention_cpu_formats.reshape_and_cache_cpu, _reshape_and_cache_cuda, _nothing),
     "quantize_and_cache": (attention_cpu_formats.quantize_and_cache_cpu, _quantize_and_cache_cuda, _nothing),
     "copy_blocks": (attention_cpu_formats.copy_blocks_cpu, _copy_blocks_cuda, _nothing),

@@ -62,9 +62,7 @@ def _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(key.shape[2] - width)
         scores = scores.masked_fill(~seen, float("-inf"))
     if mask is not None:
-        scores = scores + mask.reshape(
-            mask.shape[0], *((1, 1) if mask.shape[1] == 1 else scores.shape[1:3]), width, -1
-        )
+        scores = scores + mask.reshape(mask.shape[0], *((1, 1) if mask.shape[1] == 1 else scores.shape[1:3]), width, -1)
     if s_aux is None:
         sinks = scores.new_full((), float("-inf"))
     else:

@@ -53,9 +53,7 @@ def _kept_weight(*fields) -> tuple[_Weight, int]:
     return weight, ctypes.addressof(weight)
 
 
-def weight_structure(
-    packed, scale, zero_point, group, out_features, in_features, rounds_inputs
-) -> tuple[_Weight, int]:
+def weight_structure(packed, scale, zero_point, group, out_features, in_features, rounds_inputs) -> tuple[_Weight, int]:
     """(the structure of a weight, its address)"""
     zero = None if zero_point is None else zero_point.data_ptr()
     sizes = out_features, in_features, group
@@ -163,10 +161,7 @@ class CompiledLayout:
             given = f"{dtype} {tuple(x.shape)} on {x.device}"
             raise ValueError(f"x is {given}, the layout is for {self.dtype} [..., {self.in_features}] on a CPU")
         if bias is not None and (
-            bias.dtype is not dtype
-            or not bias.is_cpu
-            or bias.shape != (self.out_features,)
-            or not bias.is_contiguous()
+            bias.dtype is not dtype or not bias.is_cpu or bias.shape != (self.out_features,) or not bias.is_contiguous()
         ):
             return self.product(x, None).add_(bias)
         if dtype is torch.float16:
@@ -187,9 +182,7 @@ class CompiledLinear(CompiledLayout):
     """A weight [N, K] in the layout of the C++ kernels; `packed`, `scale`, `zero_point` in the forms this file tells.
     rounds_inputs: those of bfloat16 are rounded to int8, with a scale for at most 64 columns of a row."""
 
-    def __init__(
-        self, packed, scale, zero_point, stored, group, out_features, in_features, rounds_inputs, bits, dtype
-    ):
+    def __init__(self, packed, scale, zero_point, stored, group, out_features, in_features, rounds_inputs, bits, dtype):
         self.packed, self.scale, self.zero_point = packed, scale, zero_point
         self.layout = stored, group, out_features, in_features
         self.rounds_inputs = rounds_inputs

@@ -167,9 +167,7 @@ def _rms_norm_quantize_cpu(x, weight, residual, eps, format, scale, zero_point, 
 def _silu_mul_quantize_cuda(gate, up, format, scale, zero_point):
     from hf_efficient.kernels import efficient_linear
 
-    return _made(
-        efficient_linear.silu_mul_quantize(gate, up, format=format, scale=scale, zero_point=zero_point), scale
-    )
+    return _made(efficient_linear.silu_mul_quantize(gate, up, format=format, scale=scale, zero_point=zero_point), scale)
 
 
 def _silu_mul_quantize_cpu(gate, up, format, scale, zero_point):

@@ -30,11 +30,7 @@ _UNARY = {
 _BINARY = {aten.add: "ADD", aten.sub: "SUB", aten.mul: "MUL", aten.div: "DIV"}
 _HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr)
 _DENSE_ROWS = 128  # of the recorded forwards; 64 rows of SmolLM2 take 28 ms, in torch 62
-_UNREPEATABLE = {
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.nondeterministic_seeded,
-}
+_UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 
 
 @functools.cache
@@ -51,9 +47,7 @@ def _interpret(instructions: ctypes.Array) -> None:
     if place and instructions[place - 1].op == OPS["ROWS"]:
         raise IndexError("index out of range in self")  # torch's words for an embedding on a CPU
     if place:
-        raise RuntimeError(
-            f"instruction {place} of a recorded forward was refused: lengths or blocks beyond the pages"
-        )
+        raise RuntimeError(f"instruction {place} of a recorded forward was refused: lengths or blocks beyond the pages")
 
 
 class NotReplayable(RuntimeError):

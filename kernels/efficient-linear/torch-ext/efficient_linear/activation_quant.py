@@ -77,9 +77,7 @@ def _quantize(source, x, other, weight, eps, format, scale, zero_point, normalis
         if format == "int8_asymmetric":
             dynamic_zero = torch.empty(rows, 1, dtype=torch.int8, device=x.device)
     residual = (
-        torch.empty_like(x, memory_format=torch.contiguous_format)
-        if weight is not None and other is not None
-        else None
+        torch.empty_like(x, memory_format=torch.contiguous_format) if weight is not None and other is not None else None
     )
     normalised = torch.empty_like(x, memory_format=torch.contiguous_format) if normalised else None
     if rows:
@@ -111,10 +109,7 @@ def _quantize(source, x, other, weight, eps, format, scale, zero_point, normalis
 
 
 def quantize(
-    x: torch.Tensor,
-    format: str,
-    scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
+    x: torch.Tensor, format: str, scale: torch.Tensor | None = None, zero_point: torch.Tensor | None = None
 ) -> Quantized:
     """x [M, K] (float16, bfloat16, float32; columns contiguous, K up to 65536) to 8-bit codes.
 

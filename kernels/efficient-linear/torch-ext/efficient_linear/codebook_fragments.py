@@ -64,13 +64,7 @@ def load_tables(codebook_at, BITS: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_codebook(
-    codebook_ptr,
-    lane_rows,
-    N,
-    BITS: tl.constexpr,
-    LOOKUP: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    DTYPE: tl.constexpr,
+    codebook_ptr, lane_rows, N, BITS: tl.constexpr, LOOKUP: tl.constexpr, PER_ROW: tl.constexpr, DTYPE: tl.constexpr
 ):
     """What `two_planes` reads, of the row of each word, [T, 128] (scalars for one codebook of all rows): the place of the
     table in memory and its words in registers (LOOKUP not GATHER)."""

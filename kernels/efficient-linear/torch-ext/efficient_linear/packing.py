@@ -187,6 +187,5 @@ def check_packed(packed: torch.Tensor, in_features: int, bits: int) -> None:
     expected = (packed.shape[0], packed_width(packed.shape[0], in_features, bits))
     if packed.shape != expected:
         raise ValueError(
-            f"packed has shape {tuple(packed.shape)}: "
-            f"a weight of in_features={in_features}, bits={bits} has {expected}"
+            f"packed has shape {tuple(packed.shape)}: a weight of in_features={in_features}, bits={bits} has {expected}"
         )

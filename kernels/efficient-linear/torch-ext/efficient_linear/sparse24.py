@@ -179,9 +179,7 @@ def sparse24_linear(
     """
     _check_scales(values, places, scale, zero_point, group_size, out_features, in_features)
     if x.dtype not in DTYPES or (values.dtype != torch.uint8 and x.dtype != values.dtype):
-        raise TypeError(
-            f"x has dtype {x.dtype}, values {values.dtype}: allowed is one of {DTYPES}, that of the values"
-        )
+        raise TypeError(f"x has dtype {x.dtype}, values {values.dtype}: allowed is one of {DTYPES}, that of the values")
     if x.dim() != 2 or x.shape[1] != in_features or (x.stride(1) != 1 and in_features > 1):
         raise ValueError(
             f"x has shape {tuple(x.shape)} and strides {x.stride()}: allowed is [M, {in_features}], columns contiguous"

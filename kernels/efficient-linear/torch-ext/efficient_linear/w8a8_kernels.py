@@ -7,9 +7,7 @@ from .split_k import arrive, sum_of_parts
 
 
 STEP = tl.constexpr(128)  # columns a loop iteration takes, and columns and rows of a block with one scale
-TOKEN_BLOCKS_TOGETHER = tl.constexpr(
-    8
-)  # that share a row block before the next one, so that both stay in the L2 cache
+TOKEN_BLOCKS_TOGETHER = tl.constexpr(8)  # that share a row block before the next one, so that both stay in the L2 cache
 OUTLIERS = tl.constexpr(16)  # columns a matrix instruction takes
 
 

@@ -8,11 +8,7 @@ from .quantized_reference import (
     quantize_and_cache_reference,
     reshape_and_cache_reference,
 )
-from .reference import (
-    flash_attn_func_reference,
-    flash_attn_varlen_func_reference,
-    flash_attn_with_kvcache_reference,
-)
+from .reference import flash_attn_func_reference, flash_attn_varlen_func_reference, flash_attn_with_kvcache_reference
 
 
 __all__ = [

@@ -101,9 +101,7 @@ def check_options(
     if not (
         isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(type(w) is int for w in window_size)
     ):
-        raise TypeError(
-            f"window_size is {window_size!r}: allowed is a pair of integers (left, right), -1 for no limit"
-        )
+        raise TypeError(f"window_size is {window_size!r}: allowed is a pair of integers (left, right), -1 for no limit")
     if not softcap >= 0:
         raise ValueError(f"softcap is {softcap}: allowed are positive numbers, or 0.0 for none")
     heads = q.shape[-2]

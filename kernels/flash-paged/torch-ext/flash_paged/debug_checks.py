@@ -15,9 +15,7 @@ def _fail(name: str, tensor: torch.Tensor, wrong: torch.Tensor, allowed: str) ->
     """Raises for the first entry of `tensor` that is `wrong`."""
     if wrong.any():
         index = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}[{', '.join(map(str, index))}] is {tensor[tuple(index)].item()}: allowed is {allowed}"
-        )
+        raise ValueError(f"{name}[{', '.join(map(str, index))}] is {tensor[tuple(index)].item()}: allowed is {allowed}")
 
 
 def check_numbers(name: str, tensor: torch.Tensor | None, count: int, what: str) -> None:

@@ -150,9 +150,7 @@ def finish_lane(
     BLOCK_DV: tl.constexpr = acc.shape[1]
     if last - first == lane_tiles:
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        write_rows(
-            out, lse, sinks, acc, total, maximum, row, kv_head, m, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM
-        )
+        write_rows(out, lse, sinks, acc, total, maximum, row, kv_head, m, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM)
     else:
         first_program = lane_start // share
         last_program = (lane_start + lane_tiles - 1) // share

@@ -91,9 +91,7 @@ def program_share(
         passed, last_start = _find(stop - 1, tl.where(row < rows, ends, 2147483647), last_start)
         last_row += passed
         end = tl.max(ends, 0)
-    _, _, tiles = row_tiles(
-        first_row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N
-    )
+    _, _, tiles = row_tiles(first_row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N)
     first_lane = first_row * lanes + (position - first_start) // tl.maximum(tiles, 1)
     _, _, tiles = row_tiles(last_row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N)
     end_lane = last_row * lanes + (stop - 1 - last_start) // tl.maximum(tiles, 1) + 1

@@ -127,14 +127,7 @@ def flash_attn_varlen_func(
         q, rows, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_attn_probs
     )
     out, lse = attend(
-        q,
-        k,
-        v,
-        max_seqlen_q,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        block_table=block_table,
-        **options,
+        q, k, v, max_seqlen_q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table, **options
     )
     return (out, lse, None) if return_attn_probs else out
 
@@ -202,9 +195,7 @@ def flash_attn_with_kvcache(
     if block_table is not None:
         check_integers("block_table", block_table, 2, q, length=q.shape[0])
     elif k_cache.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"k_cache has batch size {k_cache.shape[0]}, expected {q.shape[0]} as q without a block_table"
-        )
+        raise ValueError(f"k_cache has batch size {k_cache.shape[0]}, expected {q.shape[0]} as q without a block_table")
     elif quantized is not None:
         block_table = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)[:, None]
     options = check_options(
