@@ -6,7 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from helpers import threads  # noqa: E402
+from helpers import threads, tiny_model  # noqa: E402
 
 import hf_efficient  # noqa: E402, F401
 
@@ -61,6 +61,24 @@ def transformers_loop(request, monkeypatch):
 def two_threads():
     """For kernels that share out their work themselves; `make test` gives each of its processes one thread."""
     yield from threads(2)
+
+
+@pytest.fixture
+def llama():
+    """A random two-layer Llama in float32 (`helpers.tiny_model`), the test's own."""
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def endless_llama():
+    """As `llama`, without an end-of-sequence token: it generates as many tokens as it may."""
+    return tiny_model("llama", eos_token_id=None)
+
+
+@pytest.fixture
+def shallow_llama():
+    """As `llama`, with one layer."""
+    return tiny_model("llama", num_hidden_layers=1)
 
 
 @pytest.fixture(autouse=True)
