@@ -3,13 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test sanitize quality style bench bench-gpu cards
+.PHONY: demo test sanitize quality style docs bench bench-gpu cards
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,demo,peft]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,demo,docs,peft]'
 	touch $@
 
 demo: $(STAMP)
@@ -41,6 +41,10 @@ quality: $(STAMP)
 style: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python docs/figures.py
+	$(BIN)/zensical build -f mkdocs.yml
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_linear.py

@@ -1,0 +1,257 @@
+"""Tables and the chart of the documentation, made from `benchmarks/results`.
+
+A table stands in a Markdown file between `<!-- figure: NAME -->` and `<!-- end -->`.
+
+    python docs/figures.py           # fills every table, writes the chart and the pages that are made as a whole
+    python docs/figures.py --check   # exits with 1 where a file differs from what its results say
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- figure: (\w+) -->\n).*?(<!-- end -->)", re.S)
+
+# name in quality.json -> what a reader calls it
+METHODS = {
+    "bf16": "bfloat16",
+    "int8 channel gptq": "int8 per channel, GPTQ",
+    "int8 channel rtn": "int8 per channel, to nearest",
+    "w8a8 int8 smoothquant": "int8 weights and activations, SmoothQuant",
+    "w8a8 int8 llm_int8": "LLM.int8()",
+    "w8a8 fp8 dynamic": "FP8 weights and activations",
+    "int4 g64 gptq refine": "int4, GPTQ and `refine=True`",
+    "int4 g64 awq": "int4, AWQ",
+    "int4 g64 gptq": "int4, GPTQ",
+    "int4 g64 hqq, float zero points": "int4, HQQ with float zero points",
+    "nf4 g64": "NF4",
+    "int4 g64 rtn": "int4, to nearest",
+    "int3 g64 gptq refine": "int3, GPTQ and `refine=True`",
+    "int3 g64 gptq": "int3, GPTQ",
+    "int2 g64 gptq refine": "int2, GPTQ and `refine=True`",
+}
+# name in cpu_generate.json -> what a reader calls it
+DECODERS = {
+    "stock bf16": "transformers, bfloat16",
+    "bitsandbytes nf4": "bitsandbytes NF4",
+    "torchao int8": "torchao int8",
+    "quanto int8": "quanto int8",
+    "llama.cpp": "llama.cpp, Q4_1",
+    "ours bf16": "**hf_efficient**, bfloat16",
+    "ours int8": "**hf_efficient**, int8",
+    "ours int4": "**hf_efficient**, int4",
+    "ours int4, int8 head": "**hf_efficient**, int4, output head in int8",
+}
+# points of the chart: name in cpu_generate.json, name in quality.json or of a peer, label, offset of the label, ours?
+POINTS = (
+    ("stock bf16", "bf16", "transformers bf16", (-8, 9), False),
+    ("bitsandbytes nf4", "bitsandbytes NF4", "bitsandbytes NF4", (7, 4), False),
+    ("torchao int8", "torchao int8", "torchao int8", (-8, -16), False),
+    ("quanto int8", "quanto int8", "quanto int8", (8, -7), False),
+    ("quanto int4", "quanto int4 g64", "quanto int4", (7, 4), False),
+    ("ours bf16", "bf16", "bf16", (7, 4), True),
+    ("ours int8", "int8 channel gptq", "int8, GPTQ", (7, 4), True),
+    ("ours int4", "int4 g64 gptq refine", "int4, GPTQ refined", (-40, -16), True),
+    ("ours int4", "int4 g64 rtn", "int4, to nearest", (-36, -16), True),
+)
+
+
+def load(name: str) -> dict:
+    """The results of `benchmarks/results/<name>.json`."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def markdown(header: str, align: str, rows: list[list[str]]) -> str:
+    """A Markdown table. align: one letter a column, "l" or "r"."""
+    lines = [f"| {header} |", "| " + " | ".join("---:" if side == "r" else "---" for side in align) + " |"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def peers() -> dict[str, tuple[float, float]]:
+    """Peer -> (bits of a weight, perplexity), as `benchmarks/quality.py` records them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import quality
+
+    return quality.PEERS
+
+
+def quality_rows(names) -> list[list[str]]:
+    """Rows of method, bits, perplexity, news, seconds, GB."""
+    rows, results = [], load("quality")
+    for name in names:
+        row = results[name]
+        seconds = "" if row["seconds"] is None or name == "bf16" else f"{row['seconds']:.0f}"
+        perplexities = [f"{row[text]['perplexity']:.2f}" for text in ("wikipedia", "news")]
+        peak = f"{row['peak_memory_bytes'] / 1e9:.2f}"
+        rows.append([METHODS.get(name, name), f"{row['bits_per_weight']:.2f}", *perplexities, seconds, peak])
+    return rows
+
+
+def choose() -> str:
+    """The methods that a newcomer chooses between."""
+    header = "method | bits of a weight | perplexity | news | seconds | peak memory, GB"
+    return markdown(header, "lrrrrr", quality_rows(METHODS))
+
+
+def all_methods() -> str:
+    """Every row of quality.json, most bits first."""
+    results = load("quality")
+    names = sorted(
+        results, key=lambda name: (-results[name]["bits_per_weight"], results[name]["wikipedia"]["perplexity"])
+    )
+    return markdown(
+        "method | bits of a weight | perplexity | news | seconds | peak memory, GB", "lrrrrr", quality_rows(names)
+    )
+
+
+def peer_methods() -> str:
+    """The peers on the same windows."""
+    rows = [[name, f"{bits:g}", f"{perplexity:.2f}"] for name, (bits, perplexity) in peers().items()]
+    return markdown("peer | bits of a weight | perplexity", "lrr", rows)
+
+
+def generated(way: str, batch: int, prompt, key: str) -> float | None:
+    """The median of one cell of cpu_generate.json, SmolLM2; None where it was not measured."""
+    for row in load("cpu_generate")["results"]:
+        if (row["model"], row["way"], row["batch"], row["prompt"]) == ("smollm2", way, batch, prompt):
+            return row[key]["median"] if row.get(key) else None
+    return None
+
+
+def decode() -> str:
+    """Decode and prompt speed of generate() on a CPU."""
+    cells = ((1, 32, "decode"), (8, 32, "decode"), (1, 1024, "decode"), (1, 512, "prefill"))
+    rows = []
+    for way, label in DECODERS.items():
+        found = [generated(way, batch, prompt, f"{what}_tokens_per_s") for batch, prompt, what in cells]
+        rows.append([label, *("" if x is None else f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in found)])
+    header = "tokens/s | decode, one prompt | decode, batch of 8 | decode after 1,024 tokens | prompt of 512 tokens"
+    return markdown(header, "lrrrr", rows)
+
+
+def cache() -> str:
+    """Quality of quantized pages."""
+    results = load("kv_quality")
+    whole = results["auto"]["bytes_per_token"]
+    rows = [
+        ["bfloat16" if name == "auto" else name, f"{row['bytes_per_token'] / whole:.3f}", f"{row['perplexity']:.2f}",
+         "" if name == "auto" else f"{row['kl_to_bf16']:.4f}"]
+        for name, row in results.items()
+    ]  # fmt: skip
+    return markdown("pages | bytes of bfloat16 | perplexity | KL to bfloat16", "lrrr", rows)
+
+
+def demo() -> str:
+    """The table of `make demo`."""
+    from hf_efficient.evaluation import report
+
+    return report.table(load("demo_cpu"))
+
+
+def machine(name: str) -> str:
+    """Where the results of a file come from, in a sentence."""
+    environment = load(name)
+    environment = environment.get("environment") or next(iter(environment.values()))["environment"]
+    hardware, versions = environment["hardware"], environment["versions"]
+    return (
+        f"From `benchmarks/results/{name}.json`: {hardware['cores']} cores of {hardware['cpu']}, torch "
+        f"{versions['torch']}, transformers {versions['transformers']}, {environment['date'][:10]}."
+    )
+
+
+FIGURES = {"choose": choose, "decode": decode, "cache": cache, "demo": demo}
+
+
+def benchmarks_page() -> str:
+    """docs/benchmarks.md: every table, with where it comes from."""
+    parts = [
+        "# Benchmarks",
+        "This page is made from the files in `benchmarks/results`. `python docs/figures.py` makes it again.",
+        "![Speed against perplexity](images/speed_quality.svg)",
+        "## Decoding on a CPU", "SmolLM2-135M, greedy, medians, all in one run.", decode(), machine("cpu_generate"),
+        "## The demo", "`make demo`: one small model beside plain transformers.", demo(), machine("demo_cpu"),
+        "## Quality of quantized weights",
+        "Perplexity on 24 windows of 1,024 tokens of Wikipedia, and on news, which no method was calibrated on. Bits "
+        "count scales and zero points.",
+        all_methods(), machine("quality"),
+        "Peers on the same windows, with their own packages:", peer_methods(),
+        "## Quality of quantized pages", cache(), machine("kv_quality"),
+        "## Pruning", "Perplexity after pruning single weights:", (RESULTS / "pruning.md").read_text().strip(),
+        "And after structured pruning:", (RESULTS / "pruning_structured.md").read_text().strip(),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def api_page() -> str:
+    """docs/api.md: one entry for each public name."""
+    import hf_efficient
+
+    lines = ["# API", "", "The public names of `hf_efficient`. Everything else may change without notice."]
+    for name, module in hf_efficient._PUBLIC.items():
+        if module.startswith("hf_efficient.integrations"):  # the folder stands beside hf_efficient in the repository
+            module = module.removeprefix("hf_efficient.")
+        lines += ["", f"## {name}", "", f"::: {module}.{name}"]
+    return "\n".join(lines) + "\n"
+
+
+def chart() -> str:
+    """The SVG of speed against perplexity."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "hf_efficient", "svg.fonttype": "none", "font.size": 10})
+    import io
+
+    from matplotlib import pyplot
+
+    quality = {name: row["wikipedia"]["perplexity"] for name, row in load("quality").items()}
+    quality |= {name: perplexity for name, (_, perplexity) in peers().items()}
+    figure, axis = pyplot.subplots(figsize=(7.2, 3.6))
+    for way, method, label, offset, is_ours in POINTS:
+        x, y = generated(way, 1, 32, "decode_tokens_per_s"), quality[method]
+        axis.scatter(x, y, color="#1f5fa8" if is_ours else "#b5533c", marker="o" if is_ours else "x", zorder=3)
+        axis.annotate(label, (x, y), textcoords="offset points", xytext=offset)
+    axis.set_xlabel("decode on two CPU cores, tokens/s")
+    axis.set_ylabel("perplexity (lower is better)")
+    axis.set_title("SmolLM2-135M: hf_efficient (dots) beside peers (crosses)", fontsize=11)
+    axis.set_ylim(31, 18)
+    axis.set_xlim(0, 250)
+    axis.grid(alpha=0.3)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def wanted() -> dict[Path, str]:
+    """File -> what it must hold."""
+    files = {DOCS / "benchmarks.md": benchmarks_page(), DOCS / "api.md": api_page()}
+    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        if path not in files:
+            files[path] = MARKED.sub(lambda m: f"{m[1]}{FIGURES[m[2]]()}\n{m[3]}", path.read_text())
+    return files
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something differs")
+    options = parser.parse_args()
+    stale = {path: text for path, text in wanted().items() if not path.exists() or path.read_text() != text}
+    for path, text in stale.items():
+        print(f"{path.relative_to(ROOT)} {'differs' if options.check else 'written'}")
+        if not options.check:
+            path.write_text(text)
+    if not options.check:
+        (DOCS / "images").mkdir(exist_ok=True)
+        (DOCS / "images" / "speed_quality.svg").write_text(chart())
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Writes a quantized model for vLLM (a folder) and for llama.cpp and Ollama (a GGUF file). Nothing is quantized again.
+
+python examples/export_for_other_engines.py --output exported
+"""
+
+import argparse
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_efficient import WeightOnlyConfig, export
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+parser.add_argument("--output", type=Path, required=True)
+options = parser.parse_args()
+
+tokenizer = AutoTokenizer.from_pretrained(options.model)
+config = WeightOnlyConfig(bits=4, group_size=64, symmetric=True)
+model = AutoModelForCausalLM.from_pretrained(options.model, quantization_config=config)
+
+options.output.mkdir(parents=True, exist_ok=True)
+for format, name in (("compressed-tensors", "vllm"), ("gguf", "model.gguf")):
+    written = export(model, options.output / name, format=format, tokenizer=tokenizer)
+    print(f"{options.output / name}: for {', '.join(written.engines)}; rounding {written.rounding:.2g}")

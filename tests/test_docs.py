@@ -1,0 +1,189 @@
+"""README and docs: every example runs, every figure is the one of its result file, every link leads somewhere."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import textstat
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {path.stem: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+MADE = ("api", "benchmarks")  # pages without prose of their own
+TEXT = "The river runs past the old mill, past the bridge and into the sea, where ships wait for the tide. " * 60
+MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMALL = {  # command -> arguments that make it quick
+    "run": ["--windows", "2", "--new-tokens", "4", "--repeats", "1"],
+    "bench": ["--batch", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"],
+}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], flags=re.S | re.M)
+
+
+def pages_with(language: str) -> list[str]:
+    return [page for page in PAGES if blocks(page, language)]
+
+
+@pytest.fixture(scope="module")
+def shallow_model(sample_model, tmp_path_factory):
+    """The first three blocks of the sample model, for what takes time with every block."""
+    folder = tmp_path_factory.mktemp("shallow")
+    config = AutoConfig.from_pretrained(sample_model, num_hidden_layers=3)
+    AutoModelForCausalLM.from_pretrained(sample_model, config=config, dtype="auto").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(sample_model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder of a reader, who has a text to calibrate with."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "calibration.txt").write_text(TEXT)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python_examples_run_one_after_another(page, sample_model, shallow_model, folder):
+    model = shallow_model if "CalibrationConfig" in "".join(blocks(page, "python")) else sample_model
+    namespace = {"__name__": page}
+    for number, block in enumerate(blocks(page, "python")):
+        exec(compile(block.replace(MODEL_ID, str(model)), f"{page}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", pages_with("bash"))
+def test_commands_run(page, sample_model, shallow_model, folder):
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    for line in lines:
+        command, *_ = words = shlex.split(line, comments=True)
+        if command == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M), line
+            continue
+        assert command == "hf-efficient", line
+        if words[1] == "exec":  # tests/cli/test_exec.py and tests/integrations/test_serving.py run these
+            continue
+        prepare(words, sample_model)
+        is_long = words[1] in ("quantize", "prune")
+        words = [word.replace(MODEL_ID, str(shallow_model if is_long else sample_model)) for word in words]
+        main = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())"]
+        result = subprocess.run([*main, *words[1:], *SMALL.get(words[1], [])], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        if words[1] == "estimate":
+            assert result.stdout.strip() in [block.strip() for block in blocks(page, "text")], "what the command prints"
+
+
+def prepare(words: list[str], model: Path) -> None:
+    """Makes the compressed folder that a command takes, as the quick start does."""
+    if words[2:] and words[2] == "smollm2-int4" and not Path("smollm2-int4").exists():
+        import hf_efficient
+
+        config = hf_efficient.WeightOnlyConfig(bits=4, group_size=64)
+        AutoModelForCausalLM.from_pretrained(model, quantization_config=config).save_pretrained("smollm2-int4")
+        AutoTokenizer.from_pretrained(model).save_pretrained("smollm2-int4")
+
+
+def test_figures_are_those_of_their_result_files():
+    command = [sys.executable, str(ROOT / "docs" / "figures.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_results_say_where_they_come_from():
+    for name in ("demo_cpu", "cpu_generate"):
+        environment = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["environment"]
+        assert all(environment[key] for key in ("hardware", "versions", "commit", "command"))
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README"]) <= 12_000
+
+
+def prose(page: str) -> str:
+    """The sentences of a page: no code, tables, headings and link targets."""
+    text = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.S | re.M)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<!--.*?-->", "", text, flags=re.S))
+    lines = [line for line in text.splitlines() if not line.startswith(("|", "#"))]
+    return re.sub(r"`[^`]*`", "it", "\n".join(lines)).replace("*", "")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in MADE])
+def test_pages_are_easy_to_read(page):
+    text = prose(page)
+    sentences = [s for part in re.split(r"\n\s*\n|\n- ", text) for s in re.split(r"(?<=[.!?:;])\s+", part) if s.strip()]
+    longest = max(sentences, key=lambda sentence: len(sentence.split()))
+    assert len(longest.split()) <= 40, longest
+    assert textstat.flesch_reading_ease(text) >= 50
+
+
+def test_each_trouble_is_part_of_a_message():
+    """Headings of the page are parts of messages that this package raises, or that torch does."""
+    folders = (ROOT / "hf_efficient", ROOT / "integrations")
+    source = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # strings that go on in the next line
+    others = {"size mismatch", "Another text than transformers wrote"}
+    headings = re.findall(r"^## (.*)", PAGES["troubleshooting"], flags=re.M)
+    assert [heading for heading in headings if heading not in source and heading not in others] == []
+
+
+class Links(HTMLParser):
+    """The targets and the anchors of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.targets, self.anchors = set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.anchors.add(attributes.get("id"))
+        self.targets |= {attributes[name] for name in ("href", "src") if attributes.get(name)}
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_its_links_lead_somewhere(tmp_path):
+    config = (ROOT / "mkdocs.yml").read_text()
+    site = tmp_path / "site"
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (tmp_path / "mkdocs.yml").write_text(
+        config.replace("output/site", "site").replace("paths: [.]", f"paths: [{ROOT}]")
+    )
+    command = [str(Path(sys.executable).with_name("zensical")), "build", "-f", str(tmp_path / "mkdocs.yml")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0 and "Warning" not in result.stdout, result.stdout + result.stderr
+    pages = {path: Links(path.read_text()) for path in site.glob("*.html")}
+    assert len(pages) > 15
+    broken = []
+    for path, links in pages.items():
+        for target in links.targets:
+            file, _, anchor = target.partition("#")
+            if re.match(r"(https?|mailto|data):", target) or path.name == "404.html":
+                continue
+            aim = (path.parent / file.partition("?")[0]).resolve() if file else path
+            aim = aim / "index.html" if aim.is_dir() else aim
+            if not aim.exists() or (anchor and aim in pages and anchor not in pages[aim].anchors):
+                broken.append(f"{path.name}: {target}")
+    assert broken == []
+    if browser := shutil.which("chromium"):
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{site}/index.html"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+        assert "<h1" in shown and "hf_efficient" in shown
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_to_files(page):
+    here = ROOT if page == "README" else ROOT / "docs"
+    targets = re.findall(r"\]\(([^)#\s]+)", PAGES[page])
+    assert [t for t in targets if not t.startswith("http") and not (here / t).exists()] == []
