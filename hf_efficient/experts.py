@@ -70,9 +70,9 @@ class EfficientExperts(CompressedModule):
         if not isinstance(up, list) and rows.dtype is up.dtype:
             offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
             sizes = counts.tolist() if adapters else None
-            h = up(rows, offsets, self._expert_bias(up_name))
+            h = up.matmul(rows, offsets, self._expert_bias(up_name))
             h = self._activate(_adapt_all(h, rows, adapters.get(up_name), sizes))
-            out = down(h, offsets, self._expert_bias(down_name))
+            out = down.matmul(h, offsets, self._expert_bias(down_name))
             out = _adapt_all(out, h, adapters.get(down_name), sizes)
             return self.post_expert_norm(out) if self.has_post_expert_norm else out
         up, down = (getattr(layouts, "experts", layouts) for layouts in (up, down))

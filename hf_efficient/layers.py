@@ -87,9 +87,9 @@ class CompressedModule(nn.Module):
         if tensors["qweight"] is None:
             layouts = self._layouts[prefix]
             if isinstance(layouts, list) and weight.experts is not None:
-                tensors["qweight"] = torch.stack([layout.qweight() for layout in layouts])
+                tensors["qweight"] = torch.stack([layout.canonical() for layout in layouts])
             else:
-                tensors["qweight"] = self._as_list(layouts)[0].qweight()
+                tensors["qweight"] = self._as_list(layouts)[0].canonical()
         return tensors
 
     def dequantized(self, prefix: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -227,7 +227,7 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layout):
         ctx.layout = layout
-        return layout(x)
+        return layout.matmul(x)
 
     @staticmethod
     def backward(ctx, grad):
@@ -240,7 +240,7 @@ def apply_layout(layout, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
         y = _FrozenLinear.apply(x, layout) if x.dtype is layout.dtype else x @ layout.dequantize().to(x.dtype).t()
         return y if bias is None else y + bias.to(y.dtype)
     if x.dtype is layout.dtype:
-        return layout(x, bias)
+        return layout.matmul(x, bias)
     return nn.functional.linear(x, layout.dequantize().to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -282,7 +282,7 @@ class EfficientLinear(CompressedModule, nn.Linear):
         layout = self._layout
         if layout is None or x.requires_grad or x.dtype is not layout.dtype:
             return apply_layout(self.layouts("", x.dtype)[0], x, self.bias)
-        return layout(x, self._parameters["bias"])
+        return layout.matmul(x, self._parameters["bias"])
 
     def derive_layouts(self, dtype: torch.dtype) -> None:
         super().derive_layouts(dtype)

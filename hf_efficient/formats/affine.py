@@ -6,7 +6,7 @@ import torch
 
 from hf_efficient.formats.base import Format
 from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
-from hf_efficient.kernels.linear.grouped import GroupedTritonLinear
+from hf_efficient.kernels.linear.grouped import GroupedTritonLayout
 from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
 
 
@@ -83,10 +83,10 @@ class AffineFormat(Format):
         return layout or self.dequantized_layout(tensors, in_features, dtype)
 
     def grouped_layout(self, tensors, in_features, dtype):
-        if self.zero_point == "integer" and GroupedTritonLinear.supports(
+        if self.zero_point == "integer" and GroupedTritonLayout.supports(
             tensors["qweight"].device, self.group_size, dtype
         ):
-            return GroupedTritonLinear(*_ordered(tensors), **self._arguments(in_features, dtype))
+            return GroupedTritonLayout(*_ordered(tensors), **self._arguments(in_features, dtype))
         return None
 
     def _arguments(self, in_features: int, dtype: torch.dtype) -> dict:

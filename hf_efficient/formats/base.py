@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from hf_efficient.kernels.linear.weight_only import DequantizedLinear
+from hf_efficient.kernels.linear.layout import DequantizedLayout
 
 
 class Format:
@@ -39,9 +39,9 @@ class Format:
         "qweight", which `qweight()` gives back bit for bit; `dequantize()` gives the weight [N, K]."""
         return self.dequantized_layout(tensors, in_features, dtype)
 
-    def dequantized_layout(self, tensors, in_features: int, dtype: torch.dtype) -> DequantizedLinear:
+    def dequantized_layout(self, tensors, in_features: int, dtype: torch.dtype) -> DequantizedLayout:
         """The layout that serves every device and shape, and allocates nothing."""
-        return DequantizedLinear(functools.partial(self.dequantize, tensors, in_features, dtype), dtype)
+        return DequantizedLayout(functools.partial(self.dequantize, tensors, in_features, dtype), dtype)
 
     def grouped_layout(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype):
         """One layout for all experts of a mixture, or None: one `layout` for each expert then."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.linear.codebook_layout import codebook_layout, dequantize_codebook
+from hf_efficient.kernels.linear.codebook import codebook_layout, dequantize_codebook
 from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
 
 

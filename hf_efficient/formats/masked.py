@@ -6,10 +6,9 @@ import torch
 
 from hf_efficient.formats.affine import AffineFormat
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.linear.codes import packed_width
-from hf_efficient.kernels.linear.expanded import DenseLinear, RestoredLinear
-from hf_efficient.kernels.linear.native_sparse import SparseLinear
-from hf_efficient.kernels.linear.weight_only import expand_groups
+from hf_efficient.kernels.linear.codes import expand_groups, packed_width
+from hf_efficient.kernels.linear.layout import DenseLayout, RestoredLayout
+from hf_efficient.kernels.linear.native_sparse import NativeSparseLayout
 
 
 @dataclass(frozen=True)
@@ -122,21 +121,21 @@ class MaskedFormat(Format):
             def kept():
                 return values[self.mask(own_mask, in_features)].view(kept_shape)
 
-            return DenseLinear(values.to(dtype), kept if exact else None)
+            return DenseLayout(values.to(dtype), kept if exact else None)
         dense = self.with_zeros(tensors, in_features)
         layout = dense and self.weights.layout(dense, in_features, dtype)
         if not layout or not layout.replaces_qweight:
-            return DenseLinear(self.dequantize(tensors, in_features, dtype))
+            return DenseLayout(self.dequantize(tensors, in_features, dtype))
 
         def restore(layout):
-            codes = self.weights.unpack(layout.qweight(), in_features)
+            codes = self.weights.unpack(layout.canonical(), in_features)
             return self.weights.pack(codes[self.mask(own_mask, in_features)].view(kept_shape))
 
-        return RestoredLinear(layout, restore)
+        return RestoredLayout(layout, restore)
 
     def device_layout(self, tensors, values, mask, dtype):
         """The layout of values or codes [N, K] and their mask that reads the kept ones only; None: there is none."""
-        return SparseLinear.pack(values, mask, tensors["qweight"].shape) if values.dtype is dtype else None
+        return NativeSparseLayout.pack(values, mask, tensors["qweight"].shape) if values.dtype is dtype else None
 
     def with_zeros(self, tensors: dict[str, torch.Tensor], in_features: int) -> dict[str, torch.Tensor] | None:
         """The canonical tensors of `weights` for the same weight [..., N, K]: what is not kept has the code of 0. None where no

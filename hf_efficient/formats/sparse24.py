@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats.masked import MaskedFormat
-from hf_efficient.kernels.linear.expanded import RestoredLinear
-from hf_efficient.kernels.linear.sparse24 import Sparse24TritonLinear
+from hf_efficient.kernels.linear.layout import RestoredLayout
+from hf_efficient.kernels.linear.sparse24 import Sparse24TritonLayout
 
 
 _GROUPS = 3  # of four columns in a byte: 6^3 = 216
@@ -63,13 +63,13 @@ class Sparse24Format(MaskedFormat):
             return super().device_layout(tensors, values, mask, dtype)
         return self.triton_layout(tensors, values, mask, dtype)
 
-    def triton_layout(self, tensors, values, mask, dtype) -> RestoredLinear | None:
+    def triton_layout(self, tensors, values, mask, dtype) -> RestoredLayout | None:
         """What a GPU computes with; None where the kernels do not serve it."""
         if self.weights is None:
-            layout = Sparse24TritonLinear.pack(values, mask, dtype=dtype)
-            return layout and RestoredLinear(layout, Sparse24TritonLinear.kept)
+            layout = Sparse24TritonLayout.pack(values, mask, dtype=dtype)
+            return layout and RestoredLayout(layout, Sparse24TritonLayout.kept)
         scale, zero = tensors["scale"], tensors.get("zero_point")
         if self.weights.bits != 4 or (zero is not None and zero.is_floating_point()):
             return None
-        layout = Sparse24TritonLinear.pack(values, mask, scale, zero, self.weights.group_size, dtype=dtype)
-        return layout and RestoredLinear(layout, lambda layout: self.weights.pack(layout.kept()))
+        layout = Sparse24TritonLayout.pack(values, mask, scale, zero, self.weights.group_size, dtype=dtype)
+        return layout and RestoredLayout(layout, lambda layout: self.weights.pack(layout.kept()))

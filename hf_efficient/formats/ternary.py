@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from hf_efficient.formats.base import Format
 from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
-from hf_efficient.kernels.linear.ternary_layout import ternary_layout
+from hf_efficient.kernels.linear.ternary import ternary_layout
 
 
 _DIGITS = 5  # base-3 digits in a byte: 3^5 = 243

@@ -7,6 +7,7 @@ import torch
 
 from hf_efficient.formats.base import Format
 from hf_efficient.kernels.hadamard import rotate, unrotate_weight
+from hf_efficient.kernels.linear.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -68,28 +69,29 @@ class TransformedFormat(Format):
         return [name for name in used if used[name]]
 
 
-class _TransformedLayout:
+class _TransformedLayout(Layout):
     """The transforms of the input before the layout of the inner format."""
 
-    def __init__(self, format: TransformedFormat, tensors, inner, in_features: int):
-        self.format, self.canonical, self.inner, self.in_features = format, dict(tensors), inner, in_features
-        self.canonical.pop("qweight") if inner.replaces_qweight else None
+    def __init__(self, format: TransformedFormat, stored: dict[str, torch.Tensor], inner: Layout, in_features: int):
+        self.format, self.stored, self.inner, self.in_features = format, dict(stored), inner, in_features
         self.replaces_qweight, self.tensors, self.dtype = inner.replaces_qweight, inner.tensors, inner.dtype
-        self.input_order = tensors["input_order"].long() if format.input_order else None
-        self.input_scale = tensors["input_scale"].to(inner.dtype) if format.input_scale else None
-        self.signs = tensors["rotation_signs"].to(inner.dtype) if format.rotation else None
+        self.canonical = inner.canonical
+        if inner.replaces_qweight:
+            del self.stored["qweight"]
+        else:
+            self.canonical = lambda: stored["qweight"]
+        self.input_order = stored["input_order"].long() if format.input_order else None
+        self.input_scale = stored["input_scale"].to(inner.dtype) if format.input_scale else None
+        self.signs = stored["rotation_signs"].to(inner.dtype) if format.rotation else None
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul(self, x, bias=None):
         if self.input_order is not None:
             x = x.index_select(-1, self.input_order)
         if self.input_scale is not None:
             x = x * self.input_scale
         if self.signs is not None:
             x = rotate(x, self.signs)
-        return self.inner(x, bias)
+        return self.inner.matmul(x, bias)
 
-    def dequantize(self) -> torch.Tensor:
-        return self.format.dequantize({**self.canonical, "qweight": self.qweight()}, self.in_features, self.dtype)
-
-    def qweight(self) -> torch.Tensor:
-        return self.inner.qweight() if self.replaces_qweight else self.canonical["qweight"]
+    def dequantize(self):
+        return self.format.dequantize({**self.stored, "qweight": self.canonical()}, self.in_features, self.dtype)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.linear.quantized_activations import Float8Linear, Int8Linear, LlmInt8Linear
+from hf_efficient.kernels.linear.w8a8_layouts import Float8Layout, Int8Layout, LlmInt8Layout
 
 
 BLOCK = 128
@@ -74,8 +74,8 @@ class Int8Format(Format):
         if tensors["qweight"].device.type not in _DEVICES:
             return self.dequantized_layout(tensors, in_features, dtype)
         if self.outlier_threshold is not None:
-            return LlmInt8Linear(tensors, dtype, self.outlier_threshold)
-        return Int8Linear(tensors, dtype, "int8_asymmetric" if self.asymmetric else "int8")
+            return LlmInt8Layout(tensors, dtype, self.outlier_threshold)
+        return Int8Layout(tensors, dtype, "int8_asymmetric" if self.asymmetric else "int8")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Float8Format(Format):
     def layout(self, tensors, in_features, dtype):
         if tensors["qweight"].device.type not in _DEVICES:
             return self.dequantized_layout(tensors, in_features, dtype)
-        return Float8Linear(tensors, dtype, "fp8_block" if self.weights == "block" else "fp8")
+        return Float8Layout(tensors, dtype, "fp8_block" if self.weights == "block" else "fp8")
 
 
 def _outlier_shapes(format: Format, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from helpers import assert_close
 from torch import nn
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.kernels.linear.weight_only import INT4_NATIVE_ROWS
+from hf_efficient.kernels.linear.torch_cpu import INT4_NATIVE_ROWS
 from hf_efficient.layers import PLACEHOLDER_SHAPE, EfficientLinear
 from hf_efficient.methods import get_method
 

@@ -31,6 +31,13 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack([(stream >> shift & 255).to(torch.uint8) for shift in (0, 8, 16)], -1).flatten(-2)
 
 
+def expand_groups(values: torch.Tensor, group_size: int | None, in_features: int) -> torch.Tensor:
+    """Values per group [..., N, G] -> something that broadcasts against [..., N, in_features]."""
+    if values.shape[-1] == 1:
+        return values
+    return values.repeat_interleave(group_size, -1)[..., :in_features]
+
+
 def unpack_codes(qweight: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
     """Canonical qweight -> uint8 codes [..., in_features]."""
     if bits == 8:

@@ -10,6 +10,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.replay import instructions
 from hf_efficient.kernels.replay.registry import replays
@@ -83,14 +84,6 @@ def choose(x, project, score, score_up, limit, spread, gate, gate_bias, activati
     return (act(first).square() + spread.float()) * (F.linear(inner, score_up.float()).square() + limit.float()) > 1
 
 
-_library = torch.library.Library("hf_efficient", "FRAGMENT")
-_library.define(
-    "contextual_mlp(Tensor x, Tensor? project, Tensor? score, Tensor? score_up, Tensor limit, Tensor? spread, Tensor gate, "
-    "Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias, str activation) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
 def _torch(x, *arguments):
     *_, gate, gate_bias, up, up_bias, down, down_bias, activation = arguments
     rows = x.reshape(-1, x.shape[-1])
@@ -125,10 +118,10 @@ def _instructions(y, *arguments):
     return None if call is None else [instructions.call(kernel(), call, y, inputs)]
 
 
-_library.impl("contextual_mlp", _cpu, "CPU")
-_library.impl("contextual_mlp", _torch, "CUDA")
-
-
-@torch.library.register_fake("hf_efficient::contextual_mlp", lib=_library)
-def _fake(x, *arguments):
-    return torch.empty_like(x)
+op.define(
+    "contextual_mlp(Tensor x, Tensor? project, Tensor? score, Tensor? score_up, Tensor limit, Tensor? spread, Tensor gate, "
+    "Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias, str activation) -> Tensor",
+    cpu=_cpu,
+    cuda=_torch,
+    fake=lambda x, *_: torch.empty_like(x),
+)

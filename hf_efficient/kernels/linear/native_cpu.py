@@ -12,7 +12,9 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
+from hf_efficient.kernels.linear.layout import FLOATS, Layout
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product
 from hf_efficient.kernels.replay.instructions import packed_product
@@ -21,7 +23,6 @@ from hf_efficient.kernels.replay.registry import replays
 
 LANES = 16
 COLUMNS = {2: 16, 3: 32, 4: 8, 8: 4}  # of the weight in a line
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS_AT_ONCE = 1 << 21  # of a weight in float32 on its way to another dtype
 
 
@@ -133,19 +134,17 @@ def _is_observed(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
     )
 
 
-class CompiledLayout:
+class NativeLayout(Layout):
     """A weight [N, K] that a C++ function multiplies: a subclass sets `function`, the `address` of the structure that it
-    reads, in_features, out_features and dtype, and has `op`, the product as an operator of torch."""
+    reads, in_features, out_features and dtype, and has `as_op`, the product as an op of torch."""
 
-    replaces_qweight = True
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul(self, x, bias=None):
         if (
             torch.compiler.is_compiling()
             or _is_observed(x, bias)
             or (torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad))
         ):
-            return self.op(x, bias)
+            return self.as_op(x, bias)
         return self.product(x, bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -172,18 +171,18 @@ class CompiledLayout:
         return y
 
 
-class CompiledLinear(CompiledLayout):
+class NativeCodesLayout(NativeLayout):
     """A weight [N, K] in the layout of the C++ kernels; `packed`, `scale`, `zero_point` in the forms this file tells.
     rounds_inputs: those of bfloat16 are rounded to int8, with a scale for at most 64 columns of a row."""
 
     def __init__(self, packed, scale, zero_point, stored, group, out_features, in_features, rounds_inputs, bits, dtype):
         self.packed, self.scale, self.zero_point = packed, scale, zero_point
-        self.layout = stored, group, out_features, in_features
+        self.scheme = stored, group, out_features, in_features
         self.rounds_inputs = rounds_inputs
         self.out_features, self.in_features, self.bits, self.dtype = out_features, in_features, bits, dtype
         self.function = kernel(stored).linear
-        layout = group, out_features, in_features, rounds_inputs
-        self.weight, self.address = weight_structure(packed, scale, zero_point, *layout)
+        scheme = group, out_features, in_features, rounds_inputs
+        self.weight, self.address = weight_structure(packed, scale, zero_point, *scheme)
         self.tensors = {"packed": packed, "packed_scale": scale}
         if zero_point is not None:
             self.tensors["packed_zero"] = zero_point
@@ -191,11 +190,11 @@ class CompiledLinear(CompiledLayout):
     @classmethod
     def pack(
         cls, qweight, scale, zero_point, bits, group_size, in_features, dtype, rounds_inputs=False
-    ) -> "CompiledLinear | None":
+    ) -> "NativeCodesLayout | None":
         """From canonical tensors; None where the kernels do not serve them or are not to be had."""
         out_features, groups = qweight.shape[0], scale.shape[1]
         stored = stored_bits(bits, groups, group_size)
-        if dtype not in DTYPES or stored is None or kernel(stored) is None:
+        if dtype not in FLOATS or stored is None or kernel(stored) is None:
             return None
         if zero_point is None and stored != bits:
             zero_point = qweight.new_full(scale.shape, 2 ** (bits - 1))
@@ -203,17 +202,16 @@ class CompiledLinear(CompiledLayout):
         scale = _blocks(scale if scale.dtype is torch.bfloat16 else scale.float(), out_features)
         zero_point = None if zero_point is None else _blocks(zero_point, out_features)
         group = in_features if groups == 1 else group_size
-        layout = stored, group, out_features, in_features
-        return cls(packed, scale, zero_point, *layout, rounds_inputs, bits, dtype)
+        scheme = stored, group, out_features, in_features
+        return cls(packed, scale, zero_point, *scheme, rounds_inputs, bits, dtype)
 
-    def op(self, x, bias):
+    def as_op(self, x, bias):
         tensors = x, self.packed, self.scale, self.zero_point, bias
-        return torch.ops.hf_efficient.cpu_linear(*tensors, *self.layout, self.rounds_inputs)
+        return torch.ops.hf_efficient.cpu_linear(*tensors, *self.scheme, self.rounds_inputs)
 
-    def dequantize(self) -> torch.Tensor:
-        """The weight [N, K]."""
+    def dequantize(self):
         tensors = self.packed, self.scale, self.zero_point
-        return torch.ops.hf_efficient.cpu_dequantize(*tensors, *self.layout, self.dtype)
+        return torch.ops.hf_efficient.cpu_dequantize(*tensors, *self.scheme, self.dtype)
 
     def decode(self) -> torch.Tensor:
         """The weight [N, K], which no compiler may trace."""
@@ -224,39 +222,30 @@ class CompiledLinear(CompiledLayout):
         for first in range(0, blocks, step):
             rows = weight[first * LANES : (first + step) * LANES]
             tile = self.packed.new_empty(self.in_features, len(rows), dtype=torch.float32)
-            kernel(self.layout[0]).dequantize(
+            kernel(self.scheme[0]).dequantize(
                 self.address, first, min(blocks, first + step), tile.data_ptr(), len(rows)
             )
             rows.copy_(tile.t())
         return weight
 
-    def qweight(self) -> torch.Tensor:
-        """The canonical qweight."""
-        codes = unpack_lines(self.packed, self.layout[0], self.out_features, self.in_features)
+    def canonical(self):
+        codes = unpack_lines(self.packed, self.scheme[0], self.out_features, self.in_features)
         return pack_codes(codes, self.bits)
 
 
-_library = torch.library.Library("hf_efficient", "FRAGMENT")
-_library.define(
-    "cpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? bias, int bits, int group, "
-    "int out_features, int in_features, bool rounds_inputs) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
-    "cpu_dequantize(Tensor packed, Tensor scale, Tensor? zero_point, int bits, int group, int out_features, "
-    "int in_features, ScalarType dtype) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+def _linear(x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
+    scheme = bits, group, out_features, in_features
+    return NativeCodesLayout(packed, scale, zero_point, *scheme, rounds_inputs, bits, x.dtype).product(x, bias)
 
 
-def _cpu_linear(x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
-    layout = bits, group, out_features, in_features
-    return CompiledLinear(packed, scale, zero_point, *layout, rounds_inputs, bits, x.dtype).product(x, bias)
+def _dequantize(packed, scale, zero_point, bits, group, out_features, in_features, dtype):
+    scheme = bits, group, out_features, in_features
+    return NativeCodesLayout(packed, scale, zero_point, *scheme, False, bits, dtype).decode()
 
 
-def _cpu_dequantize(packed, scale, zero_point, bits, group, out_features, in_features, dtype):
-    layout = bits, group, out_features, in_features
-    return CompiledLinear(packed, scale, zero_point, *layout, False, bits, dtype).decode()
+def _weight(dtype, _, packed, scale, zero_point, bits, group, out_features, in_features, rounds_inputs):
+    scheme = bits, group, out_features, in_features
+    return torch.ops.hf_efficient.cpu_dequantize(packed, scale, zero_point, *scheme, dtype)
 
 
 @replays("hf_efficient::cpu_linear")
@@ -266,33 +255,16 @@ def _instructions(y, x, packed, scale, zero_point, bias, bits, group, out_featur
     return packed_product(y, x, bias, weight, kernel(bits).linear, (bits, group, rounds_inputs), tensors)
 
 
-_library.impl("cpu_linear", _cpu_linear, "CPU")
-_library.impl("cpu_dequantize", _cpu_dequantize, "CPU")
-
-
-@torch.library.register_fake("hf_efficient::cpu_linear", lib=_library)
-def _fake(x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
-    return x.new_empty(*x.shape[:-1], out_features)
-
-
-@torch.library.register_fake("hf_efficient::cpu_dequantize", lib=_library)
-def _fake_dequantize(packed, scale, zero_point, bits, group, out_features, in_features, dtype):
-    return packed.new_empty(out_features, in_features, dtype=dtype)
-
-
-def _setup(ctx, inputs, output):
-    x, packed, scale, zero_point, bias, *ctx.layout, _ = inputs
-    ctx.save_for_backward(packed, scale, zero_point)
-    ctx.dtypes = x.dtype, None if bias is None else bias.dtype
-
-
-def _backward(ctx, grad):
-    x_dtype, bias_dtype = ctx.dtypes
-    grad_x = None
-    if ctx.needs_input_grad[0]:
-        grad_x = grad @ torch.ops.hf_efficient.cpu_dequantize(*ctx.saved_tensors, *ctx.layout, x_dtype)
-    grad_bias = None if bias_dtype is None else grad.reshape(-1, grad.shape[-1]).sum(0).to(bias_dtype)
-    return grad_x, None, None, None, grad_bias, None, None, None, None, None
-
-
-torch.library.register_autograd("hf_efficient::cpu_linear", _backward, setup_context=_setup, lib=_library)
+op.define(
+    "cpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? bias, int bits, int group, "
+    "int out_features, int in_features, bool rounds_inputs) -> Tensor",
+    cpu=_linear,
+    fake=lambda x, packed, scale, zero, bias, bits, group, out_features, *_: x.new_empty(*x.shape[:-1], out_features),
+    weight=_weight,
+)
+op.define(
+    "cpu_dequantize(Tensor packed, Tensor scale, Tensor? zero_point, int bits, int group, int out_features, "
+    "int in_features, ScalarType dtype) -> Tensor",
+    cpu=_dequantize,
+    fake=lambda packed, scale, zero, bits, group, rows, columns, dtype: packed.new_empty(rows, columns, dtype=dtype),
+)

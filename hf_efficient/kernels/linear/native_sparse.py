@@ -11,8 +11,9 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
-from hf_efficient.kernels.linear.native_cpu import LANES, CompiledLayout
+from hf_efficient.kernels.linear.native_cpu import LANES, NativeLayout
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product
 from hf_efficient.kernels.replay.instructions import packed_product
@@ -73,7 +74,7 @@ def _dense(values, masks, out_features, in_features) -> tuple[torch.Tensor, torc
     )
 
 
-class SparseLinear(CompiledLayout):
+class NativeSparseLayout(NativeLayout):
     """A weight [N, K] in the layout of the C++ kernel, in the form this file tells. kept_shape: of the canonical qweight."""
 
     dtype = torch.bfloat16
@@ -86,7 +87,7 @@ class SparseLinear(CompiledLayout):
         self.tensors = {"packed": values, "packed_masks": masks, "packed_starts": starts}
 
     @classmethod
-    def pack(cls, weight: torch.Tensor, mask: torch.Tensor, kept_shape: tuple[int, ...]) -> "SparseLinear | None":
+    def pack(cls, weight: torch.Tensor, mask: torch.Tensor, kept_shape: tuple[int, ...]) -> "NativeSparseLayout | None":
         """From the weight [N, K] and what of it is kept, bool alike; None where the kernel does not serve it or is not to be
         had."""
         if weight.dtype is not cls.dtype or weight.device.type != "cpu" or function() is None:
@@ -96,30 +97,24 @@ class SparseLinear(CompiledLayout):
         masks = pack_codes(kept.to(torch.uint8), 1).view(torch.int32).squeeze(-1)
         return cls(_banded(weight)[kept], masks, starts, *weight.shape, kept_shape)
 
-    def op(self, x, bias):
+    def as_op(self, x, bias):
         tensors = x, self.values, self.masks, self.starts, bias
         return torch.ops.hf_efficient.cpu_sparse_linear(*tensors, self.out_features, self.in_features)
 
-    def dequantize(self) -> torch.Tensor:
-        """The weight [N, K]."""
+    def dequantize(self):
         return _dense(self.values, self.masks, self.out_features, self.in_features)[0]
 
-    def qweight(self) -> torch.Tensor:
-        """The canonical qweight: kept values, row after row."""
+    def canonical(self):
         weight, kept = _dense(self.values, self.masks, self.out_features, self.in_features)
         return weight[kept].view(self.kept_shape)
 
 
-_library = torch.library.Library("hf_efficient", "FRAGMENT")
-_library.define(
-    "cpu_sparse_linear(Tensor x, Tensor values, Tensor masks, Tensor starts, Tensor? bias, int out_features, "
-    "int in_features) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+def _linear(x, values, masks, starts, bias, out_features, in_features):
+    return NativeSparseLayout(values, masks, starts, out_features, in_features).product(x, bias)
 
 
-def _cpu_sparse_linear(x, values, masks, starts, bias, out_features, in_features):
-    return SparseLinear(values, masks, starts, out_features, in_features).product(x, bias)
+def _weight(dtype, _, values, masks, starts, out_features, in_features):
+    return _dense(values, masks, out_features, in_features)[0]
 
 
 @replays("hf_efficient::cpu_sparse_linear")
@@ -128,24 +123,10 @@ def _instructions(y, x, values, masks, starts, bias, out_features, in_features):
     return packed_product(y, x, bias, weight, function(), ("sparse",), (values, masks, starts))
 
 
-_library.impl("cpu_sparse_linear", _cpu_sparse_linear, "CPU")
-
-
-@torch.library.register_fake("hf_efficient::cpu_sparse_linear", lib=_library)
-def _fake(x, values, masks, starts, bias, out_features, in_features):
-    return x.new_empty(*x.shape[:-1], out_features)
-
-
-def _setup(ctx, inputs, output):
-    _, values, masks, _, bias, *ctx.layout = inputs
-    ctx.save_for_backward(values, masks)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward(ctx, grad):
-    grad_x = grad @ _dense(*ctx.saved_tensors, *ctx.layout)[0] if ctx.needs_input_grad[0] else None
-    grad_bias = None if ctx.bias_dtype is None else grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
-    return grad_x, None, None, None, grad_bias, None, None
-
-
-torch.library.register_autograd("hf_efficient::cpu_sparse_linear", _backward, setup_context=_setup, lib=_library)
+op.define(
+    "cpu_sparse_linear(Tensor x, Tensor values, Tensor masks, Tensor starts, Tensor? bias, int out_features, "
+    "int in_features) -> Tensor",
+    cpu=_linear,
+    fake=lambda x, values, masks, starts, bias, out_features, _: x.new_empty(*x.shape[:-1], out_features),
+    weight=_weight,
+)
