@@ -1,5 +1,6 @@
 """Modules that hold compressed weights: `EfficientLinear` here, fused experts in `hf_efficient.experts`."""
 
+import functools
 import threading
 from dataclasses import dataclass
 
@@ -7,7 +8,6 @@ import torch
 from torch import nn
 
 from hf_efficient.formats import Format
-from hf_efficient.linear_classes import adds_bias_apart
 
 
 # What stands where a plain module has its weight. Neither empty (savers take empty tensors for one shared tensor) nor of
@@ -300,8 +300,40 @@ class EfficientLinear(CompressedModule, nn.Linear):
         return f"{sizes}, {self.format}"
 
 
+_FORWARD_ONLY = {"__module__", "__doc__", "__qualname__", "__firstlineno__", "__static_attributes__", "forward"}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether `module` is an `nn.Linear` or of a class that `adds_bias_apart`."""
+    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and adds_bias_apart(type(module)))
+
+
+@functools.cache
+@torch.no_grad()
+def adds_bias_apart(cls: type) -> bool:
+    """Whether the class, which derives from `nn.Linear`, changes only its forward, and this to `x @ W^T` rounded to the dtype of
+    x, plus the bias: the same bits as that on random bfloat16 numbers, other bits than those of `nn.Linear`."""
+    if cls.__bases__ != (nn.Linear,) or "forward" not in vars(cls) or not vars(cls).keys() <= _FORWARD_ONLY:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator, device="cpu").bfloat16() for shape in ((64, 32), (16, 32), (16,))
+    )
+    with torch.random.fork_rng(devices=[]):
+        layers = [cls(32, 16, has_bias, device="cpu", dtype=torch.bfloat16) for has_bias in (True, False)]
+    for layer in layers:
+        layer.weight.copy_(weight)
+    layers[0].bias.copy_(bias)
+    product = x @ weight.T
+    try:
+        found = [layer(x) for layer in layers]
+    except Exception:  # of a class that is called in another way
+        return False
+    return torch.equal(found[0], product + bias) and torch.equal(found[1], product)
+
+
 class BiasApartLinear(EfficientLinear):
-    """As `EfficientLinear`, for a class that adds the bias to the rounded product (`linear_classes.adds_bias_apart`)."""
+    """As `EfficientLinear`, for a class that adds the bias to the rounded product (see `adds_bias_apart`)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = apply_layout(self.layouts("", x.dtype)[0], x, None)
@@ -310,7 +342,7 @@ class BiasApartLinear(EfficientLinear):
 
 def stand_in(module: nn.Module, format: Format) -> EfficientLinear:
     """The `EfficientLinear` on the meta device, uninitialized, that stands for `module`: a linear layer (see
-    `linear_classes.is_linear`) or a `Conv1D` of transformers."""
+    `is_linear`) or a `Conv1D` of transformers."""
     transposed = not isinstance(module, nn.Linear)
     in_features, out_features = module.weight.shape if transposed else module.weight.shape[::-1]
     is_apart = not transposed and type(module) is not nn.Linear and adds_bias_apart(type(module))
