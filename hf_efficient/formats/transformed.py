@@ -1,4 +1,4 @@
-"""A weight that expects its input transformed: put in another order (GPTQ's activation order), scaled per channel (AWQ,
+"""A weight whose input is transformed first: reordered (GPTQ's activation order), scaled per channel (AWQ,
 SmoothQuant), rotated (QuIP, QuaRot)."""
 
 from dataclasses import dataclass
@@ -12,9 +12,12 @@ from hf_efficient.kernels.linear.layout import Layout
 
 @dataclass(frozen=True)
 class TransformedFormat(Format):
-    """y = rotate(x[input_order] * input_scale) Wq^T where Wq is stored in the format `inner`. Adds the canonical tensors
-    "input_order" int32 [K], "input_scale" [K] in the weight's dtype and "rotation_signs" int8 [K] (the random signs before
-    the Hadamard transform), each only where it is asked for."""
+    """y = rotate(x[input_order] * input_scale) @ Wq^T, with Wq in the format `inner`.
+
+    Each flag adds a canonical tensor: "input_order" int32 [K], "input_scale" [K] in the weight's dtype, and for
+        `rotation`
+    "rotation_signs" int8 [K], the random signs before the Hadamard transform.
+    """
 
     inner: Format
     input_scale: bool = False
@@ -49,7 +52,7 @@ class TransformedFormat(Format):
             raise ValueError("rotation_signs holds other numbers than -1 and 1")
 
     def dequantize(self, tensors, in_features, dtype):
-        """The weight that acts on the plain x: products of the transforms are taken in float32."""
+        """The weight for an input that is not transformed. The transforms are multiplied into it in float32."""
         computes = self.rotation or self.input_scale
         weight = self.inner.dequantize(tensors, in_features, torch.float32 if computes else dtype)
         if self.rotation:
@@ -70,7 +73,7 @@ class TransformedFormat(Format):
 
 
 class _TransformedLayout(Layout):
-    """The transforms of the input before the layout of the inner format."""
+    """Transforms the input, then multiplies by the layout of the inner format."""
 
     def __init__(self, format: TransformedFormat, stored: dict[str, torch.Tensor], inner: Layout, in_features: int):
         self.format, self.stored, self.inner, self.in_features = format, dict(stored), inner, in_features

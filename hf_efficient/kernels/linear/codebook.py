@@ -1,7 +1,7 @@
 """Products with weights that are entries of a table: w = table[code] * scale of its group. The op, and its layouts.
 
-A table is float [1, 2^bits] (one for the weight) or [N, 2^bits] (one a row), a scale float [N, G] or [1, 1]; `qweight` is what
-`codes.pack_codes` makes of codes [N, K].
+A table is float [1, 2^bits] (one for the weight) or [N, 2^bits] (one a row), a scale float [N, G] or [1, 1]; `qweight`
+is what `codes.pack_codes` makes of codes [N, K].
 """
 
 import functools
@@ -86,12 +86,12 @@ class CodebookCpuLayout(RowsLayout):
 
 
 class CodebookInt4Layout(Int4CpuLayout):
-    """For 16-bit inputs on a CPU: entries become the nearest points of a grid of 8 bits, which torch's int4 operator reads as two planes
-    of 4 bits.
+    """For 16-bit inputs on a CPU: entries become the nearest points of a grid of 8 bits, which torch's int4 operator
+    reads as two planes of 4 bits.
 
-    Takes 8 bits a weight in memory; one row takes a half to a tenth of the time of looking entries up. Points differ from entries
-    by 0.3 % (RMS; bfloat16 does by 0.1 %). is_exact: whether codes come back from points, which they do not where two entries
-    are equal and both are used.
+    Takes 8 bits a weight in memory; one row takes a half to a tenth of the time of looking entries up. Points differ
+    from entries by 0.3 % (RMS; bfloat16 does by 0.1 %). is_exact: whether codes come back from points, which they do
+    not where two entries are equal and both are used.
     """
 
     def __init__(self, qweight, table, scale, bits, group_size, in_features, dtype):
@@ -116,7 +116,8 @@ class CodebookInt4Layout(Int4CpuLayout):
 
 
 def fit_grid(table: torch.Tensor, points: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Float [R, E] -> (integers [R, E] below `points`, step [R, 1], start [R, 1]) so that start + step * integer is near the
+    """Float [R, E] -> (integers [R, E] below `points`, step [R, 1], start [R, 1]) so that start + step * integer is
+    near the
     table: the best of some grids that reach a little further than the table does."""
     low, high = table.aminmax(dim=1, keepdim=True)
     best = None
@@ -182,8 +183,8 @@ def codebook_layout(qweight, table, scale, *, bits, group_size, in_features, dty
 
 
 def dequantize_packed(dtype, *, packed, codebook, scale, **scheme) -> torch.Tensor:
-    """What `pack_codebook_weight` packed -> the weight [N, K] in `dtype`; the entries are rounded to it first. scheme: bits,
-    group_size, in_features."""
+    """What `pack_codebook_weight` packed -> the weight [N, K] in `dtype`; the entries are rounded to it first. scheme:
+    bits, group_size, in_features."""
     kernels = op.triton_kernels()
     if packed.is_cuda:
         return kernels.dequantize_codebook(packed, codebook, scale, dtype=dtype, **scheme)

@@ -1,5 +1,8 @@
-"""Canonical packing of integer codes, a little-endian stream of bits: 8 bits one byte a code; 4 bits even elements in the low
-nibble; 2 bits four codes a byte, 1 bit eight; 3 bits eight codes in three bytes. Padded with code 0."""
+"""Canonical packing of integer codes: each row is a little-endian stream of bits, padded with code 0.
+
+A byte holds one code of 8 bits, two of 4 (the even element in the low nibble), four of 2 or eight of 1; three bytes
+hold eight codes of 3 bits.
+"""
 
 import torch
 import torch.nn.functional as F

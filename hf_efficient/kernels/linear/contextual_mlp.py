@@ -1,7 +1,7 @@
-"""The op of a feed-forward layer that computes only the neurons each row of x calls for.
+"""The op of a feed-forward layer with contextual sparsity: it computes only the neurons that each row of x activates.
 
-On CPUs whose C++ kernels are worth compiling (see `cpu_build`), bfloat16 and few rows are one call of `native/contextual/contextual.cpp`;
-everything else is torch's index_select and products.
+Few rows of bfloat16 are one call of `native/contextual/contextual.cpp`, on CPUs that have `native.build.FEATURES`. All
+else is torch's index_select and products.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from hf_efficient.kernels.replay import instructions
 from hf_efficient.kernels.replay.registry import replays
 
 
-MOST_ROWS = 32  # native/contextual/contextual.cpp has the same
+MOST_ROWS = 32  # of a call; native/contextual/contextual.cpp has the same number
 ACTIVATIONS = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
@@ -39,7 +39,7 @@ class _ContextualCall(ctypes.Structure):
 
 @functools.cache
 def kernel():
-    """The compiled function, compiled when it is not there; None where torch's operators are to be used."""
+    """The compiled function; None where torch's operators serve instead."""
     library = build.load("contextual", (_ContextualCall,))
     if library is None:
         return None
@@ -48,7 +48,8 @@ def kernel():
 
 
 def describe(y, x, project, score, score_up, limit, spread, *weights_and_activation) -> _ContextualCall | None:
-    """What the kernel is told to write into `y`; None where it does not serve the arguments of the op."""
+    """The structure that makes the kernel write the result into `y`; None where it does not serve the arguments of the
+    op."""
     *weights, activation = weights_and_activation
     tensors = (x, project, score, score_up, limit, spread, *weights, y)
     gate, gate_bias, up, up_bias, down, down_bias = weights
@@ -73,7 +74,7 @@ def describe(y, x, project, score, score_up, limit, spread, *weights_and_activat
 
 
 def choose(x, project, score, score_up, limit, spread, gate, gate_bias, activation) -> torch.Tensor:
-    """Which neurons the rows of x [rows, hidden] call for, bool [rows, neurons]; arguments as of the op."""
+    """Which neurons the rows of x [rows, hidden] activate: bool [rows, neurons]. Arguments as of the op."""
     act = ACTIVATIONS[activation]
     if project is None:
         return act(F.linear(x, gate, gate_bias).float()).abs() > limit
@@ -119,8 +120,9 @@ def _instructions(y, *arguments):
 
 
 op.define(
-    "contextual_mlp(Tensor x, Tensor? project, Tensor? score, Tensor? score_up, Tensor limit, Tensor? spread, Tensor gate, "
-    "Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias, str activation) -> Tensor",
+    "contextual_mlp(Tensor x, Tensor? project, Tensor? score, Tensor? score_up, Tensor limit, Tensor? spread, "
+    "Tensor gate, Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias, str activation) "
+    "-> Tensor",
     cpu=_cpu,
     cuda=_torch,
     fake=lambda x, *_: torch.empty_like(x),

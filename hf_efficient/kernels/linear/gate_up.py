@@ -1,4 +1,5 @@
-"""The op of the gated half of a feed-forward layer, silu(x Wg^T) * (x Wu^T), with packed weights: one launch on a GPU."""
+"""The op of the gated half of a feed-forward layer, silu(x Wg^T) * (x Wu^T), with packed weights: one launch on a
+GPU."""
 
 import torch
 import torch.nn.functional as F

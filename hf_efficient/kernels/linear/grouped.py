@@ -27,7 +27,8 @@ class GroupedTritonLayout(Layout):
         return device.type == "cuda" and TritonLayout.supports(group_size, dtype)
 
     def matmul(self, x: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [R, K], whose rows offsets[e] to offsets[e + 1] (int32 [E + 1]) belong to expert e; bias [E, N] -> [R, N]."""
+        """x [R, K], whose rows offsets[e] to offsets[e + 1] (int32 [E + 1]) belong to expert e; bias [E, N] -> [R,
+        N]."""
         tensors = rows_of(x, self.in_features), self.packed, self.scale, self.zero_point, bias, offsets
         return torch.ops.hf_efficient.grouped_linear(*tensors, *self.scheme)
 

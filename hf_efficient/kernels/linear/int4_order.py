@@ -1,5 +1,5 @@
-"""The order in which torch's CPU int4 operator stores codes. It depends on the instruction set, so it is found by packing known
-codes."""
+"""The order in which torch's CPU int4 operator stores codes. It depends on the instruction set, so it is found by
+packing known codes."""
 
 import functools
 

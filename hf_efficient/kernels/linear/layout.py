@@ -42,14 +42,16 @@ def rows_of(x: torch.Tensor, in_features: int) -> torch.Tensor:
 
 
 class RowsLayout(Layout):
-    """A layout with a `product` of rows: x [M, K], bias -> [M, N]. A subclass sets in_features (K) and out_features (N)."""
+    """A layout with a `product` of rows: x [M, K], bias -> [M, N]. A subclass sets in_features (K) and out_features
+    (N)."""
 
     def matmul(self, x, bias=None):
         return self.product(rows_of(x, self.in_features), bias).view(*x.shape[:-1], self.out_features)
 
 
 class DequantizedLayout(Layout):
-    """Serves every device, format and shape: dequantizes the canonical tensors in each call, allocates nothing for longer.
+    """Serves every device, format and shape: dequantizes the canonical tensors in each call, allocates nothing for
+    longer.
 
     dequantize: () -> the weight [N, K] in dtype.
     """
@@ -65,7 +67,8 @@ class DequantizedLayout(Layout):
 
 
 class DenseLayout(Layout):
-    """A dense weight [N, K] in memory. canonical: () -> the canonical qweight, None where that stays in memory as well."""
+    """A dense weight [N, K] in memory. canonical: () -> the canonical qweight, None where that stays in memory as
+    well."""
 
     def __init__(self, weight: torch.Tensor, canonical: Callable[[], torch.Tensor] | None = None):
         self.weight, self.dtype, self.canonical = weight, weight.dtype, canonical

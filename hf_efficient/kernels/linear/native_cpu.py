@@ -1,9 +1,12 @@
-"""Linear layers of 2, 3, 4 and 8-bit codes on CPUs whose C++ kernels are worth compiling (see `cpu_build`).
+"""Linear layers of 2, 3, 4 and 8-bit codes by the C++ kernels of `native/linear`, on CPUs that have
+`native.build.FEATURES`.
 
-Their layout: rows of the weight stand 16 to a block, a row to each 32-bit lane of a vector of 64 bytes, neighbouring columns
-in the two halves of a lane, so that a look-up in registers turns shifted halves into pairs of bfloat16. A line of one vector
-holds 32 / bits columns; three of them hold 32 columns of 3 bits, the last two columns in the bits left over. Codes of 8 bits
-are kept as sign and magnitude of `code - 127.5`. Scales and zero points (uint8 or float32): [blocks, G, 16].
+The layout: 16 rows of the weight are a block, and each 32-bit lane of a vector of 64 bytes belongs to one row.
+    Neighbouring columns
+stand in the two halves of a lane, so that a look-up in registers turns shifted halves into pairs of bfloat16. A line of
+one vector holds 32 / bits columns; for 3 bits three vectors hold 32 columns, the last two of them in the bits left
+over. Codes of 8 bits are stored as sign and magnitude of `code - 127.5`. Scales and zero points (uint8 or float32) are
+[blocks, G, 16].
 """
 
 import ctypes
@@ -22,8 +25,8 @@ from hf_efficient.kernels.replay.registry import replays
 
 
 LANES = 16
-COLUMNS = {2: 16, 3: 32, 4: 8, 8: 4}  # of the weight in a line
-_ELEMENTS_AT_ONCE = 1 << 21  # of a weight in float32 on its way to another dtype
+COLUMNS = {2: 16, 3: 32, 4: 8, 8: 4}  # bits -> columns of the weight in a line
+_ELEMENTS_AT_ONCE = 1 << 21  # float32 elements that dequantizing to another dtype holds at once: 8 MB
 
 
 class _Weight(ctypes.Structure):
@@ -42,22 +45,22 @@ class _Weight(ctypes.Structure):
     ]
 
 
-@functools.lru_cache(65536)  # the op makes a layout for each call
-def _kept_weight(*fields) -> tuple[_Weight, int]:
+@functools.lru_cache(65536)  # the op makes a layout in each call
+def _cached_weight(*fields) -> tuple[_Weight, int]:
     weight = _Weight(*fields)
     return weight, ctypes.addressof(weight)
 
 
 def weight_structure(packed, scale, zero_point, group, out_features, in_features, rounds_inputs) -> tuple[_Weight, int]:
-    """(the structure of a weight, its address)"""
+    """(the structure of a weight, its address)."""
     zero = None if zero_point is None else zero_point.data_ptr()
     sizes = out_features, in_features, group
     floats = scale.dtype is torch.float32, zero is not None and zero_point.dtype is torch.float32
-    return _kept_weight(packed.data_ptr(), scale.data_ptr(), zero, *sizes, floats[0], rounds_inputs, floats[1])
+    return _cached_weight(packed.data_ptr(), scale.data_ptr(), zero, *sizes, floats[0], rounds_inputs, floats[1])
 
 
 def _places(bits: int):
-    """(column, line, shift in the word, shift in the code, mask) of every piece of a code in the lines of a step."""
+    """(column, line, shift in the word, shift in the code, mask) of each piece of a code in a step."""
     for column in range(COLUMNS[bits]):
         pair, half = divmod(column, 2)
         if bits != 3:
@@ -97,7 +100,7 @@ def _blocks(values: torch.Tensor, out_features: int) -> torch.Tensor:
 
 
 class Kernel:
-    """The compiled functions for weights of `bits` bits, on raw pointers."""
+    """The functions of a library, which take raw pointers."""
 
     def __init__(self, library: ctypes.CDLL):
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
@@ -109,25 +112,26 @@ class Kernel:
 
 @functools.cache
 def kernel(bits: int) -> Kernel | None:
-    """The kernel for codes of `bits` bits, compiled when it is not there; None where torch's operators are to be used."""
+    """The kernel for codes of `bits` bits; None where torch's operators serve instead."""
     library = build.load("linear", (Product, _Weight), BITS=bits)
     return library and Kernel(library)
 
 
 def stored_bits(bits: int, groups: int, group_size: int | None) -> int | None:
-    """The bits of a code in memory: the narrowest lines whose borders include those of the groups, None if there are none."""
+    """The bits of a code in memory: the fewest for which every group begins and ends with a line; None where there are
+    none."""
     return next((b for b in (2, 3, 4, 8) if b >= bits and (groups == 1 or group_size % COLUMNS[b] == 0)), None)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_UNWATCHED = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_observed(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether something besides autograd wants to see the product: a subclass, a mode, a trace, a functorch transform. They
-    see the op; raw pointers would pass them by."""
+    """Whether a tensor subclass, a dispatch mode, a trace or a functorch transform must see the product. They see an
+    op, and no call on raw pointers."""
     return (
-        type(x) not in _PLAIN
-        or (bias is not None and type(bias) not in _PLAIN)
+        type(x) not in _UNWATCHED
+        or (bias is not None and type(bias) not in _UNWATCHED)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -135,8 +139,11 @@ def _is_observed(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 
 class NativeLayout(Layout):
-    """A weight [N, K] that a C++ function multiplies: a subclass sets `function`, the `address` of the structure that it
-    reads, in_features, out_features and dtype, and has `as_op`, the product as an op of torch."""
+    """A weight [N, K] that a C++ function multiplies.
+
+    A subclass sets `function`, the `address` of the structure that it reads, in_features, out_features and dtype. It
+    has `as_op`, the product as an op of torch.
+    """
 
     def matmul(self, x, bias=None):
         if (
@@ -148,7 +155,11 @@ class NativeLayout(Layout):
         return self.product(x, bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The product without autograd, x in the layout's dtype."""
+        """`matmul` without autograd.
+
+        Raises:
+            ValueError: x has another dtype, width or device.
+        """
         dtype = x.dtype
         if dtype is not self.dtype or x.shape[-1] != self.in_features or not x.is_cpu:
             given = f"{dtype} {tuple(x.shape)} on {x.device}"
@@ -172,8 +183,13 @@ class NativeLayout(Layout):
 
 
 class NativeCodesLayout(NativeLayout):
-    """A weight [N, K] in the layout of the C++ kernels; `packed`, `scale`, `zero_point` in the forms this file tells.
-    rounds_inputs: those of bfloat16 are rounded to int8, with a scale for at most 64 columns of a row."""
+    """A weight [N, K] of codes in the layout of the C++ kernels.
+
+    Args:
+        packed: the codes in `stored` bits, as `pack_lines` makes them. `bits` are those of the canonical codes.
+        scale, zero_point: [blocks, G, 16], a group being `group` columns; no zero point is the middle of the grid.
+        rounds_inputs: whether bfloat16 inputs are rounded to int8, with a scale for at most 64 columns of a row.
+    """
 
     def __init__(self, packed, scale, zero_point, stored, group, out_features, in_features, rounds_inputs, bits, dtype):
         self.packed, self.scale, self.zero_point = packed, scale, zero_point
@@ -191,7 +207,7 @@ class NativeCodesLayout(NativeLayout):
     def pack(
         cls, qweight, scale, zero_point, bits, group_size, in_features, dtype, rounds_inputs=False
     ) -> "NativeCodesLayout | None":
-        """From canonical tensors; None where the kernels do not serve them or are not to be had."""
+        """From canonical tensors; None where the kernels do not serve them or are not compiled."""
         out_features, groups = qweight.shape[0], scale.shape[1]
         stored = stored_bits(bits, groups, group_size)
         if dtype not in FLOATS or stored is None or kernel(stored) is None:
@@ -214,8 +230,8 @@ class NativeCodesLayout(NativeLayout):
         return torch.ops.hf_efficient.cpu_dequantize(*tensors, *self.scheme, self.dtype)
 
     def decode(self) -> torch.Tensor:
-        """The weight [N, K], which no compiler may trace."""
-        torch.get_num_threads()  # see _product
+        """`dequantize` as the op computes it; torch.compile cannot trace it."""
+        torch.get_num_threads()  # as in _product
         weight = self.packed.new_empty(self.out_features, self.in_features, dtype=self.dtype)
         blocks = len(self.packed)
         step = max(1, _ELEMENTS_AT_ONCE // (LANES * self.in_features))

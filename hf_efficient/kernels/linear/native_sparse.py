@@ -1,8 +1,10 @@
-"""Linear layers of bfloat16 weights of which only some are stored, on CPUs with AVX-512 VBMI2 (see `cpu_build`).
+"""Linear layers of pruned bfloat16 weights by the C++ kernels of `native/sparse`, on CPUs with AVX-512 VBMI2.
 
-Their layout is one stream in the order in which it is read: bands of 4 rows, in a band steps of 32 columns, in a step row
-after row. `masks` int32 [bands, steps, 4]: bit i of a word says whether column i is stored; `starts` int64 [bands + 1]: where
-a band begins in `values` bfloat16 [kept]. There are 4 bands for every 16 rows or less.
+The layout is a stream of the kept values in the order in which they are read: bands of 4 rows, in a band steps of 32
+    columns, in a
+step row after row. `values` is bfloat16 [kept]. `masks` is int32 [bands, steps, 4]: bit i of a word says whether column
+i is stored. `starts` is int64 [bands + 1]: where a band begins in `values`. Rows are padded to a multiple of 16, that
+is of 4 bands.
 """
 
 import ctypes
@@ -21,7 +23,7 @@ from hf_efficient.kernels.replay.registry import replays
 
 
 BAND, COLUMNS = 4, 32
-FEATURE = "avx512_vbmi2"  # what other C++ kernels do without
+FEATURE = "avx512_vbmi2"  # which the other C++ kernels do not need
 
 
 class _SparseWeight(ctypes.Structure):
@@ -36,20 +38,20 @@ class _SparseWeight(ctypes.Structure):
     ]
 
 
-@functools.lru_cache(65536)  # the op makes a layout for each call
-def _kept_weight(*fields) -> tuple[_SparseWeight, int]:
+@functools.lru_cache(65536)  # the op makes a layout in each call
+def _cached_weight(*fields) -> tuple[_SparseWeight, int]:
     weight = _SparseWeight(*fields)
     return weight, ctypes.addressof(weight)
 
 
 def weight_structure(values, masks, starts, out_features, in_features) -> tuple[_SparseWeight, int]:
-    """(the structure of a weight, its address)"""
-    return _kept_weight(values.data_ptr(), masks.data_ptr(), starts.data_ptr(), out_features, in_features)
+    """(the structure of a weight, its address)."""
+    return _cached_weight(values.data_ptr(), masks.data_ptr(), starts.data_ptr(), out_features, in_features)
 
 
 @functools.cache
 def function():
-    """The compiled product, on raw pointers; None where other layouts are to be used."""
+    """The compiled product, which takes raw pointers; None where other layouts serve instead."""
     library = build.load("sparse", (Product, _SparseWeight)) if FEATURE in build.cpu_features() else None
     if library is None:
         return None
@@ -65,7 +67,7 @@ def _banded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(values, masks, out_features, in_features) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the weight [N, K], bool [N, K] of what is stored)"""
+    """(the weight [N, K], which elements are stored: bool [N, K])."""
     kept = unpack_codes(masks.view(torch.uint8).unflatten(-1, (BAND, 4)), 1, COLUMNS).bool()
     weight = values.new_zeros(kept.shape).masked_scatter_(kept, values)
     return tuple(
@@ -75,7 +77,7 @@ def _dense(values, masks, out_features, in_features) -> tuple[torch.Tensor, torc
 
 
 class NativeSparseLayout(NativeLayout):
-    """A weight [N, K] in the layout of the C++ kernel, in the form this file tells. kept_shape: of the canonical qweight."""
+    """A pruned weight [N, K] in the layout of the C++ kernel. kept_shape: the shape of the canonical qweight."""
 
     dtype = torch.bfloat16
 
@@ -88,8 +90,8 @@ class NativeSparseLayout(NativeLayout):
 
     @classmethod
     def pack(cls, weight: torch.Tensor, mask: torch.Tensor, kept_shape: tuple[int, ...]) -> "NativeSparseLayout | None":
-        """From the weight [N, K] and what of it is kept, bool alike; None where the kernel does not serve it or is not to be
-        had."""
+        """From the weight [N, K] and the mask of what is kept, bool [N, K]; None where the kernel does not serve it or
+        is not compiled."""
         if weight.dtype is not cls.dtype or weight.device.type != "cpu" or function() is None:
             return None
         kept = _banded(mask)

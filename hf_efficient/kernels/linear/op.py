@@ -1,4 +1,5 @@
-"""Defines the ops of products with frozen weights: schema, shapes without data, the function of each device, gradients."""
+"""Defines the ops of products with frozen weights: schema, shapes without data, the function of each device,
+gradients."""
 
 import functools
 from collections.abc import Callable
@@ -43,10 +44,11 @@ def define(
         schema: "name(Tensor x, ...) -> Tensor".
         cpu: the function for CPUs, called with all arguments in order, as the others are.
         fake: results of the right shape, dtype and device.
-        cuda: the function for CUDA and ROCm, or the name of one in efficient_linear whose arguments have the op's names.
+        cuda: the function for CUDA and ROCm, or the name of one in efficient_linear whose arguments have the op's
+            names.
         takes_mkldnn: whether `cpu` also takes weights that oneDNN has packed.
-        weight: makes y [..., N] = x [..., K] @ W^T + bias differentiable in x, its first argument, and in bias. Called as
-            weight(dtype, K, **the other arguments by name), it returns W [N, K] in dtype.
+        weight: makes y [..., N] = x [..., K] @ W^T + bias differentiable in x, its first argument, and in bias. Called
+            as weight(dtype, K, **the other arguments by name), it returns W [N, K] in dtype.
         autograd: (backward, setup_context) of torch.library.register_autograd, for any other gradient.
     """
     name = schema.partition("(")[0]

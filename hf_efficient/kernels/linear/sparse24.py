@@ -1,5 +1,5 @@
-"""Products with 2:4 sparse weights: the op, and the layout of the Triton kernels that calls it. Elsewhere than on a GPU the op expands
-the weight for an ordinary product."""
+"""Products with 2:4 sparse weights: the op, and the layout of the Triton kernels that calls it. Elsewhere than on a GPU
+the op expands the weight for an ordinary product."""
 
 import torch
 
@@ -8,8 +8,9 @@ from hf_efficient.kernels.linear.layout import FLOATS, RowsLayout
 
 
 class Sparse24TritonLayout(RowsLayout):
-    """The layout of the Triton kernels (CUDA, ROCm): kept values or 4-bit codes, and their places in each group of four. scale and
-    zero_point are the canonical tensors. `RestoredLayout` adds what makes the canonical qweight of `kept()`."""
+    """The layout of the Triton kernels (CUDA, ROCm): kept values or 4-bit codes, and their places in each group of
+    four. scale and zero_point are the canonical tensors. `RestoredLayout` adds what makes the canonical qweight of
+    `kept()`."""
 
     def __init__(self, values, places, scale, zero_point, group_size, out_features, in_features, dtype):
         self.stored = dict(values=values, places=places, scale=scale, zero_point=zero_point)
@@ -21,8 +22,8 @@ class Sparse24TritonLayout(RowsLayout):
     def pack(
         cls, values, mask, scale=None, zero_point=None, group_size=None, *, dtype
     ) -> "Sparse24TritonLayout | None":
-        """From the weight or its 4-bit codes [N, K] and the mask of what is kept, bool [N, K], exactly two of four; None where the
-        kernels do not serve it."""
+        """From the weight or its 4-bit codes [N, K] and the mask of what is kept, bool [N, K], exactly two of four;
+        None where the kernels do not serve it."""
         served = values.dtype is dtype if scale is None else group_size == -1 or (group_size and group_size % 64 == 0)
         if dtype not in FLOATS or not served:
             return None

@@ -1,5 +1,5 @@
-"""Products with ternary weights and inputs that are rounded to 8 bits a token (BitNet b1.58, https://arxiv.org/abs/2402.17764): the
-op, and its layouts. A CPU needs no Triton."""
+"""Products with ternary weights and inputs that are rounded to 8 bits a token (BitNet b1.58,
+https://arxiv.org/abs/2402.17764): the op, and its layouts. A CPU needs no Triton."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,8 @@ from hf_efficient.kernels.linear.w8a8_cpu import int8_product, pack_int8, unpack
 class _TernaryLayout(RowsLayout):
     """A weight of trits int8 [N, K] times scale float32 [1, 1] or [N, 1].
 
-    pack: makes the canonical qweight of the trits. A subclass has `of_trits`, the stored tensor; `trits`, its inverse; and
+    pack: makes the canonical qweight of the trits. A subclass has `of_trits`, the stored tensor; `trits`, its inverse;
+        and
     `codes_product` of int8 rows [M, K], their scales [M, 1] and a bias.
     """
 
@@ -36,7 +37,8 @@ class _TernaryLayout(RowsLayout):
 
 
 class TernaryCpuLayout(_TernaryLayout):
-    """A byte a weight in the order of oneDNN's int8 product, the fastest of torch's operators for any number of rows."""
+    """A byte a weight in the order of oneDNN's int8 product, the fastest of torch's operators for any number of
+    rows."""
 
     def of_trits(self, trits):
         return pack_int8(trits)
@@ -63,8 +65,8 @@ class TernaryTritonLayout(_TernaryLayout):
 
 
 def ternary_layout(trits: torch.Tensor, scale: torch.Tensor, pack: Callable, dtype: torch.dtype) -> Layout | None:
-    """The layout of trits int8 [N, K] times scale float32 [1, 1] or [N, 1] on the device they are on; None where there is no such
-    product. `pack` makes the canonical qweight of the trits."""
+    """The layout of trits int8 [N, K] times scale float32 [1, 1] or [N, 1] on the device they are on; None where there
+    is no such product. `pack` makes the canonical qweight of the trits."""
     kinds = {"cuda": TernaryTritonLayout, "cpu": TernaryCpuLayout}
     return kinds[trits.device.type](trits, scale, pack, dtype) if trits.device.type in kinds else None
 

@@ -19,8 +19,8 @@ _int8_mm = torch._weight_int8pack_mm
 
 
 class _TorchLayout(Layout):
-    """A subclass sets in_features, out_features, dtype, tensors and native_rows: `native(x)` multiplies as many rows and fewer,
-    `many_rows(x)` more."""
+    """A subclass sets in_features, out_features, dtype, tensors and native_rows: `native(x)` multiplies as many rows
+    and fewer, `many_rows(x)` more."""
 
     def matmul(self, x, bias=None):
         rows = x.reshape(-1, self.in_features).contiguous()
@@ -50,8 +50,8 @@ class Int8CpuLayout(_TorchLayout):
 
     @staticmethod
     def supports(out_features, in_features, group_size, dtype) -> bool:
-        """Groups as wide as the row. With widths that are no multiple of 16 the operator reads out of bounds (torch 2.13,
-        bfloat16)."""
+        """Groups as wide as the row. With widths that are no multiple of 16 the operator reads out of bounds (torch
+        2.13, bfloat16)."""
         per_row = group_size is None or group_size == -1 or group_size >= in_features
         return per_row and in_features % 16 == 0 and dtype in FLOATS
 
@@ -76,9 +76,9 @@ class Int8CpuLayout(_TorchLayout):
 class Int4CpuLayout(_TorchLayout):
     """Codes in the order of torch's int4 operator (see `int4_order`).
 
-    Groups that the operator does not know become several that it does. Codes of 2 and 3 bits are stored in 4, around the middle
-    of that grid. Codes of 8 bits are two planes of 4 bits, `w = 16 * scale * high + scale * low + zero`: two calls of the
-    operator, still faster than anything else in torch for 8 bits in groups.
+    Groups that the operator does not know become several that it does. Codes of 2 and 3 bits are stored in 4, around
+    the middle of that grid. Codes of 8 bits are two planes of 4 bits, `w = 16 * scale * high + scale * low + zero`: two
+    calls of the operator, still faster than anything else in torch for 8 bits in groups.
     """
 
     native_rows = INT4_NATIVE_ROWS
@@ -129,7 +129,8 @@ class Int4CpuLayout(_TorchLayout):
         return y
 
     def _tiles(self):
-        """(first row, last row + 1, the transposed weight [K, rows]) for runs of rows that stay in the processor's cache."""
+        """(first row, last row + 1, the transposed weight [K, rows]) for runs of rows that stay in the processor's
+        cache."""
         for start, end, block in int4_order.block_runs(self.out_features):
             step = block * max(1, _ELEMENTS_AT_ONCE // (block * self.in_features))
             for first in range(start, end, step):

@@ -1,10 +1,9 @@
-"""Matrix products with quantized activations (int8, float8 E4M3, LLM.int8()) and the quantization before them: torch
-ops for CUDA and ROCm (the Triton kernels of efficient_linear) and CPU (activation_cpu.py).
+"""Matrix products with quantized activations (int8, float8 E4M3, LLM.int8()), and the quantization before them.
 
-Layers that train call `quantized_linear` and `llm_int8_linear`, which quantize x themselves and have gradients with
-respect to x and bias: rounding of x counts as the identity (straight through), the weight as dequantized. Inference can
-quantize while it normalises or multiplies the gate (`rms_norm_quantize`, `silu_mul_quantize`) and give the codes to
-`multiply`, for several products with one input.
+The ops run the Triton kernels of efficient_linear on CUDA and ROCm, `w8a8_cpu` on a CPU. `quantized_linear` and
+`llm_int8_linear` quantize x themselves. They have gradients of x and bias: rounding x counts as the identity (straight
+through), the weight as dequantized. For several products with one input, quantize once, also while normalising or
+multiplying the gate (`rms_norm_quantize`, `silu_mul_quantize`), and give the codes to `multiply`.
 """
 
 from typing import NamedTuple
@@ -20,8 +19,8 @@ FORMATS = ("int8", "int8_asymmetric", "fp8", "fp8_block")
 
 
 class Quantized(NamedTuple):
-    """codes [M, K] int8 or float8_e4m3fn; scale float32 [M, 1], [M, ceil(K / 128)] ("fp8_block") or one static value;
-    zero_point int8 [M, 1] or static, or None."""
+    """Rows in 8 bits: codes [M, K] int8 or float8_e4m3fn; scale float32 [M, 1], [M, ceil(K / 128)] ("fp8_block") or one
+    static value; zero_point int8 [M, 1] or static, or None."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -29,17 +28,27 @@ class Quantized(NamedTuple):
 
 
 def quantize(x, format, scale=None, zero_point=None) -> Quantized:
-    """x [M, K] floats to codes; format is one of FORMATS: "int8" (symmetric), "int8_asymmetric", "fp8" (one scale a row)
-    or "fp8_block" (one scale for 128 columns of a row). scale float32 (and zero_point int8) of one element: static.
+    """Rounds x [M, K] to codes.
 
-    Raises RuntimeError when x requires grad while grad is enabled, ValueError for other formats."""
+    Args:
+        format: one of FORMATS: "int8" (symmetric), "int8_asymmetric", "fp8" (one scale a row), "fp8_block" (one scale
+            for 128 columns of a row).
+        scale, zero_point: static ones, float32 and int8 of one element.
+
+    Raises:
+        RuntimeError: x requires grad while grad is enabled.
+        ValueError: another format.
+    """
     _check(format, x)
     return _assemble(torch.ops.hf_efficient.quantize_activation(x, format, scale, zero_point), scale, zero_point)
 
 
 def rms_norm_quantize(x, weight, eps, residual=None, *, format, scale=None, zero_point=None, normalised=False):
-    """`quantize` of the RMS norm of x [M, K] (+ residual) times weight [K]: (Quantized, x + residual or None, the
-    normalised rows in the dtype of x or None)."""
+    """`quantize` of the RMS norm of x [M, K] (+ residual) times weight [K].
+
+    Returns:
+        (Quantized, x + residual or None, the normalised rows in the dtype of x or None).
+    """
     _check(format, x, weight, residual)
     tensors = torch.ops.hf_efficient.rms_norm_quantize(x, weight, residual, eps, format, scale, zero_point, normalised)
     made = len(tensors) - (residual is not None) - bool(normalised)
@@ -54,11 +63,18 @@ def silu_mul_quantize(gate, up, *, format, scale=None, zero_point=None) -> Quant
 
 
 def multiply(x: Quantized, w_codes, w_scale, bias=None, *, w_zero_point=None, w_sums=None, out_dtype):
-    """Quantized rows [M, K] times the transpose of w_codes [N, K] of the same kind, plus bias [N]: [M, N] in out_dtype.
+    """Quantized rows [M, K] @ w_codes [N, K]^T + bias [N]: [M, N] in out_dtype.
 
-    w_scale float32: one value, [N, 1] or [N]; [ceil(N / 128), ceil(K / 128)] for x in "fp8_block". int8 only:
-    w_zero_point int8 like w_scale; w_sums int32 [N], `w_codes.sum(1, dtype=torch.int32)`, saves computing them for x in
-    "int8_asymmetric"; on a CPU w_codes may be what `pack_int8` made of them."""
+    Args:
+        w_codes: of the dtype of the codes of x; on a CPU int8 codes may be what `pack_int8` made of them.
+        w_scale: float32, one value, [N, 1] or [N]; [ceil(N / 128), ceil(K / 128)] for x in "fp8_block".
+        w_zero_point: for int8, int8 like w_scale.
+        w_sums: for x in "int8_asymmetric", `w_codes.sum(1, dtype=torch.int32)`, which is computed where it is not
+            given.
+
+    Raises:
+        TypeError: codes of different or other dtypes.
+    """
     if x.codes.dtype != w_codes.dtype or w_codes.dtype not in (torch.int8, torch.float8_e4m3fn):
         raise TypeError(
             f"codes of x are {x.codes.dtype}, of the weight {w_codes.dtype}: allowed are int8 or float8_e4m3fn for both"
@@ -73,8 +89,8 @@ def multiply(x: Quantized, w_codes, w_scale, bias=None, *, w_zero_point=None, w_
 def quantized_linear(
     x, w_codes, w_scale, bias=None, *, format, scale=None, zero_point=None, w_zero_point=None, w_sums=None
 ):
-    """x [..., K] floats, quantized as `quantize` does, times the transpose of w_codes [N, K], plus bias: [..., N] in the
-    dtype of x, differentiable with respect to x and bias. Other arguments as `quantize` and `multiply`."""
+    """x [..., K], rounded as by `quantize`, @ w_codes [N, K]^T + bias: [..., N] in the dtype of x, differentiable in x
+    and bias. Other arguments as for `quantize` and `multiply`."""
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: allowed is one of {FORMATS}")
     rows = rows_of(x, x.shape[-1])
@@ -85,9 +101,11 @@ def quantized_linear(
 
 
 def llm_int8_linear(x, w_codes, w_scale, bias=None, *, threshold=6.0):
-    """LLM.int8() (https://arxiv.org/abs/2208.07339): x [..., K] times the transpose of int8 w_codes [N, K] times w_scale
-    [N], plus bias; columns of x that hold a magnitude of `threshold` or more are multiplied unrounded. [..., N] in the
-    dtype of x, differentiable with respect to x and bias."""
+    """LLM.int8() (https://arxiv.org/abs/2208.07339): x [..., K] @ (w_codes [N, K] * w_scale [N])^T + bias, [..., N] in
+    the dtype of x.
+
+    Columns of x that hold a magnitude of `threshold` or more are multiplied unrounded. Differentiable in x and bias.
+    """
     rows = rows_of(x, x.shape[-1])
     y = torch.ops.hf_efficient.llm_int8_linear(rows, w_codes, w_scale, bias, threshold)
     return y.view(*x.shape[:-1], y.shape[1])
@@ -104,14 +122,14 @@ def _check(format, *inputs) -> None:
 
 
 def _assemble(tensors, scale, zero_point) -> Quantized:
-    """An op returns only what it made: codes, then scale and zero point if they are not static."""
+    """The result of an op, which returns codes, and scale and zero point where they are not static."""
     if scale is not None:
         return Quantized(tensors[0], scale, zero_point)
     return Quantized(*tensors)
 
 
 def _made(quantized, scale) -> list[torch.Tensor]:
-    """What the op made of a Quantized; the static scale and zero point are the caller's."""
+    """The new tensors of a Quantized: an op may not return its arguments, the static scale and zero point."""
     kept = quantized[:1] if scale is not None else quantized
     return [tensor for tensor in kept if tensor is not None]
 
@@ -170,7 +188,7 @@ def _quantized_linear_cuda(x, w_codes, w_scale, bias, format, scale, zero_point,
 
 
 def _out_features(w_codes, in_features) -> int:
-    """Of codes [N, K], or [K, N] from pack_int8: a fake tensor does not tell which."""
+    """N of codes [N, K], or [K, N] from `pack_int8`, which a fake tensor does not tell apart."""
     return w_codes.shape[0] if w_codes.shape[1] == in_features else w_codes.shape[1]
 
 
@@ -223,7 +241,8 @@ op.define(
     fake=_product_fake,
 )
 op.define(
-    "dequantize_codes(Tensor w_codes, Tensor w_scale, Tensor? w_zero_point, ScalarType dtype, int in_features) -> Tensor",
+    "dequantize_codes(Tensor w_codes, Tensor w_scale, Tensor? w_zero_point, ScalarType dtype, int in_features) "
+    "-> Tensor",
     cpu=_dequantize_codes,
     cuda=_dequantize_codes,
     fake=lambda w_codes, w_scale, zero_point, dtype, in_features: w_scale.new_empty(

@@ -1,4 +1,4 @@
-"""Layouts of 8-bit weights whose inputs are rounded to 8 bits in the call; see `activation_linear` for the products."""
+"""Layouts of 8-bit weights that round their inputs to 8 bits in each call, for the products of `w8a8`."""
 
 import torch
 
@@ -8,7 +8,8 @@ from hf_efficient.kernels.linear.w8a8 import llm_int8_linear, pack_int8, quantiz
 
 
 class _QuantizedInputsLayout(Layout):
-    """A layout that computes from the canonical tensors as they are, and keeps columns that are not rounded out of it."""
+    """Computes from the canonical tensors. Columns that are stored unrounded ("outlier_columns") are multiplied
+    apart."""
 
     replaces_qweight = False
 
@@ -35,7 +36,8 @@ class _QuantizedInputsLayout(Layout):
 
 
 class Int8Layout(_QuantizedInputsLayout):
-    """int8 codes; inputs in `format` "int8" or "int8_asymmetric". On a CPU with VNNI the codes lie in oneDNN's order."""
+    """int8 codes, inputs in `format` "int8" or "int8_asymmetric". On a CPU with VNNI the codes are in oneDNN's
+    order."""
 
     def __init__(self, tensors, dtype, format: str):
         super().__init__(tensors, dtype)
@@ -68,7 +70,7 @@ class Int8Layout(_QuantizedInputsLayout):
 
 
 class LlmInt8Layout(_QuantizedInputsLayout):
-    """int8 codes; columns of the inputs that hold a magnitude of `threshold` or more are not rounded."""
+    """int8 codes. Columns of the inputs that hold a magnitude of `threshold` or more are not rounded."""
 
     def __init__(self, tensors, dtype, threshold: float):
         super().__init__(tensors, dtype)

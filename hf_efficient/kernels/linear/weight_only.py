@@ -1,8 +1,9 @@
 """Products with a weight of integer codes: the op, the layouts of the Triton kernels, and which layout a device gets.
 
-The canonical tensors (what is saved) of a weight [N, K] in `bits` bits (2, 3, 4, 8) are `qweight` uint8 (see `codes`), `scale`
-[N, G] and `zero_point` uint8 [N, G], or None for the middle of the grid: `w = (code - zero_point) * scale`. G is
-ceil(K / group_size), 1 for group_size -1; both are [1, 1] for group_size None. A layout also takes zero points in float32.
+The canonical tensors (what is saved) of a weight [N, K] in `bits` bits (2, 3, 4, 8) are `qweight` uint8 (see `codes`),
+`scale` [N, G] and `zero_point` uint8 [N, G], or None for the middle of the grid: `w = (code - zero_point) * scale`. G
+is ceil(K / group_size), 1 for group_size -1; both are [1, 1] for group_size None. A layout also takes zero points in
+float32.
 """
 
 import torch
@@ -18,8 +19,8 @@ from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout, Int8CpuLayout
 def dequantize_weight(
     qweight, scale, zero_point=None, minimum=None, *, bits, group_size, in_features, dtype
 ) -> torch.Tensor:
-    """Canonical tensors (with any leading dimensions) -> the weight [..., N, in_features] in `dtype`, in which it is computed; with
-    `minimum`, code * scale + minimum."""
+    """Canonical tensors (with any leading dimensions) -> the weight [..., N, in_features] in `dtype`, in which it is
+    computed; with `minimum`, code * scale + minimum."""
     weight = unpack_codes(qweight, bits, in_features).to(dtype)  # codes up to 255 are exact in bfloat16
     if minimum is not None:
         weight = weight.mul_(expand_groups(scale.to(dtype), group_size, in_features))
@@ -29,8 +30,8 @@ def dequantize_weight(
 
 
 def dequantize_packed(packed, scale, zero_point, dtype, **scheme) -> torch.Tensor:
-    """What `pack_weight` packed -> the weight [N, K], computed in float32 and rounded once to `dtype`. scheme: bits, group_size,
-    in_features."""
+    """What `pack_weight` packed -> the weight [N, K], computed in float32 and rounded once to `dtype`. scheme: bits,
+    group_size, in_features."""
     kernels = op.triton_kernels()
     if packed.is_cuda:
         return kernels.dequantize(packed, scale, zero_point, dtype=dtype, **scheme)
@@ -70,8 +71,8 @@ class TritonLayout(RowsLayout):
 
 
 class FloatZeroTritonLayout(Layout):
-    """`TritonLayout` around the middle of the grid, plus what zero points in float32 add: the sums of x over each group times
-    (middle - zero_point) * scale, a product with 1 / group_size of the weight's columns."""
+    """`TritonLayout` around the middle of the grid, plus what zero points in float32 add: the sums of x over each group
+    times (middle - zero_point) * scale, a product with 1 / group_size of the weight's columns."""
 
     def __init__(self, qweight, scale, zero_point, bits, group_size, in_features, dtype):
         self.inner = TritonLayout.pack(qweight, scale, None, bits, group_size, in_features, dtype)
@@ -93,8 +94,8 @@ class FloatZeroTritonLayout(Layout):
 
 
 def triton_groups(scale, zero_point, group_size, in_features):
-    """(scale, zero_point, group_size) in groups that the Triton kernels serve: a group of another multiple of 32 becomes several
-    of 32."""
+    """(scale, zero_point, group_size) in groups that the Triton kernels serve: a group of another multiple of 32
+    becomes several of 32."""
     if group_size is None or group_size <= 64 or group_size % 128 == 0:
         return scale, zero_point, group_size
     repeats, groups = group_size // 32, -(-in_features // 32)
@@ -104,8 +105,8 @@ def triton_groups(scale, zero_point, group_size, in_features):
 def device_layout(
     qweight, scale, zero_point, *, bits, group_size, in_features, dtype, int8_on_cpu=False
 ) -> Layout | None:
-    """The fastest layout for inputs of `dtype` on the device of `qweight`; None where no kernel reads these codes. int8_on_cpu:
-    whether bfloat16 inputs are rounded to int8 on a CPU."""
+    """The fastest layout for inputs of `dtype` on the device of `qweight`; None where no kernel reads these codes.
+    int8_on_cpu: whether bfloat16 inputs are rounded to int8 on a CPU."""
     scheme = bits, group_size, in_features, dtype
     if qweight.device.type == "cuda" and TritonLayout.supports(group_size, dtype):
         if zero_point is not None and zero_point.is_floating_point():

@@ -1,7 +1,7 @@
 """The C++ structures that Python fills, and the check that both sides lay them out alike.
 
-Each library exports `hf_layouts` (`common/layout.h`): the size of every structure, the offset and size of every field. A mirror is
-a `ctypes.Structure` of the same name; leading underscores do not count.
+Each library exports `hf_layouts` (`common/layout.h`): the size of every structure, the offset and size of every field.
+A mirror is a `ctypes.Structure` of the same name; leading underscores do not count.
 """
 
 import ctypes

@@ -9,8 +9,8 @@ from hf_efficient.kernels.native.structs import Product
 
 
 NAMES = (
-    "COPY NEG ABS RELU SILU GELU GELU_TANH TANH SIGMOID EXP SQRT RSQRT RECIPROCAL COS SIN POW ADD SUB MUL DIV MEAN SUM ROWS "
-    "LINEAR DENSE CALL RMS_NORM ROTARY GATED ARGMAX"
+    "COPY NEG ABS RELU SILU GELU GELU_TANH TANH SIGMOID EXP SQRT RSQRT RECIPROCAL COS SIN POW ADD SUB MUL DIV MEAN SUM "
+    "ROWS LINEAR DENSE CALL RMS_NORM ROTARY GATED ARGMAX"
 ).split()
 OPS = {name: number for number, name in enumerate(NAMES)}  # `Op` of native/replay/replay.cpp
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `Type` of native/common/elementwise.h
@@ -18,7 +18,8 @@ MOST_DIMS = 4
 
 
 class Operand(ctypes.Structure):
-    """`Operand` of native/replay/replay.cpp: an address, four strides in elements (0 where it is broadcast), one of `TYPES`."""
+    """`Operand` of native/replay/replay.cpp: an address, four strides in elements (0 where it is broadcast), one of
+    `TYPES`."""
 
     _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * MOST_DIMS), ("type", ctypes.c_int64)]
 
@@ -30,7 +31,8 @@ class Instruction(ctypes.Structure):
         writes: address of the storage of the result.
         reads: addresses of the storages of the operands.
         keep: objects that own the memory behind `weight`, and whatever else must live as long as the instruction.
-        pinned: addresses of storages that must stay where they lie, because the instruction holds them in another structure.
+        pinned: addresses of storages that must stay where they lie, because the instruction holds them in another
+            structure.
         kind: of a product, equal for products that may become one instruction or stand next to each other; else None.
         products: of LINEAR, the `Product` of each weight.
     """
@@ -70,7 +72,8 @@ def operand(x: torch.Tensor) -> Operand:
 
 
 def elementwise(name: str, y: torch.Tensor, inputs: list[torch.Tensor], alpha=1.0, beta=0.0) -> Instruction:
-    """y <- the operator of one or two inputs, which broadcast against y; beta stands for the second where it is a number."""
+    """y <- the operator of one or two inputs, which broadcast against y; beta stands for the second where it is a
+    number."""
     operands = [operand(x.expand(y.shape)) for x in inputs]
     a, b = operands[0], operands[1] if len(operands) == 2 else Operand()
     instruction = Instruction(OPS[name], sizes(y.shape), operand(y), a, b, Operand(), alpha, beta)
@@ -101,9 +104,9 @@ def packed_product(y, x, bias, weight, function, kind: tuple, tensors: list) -> 
 
 
 def call(function, argument: ctypes.Structure, y: torch.Tensor, inputs: list, keep=()) -> Instruction:
-    """A call of a compiled function with a structure that says everything: y <- the function of `inputs` (tensors or None). The
-    addresses in the structure are not changed later, so these tensors stay where they lie. keep: objects that own memory
-    that the structure points to."""
+    """A call of a compiled function with a structure that says everything: y <- the function of `inputs` (tensors or
+    None). The addresses in the structure are not changed later, so these tensors stay where they lie. keep: objects
+    that own memory that the structure points to."""
     instruction = Instruction(OPS["CALL"], weight=ctypes.addressof(argument))
     instruction.linear = ctypes.cast(function, ctypes.c_void_p).value
     instruction.keep = argument, keep

@@ -1,8 +1,8 @@
-"""A forward captured once and replayed on the same tensors, as a CUDA graph does on a GPU: no Python and no dispatcher runs between two
-matrix products.
+"""A forward captured once and replayed on the same tensors, as a CUDA graph does on a GPU: no Python and no dispatcher
+runs between two matrix products.
 
-An op in the table of `registry.py` becomes instructions of the C++ interpreter, which work on addresses. Any other op is called
-again with the same arguments, and its result copied to where it lay.
+An op in the table of `registry.py` becomes instructions of the C++ interpreter, which work on addresses. Any other op
+is called again with the same arguments, and its result copied to where it lay.
 """
 
 import ctypes
@@ -49,7 +49,8 @@ class NotReplayable(RuntimeError):
 
 
 class _UnknownSize(torch.Tensor):
-    """Stands for a tensor whose size is the value of another, which the host does not know. Any use of it is refused."""
+    """Stands for a tensor whose size is the value of another, which the host does not know. Any use of it is
+    refused."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -73,8 +74,8 @@ def is_capturing() -> bool:
 
 
 def as_one_step(function, *inputs: torch.Tensor) -> torch.Tensor:
-    """`function(*inputs)`, a new tensor. While a forward is captured it is one step of it, called again in every replay: it may
-    read numbers on the host."""
+    """`function(*inputs)`, a new tensor. While a forward is captured it is one step of it, called again in every
+    replay: it may read numbers on the host."""
     if not is_capturing():
         return function(*inputs)
     capture = _get_current_dispatch_mode()

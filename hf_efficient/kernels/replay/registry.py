@@ -1,5 +1,5 @@
-"""The table of the torch ops that become instructions of a replay. A kernel family registers its own ops; what is not in the table
-is called as it was."""
+"""The table of the torch ops that become instructions of a replay. A kernel family registers its own ops; what is not
+in the table is called as it was."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,8 @@ def replays(*ops: str) -> Callable:
     """Decorates the function that makes the instructions of ops, "namespace::name" or "namespace::name.overload".
 
     The function is called with the results of the op, which exist by then, and its arguments:
-    `make(*results, *args, **kwargs)`. It returns a list of instructions, or None where they do not serve these arguments.
+    `make(*results, *args, **kwargs)`. It returns a list of instructions, or None where they do not serve these
+    arguments.
     """
 
     def register(make: Callable) -> Callable:

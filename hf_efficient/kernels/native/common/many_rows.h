@@ -1,4 +1,4 @@
-// Many rows of x, bound by arithmetic: tiles of W as bfloat16 that stay in the second-level cache.
+// Many rows of x, which arithmetic bounds: tiles of W as bfloat16 that stay in the second-level cache.
 
 #pragma once
 #include "output.h"

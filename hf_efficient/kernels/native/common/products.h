@@ -1,4 +1,4 @@
-// What products of several weights with one x share.
+// Products of several weights with one x.
 
 #pragma once
 #include "layout.h"

@@ -1,5 +1,5 @@
-// A feed-forward layer of which only the neurons that a row of x calls for are computed: their rows of the first weights, and
-// their rows of the last one, which is kept transposed. Each sum has one order, whatever the number of threads.
+// A feed-forward layer that computes only the neurons that a row of x activates: their rows of the first weights, and their rows of the
+// last one, which is stored transposed. The order of each sum does not depend on the number of threads.
 
 #include <array>
 
@@ -20,8 +20,8 @@ struct ContextualCall {  // mirrored in kernels/linear/contextual_mlp.py
 EXPORT_LAYOUTS(LAYOUT(ContextualCall, rows, hidden, neurons, rank, activation, x, project, score, score_up, limit, spread, gate,
                       gate_bias, up, up_bias, down, down_bias, y))
 
-constexpr int MOST_ROWS = 32;  // bits of a neuron's mask
-constexpr int PARTS = 16;      // of the chosen neurons, summed one by one: as many whatever the number of threads
+constexpr int MOST_ROWS = 32;  // bits of a neuron's mask; kernels/linear/contextual_mlp.py has the same number
+constexpr int PARTS = 16;      // of the chosen neurons, each summed in order; their number does not depend on the threads
 
 static INLINE Floats activate(int64_t activation, Floats x) {
     switch (activation) {
@@ -36,7 +36,7 @@ static INLINE Floats activate(int64_t activation, Floats x) {
     }
 }
 
-// x . each of 16 rows; brings `next` rows near
+// x . each of 16 rows; prefetches the rows `next`
 static INLINE Floats products(const uint16_t *const (&rows)[SUMS], const uint16_t *const (&next)[SUMS], const uint16_t *x, int64_t width) {
     Floats sums[SUMS] = {};
 #if BF16_DOT
@@ -56,8 +56,7 @@ static INLINE Floats products(const uint16_t *const (&rows)[SUMS], const uint16_
     return sums_of_lanes(sums);
 }
 
-// The rows of `weight` that belong to places `first` to first + 15 of `chosen` (or of 0, 1, ...), the last one again where
-// there are no more.
+// The rows of `weight` of elements `first` to first + 15 of `chosen` (null: of 0, 1, ...), the last one again behind the end.
 static INLINE void point(const uint16_t *(&rows)[SUMS], const uint16_t *weight, const int32_t *chosen, int64_t first, int64_t count, int64_t width) {
     for (int j = 0; j < SUMS; j++) {
         const int64_t place = std::min(first + j, count - 1);

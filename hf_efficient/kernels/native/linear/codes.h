@@ -1,10 +1,10 @@
 // Weights of 2, 3, 4 or 8-bit codes (BITS, a compiler flag): W[n][k] = (code - zero) * scale, scale and zero per group of
-// columns. hf_efficient/kernels/linear/native_cpu.py packs them.
+// columns. kernels/linear/native_cpu.py packs them.
 
 #pragma once
 #include "products.h"
 
-constexpr int SEGMENT = 512;  // columns summed before their scaled sum is added to the total: bounds the rounding error
+constexpr int SEGMENT = 512;  // columns whose sum is scaled and added to the total, which bounds the rounding error
 
 struct Weight {  // mirrored in kernels/linear/native_cpu.py
     const uint8_t *packed;
@@ -12,7 +12,7 @@ struct Weight {  // mirrored in kernels/linear/native_cpu.py
     const void *zero;     // [blocks, groups, 16] uint8 or float32, or null: the middle of the grid
     int64_t out_features, in_features, group;  // group: columns
     int64_t scale_is_float;
-    int64_t rounds_inputs;  // to int8, those of bfloat16
+    int64_t rounds_inputs;  // whether bfloat16 inputs are rounded to int8
     int64_t zero_is_float;
 };
 

@@ -1,5 +1,5 @@
-// Few rows of x, bound by memory: codes become bfloat16 (exactly) in registers, products are summed in float over a segment
-// of a group, the scale multiplies the sum, `(code - zero) * scale` costs one sum of x a segment.
+// Few rows of x, which memory bandwidth bounds: codes become bfloat16 (exactly) in registers, and products are summed in float over a
+// segment of a group. The scale multiplies the sum; the zero point costs one sum of x for each segment.
 
 #pragma once
 #include "codes.h"

@@ -1,5 +1,4 @@
-// y = x @ W^T + bias for weights of which only some are stored; all numbers are bfloat16. Threads share y; each sum has one
-// order, whatever the number of threads.
+// y = x @ W^T + bias for pruned weights; all numbers are bfloat16. Threads share y; the order of each sum does not depend on their number.
 
 #include "many_rows.h"
 #include "sparse.h"
@@ -8,7 +7,7 @@ constexpr int FEW_ROWS = 40;  // measured on Zen 5
 
 EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y) LAYOUT(SparseWeight, values, masks, starts, out_features, in_features))
 
-// `count` products with x [rows, in_features] of weights with as many columns
+// `count` products of x [rows, in_features], the last argument unused: the signature is that of hf_linear.
 extern "C" void hf_sparse(const Product *products, int64_t count, const void *x, int64_t rows, int) {
     Sparse w[MOST_PRODUCTS];
     Output out[MOST_PRODUCTS];

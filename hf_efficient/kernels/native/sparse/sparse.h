@@ -1,5 +1,5 @@
-// Weights of bfloat16 of which only some are stored, in the order in which they are read: bands of 4 rows, in a band steps
-// of 32 columns, in a step row after row. A bit for each weight says which are there.
+// Pruned bfloat16 weights: the kept values in the order in which they are read (bands of 4 rows, in a band steps of 32 columns, in a step
+// row after row), and a bit for each weight. kernels/linear/native_sparse.py packs them.
 
 #pragma once
 #include "dense.h"
@@ -10,7 +10,7 @@
 constexpr int BAND = 4;              // rows
 constexpr int BANDS = LANES / BAND;  // of a block
 constexpr int AT_ONCE = 4;           // rows of x that share one expansion
-constexpr int AHEAD = 4096;          // values, what is fetched before it is needed
+constexpr int AHEAD = 4096;          // values between what is read and what is prefetched
 
 struct SparseWeight {  // mirrored in kernels/linear/native_sparse.py
     const uint16_t *values;
@@ -30,7 +30,7 @@ struct Sparse : SparseWeight {
         width = steps * COLUMNS;
     }
     INLINE const uint32_t *band_masks(int64_t band) const { return masks + band * steps * BAND; }
-    // whether what is loaded for this band may lie behind the last value
+    // whether a load of a whole vector in this band may reach behind the last value
     INLINE bool is_near_end(int64_t band) const { return starts[band + 1] + COLUMNS > starts[blocks * BANDS]; }
 };
 
