@@ -40,25 +40,10 @@ def largest_magnitude(x):
 
 @triton.jit
 def quantize_rows_kernel(
-    x_ptr,
-    other_ptr,
-    weight_ptr,
-    static_scale_ptr,
-    static_zero_ptr,
-    codes_ptr,
-    scale_ptr,
-    zero_ptr,
-    residual_ptr,
-    normalised_ptr,
-    K,
-    stride_x,
-    stride_other,
-    eps,
-    SOURCE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, other_ptr, weight_ptr, static_scale_ptr, static_zero_ptr, codes_ptr, scale_ptr, zero_ptr, residual_ptr,
+    normalised_ptr, K, stride_x, stride_other, eps, SOURCE: tl.constexpr, FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid (rows,), BLOCK >= K. SOURCE "plain": x; "rms_norm": x (+ other) divided by its root mean square, times
     weight; "silu_mul": silu(x) * other. With a static scale (and zero point) scale_ptr and zero_ptr are not
     written."""

@@ -8,16 +8,9 @@ from .gate_up_kernels import gate_up_kernel
 from .launch_configs import choose_steps_per_split, choose_tile
 from .packing import step_columns
 from .weight_only import (
-    _arrival_counters,
-    _check_device,
-    _check_input,
-    _check_scales,
-    _on,
-    _options,
-    _processors,
-    _scale_strides,
+    _arrival_counters, _check_device, _check_input, _check_scales, _on, _options, _processors, _scale_strides,
     weight_only_linear,
-)
+)  # fmt: skip
 
 
 FUSED_TOKENS = 64  # so many are one block of tokens, and K may be split
@@ -71,20 +64,9 @@ def gate_up_silu(
             partial = torch.empty(splits, 2, tokens, out_features, dtype=torch.float32, device=x.device)
             arrivals = _arrival_counters(row_blocks * token_blocks, x.device)
         gate_up_kernel[(row_blocks, token_blocks, splits)](
-            x,
-            *gate,
-            *up,
-            out,
-            partial,
-            arrivals,
-            tokens,
-            out_features,
-            in_features,
-            x.stride(0),
-            *(stride for tensor in (gate[1], gate[2], up[1], up[2]) for stride in _scale_strides(tensor)),
-            per_split,
-            SPLIT=splits > 1,
-            HAS_BIAS=gate[3] is not None,
+            x, *gate, *up, out, partial, arrivals, tokens, out_features, in_features, x.stride(0),
+            *(stride for tensor in (gate[1], gate[2], up[1], up[2]) for stride in _scale_strides(tensor)), per_split,
+            SPLIT=splits > 1, HAS_BIAS=gate[3] is not None,
             **_options(tile, x.dtype, bits, group_size, in_features, gate[2]),
-        )
+        )  # fmt: skip
     return out

@@ -150,18 +150,10 @@ def _check_scales(values, places, scale, zero_point, group_size, out_features, i
 
 
 def sparse24_linear(
-    x: torch.Tensor,
-    values: torch.Tensor,
-    places: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    group_size: int | None = None,
-    out_features: int,
-    in_features: int,
-    semi_structured: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, values: torch.Tensor, places: torch.Tensor, scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None, bias: torch.Tensor | None = None, *, group_size: int | None = None,
+    out_features: int, in_features: int, semi_structured: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """x times the transpose of a packed 2:4 weight, plus bias.
 
     x: [M, K] float16, bfloat16 or float32, columns contiguous.

@@ -80,23 +80,9 @@ def _scratch(size: int, alignment: int, stream) -> torch.Tensor:
 
 
 def launch(
-    kind,
-    x_codes,
-    w_codes,
-    x_scale,
-    w_scale,
-    bias,
-    out_dtype,
-    *,
-    block_scales=False,
-    x_zero_point=None,
-    w_zero_point=None,
-    x_sums=None,
-    w_sums=None,
-    outlier_x=None,
-    outlier_columns=None,
-    outlier_count=None,
-) -> torch.Tensor:
+    kind, x_codes, w_codes, x_scale, w_scale, bias, out_dtype, *, block_scales=False, x_zero_point=None,
+    w_zero_point=None, x_sums=None, w_sums=None, outlier_x=None, outlier_columns=None, outlier_count=None,
+) -> torch.Tensor:  # fmt: skip
     """Checked arguments -> out [M, N]."""
     (tokens, in_features), out_features, device = x_codes.shape, w_codes.shape[0], w_codes.device
     out = torch.empty(tokens, out_features, dtype=out_dtype, device=device)
@@ -120,60 +106,25 @@ def launch(
         arrivals = _arrival_counters(row_blocks * token_blocks, device)
     with _on(device):
         w8a8_kernel[(row_blocks * token_blocks, splits)](
-            x_codes,
-            w_codes,
-            x_scale,
-            w_scale,
-            x_zero_point,
-            w_zero_point,
-            x_sums,
-            w_sums,
-            bias,
-            outlier_x,
-            outlier_columns,
-            outlier_count,
-            out,
-            partial,
-            arrivals,
-            tokens,
-            out_features,
-            in_features,
-            x_codes.stride(0),
-            w_codes.stride(0),
-            x_scale.stride(0) if block_scales else row_stride(x_scale),
-            x_scale.stride(1) if block_scales else 0,
-            w_scale.stride(0) if block_scales else row_stride(w_scale),
-            w_scale.stride(1) if block_scales else 0,
-            row_stride(x_zero_point),
-            row_stride(w_zero_point),
-            0 if outlier_x is None else outlier_x.stride(0),
-            per_split,
-            KIND=kind,
-            BLOCK_SCALES=block_scales,
-            EVEN_K=in_features % STEP.value == 0,
-            SPLIT=splits > 1,
-            TMA=tma,
-            BLOCK_N=tile.block_n,
-            BLOCK_M=tile.block_m,
-            UPCAST=INTERPRETED,
-            num_warps=tile.num_warps,
+            x_codes, w_codes, x_scale, w_scale, x_zero_point, w_zero_point, x_sums, w_sums, bias, outlier_x,
+            outlier_columns, outlier_count, out, partial, arrivals, tokens, out_features, in_features,
+            x_codes.stride(0), w_codes.stride(0), x_scale.stride(0) if block_scales else row_stride(x_scale),
+            x_scale.stride(1) if block_scales else 0, w_scale.stride(0) if block_scales else row_stride(w_scale),
+            w_scale.stride(1) if block_scales else 0, row_stride(x_zero_point), row_stride(w_zero_point),
+            0 if outlier_x is None else outlier_x.stride(0), per_split, KIND=kind, BLOCK_SCALES=block_scales,
+            EVEN_K=in_features % STEP.value == 0, SPLIT=splits > 1, TMA=tma, BLOCK_N=tile.block_n,
+            BLOCK_M=tile.block_m, UPCAST=INTERPRETED, num_warps=tile.num_warps,
             num_stages=min(tile.num_stages, w8a8_configs.STAGES_ON_ROCM) if torch.version.hip else tile.num_stages,
-        )
+        )  # fmt: skip
     return out
 
 
 def w8a8_linear(
-    x_codes: torch.Tensor,
-    w_codes: torch.Tensor,
-    x_scale: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    x_zero_point: torch.Tensor | None = None,
-    w_zero_point: torch.Tensor | None = None,
-    w_sums: torch.Tensor | None = None,
+    x_codes: torch.Tensor, w_codes: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor,
+    bias: torch.Tensor | None = None, *, x_zero_point: torch.Tensor | None = None,
+    w_zero_point: torch.Tensor | None = None, w_sums: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """(x_codes - x_zero_point) times the transpose of (w_codes - w_zero_point), times both scales, plus bias.
 
     x_codes: int8 [M, K]; w_codes: int8 [N, K]; columns contiguous, rows at any stride. K and strides that are multiples
@@ -227,15 +178,6 @@ def w8a8_linear(
     if w_zero_point is not None:
         x_sums = x_codes.sum(1, dtype=torch.int32)
     return launch(
-        "int8",
-        x_codes,
-        w_codes,
-        x_scale,
-        w_scale,
-        bias,
-        out_dtype,
-        x_zero_point=x_zero_point,
-        w_zero_point=w_zero_point,
-        x_sums=x_sums,
-        w_sums=w_sums,
-    )
+        "int8", x_codes, w_codes, x_scale, w_scale, bias, out_dtype, x_zero_point=x_zero_point,
+        w_zero_point=w_zero_point, x_sums=x_sums, w_sums=w_sums,
+    )  # fmt: skip

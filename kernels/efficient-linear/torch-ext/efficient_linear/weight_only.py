@@ -119,23 +119,11 @@ def _dequantize(packed, scale, zero_point, codebook, dtype, *, bits, group_size,
     block_n = 64
     with _on(packed.device):
         dequantize_kernel[(triton.cdiv(packed.shape[0], block_n), triton.cdiv(in_features, step_columns(bits)))](
-            packed,
-            scale,
-            zero_point,
-            codebook,
-            out,
-            packed.shape[0],
-            in_features,
-            *_scale_strides(scale),
-            *_scale_strides(zero_point),
-            BITS=bits,
-            GROUP=_kernel_group(group_size),
-            ASYMMETRIC=zero_point is not None,
-            LOOKUP=_lookup(codebook, torch.float32),
-            PER_ROW=codebook is not None and codebook.dim() == 2,
-            BLOCK_N=block_n,
-            num_warps=4,
-        )
+            packed, scale, zero_point, codebook, out, packed.shape[0], in_features, *_scale_strides(scale),
+            *_scale_strides(zero_point), BITS=bits, GROUP=_kernel_group(group_size), ASYMMETRIC=zero_point is not None,
+            LOOKUP=_lookup(codebook, torch.float32), PER_ROW=codebook is not None and codebook.dim() == 2,
+            BLOCK_N=block_n, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -145,16 +133,9 @@ def _on(device: torch.device):
 
 
 def weight_only_linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    bits: int,
-    group_size: int | None,
-    in_features: int,
-) -> torch.Tensor:
+    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, *, bits: int, group_size: int | None, in_features: int,
+) -> torch.Tensor:  # fmt: skip
     """x times the transpose of a packed 2-, 3-, 4- or 8-bit weight, plus bias.
 
     x: [M, K] float16, bfloat16 or float32, K = in_features contiguous, rows at any stride.
@@ -255,18 +236,11 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
 def _options(tile, dtype, bits, group_size, in_features, zero_point) -> dict:
     """The arguments by keyword of every kernel that multiplies."""
     return dict(
-        magic=MAGIC_FLOAT16 if dtype == torch.float16 else MAGIC_BFLOAT16,
-        BITS=bits,
-        GROUP=_kernel_group(group_size),
-        ASYMMETRIC=zero_point is not None,
-        EVEN_K=in_features % COLUMNS == 0,
-        PTX=PTX,
-        BLOCK_N=tile.block_n,
-        BLOCK_M=tile.block_m,
-        UPCAST=INTERPRETED and dtype == torch.bfloat16,
-        num_warps=tile.num_warps,
+        magic=MAGIC_FLOAT16 if dtype == torch.float16 else MAGIC_BFLOAT16, BITS=bits, GROUP=_kernel_group(group_size),
+        ASYMMETRIC=zero_point is not None, EVEN_K=in_features % COLUMNS == 0, PTX=PTX, BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m, UPCAST=INTERPRETED and dtype == torch.bfloat16, num_warps=tile.num_warps,
         num_stages=stages(tile, bits),
-    )
+    )  # fmt: skip
 
 
 def _lookup(codebook, dtype) -> int:
