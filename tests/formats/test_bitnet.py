@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from format_checks import check_declared
 from helpers import assert_close
 from transformers.integrations import bitnet as hub
 
@@ -28,18 +29,12 @@ def eager():
 def test_absmean_follows_its_definition(format, columns):
     weight = torch.randn(7, columns).bfloat16()
     tensors = format.round(weight)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == format.shapes(7, columns)
-    assert {name: t.dtype for name, t in tensors.items()} == format.dtypes(torch.bfloat16)
+    check_declared(format, tensors, 7, columns)
     w = weight.double()
     mean = w.abs().mean(1, keepdim=True) if format.per_channel else w.abs().mean()
     expected = (w / mean).round().clamp(-1, 1) * mean
     reason = "the mean is taken in float32"
     assert_close(format.dequantize(tensors, columns, torch.float64), expected, 1e-6, 1e-5, reason)
-    codes = format.unpack(tensors["qweight"], columns)
-    assert torch.equal(format.pack(codes), tensors["qweight"])
-    experts = {name: torch.stack([t, t]) for name, t in tensors.items()}
-    each = format.dequantize(experts, columns, torch.float32)
-    assert torch.equal(each[1], format.dequantize(tensors, columns, torch.float32))
 
 
 def test_dense_storage_is_that_of_the_kernels_and_takes_1_6_bits():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from format_checks import check_declared, check_on_a_gpu
 from helpers import assert_close
 
 from hf_efficient.formats.codebook import TABLES, CodebookFormat
@@ -16,7 +17,8 @@ from hf_efficient.kernels.linear.codebook import CodebookCpuLayout, CodebookInt4
 from hf_efficient.methods import kmeans
 
 
-# bitsandbytes 0.50.2 on a CPU, of torch.linspace(-3, 3, 64) ** 3 in one block: quantize_4bit's codes and dequantize_4bit
+# bitsandbytes 0.50.2 on a CPU, of torch.linspace(-3, 3, 64) ** 3 in one block: quantize_4bit's codes and
+# dequantize_4bit
 BITSANDBYTES = {
     "nf4": ("001112223344455566666777777777777777777777788888999aabbccddeeeff", -2.490903377532959),
     "fp4": ("bbaaaaddcccffeeeee9999999999000088881111111111666667744455222233", 0.0),
@@ -60,17 +62,10 @@ def expected_weight(tensors, format, columns):
 def test_format_follows_its_definition(format, columns):
     weight = torch.randn(5, columns).bfloat16()
     tensors = quantized(format, weight)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == format.shapes(5, columns)
-    assert {name: t.dtype for name, t in tensors.items()} == format.dtypes(torch.bfloat16)
+    check_declared(format, tensors, 5, columns)
     expected = expected_weight(tensors, format, columns)
     actual = format.dequantize(tensors, columns, torch.float64)
     assert_close(actual, expected, 1e-6, 1e-5, "8-bit scales are put together in float32")
-    codes = format.unpack(tensors["qweight"], columns)
-    assert torch.equal(format.pack(codes), tensors["qweight"])
-    experts = {name: torch.stack([t, t]) for name, t in tensors.items()}
-    assert torch.equal(
-        format.dequantize(experts, columns, torch.float32)[1], format.dequantize(tensors, columns, torch.float32)
-    )
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -216,18 +211,8 @@ def test_the_layout_of_the_gpu_on_the_cpu(format):
 @pytest.mark.gpu
 @pytest.mark.parametrize("format, rows, columns, kind", CASES)
 def test_layouts_on_a_gpu(format, rows, columns, kind):
-    tensors = {name: t.cuda() for name, t in quantized(format, torch.randn(rows, columns).bfloat16()).items()}
-    layout = format.layout(tensors, columns, torch.bfloat16)
-    assert isinstance(layout, CodebookTritonLayout) is (format.group_size != 48)
-    dense = format.dequantize(tensors, columns, torch.float64)
-    for count in (1, 7, 300):
-        x = torch.randn(count, columns, dtype=torch.bfloat16, device="cuda")
-        expected = x.double() @ dense.t()
-        assert_close(
-            layout.matmul(x), expected, 0.012, 0.05 * expected.abs().max().item(), "bfloat16 entries and results"
-        )
-    if layout.replaces_qweight:
-        assert torch.equal(layout.canonical(), tensors["qweight"])
+    tensors = quantized(format, torch.randn(rows, columns).bfloat16())
+    check_on_a_gpu(format, tensors, columns, None if format.group_size == 48 else CodebookTritonLayout, 0.012)
 
 
 def test_a_cpu_needs_no_triton():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from format_checks import check_declared, check_on_a_gpu
 from helpers import assert_close
 
 from hf_efficient.formats import AffineFormat
@@ -42,11 +43,8 @@ def expected_weight(tensors, format, columns):
 def test_format_follows_its_definition(bits, group_size, symmetric, columns):
     format = AffineFormat(bits, group_size, symmetric)
     tensors = get_method("rtn").quantize(weight(5, columns), format)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == format.shapes(5, columns)
-    assert {name: t.dtype for name, t in tensors.items()} == format.dtypes(torch.bfloat16)
+    check_declared(format, tensors, 5, columns)
     assert torch.equal(format.dequantize(tensors, columns, torch.float64), expected_weight(tensors, format, columns))
-    codes = format.unpack(tensors["qweight"], columns)
-    assert torch.equal(format.pack(codes), tensors["qweight"])
     if bits == 4 and columns % 2:
         assert (tensors["qweight"][:, -1] >> 4 == 0).all()
 
@@ -134,9 +132,7 @@ CASES = [  # bits, group, symmetric, N, K, the layout that must take it
 def test_layouts_compute_the_product_and_turn_back(
     bits, group_size, symmetric, rows, columns, kind, dtype, monkeypatch
 ):
-    monkeypatch.setattr(
-        native_cpu, "kernel", lambda bits: None
-    )  # tests/kernels/test_native_linear.py has the compiled layout
+    monkeypatch.setattr(native_cpu, "kernel", lambda bits: None)  # test_native_linear.py tests the compiled layout
     format = AffineFormat(bits, group_size, symmetric)
     tensors = get_method("rtn").quantize(weight(rows, columns, dtype), format)
     layout = format.layout(tensors, columns, dtype)
@@ -217,12 +213,5 @@ def test_the_layout_of_the_gpu_on_the_cpu(bits, group_size, symmetric):
 @pytest.mark.parametrize("bits, group_size, symmetric, rows, columns, kind", CASES)
 def test_layouts_on_a_gpu(bits, group_size, symmetric, rows, columns, kind):
     format = AffineFormat(bits, group_size, symmetric)
-    tensors = {k: t.cuda() for k, t in get_method("rtn").quantize(weight(rows, columns), format).items()}
-    layout = format.layout(tensors, columns, torch.bfloat16)
-    assert type(layout) is (DequantizedLayout if group_size == 48 else TritonLayout)
-    dense = format.dequantize(tensors, columns, torch.float64)
-    for count in (1, 7, 300):
-        x = torch.randn(count, columns, dtype=torch.bfloat16, device="cuda")
-        assert_close(layout.matmul(x), x.double() @ dense.t(), 0.01, 0.5, "bfloat16 results of float32 sums")
-    if layout.replaces_qweight:
-        assert torch.equal(layout.canonical(), tensors["qweight"])
+    tensors = get_method("rtn").quantize(weight(rows, columns), format)
+    check_on_a_gpu(format, tensors, columns, None if group_size == 48 else TritonLayout, 0.01, 0.5)

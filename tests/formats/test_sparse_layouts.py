@@ -1,4 +1,4 @@
-"""What computes with pruned weights: the C++ kernel, dense weights where there is none, the Triton kernels' 2:4 product."""
+"""Layouts of pruned weights: the C++ kernel, dense weights where there is none, the Triton kernels' 2:4 product."""
 
 import pytest
 import torch
@@ -99,18 +99,18 @@ def test_op():
 
 
 @has_kernel
-@pytest.mark.skipif(interpreter() is None, reason="nothing is recorded here")
-def test_recorded_products_of_one_input_are_one_instruction():
+@pytest.mark.skipif(interpreter() is None, reason="nothing is captured here")
+def test_captured_products_of_one_input_are_one_instruction():
     layouts, weights = [], []
     for format, rows in ((Sparse24Format(), 32), (BitmapFormat(sparsity=0.7), 20)):
         tensors, weight, _ = sparse_tensors(format, rows, 72)
         layouts.append(format.layout(tensors, 72, torch.bfloat16))
         weights.append(weight)
     x, bias = torch.randn(2, 72).bfloat16(), torch.randn(32).bfloat16()
-    tape = Capture(lambda: (layouts[0].matmul(x, bias), layouts[1].matmul(x)))
-    assert [step.func for step in tape._steps] == [_interpret] and len(tape._steps[0].args[0]) == 1
+    capture = Capture(lambda: (layouts[0].matmul(x, bias), layouts[1].matmul(x)))
+    assert [step.func for step in capture._steps] == [_interpret] and len(capture._steps[0].args[0]) == 1
     x.copy_(torch.randn(2, 72))
-    for output, expected in zip(tape.replay(), (layouts[0].matmul(x, bias), layouts[1].matmul(x))):
+    for output, expected in zip(capture.replay(), (layouts[0].matmul(x, bias), layouts[1].matmul(x))):
         assert torch.equal(output, expected)
 
 

@@ -1,9 +1,11 @@
-"""W8A8: formats, the numbers of weights and the products, on small matrices against the papers' equations in float64."""
+"""W8A8: formats, the numbers of weights and the products, on small matrices against the papers' equations in
+float64."""
 
 import copy
 
 import pytest
 import torch
+from format_checks import check_declared
 from helpers import assert_close
 
 from hf_efficient import methods
@@ -95,8 +97,7 @@ def expected_output(x, tensors, format):
 def test_layout_computes_the_definition(format, dtype):
     x, weight = sample(dtype)
     tensors = quantized(weight, format, x)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == format.shapes(OUT, IN)
-    assert {name: t.dtype for name, t in tensors.items()} == format.dtypes(dtype)
+    check_declared(format, tensors, OUT, IN, dtype)
     layout = format.layout(tensors, IN, dtype)
     assert torch.equal(layout.canonical().view(torch.int8), tensors["qweight"].view(torch.int8))
     assert torch.equal(layout.dequantize(), format.dequantize(tensors, IN, dtype))
@@ -264,17 +265,6 @@ def test_module_saves_trains_and_dequantizes(format):
     empty(leaf).backward(grad)
     expected = grad @ empty.dequantized()
     assert_close(leaf.grad, expected, 1e-5, 1e-3, "straight through the rounding, with the weight as dequantized")
-
-
-def test_stacked_experts_dequantize():
-    for format in (Int8Format(zero_point=True), Int8Format(outlier_columns=4), Float8Format("block")):
-        each = []
-        for _ in range(3):
-            x, weight = sample()
-            each.append(quantized(weight, format, x))
-        stacked = {name: torch.stack([tensors[name] for tensors in each]) for name in each[0]}
-        expected = torch.stack([format.dequantize(tensors, IN, torch.float32) for tensors in each])
-        assert torch.equal(format.dequantize(stacked, IN, torch.float32), expected)
 
 
 def test_bits_per_weight():

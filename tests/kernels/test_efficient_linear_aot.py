@@ -62,7 +62,8 @@ def test_four_bits(target, tokens, dtype):
 
 def check_hopper_loop(compiled, bits, group, instructions):
     """In the loop over K packed words come by asynchronous copies of 16 bytes a lane, nothing else is written to shared
-    memory, nothing moves between lanes, and there are the two barriers of the pipeline. At most `instructions` a weight."""
+    memory, nothing moves between lanes, and there are the two barriers of the pipeline. At most `instructions` a
+    weight."""
     assert compiled.local_bytes == 0
     loop = main_loop(compiled.machine_code)
     columns = 256 if bits == 3 else 128

@@ -1,5 +1,5 @@
-"""efficient_linear's kernels with 8-bit activations compiled for GPUs that are not here: they build, nothing spills, and
-the machine code has the loads and matrix instructions it was written for."""
+"""efficient_linear's kernels with 8-bit activations compiled for GPUs that are not here: they build, nothing spills,
+and the machine code has the loads and matrix instructions it was written for."""
 
 import pytest
 from aot import compile_kernel

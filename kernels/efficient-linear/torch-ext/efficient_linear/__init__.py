@@ -1,5 +1,5 @@
-"""Linear layers with packed weights of 2, 3, 4 and 8 bits, codebooks, 8-bit activations, ternary and 2:4 sparse weights and
-mixtures of experts, in Triton (CUDA and ROCm)."""
+"""Linear layers in Triton (CUDA and ROCm): packed weights of 2, 3, 4 and 8 bits, codebooks, 8-bit activations, ternary
+and 2:4 sparse weights, mixtures of experts."""
 
 from .activation_order import resolve_activation_order
 from .activation_quant import Quantized, quantize, rms_norm_quantize, silu_mul_quantize

@@ -1,8 +1,8 @@
 """Rows of floats to rows of 8-bit codes in one pass over memory, together with the operation that makes the rows.
 
-Codes of given rows are bit for bit those of activation_reference.py: products, quotients and roundings are single float32
-operations, and the clamp between a product and the rounding keeps compilers from fusing the two. The norm and SiLU before them
-agree to float32 accuracy.
+Codes of given rows are bit for bit those of activation_reference.py: products, quotients and roundings are single
+float32 operations, and the clamp between a product and the rounding keeps compilers from fusing the two. The norm and
+SiLU before them agree to float32 accuracy.
 """
 
 import triton

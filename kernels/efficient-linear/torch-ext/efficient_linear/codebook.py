@@ -40,8 +40,8 @@ def codebook_linear(
     """x times the transpose of the weight codebook[code] * scale, plus bias.
 
     packed: int32 [N, W] from `pack_codebook_weight`. bits: 2, 3 or 4.
-    codebook: [2^bits], or [N, 2^bits] for one a row; float of any kind, contiguous. Entries are rounded to the dtype of x;
-        the scale is applied in float32 to the sum of a group.
+    codebook: [2^bits], or [N, 2^bits] for one a row; float of any kind, contiguous. Entries are rounded to the dtype of
+        x; the scale is applied in float32 to the sum of a group.
     x, scale, bias, group_size, the result, gradients, determinism and errors: as in `weight_only_linear` (the codebook
     may not require grad either).
 
@@ -64,8 +64,8 @@ def dequantize_codebook(
     in_features: int,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The weight [N, in_features] in `dtype` (default: that of scale): entries rounded to it, times the scale in float32,
-    rounded. Arguments and errors as `codebook_linear`."""
+    """The weight [N, in_features] in `dtype` (default: that of scale): entries rounded to it, times the scale in
+    float32, rounded. Arguments and errors as `codebook_linear`."""
     check_codebook(packed, codebook, scale, bits, group_size, in_features)
     layout = dict(bits=bits, group_size=group_size, in_features=in_features)
     return _dequantize(packed, scale, None, codebook, dtype, **layout)

@@ -9,7 +9,15 @@ from .launch_configs import choose_tile, stages
 from .packing import COLUMNS
 from .reference import weight_only_linear_reference
 from .weight_only import (
-    DTYPES, INTERPRETED, PTX, _check_device, _check_scales, _kernel_group, _on, _scale_strides, dequantize,
+    DTYPES,
+    INTERPRETED,
+    PTX,
+    _check_device,
+    _check_scales,
+    _kernel_group,
+    _on,
+    _scale_strides,
+    dequantize,
 )  # fmt: skip
 from .weight_only_kernels import accumulate, add_bias_and_store
 
@@ -74,12 +82,12 @@ def grouped_linear(
         expert e.
     packed: int32 [E, N, W], a stack of `pack_weight` results. scale: [E, N, G] ([E, 1, 1] for group_size None),
     zero_point: uint8 alike or None, bias: [E, N] or None; the rest as in `weight_only_linear`.
-    offsets: int32 [E + 1] on the device of x, from 0 to R and not decreasing: they are not checked, because reading them
-        would wait for the GPU.
+    offsets: int32 [E + 1] on the device of x, from 0 to R and not decreasing: they are not checked, because reading
+        them would wait for the GPU.
 
     Returns [R, N] in the dtype of x. The grid follows from shapes alone, so calls can be captured in a CUDA graph while
-    the routing changes. x and bias may require grad (the backward pass reads the offsets back and dequantizes one expert
-    at a time).
+    the routing changes. x and bias may require grad (the backward pass reads the offsets back and dequantizes one
+    expert at a time).
 
     Raises TypeError and ValueError as `weight_only_linear`.
     """

@@ -42,8 +42,8 @@ def choose_tile(tokens: int, float32: bool, bits: int = 4) -> Tile:
     """The tile for 1 .. DEQUANTIZE_ABOVE tokens."""
     table = FLOAT32_INPUT if float32 else SIXTEEN_BIT_INPUT
     tile = next(tile for most, tile in table.items() if tokens <= most)
-    # a step of 3-bit weights is twice as long: with 64 tokens it takes more registers (sm_80) and tensor memory (sm_100)
-    # than there are
+    # a step of 3-bit weights is twice as long: with 64 tokens it takes more registers (sm_80) and tensor memory
+    # (sm_100) than there are
     return replace(tile, block_m=min(tile.block_m, 32)) if bits == 3 else tile
 
 

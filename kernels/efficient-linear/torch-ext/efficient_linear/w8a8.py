@@ -4,9 +4,9 @@ import torch
 import triton
 
 from . import w8a8_configs
-from .launch_configs import choose_steps_per_split
+from .split_k import split
 from .w8a8_kernels import STEP, w8a8_kernel
-from .weight_only import DTYPES, INTERPRETED, _arrival_counters, _on, _processors
+from .weight_only import DTYPES, INTERPRETED, _on
 
 
 def check_codes(dtype: torch.dtype, **codes: torch.Tensor) -> None:
@@ -97,13 +97,9 @@ def launch(
         tile = w8a8_configs.choose_tile(tokens, block_scales or kind == "fp8_as_fp16", aligned)
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     steps = triton.cdiv(in_features, STEP.value)
-    per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(device))
-    splits = triton.cdiv(steps, per_split)
-    partial = arrivals = None
-    if splits > 1:
-        sums = torch.int32 if kind == "int8" else torch.float32
-        partial = torch.empty(splits, tokens, out_features, dtype=sums, device=device)
-        arrivals = _arrival_counters(row_blocks * token_blocks, device)
+    sums = torch.int32 if kind == "int8" else torch.float32
+    programs, shape = row_blocks * token_blocks, (tokens, out_features)
+    per_split, splits, partial, arrivals = split(tile, programs, steps, shape, sums, device)
     with _on(device):
         w8a8_kernel[(row_blocks * token_blocks, splits)](
             x_codes, w_codes, x_scale, w_scale, x_zero_point, w_zero_point, x_sums, w_sums, bias, outlier_x,
