@@ -41,8 +41,7 @@ class EfficientExperts(CompressedModule):
     a `placeholder`, as `EfficientLinear.weight` is.
 
     adapters: `<name>` -> low-rank adapters (A [E * r, K], B [N, r * E], scaling) of the forwards that begin now, laid
-        out as in PEFT:
-    column j * E + e of B belongs to expert e.
+    out as in PEFT: column j * E + e of B belongs to expert e.
     """
 
     adapters: dict[str, list] = {}  # replaced, never changed in place

@@ -21,16 +21,14 @@ def placeholder(dtype: torch.dtype, device) -> nn.Parameter:
     return nn.Parameter(torch.zeros(PLACEHOLDER_SHAPE, dtype=dtype, device=device), requires_grad=False)
 
 
-# Several threads may make the first forward. One lock for all modules, because a module's own would be copied and
-# pickled.
+# Several threads may make the first forward. One lock serves all modules: a module's own would be copied and pickled.
 _DERIVING = threading.RLock()
 
 
 @dataclass(frozen=True)
 class CompressedWeight:
     """One weight [out_features, in_features] of a module, or those of `experts` stacked, in `format`. Its canonical
-    tensors are
-    Parameters: `<prefix>qweight`, `<prefix>scale`, ..."""
+    tensors are Parameters: `<prefix>qweight`, `<prefix>scale`, ..."""
 
     prefix: str
     out_features: int
@@ -318,8 +316,7 @@ def is_linear(module: nn.Module) -> bool:
 @torch.no_grad()
 def adds_bias_apart(cls: type) -> bool:
     """Whether a subclass of `nn.Linear` rounds `x @ W^T` to the dtype of x before it adds the bias (Falcon), and
-    changes nothing else.
-    Decided by running it: on random bfloat16 numbers the bits must be the same."""
+    changes nothing else. Decided by running it: on random bfloat16 numbers the bits must be the same."""
     if cls.__bases__ != (nn.Linear,) or "forward" not in vars(cls) or not vars(cls).keys() <= _FORWARD_ONLY:
         return False
     generator = torch.Generator().manual_seed(0)

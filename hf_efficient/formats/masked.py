@@ -16,8 +16,7 @@ class MaskedFormat(Format):
     """The kept weights in row-major order as "qweight", and a mask; all other weights are 0.
 
     weights: None: "qweight" holds values in the weight's dtype, bit for bit. Otherwise it holds codes of that format,
-        and the other
-    canonical tensors of that format, which belong to whole rows, stand next to it.
+    and the other canonical tensors of that format, which belong to whole rows, stand next to it.
     """
 
     weights: AffineFormat | None = None
@@ -152,8 +151,7 @@ class MaskedFormat(Format):
 
     def with_zeros(self, tensors: dict[str, torch.Tensor], in_features: int) -> dict[str, torch.Tensor] | None:
         """The canonical tensors of `weights` for the same weight [..., N, K], with the code of 0 where nothing is kept.
-        None where no code means 0: for values, and for zero points that are no integers. Raises ValueError as
-            `mask`."""
+        None where no code means 0: for values, and for zero points that are no integers. Raises as `mask`."""
         zero = tensors.get("zero_point")
         if self.weights is None or (zero is not None and zero.is_floating_point()):
             return None

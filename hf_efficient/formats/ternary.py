@@ -18,8 +18,8 @@ class TernaryFormat(Format):
     """w = (code - 1) * scale with codes 0, 1, 2. Layouts round their inputs to int8, one scale a token.
 
     Canonical tensors: "qweight" uint8, 2 bits a weight, or 1.6 where `dense`: five codes are the base-3 digits of a
-        byte, the lowest
-    first. "scale" float32, which holds the scales of other checkpoints exactly: [1, 1], or [N, 1] where `per_channel`.
+    byte, the lowest first. "scale" float32, which holds the scales of other checkpoints exactly: [1, 1], or [N, 1]
+    where `per_channel`.
     """
 
     per_channel: bool = False

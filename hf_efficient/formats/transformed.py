@@ -15,8 +15,7 @@ class TransformedFormat(Format):
     """y = rotate(x[input_order] * input_scale) @ Wq^T, with Wq in the format `inner`.
 
     Each flag adds a canonical tensor: "input_order" int32 [K], "input_scale" [K] in the weight's dtype, and for
-        `rotation`
-    "rotation_signs" int8 [K], the random signs before the Hadamard transform.
+    `rotation` "rotation_signs" int8 [K], the random signs before the Hadamard transform.
     """
 
     inner: Format

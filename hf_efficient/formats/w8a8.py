@@ -18,10 +18,10 @@ class Int8Format(Format):
     """w = (code - zero_point) * scale.
 
     Canonical tensors: "qweight" int8 [N, K]; "scale" float32, [N, 1] where `per_channel`, else [1, 1]; "zero_point"
-        int8 like
-    "scale", where `zero_point`; "activation_scale" float32 [1], where `static`, and "activation_zero_point" int8 [1],
-    where `asymmetric` as well; with n = `outlier_columns`, at most K, "outlier_columns" int32 [n] and "outlier_weight"
-    [N, n] in the weight's dtype: columns in which neither the weight nor the input is rounded. Their codes are 0.
+    int8 like "scale", where `zero_point`; "activation_scale" float32 [1], where `static`, and "activation_zero_point"
+    int8 [1], where `asymmetric` as well; with n = `outlier_columns`, at most K, "outlier_columns" int32 [n] and
+    "outlier_weight" [N, n] in the weight's dtype: columns in which neither the weight nor the input is rounded. Their
+    codes are 0.
 
     Inputs that are not `static` have one scale a token. With an `outlier_threshold`, LLM.int8() decides in each call
     which of their columns are not rounded.
@@ -84,10 +84,9 @@ class Float8Format(Format):
     """w = code * scale with codes in float8 E4M3, whose largest number is 448.
 
     Canonical tensors: "qweight" float8_e4m3fn [N, K]; "scale" float32 [N, 1] (`weights` "channel"), [1, 1] ("tensor")
-        or [ceil(N / 128),
-    ceil(K / 128)] ("block"); "activation_scale" float32 [1], where `static`; "outlier_columns" and "outlier_weight" as
-    in `Int8Format`. Inputs that are not `static` have one scale a token, with "block" one for each 128 columns of a
-    token.
+    or [ceil(N / 128), ceil(K / 128)] ("block"); "activation_scale" float32 [1], where `static`; "outlier_columns" and
+    "outlier_weight" as in `Int8Format`. Inputs that are not `static` have one scale a token, with "block" one for each
+    128 columns of a token.
     """
 
     weights: str = "channel"

@@ -15,7 +15,7 @@ from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout
 from hf_efficient.kernels.replay.recorder import as_one_step
 
 
-_ELEMENTS_AT_ONCE = 1 << 19  # of a weight that is dequantized: what stays in the cache with its codes
+_ELEMENTS_AT_ONCE = 1 << 19  # dequantized at once: with its codes a tile stays in the processor's cache
 
 
 def look_up(qweight: torch.Tensor, table: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:
@@ -36,15 +36,21 @@ def look_up(qweight: torch.Tensor, table: torch.Tensor, bits: int, in_features: 
 
 
 def dequantize_codebook(qweight, table, scale, *, bits, group_size, in_features, dtype) -> torch.Tensor:
-    """The weight [N, K]: products in float32, rounded once to `dtype` (float64: in that)."""
+    """The weight [N, K] in `dtype`: products in float32, rounded once, or in float64 for that."""
     work = torch.float64 if dtype == torch.float64 else torch.float32
     weight = torch.empty(len(qweight), in_features, dtype=dtype, device=qweight.device)
+    for rows, tile in _tiles(qweight, table.to(work), scale.to(work), bits, group_size, in_features):
+        weight[rows] = tile
+    return weight
+
+
+def _tiles(qweight, table, scale, bits, group_size, in_features):
+    """(a slice of rows, their weight [n, K] in the dtype of table and scale) until all rows are done."""
     step = max(1, _ELEMENTS_AT_ONCE // in_features)
     for first in range(0, len(qweight), step):
         rows = slice(first, first + step)
-        entries = look_up(qweight[rows], _rows(table, rows).to(work), bits, in_features)
-        weight[rows] = entries * expand_groups(_rows(scale, rows).to(work), group_size, in_features)
-    return weight
+        entries = look_up(qweight[rows], _rows(table, rows), bits, in_features)
+        yield rows, entries * expand_groups(_rows(scale, rows), group_size, in_features)
 
 
 def _rows(values: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -62,24 +68,20 @@ class CodebookCpuLayout(RowsLayout):
         self.out_features, self.tensors = len(qweight), {"packed_table": self.table, "packed_scale": self.scale}
 
     def _tiles(self):
-        """(rows, the weight of these rows [n, K])."""
-        step = max(1, _ELEMENTS_AT_ONCE // self.in_features)
-        for first in range(0, len(self.codes), step):
-            rows = slice(first, first + step)
-            entries = look_up(self.codes[rows], _rows(self.table, rows), self.bits, self.in_features)
-            yield rows, entries * expand_groups(_rows(self.scale, rows), self.group_size, self.in_features)
+        scheme = self.bits, self.group_size, self.in_features
+        return (tile for _, tile in _tiles(self.codes, self.table, self.scale, *scheme))
 
     def product(self, x, bias):
         return as_one_step(self._product, x, bias)  # captured op by op, the weights would stay in memory
 
     def _product(self, x, bias):
-        y = torch.cat([torch.nn.functional.linear(x, weight) for _, weight in self._tiles()], 1)
+        y = torch.cat([torch.nn.functional.linear(x, tile) for tile in self._tiles()], 1)
         if bias is not None:
             y += bias
         return y
 
     def dequantize(self):
-        return torch.cat([weight for _, weight in self._tiles()])
+        return torch.cat(list(self._tiles()))
 
     def canonical(self):
         return self.codes
@@ -116,9 +118,11 @@ class CodebookInt4Layout(Int4CpuLayout):
 
 
 def fit_grid(table: torch.Tensor, points: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Float [R, E] -> (integers [R, E] below `points`, step [R, 1], start [R, 1]) so that start + step * integer is
-    near the
-    table: the best of some grids that reach a little further than the table does."""
+    """The regular grid that fits tables float [R, E] best, among grids that reach up to 10 % further than the table.
+
+    Returns:
+        (integers [R, E] below `points`, step [R, 1], start [R, 1]); an entry is about start + step * integer.
+    """
     low, high = table.aminmax(dim=1, keepdim=True)
     best = None
     for margin in torch.linspace(0, 0.1, 21).tolist():

@@ -2,11 +2,10 @@
 `native.build.FEATURES`.
 
 The layout: 16 rows of the weight are a block, and each 32-bit lane of a vector of 64 bytes belongs to one row.
-    Neighbouring columns
-stand in the two halves of a lane, so that a look-up in registers turns shifted halves into pairs of bfloat16. A line of
-one vector holds 32 / bits columns; for 3 bits three vectors hold 32 columns, the last two of them in the bits left
-over. Codes of 8 bits are stored as sign and magnitude of `code - 127.5`. Scales and zero points (uint8 or float32) are
-[blocks, G, 16].
+Neighbouring columns stand in the two halves of a lane, so that a look-up in registers turns shifted halves into pairs
+of bfloat16. A line of one vector holds 32 / bits columns; for 3 bits three vectors hold 32 columns, the last two of
+them in the bits left over. Codes of 8 bits are stored as sign and magnitude of `code - 127.5`. Scales and zero points
+(uint8 or float32) are [blocks, G, 16].
 """
 
 import ctypes

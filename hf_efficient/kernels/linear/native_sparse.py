@@ -1,10 +1,9 @@
 """Linear layers of pruned bfloat16 weights by the C++ kernels of `native/sparse`, on CPUs with AVX-512 VBMI2.
 
 The layout is a stream of the kept values in the order in which they are read: bands of 4 rows, in a band steps of 32
-    columns, in a
-step row after row. `values` is bfloat16 [kept]. `masks` is int32 [bands, steps, 4]: bit i of a word says whether column
-i is stored. `starts` is int64 [bands + 1]: where a band begins in `values`. Rows are padded to a multiple of 16, that
-is of 4 bands.
+columns, in a step row after row. `values` is bfloat16 [kept]. `masks` is int32 [bands, steps, 4]: bit i of a word says
+whether column i is stored. `starts` is int64 [bands + 1]: where a band begins in `values`. Rows are padded to a
+multiple of 16, that is of 4 bands.
 """
 
 import ctypes

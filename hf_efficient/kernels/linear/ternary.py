@@ -15,8 +15,7 @@ class _TernaryLayout(RowsLayout):
     """A weight of trits int8 [N, K] times scale float32 [1, 1] or [N, 1].
 
     pack: makes the canonical qweight of the trits. A subclass has `of_trits`, the stored tensor; `trits`, its inverse;
-        and
-    `codes_product` of int8 rows [M, K], their scales [M, 1] and a bias.
+    and `codes_product` of int8 rows [M, K], their scales [M, 1] and a bias.
     """
 
     def __init__(self, trits, scale, pack, dtype):

@@ -69,8 +69,7 @@ def multiply(x: Quantized, w_codes, w_scale, bias=None, *, w_zero_point=None, w_
         w_codes: of the dtype of the codes of x; on a CPU int8 codes may be what `pack_int8` made of them.
         w_scale: float32, one value, [N, 1] or [N]; [ceil(N / 128), ceil(K / 128)] for x in "fp8_block".
         w_zero_point: for int8, int8 like w_scale.
-        w_sums: for x in "int8_asymmetric", `w_codes.sum(1, dtype=torch.int32)`, which is computed where it is not
-            given.
+        w_sums: for x in "int8_asymmetric", `w_codes.sum(1, dtype=torch.int32)`; None computes it in each call.
 
     Raises:
         TypeError: codes of different or other dtypes.

@@ -1,6 +1,7 @@
 """Instructions of the C++ interpreter (`native/replay/replay.cpp`), and how they are made from tensors."""
 
 import ctypes
+import functools
 
 import torch
 
@@ -50,9 +51,14 @@ class Instruction(ctypes.Structure):
         return self
 
 
-def load_interpreter() -> ctypes.CDLL | None:
-    """The compiled interpreter; None where there is no compiler, or the CPU is not served."""
-    return build.load("replay", (Operand, Instruction))
+@functools.cache
+def interpreter():
+    """The compiled `hf_replay(instructions, count)`; None where there is no compiler, or the CPU is not served."""
+    library = build.load("replay", (Operand, Instruction))
+    if library is None:
+        return None
+    library.hf_replay.argtypes, library.hf_replay.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+    return library.hf_replay
 
 
 def address(x: torch.Tensor) -> int:

@@ -16,22 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from hf_efficient.kernels.native.structs import Product
 from hf_efficient.kernels.replay import aten_instructions, fusion, memory  # noqa: F401  registers torch's ops
-from hf_efficient.kernels.replay.instructions import OPS, Instruction, address, load_interpreter
+from hf_efficient.kernels.replay.instructions import OPS, Instruction, address, interpreter
 from hf_efficient.kernels.replay.registry import instructions_of
 
 
 _HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr)
 _UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
-
-
-@functools.cache
-def interpreter():
-    """The compiled `hf_replay(instructions, count)`; None where there is no compiler, or the CPU is not served."""
-    library = load_interpreter()
-    if library is None:
-        return None
-    library.hf_replay.argtypes, library.hf_replay.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
-    return library.hf_replay
 
 
 def _interpret(instructions: ctypes.Array) -> None:

@@ -1,9 +1,8 @@
 """Ternary weights (-1, 0, 1): two layouts, and the way from one to the other.
 
 For the kernel, 2 bits a weight: tiles of 64 rows and 128 columns, [ceil(N / 64), ceil(K / 128), 64, 32] bytes; bits 2 p
-    of
-byte c hold 1 + the weight of column c + 32 p of the tile. What one program reads in a step is 2 KiB in a row.
-For storage, 1.6 bits a weight: five of them in the base-3 digits of a byte (3^5 = 243), lowest digit first.
+of byte c hold 1 + the weight of column c + 32 p of the tile. What one program reads in a step is 2 KiB in a row. For
+storage, 1.6 bits a weight: five of them in the base-3 digits of a byte (3^5 = 243), lowest digit first.
 """
 
 import torch

@@ -23,8 +23,7 @@ TILES_OF_MANY_REGISTERS = {
     64: Tile(64, 64, 4, 3, 3),
     float("inf"): Tile(128, 64, 8, 3),
 }
-# Rows whose length or distance is no multiple of 16 are read byte by byte: few bytes a thread, or it runs out of
-# registers
+# For rows whose length or stride is no multiple of 16, which are read byte by byte: more would not fit the registers
 UNALIGNED_TILE = Tile(64, 16, 8, 2, 4)
 # Tiles that come through the tensor memory accelerator (compute capability 9 and 10; without registers to spare for
 # block scales, zero points and outliers), and from so many tokens on they do; None = never, until a measurement says
