@@ -6,7 +6,7 @@ import torch
 
 from hf_efficient.kernels import efficient_linear
 from hf_efficient.kernels.efficient_linear import activation_quant, activation_reference, w8a8, w8a8_configs
-from hf_efficient.kernels.linear import w8a8 as activation_linear
+from hf_efficient.kernels.linear import w8a8 as ops
 from hf_efficient.kernels.linear.op import by_name
 
 
@@ -272,7 +272,7 @@ def op(name, device):
     """The op on CUDA; interpreted, its CUDA implementation."""
     if device == "cuda":
         return getattr(torch.ops.hf_efficient, name)
-    return getattr(activation_linear, f"_{name}_cuda", None) or by_name(name, name)
+    return getattr(ops, f"_{name}_cuda", None) or by_name(name, name)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -285,7 +285,7 @@ def test_ops_on_cuda_and_cpu_agree(format, kernel_device, nan_poison):
         w, w_scale = REFERENCE(torch.randn(40, 200), "fp8")[0], torch.rand(1, 2)
     else:
         w, w_scale, _ = REFERENCE(torch.randn(40, 200), "fp8" if format == "fp8" else "int8")
-    rows = activation_linear.quantize(x, format)
+    rows = ops.quantize(x, format)
     calls = [
         ("quantize_activation", (x, format, None, None)),
         ("quantize_activation", (x, format, scale, zero)),

@@ -168,8 +168,9 @@ def _rms_norm_quantize_fake(x, weight, residual, eps, format, scale, zero_point,
     return _quantize_activation_fake(x, format, scale, zero_point) + wide
 
 
-def _silu_mul_quantize_cuda(gate, up, *how):
-    return _made(op.by_name("silu_mul_quantize", "silu_mul_quantize")(gate, up, *how), how[1])
+def _silu_mul_quantize_cuda(gate, up, format, scale, zero_point):
+    how = dict(format=format, scale=scale, zero_point=zero_point)
+    return _made(op.triton_kernels().silu_mul_quantize(gate, up, **how), scale)
 
 
 def _silu_mul_quantize_cpu(gate, up, format, scale, zero_point):

@@ -1,5 +1,6 @@
-// A feed-forward layer that computes only the neurons that a row of x activates: their rows of the first weights, and their rows of the
-// last one, which is stored transposed. The order of each sum does not depend on the number of threads.
+// A feed-forward layer that computes only the neurons that a row of x activates: their rows of the first weights, and
+// their rows of the last one, which is stored transposed. The order of each sum does not depend on the number of
+// threads.
 
 #include <array>
 
@@ -56,7 +57,8 @@ static INLINE Floats products(const uint16_t *const (&rows)[SUMS], const uint16_
     return sums_of_lanes(sums);
 }
 
-// The rows of `weight` of elements `first` to first + 15 of `chosen` (null: of 0, 1, ...), the last one again behind the end.
+// The rows of `weight` of elements `first` to first + 15 of `chosen` (null: of 0, 1, ...), the last one again behind
+// the end.
 static INLINE void point(const uint16_t *(&rows)[SUMS], const uint16_t *weight, const int32_t *chosen, int64_t first, int64_t count, int64_t width) {
     for (int j = 0; j < SUMS; j++) {
         const int64_t place = std::min(first + j, count - 1);
@@ -85,7 +87,8 @@ static INLINE Floats some(const uint16_t *values, int64_t first, int64_t count) 
     return widen(result);
 }
 
-// Calls body(row, place, its 16 products with each of `weights`) for every 16 places of this thread's part, rows in turn.
+// Calls body(row, place, its 16 products with each of `weights`) for every 16 places of this thread's part, rows in
+// turn.
 template <int WEIGHTS, class F>
 static INLINE void for_tiles(const ContextualCall &call, const uint16_t *const (&weights)[WEIGHTS], int64_t width, const uint16_t *x, const int32_t *chosen, int64_t count, F body) {
     parallel(ceil_div(count, SUMS), [&](int64_t tile, int64_t end) {
@@ -193,7 +196,8 @@ static INLINE Floats contribution(const ContextualCall &call, const Scratch &to,
     return select(calls & (places < int32_t(count - first)), value, splat(0.0f));
 }
 
-// partial [PARTS, rows, wide] <- what each part of the chosen neurons gives; WEIGHTS of a neuron are still to be multiplied with x
+// partial [PARTS, rows, wide] <- what each part of the chosen neurons gives; WEIGHTS of a neuron are still to be
+// multiplied with x
 template <int WEIGHTS> static void multiply(const ContextualCall &call, const Scratch &to, int64_t count, const uint16_t *const *weights, float *partial, int64_t wide) {
     const int64_t tiles = ceil_div(count, SUMS), hidden = call.hidden;
     parallel(PARTS, [&](int64_t part, int64_t last) {

@@ -1,5 +1,5 @@
-// Weights of 2, 3, 4 or 8-bit codes (BITS, a compiler flag): W[n][k] = (code - zero) * scale, scale and zero per group of
-// columns. kernels/linear/native_cpu.py packs them.
+// Weights of 2, 3, 4 or 8-bit codes (BITS, a compiler flag): W[n][k] = (code - zero) * scale, scale and zero per group
+// of columns. kernels/linear/native_cpu.py packs them.
 
 #pragma once
 #include "products.h"
@@ -16,9 +16,9 @@ struct Weight {  // mirrored in kernels/linear/native_cpu.py
     int64_t zero_is_float;
 };
 
-// Codes of BITS bits: code 2j of a lane at bit BITS * j of its word, code 2j + 1 at bit 16 + BITS * j. Three words hold 32
-// codes of 3 bits, the last two in the bits that are left over. Decoded values are the codes less half the grid, for 8 bits
-// less 127.5, whose magnitudes a table of 128 bytes holds: the words have its index and the sign.
+// Codes of BITS bits: code 2j of a lane at bit BITS * j of its word, code 2j + 1 at bit 16 + BITS * j. Three words hold
+// 32 codes of 3 bits, the last two in the bits that are left over. Decoded values are the codes less half the grid, for
+// 8 bits less 127.5, whose magnitudes a table of 128 bytes holds: the words have its index and the sign.
 struct Codes {
     static constexpr int LINES = BITS == 3 ? 3 : 1, PAIRS = BITS == 3 ? 16 : 16 / BITS, COLUMNS = 2 * PAIRS;
     static constexpr float MIDDLE = BITS == 8 ? 127.5f : 1 << (BITS - 1);

@@ -1,5 +1,5 @@
-// Products of x rounded to int8, with a scale for at most SPAN columns of a row, and of codes as unsigned bytes. They are summed as
-// integers, so a row has the same bits alone and among others.
+// Products of x rounded to int8, with a scale for at most SPAN columns of a row, and of codes as unsigned bytes. They
+// are summed as integers, so a row has the same bits alone and among others.
 
 #pragma once
 #include "codes.h"

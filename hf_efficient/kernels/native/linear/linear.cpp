@@ -7,10 +7,11 @@
 constexpr int FEW_ROWS = 32;  // of bfloat16, measured on Zen 5; float always takes the product of few rows
 
 EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y)
-               LAYOUT(Weight, packed, scale, zero, out_features, in_features, group, scale_is_float, rounds_inputs, zero_is_float))
+               LAYOUT(Weight, packed, scale, zero, out_features, in_features, group, scale_is_float, rounds_inputs,
+                      zero_is_float))
 
-// `count` products of x [rows, in_features]; the weights have the same columns, groups and rounding. All numbers are bfloat16, or all
-// float.
+// `count` products of x [rows, in_features]; the weights have the same columns, groups and rounding. All numbers are
+// bfloat16, or all float.
 extern "C" void hf_linear(const Product *products, int64_t count, const void *x, int64_t rows, int is_float) {
     Matrix w[MOST_PRODUCTS];
     Output out[MOST_PRODUCTS];

@@ -1,5 +1,5 @@
-// Replays the ops of a captured forward on the addresses of the tensors that it was captured with. No framework runs between one op
-// and the next.
+// Replays the ops of a captured forward on the addresses of the tensors that it was captured with. No framework runs
+// between one op and the next.
 
 #include "dense.h"
 #include "layout.h"
@@ -8,8 +8,8 @@ enum Op : int32_t {
     COPY, NEG, ABS, RELU, SILU, GELU, GELU_TANH, TANH, SIGMOID, EXP, SQRT, RSQRT, RECIPROCAL, COS, SIN, POW,  // of a
     ADD, SUB, MUL, DIV,              // of a and b (or `beta` where there is no b); ADD and SUB take alpha * b
     MEAN, SUM,                       // of a over its last dimension
-    ROWS,                            // y[i] = a[b[i]]: sizes[1] rows of a, sizes[2] int64 indices b, sizes[3] bytes of a row
-    LINEAR,                          // sizes[1] products of a, which has sizes[2] rows: `weight` points to as many `Product`s
+    ROWS,                            // y[i] = a[b[i]]: sizes[1] rows of a, sizes[2] int64 indices, sizes[3] bytes a row
+    LINEAR,                          // sizes[1] products of a with sizes[2] rows; `weight` points to the `Product`s
     DENSE,                           // y = a @ b^T + c in bfloat16: sizes[1] rows, sizes[2] columns, sizes[3] wide
     CALL,                            // linear(weight), a function of another library that returns 0 where it refuses
     RMS_NORM, ROTARY, GATED,         // several ops in one, see kernels/replay/fusion.py
@@ -31,7 +31,8 @@ struct Instruction {
     void (*linear)(const void *, int64_t, const void *, int64_t, int);
 };
 
-EXPORT_LAYOUTS(LAYOUT(Operand, data, strides, type) LAYOUT(Instruction, op, sizes, y, a, b, c, alpha, beta, weight, linear))
+EXPORT_LAYOUTS(LAYOUT(Operand, data, strides, type)
+               LAYOUT(Instruction, op, sizes, y, a, b, c, alpha, beta, weight, linear))
 
 constexpr int CHUNK = 512;  // elements of a row that are computed at once
 
@@ -184,7 +185,7 @@ static void rotary(const Instruction &in) {
         load_row(cosine, in.b, at, 0, dim);
         load_row(sine, in.c, at, 0, dim);
         for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + i) = -*(const Floats *)(x + half + i);
-        for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + half + i) = *(const Floats *)(x + i);  // over what the last vector wrote too far
+        for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + half + i) = *(const Floats *)(x + i);  // covers the excess of the last vector
         for (int64_t i = 0; i < dim; i += LANES) {
             *(Floats *)(x + i) *= *(const Floats *)(cosine + i);
             *(Floats *)(turned + i) *= *(const Floats *)(sine + i);

@@ -1,4 +1,5 @@
-// y = x @ W^T + bias for pruned weights; all numbers are bfloat16. Threads share y; the order of each sum does not depend on their number.
+// y = x @ W^T + bias for pruned weights; all numbers are bfloat16. Threads share y; the order of each sum does not
+// depend on their number.
 
 #include "many_rows.h"
 #include "sparse.h"
