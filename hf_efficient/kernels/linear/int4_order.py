@@ -32,7 +32,7 @@ def block_rows() -> int | None:
 
 @functools.cache
 def is_known(rows: int) -> bool:
-    """Whether codes of so many rows come back from the packed layout bit for bit (tried once a height)."""
+    """Whether codes [rows, K] come back from the packed layout bit for bit (tried once for each number of rows)."""
     if block_rows() is None:
         return False
     codes = torch.randint(16, (rows, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(1))

@@ -11,7 +11,7 @@ from .split_k import split
 from .weight_only import _check_device, _check_input, _check_scales, _on, _options, _scale_strides, weight_only_linear
 
 
-FUSED_TOKENS = 64  # so many are one block of tokens, and K may be split
+FUSED_TOKENS = 64  # the most tokens of one block, for which K may be split
 
 
 def gate_up_silu(

@@ -158,7 +158,7 @@ def _multiply(x, packed, scale, zero_point, bias, offsets, *, bits, group_size, 
     if rows == 0:
         return out
     tile = choose_tile(max(1, min(256, rows // experts)), x.dtype == torch.float32, bits)
-    token_blocks = rows // tile.block_m + min(rows, experts)  # at most so many: every expert may end in a part of one
+    token_blocks = rows // tile.block_m + min(rows, experts)  # at most: every expert may end in a part of one
     with _on(x.device):
         grouped_kernel[(triton.cdiv(out_features, tile.block_n), token_blocks)](
             x, packed, scale, zero_point, bias, out, offsets, out_features, in_features, x.stride(0), packed.stride(0),

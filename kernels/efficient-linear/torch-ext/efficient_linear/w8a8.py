@@ -132,8 +132,7 @@ def w8a8_linear(
     bias: [N], float of any kind. out_dtype: float16, bfloat16 or float32.
 
     Returns [M, N]. The products are added exactly in int32, the rest is float32, rounded once at the end. No
-    synchronisation; the result does not depend on the order in which programs run. The codes are integers: gradients
-    are the business of who made them.
+    synchronisation; the result does not depend on the order in which programs run. Integer codes have no gradients.
 
     Raises TypeError or ValueError for dtypes, shapes, strides and devices that are not served, and for a K whose sum
     could exceed int32 (131071 without zero points, 65793 with one, 33025 with two).

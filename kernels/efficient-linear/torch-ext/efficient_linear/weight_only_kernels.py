@@ -85,7 +85,7 @@ def accumulate(
                 weight = weight.to(tl.float32)
                 x = x.to(tl.float32)
             if GROUP > 0:
-                # the scale and zero point of the next part are asked for before they are needed
+                # the scale and zero point of the next part are loaded before they are needed
                 group = tl.minimum((column + PART) // GROUP, last_group)
                 next_scale = tl.load(scale_ptr + rows * stride_sn + group * stride_sg).to(tl.float32)
                 next_zero = load_zero(
