@@ -8,7 +8,7 @@ that do not fit the last-level cache together, and the contenders take turns, so
 all of them. Times are medians with quartiles in microseconds; GB/s are bytes of the weight over the median, beside the
 bandwidth at which all threads read memory, measured first. "int4" and "int8" are what a layer uses: C++ kernels where they
 can be compiled; "int4 torch" and "int8 torch" are what it uses elsewhere, from torch's operators. `INT4_NATIVE_ROWS` and
-`INT8_NATIVE_ROWS` of hf_efficient.kernels.linear.weight_only follow from the crossings reported at the end. "50 %" and "2:4" are pruned
+`INT8_NATIVE_ROWS` of hf_efficient.kernels.linear.torch_cpu follow from the crossings reported at the end. "50 %" and "2:4" are pruned
 bfloat16 weights, stored sparse; "bf16 recorded" is our own dense product, which recorded forwards use.
 """
 
@@ -30,8 +30,9 @@ from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
 from hf_efficient.kernels.linear import w8a8 as activation_linear
 from hf_efficient.kernels.linear.codes import packed_width
-from hf_efficient.kernels.linear.weight_only import Int4CpuLinear, Int8CpuLinear, device_layout
-from hf_efficient.kernels.replay import fusion, recorder
+from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout, Int8CpuLayout
+from hf_efficient.kernels.linear.weight_only import device_layout
+from hf_efficient.kernels.replay import instructions, recorder
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,16 +68,16 @@ def compiled(bits: int):
     return make
 
 
-def int4_torch(n: int, k: int) -> Int4CpuLinear:
+def int4_torch(n: int, k: int) -> Int4CpuLayout:
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
     scale = torch.rand(n, k // GROUP).bfloat16()
     zero_point = torch.randint(0, 16, scale.shape, dtype=torch.uint8)
-    return Int4CpuLinear(codes, scale, zero_point, 4, GROUP, k, torch.bfloat16)
+    return Int4CpuLayout(codes, scale, zero_point, 4, GROUP, k, torch.bfloat16)
 
 
-def int8_torch(n: int, k: int) -> Int8CpuLinear:
+def int8_torch(n: int, k: int) -> Int8CpuLayout:
     codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
-    return Int8CpuLinear(codes, torch.rand(n, 1).bfloat16(), None, torch.bfloat16)
+    return Int8CpuLayout(codes, torch.rand(n, 1).bfloat16(), None, torch.bfloat16)
 
 
 def w8a8(n: int, k: int):
@@ -90,7 +91,7 @@ def bf16(n: int, k: int):
 
 
 def bf16_recorded(n: int, k: int):
-    weight, instruction = torch.randn(n, k).bfloat16(), fusion.Instruction(fusion.OPS["DENSE"])
+    weight, instruction = torch.randn(n, k).bfloat16(), instructions.Instruction(instructions.OPS["DENSE"])
     instruction.b.data, run = weight.data_ptr(), recorder.interpreter()
 
     def call(x, weight=weight):
@@ -157,16 +158,16 @@ INT4_BYTES = 0.5 + 4 / GROUP  # torch's operators
 CONTENDERS = {  # name -> (make, method of the object to time; None: the object itself)
     "bf16": (bf16, None),
     "bf16 recorded": (bf16_recorded, None),
-    "50 %": (pruned(BitmapFormat()), None),
-    "2:4": (pruned(Sparse24Format()), None),
-    "int2": (compiled(2), None),
-    "int3": (compiled(3), None),
-    "int4": (compiled(4), None),
-    "int8": (compiled(8), None),
-    "int4 torch": (int4_torch, None),
+    "50 %": (pruned(BitmapFormat()), "matmul"),
+    "2:4": (pruned(Sparse24Format()), "matmul"),
+    "int2": (compiled(2), "matmul"),
+    "int3": (compiled(3), "matmul"),
+    "int4": (compiled(4), "matmul"),
+    "int8": (compiled(8), "matmul"),
+    "int4 torch": (int4_torch, "matmul"),
     "int4 torch native": (int4_torch, "native"),
     "int4 torch dequantize": (int4_torch, "many_rows"),
-    "int8 torch": (int8_torch, None),
+    "int8 torch": (int8_torch, "matmul"),
     "int8 torch native": (int8_torch, "native"),
     "int8 torch dequantize": (int8_torch, "many_rows"),
     "w8a8": (w8a8, None),

@@ -1,4 +1,4 @@
-"""The layer that BitNet b1.58 (https://arxiv.org/abs/2402.17764) is trained with, and what it becomes afterwards."""
+"""The layer with which BitNet b1.58 (https://arxiv.org/abs/2402.17764) trains, and its form for inference."""
 
 import torch
 from torch import nn
@@ -21,13 +21,15 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class BitLinear(nn.Linear):
-    """A linear layer that computes with ternary weights (by absmean) and inputs in int8 (one scale a token), while gradients
+    """A linear layer that computes with ternary weights (by absmean) and inputs in int8 (one scale a token). Gradients
     pass straight through both roundings to the float `weight` and the input.
 
-    `rms_norm`: normalises its input first (the paper's SubLN), a child module of that name.
+    A checkpoint of a model with such layers is an ordinary one. `from_pretrained(...,
+    quantization_config=BitNetConfig())` makes the same ternary weights of it.
 
-    A checkpoint of a model with such layers is an ordinary one: `from_pretrained(..., quantization_config=BitNetConfig())`
-    makes the same ternary weights of it.
+    Args:
+        rms_norm: normalise the input first (the paper's SubLN), by a child module of that name.
+        eps: of that norm.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class BitLinear(nn.Linear):
 
     @classmethod
     def of_linear(cls, linear: nn.Linear) -> "BitLinear":
-        """A layer with the very weight and bias of `linear`, to go on training with."""
+        """A layer that shares the weight and bias of `linear`, for further training."""
         new = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)
@@ -51,7 +53,7 @@ class BitLinear(nn.Linear):
 
     @torch.no_grad()
     def compressed(self, dense: bool = False) -> EfficientLinear:
-        """The layer for inference, without the float weight; `dense` as in `TernaryFormat`."""
+        """The layer for inference, without the float weight. dense: as in `TernaryFormat`."""
         format = TernaryFormat(dense=dense)
         new = compress_linear(self, format, format.round(self.weight))
         if hasattr(self, "rms_norm"):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hf_efficient.formats import Format
+from hf_efficient.kernels.replay.recorder import as_one_step
 from hf_efficient.layers import CompressedModule, CompressedWeight, apply_layout, placeholder
 
 
@@ -15,7 +16,8 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def is_sorted_experts(module: nn.Module) -> bool:
-    """Whether `module` is one of transformers' experts modules that take the hidden states once for every expert (Llama 4)."""
+    """Whether `module` is one of transformers' experts modules whose input repeats the hidden states for each expert
+    (Llama 4)."""
     return type(module).__name__ == "Llama4TextExperts" and len(expert_weight_names(module)) == 2
 
 
@@ -31,24 +33,25 @@ def expert_weight_names(module: nn.Module) -> list[str]:
 
 
 class EfficientExperts(CompressedModule):
-    """Mixed into an experts class of transformers by `compress_experts`: keeps its gate, activation and biases, computes
-    with compressed weights `<name>_qweight` [E, N, ...], `<name>_scale`, `<name>_zero_point` for `<name>` in gate_up_proj
-    (or up_proj) and down_proj; N is the output width, whether or not the original is transposed.
+    """Experts with compressed weights. `compress_experts` mixes it into an experts class of transformers, whose gate,
+    activation and biases stay.
 
-    `<name>` itself is a `placeholder`, as `EfficientLinear.weight` is.
+    For `<name>` in gate_up_proj (or up_proj) and down_proj, Parameters are the canonical tensors `<name>_qweight` [E,
+    N, ...], `<name>_scale`, ..., with the output width N, whether or not the original is transposed. `<name>` itself is
+    a `placeholder`, as `EfficientLinear.weight` is.
 
-    `adapters`: `<name>` -> low-rank adapters (A [E * r, K], B [N, r * E], scaling) of the forwards that begin now, laid out as
-    PEFT does: column j * E + e of B belongs to expert e.
+    adapters: `<name>` -> low-rank adapters (A [E * r, K], B [N, r * E], scaling) of the forwards that begin now, laid
+    out as in PEFT: column j * E + e of B belongs to expert e.
     """
 
-    adapters: dict[str, list] = {}  # never changed, only replaced
+    adapters: dict[str, list] = {}  # replaced, never changed in place
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-        """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H]. On a GPU the products of all
-        experts are one launch each and nothing is read back (but by the backward pass and by adapters); elsewhere only the experts
-        that have tokens run."""
-        from hf_efficient.kernels.replay.recorder import as_one_step  # late: models without experts need none of it
+        """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H].
 
+        On a GPU the product of all experts is one launch; only the backward pass and adapters read numbers back.
+        Elsewhere the experts that have tokens run one after the other.
+        """
         forward = functools.partial(self._forward, self.adapters)
         return as_one_step(forward, hidden_states, top_k_index, top_k_weights)
 
@@ -70,9 +73,9 @@ class EfficientExperts(CompressedModule):
         if not isinstance(up, list) and rows.dtype is up.dtype:
             offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
             sizes = counts.tolist() if adapters else None
-            h = up(rows, offsets, self._expert_bias(up_name))
+            h = up.matmul(rows, offsets, self._expert_bias(up_name))
             h = self._activate(_adapt_all(h, rows, adapters.get(up_name), sizes))
-            out = down(h, offsets, self._expert_bias(down_name))
+            out = down.matmul(h, offsets, self._expert_bias(down_name))
             out = _adapt_all(out, h, adapters.get(down_name), sizes)
             return self.post_expert_norm(out) if self.has_post_expert_norm else out
         up, down = (getattr(layouts, "experts", layouts) for layouts in (up, down))
@@ -87,7 +90,7 @@ class EfficientExperts(CompressedModule):
             out = _adapt(out, h, adapters.get(down_name), expert, len(counts))
             outputs.append(self.post_expert_norm(out) if self.has_post_expert_norm else out)
             start += count
-            del h, out  # or they take memory beside those of the next expert
+            del h, out  # freed before the next expert needs as much
         return torch.cat(outputs)
 
     def _activate(self, h: torch.Tensor) -> torch.Tensor:
@@ -108,7 +111,7 @@ class EfficientExperts(CompressedModule):
 
 
 def _adapt(y: torch.Tensor, x: torch.Tensor, adapters: list | None, expert: int, experts: int) -> torch.Tensor:
-    """y [R, N] plus what `adapters` (see `EfficientExperts`) make of x [R, K] for one of `experts`, in the dtype of y."""
+    """y [R, N] plus the output of `adapters` (see `EfficientExperts`) for x [R, K] of one expert, in the dtype of y."""
     for a, b, scaling in adapters or ():
         a, b = a.view(experts, -1, a.shape[1])[expert], b.view(len(b), -1, experts)[..., expert]
         y = (y + (x.to(a.dtype) @ a.t() @ b.t()) * scaling).to(y.dtype)
@@ -116,7 +119,7 @@ def _adapt(y: torch.Tensor, x: torch.Tensor, adapters: list | None, expert: int,
 
 
 def _adapt_all(y: torch.Tensor, x: torch.Tensor, adapters: list | None, sizes: list[int] | None) -> torch.Tensor:
-    """`_adapt` of y and x, whose rows are sorted by expert, `sizes` of them for each."""
+    """`_adapt` of y and x, whose rows are sorted by expert; sizes: rows of each."""
     if not adapters:
         return y
     parts = zip(y.split(sizes), x.split(sizes), strict=True)
@@ -124,16 +127,15 @@ def _adapt_all(y: torch.Tensor, x: torch.Tensor, adapters: list | None, sizes: l
 
 
 class EfficientSortedExperts(EfficientExperts):
-    """As `EfficientExperts`, mixed into a class that takes the hidden states once for every expert (see `is_sorted_experts`)."""
+    """As `EfficientExperts`, for a class whose input repeats the hidden states for each expert (see
+    `is_sorted_experts`)."""
 
     is_transposed = has_gate = True
     has_bias = has_post_expert_norm = False
 
     def forward(self, hidden_states: torch.Tensor):
-        """hidden_states [E * T, H], those of the first expert first -> [E * T, H]. On a CPU rows of zeros, by which the router
-        keeps a token from an expert and which give zeros, are not computed."""
-        from hf_efficient.kernels.replay.recorder import as_one_step  # late: as above
-
+        """hidden_states [E * T, H], those of the first expert first -> [E * T, H]. A row of zeros is a token that the
+        router keeps from the expert, and gives zeros; a CPU does not compute it."""
         return as_one_step(functools.partial(self._forward, self.adapters), hidden_states)
 
     def _forward(self, adapters, hidden_states):
@@ -159,14 +161,14 @@ def _efficient_class(original: type) -> type:
 
 
 def _blank_experts(original: type) -> EfficientExperts:
-    """What copying and unpickling fill: an instance of the class that `compress_experts` makes of `original`."""
+    """An empty instance of the class that `compress_experts` makes of `original`, for copying and unpickling."""
     cls = _efficient_class(original)
     return cls.__new__(cls)
 
 
 def compress_experts(module: nn.Module, format: Format) -> None:
-    """Turns `module` (see `is_fused_experts` and `is_sorted_experts`) into an `EfficientExperts` with uninitialized weights, in
-    place."""
+    """Turns `module` into an `EfficientExperts` with uninitialized weights, in place. `is_fused_experts` or
+    `is_sorted_experts` must hold for it."""
     module._expert_names = expert_weight_names(module)
     module.__class__ = _efficient_class(type(module))
     weights = []

@@ -1,5 +1,6 @@
 """Modules that hold compressed weights: `EfficientLinear` here, fused experts in `hf_efficient.experts`."""
 
+import functools
 import threading
 from dataclasses import dataclass
 
@@ -7,29 +8,27 @@ import torch
 from torch import nn
 
 from hf_efficient.formats import Format
-from hf_efficient.linear_classes import adds_bias_apart
 
 
-# What stands where a plain module has its weight. Neither empty (savers take empty tensors for one shared tensor) nor of
-# one element (that broadcasts, so code that adds to a weight it believes dense would compute garbage).
+# The shape of the tensor in place of a plain module's weight. Savers take all empty tensors for one shared tensor. A
+# tensor of one element broadcasts, so that code which adds to a weight it believes dense would compute garbage.
 PLACEHOLDER_SHAPE = (3,)
 
 
 def placeholder(dtype: torch.dtype, device) -> nn.Parameter:
-    """Tells other code a layer's dtype and device; in a checkpoint its shape makes every loader without hf_efficient fail
-    instead of running on garbage."""
+    """The tensor in place of a plain module's weight, which tells other code the layer's dtype and device. Its shape
+    makes every loader without hf_efficient fail instead of running on garbage."""
     return nn.Parameter(torch.zeros(PLACEHOLDER_SHAPE, dtype=dtype, device=device), requires_grad=False)
 
 
-_DERIVING = (
-    threading.RLock()
-)  # several threads may make the first forward; not a module's own, which is copied and pickled
+# Several threads may make the first forward. One lock serves all modules: a module's own would be copied and pickled.
+_DERIVING = threading.RLock()
 
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """One weight [out_features, in_features] (or `experts` of them, stacked) of a module, in `format`. Its canonical tensors
-    are Parameters: `<prefix>qweight`, `<prefix>scale`, ..."""
+    """One weight [out_features, in_features] of a module, or those of `experts` stacked, in `format`. Its canonical
+    tensors are Parameters: `<prefix>qweight`, `<prefix>scale`, ..."""
 
     prefix: str
     out_features: int
@@ -49,11 +48,14 @@ class CompressedWeight:
 
 
 class CompressedModule(nn.Module):
-    """What modules with compressed weights share: canonical Parameters to load, save and move; a device layout derived
-    from them on first use, which replaces `qweight` in memory and turns back into it when the module is saved, moved or
-    dequantized. Canonical tensors keep their dtypes when the module is cast: the numbers stay the ones that were quantized.
+    """The base class of modules with compressed weights.
 
-    A module that accelerate offloads computes from the canonical tensors, since those are what it brings in.
+    Canonical Parameters are loaded, saved and moved. A device layout is derived from them on first use. It may replace
+    `qweight` in memory, and gives it back when the module is saved, moved or dequantized. Canonical tensors keep their
+    dtypes when the module is cast, so that no number is rounded again.
+
+    A module that accelerate offloads computes from the canonical tensors, which are what accelerate brings to the
+    device.
     """
 
     def _declare(self, weights: list[CompressedWeight], dtype: torch.dtype, device) -> None:
@@ -68,32 +70,32 @@ class CompressedModule(nn.Module):
 
     @property
     def _is_hf_initialized(self) -> bool:
-        """What transformers asks before it gives a module initial values, for which some models read the shape of a weight:
-        nothing is left to do where every parameter was loaded."""
+        """Whether every parameter was loaded. transformers reads this before it initializes a module, for which some
+        models read the shape of the weight."""
         return all(getattr(p, "_is_hf_initialized", False) for p in self.parameters(recurse=False))
 
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, value: bool) -> None:
-        pass  # it follows from the parameters
+        pass  # the parameters decide
 
     def compressed_weights(self) -> list[CompressedWeight]:
-        """What this module holds in compressed form."""
+        """The compressed weights of this module."""
         return list(self._compressed.values())
 
     def canonical(self, prefix: str = "") -> dict[str, torch.Tensor | None]:
-        """The canonical tensors of a weight by name, whatever layout is in memory."""
+        """The canonical tensors of a weight by name; "qweight" comes from the layout where that has replaced it."""
         weight = self._compressed[prefix]
         tensors = {name: self._parameters.get(parameter) for name, parameter in weight.names().items()}
         if tensors["qweight"] is None:
             layouts = self._layouts[prefix]
             if isinstance(layouts, list) and weight.experts is not None:
-                tensors["qweight"] = torch.stack([layout.qweight() for layout in layouts])
+                tensors["qweight"] = torch.stack([layout.canonical() for layout in layouts])
             else:
-                tensors["qweight"] = self._as_list(layouts)[0].qweight()
+                tensors["qweight"] = self._as_list(layouts)[0].canonical()
         return tensors
 
     def dequantized(self, prefix: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weight [out_features, in_features] (experts in front) in `dtype`, by default that of its scale."""
+        """The weight [out_features, in_features] (experts in front) in `dtype`, by default the compute dtype."""
         weight = self._compressed[prefix]
         dtype = dtype or self._parameters[prefix[:-1] or "weight"].dtype
         return weight.format.dequantize(self.canonical(prefix), weight.in_features, dtype)
@@ -106,8 +108,8 @@ class CompressedModule(nn.Module):
 
     @torch.no_grad()
     def derive_layouts(self, dtype: torch.dtype) -> None:
-        """Derives the layouts for inputs of `dtype` on the device the weights are on, and drops `qweight` where the layout
-        replaces it. Does nothing when they are there already or the weights are elsewhere."""
+        """Derives the missing layouts for inputs of `dtype` on the device of the weights, and drops `qweight` where a
+        layout replaces it. Does nothing for weights that are offloaded or on the meta device."""
         if len(self._layouts) < len(self._compressed):
             with _DERIVING:
                 self._derive_missing(dtype)
@@ -119,7 +121,7 @@ class CompressedModule(nn.Module):
             layouts = self._derive(weight, dtype)
             self._layouts[prefix] = layouts
             if self._as_list(layouts)[0].replaces_qweight:
-                del self._parameters[prefix + "qweight"]  # gone, not None: PEFT asks hasattr
+                del self._parameters[prefix + "qweight"]  # not set to None: PEFT asks hasattr
                 for name, tensor in self._layout_tensors(prefix).items():
                     self.register_buffer(name, tensor, persistent=False)
 
@@ -134,7 +136,7 @@ class CompressedModule(nn.Module):
         self._layouts = {}
 
     def _layout_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Buffer name -> tensor of the layouts of a weight: registered, so that they are counted as this module's memory."""
+        """Buffer name -> tensor, of the layouts of a weight. As buffers they count as this module's memory."""
         return {
             f"{prefix}{name}" if self._compressed[prefix].experts is None else f"{prefix}{name}_{index}": tensor
             for index, layout in enumerate(self._as_list(self._layouts[prefix]))
@@ -161,8 +163,8 @@ class CompressedModule(nn.Module):
             yield make(own, weight.in_features, dtype)
 
     def layouts(self, prefix: str, dtype: torch.dtype):
-        """The layouts of a weight (one; of experts: one for each, or not a list but one for all) for inputs of `dtype`,
-        derived when missing."""
+        """The layouts of a weight for inputs of `dtype`, derived where they are missing: a list of one, a list of one
+        for each expert, or a single layout for all experts."""
         if prefix in self._layouts and self._is_outdated(prefix, dtype):
             self.restore_canonical()
         if prefix not in self._layouts:
@@ -174,7 +176,8 @@ class CompressedModule(nn.Module):
         return layouts
 
     def _is_outdated(self, prefix: str, dtype: torch.dtype) -> bool:
-        """Whether the layouts are for another dtype than the module has by now: PEFT casts the data of its Parameters."""
+        """Whether the layouts are for another dtype than the module has now: PEFT casts the data of Parameters in
+        place."""
         has = self._parameters[prefix[:-1] or "weight"].dtype
         return has is dtype and self._as_list(self._layouts[prefix])[0].dtype is not dtype
 
@@ -182,7 +185,7 @@ class CompressedModule(nn.Module):
         self.restore_canonical()
         names = [name for weight in self.compressed_weights() for name in weight.names().values()]
         dtypes = {name: self._parameters[name].dtype for name in names if self._parameters[name].is_floating_point()}
-        for name in dtypes:  # seen as bytes, a cast to another float dtype passes them by
+        for name in dtypes:  # as bytes they are not cast to another float dtype
             self._parameters[name] = nn.Parameter(self._parameters[name].data.view(torch.uint8), requires_grad=False)
         try:
             return super()._apply(fn, recurse)
@@ -199,7 +202,7 @@ class CompressedModule(nn.Module):
                 destination[prefix + name] = self.canonical(weight.prefix)["qweight"]
 
     def __getstate__(self):
-        """Copies and pickles hold canonical tensors: another machine may want another layout."""
+        """Copies and pickles hold canonical tensors, because another machine may need another layout."""
         state = {
             **self.__dict__,
             "_parameters": dict(self._parameters),
@@ -222,12 +225,12 @@ class CompressedModule(nn.Module):
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """y = x @ W^T for a frozen compressed W: the fast forward, and a gradient for x (adapters train through it)."""
+    """y = x @ W^T by a layout, with a gradient of x, through which adapters train."""
 
     @staticmethod
     def forward(ctx, x, layout):
         ctx.layout = layout
-        return layout(x)
+        return layout.matmul(x)
 
     @staticmethod
     def backward(ctx, grad):
@@ -235,24 +238,25 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 def apply_layout(layout, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., in_features] @ W^T + bias through `layout`, whatever dtype `x` has and whether or not it needs a gradient."""
+    """x [..., in_features] @ W^T + bias by `layout`. x may have any dtype, and a gradient."""
     if x.requires_grad and torch.is_grad_enabled():
         y = _FrozenLinear.apply(x, layout) if x.dtype is layout.dtype else x @ layout.dequantize().to(x.dtype).t()
         return y if bias is None else y + bias.to(y.dtype)
     if x.dtype is layout.dtype:
-        return layout(x, bias)
+        return layout.matmul(x, bias)
     return nn.functional.linear(x, layout.dequantize().to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 class EfficientLinear(CompressedModule, nn.Linear):
     """A linear layer with a frozen compressed weight [out_features, in_features] and an ordinary bias.
 
-    Parameters: `qweight`, `scale`, `zero_point` (see `hf_efficient.kernels.linear.weight_only`), `bias`, and `weight`, a `placeholder`
-    in the compute dtype. Derives from `nn.Linear` so that PEFT takes it.
-    `transposed`: it stands for a `Conv1D`, whose weight is [in_features, out_features].
+    Its Parameters are the canonical tensors of `format` (`qweight`, `scale`, ...), `bias`, and `weight`, a
+    `placeholder` in the compute dtype. It derives from `nn.Linear` because PEFT looks for that.
+
+    transposed: whether it replaces a `Conv1D`, whose weight is [in_features, out_features].
     """
 
-    original: type = nn.Linear  # what it stands for where it is not transposed
+    original: type = nn.Linear  # the class that it replaces where it is not transposed
 
     def __init__(
         self,
@@ -282,7 +286,7 @@ class EfficientLinear(CompressedModule, nn.Linear):
         layout = self._layout
         if layout is None or x.requires_grad or x.dtype is not layout.dtype:
             return apply_layout(self.layouts("", x.dtype)[0], x, self.bias)
-        return layout(x, self._parameters["bias"])
+        return layout.matmul(x, self._parameters["bias"])
 
     def derive_layouts(self, dtype: torch.dtype) -> None:
         super().derive_layouts(dtype)
@@ -300,8 +304,40 @@ class EfficientLinear(CompressedModule, nn.Linear):
         return f"{sizes}, {self.format}"
 
 
+_FORWARD_ONLY = {"__module__", "__doc__", "__qualname__", "__firstlineno__", "__static_attributes__", "forward"}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether `module` computes a linear layer: an `nn.Linear`, or of a class that `adds_bias_apart`."""
+    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and adds_bias_apart(type(module)))
+
+
+@functools.cache
+@torch.no_grad()
+def adds_bias_apart(cls: type) -> bool:
+    """Whether a subclass of `nn.Linear` rounds `x @ W^T` to the dtype of x before it adds the bias (Falcon), and
+    changes nothing else. Decided by running it: on random bfloat16 numbers the bits must be the same."""
+    if cls.__bases__ != (nn.Linear,) or "forward" not in vars(cls) or not vars(cls).keys() <= _FORWARD_ONLY:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator, device="cpu").bfloat16() for shape in ((64, 32), (16, 32), (16,))
+    )
+    with torch.random.fork_rng(devices=[]):
+        layers = [cls(32, 16, has_bias, device="cpu", dtype=torch.bfloat16) for has_bias in (True, False)]
+    for layer in layers:
+        layer.weight.copy_(weight)
+    layers[0].bias.copy_(bias)
+    product = x @ weight.T
+    try:
+        found = [layer(x) for layer in layers]
+    except Exception:  # it has another signature
+        return False
+    return torch.equal(found[0], product + bias) and torch.equal(found[1], product)
+
+
 class BiasApartLinear(EfficientLinear):
-    """As `EfficientLinear`, for a class that adds the bias to the rounded product (`linear_classes.adds_bias_apart`)."""
+    """Replaces a class that adds the bias to the rounded product (see `adds_bias_apart`)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = apply_layout(self.layouts("", x.dtype)[0], x, None)
@@ -309,8 +345,8 @@ class BiasApartLinear(EfficientLinear):
 
 
 def stand_in(module: nn.Module, format: Format) -> EfficientLinear:
-    """The `EfficientLinear` on the meta device, uninitialized, that stands for `module`: a linear layer (see
-    `linear_classes.is_linear`) or a `Conv1D` of transformers."""
+    """The `EfficientLinear`, uninitialized and on the meta device, that replaces `module`: a linear layer (see
+    `is_linear`) or transformers' `Conv1D`."""
     transposed = not isinstance(module, nn.Linear)
     in_features, out_features = module.weight.shape if transposed else module.weight.shape[::-1]
     is_apart = not transposed and type(module) is not nn.Linear and adds_bias_apart(type(module))
@@ -322,8 +358,8 @@ def stand_in(module: nn.Module, format: Format) -> EfficientLinear:
 
 
 def compress_linear(module: nn.Module, format: Format, tensors: dict[str, torch.Tensor]) -> EfficientLinear:
-    """The `EfficientLinear` that stands for `module` (an `nn.Linear`, or a `Conv1D` of transformers) with the canonical
-    `tensors` of its weight; keeps its bias."""
+    """The `EfficientLinear` that replaces `module`, as `stand_in`, with the canonical `tensors` of its weight and the
+    same bias."""
     new, dtype = stand_in(module, format), module.weight.dtype
     new.weight, new.bias = placeholder(dtype, module.weight.device), module.bias
     for name, shape in format.shapes(new.out_features, new.in_features).items():

@@ -57,7 +57,7 @@ ROOMS = {
     "cli": "configs evaluation calibration checkpoints checkpoints.export compression planning integrations "
     "integrations.model_card",
 }
-_IN_LAYERS = ("layers", "linear_classes", "experts", "bit_linear", "adapter_files")
+_IN_LAYERS = ("layers", "experts", "bit_linear", "adapter_files")
 
 
 @functools.cache

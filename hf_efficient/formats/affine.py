@@ -6,19 +6,25 @@ import torch
 
 from hf_efficient.formats.base import Format
 from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
-from hf_efficient.kernels.linear.grouped import GroupedTritonLinear
+from hf_efficient.kernels.linear.grouped import GroupedTritonLayout
 from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
 
 
 @dataclass(frozen=True)
 class AffineFormat(Format):
-    """`bits` of a code (2, 3, 4 or 8), `group_size` weights along in_features that share a scale (-1: the whole row, None:
-    the whole tensor), `symmetric`: the zero point is the middle of the grid and not stored. `int8_on_cpu`: how it computes,
-    as in `WeightOnlyConfig`.
+    """Canonical tensors: "qweight" uint8 (see `kernels.linear.codes`), "scale" and "zero_point" or "minimum", one a
+    group.
 
-    `zero_point`: "integer", "float" (of the scale's dtype), or "minimum", `w = code * scale + minimum`, the tensor "minimum"
-    of the scale's dtype. `scale_dtype`: a name like "float32" where it is not the weight's dtype; `dequantize` then computes
-    in it and rounds the result."""
+    Args:
+        bits: of a code: 2, 3, 4 or 8.
+        group_size: weights along in_features that share a scale; -1: the whole row, None: the whole tensor.
+        symmetric: the zero point is the middle of the grid and not stored.
+        int8_on_cpu: inputs are rounded to int8 on a CPU, as in `WeightOnlyConfig`.
+        zero_point: "integer", "float" (of the scale's dtype), or "minimum" (of the scale's dtype): w = code * scale +
+            minimum.
+        scale_dtype: a name like "float32" where it is not the weight's dtype; `dequantize` then computes in it and
+            rounds.
+    """
 
     bits: int
     group_size: int | None
@@ -48,11 +54,9 @@ class AffineFormat(Format):
     def dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         scale = getattr(torch, self.scale_dtype) if self.scale_dtype else dtype
         dtypes = {"qweight": torch.uint8, "scale": scale}
-        return (
-            dtypes
-            if self.symmetric
-            else {**dtypes, self._offset: torch.uint8 if self.zero_point == "integer" else scale}
-        )
+        if not self.symmetric:
+            dtypes[self._offset] = torch.uint8 if self.zero_point == "integer" else scale
+        return dtypes
 
     @property
     def _offset(self) -> str:
@@ -83,10 +87,9 @@ class AffineFormat(Format):
         return layout or self.dequantized_layout(tensors, in_features, dtype)
 
     def grouped_layout(self, tensors, in_features, dtype):
-        if self.zero_point == "integer" and GroupedTritonLinear.supports(
-            tensors["qweight"].device, self.group_size, dtype
-        ):
-            return GroupedTritonLinear(*_ordered(tensors), **self._arguments(in_features, dtype))
+        device = tensors["qweight"].device
+        if self.zero_point == "integer" and GroupedTritonLayout.supports(device, self.group_size, dtype):
+            return GroupedTritonLayout(*_ordered(tensors), **self._arguments(in_features, dtype))
         return None
 
     def _arguments(self, in_features: int, dtype: torch.dtype) -> dict:
@@ -94,7 +97,7 @@ class AffineFormat(Format):
 
 
 def _ordered(tensors: dict[str, torch.Tensor]) -> tuple:
-    """qweight, scale and what the kernels read for a zero point, float32 where it is not an integer."""
+    """(qweight, scale, the zero point that the kernels read: uint8, or float32 where it is no integer)."""
     scale, zero = tensors["scale"], tensors.get("zero_point")
     if "minimum" in tensors:
         zero = torch.where(scale == 0, 0, -tensors["minimum"].float() / scale.float())

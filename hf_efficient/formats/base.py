@@ -1,18 +1,25 @@
-"""What every format answers."""
+"""The base class of formats."""
 
 import functools
 
 import torch
 
-from hf_efficient.kernels.linear.weight_only import DequantizedLinear
+from hf_efficient.kernels.linear.layout import DequantizedLayout, Layout
 
 
 class Format:
-    """How the weight [N, K] of a linear layer lies in memory and on disk, as named tensors. Subclasses are frozen
-    dataclasses. The codes are called "qweight"; the first dimension of every tensor may stand for experts."""
+    """How the weight [N, K] of a linear layer lies in memory and on disk, as named canonical tensors.
 
-    checks_codes = False  # whether `check` looks at "qweight", which takes a pass over all weights
-    adopted = False  # whether only other libraries' checkpoints hold it, and no method of ours chooses its numbers
+    Subclasses are frozen dataclasses. The codes (or values) are called "qweight". Every tensor may have a first
+    dimension of experts.
+
+    Attributes:
+        checks_codes: whether `check` reads "qweight", which is a pass over all weights.
+        adopted: whether the format occurs only in other libraries' checkpoints, and no method of ours quantizes to it.
+    """
+
+    checks_codes = False
+    adopted = False
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         """The shape of each canonical tensor of a weight [out_features, in_features]; none has 0 dimensions."""
@@ -27,28 +34,32 @@ class Format:
         raise NotImplementedError
 
     def check(self, tensors: dict[str, torch.Tensor], in_features: int) -> None:
-        """Raises ValueError, naming the tensor, for values that no weight of this format has. tensors: those of a weight (on the
-        CPU), without "qweight" unless `checks_codes`."""
+        """Refuses values that no weight of this format has.
+
+        Args:
+            tensors: canonical tensors on the CPU, without "qweight" unless `checks_codes`.
+
+        Raises:
+            ValueError: with the name of the tensor.
+        """
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not _is_finite(tensor):
                 raise ValueError(f"{name} holds NaN or infinity")
 
-    def layout(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype):
-        """What computes with these tensors on the device they are on, for inputs of `dtype`: an object to call with (x
-        [..., K], bias [N] or None). Its `tensors` are what it keeps allocated; `replaces_qweight` says that they stand for
-        "qweight", which `qweight()` gives back bit for bit; `dequantize()` gives the weight [N, K]."""
+    def layout(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype) -> Layout:
+        """What multiplies inputs of `dtype` with this weight on the device of `tensors`."""
         return self.dequantized_layout(tensors, in_features, dtype)
 
-    def dequantized_layout(self, tensors, in_features: int, dtype: torch.dtype) -> DequantizedLinear:
-        """The layout that serves every device and shape, and allocates nothing."""
-        return DequantizedLinear(functools.partial(self.dequantize, tensors, in_features, dtype), dtype)
+    def dequantized_layout(self, tensors, in_features: int, dtype: torch.dtype) -> Layout:
+        """The layout that serves every device and shape and keeps nothing allocated."""
+        return DequantizedLayout(functools.partial(self.dequantize, tensors, in_features, dtype), dtype)
 
-    def grouped_layout(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype):
-        """One layout for all experts of a mixture, or None: one `layout` for each expert then."""
+    def grouped_layout(self, tensors: dict[str, torch.Tensor], in_features: int, dtype: torch.dtype) -> Layout | None:
+        """One layout for all experts of a mixture; None where each expert has a `layout` of its own."""
         return None
 
     def bits_per_weight(self, out_features: int, in_features: int, dtype: torch.dtype) -> float:
-        """Bits a weight takes on disk, scales and everything else included."""
+        """Bits on disk for each weight, all canonical tensors included."""
         dtypes, total = self.dtypes(dtype), 0
         for name, shape in self.shapes(out_features, in_features).items():
             total += torch.Size(shape).numel() * dtypes[name].itemsize * 8

@@ -1,4 +1,4 @@
-"""Sparse weights of any pattern: a bit for every weight and the kept ones."""
+"""Sparse weights of any pattern: a bit for each weight, and the kept weights."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,13 @@ from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_c
 
 @dataclass(frozen=True)
 class BitmapFormat(MaskedFormat):
-    """ "bitmap" uint8 [N, ceil(K / 8)]: bit k % 8 of byte k / 8 is set where column k is kept. "qweight": the kept weights, row
-    after row, [kept] values or [packed_width(kept)] codes.
+    """Canonical tensors: "bitmap" uint8 [N, ceil(K / 8)], in which bit k % 8 of byte k / 8 is set where column k is
+    kept, and "qweight",
+    the kept weights row after row: [kept] values or [packed_width(kept)] codes.
 
-    `sparsity`, `pattern` and `group` are those of `hf_efficient.pruning.mask.Sparsity` and say how many are kept."""
+    `sparsity`, `pattern` and `group`, which decide how many weights are kept, are those of
+    `hf_efficient.pruning.mask.Sparsity`.
+    """
 
     sparsity: float = 0.5
     pattern: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""Codes that are entries of a table instead of points of a grid: `w = table[code] * scale`."""
+"""Codes that index a table instead of a regular grid: `w = table[code] * scale`."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.linear.codebook_layout import codebook_layout, dequantize_codebook
+from hf_efficient.kernels.linear.codebook import codebook_layout, dequantize_codebook
 from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
 
 
@@ -21,20 +21,24 @@ TABLES = {
     # bitsandbytes' 4-bit float: a sign, two bits of exponent, one of mantissa, in an order of its own
     "fp4": (*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES)),
 }
-SCALES_AT_ONCE = 256  # scales that share one float32 when they are quantized themselves
-_ELEMENTS_AT_ONCE = 1 << 20  # bounds the float32 copies of a weight
+SCALES_AT_ONCE = 256  # quantized scales that share one float32 scale
+_ELEMENTS_AT_ONCE = 1 << 20  # float32 elements of a weight that are copied at once: 4 MB
 
 
 @dataclass(frozen=True)
 class CodebookFormat(Format):
-    """`codebook`: "nf4" or "fp4", fixed tables of 16 entries in [-1, 1], or "kmeans", a learned one, stored as "codebook" in
-    the weight's dtype: [N, 2^bits] (one a row) for group_size -1, else [1, 2^bits]. `group_size` weights along in_features
-    share a scale (-1: the whole row, None: the whole tensor).
+    """Canonical tensors: "qweight" uint8 (see `kernels.linear.codes`), "scale" [N, G] and, where the table is learned,
+    "codebook".
 
-    `double_quantization` (QLoRA): scales in 8 bits, "scale_codes" uint8 [N, G], one float32 "scale_scale" for 256 of them in
-    a row and their mean "scale_mean", instead of "scale" in the weight's dtype: (code - 128) * scale_scale + scale_mean.
-
-    `scale_dtype`: that of "scale", a name like "float32", where it is not the weight's."""
+    Args:
+        codebook: "nf4" or "fp4", fixed tables of 16 entries in [-1, 1], or "kmeans", a learned one in the weight's
+            dtype: [N, 2^bits] (one a row) for group_size -1, else [1, 2^bits].
+        bits: of a code.
+        group_size: weights along in_features that share a scale; -1: the whole row, None: the whole tensor.
+        double_quantization: scales in 8 bits (QLoRA): "scale_codes" uint8 [N, G], a float32 "scale_scale" for each 256
+            of them and their mean "scale_mean" in place of "scale"; scale = (code - 128) * scale_scale + scale_mean.
+        scale_dtype: of "scale", a name like "float32", where it is not the weight's dtype.
+    """
 
     codebook: str
     bits: int
@@ -62,9 +66,9 @@ class CodebookFormat(Format):
             shapes |= {"scale_codes": per_group, "scale_scale": (blocks,), "scale_mean": (1,)}
         else:
             shapes["scale"] = per_group
-        return (
-            shapes if self.codebook != "kmeans" else {**shapes, "codebook": (self.tables(out_features), 2**self.bits)}
-        )
+        if self.codebook == "kmeans":
+            shapes["codebook"] = self.tables(out_features), 2**self.bits
+        return shapes
 
     def dtypes(self, dtype):
         dtypes = {"qweight": torch.uint8}
@@ -98,9 +102,7 @@ class CodebookFormat(Format):
         if not self.double_quantization:
             return tensors["scale"].float()
         codes, mean = tensors["scale_codes"], tensors["scale_mean"][..., None]
-        step = tensors["scale_scale"].repeat_interleave(SCALES_AT_ONCE, -1)[
-            ..., : codes[..., :, :].flatten(-2).shape[-1]
-        ]
+        step = tensors["scale_scale"].repeat_interleave(SCALES_AT_ONCE, -1)[..., : codes.flatten(-2).shape[-1]]
         return (codes.float() - 128) * step.reshape(codes.shape) + mean
 
     def table(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -115,15 +117,15 @@ class CodebookFormat(Format):
         return F.pad(values.float(), (0, -values.shape[1] % width)).unflatten(1, (-1, width))
 
     def normalised(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """weight [N, K] divided by its scales [N, G] or [1, 1]: float32 [N, K], contiguous; zeros where a scale
-        is 0."""
+        """weight [N, K] divided by its scales [N, G] or [1, 1]: float32 [N, K], contiguous, zeros where a scale is
+        0."""
         inverse = 1 / scale.float()
         inverse = torch.where(inverse.isfinite(), inverse, 0)
         return (self.grouped(weight) * inverse[..., None]).flatten(1)[:, : weight.shape[1]].contiguous()
 
     def nearest(self, weight: torch.Tensor, scale: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """The codes uint8 [N, K] of the entries, table [1 or N, 2^bits] * scale [N, G] or [1, 1], that are nearest to weight
-        [N, K]; of equal entries the first."""
+        """The codes uint8 [N, K] of the entries that are nearest to weight [N, K], of equal entries the first. table is
+        [1 or N, 2^bits], scale [N, G] or [1, 1]."""
         entries, order = table.float().sort(stable=True)
         order = order.gather(1, torch.searchsorted(entries, entries)).to(torch.uint8)
         between = (entries[:, 1:] + entries[:, :-1]) / 2
@@ -138,8 +140,8 @@ class CodebookFormat(Format):
         return codes
 
     def round(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """weight [N, K] -> canonical tensors for a fixed table: the largest magnitude of each group becomes 1, every weight
-        takes the nearest entry times the scale as it is stored."""
+        """weight [N, K] -> canonical tensors for a fixed table. The scale is the largest magnitude of each group; every
+        weight takes the entry that is nearest with the scale as it is stored."""
         if self.codebook == "kmeans":
             raise ValueError("codebook='kmeans' has no table to round to: method='kmeans' learns one")
         tensors = self.store_scale(self.absmax(weight), weight.dtype)

@@ -1,4 +1,4 @@
-"""What formats share that store a mask and the weights it keeps."""
+"""The base class of formats that store a mask and the kept weights."""
 
 from dataclasses import dataclass
 
@@ -6,36 +6,47 @@ import torch
 
 from hf_efficient.formats.affine import AffineFormat
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.linear.codes import packed_width
-from hf_efficient.kernels.linear.expanded import DenseLinear, RestoredLinear
-from hf_efficient.kernels.linear.native_sparse import SparseLinear
-from hf_efficient.kernels.linear.weight_only import expand_groups
+from hf_efficient.kernels.linear.codes import expand_groups, packed_width
+from hf_efficient.kernels.linear.layout import DenseLayout, RestoredLayout
+from hf_efficient.kernels.linear.native_sparse import NativeSparseLayout
 
 
 @dataclass(frozen=True)
 class MaskedFormat(Format):
-    """Kept weights only, in the order in which they stand in the matrix, and a mask of where; all others are 0.
+    """The kept weights in row-major order as "qweight", and a mask; all other weights are 0.
 
-    `weights` None: "qweight" holds the values in the weight's dtype, to the bit, zeros and their signs included. Otherwise it
-    holds codes of that format, beside its scales of the whole rows."""
+    weights: None: "qweight" holds values in the weight's dtype, bit for bit. Otherwise it holds codes of that format,
+    and the other canonical tensors of that format, which belong to whole rows, stand next to it.
+    """
 
     weights: AffineFormat | None = None
 
     def kept_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """The kept weights of [out_features, in_features] as one tensor. Raises ValueError for sizes that the pattern does not
-        divide."""
+        """The shape of the kept weights of [out_features, in_features].
+
+        Raises:
+            ValueError: the pattern does not divide the sizes.
+        """
         raise NotImplementedError
 
     def mask_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """Of the tensor `mask_name`, which is uint8."""
+        """The shape of the tensor `mask_name`, which is uint8."""
         raise NotImplementedError
 
     def pack_mask(self, mask: torch.Tensor) -> torch.Tensor:
-        """bool [..., N, K], True = kept -> the tensor `mask_name`. Raises ValueError for a mask the format does not hold."""
+        """bool [..., N, K], True = kept -> the tensor `mask_name`.
+
+        Raises:
+            ValueError: the format cannot store this mask.
+        """
         raise NotImplementedError
 
     def mask(self, tensors: dict[str, torch.Tensor], in_features: int) -> torch.Tensor:
-        """Which weights are kept: bool [..., N, in_features]. Raises ValueError where the tensors contradict each other."""
+        """Which weights are kept: bool [..., N, in_features].
+
+        Raises:
+            ValueError: the tensors contradict each other.
+        """
         raise NotImplementedError
 
     def shapes(self, out_features, in_features):
@@ -54,7 +65,7 @@ class MaskedFormat(Format):
         """The canonical tensors of weight [..., N, K] where mask (bool, True = kept) keeps it.
 
         Raises:
-            ValueError: the mask is none of this format, or the format stores codes.
+            ValueError: the format cannot store this mask, or stores codes.
         """
         if self.weights is not None:
             raise ValueError(f"{self} stores codes: pack_affine takes them")
@@ -63,11 +74,11 @@ class MaskedFormat(Format):
     def pack_affine(
         self, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, mask: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The canonical tensors of codes uint8 [..., N, K] on the grid of `weights` where mask (bool, True = kept) keeps them;
-        scale and zero_point [..., N, G] as `weights` has them, None for a symmetric one.
+        """The canonical tensors of codes uint8 [..., N, K] on the grid of `weights` where mask (bool, True = kept)
+        keeps them; scale and zero_point [..., N, G] as `weights` has them, None for a symmetric one.
 
         Raises:
-            ValueError: the mask is none of this format, or the format stores no codes or other zero points.
+            ValueError: the format cannot store this mask, or stores no codes or other zero points.
         """
         if self.weights is None or self.weights.symmetric != (zero_point is None):
             given = "without" if zero_point is None else "with"
@@ -84,8 +95,8 @@ class MaskedFormat(Format):
         return {"qweight": values[mask].view(shape), self.mask_name: packed}
 
     def codes(self, tensors: dict[str, torch.Tensor], in_features: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values or codes [..., N, in_features] with 0 where nothing is kept, the mask bool alike), on any device.
-        Raises ValueError as `mask`."""
+        """(values or codes [..., N, in_features], 0 where nothing is kept; the mask, bool alike). Raises ValueError as
+        `mask`."""
         mask, kept = self.mask(tensors, in_features), tensors["qweight"]
         if self.weights is not None:
             count = self.kept_shape(*mask.shape[-2:])[-1]
@@ -110,8 +121,8 @@ class MaskedFormat(Format):
         return self.weights.dequantize(dense, in_features, dtype).masked_fill_(~mask, 0)
 
     def layout(self, tensors, in_features, dtype):
-        """What multiplies the kept weights as they are, where the device has it. Otherwise a dense weight in memory, with the
-        time of the weight before pruning: codes as `weights` lays them out, 16-bit weights in their dtype."""
+        """A layout that reads only the kept weights, where the device has one. Otherwise a dense weight, as fast as
+        before pruning: codes in the layout of `weights`, values in `dtype`."""
         values, mask = self.codes(tensors, in_features)
         if layout := self.device_layout(tensors, values, mask, dtype):
             return layout
@@ -122,25 +133,25 @@ class MaskedFormat(Format):
             def kept():
                 return values[self.mask(own_mask, in_features)].view(kept_shape)
 
-            return DenseLinear(values.to(dtype), kept if exact else None)
+            return DenseLayout(values.to(dtype), kept if exact else None)
         dense = self.with_zeros(tensors, in_features)
         layout = dense and self.weights.layout(dense, in_features, dtype)
         if not layout or not layout.replaces_qweight:
-            return DenseLinear(self.dequantize(tensors, in_features, dtype))
+            return DenseLayout(self.dequantize(tensors, in_features, dtype))
 
         def restore(layout):
-            codes = self.weights.unpack(layout.qweight(), in_features)
+            codes = self.weights.unpack(layout.canonical(), in_features)
             return self.weights.pack(codes[self.mask(own_mask, in_features)].view(kept_shape))
 
-        return RestoredLinear(layout, restore)
+        return RestoredLayout(layout, restore)
 
     def device_layout(self, tensors, values, mask, dtype):
-        """The layout of values or codes [N, K] and their mask that reads the kept ones only; None: there is none."""
-        return SparseLinear.pack(values, mask, tensors["qweight"].shape) if values.dtype is dtype else None
+        """A layout of values or codes [N, K] and their mask that reads only the kept ones; None where there is none."""
+        return NativeSparseLayout.pack(values, mask, tensors["qweight"].shape) if values.dtype is dtype else None
 
     def with_zeros(self, tensors: dict[str, torch.Tensor], in_features: int) -> dict[str, torch.Tensor] | None:
-        """The canonical tensors of `weights` for the same weight [..., N, K]: what is not kept has the code of 0. None where no
-        code stands for 0: values, or zero points that are no integers. Raises ValueError as `mask`."""
+        """The canonical tensors of `weights` for the same weight [..., N, K], with the code of 0 where nothing is kept.
+        None where no code means 0: for values, and for zero points that are no integers. Raises as `mask`."""
         zero = tensors.get("zero_point")
         if self.weights is None or (zero is not None and zero.is_floating_point()):
             return None

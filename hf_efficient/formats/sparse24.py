@@ -7,22 +7,23 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats.masked import MaskedFormat
-from hf_efficient.kernels.linear.expanded import RestoredLinear
-from hf_efficient.kernels.linear.sparse24 import Sparse24TritonLinear
+from hf_efficient.kernels.linear.layout import RestoredLayout
+from hf_efficient.kernels.linear.sparse24 import Sparse24TritonLayout
 
 
-_GROUPS = 3  # of four columns in a byte: 6^3 = 216
+_GROUPS = 3  # groups of four columns in a byte: 6^3 = 216 values
 PLACES_COLUMNS = 4 * _GROUPS
 _PAIRS = tuple((first, second) for first in range(4) for second in range(first + 1, 4))
 
 
 @dataclass(frozen=True)
 class Sparse24Format(MaskedFormat):
-    """ "qweight": the two kept weights of each group, [N, K / 2] values or [N, packed_width(K / 2)] codes.
-    "places" uint8 [N, ceil(K / 12)]: which of the six pairs of places (0 1, 0 2, 0 3, 1 2, 1 3, 2 3) is kept, three groups a
-    byte as digits of base 6, the lowest first.
+    """Canonical tensors: "qweight", the two kept weights of each group of four, [N, K / 2] values or [N, packed_width(K
+    / 2)] codes, and "places" uint8 [N, ceil(K / 12)], which of the six pairs (0 1, 0 2, 0 3, 1 2, 1 3, 2 3) is kept:
+    three groups a byte, as digits of base 6, the lowest first.
 
-    That is 0.542 of 16-bit weights, and 2.67 bits instead of 4, without the scales."""
+    This takes 0.542 of the memory of 16-bit weights, and 2.67 bits a weight instead of 4, without the scales.
+    """
 
     mask_name = "places"
 
@@ -38,9 +39,9 @@ class Sparse24Format(MaskedFormat):
         groups = mask.unflatten(-1, (-1, 4))
         if (groups.sum(-1) != 2).any():
             place = (groups.sum(-1) != 2).nonzero()[0].tolist()
+            kept = groups[tuple(place)].sum().item()
             raise ValueError(
-                f"row {place[-2]} keeps {groups[tuple(place)].sum().item()} of the columns from {4 * place[-1]} on: it must "
-                "be 2 of every 4"
+                f"row {place[-2]} keeps {kept} of the columns from {4 * place[-1]} on: it must be 2 of every 4"
             )
         pairs = (groups * torch.tensor([1, 2, 4, 8], device=mask.device)).sum(-1)
         digit_of = torch.zeros(16, dtype=torch.uint8, device=mask.device)
@@ -58,18 +59,18 @@ class Sparse24Format(MaskedFormat):
         return pairs[digits.long()].flatten(-3)[..., :in_features]
 
     def device_layout(self, tensors, values, mask, dtype):
-        """On a GPU the 2:4 product of the kernels, for 16-bit weights and for 4-bit codes in groups that they know."""
+        """On a GPU the Triton kernels, for 16-bit weights and for 4-bit codes in groups that they serve."""
         if not values.is_cuda:
             return super().device_layout(tensors, values, mask, dtype)
         return self.triton_layout(tensors, values, mask, dtype)
 
-    def triton_layout(self, tensors, values, mask, dtype) -> RestoredLinear | None:
-        """What a GPU computes with; None where the kernels do not serve it."""
+    def triton_layout(self, tensors, values, mask, dtype) -> RestoredLayout | None:
+        """The layout of the Triton kernels; None where they do not serve this weight."""
         if self.weights is None:
-            layout = Sparse24TritonLinear.pack(values, mask, dtype=dtype)
-            return layout and RestoredLinear(layout, Sparse24TritonLinear.kept)
+            layout = Sparse24TritonLayout.pack(values, mask, dtype=dtype)
+            return layout and RestoredLayout(layout, Sparse24TritonLayout.kept)
         scale, zero = tensors["scale"], tensors.get("zero_point")
         if self.weights.bits != 4 or (zero is not None and zero.is_floating_point()):
             return None
-        layout = Sparse24TritonLinear.pack(values, mask, scale, zero, self.weights.group_size, dtype=dtype)
-        return layout and RestoredLinear(layout, lambda layout: self.weights.pack(layout.kept()))
+        layout = Sparse24TritonLayout.pack(values, mask, scale, zero, self.weights.group_size, dtype=dtype)
+        return layout and RestoredLayout(layout, lambda layout: self.weights.pack(layout.kept()))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from hf_efficient.formats.base import Format
 from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
-from hf_efficient.kernels.linear.ternary_layout import ternary_layout
+from hf_efficient.kernels.linear.ternary import ternary_layout
 
 
 _DIGITS = 5  # base-3 digits in a byte: 3^5 = 243
@@ -15,9 +15,12 @@ _DIGITS = 5  # base-3 digits in a byte: 3^5 = 243
 
 @dataclass(frozen=True)
 class TernaryFormat(Format):
-    """w = (code - 1) * scale with codes 0, 1, 2. "scale" is float32, so that scales of other checkpoints are kept to the
-    bit: [1, 1], or [N, 1] `per_channel`. "qweight" takes 2 bits a weight, or 1.6 when `dense`: five codes are the base-3
-    digits of a byte, the lowest first. A layout rounds its inputs to int8, one scale a token."""
+    """w = (code - 1) * scale with codes 0, 1, 2. Layouts round their inputs to int8, one scale a token.
+
+    Canonical tensors: "qweight" uint8, 2 bits a weight, or 1.6 where `dense`: five codes are the base-3 digits of a
+    byte, the lowest first. "scale" float32, which holds the scales of other checkpoints exactly: [1, 1], or [N, 1]
+    where `per_channel`.
+    """
 
     per_channel: bool = False
     dense: bool = False
@@ -44,8 +47,8 @@ class TernaryFormat(Format):
         return digits.flatten(-2)[..., :in_features]
 
     def round(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """weight [N, K] -> canonical tensors by the paper's absmean: the scale is the mean magnitude (at least 1e-5), a weight
-        takes the nearest of -scale, 0 and scale."""
+        """weight [N, K] -> canonical tensors by the paper's absmean: the scale is the mean magnitude (at least 1e-5),
+        and each weight becomes the nearest of -scale, 0 and scale."""
         rows = weight.float()
         mean = rows.abs().mean(1, keepdim=True) if self.per_channel else rows.abs().mean().view(1, 1)
         inverse = 1.0 / mean.clamp_min(1e-5)  # rounded as in transformers' WeightQuant, to the bit
@@ -84,23 +87,23 @@ def canonical_of_bitnet(
     linear_class: str,
     format: TernaryFormat,
 ) -> dict[str, torch.Tensor]:
-    """The canonical tensors, with the same values to the bit, of a linear [out_features, K] of a checkpoint that transformers
-    made with `BitNetQuantConfig`.
+    """The canonical tensors of a linear layer [out_features, K] of a checkpoint that transformers made with
+    `BitNetQuantConfig`, with the same values bit for bit.
 
     Args:
-        weight: uint8 [out_features / 4, K], bits 2 i of row r being 1 + the weight of row r + i * out_features / 4; or floats
-            [out_features, K]: offline (with a weight_scale) -c, 0 and c for some c, online any, which are ternarised here.
+        weight: uint8 [out_features / 4, K], bits 2 i and 2 i + 1 of row r being 1 + the weight of row r + i *
+            out_features / 4. Or floats [out_features, K]: with a weight_scale only -c, 0 and c for some c; without one
+            ("online") any, which are rounded here.
         weight_scale: one element; None for `quantization_mode="online"`.
-        linear_class: "bitlinear", whose weight is *divided* by weight_scale, or "autobitlinear", where it is multiplied.
-        format: any with one scale a tensor.
+        linear_class: "bitlinear", whose weight is divided by weight_scale, or "autobitlinear", where it is multiplied.
+        format: one with a single scale for the tensor.
 
     Raises:
-        ValueError: shapes that do not belong together, another linear_class, bytes or floats that are no ternary weight.
+        ValueError: shapes that do not fit, another linear_class, or a weight that is not ternary.
     """
     if linear_class not in ("bitlinear", "autobitlinear") or format.per_channel:
-        raise ValueError(
-            f"linear_class={linear_class!r}, {format}: it must be 'bitlinear' or 'autobitlinear', with one scale a tensor"
-        )
+        allowed = "it must be 'bitlinear' or 'autobitlinear', with one scale a tensor"
+        raise ValueError(f"linear_class={linear_class!r}, {format}: {allowed}")
     rows = len(weight) * 4 if weight.dtype == torch.uint8 else len(weight)
     if rows != out_features:
         raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} has {rows} rows, the layer {out_features}")

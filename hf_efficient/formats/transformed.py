@@ -1,4 +1,4 @@
-"""A weight that expects its input transformed: put in another order (GPTQ's activation order), scaled per channel (AWQ,
+"""A weight whose input is transformed first: reordered (GPTQ's activation order), scaled per channel (AWQ,
 SmoothQuant), rotated (QuIP, QuaRot)."""
 
 from dataclasses import dataclass
@@ -7,13 +7,16 @@ import torch
 
 from hf_efficient.formats.base import Format
 from hf_efficient.kernels.hadamard import rotate, unrotate_weight
+from hf_efficient.kernels.linear.layout import Layout
 
 
 @dataclass(frozen=True)
 class TransformedFormat(Format):
-    """y = rotate(x[input_order] * input_scale) Wq^T where Wq is stored in the format `inner`. Adds the canonical tensors
-    "input_order" int32 [K], "input_scale" [K] in the weight's dtype and "rotation_signs" int8 [K] (the random signs before
-    the Hadamard transform), each only where it is asked for."""
+    """y = rotate(x[input_order] * input_scale) @ Wq^T, with Wq in the format `inner`.
+
+    Each flag adds a canonical tensor: "input_order" int32 [K], "input_scale" [K] in the weight's dtype, and for
+    `rotation` "rotation_signs" int8 [K], the random signs before the Hadamard transform.
+    """
 
     inner: Format
     input_scale: bool = False
@@ -48,7 +51,7 @@ class TransformedFormat(Format):
             raise ValueError("rotation_signs holds other numbers than -1 and 1")
 
     def dequantize(self, tensors, in_features, dtype):
-        """The weight that acts on the plain x: products of the transforms are taken in float32."""
+        """The weight for an input that is not transformed. The transforms are multiplied into it in float32."""
         computes = self.rotation or self.input_scale
         weight = self.inner.dequantize(tensors, in_features, torch.float32 if computes else dtype)
         if self.rotation:
@@ -68,28 +71,29 @@ class TransformedFormat(Format):
         return [name for name in used if used[name]]
 
 
-class _TransformedLayout:
-    """The transforms of the input before the layout of the inner format."""
+class _TransformedLayout(Layout):
+    """Transforms the input, then multiplies by the layout of the inner format."""
 
-    def __init__(self, format: TransformedFormat, tensors, inner, in_features: int):
-        self.format, self.canonical, self.inner, self.in_features = format, dict(tensors), inner, in_features
-        self.canonical.pop("qweight") if inner.replaces_qweight else None
+    def __init__(self, format: TransformedFormat, stored: dict[str, torch.Tensor], inner: Layout, in_features: int):
+        self.format, self.stored, self.inner, self.in_features = format, dict(stored), inner, in_features
         self.replaces_qweight, self.tensors, self.dtype = inner.replaces_qweight, inner.tensors, inner.dtype
-        self.input_order = tensors["input_order"].long() if format.input_order else None
-        self.input_scale = tensors["input_scale"].to(inner.dtype) if format.input_scale else None
-        self.signs = tensors["rotation_signs"].to(inner.dtype) if format.rotation else None
+        self.canonical = inner.canonical
+        if inner.replaces_qweight:
+            del self.stored["qweight"]
+        else:
+            self.canonical = lambda: stored["qweight"]
+        self.input_order = stored["input_order"].long() if format.input_order else None
+        self.input_scale = stored["input_scale"].to(inner.dtype) if format.input_scale else None
+        self.signs = stored["rotation_signs"].to(inner.dtype) if format.rotation else None
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul(self, x, bias=None):
         if self.input_order is not None:
             x = x.index_select(-1, self.input_order)
         if self.input_scale is not None:
             x = x * self.input_scale
         if self.signs is not None:
             x = rotate(x, self.signs)
-        return self.inner(x, bias)
+        return self.inner.matmul(x, bias)
 
-    def dequantize(self) -> torch.Tensor:
-        return self.format.dequantize({**self.canonical, "qweight": self.qweight()}, self.in_features, self.dtype)
-
-    def qweight(self) -> torch.Tensor:
-        return self.inner.qweight() if self.replaces_qweight else self.canonical["qweight"]
+    def dequantize(self):
+        return self.format.dequantize({**self.stored, "qweight": self.canonical()}, self.in_features, self.dtype)

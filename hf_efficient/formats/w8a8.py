@@ -1,4 +1,4 @@
-"""Weights in 8 bits whose inputs are rounded to 8 bits, too: int8 and float8 E4M3."""
+"""Weights in 8 bits whose inputs are rounded to 8 bits as well: int8 and float8 E4M3."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.linear.quantized_activations import Float8Linear, Int8Linear, LlmInt8Linear
+from hf_efficient.kernels.linear.w8a8_layouts import Float8Layout, Int8Layout, LlmInt8Layout
 
 
 BLOCK = 128
@@ -15,15 +15,16 @@ _DEVICES = ("cuda", "cpu")
 
 @dataclass(frozen=True)
 class Int8Format(Format):
-    """w = (code - zero_point) * scale, the zero point only where it is asked for.
+    """w = (code - zero_point) * scale.
 
-    Canonical tensors: "qweight" int8 [N, K], "scale" float32 [N, 1] or [1, 1]; "zero_point" int8 like scale;
-    "activation_scale" float32 [1] and, where inputs are `asymmetric`, "activation_zero_point" int8 [1] for `static` inputs;
-    "outlier_columns" int32 [n] and "outlier_weight" [N, n] in the weight's dtype (n = `outlier_columns`, at most K): columns
-    that are not rounded, neither the weight's nor the input's; their codes are zeros.
+    Canonical tensors: "qweight" int8 [N, K]; "scale" float32, [N, 1] where `per_channel`, else [1, 1]; "zero_point"
+    int8 like "scale", where `zero_point`; "activation_scale" float32 [1], where `static`, and "activation_zero_point"
+    int8 [1], where `asymmetric` as well; with n = `outlier_columns`, at most K, "outlier_columns" int32 [n] and
+    "outlier_weight" [N, n] in the weight's dtype: columns in which neither the weight nor the input is rounded. Their
+    codes are 0.
 
-    Inputs are rounded a token at a time, unless `static`; with an `outlier_threshold` LLM.int8() decides in every call
-    which columns of them are not.
+    Inputs that are not `static` have one scale a token. With an `outlier_threshold`, LLM.int8() decides in each call
+    which of their columns are not rounded.
     """
 
     per_channel: bool = True
@@ -74,18 +75,18 @@ class Int8Format(Format):
         if tensors["qweight"].device.type not in _DEVICES:
             return self.dequantized_layout(tensors, in_features, dtype)
         if self.outlier_threshold is not None:
-            return LlmInt8Linear(tensors, dtype, self.outlier_threshold)
-        return Int8Linear(tensors, dtype, "int8_asymmetric" if self.asymmetric else "int8")
+            return LlmInt8Layout(tensors, dtype, self.outlier_threshold)
+        return Int8Layout(tensors, dtype, "int8_asymmetric" if self.asymmetric else "int8")
 
 
 @dataclass(frozen=True)
 class Float8Format(Format):
-    """w = code * scale with codes in float8 E4M3 (largest 448).
+    """w = code * scale with codes in float8 E4M3, whose largest number is 448.
 
-    Canonical tensors: "qweight" float8_e4m3fn [N, K]; "scale" float32 [N, 1] ("channel"), [1, 1] ("tensor") or
-    [ceil(N / 128), ceil(K / 128)] ("block"); "activation_scale" float32 [1] for `static` inputs; "outlier_columns" and
-    "outlier_weight" as in `Int8Format`. Inputs that are not static have one scale a token, with "block" one for 128 columns of a
-    token.
+    Canonical tensors: "qweight" float8_e4m3fn [N, K]; "scale" float32 [N, 1] (`weights` "channel"), [1, 1] ("tensor")
+    or [ceil(N / 128), ceil(K / 128)] ("block"); "activation_scale" float32 [1], where `static`; "outlier_columns" and
+    "outlier_weight" as in `Int8Format`. Inputs that are not `static` have one scale a token, with "block" one for each
+    128 columns of a token.
     """
 
     weights: str = "channel"
@@ -127,7 +128,7 @@ class Float8Format(Format):
     def layout(self, tensors, in_features, dtype):
         if tensors["qweight"].device.type not in _DEVICES:
             return self.dequantized_layout(tensors, in_features, dtype)
-        return Float8Linear(tensors, dtype, "fp8_block" if self.weights == "block" else "fp8")
+        return Float8Layout(tensors, dtype, "fp8_block" if self.weights == "block" else "fp8")
 
 
 def _outlier_shapes(format: Format, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
@@ -136,7 +137,8 @@ def _outlier_shapes(format: Format, out_features: int, in_features: int) -> dict
 
 
 def _check_activations(tensors: dict[str, torch.Tensor], in_features: int) -> None:
-    """Raises ValueError for a scale of inputs that nothing can be divided by, or outlier columns that are none."""
+    """Raises ValueError for a scale of inputs that is not positive, or outlier columns that are not different
+    columns."""
     scale, columns = tensors.get("activation_scale"), tensors.get("outlier_columns")
     if scale is not None and not (scale > 0).all():
         raise ValueError(f"activation_scale holds {scale.min().item()}, expected positive numbers")
@@ -147,7 +149,7 @@ def _check_activations(tensors: dict[str, torch.Tensor], in_features: int) -> No
 
 
 def _with_outliers(weight: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """`weight` [..., N, K] with the columns that are kept as they are, in place."""
+    """Puts the columns that are not rounded into `weight` [..., N, K], in place."""
     if "outlier_columns" in tensors:
         columns, kept = tensors["outlier_columns"].long(), tensors["outlier_weight"].to(weight.dtype)
         weight.scatter_(-1, columns[..., None, :].expand_as(kept), kept)

@@ -1,8 +1,8 @@
 """Kernels and the torch ops that choose between them.
 
-The kernel folders `kernels/<name>/torch-ext/<package>` of the repository are kernel-builder projects that can be published
-to the Hub as they stand; setup.cfg installs them as `hf_efficient.kernels.<package>`. From a checkout that is not
-installed they are found through `__path__`, which this file extends.
+The folders `kernels/<name>/torch-ext/<package>` of the repository are kernel-builder projects, which the Hub takes as
+they stand. setup.cfg installs them as `hf_efficient.kernels.<package>`; in a checkout that is not installed, `__path__`
+finds them.
 """
 
 from pathlib import Path

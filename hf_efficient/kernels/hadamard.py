@@ -1,9 +1,10 @@
-"""Randomised orthonormal Hadamard transforms along the last dimension, for any size: they spread what stands in one column
-over all of them (QuIP#, https://arxiv.org/abs/2402.04396; QuaRot, https://arxiv.org/abs/2404.00456).
+"""Randomised orthonormal Hadamard transforms along the last dimension, of any size. They spread an outlier column over
+all columns (QuIP#, https://arxiv.org/abs/2402.04396; QuaRot, https://arxiv.org/abs/2404.00456).
 
-The transform of K = odd * 2^m columns is a Kronecker product of small matrices: Sylvester's for powers of two, and for the
-odd part the Paley matrix of order odd * 2^j (entries +-1) where one exists, else the Hartley matrix of order odd (entries
-up to sqrt(2) in size). Only where the odd part exceeds 512 are `odd` blocks of 2^m columns transformed on their own.
+The transform of K = odd * 2^m columns is a Kronecker product of small matrices. Powers of two take Sylvester's
+matrices; the odd part takes the Paley matrix of order odd * 2^j (entries +-1) where one exists, else the Hartley matrix
+of order odd (entries of magnitude up to sqrt(2)). Where the odd part exceeds 512, each of `odd` blocks of 2^m columns
+is transformed alone.
 """
 
 import math
@@ -12,7 +13,9 @@ from functools import lru_cache
 import torch
 
 
-_LARGEST_ODD, _LARGEST_PALEY, _PREFERRED = 512, 256, 64
+_LARGEST_ODD = 512  # order of a Hartley matrix; with larger odd parts columns are transformed in blocks
+_LARGEST_PALEY = 256  # order: a larger product costs more than the mixing gains
+_PREFERRED = 64  # order: matrices up to this size are joined into one product
 
 
 def random_signs(columns: int, seed: int = 0) -> torch.Tensor:
@@ -22,21 +25,22 @@ def random_signs(columns: int, seed: int = 0) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """x [..., K] R in the dtype of x, computed in float32 (float64 for float64), with R = diag(signs) H orthonormal [K, K].
-    A weight [N, K] is rotated the same way: rotate(x) rotate(W)^T = x W^T.
+    """x [..., K] @ R with the orthonormal R = diag(signs) H [K, K], in the dtype of x.
+
+    It is computed in float32, for float64 in that. A weight [N, K] is rotated alike: rotate(x) @ rotate(W)^T = x @ W^T.
 
     Raises:
-        ValueError: where `signs` is not [K].
+        ValueError: `signs` is not [K].
     """
     _check(x, signs)
     return _transform(x * signs, transposed=False)
 
 
 def unrotate_weight(weight: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """weight [..., K] R^T: the inverse of `rotate`.
+    """weight [..., K] @ R^T: the inverse of `rotate`.
 
     Raises:
-        ValueError: where `signs` is not [K] (or [..., 1, K], for stacked weights).
+        ValueError: `signs` is neither [K] nor, for stacked weights, [..., 1, K].
     """
     _check(weight, signs)
     return _transform(weight, transposed=True) * signs
@@ -51,7 +55,7 @@ def _transform(x: torch.Tensor, transposed: bool) -> torch.Tensor:
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     blocks, matrices = _constants(x.shape[-1], dtype, x.device)
     y = x.to(dtype).unflatten(-1, (blocks, -1))
-    for matrix in matrices:  # transforms the leading factor and moves it to the end: after all, the order is restored
+    for matrix in matrices:  # transforms the leading factor and moves it to the end: the last one restores the order
         y = y.unflatten(-1, (matrix.shape[0], -1)).transpose(-1, -2) @ (matrix.t() if transposed else matrix)
         y = y.flatten(-2)
     return y.flatten(-2).to(x.dtype)
@@ -64,7 +68,8 @@ def _constants(columns: int, dtype: torch.dtype, device: torch.device) -> tuple[
 
 @lru_cache(maxsize=64)
 def _cached_constants(columns: int, dtype: torch.dtype, device: torch.device) -> tuple[int, list[torch.Tensor]]:
-    """The blocks and the matrices of `factors`; the first matrix holds the scale, so that the others are exact."""
+    """`factors` with the matrices in place of their orders. The first matrix holds the scale, so that the others are
+    exact."""
     blocks, orders = factors(columns)
     with torch.inference_mode(False), torch.no_grad():
         matrices = [_unnormalized(order) for order in orders]
@@ -74,8 +79,8 @@ def _cached_constants(columns: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def factors(columns: int) -> tuple[int, tuple[int, ...]]:
-    """(blocks, orders): the transform of `columns` has equal blocks on its diagonal, each the Kronecker product of matrices
-    of these orders."""
+    """(blocks, orders): the transform of `columns` is block diagonal with as many equal blocks, each the Kronecker
+    product of matrices of these orders."""
     power = columns & -columns
     odd, blocks, orders = columns // power, 1, ()
     if odd > _LARGEST_ODD:

@@ -6,7 +6,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_efficient.configs import CompressionConfig, module_matches
 from hf_efficient.experts import expert_weight_names, is_fused_experts, is_sorted_experts
 from hf_efficient.integrations import transformers_dtypes
-from hf_efficient.linear_classes import is_linear
+from hf_efficient.layers import is_linear
 from hf_efficient.targets import patterns, read_weights
 from hf_efficient.targets.held_weights import held_weights, lost_when_saved
 

@@ -178,7 +178,7 @@ def test_falcon_rounds_before_it_adds_the_bias(dtype):
 
 
 def test_other_subclasses_of_linear_stay_dense():
-    from hf_efficient.linear_classes import is_linear
+    from hf_efficient.layers import is_linear
 
     class Scaled(nn.Linear):
         def forward(self, x):

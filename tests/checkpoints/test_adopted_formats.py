@@ -10,7 +10,8 @@ from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.affine import _ordered
 from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.kernels.linear import native_cpu
-from hf_efficient.kernels.linear.weight_only import FloatZeroTritonLinear, Int4CpuLinear, Int8CpuLinear
+from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout, Int8CpuLayout
+from hf_efficient.kernels.linear.weight_only import FloatZeroTritonLayout
 from hf_efficient.layers import EfficientLinear
 from hf_efficient.methods import quantize
 
@@ -50,7 +51,7 @@ def test_layouts_compute_with_the_dequantized_weight(bits, group_size, zero_poin
     for dtype in TOLERANCE:
         layout = format.layout(tensors, COLUMNS, dtype)
         if kernels == "torch" and group_size in (32, 64):
-            assert isinstance(layout, (Int4CpuLinear, Int8CpuLinear))
+            assert isinstance(layout, (Int4CpuLayout, Int8CpuLayout))
         for rows in (1, 5, 40):
             x = torch.randn(rows, COLUMNS).to(dtype)
             expected = x.float() @ weight.t()
@@ -58,8 +59,8 @@ def test_layouts_compute_with_the_dequantized_weight(bits, group_size, zero_poin
             tolerance = TOLERANCE[dtype] * (
                 3 if kernels == "torch" else 1
             )  # torch's operators round scales and zeros, too
-            assert_close(layout(x).float(), expected, tolerance, largest, REASON)
-        kept = layout.qweight() if layout.replaces_qweight else tensors["qweight"]
+            assert_close(layout.matmul(x).float(), expected, tolerance, largest, REASON)
+        kept = layout.canonical() if layout.replaces_qweight else tensors["qweight"]
         assert torch.equal(kept, tensors["qweight"])
         assert_close(layout.dequantize().float(), weight, 2e-2, weight.abs().max().item() * 0.02, REASON)
 
@@ -71,12 +72,12 @@ def test_layout_of_the_triton_kernels(group_size, zero_point):
     format = AffineFormat(4, group_size, False, zero_point=zero_point, scale_dtype="float32")
     tensors = tensors_of(format)
     weight = format.dequantize(tensors, COLUMNS, torch.float32)
-    layout = FloatZeroTritonLinear(*_ordered(tensors), 4, group_size, COLUMNS, torch.float32)
+    layout = FloatZeroTritonLayout(*_ordered(tensors), 4, group_size, COLUMNS, torch.float32)
     x, bias = torch.randn(2, 3, COLUMNS), torch.randn(ROWS)
     expected = torch.nn.functional.linear(x, weight, bias)
-    assert_close(layout(x, bias), expected, 1e-5, 1e-3, REASON)
+    assert_close(layout.matmul(x, bias), expected, 1e-5, 1e-3, REASON)
     assert_close(layout.dequantize(), weight, 1e-5, 1e-4, REASON)
-    assert torch.equal(layout.qweight(), tensors["qweight"])
+    assert torch.equal(layout.canonical(), tensors["qweight"])
 
 
 def test_inputs_rounded_to_int8_with_float_zero_points():
@@ -86,7 +87,7 @@ def test_inputs_rounded_to_int8_with_float_zero_points():
     tensors = tensors_of(format)
     x = torch.randn(3, COLUMNS, dtype=torch.bfloat16)
     expected = x.float() @ format.dequantize(tensors, COLUMNS, torch.float32).t()
-    y = format.layout(tensors, COLUMNS, torch.bfloat16)(x).float()
+    y = format.layout(tensors, COLUMNS, torch.bfloat16).matmul(x).float()
     assert_close(y, expected, 0.02, float("inf"), "inputs in 8 bits")
 
 

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from format_checks import check_declared, check_on_a_gpu
 from helpers import assert_close
 
 from hf_efficient.formats.codebook import TABLES, CodebookFormat
 from hf_efficient.kernels import efficient_linear
-from hf_efficient.kernels.linear import codebook_layout
-from hf_efficient.kernels.linear.codebook_layout import CodebookCpuLinear, CodebookInt4Linear, CodebookTritonLinear
+from hf_efficient.kernels.linear import codebook
+from hf_efficient.kernels.linear.codebook import CodebookCpuLayout, CodebookInt4Layout, CodebookTritonLayout
 from hf_efficient.methods import kmeans
 
 
-# bitsandbytes 0.50.2 on a CPU, of torch.linspace(-3, 3, 64) ** 3 in one block: quantize_4bit's codes and dequantize_4bit
+# bitsandbytes 0.50.2 on a CPU, of torch.linspace(-3, 3, 64) ** 3 in one block: quantize_4bit's codes and
+# dequantize_4bit
 BITSANDBYTES = {
     "nf4": ("001112223344455566666777777777777777777777788888999aabbccddeeeff", -2.490903377532959),
     "fp4": ("bbaaaaddcccffeeeee9999999999000088881111111111666667744455222233", 0.0),
@@ -60,17 +62,10 @@ def expected_weight(tensors, format, columns):
 def test_format_follows_its_definition(format, columns):
     weight = torch.randn(5, columns).bfloat16()
     tensors = quantized(format, weight)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == format.shapes(5, columns)
-    assert {name: t.dtype for name, t in tensors.items()} == format.dtypes(torch.bfloat16)
+    check_declared(format, tensors, 5, columns)
     expected = expected_weight(tensors, format, columns)
     actual = format.dequantize(tensors, columns, torch.float64)
     assert_close(actual, expected, 1e-6, 1e-5, "8-bit scales are put together in float32")
-    codes = format.unpack(tensors["qweight"], columns)
-    assert torch.equal(format.pack(codes), tensors["qweight"])
-    experts = {name: torch.stack([t, t]) for name, t in tensors.items()}
-    assert torch.equal(
-        format.dequantize(experts, columns, torch.float32)[1], format.dequantize(tensors, columns, torch.float32)
-    )
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -78,7 +73,7 @@ def test_chosen_entries_are_the_nearest(format):
     weight = torch.randn(6, 100)
     tensors = quantized(format, weight)
     scale, table = format.scale(tensors), format.table(tensors)
-    scale = codebook_layout.expand_groups(scale, format.group_size, 100).double()
+    scale = codebook.expand_groups(scale, format.group_size, 100).double()
     grid = table.double()[:, None, :] * scale[..., None]
     error = (format.dequantize(tensors, 100, torch.float64) - weight).abs()
     least = (grid - weight[..., None]).abs().amin(-1)
@@ -135,17 +130,17 @@ def test_degenerate_groups(format):
 
 
 CASES = [  # format, N, K, the layout that must take it for bfloat16
-    (CodebookFormat("nf4", 4, 64), 64, 128, CodebookInt4Linear),
-    (CodebookFormat("nf4", 4, 128, True), 80, 576, CodebookInt4Linear),
-    (CodebookFormat("nf4", 4, None), 16, 32, CodebookInt4Linear),
-    (CodebookFormat("fp4", 4, 64), 48, 64, CodebookInt4Linear),
-    (CodebookFormat("kmeans", 4, -1), 32, 96, CodebookInt4Linear),
-    (CodebookFormat("kmeans", 3, 32), 32, 96, CodebookInt4Linear),
-    (CodebookFormat("kmeans", 2, 64), 32, 96, CodebookInt4Linear),
-    (CodebookFormat("nf4", 4, 48), 64, 96, CodebookCpuLinear),
-    (CodebookFormat("nf4", 4, 64), 30, 99, CodebookCpuLinear),
-    (CodebookFormat("kmeans", 3, -1), 30, 44, CodebookCpuLinear),
-    (CodebookFormat("kmeans", 2, 64), 30, 45, CodebookCpuLinear),
+    (CodebookFormat("nf4", 4, 64), 64, 128, CodebookInt4Layout),
+    (CodebookFormat("nf4", 4, 128, True), 80, 576, CodebookInt4Layout),
+    (CodebookFormat("nf4", 4, None), 16, 32, CodebookInt4Layout),
+    (CodebookFormat("fp4", 4, 64), 48, 64, CodebookInt4Layout),
+    (CodebookFormat("kmeans", 4, -1), 32, 96, CodebookInt4Layout),
+    (CodebookFormat("kmeans", 3, 32), 32, 96, CodebookInt4Layout),
+    (CodebookFormat("kmeans", 2, 64), 32, 96, CodebookInt4Layout),
+    (CodebookFormat("nf4", 4, 48), 64, 96, CodebookCpuLayout),
+    (CodebookFormat("nf4", 4, 64), 30, 99, CodebookCpuLayout),
+    (CodebookFormat("kmeans", 3, -1), 30, 44, CodebookCpuLayout),
+    (CodebookFormat("kmeans", 2, 64), 30, 45, CodebookCpuLayout),
 ]
 
 
@@ -155,24 +150,24 @@ def check_layout(layout, format, tensors, columns, error):
     eps = torch.finfo(dtype).eps
     rms, reason = 2 * eps + error, "weights and results rounded to the dtype; points of an 8-bit grid for entries"
     assert_close(layout.dequantize(), dense, rms, (8 * eps + error) * dense.abs().max().item(), reason)
-    assert torch.equal(layout.qweight(), tensors["qweight"])
+    assert torch.equal(layout.canonical(), tensors["qweight"])
     for shape in ((1, columns), (2, 3, columns), (140, columns)):
         x = torch.randn(shape, dtype=dtype)
         expected = x.double() @ dense.t()
         largest = expected.abs().max().item()
-        assert_close(layout(x), expected, 3 * rms, 6 * rms * largest, reason)
-        assert_close(layout(x, bias), expected + bias.double(), 3 * rms, 6 * rms * (largest + 4), reason)
-    assert layout(torch.randn(0, columns, dtype=dtype)).shape == (0, rows)
+        assert_close(layout.matmul(x), expected, 3 * rms, 6 * rms * largest, reason)
+        assert_close(layout.matmul(x, bias), expected + bias.double(), 3 * rms, 6 * rms * (largest + 4), reason)
+    assert layout.matmul(torch.randn(0, columns, dtype=dtype)).shape == (0, rows)
 
 
 @pytest.mark.parametrize("format, rows, columns, kind", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layouts_compute_the_product_and_turn_back(format, rows, columns, kind, dtype, monkeypatch):
-    monkeypatch.setattr(codebook_layout, "_ELEMENTS_AT_ONCE", 8 * columns)
+    monkeypatch.setattr(codebook, "_ELEMENTS_AT_ONCE", 8 * columns)
     tensors = quantized(format, torch.randn(rows, columns, dtype=dtype))
     layout = format.layout(tensors, columns, dtype)
-    assert type(layout) is (CodebookCpuLinear if dtype == torch.float32 else kind)
-    check_layout(layout, format, tensors, columns, 0.01 if type(layout) is CodebookInt4Linear else 0)
+    assert type(layout) is (CodebookCpuLayout if dtype == torch.float32 else kind)
+    check_layout(layout, format, tensors, columns, 0.01 if type(layout) is CodebookInt4Layout else 0)
 
 
 def test_entries_that_the_grid_cannot_tell_apart_stay_entries():
@@ -181,7 +176,7 @@ def test_entries_that_the_grid_cannot_tell_apart_stay_entries():
     codes = torch.arange(16, dtype=torch.uint8).repeat(32, 4)
     tensors = {"qweight": format.pack(codes), "scale": torch.ones(32, 1).bfloat16()}
     layout = format.layout(tensors, 64, torch.bfloat16)
-    assert type(layout) is CodebookCpuLinear and torch.equal(layout.qweight(), tensors["qweight"])
+    assert type(layout) is CodebookCpuLayout and torch.equal(layout.canonical(), tensors["qweight"])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -190,7 +185,7 @@ def test_entries_that_the_grid_cannot_tell_apart_stay_entries():
 def test_look_up(bits, rows, dtype):
     table = torch.randint(0, 200, (rows, 2**bits)).to(dtype)
     codes = torch.randint(0, 2**bits, (5, 41), dtype=torch.uint8)
-    found = codebook_layout.look_up(codebook_layout.pack_codes(codes, bits), table, bits, 41)
+    found = codebook.look_up(codebook.pack_codes(codes, bits), table, bits, 41)
     assert torch.equal(found, table.expand(5, -1).gather(1, codes.long()))
 
 
@@ -208,24 +203,16 @@ def test_the_layout_of_the_gpu_on_the_cpu(format):
     """What a GPU would read, through the same op, whose CPU implementation is the kernel's reference."""
     tensors = quantized(format, torch.randn(33, 200).bfloat16())
     canonical = tensors["qweight"], format.table(tensors), format.scale(tensors)
-    layout = CodebookTritonLinear(*canonical, format.bits, format.group_size, 200, torch.bfloat16)
+    layout = CodebookTritonLayout(*canonical, format.bits, format.group_size, 200, torch.bfloat16)
     check_layout(layout, format, tensors, 200, 0)
-    assert not CodebookTritonLinear.supports(48, torch.bfloat16) and CodebookTritonLinear.supports(96, torch.bfloat16)
+    assert not CodebookTritonLayout.supports(48, torch.bfloat16) and CodebookTritonLayout.supports(96, torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format, rows, columns, kind", CASES)
 def test_layouts_on_a_gpu(format, rows, columns, kind):
-    tensors = {name: t.cuda() for name, t in quantized(format, torch.randn(rows, columns).bfloat16()).items()}
-    layout = format.layout(tensors, columns, torch.bfloat16)
-    assert isinstance(layout, CodebookTritonLinear) is (format.group_size != 48)
-    dense = format.dequantize(tensors, columns, torch.float64)
-    for count in (1, 7, 300):
-        x = torch.randn(count, columns, dtype=torch.bfloat16, device="cuda")
-        expected = x.double() @ dense.t()
-        assert_close(layout(x), expected, 0.012, 0.05 * expected.abs().max().item(), "bfloat16 entries and results")
-    if layout.replaces_qweight:
-        assert torch.equal(layout.qweight(), tensors["qweight"])
+    tensors = quantized(format, torch.randn(rows, columns).bfloat16())
+    check_on_a_gpu(format, tensors, columns, None if format.group_size == 48 else CodebookTritonLayout, 0.012)
 
 
 def test_a_cpu_needs_no_triton():
@@ -239,7 +226,7 @@ from hf_efficient.formats.ternary import TernaryFormat
 for format in CodebookFormat("nf4", 4, 64), TernaryFormat():
     for dtype in torch.bfloat16, torch.float32:
         layout = format.layout(format.round(torch.randn(64, 64, dtype=dtype)), 64, dtype)
-        assert layout(torch.randn(3, 64, dtype=dtype)).isfinite().all() and layout.qweight().numel()
+        assert layout.matmul(torch.randn(3, 64, dtype=dtype)).isfinite().all() and layout.canonical().numel()
 """
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, env={**os.environ})

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from format_checks import check_declared, check_on_a_gpu
 from helpers import assert_close
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.kernels.linear import int4_layout, native_cpu
-from hf_efficient.kernels.linear.weight_only import DequantizedLinear, Int4CpuLinear, Int8CpuLinear, TritonLinear
+from hf_efficient.kernels.linear import int4_order, native_cpu
+from hf_efficient.kernels.linear.layout import DequantizedLayout
+from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout, Int8CpuLayout
+from hf_efficient.kernels.linear.weight_only import TritonLayout
 from hf_efficient.methods import get_method
 
 
@@ -40,11 +43,8 @@ def expected_weight(tensors, format, columns):
 def test_format_follows_its_definition(bits, group_size, symmetric, columns):
     format = AffineFormat(bits, group_size, symmetric)
     tensors = get_method("rtn").quantize(weight(5, columns), format)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == format.shapes(5, columns)
-    assert {name: t.dtype for name, t in tensors.items()} == format.dtypes(torch.bfloat16)
+    check_declared(format, tensors, 5, columns)
     assert torch.equal(format.dequantize(tensors, columns, torch.float64), expected_weight(tensors, format, columns))
-    codes = format.unpack(tensors["qweight"], columns)
-    assert torch.equal(format.pack(codes), tensors["qweight"])
     if bits == 4 and columns % 2:
         assert (tensors["qweight"][:, -1] >> 4 == 0).all()
 
@@ -98,32 +98,32 @@ def test_large_weights_are_quantized_in_slices(monkeypatch):
 
 
 CASES = [  # bits, group, symmetric, N, K, the layout that must take it
-    (4, 64, False, 64, 128, Int4CpuLinear),
-    (4, 32, True, 48, 96, Int4CpuLinear),  # fewer rows than a block of the packed layout
-    (4, 64, False, 144, 576, Int4CpuLinear),  # two blocks and a rest
-    (4, 128, False, 64, 576, Int4CpuLinear),  # a short last group, computed in groups of 64
-    (4, -1, False, 80, 320, Int4CpuLinear),
-    (4, None, True, 64, 64, Int4CpuLinear),
-    (4, None, False, 16, 32, Int4CpuLinear),
-    (4, 512, False, 32, 1024, Int4CpuLinear),
-    (4, 64, False, 30, 128, DequantizedLinear),  # the operator wants 16 rows
-    (4, 64, False, 64, 100, DequantizedLinear),
-    (4, 48, False, 64, 96, DequantizedLinear),
-    (2, 64, False, 48, 128, Int4CpuLinear),
-    (2, 32, True, 32, 96, Int4CpuLinear),
-    (3, 64, False, 64, 576, Int4CpuLinear),
-    (3, -1, True, 16, 64, Int4CpuLinear),
-    (3, 64, False, 30, 100, DequantizedLinear),
-    (8, -1, True, 33, 64, Int8CpuLinear),
-    (8, -1, False, 64, 48, Int8CpuLinear),
-    (8, None, True, 7, 32, Int8CpuLinear),
-    (8, None, False, 64, 96, Int8CpuLinear),
-    (8, 64, False, 16, 48, Int8CpuLinear),  # one short group is the row
-    (8, -1, True, 64, 72, DequantizedLinear),  # torch's operator reads out of bounds
-    (8, 32, False, 64, 64, Int4CpuLinear),  # groups: two planes of 4 bits
-    (8, 64, True, 144, 576, Int4CpuLinear),
-    (8, 128, False, 48, 576, Int4CpuLinear),
-    (8, 32, False, 40, 64, DequantizedLinear),
+    (4, 64, False, 64, 128, Int4CpuLayout),
+    (4, 32, True, 48, 96, Int4CpuLayout),  # fewer rows than a block of the packed layout
+    (4, 64, False, 144, 576, Int4CpuLayout),  # two blocks and a rest
+    (4, 128, False, 64, 576, Int4CpuLayout),  # a short last group, computed in groups of 64
+    (4, -1, False, 80, 320, Int4CpuLayout),
+    (4, None, True, 64, 64, Int4CpuLayout),
+    (4, None, False, 16, 32, Int4CpuLayout),
+    (4, 512, False, 32, 1024, Int4CpuLayout),
+    (4, 64, False, 30, 128, DequantizedLayout),  # the operator wants 16 rows
+    (4, 64, False, 64, 100, DequantizedLayout),
+    (4, 48, False, 64, 96, DequantizedLayout),
+    (2, 64, False, 48, 128, Int4CpuLayout),
+    (2, 32, True, 32, 96, Int4CpuLayout),
+    (3, 64, False, 64, 576, Int4CpuLayout),
+    (3, -1, True, 16, 64, Int4CpuLayout),
+    (3, 64, False, 30, 100, DequantizedLayout),
+    (8, -1, True, 33, 64, Int8CpuLayout),
+    (8, -1, False, 64, 48, Int8CpuLayout),
+    (8, None, True, 7, 32, Int8CpuLayout),
+    (8, None, False, 64, 96, Int8CpuLayout),
+    (8, 64, False, 16, 48, Int8CpuLayout),  # one short group is the row
+    (8, -1, True, 64, 72, DequantizedLayout),  # torch's operator reads out of bounds
+    (8, 32, False, 64, 64, Int4CpuLayout),  # groups: two planes of 4 bits
+    (8, 64, True, 144, 576, Int4CpuLayout),
+    (8, 128, False, 48, 576, Int4CpuLayout),
+    (8, 32, False, 40, 64, DequantizedLayout),
 ]
 
 
@@ -132,13 +132,11 @@ CASES = [  # bits, group, symmetric, N, K, the layout that must take it
 def test_layouts_compute_the_product_and_turn_back(
     bits, group_size, symmetric, rows, columns, kind, dtype, monkeypatch
 ):
-    monkeypatch.setattr(
-        native_cpu, "kernel", lambda bits: None
-    )  # tests/kernels/test_native_linear.py has the compiled layout
+    monkeypatch.setattr(native_cpu, "kernel", lambda bits: None)  # test_native_linear.py tests the compiled layout
     format = AffineFormat(bits, group_size, symmetric)
     tensors = get_method("rtn").quantize(weight(rows, columns, dtype), format)
     layout = format.layout(tensors, columns, dtype)
-    assert type(layout) is kind and layout.replaces_qweight is (kind is not DequantizedLinear)
+    assert type(layout) is kind and layout.replaces_qweight is (kind is not DequantizedLayout)
     dense = format.dequantize(tensors, columns, torch.float64)
     eps = torch.finfo(dtype).eps
     reason = "the operators round each weight and scale * zero to the dtype, and sum up to 1024 products in float32"
@@ -148,24 +146,24 @@ def test_layouts_compute_the_product_and_turn_back(
         x = torch.randn(shape, dtype=dtype)
         expected = x.double() @ dense.t()
         scale = expected.abs().max().item()
-        assert_close(layout(x), expected, 6 * eps, 12 * eps * scale, reason)
-        assert_close(layout(x, bias), expected + bias.double(), 6 * eps, 12 * eps * (scale + 4), reason)
+        assert_close(layout.matmul(x), expected, 6 * eps, 12 * eps * scale, reason)
+        assert_close(layout.matmul(x, bias), expected + bias.double(), 6 * eps, 12 * eps * (scale + 4), reason)
         strided = torch.randn(*shape[:-1], 2 * columns, dtype=dtype)[..., ::2]
-        assert_close(layout(strided), strided.double() @ dense.t(), 6 * eps, 12 * eps * scale, reason)
-    assert layout(torch.randn(0, columns, dtype=dtype)).shape == (0, rows)
+        assert_close(layout.matmul(strided), strided.double() @ dense.t(), 6 * eps, 12 * eps * scale, reason)
+    assert layout.matmul(torch.randn(0, columns, dtype=dtype)).shape == (0, rows)
     if layout.replaces_qweight:
-        assert torch.equal(layout.qweight(), tensors["qweight"]), "the inverse must be exact"
+        assert torch.equal(layout.canonical(), tensors["qweight"]), "the inverse must be exact"
 
 
-def test_int4_layout_that_is_not_understood_is_not_used(monkeypatch):
-    monkeypatch.setattr(int4_layout, "block_rows", lambda: None)
-    int4_layout.layout_is_known.cache_clear()
-    assert not Int4CpuLinear.supports(64, 64, 32, torch.bfloat16)
-    int4_layout.layout_is_known.cache_clear()
+def test_int4_order_that_is_not_understood_is_not_used(monkeypatch):
+    monkeypatch.setattr(int4_order, "block_rows", lambda: None)
+    int4_order.is_known.cache_clear()
+    assert not Int4CpuLayout.supports(64, 64, 32, torch.bfloat16)
+    int4_order.is_known.cache_clear()
 
 
 @pytest.mark.parametrize("block", [64, 32, 16])
-def test_int4_layout_is_inverted_for_any_block(block, monkeypatch):
+def test_int4_order_is_inverted_for_any_block(block, monkeypatch):
     """Other instruction sets pack blocks of other heights, with another order of nibbles."""
     order = torch.randperm(block)
 
@@ -177,13 +175,13 @@ def test_int4_layout_is_inverted_for_any_block(block, monkeypatch):
         return torch.cat(chunks).to(torch.uint8).view(codes.shape[0], -1)
 
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack_for_cpu", pack)
-    caches = (int4_layout.block_rows, int4_layout.layout_is_known, int4_layout.nibble_rows, int4_layout.row_runs)
+    caches = (int4_order.block_rows, int4_order.is_known, int4_order.nibble_rows, int4_order.row_order)
     try:
         for cache in caches:
             cache.cache_clear()
-        assert int4_layout.block_rows() == block and int4_layout.layout_is_known(208)
+        assert int4_order.block_rows() == block and int4_order.is_known(208)
         codes = torch.randint(16, (208, 64), dtype=torch.int32)
-        assert torch.equal(int4_layout.unpack(pack(codes, 2), 64), codes.to(torch.uint8))
+        assert torch.equal(int4_order.unpack(pack(codes, 2), 64), codes.to(torch.uint8))
     finally:
         for cache in caches:
             cache.cache_clear()
@@ -196,29 +194,24 @@ def test_the_layout_of_the_gpu_on_the_cpu(bits, group_size, symmetric):
     format, w = AffineFormat(bits, group_size, symmetric), weight(33, 200)
     tensors = get_method("rtn").quantize(w, format)
     canonical = tensors["qweight"], tensors["scale"], tensors.get("zero_point")
-    layout = TritonLinear.pack(*canonical, bits, group_size, 200, torch.bfloat16)
-    assert torch.equal(layout.qweight(), tensors["qweight"])
+    layout = TritonLayout.pack(*canonical, bits, group_size, 200, torch.bfloat16)
+    assert torch.equal(layout.canonical(), tensors["qweight"])
     dense = format.dequantize(tensors, 200, torch.bfloat16)
     assert torch.equal(layout.dequantize(), dense)
     x, bias = torch.randn(2, 3, 200).bfloat16(), torch.randn(33).bfloat16()
     expected = x.double() @ dense.double().t() + bias.double()
-    assert_close(layout(x, bias), expected, 0.01, 0.3, "one rounding of weights and one of the result to bfloat16")
+    assert_close(
+        layout.matmul(x, bias), expected, 0.01, 0.3, "one rounding of weights and one of the result to bfloat16"
+    )
     group = layout.group_size
     arguments = (x.flatten(0, 1), layout.packed, layout.scale, layout.zero_point, bias, bits, group, 200)
     torch.library.opcheck(torch.ops.hf_efficient.weight_only_linear, arguments)
-    assert not TritonLinear.supports(48, torch.bfloat16) and TritonLinear.supports(96, torch.bfloat16)
+    assert not TritonLayout.supports(48, torch.bfloat16) and TritonLayout.supports(96, torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits, group_size, symmetric, rows, columns, kind", CASES)
 def test_layouts_on_a_gpu(bits, group_size, symmetric, rows, columns, kind):
     format = AffineFormat(bits, group_size, symmetric)
-    tensors = {k: t.cuda() for k, t in get_method("rtn").quantize(weight(rows, columns), format).items()}
-    layout = format.layout(tensors, columns, torch.bfloat16)
-    assert type(layout) is (DequantizedLinear if group_size == 48 else TritonLinear)
-    dense = format.dequantize(tensors, columns, torch.float64)
-    for count in (1, 7, 300):
-        x = torch.randn(count, columns, dtype=torch.bfloat16, device="cuda")
-        assert_close(layout(x), x.double() @ dense.t(), 0.01, 0.5, "bfloat16 results of float32 sums")
-    if layout.replaces_qweight:
-        assert torch.equal(layout.qweight(), tensors["qweight"])
+    tensors = get_method("rtn").quantize(weight(rows, columns), format)
+    check_on_a_gpu(format, tensors, columns, None if group_size == 48 else TritonLayout, 0.01, 0.5)

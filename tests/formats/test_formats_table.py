@@ -38,8 +38,8 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def round_trip(model, path, format) -> str:
-    """ "=": the same weights are read back, "≈": they differ by the rounding of scales to float16, "–": refused; "*": not by
-    vLLM."""
+    """ "=": the same weights are read back, "≈": they differ by the rounding of scales to float16, "–": refused; "*":
+    not by vLLM."""
     output = path / f"{format}.gguf"
     try:
         report = hf_efficient.export(model, output, format)

@@ -1,4 +1,4 @@
-"""What computes with pruned weights: the C++ kernel, dense weights where there is none, the Triton kernels' 2:4 product."""
+"""Layouts of pruned weights: the C++ kernel, dense weights where there is none, the Triton kernels' 2:4 product."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def check(layout, weight: torch.Tensor, rows: int) -> None:
     rounding = torch.finfo(layout.dtype).eps
     rms = rounding * (1 if layout.dtype is torch.bfloat16 else 8)
     why = "one rounding of the result, and of each weight where a scale multiplies it; of each sum in float32"
-    assert_close(layout(x, bias), expected.to(layout.dtype), rms, 2 * rounding * magnitudes, why)
+    assert_close(layout.matmul(x, bias), expected.to(layout.dtype), rms, 2 * rounding * magnitudes, why)
 
 
 @pytest.fixture(params=["kernel", "torch"])
@@ -61,7 +61,7 @@ def test_layouts_of_a_cpu(format, either):
             assert layout.dtype is dtype
             check(layout, weight if format.weights is None else format.dequantize(tensors, columns, dtype), 3)
             if layout.replaces_qweight:
-                assert torch.equal(as_bytes(layout.qweight()), as_bytes(tensors["qweight"]))
+                assert torch.equal(as_bytes(layout.canonical()), as_bytes(tensors["qweight"]))
             if format.weights is None:
                 assert torch.equal(layout.dequantize(), weight.to(dtype))
 
@@ -73,13 +73,13 @@ def test_kernel(rows, columns):
     for format in (Sparse24Format(), BitmapFormat(sparsity=0.9, group="layer"), BitmapFormat(sparsity=0.02)):
         tensors, weight, _ = sparse_tensors(format, rows, columns)
         layout = format.layout(tensors, columns, torch.bfloat16)
-        assert isinstance(layout, native_sparse.SparseLinear)
+        assert isinstance(layout, native_sparse.NativeSparseLayout)
         for count in ROWS:
             check(layout, weight, count)
         x = torch.randn(ROWS[-1], columns).bfloat16()
-        together = layout(x[:7])
-        assert torch.equal(together[4:5], layout(x[4:5])), "a row has the same bits alone and among others"
-        assert torch.equal(as_bytes(layout.qweight()), as_bytes(tensors["qweight"]))
+        together = layout.matmul(x[:7])
+        assert torch.equal(together[4:5], layout.matmul(x[4:5])), "a row has the same bits alone and among others"
+        assert torch.equal(as_bytes(layout.canonical()), as_bytes(tensors["qweight"]))
 
 
 @has_kernel
@@ -89,28 +89,28 @@ def test_op():
     x, bias = torch.randn(5, 96).bfloat16().requires_grad_(), torch.randn(40).bfloat16().requires_grad_()
     arguments = (x, *layout.tensors.values(), bias, 40, 96)
     torch.library.opcheck(torch.ops.hf_efficient.cpu_sparse_linear.default, arguments)
-    layout(x, bias).backward(torch.ones(5, 40).bfloat16())
+    layout.matmul(x, bias).backward(torch.ones(5, 40).bfloat16())
     assert torch.equal(bias.grad, torch.full((40,), 5.0).bfloat16())
     assert torch.equal(x.grad, torch.ones(5, 40).bfloat16() @ weight)
-    compiled = torch.compile(lambda x: layout(x) + 1, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x.detach()), layout(x.detach()) + 1)
+    compiled = torch.compile(lambda x: layout.matmul(x) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x.detach()), layout.matmul(x.detach()) + 1)
     with pytest.raises(ValueError, match="the layout is for torch.bfloat16"):
-        layout(x.detach().float())
+        layout.matmul(x.detach().float())
 
 
 @has_kernel
-@pytest.mark.skipif(interpreter() is None, reason="nothing is recorded here")
-def test_recorded_products_of_one_input_are_one_instruction():
+@pytest.mark.skipif(interpreter() is None, reason="nothing is captured here")
+def test_captured_products_of_one_input_are_one_instruction():
     layouts, weights = [], []
     for format, rows in ((Sparse24Format(), 32), (BitmapFormat(sparsity=0.7), 20)):
         tensors, weight, _ = sparse_tensors(format, rows, 72)
         layouts.append(format.layout(tensors, 72, torch.bfloat16))
         weights.append(weight)
     x, bias = torch.randn(2, 72).bfloat16(), torch.randn(32).bfloat16()
-    tape = Capture(lambda: (layouts[0](x, bias), layouts[1](x)))
-    assert [step.func for step in tape._steps] == [_interpret] and len(tape._steps[0].args[0]) == 1
+    capture = Capture(lambda: (layouts[0].matmul(x, bias), layouts[1].matmul(x)))
+    assert [step.func for step in capture._steps] == [_interpret] and len(capture._steps[0].args[0]) == 1
     x.copy_(torch.randn(2, 72))
-    for output, expected in zip(tape.replay(), (layouts[0](x, bias), layouts[1](x))):
+    for output, expected in zip(capture.replay(), (layouts[0].matmul(x, bias), layouts[1].matmul(x))):
         assert torch.equal(output, expected)
 
 
@@ -142,7 +142,7 @@ def test_layout_of_the_triton_kernels(format):
     tensors, weight, mask = sparse_tensors(format, 70, 200)
     values, mask = format.codes(tensors, 200)
     layout = format.triton_layout(tensors, values, mask, torch.bfloat16)
-    assert torch.equal(as_bytes(layout.qweight()), as_bytes(tensors["qweight"]))
+    assert torch.equal(as_bytes(layout.canonical()), as_bytes(tensors["qweight"]))
     error = (layout.dequantize().double() - weight.double()).abs()
     assert (error <= 2**-8 * weight.abs()).all(), "codes are scaled in float32 there, in bfloat16 here"
     check(layout, weight, 3)

@@ -1,9 +1,11 @@
-"""W8A8: formats, the numbers of weights and the products, on small matrices against the papers' equations in float64."""
+"""W8A8: formats, the numbers of weights and the products, on small matrices against the papers' equations in
+float64."""
 
 import copy
 
 import pytest
 import torch
+from format_checks import check_declared
 from helpers import assert_close
 
 from hf_efficient import methods
@@ -95,10 +97,9 @@ def expected_output(x, tensors, format):
 def test_layout_computes_the_definition(format, dtype):
     x, weight = sample(dtype)
     tensors = quantized(weight, format, x)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == format.shapes(OUT, IN)
-    assert {name: t.dtype for name, t in tensors.items()} == format.dtypes(dtype)
+    check_declared(format, tensors, OUT, IN, dtype)
     layout = format.layout(tensors, IN, dtype)
-    assert torch.equal(layout.qweight().view(torch.int8), tensors["qweight"].view(torch.int8))
+    assert torch.equal(layout.canonical().view(torch.int8), tensors["qweight"].view(torch.int8))
     assert torch.equal(layout.dequantize(), format.dequantize(tensors, IN, dtype))
     expected, bias = expected_output(x, tensors, format), torch.randn(OUT).to(dtype)
     size = expected.abs().max().item()
@@ -106,9 +107,9 @@ def test_layout_computes_the_definition(format, dtype):
         tolerance = 2e-4, 1e-3 * size, "int32 sums are exact; a few codes may differ by one"
     else:
         tolerance = 2**-7, 2**-6 * size, "operands of float8 products and all outputs are rounded to bfloat16"
-    assert_close(layout(x), expected, *tolerance)
-    assert_close(layout(x.view(1, ROWS, IN), bias)[0], expected + bias.double(), *tolerance)
-    assert layout(x[:0]).shape == (0, OUT)
+    assert_close(layout.matmul(x), expected, *tolerance)
+    assert_close(layout.matmul(x.view(1, ROWS, IN), bias)[0], expected + bias.double(), *tolerance)
+    assert layout.matmul(x[:0]).shape == (0, OUT)
 
 
 @BY_NAME
@@ -211,7 +212,7 @@ def test_integer_products_are_exact():
     x[1, 5] = 1.0
     tensors = methods.quantize(weight, format, "_w8a8")
     assert (tensors["scale"] == 1).all()
-    y = format.layout(tensors, columns, torch.float32)(x)
+    y = format.layout(tensors, columns, torch.float32).matmul(x)
     assert torch.equal(y.double(), (x.double() @ weight.double().t()).float().double())
 
 
@@ -226,7 +227,7 @@ def test_llm_int8_is_the_decomposition_of_the_paper():
     column = others.abs().amax(1, keepdim=True) / 127
     product = ((others / column).round() @ codes[:, ~outliers].t()) * column * row.t()
     expected = product + x.double()[:, outliers] @ (codes * row)[:, outliers].t()
-    y = Int8Format(outlier_threshold=6.0).layout(tensors, IN, torch.float32)(x)
+    y = Int8Format(outlier_threshold=6.0).layout(tensors, IN, torch.float32).matmul(x)
     assert_close(y, expected, 2e-5, 1e-3, "float32 scales; a code on a border may differ")
 
 
@@ -240,7 +241,7 @@ def test_static_is_dynamic_where_the_range_is_the_same(name):
     kind = type(format)
     fields = {**vars(format), "static": False}
     dynamic = kind(**fields).layout({k: t for k, t in tensors.items() if k not in own}, IN, torch.float32)
-    assert torch.equal(format.layout(tensors, IN, torch.float32)(one), dynamic(one))
+    assert torch.equal(format.layout(tensors, IN, torch.float32).matmul(one), dynamic.matmul(one))
 
 
 @BY_NAME
@@ -264,17 +265,6 @@ def test_module_saves_trains_and_dequantizes(format):
     empty(leaf).backward(grad)
     expected = grad @ empty.dequantized()
     assert_close(leaf.grad, expected, 1e-5, 1e-3, "straight through the rounding, with the weight as dequantized")
-
-
-def test_stacked_experts_dequantize():
-    for format in (Int8Format(zero_point=True), Int8Format(outlier_columns=4), Float8Format("block")):
-        each = []
-        for _ in range(3):
-            x, weight = sample()
-            each.append(quantized(weight, format, x))
-        stacked = {name: torch.stack([tensors[name] for tensors in each]) for name in each[0]}
-        expected = torch.stack([format.dequantize(tensors, IN, torch.float32) for tensors in each])
-        assert torch.equal(format.dequantize(stacked, IN, torch.float32), expected)
 
 
 def test_bits_per_weight():

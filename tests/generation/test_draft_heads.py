@@ -197,7 +197,7 @@ class TestEagle:
             self.begin(heads, target, self.ROWS, 2)
             proposals.append(heads.propose([3, 5, 4], 16))
             (cache,) = heads._recorded.values()
-            kept = sum(len(each._tapes) for each in cache._recorded.values())
+            kept = sum(len(each._captures) for each in cache._recorded.values())
             assert kept == (2 if step < 2 and recorder.interpreter() is not None else 0), (
                 "of tokens accepted, and of a depth"
             )

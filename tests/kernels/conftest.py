@@ -1,5 +1,6 @@
 """Collects `test_*_numeric.py` natively on CUDA and through the Triton interpreter elsewhere (see tests/aot.py)."""
 
+import functools
 import os
 
 import aot
@@ -11,8 +12,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def patch_the_language_once():
-    """The interpreter patches triton.language whenever a jitted function is called, also from another one, and that is most
-    of its time. In a process that only interprets, the first patch can stay."""
+    """Keeps the interpreter's first patch of triton.language. It patches at every call of a jitted function, also from
+    another one, which is most of its time; a process that only interprets needs one patch."""
     from triton.runtime import interpreter
 
     patch, patched = interpreter._patch_lang, set()
@@ -59,8 +60,19 @@ def kernel_device() -> str:
     return "cpu" if INTERPRETED else "cuda"
 
 
+@pytest.fixture
+def arrivals(monkeypatch) -> list[torch.Tensor]:
+    """The arrival counters of all launches that split K from now on."""
+    from hf_efficient.kernels.efficient_linear import split_k
+
+    made = []
+    zeros = functools.partial(torch.zeros, dtype=torch.int32)
+    monkeypatch.setattr(split_k, "arrival_counters", lambda count, on: made.append(zeros(count, device=on)) or made[-1])
+    return made
+
+
 if INTERPRETED:
 
     @pytest.fixture
     def transformers_loop():
-        """Kernels generate no text: without the fixture of that name in tests/conftest.py, transformers is not imported."""
+        """Replaces the fixture of tests/conftest.py, which would import transformers: kernels generate no text."""

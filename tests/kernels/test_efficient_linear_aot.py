@@ -5,13 +5,13 @@ import re
 
 import pytest
 from aot import TARGETS, compile_kernel
+from linear_aot import MATRIX_INSTRUCTION, compile_launch, wide_loads
 
 from hf_efficient.kernels.efficient_linear import gate_up_kernels, launch_configs, weight_only_kernels
 from hf_efficient.kernels.efficient_linear.codebook_fragments import GATHER, PERMUTE
 
 
 FEW, MANY = weight_only_kernels.few_tokens_kernel, weight_only_kernels.many_tokens_kernel
-MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 
 
 def compile_linear(
@@ -53,16 +53,15 @@ def test_four_bits(target, tokens, dtype):
     assert compiled.local_bytes == 0
     assert compiled.registers <= (128 if tokens == 16 else 256), "two or more programs fit a multiprocessor"
     assert compiled.count(MATRIX_INSTRUCTION[target]) > 0
-    if target == "gfx942":
-        assert compiled.count("global_load_dwordx4") + compiled.count("buffer_load_dwordx4") > 0
-    else:
-        assert compiled.count("LDGSTS.E.BYPASS.128") + compiled.count("LDG.E.128") > 0
+    assert wide_loads(compiled, target) > 0
+    if target != "gfx942":
         assert compiled.count("I2F") == 0, "codes become numbers without conversion instructions"
 
 
 def check_hopper_loop(compiled, bits, group, instructions):
     """In the loop over K packed words come by asynchronous copies of 16 bytes a lane, nothing else is written to shared
-    memory, nothing moves between lanes, and there are the two barriers of the pipeline. At most `instructions` a weight."""
+    memory, nothing moves between lanes, and there are the two barriers of the pipeline. At most `instructions` a
+    weight."""
     assert compiled.local_bytes == 0
     loop = main_loop(compiled.machine_code)
     columns = 256 if bits == 3 else 128
@@ -156,8 +155,7 @@ def test_dequantize(target, bits):
     kernel = weight_only_kernels.dequantize_kernel
     types = {"packed_ptr": "*i32", "scale_ptr": "*bf16", "zero_ptr": "*u8", "out_ptr": "*bf16"}
     constexprs = dict(BITS=bits, GROUP=64, ASYMMETRIC=True, codebook_ptr=None, LOOKUP=0, PER_ROW=False, BLOCK_N=64)
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
-    compiled = compile_kernel(kernel, signature, constexprs, target, aligned=("N", "K"))
+    compiled = compile_launch(kernel, types, constexprs, target, 4, 3, ("N", "K"))
     assert compiled.local_bytes == 0
     if target != "gfx942":
         assert compiled.count("LDG.E.128") > 0 and compiled.count("STG.E.128") > 0

@@ -2,36 +2,29 @@
 
 import pytest
 import torch
-from helpers import assert_close
+from linear_checks import check, check_gradients, check_runs, groups_of
 
 from hf_efficient.kernels import efficient_linear
 from hf_efficient.kernels.efficient_linear import weight_only
 
 
 SHAPES = [(40, 200), (17, 333), (70, 600), (1, 1)]  # out_features, in_features
-# As in test_efficient_linear_numeric.py: entries are rounded alike in kernel and reference, so only the output's rounding
-# is left.
-BFLOAT16 = 2**-7 if weight_only.INTERPRETED else 2**-8
-TOLERANCES = {torch.float16: (4e-4, 2**-10), torch.bfloat16: (BFLOAT16, BFLOAT16), torch.float32: (2e-6, 1e-5)}
 
 
 def problem(out_features, in_features, bits, group_size, per_row, device):
     codes = torch.randint(0, 2**bits, (out_features, in_features), dtype=torch.uint8, device=device)
     packed = efficient_linear.pack_codebook_weight(efficient_linear.pack_canonical(codes, bits), bits)
     codebook = torch.randn((out_features, 2**bits) if per_row else (2**bits,), device=device)
-    rows = 1 if group_size is None else out_features
-    groups = 1 if group_size in (-1, None) else -(-in_features // group_size)
-    scale = torch.rand(rows, groups, device=device) + 0.5
+    scale = torch.rand(groups_of(out_features, in_features, group_size), device=device) + 0.5
     return packed, codebook, scale, dict(bits=bits, group_size=group_size, in_features=in_features)
 
 
-def check(x, packed, codebook, scale, bias, layout):
+def check_product(x, packed, codebook, scale, bias, layout):
     actual = efficient_linear.codebook_linear(x, packed, codebook, scale, bias, **layout)
     weight = efficient_linear.dequantize_codebook_reference(packed, codebook, scale, dtype=x.dtype, **layout)
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert actual.dtype == x.dtype
-    rms, maximum = TOLERANCES[x.dtype]
-    assert_close(actual, expected, rms, maximum * expected.abs().max().item(), "only the output is rounded")
+    check(actual, expected)
 
 
 CASES = [
@@ -52,7 +45,7 @@ def test_few_tokens(bits, per_row, dtype, kernel_device, nan_poison):
         codebook = codebook.to(dtype)  # the interpreter truncates float32 to bfloat16 instead of rounding it
     x = torch.randn((1, 5, 20)[number % 3], in_features, device=kernel_device).to(dtype)
     bias = torch.randn(out_features, device=kernel_device) if number % 2 else None
-    check(x, packed, codebook, scale, bias, layout)
+    check_product(x, packed, codebook, scale, bias, layout)
 
 
 @pytest.mark.parametrize("name", ["NF4", "FP4"])
@@ -64,7 +57,7 @@ def test_constant_tables(name, kernel_device, nan_poison):
     packed = efficient_linear.pack_codebook_weight(efficient_linear.pack_canonical(codes, 4), 4)
     layout = dict(bits=4, group_size=64, in_features=256)
     scale = torch.rand(32, 4, device=kernel_device) + 0.5
-    check(torch.randn(2, 256, device=kernel_device).half(), packed, codebook, scale, None, layout)
+    check_product(torch.randn(2, 256, device=kernel_device).half(), packed, codebook, scale, None, layout)
     eye = torch.eye(256, device=kernel_device)[:64].half()
     one = efficient_linear.codebook_linear(eye, packed, codebook, scale.fill_(1), **layout)
     assert torch.equal(one, codebook.half()[codes.long()].t()[:64])
@@ -75,7 +68,7 @@ def test_entries_from_memory(per_row, kernel_device, nan_poison, monkeypatch):
     """As on ROCm."""
     monkeypatch.setattr(weight_only, "_lookup", lambda codebook, dtype: weight_only.GATHER.value)
     packed, codebook, scale, layout = problem(40, 200, 3, 64, per_row, kernel_device)
-    check(torch.randn(3, 200, device=kernel_device).half(), packed, codebook, scale, None, layout)
+    check_product(torch.randn(3, 200, device=kernel_device).half(), packed, codebook, scale, None, layout)
 
 
 @pytest.mark.parametrize("bits, per_row", [(2, True), (3, False), (4, True)])
@@ -85,17 +78,17 @@ def test_many_tokens_and_dequantize(bits, per_row, kernel_device, nan_poison):
         actual = efficient_linear.dequantize_codebook(packed, codebook, scale, dtype=dtype, **layout)
         expected = efficient_linear.dequantize_codebook_reference(packed, codebook, scale, dtype=dtype, **layout)
         assert torch.equal(actual, expected.to(dtype)), "the same float32 product, rounded once"
-    check(torch.randn(65, 333, device=kernel_device).half(), packed, codebook, scale, None, layout)
+    check_product(torch.randn(65, 333, device=kernel_device).half(), packed, codebook, scale, None, layout)
 
 
 def test_gradient_of_the_input(kernel_device):
     packed, codebook, scale, layout = problem(40, 200, 4, 64, True, kernel_device)
-    grads = []
-    for linear in (efficient_linear.codebook_linear, efficient_linear.codebook_linear_reference):
-        x = torch.linspace(-1, 1, 1000, device=kernel_device).view(5, 200).requires_grad_()
-        linear(x, packed, codebook, scale, **layout).square().sum().backward()
-        grads.append(x.grad)
-    assert_close(*grads, 2e-6, 1e-5 * grads[1].abs().max().item(), "float32 all the way")
+    x = torch.linspace(-1, 1, 1000, device=kernel_device).view(5, 200)
+
+    def product(linear):
+        return lambda x: linear(x, packed, codebook, scale, **layout)
+
+    check_gradients(*map(product, (efficient_linear.codebook_linear, efficient_linear.codebook_linear_reference)), x)
     with pytest.raises(RuntimeError, match="codebook requires grad"):
         efficient_linear.codebook_linear(x, packed, codebook.requires_grad_(), scale, **layout)
 
@@ -106,7 +99,5 @@ def test_gradient_of_the_input(kernel_device):
 def test_native_is_deterministic(bits, per_row, tokens):
     packed, codebook, scale, layout = problem(4096, 4096, bits, 64, per_row, "cuda")
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
-    check(x, packed, codebook, scale, None, layout)
-    first = efficient_linear.codebook_linear(x, packed, codebook, scale, **layout)
-    for _ in range(20):
-        assert torch.equal(efficient_linear.codebook_linear(x, packed, codebook, scale, **layout), first)
+    check_product(x, packed, codebook, scale, None, layout)
+    check_runs(lambda: efficient_linear.codebook_linear(x, packed, codebook, scale, **layout))

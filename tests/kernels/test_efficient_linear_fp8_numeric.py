@@ -1,10 +1,10 @@
 """float8 products against float64: natively on CUDA, through the Triton interpreter elsewhere."""
 
+import linear_checks
 import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import assert_close
 
 from hf_efficient.kernels import efficient_linear
 from hf_efficient.kernels.efficient_linear import (
@@ -16,17 +16,12 @@ from hf_efficient.kernels.efficient_linear import (
 )
 
 
-# codes are multiplied exactly and added in float32 (on Hopper in blocks of 128 with 14 bits: 2^-13), then the output is
-# rounded; the interpreter truncates to bfloat16
+# codes are multiplied exactly and added in float32 (on Hopper in blocks of 128 with 14 bits: 2^-13), then rounded
 FLOAT32 = (1e-6, 2e-6) if w8a8.INTERPRETED else (2**-12, 2**-11)
-BFLOAT16 = 2**-7 if w8a8.INTERPRETED else 2**-8
-TOLERANCES = {torch.float16: (6e-4, 2**-10), torch.bfloat16: (BFLOAT16, BFLOAT16), torch.float32: FLOAT32}
-REASON = "exact products, float32 sums, one rounding of the output"
 
 
 def check(actual, expected):
-    rms, maximum = TOLERANCES[actual.dtype]
-    assert_close(actual, expected, rms, maximum * expected.abs().max().item(), REASON)
+    linear_checks.check(actual, expected, FLOAT32 if actual.dtype is torch.float32 else None)
 
 
 def problem(kind, tokens, out_features, in_features, device):
@@ -71,19 +66,12 @@ def test_strided_rows_and_scales(kernel_device, nan_poison):
     check(actual, expected)
 
 
-def test_k_is_split_and_the_counters_come_back_to_zero(kernel_device, nan_poison, monkeypatch):
-    taken = []
-
-    def counters(count, device):
-        taken.append(torch.zeros(count, dtype=torch.int32, device=device))
-        return taken[-1]
-
-    monkeypatch.setattr(w8a8, "_arrival_counters", counters)
+def test_k_is_split_and_the_counters_come_back_to_zero(kernel_device, nan_poison, arrivals):
     for kind in ("channel", "block"):
         arguments = problem(kind, 3, 100, 1536, kernel_device)
         actual = efficient_linear.fp8_linear(*arguments, out_dtype=torch.float32)
         check(actual, activation_reference.fp8_linear_reference(*arguments))
-    assert len(taken) == 2 and not any(counter.any() for counter in taken)
+    assert len(arrivals) == 2 and not any(counter.any() for counter in arrivals)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "channel"])
@@ -130,15 +118,13 @@ def test_bad_arguments_are_named(kernel_device):
     x, w, x_scale, w_scale = problem("channel", 3, 150, 300, kernel_device)
     blocks = torch.ones(2, 3, device=kernel_device)
     linear = efficient_linear.fp8_linear
-    for error, message, call in (
+    linear_checks.check_errors(
         (TypeError, "w_codes has dtype", lambda: linear(x, w.view(torch.int8), x_scale, w_scale)),
         (ValueError, "x_scale has shape", lambda: linear(x, w, blocks, w_scale)),
         (ValueError, "w_scale has shape", lambda: linear(x, w, x_scale, blocks)),
         (TypeError, "w_scale has dtype", lambda: linear(x, w, torch.ones(3, 3, device=kernel_device), blocks.half())),
         (TypeError, "out_dtype=torch.float64", lambda: linear(x, w, x_scale, w_scale, out_dtype=torch.float64)),
-    ):
-        with pytest.raises(error, match=message):
-            call()
+    )
 
 
 @pytest.mark.gpu
@@ -146,13 +132,5 @@ def test_bad_arguments_are_named(kernel_device):
 @pytest.mark.parametrize("kind", ["tensor", "channel", "block"])
 def test_native_real_sizes_and_determinism(kind, tokens):
     arguments = problem(kind, tokens, 4096, 7168, "cuda")
-    first = efficient_linear.fp8_linear(*arguments)
+    first = linear_checks.check_graph(lambda: efficient_linear.fp8_linear(*arguments))
     check(first, activation_reference.fp8_linear_reference(*arguments))
-    assert all(torch.equal(efficient_linear.fp8_linear(*arguments), first) for _ in range(10))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = efficient_linear.fp8_linear(*arguments)
-    for _ in range(3):
-        captured.zero_()
-        graph.replay()
-        assert torch.equal(captured, first)

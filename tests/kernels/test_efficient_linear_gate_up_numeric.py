@@ -2,40 +2,30 @@
 
 import pytest
 import torch
-from helpers import assert_close
+from linear_checks import TOLERANCES, check, check_gradients, check_graph, random_weight
 
 from hf_efficient.kernels import efficient_linear
-from hf_efficient.kernels.efficient_linear import weight_only
 
 
-# Up to 64 tokens everything is float32 and rounded once, as in test_efficient_linear_numeric.py. In float32 silu's
-# exponential adds an error of a few units in the last place.
-BFLOAT16 = 2**-7 if weight_only.INTERPRETED else 2**-8
-TOLERANCES = {torch.float16: (4e-4, 2**-10), torch.bfloat16: (BFLOAT16, BFLOAT16), torch.float32: (5e-6, 2e-5)}
+# Everything is float32 and rounded once; silu's exponential adds a few units in the last place of float32.
+TOLERANCES = {**TOLERANCES, torch.float32: (5e-6, 2e-5)}
 
 
 def problem(out_features, in_features, bits, group_size, symmetric, with_bias, dtype, device):
-    groups = 1 if group_size == -1 else -(-in_features // group_size)
-
-    def weight():
-        codes = torch.randint(0, 2**bits, (out_features, in_features), dtype=torch.uint8, device=device)
-        packed = efficient_linear.pack_weight(efficient_linear.pack_canonical(codes, bits), bits, group_size)
-        scale = ((torch.rand(out_features, groups, device=device) + 0.5) * 2.0 ** (1 - bits) / in_features**0.5).to(
-            dtype
-        )
-        zero_point = torch.randint(0, 2**bits, (out_features, groups), dtype=torch.uint8, device=device)
+    def side():
+        shape = out_features, in_features, bits, group_size
+        packed, scale, zero_point, layout = random_weight(*shape, symmetric, dtype, device)
         bias = torch.randn(out_features, device=device).to(dtype)
-        return packed, scale, None if symmetric else zero_point, bias if with_bias else None
+        return (packed, scale / in_features**0.5, zero_point, bias if with_bias else None), layout
 
-    return weight(), weight(), dict(bits=bits, group_size=group_size, in_features=in_features)
+    (gate, layout), (up, _) = side(), side()
+    return gate, up, layout
 
 
-def check(x, gate, up, layout, tolerances):
+def check_product(x, gate, up, layout, tolerances):
     actual = efficient_linear.gate_up_silu(x, gate, up, **layout)
-    expected = efficient_linear.gate_up_silu_reference(x, gate, up, **layout)
     assert actual.dtype == x.dtype
-    rms, maximum = tolerances
-    assert_close(actual, expected, rms, maximum * expected.abs().max().item(), "only the output is rounded")
+    check(actual, efficient_linear.gate_up_silu_reference(x, gate, up, **layout), tolerances)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +43,13 @@ def test_few_tokens(bits, group_size, symmetric, dtype, shape, tokens, kernel_de
     with_bias = bits in (3, 4)
     gate, up, layout = problem(*shape, bits, group_size, symmetric, with_bias, dtype, kernel_device)
     x = torch.randn(tokens, shape[1], device=kernel_device).to(dtype)
-    check(x, gate, up, layout, TOLERANCES[dtype])
+    check_product(x, gate, up, layout, TOLERANCES[dtype])
 
 
 def test_many_tokens(kernel_device, nan_poison):
     gate, up, layout = problem(40, 130, 4, 64, False, True, torch.float16, kernel_device)
     # both products, silu and the result are rounded: 2^-11 each, so twice the error of one rounding
-    check(torch.randn(65, 130, device=kernel_device).half(), gate, up, layout, (8e-4, 2**-9))
+    check_product(torch.randn(65, 130, device=kernel_device).half(), gate, up, layout, (8e-4, 2**-9))
 
 
 def test_no_tokens(kernel_device):
@@ -71,12 +61,10 @@ def test_no_tokens(kernel_device):
 
 def test_gradient_of_the_input(kernel_device):
     gate, up, layout = problem(40, 130, 4, 64, False, True, torch.float32, kernel_device)
-    grads = []
-    for product in (efficient_linear.gate_up_silu, efficient_linear.gate_up_silu_reference):
-        x = torch.linspace(-1, 1, 650, device=kernel_device).view(5, 130).requires_grad_()
-        product(x, gate, up, **layout).square().sum().backward()
-        grads.append(x.grad)
-    assert_close(*grads, 5e-6, 2e-5 * grads[1].abs().max().item(), "float32 all the way")
+    x = torch.linspace(-1, 1, 650, device=kernel_device).view(5, 130)
+    both = efficient_linear.gate_up_silu, efficient_linear.gate_up_silu_reference
+    products = (lambda x, product=product: product(x, gate, up, **layout) for product in both)
+    check_gradients(*products, x, tolerances=TOLERANCES[torch.float32])
 
 
 @pytest.mark.gpu
@@ -85,12 +73,5 @@ def test_gradient_of_the_input(kernel_device):
 def test_native_is_deterministic_and_replays_in_a_graph(bits, tokens):
     gate, up, layout = problem(14336, 4096, bits, 64, False, False, torch.bfloat16, "cuda")
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
-    check(x, gate, up, layout, TOLERANCES[torch.bfloat16])
-    first = efficient_linear.gate_up_silu(x, gate, up, **layout)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = efficient_linear.gate_up_silu(x, gate, up, **layout)
-    for _ in range(10):
-        captured.zero_()
-        graph.replay()
-        assert torch.equal(captured, first)
+    check_product(x, gate, up, layout, TOLERANCES[torch.bfloat16])
+    check_graph(lambda: efficient_linear.gate_up_silu(x, gate, up, **layout))

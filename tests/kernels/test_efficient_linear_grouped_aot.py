@@ -1,7 +1,8 @@
 """The mixture-of-experts kernel compiled for GPUs that are not here."""
 
 import pytest
-from aot import TARGETS, compile_kernel
+from aot import TARGETS
+from linear_aot import MATRIX_INSTRUCTION, compile_launch, wide_loads
 
 from hf_efficient.kernels.efficient_linear import grouped, launch_configs
 
@@ -15,13 +16,10 @@ def test_builds_without_spills_and_with_matrix_instructions(tokens, bits, target
     types |= {"packed_ptr": "*i32", "zero_ptr": "*u8", "offsets_ptr": "*i32"}
     constexprs = dict(E=60, BLOCK_E=64, BITS=bits, GROUP=64, ASYMMETRIC=True, HAS_BIAS=False, EVEN_K=True)
     constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=False, bias_ptr=None, PTX=target != "gfx942")
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
     aligned = ("N", "K", "stride_x", "stride_packed")
-    compiled = compile_kernel(kernel, signature, constexprs, target, tile.num_warps, tile.num_stages, aligned)
-    assert compiled.local_bytes == 0
-    names = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-    assert compiled.count(names[target]) > 0
+    compiled = compile_launch(kernel, types, constexprs, target, tile.num_warps, tile.num_stages, aligned)
+    assert compiled.local_bytes == 0 and compiled.count(MATRIX_INSTRUCTION[target]) > 0
     if target == "gfx942":  # wavefronts of 64 lanes: a part of 64 columns in 4 bits is 8 bytes a lane
         assert compiled.count("global_load_dwordx4" if bits == 8 else "global_load_dwordx2") >= 8
     else:
-        assert compiled.count("LDGSTS.E.BYPASS.128") + compiled.count("LDG.E.128") > 0
+        assert wide_loads(compiled, target) > 0

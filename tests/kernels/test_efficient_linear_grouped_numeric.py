@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close
+from linear_checks import check, check_errors, check_gradients, check_runs, groups_of
 
 from hf_efficient.kernels import efficient_linear as el
 from hf_efficient.kernels.efficient_linear.grouped import grouped_linear, grouped_linear_reference
@@ -10,20 +10,13 @@ from hf_efficient.kernels.efficient_linear.grouped import grouped_linear, groupe
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
 
-TOLERANCE = {
-    torch.float32: (2e-6, 1e-4, "float32: only the order of additions differs"),
-    torch.float16: (1e-3, 6e-2, "float16: the output is rounded"),
-    torch.bfloat16: (5e-3, 5e-1, "bfloat16: the output is rounded"),
-}
-
 
 def experts(device, dtype, counts, out_features, in_features, bits, group_size, symmetric, bias):
     """(x, tensors, keywords) of a random layer whose expert e has counts[e] rows."""
     number = len(counts)
     codes = torch.randint(0, 2**bits, (number, out_features, in_features), dtype=torch.uint8)
     packed = torch.stack([el.pack_weight(el.pack_canonical(part, bits), bits, group_size) for part in codes]).to(device)
-    groups = 1 if group_size in (None, -1) else -(-in_features // group_size)
-    shape = (number, 1 if group_size is None else out_features, groups)
+    shape = (number, *groups_of(out_features, in_features, group_size))
     scale = (torch.rand(shape, device=device) + 0.5).to(dtype)
     zero_point = None if symmetric else torch.randint(0, 2**bits, shape, dtype=torch.uint8, device=device)
     offsets = torch.tensor([0, *counts], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
@@ -44,14 +37,14 @@ def experts(device, dtype, counts, out_features, in_features, bits, group_size, 
 def test_rows_meet_their_expert(kernel_device, counts, bits, group_size, symmetric):
     x, tensors, layout = experts(kernel_device, torch.float16, counts, 40, 150, bits, group_size, symmetric, True)
     actual = grouped_linear(x, *tensors, **layout)
-    assert_close(actual, grouped_linear_reference(x, *tensors, **layout), *TOLERANCE[torch.float16])
+    check(actual, grouped_linear_reference(x, *tensors, **layout))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes(kernel_device, dtype):
     x, tensors, layout = experts(kernel_device, dtype, (2, 0, 9), 16, 128, 4, 32, False, False)
     actual = grouped_linear(x, *tensors, **layout)
-    assert_close(actual, grouped_linear_reference(x, *tensors, **layout), *TOLERANCE[dtype])
+    check(actual, grouped_linear_reference(x, *tensors, **layout))
 
 
 def test_no_rows(kernel_device):
@@ -60,18 +53,11 @@ def test_no_rows(kernel_device):
 
 
 def test_gradients_of_input_and_bias(kernel_device):
-    x, (packed, scale, zero_point, bias), layout = experts(
-        kernel_device, torch.float32, (3, 0, 2), 24, 130, 4, 64, False, True
-    )
-    x, bias = x.requires_grad_(), bias.requires_grad_()
-    grad = torch.randn(5, 24, device=kernel_device)
-    results = []
-    for function in (grouped_linear, grouped_linear_reference):
-        x.grad = bias.grad = None
-        function(x, packed, scale, zero_point, bias, **layout).backward(grad)
-        results.append((x.grad, bias.grad))
-    for actual, expected in zip(*results):
-        assert_close(actual, expected, *TOLERANCE[torch.float32])
+    shape = (3, 0, 2), 24, 130, 4, 64
+    x, (*tensors, bias), layout = experts(kernel_device, torch.float32, *shape, False, True)
+    both = grouped_linear, grouped_linear_reference
+    products = (lambda x, bias, product=product: product(x, *tensors, bias, **layout) for product in both)
+    check_gradients(*products, x, bias)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +80,13 @@ def test_bad_shapes(kernel_device):
     x, (packed, scale, zero_point, _), layout = experts(
         kernel_device, torch.float16, (1, 1), 16, 128, 4, 32, False, False
     )
-    for tensors, match in (
-        ((packed[0], scale, zero_point), r"packed has shape .* \[E, N, W\]"),
-        ((packed, scale[:1], zero_point), "scale has shape"),
-        ((packed, scale, zero_point, torch.zeros(2, 15)), "bias has shape"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            grouped_linear(x, *tensors, **layout)
-    with pytest.raises(ValueError, match="x has shape"):
-        grouped_linear(x[:, :100], packed, scale, zero_point, **layout)
+    tensors = packed, scale, zero_point
+    check_errors(
+        (ValueError, r"packed has shape .* \[E, N, W\]", lambda: grouped_linear(x, packed[0], *tensors[1:], **layout)),
+        (ValueError, "scale has shape", lambda: grouped_linear(x, packed, scale[:1], zero_point, **layout)),
+        (ValueError, "bias has shape", lambda: grouped_linear(x, *tensors, torch.zeros(2, 15), **layout)),
+        (ValueError, "x has shape", lambda: grouped_linear(x[:, :100], *tensors, **layout)),
+    )
 
 
 @pytest.mark.gpu
@@ -110,7 +94,5 @@ def test_bad_shapes(kernel_device):
 def test_native_sizes_are_right_and_the_same_in_every_run(kernel_device, dtype):
     counts = (0, 700, 1, 3, 64, 0, 20, 236)
     x, tensors, layout = experts(kernel_device, dtype, counts, 2048, 4096, 4, 64, False, False)
-    actual = grouped_linear(x, *tensors, **layout)
-    expected = grouped_linear_reference(x, *tensors, **layout)
-    assert_close(actual, expected, 5e-3, 5.0, "rounded to 16 bits")
-    assert all(torch.equal(actual, grouped_linear(x, *tensors, **layout)) for _ in range(5))
+    actual = check_runs(lambda: grouped_linear(x, *tensors, **layout), 5)
+    check(actual, grouped_linear_reference(x, *tensors, **layout), (5e-3, 2**-6), "rounded to 16 bits")

@@ -78,8 +78,8 @@ def test_words_lie_as_documented(bits, columns):
 
 
 def test_words_of_three_bits_lie_as_documented():
-    """Lane 5, word 2: plane j < 5 h = 0 from bit 3 j of the first block, plane 7 h = 1 from bit 16 + 6 of the second, and
-    plane 15 h = 1 in bit 31 of all three."""
+    """Lane 5, word 2: plane j < 5 h = 0 from bit 3 j of the first block, plane 7 h = 1 from bit 16 + 6 of the second,
+    and plane 15 h = 1 in bit 31 of all three."""
     for column, words in (
         (16 * 4 + 10, {22: 7 << 12}),
         (16 * 7 + 11, {128 + 22: 7 << 22}),

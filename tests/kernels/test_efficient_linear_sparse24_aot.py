@@ -1,12 +1,10 @@
 """The 2:4 kernel compiled for GPUs that are not here."""
 
 import pytest
-from aot import TARGETS, compile_kernel
+from aot import TARGETS
+from linear_aot import MATRIX_INSTRUCTION, compile_launch, stages_on, wide_loads
 
-from hf_efficient.kernels.efficient_linear import sparse24, w8a8_configs
-
-
-MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+from hf_efficient.kernels.efficient_linear import sparse24
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -22,15 +20,7 @@ def test_builds_without_spills_and_with_matrix_instructions(tokens, four_bits, t
         types["values_ptr"] = "*u8"
     else:
         constexprs |= dict(scale_ptr=None, zero_ptr=None)
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
-    stages = min(tile.num_stages, w8a8_configs.STAGES_ON_ROCM) if target == "gfx942" else tile.num_stages
-    compiled = compile_kernel(
-        kernel, signature, constexprs, target, tile.num_warps, stages, aligned=("N", "K", "stride_x")
-    )
-    assert compiled.local_bytes == 0
-    assert compiled.count(MATRIX_INSTRUCTION[target]) > 0
+    compiled = compile_launch(kernel, types, constexprs, target, tile.num_warps, stages_on(target, tile))
+    assert compiled.local_bytes == 0 and compiled.count(MATRIX_INSTRUCTION[target]) > 0
     assert compiled.shared <= (64 if target == "gfx942" else 99) * 1024
-    if target == "gfx942":
-        assert compiled.count("global_load_dwordx4") + compiled.count("buffer_load_dwordx4") > 0
-    else:
-        assert compiled.count("LDGSTS.E.BYPASS.128") + compiled.count("LDG.E.128") > 0
+    assert wide_loads(compiled, target) > 0

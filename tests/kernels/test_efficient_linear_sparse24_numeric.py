@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close
+from linear_checks import check, check_gradients, check_runs, in_one_part_and_in_several
 
 from hf_efficient.kernels.efficient_linear import sparse24
 from hf_efficient.kernels.efficient_linear.sparse24 import sparse24_linear, sparse24_linear_reference
@@ -10,12 +10,6 @@ from hf_efficient.kernels.efficient_linear.sparse24_packing import pack_sparse24
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
-
-TOLERANCE = {
-    torch.float32: (2e-6, 1e-4, "float32: only the order of additions differs"),
-    torch.float16: (1e-3, 5e-2, "float16: the output is rounded"),
-    torch.bfloat16: (5e-3, 5e-1, "bfloat16: the output is rounded"),
-}
 
 
 def mask24(rows, columns, kept=2):
@@ -66,9 +60,8 @@ def test_products(kernel_device, tokens, out_features, in_features, group_size, 
     bias = torch.randn(out_features, device=kernel_device).half()
     layout = dict(group_size=group_size, out_features=out_features, in_features=in_features)
     expected = sparse24_linear_reference(x, *tensors, bias, **layout)
-    for processors in (1, 64):  # K in one part, and in several
-        monkeypatch.setattr(sparse24, "_processors", lambda device, count=processors: count)
-        assert_close(sparse24_linear(x, *tensors, bias, **layout), expected, *TOLERANCE[torch.float16])
+    for _ in in_one_part_and_in_several(monkeypatch):
+        check(sparse24_linear(x, *tensors, bias, **layout), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,24 +70,16 @@ def test_other_dtypes(kernel_device, dtype, group_size):
     tensors = layer(kernel_device, dtype, 40, 130, group_size)
     x = torch.randn(5, 130, device=kernel_device).to(dtype)
     layout = dict(group_size=group_size, out_features=40, in_features=130)
-    actual = sparse24_linear(x, *tensors, **layout)
-    assert_close(actual, sparse24_linear_reference(x, *tensors, **layout), *TOLERANCE[dtype])
+    check(sparse24_linear(x, *tensors, **layout), sparse24_linear_reference(x, *tensors, **layout))
 
 
 @pytest.mark.parametrize("group_size", [None, 64])
 def test_gradients(kernel_device, group_size):
     tensors = layer(kernel_device, torch.float32, 24, 130, group_size)
-    x = torch.randn(3, 130, device=kernel_device, requires_grad=True)
-    bias = torch.randn(24, device=kernel_device, requires_grad=True)
     layout = dict(group_size=group_size, out_features=24, in_features=130)
-    grad = torch.randn(3, 24, device=kernel_device)
-    results = []
-    for function in (sparse24_linear, sparse24_linear_reference):
-        x.grad = bias.grad = None
-        function(x, *tensors, bias, **layout).backward(grad.to(torch.float64 if results else torch.float32))
-        results.append((x.grad, bias.grad))
-    for actual, expected in zip(*results):
-        assert_close(actual, expected, *TOLERANCE[torch.float32])
+    both = sparse24_linear, sparse24_linear_reference
+    products = (lambda x, bias, product=product: product(x, *tensors, bias, **layout) for product in both)
+    check_gradients(*products, torch.randn(3, 130, device=kernel_device), torch.randn(24, device=kernel_device))
 
 
 def test_a_weight_that_is_not_sparse_enough_is_refused():
@@ -133,10 +118,9 @@ def test_native_sizes(kernel_device, tokens, group_size):
     tensors = layer(kernel_device, torch.bfloat16, 2048, 4096, group_size)
     x = torch.randn(tokens, 4096, device=kernel_device).bfloat16()
     layout = dict(group_size=group_size, out_features=2048, in_features=4096)
-    actual = sparse24_linear(x, *tensors, **layout)
-    assert_close(actual, sparse24_linear_reference(x, *tensors, **layout), 5e-3, 5.0, "rounded to bfloat16")
-    assert all(torch.equal(actual, sparse24_linear(x, *tensors, **layout)) for _ in range(5))
+    actual = check_runs(lambda: sparse24_linear(x, *tensors, **layout), 5)
+    check(actual, sparse24_linear_reference(x, *tensors, **layout), (5e-3, 2**-6), "rounded to bfloat16")
     if group_size is None and tokens > 64:
         dense = sparse24.dequantize_sparse24(*tensors, **layout)
         semi = torch.sparse.to_sparse_semi_structured(dense)
-        assert_close(sparse24_linear(x, *tensors, **layout, semi_structured=semi), actual, 5e-3, 5.0, "cuSPARSELt")
+        check(sparse24_linear(x, *tensors, **layout, semi_structured=semi), actual, (5e-3, 2**-6), "cuSPARSELt")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from helpers import assert_close
+from linear_checks import in_one_part_and_in_several
 
-from hf_efficient.kernels.efficient_linear import ternary
 from hf_efficient.kernels.efficient_linear.ternary import ternary_linear, ternary_linear_reference
 from hf_efficient.kernels.efficient_linear.ternary_packing import pack_ternary, pack_trits, unpack_ternary, unpack_trits
 
@@ -32,8 +32,7 @@ def test_sums_are_exact(kernel_device, tokens, out_features, in_features, monkey
     x, trits, packed = layer(kernel_device, tokens, out_features, in_features)
     one = torch.ones(1, device=kernel_device)
     exact = (x.cpu().long() @ trits.long().t()).float()
-    for processors in (1, 64):  # K in one part, and in several
-        monkeypatch.setattr(ternary, "_processors", lambda device, count=processors: count)
+    for _ in in_one_part_and_in_several(monkeypatch):
         actual = ternary_linear(x, packed, one, one, out_features=out_features, out_dtype=torch.float32)
         assert torch.equal(actual.cpu(), exact), "sums below 2^24 are exact in float32 too"
 

@@ -1,8 +1,9 @@
-"""efficient_linear's kernels with 8-bit activations compiled for GPUs that are not here: they build, nothing spills, and
-the machine code has the loads and matrix instructions it was written for."""
+"""efficient_linear's kernels with 8-bit activations compiled for GPUs that are not here: they build, nothing spills,
+and the machine code has the loads and matrix instructions it was written for."""
 
 import pytest
 from aot import compile_kernel
+from linear_aot import compile_launch, stages_on, wide_loads
 
 from hf_efficient.kernels.efficient_linear import (
     activation_quant_kernels,
@@ -37,17 +38,8 @@ def compile_product(target, kind, tokens, block_scales=False, outliers=False, tm
         absent += ["outlier_x_ptr", "outlier_columns_ptr", "outlier_count_ptr"]
     constexprs = dict(KIND=kind, BLOCK_SCALES=block_scales, EVEN_K=aligned, SPLIT=split, TMA=tma, UPCAST=False)
     constexprs |= dict(BLOCK_N=tile.block_n, BLOCK_M=tile.block_m) | dict.fromkeys(absent)
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
-    stages = min(tile.num_stages, w8a8_configs.STAGES_ON_ROCM) if target == "gfx942" else tile.num_stages
-    return compile_kernel(
-        kernel,
-        signature,
-        constexprs,
-        target,
-        tile.num_warps,
-        stages,
-        ("N", "K", "stride_x", "stride_w") if aligned else (),
-    )
+    strides = ("N", "K", "stride_x", "stride_w") if aligned else ()
+    return compile_launch(kernel, types, constexprs, target, tile.num_warps, stages_on(target, tile), strides)
 
 
 # Triton has no tcgen05 for int8 on sm_100: mma.sync there
@@ -76,7 +68,7 @@ def test_product(target, kind, tokens, options, instruction):
     assert compiled.count(instruction) > 0
     assert compiled.shared <= SHARED_MEMORY[target]
     if target == "gfx942":
-        assert compiled.count("global_load_dwordx4") + compiled.count("buffer_load_dwordx4") > 0
+        assert wide_loads(compiled, target) > 0
     elif options.get("tma"):
         assert compiled.count("UTMALDG") > 0 and compiled.count("LDGSTS") == 0
     else:
@@ -100,9 +92,8 @@ def compile_quantize(target, source, format, columns):
         absent += ["weight_ptr", "residual_ptr"]
     native = target in ("sm_90", "sm_100")
     constexprs = dict(SOURCE=source, FORMAT=format, NATIVE_FP8=native, BLOCK=columns) | dict.fromkeys(absent)
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
     warps = min(max(columns // 512, 1), 16)
-    return compile_kernel(kernel, signature, constexprs, target, warps, 3, ("K", "stride_x", "stride_other"))
+    return compile_launch(kernel, types, constexprs, target, warps, 3, ("K", "stride_x", "stride_other"))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +109,7 @@ def test_quantize(target, source, format, columns):
     compiled = compile_quantize(target, source, format, columns)
     assert compiled.local_bytes == 0
     if target == "gfx942":
-        assert compiled.count("global_load_dwordx4") + compiled.count("buffer_load_dwordx4") > 0
+        assert wide_loads(compiled, target) > 0
     else:
         assert compiled.count("LDG.E.128") > 0 and compiled.count("STG.E.128") > 0
 

@@ -1,26 +1,23 @@
 """int8 activations against the reference: natively on CUDA, through the Triton interpreter elsewhere."""
 
+import linear_checks
 import pytest
 import torch
-from helpers import assert_close
 
 from hf_efficient.kernels import efficient_linear
 from hf_efficient.kernels.efficient_linear import activation_quant, activation_reference, w8a8, w8a8_configs
-from hf_efficient.kernels.linear import w8a8 as activation_linear
+from hf_efficient.kernels.linear import w8a8 as ops
+from hf_efficient.kernels.linear.op import by_name
 
 
 FORMATS = activation_quant.FORMATS
 REFERENCE = activation_reference.quantize_reference
-# dtype -> (rms error ratio, largest error relative to the largest output): integer sums are exact, float32 scales add
-# 3 * 2^-24, then the output is rounded (the interpreter truncates to bfloat16)
-BFLOAT16 = 2**-7 if w8a8.INTERPRETED else 2**-8
-TOLERANCES = {torch.float16: (4e-4, 2**-10), torch.bfloat16: (BFLOAT16, BFLOAT16), torch.float32: (3e-7, 1e-6)}
-REASON = "exact integer sums, float32 scales, one rounding of the output"
+# integer sums are exact and float32 scales add 3 * 2^-24
+FLOAT32 = (3e-7, 1e-6)
 
 
-def check(actual, expected, tolerances=None, reason=REASON):
-    rms, maximum = tolerances or TOLERANCES[actual.dtype]
-    assert_close(actual, expected, rms, maximum * expected.abs().max().item(), reason)
+def check(actual, expected, tolerances=None, reason="exact integer sums, float32 scales, one rounding of the output"):
+    linear_checks.check(actual, expected, tolerances or (FLOAT32 if actual.dtype == torch.float32 else None), reason)
 
 
 def same(actual, expected):
@@ -189,19 +186,12 @@ def test_sums_are_those_of_int64(kernel_device, nan_poison):
         assert torch.equal(actual.cpu(), expected.float())
 
 
-def test_k_is_split_and_the_counters_come_back_to_zero(kernel_device, nan_poison, monkeypatch):
-    taken = []
-
-    def counters(count, device):
-        taken.append(torch.zeros(count, dtype=torch.int32, device=device))
-        return taken[-1]
-
-    monkeypatch.setattr(w8a8, "_arrival_counters", counters)
+def test_k_is_split_and_the_counters_come_back_to_zero(kernel_device, nan_poison, arrivals):
     x, x_scale = codes_and_scale(3, 1536, False, kernel_device)
     w, w_scale = codes_and_scale(100, 1536, False, kernel_device)
     actual = efficient_linear.w8a8_linear(x, w, x_scale, w_scale, out_dtype=torch.float32)
     check(actual, activation_reference.w8a8_linear_reference(x, w, x_scale, w_scale))
-    assert len(taken) == 1 and taken[0].numel() == 2 and not taken[0].any()
+    assert len(arrivals) == 1 and arrivals[0].numel() == 2 and not arrivals[0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -255,7 +245,7 @@ def test_bad_arguments_are_named(kernel_device):
     rows = torch.randn(3, 200, device=kernel_device)
     wide = torch.zeros(1, 65794, dtype=torch.int8, device=kernel_device)
     linear, quantize = efficient_linear.w8a8_linear, efficient_linear.quantize
-    for error, message, call in (
+    linear_checks.check_errors(
         (TypeError, "x_codes has dtype", lambda: linear(rows, w, x_scale, w_scale)),
         (ValueError, "x_codes has 100 columns", lambda: linear(x[:, :100], w, x_scale, w_scale)),
         (ValueError, "x_codes has strides", lambda: linear(x[:, ::2], w[:, :100], x_scale, w_scale)),
@@ -275,14 +265,14 @@ def test_bad_arguments_are_named(kernel_device):
         (ValueError, "weight is", lambda: efficient_linear.rms_norm_quantize(rows, rows[0, :9], 1e-6, format="int8")),
         (ValueError, "threshold=0", lambda: efficient_linear.llm_int8_linear(rows, w, w_scale, threshold=0)),
         (ValueError, "x has 100 columns", lambda: efficient_linear.llm_int8_linear(rows[:, :100], w, w_scale)),
-    ):
-        with pytest.raises(error, match=message):
-            call()
+    )
 
 
 def op(name, device):
     """The op on CUDA; interpreted, its CUDA implementation."""
-    return getattr(torch.ops.hf_efficient, name) if device == "cuda" else getattr(activation_linear, f"_{name}_cuda")
+    if device == "cuda":
+        return getattr(torch.ops.hf_efficient, name)
+    return getattr(ops, f"_{name}_cuda", None) or by_name(name, name)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -295,7 +285,7 @@ def test_ops_on_cuda_and_cpu_agree(format, kernel_device, nan_poison):
         w, w_scale = REFERENCE(torch.randn(40, 200), "fp8")[0], torch.rand(1, 2)
     else:
         w, w_scale, _ = REFERENCE(torch.randn(40, 200), "fp8" if format == "fp8" else "int8")
-    rows = activation_linear.quantize(x, format)
+    rows = ops.quantize(x, format)
     calls = [
         ("quantize_activation", (x, format, None, None)),
         ("quantize_activation", (x, format, scale, zero)),
@@ -312,7 +302,7 @@ def test_ops_on_cuda_and_cpu_agree(format, kernel_device, nan_poison):
         on_device = [t.to(kernel_device) if isinstance(t, torch.Tensor) else t for t in arguments]
         actual, expected = op(name, kernel_device)(*on_device), getattr(torch.ops.hf_efficient, name)(*arguments)
         if isinstance(expected, torch.Tensor):
-            check(actual.cpu(), expected, TOLERANCES[torch.float32] if "fp8" not in format else (2**-12, 2**-11))
+            check(actual.cpu(), expected, FLOAT32 if "fp8" not in format else (2**-12, 2**-11))
             continue
         assert [(t.dtype, t.shape) for t in actual] == [(t.dtype, t.shape) for t in expected]
         if name == "quantize_activation":

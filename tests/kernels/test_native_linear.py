@@ -71,11 +71,11 @@ def test_products_and_inverses(kernels, bits, symmetric):
     for n, k, group_size in SHAPES:
         for dtype in DTYPES:
             canonical = tensors(n, k, bits, group_size, symmetric, dtype)
-            layout = native_cpu.CompiledLinear.pack(*canonical, bits, group_size, k, dtype)
+            layout = native_cpu.NativeCodesLayout.pack(*canonical, bits, group_size, k, dtype)
             if layout is None:
                 assert len(kernels) < 4 and native_cpu.stored_bits(bits, canonical[1].shape[1], group_size) == 4
                 continue
-            assert torch.equal(layout.qweight(), canonical[0]), "the inverse must be exact"
+            assert torch.equal(layout.canonical(), canonical[0]), "the inverse must be exact"
             arguments = dict(bits=bits, group_size=group_size, in_features=k)
             assert torch.equal(layout.dequantize(), dequantize_weight(*canonical, **arguments, dtype=dtype))
             canonical = canonical[0], canonical[1].double(), canonical[2]
@@ -88,8 +88,8 @@ def test_products_and_inverses(kernels, bits, symmetric):
                     "float32 sums of exact products (many rows: of weights rounded to bfloat16), rounded to the dtype"
                 )
                 rms = 8 * eps if dtype is torch.float32 else eps / 2
-                assert_close(layout(x, bias), expected, rms, 16 * eps * size, reason)
-                again = [layout(x, bias) for _ in range(2)]
+                assert_close(layout.matmul(x, bias), expected, rms, 16 * eps * size, reason)
+                again = [layout.matmul(x, bias) for _ in range(2)]
                 assert torch.equal(*again), "the same sums in the same order"
 
 
@@ -108,7 +108,7 @@ def test_inputs_rounded_to_int8(kernels, bits):
         for symmetric in (False, True):
             canonical = tensors(n, k, bits, group_size, symmetric, torch.bfloat16)
             arguments = bits, group_size, k, torch.bfloat16
-            layout = native_cpu.CompiledLinear.pack(*canonical, *arguments, rounds_inputs=True)
+            layout = native_cpu.NativeCodesLayout.pack(*canonical, *arguments, rounds_inputs=True)
             if layout is None:
                 continue
             scheme = dict(bits=bits, group_size=group_size, in_features=k, dtype=torch.float64)
@@ -120,11 +120,11 @@ def test_inputs_rounded_to_int8(kernels, bits):
                 x = torch.randn(rows, k).bfloat16()
                 expected = (x.double() if exact else rounded(x, group)) @ weight.t() + bias.double()
                 reason = "float32 sums of exact products, rounded to bfloat16"
-                y = layout(x, bias)
+                y = layout.matmul(x, bias)
                 assert_close(y, expected, 2**-8, 2**-4 * expected.abs().max().item(), reason)
-                alone = torch.cat([layout(row[None], bias) for row in x])
+                alone = torch.cat([layout.matmul(row[None], bias) for row in x])
                 assert exact or torch.equal(y, alone), "a row has the same bits alone and among others"
-            assert not layout(x.index_fill(1, torch.tensor([k - 1]), float("nan"))).isfinite().any()
+            assert not layout.matmul(x.index_fill(1, torch.tensor([k - 1]), float("nan"))).isfinite().any()
 
 
 @pytest.mark.parametrize("int8_on_cpu", [False, True])
@@ -138,7 +138,7 @@ def test_a_config_says_whether_inputs_are_rounded(kernels, int8_on_cpu):
 
 
 def test_results_do_not_depend_on_the_number_of_threads(kernels):
-    layout = native_cpu.CompiledLinear.pack(
+    layout = native_cpu.NativeCodesLayout.pack(
         *tensors(336, 640, 8, 64, False, torch.bfloat16), 8, 64, 640, torch.bfloat16
     )
     threads = torch.get_num_threads()
@@ -146,7 +146,7 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels):
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            results.append([layout(torch.ones(rows, 640).bfloat16() / 3) for rows in (1, 5, 40, 300)])
+            results.append([layout.matmul(torch.ones(rows, 640).bfloat16() / 3) for rows in (1, 5, 40, 300)])
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
@@ -154,35 +154,39 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels):
 
 def test_inputs(kernels):
     """Strides, leading dimensions, no rows, biases of other dtypes, wrong dtypes and widths."""
-    layout = native_cpu.CompiledLinear.pack(*tensors(48, 96, 8, 32, False, torch.bfloat16), 8, 32, 96, torch.bfloat16)
+    layout = native_cpu.NativeCodesLayout.pack(
+        *tensors(48, 96, 8, 32, False, torch.bfloat16), 8, 32, 96, torch.bfloat16
+    )
     x = torch.randn(2, 5, 192).bfloat16()[..., ::2]
     bias = torch.randn(48)
-    y = layout(x)
-    assert y.shape == (2, 5, 48) and torch.equal(y, layout(x.contiguous().view(10, 96)).view(2, 5, 48))
-    assert torch.equal(layout(x, bias), y + bias.bfloat16()) or torch.allclose(layout(x, bias), (y + bias).bfloat16())
-    assert layout(x[:, :0]).shape == (2, 0, 48) and layout(x[0, 0]).shape == (48,)
+    y = layout.matmul(x)
+    assert y.shape == (2, 5, 48) and torch.equal(y, layout.matmul(x.contiguous().view(10, 96)).view(2, 5, 48))
+    assert torch.equal(layout.matmul(x, bias), y + bias.bfloat16()) or torch.allclose(
+        layout.matmul(x, bias), (y + bias).bfloat16()
+    )
+    assert layout.matmul(x[:, :0]).shape == (2, 0, 48) and layout.matmul(x[0, 0]).shape == (48,)
     with pytest.raises(ValueError, match="float32"):
-        layout(x.float())
+        layout.matmul(x.float())
     with pytest.raises(ValueError, match="96"):
-        layout(x[..., :64])
+        layout.matmul(x[..., :64])
 
 
 def test_op(kernels):
     for dtype in (torch.float32, torch.bfloat16):
         canonical = tensors(40, 96, 8, 32, False, dtype)
-        layout = native_cpu.CompiledLinear.pack(*canonical, 8, 32, 96, dtype)
+        layout = native_cpu.NativeCodesLayout.pack(*canonical, 8, 32, 96, dtype)
         x, bias = torch.randn(5, 96, dtype=dtype, requires_grad=True), torch.randn(40, dtype=dtype, requires_grad=True)
-        arguments = (x, layout.packed, layout.scale, layout.zero_point, bias, *layout.layout, False)
+        arguments = (x, layout.packed, layout.scale, layout.zero_point, bias, *layout.scheme, False)
         torch.library.opcheck(torch.ops.hf_efficient.cpu_linear.default, arguments)
-        layout(x, bias).square().sum().backward()
+        layout.matmul(x, bias).square().sum().backward()
         reference = [t.detach().clone().requires_grad_() for t in (x, bias)]
         torch.nn.functional.linear(reference[0], layout.dequantize(), reference[1]).square().sum().backward()
         eps = torch.finfo(dtype).eps
         for ours, theirs in zip((x, bias), reference):
             maximum = 8 * eps * theirs.grad.abs().max().item()
             assert_close(ours.grad, theirs.grad, 4 * eps, maximum, "the same products, rounded to the dtype")
-        compiled = torch.compile(lambda x, layout=layout: layout(x) + 1, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(x.detach()), layout(x.detach()) + 1)
+        compiled = torch.compile(lambda x, layout=layout: layout.matmul(x) + 1, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x.detach()), layout.matmul(x.detach()) + 1)
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -192,11 +196,11 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 LAYER = """
 import torch
-from hf_efficient.kernels.linear import device_layout
+from hf_efficient.kernels.linear.weight_only import device_layout
 for n in (32, 64):
     codes, scale = torch.full((n, 32), 0x79, dtype=torch.uint8), torch.ones(n, 1)
     layout = device_layout(codes, scale, None, bits=4, group_size=64, in_features=64, dtype=torch.float32)
-    assert (layout(torch.ones(1, 64)) == 0).all()
+    assert (layout.matmul(torch.ones(1, 64)) == 0).all()
 print(type(layout).__name__)
 """
 
@@ -204,7 +208,7 @@ print(type(layout).__name__)
 @pytest.mark.parametrize("compiler", ["/nonexistent", "/bin/false"])
 def test_without_a_compiler_the_operators_of_torch_serve(compiler, tmp_path):
     result = python(LAYER, CXX=compiler, HF_HOME=str(tmp_path))
-    assert result.stdout.strip() == "Int4CpuLinear"
+    assert result.stdout.strip() == "Int4CpuLayout"
     expected = 1 if build.FEATURES <= build.cpu_features() else 0
     assert result.stderr.count("torch's slower operators") == expected, "said once, where something is lost"
 
@@ -213,10 +217,10 @@ def test_without_a_compiler_the_operators_of_torch_serve(compiler, tmp_path):
     build.compiler() is None or not build.FEATURES <= build.cpu_features(), reason="nothing is compiled here"
 )
 def test_compiled_once_for_all_processes(tmp_path):
-    assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "CompiledLinear"
+    assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "NativeCodesLayout"
     (library,) = (tmp_path / "hf_efficient" / "cpu").iterdir()
     written = library.stat().st_mtime_ns
-    assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "CompiledLinear"
+    assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "NativeCodesLayout"
     assert [path.stat().st_mtime_ns for path in (tmp_path / "hf_efficient" / "cpu").iterdir()] == [written]
 
 
@@ -230,7 +234,7 @@ def test_one_pool_of_threads(kernels):
     layout = device_layout(
         *tensors(64, 64, 8, 32, True, torch.float32), bits=8, group_size=32, in_features=64, dtype=torch.float32
     )
-    layout(torch.ones(1, 64))
+    layout.matmul(torch.ones(1, 64))
     with open("/proc/self/maps") as maps:
         runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line}
     assert runtimes == {build.openmp_runtime()}
@@ -238,7 +242,7 @@ def test_one_pool_of_threads(kernels):
 
 def int8_layout(n=70, k=192):
     canonical = tensors(n, k, 8, 64, False, torch.float32)
-    return canonical, native_cpu.CompiledLinear.pack(*canonical, 8, 64, k, torch.float32)
+    return canonical, native_cpu.NativeCodesLayout.pack(*canonical, 8, 64, k, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -256,16 +260,16 @@ def test_traces_and_transforms_see_the_product(kernels):
     _, layout = int8_layout()
     x, other = torch.randn(2, 3, 192)
     with torch.no_grad():
-        traced = torch.jit.trace(lambda rows: layout(rows), (x,), check_trace=False)
-        assert torch.equal(traced(other), layout(other))
-        graph = torch.fx.experimental.proxy_tensor.make_fx(layout)(x)
-        assert torch.equal(graph(other), layout(other))
+        traced = torch.jit.trace(lambda rows: layout.matmul(rows), (x,), check_trace=False)
+        assert torch.equal(traced(other), layout.matmul(other))
+        graph = torch.fx.experimental.proxy_tensor.make_fx(lambda rows: layout.matmul(rows))(x)
+        assert torch.equal(graph(other), layout.matmul(other))
 
 
 def test_biases_of_other_shapes_and_inputs_of_one_dimension(kernels):
     _, layout = int8_layout()
     x, bias = torch.randn(192), torch.randn(70, requires_grad=True)
-    layout(x, bias).sum().backward()
+    layout.matmul(x, bias).sum().backward()
     assert torch.equal(bias.grad, torch.ones(70))
     with torch.no_grad():
-        assert torch.equal(layout(x, torch.ones(1)), layout(x) + 1)
+        assert torch.equal(layout.matmul(x, torch.ones(1)), layout.matmul(x) + 1)

@@ -1,8 +1,11 @@
 """The ops of packed weights on a CPU: fakes, autograd and torch.compile agree with the kernels' references."""
 
+import inspect
+
 import pytest
 import torch
 from helpers import assert_close
+from linear_checks import random_weight
 
 import hf_efficient.kernels.linear.codebook
 import hf_efficient.kernels.linear.gate_up
@@ -58,48 +61,60 @@ def test_sparse24(group_size):
 def test_codebook(bits=4):
     codes = torch.randint(0, 2**bits, (40, 200), dtype=torch.uint8)
     packed = el.pack_codebook_weight(el.pack_canonical(codes, bits), bits)
-    codebook = torch.randn(40, 2**bits)
+    tensors, layout = (
+        (packed, torch.randn(40, 2**bits), torch.rand(40, 4)),
+        dict(bits=bits, group_size=64, in_features=200),
+    )
     x, bias = torch.randn(5, 200, requires_grad=True), torch.randn(40, requires_grad=True)
-    scale = torch.rand(40, 4)
-    layout = dict(bits=bits, group_size=64, in_features=200)
-    arguments = (x, packed, codebook, scale, bias, *layout.values())
+    arguments = (x, *tensors, bias, *layout.values())
     torch.library.opcheck(OPS.codebook_linear.default, arguments)
-    expected = el.codebook_linear_reference(x, packed, codebook, scale, bias, **layout)
-    check(OPS.codebook_linear, arguments, expected, (x, bias))
+    check(OPS.codebook_linear, arguments, el.codebook_linear_reference(x, *tensors, bias, **layout), (x, bias))
+
+
+def int4_weight():
+    """(packed, scale, zero point, keywords) of a weight [40, 200]."""
+    return random_weight(40, 200, 4, 64, False, torch.float32, "cpu")
 
 
 def test_weight_only():
-    codes = torch.randint(0, 16, (40, 200), dtype=torch.uint8)
-    packed = el.pack_weight(el.pack_canonical(codes, 4), 4, 64)
+    *tensors, layout = int4_weight()
     x, bias = torch.randn(5, 200, requires_grad=True), torch.randn(40, requires_grad=True)
-    layout = dict(bits=4, group_size=64, in_features=200)
-    arguments = (x, packed, torch.rand(40, 4), None, bias, *layout.values())
+    arguments = (x, *tensors, bias, *layout.values())
     torch.library.opcheck(OPS.weight_only_linear.default, arguments)
     check(OPS.weight_only_linear, arguments, el.weight_only_linear_reference(*arguments[:5], **layout), (x, bias))
 
 
+@pytest.mark.parametrize("name", [name for name in el.__all__ if hasattr(OPS, name) and name != "gate_up_silu"])
+def test_kernels_take_the_arguments_of_their_ops_by_name(name):
+    arguments = getattr(OPS, name).default._schema.arguments
+    inspect.signature(getattr(el, name)).bind(**{argument.name: None for argument in arguments})
+
+
+def test_a_gradient_of_the_weight_is_refused():
+    """Rather than left out in silence."""
+    packed, scale, zero_point, layout = int4_weight()
+    x = torch.randn(5, 200, requires_grad=True)
+    y = OPS.weight_only_linear(x, packed, scale.requires_grad_(), zero_point, None, *layout.values())
+    with pytest.raises(RuntimeError, match="scale requires grad: gradients are of x and bias, the weight is frozen"):
+        y.sum().backward()
+
+
 def test_experts():
-    codes = torch.randint(0, 16, (3, 40, 200), dtype=torch.uint8)
-    packed = torch.stack([el.pack_weight(el.pack_canonical(part, 4), 4, 64) for part in codes])
+    *parts, layouts = zip(*(int4_weight() for _ in range(3)))
+    tensors, layout = [torch.stack(part) for part in parts], layouts[0]
     x, bias = torch.randn(5, 200, requires_grad=True), torch.randn(3, 40, requires_grad=True)
     offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    layout = dict(bits=4, group_size=64, in_features=200)
-    zero_point = torch.randint(0, 16, (3, 40, 4), dtype=torch.uint8)
-    arguments = (x, packed, torch.rand(3, 40, 4), zero_point, bias, offsets, *layout.values())
+    arguments = (x, *tensors, bias, offsets, *layout.values())
     expected = el.grouped_linear_reference(*arguments[:5], offsets=offsets, **layout)
     check(OPS.grouped_linear, arguments, expected, (x, bias))
 
 
-def test_gate_and_up(bits=4):
-    layout = dict(bits=bits, group_size=64, in_features=200)
+def test_gate_and_up():
     x = torch.randn(5, 200, requires_grad=True)
-    sides = []
+    sides, layout = [], None
     for _ in range(2):
-        codes = torch.randint(0, 2**bits, (40, 200), dtype=torch.uint8)
-        packed = el.pack_weight(el.pack_canonical(codes, bits), bits, 64)
-        zero_point = torch.randint(0, 2**bits, (40, 4), dtype=torch.uint8)
-        bias = torch.randn(40, requires_grad=True)
-        sides.append((packed, torch.rand(40, 4) / 2**bits, zero_point, bias))
+        *tensors, layout = int4_weight()
+        sides.append((*tensors, torch.randn(40, requires_grad=True)))
     arguments = (x, *sides[0], *sides[1], *layout.values())
     torch.library.opcheck(OPS.gate_up_silu.default, arguments)
     expected = el.gate_up_silu_reference(x, *sides, **layout)
@@ -108,9 +123,7 @@ def test_gate_and_up(bits=4):
 
 def check(op, arguments, expected, inputs):
     """Values and gradients of the op (opcheck has compiled it)."""
-    gradients = []
-    for y in (expected, op(*arguments)):
-        assert_close(y, expected, 3e-6, 1e-3, "float32")
-        gradients.append(torch.autograd.grad(y.sum(), inputs))
-    for actual, wanted in zip(gradients[1], gradients[0]):
-        assert_close(actual, wanted, 3e-6, 1e-3, "float32")
+    found = op(*arguments)
+    assert_close(found, expected, 3e-6, 2e-3, "float32")
+    for actual, wanted in zip(torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
+        assert_close(actual, wanted, 3e-6, 2e-3, "float32")

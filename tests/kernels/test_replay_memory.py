@@ -1,4 +1,4 @@
-"""Results of a recorded forward that are not needed at the same time share memory, and nobody notices."""
+"""Results of a captured forward that are not needed at the same time share memory, and every value stays right."""
 
 import random
 
@@ -21,11 +21,11 @@ def test_a_chain_needs_the_memory_of_two_results():
             y = y * (1 / factor) + x
         return y
 
-    tape = Capture(forward)
-    assert tape.nbytes <= 4 * x.nbytes, "of 60 results one is kept, and two are needed at once"
+    capture = Capture(forward)
+    assert capture.nbytes <= 4 * x.nbytes, "of 60 results one is kept, and two are needed at once"
     for _ in range(3):
         x.copy_(torch.randn(64, 64))
-        torch.testing.assert_close(tape.replay(), forward())
+        torch.testing.assert_close(capture.replay(), forward())
 
 
 def test_what_somebody_else_holds_stays_where_it_is():
@@ -35,9 +35,9 @@ def test_what_somebody_else_holds_stays_where_it_is():
         seen.append(x.exp())
         return seen[-1].sqrt().neg().abs() + 1
 
-    tape = Capture(forward)
+    capture = Capture(forward)
     x.copy_(torch.randn(8, 32))
-    tape.replay()
+    capture.replay()
     torch.testing.assert_close(seen[0], x.exp())
 
 
@@ -49,15 +49,16 @@ def test_results_that_calls_read_and_make_stay():
         z = y.sort(-1).values  # no instruction
         return z * 3 + y * 0.5
 
-    tape = Capture(forward)
+    capture = Capture(forward)
     for _ in range(2):
         x.copy_(torch.randn(8, 32))
-        torch.testing.assert_close(tape.replay(), forward())
+        torch.testing.assert_close(capture.replay(), forward())
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_reads(seed):
-    """Programs in which each operator reads any of the results so far: whole ones, halves of them, and some in place."""
+    """Programs in which each operator reads any of the results so far: whole ones, halves of them, and some in
+    place."""
     chance = random.Random(seed)
     inputs = [torch.randn(4, 32).bfloat16() for _ in range(2)]
     weight = torch.randn(32, 32).bfloat16() * 32**-0.5
@@ -83,10 +84,10 @@ def test_any_order_of_reads(seed):
             found.append(y)
         return found[-1], found[-7] + found[5]
 
-    tape = Capture(forward)
+    capture = Capture(forward)
     for _ in range(2):
         for x in inputs:
             x.copy_(torch.randn(4, 32))
-        for output, expected in zip(tape.replay(), forward()):
+        for output, expected in zip(capture.replay(), forward()):
             torch.testing.assert_close(output, expected, rtol=0.05, atol=0.05)  # roundings to bfloat16
-    assert tape.nbytes < 30 * inputs[0].nbytes, "of more than 60 results"
+    assert capture.nbytes < 30 * inputs[0].nbytes, "of more than 60 results"

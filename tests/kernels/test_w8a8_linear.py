@@ -1,4 +1,4 @@
-"""The ops of activation_linear on CPU: codes and products against the kernels' reference, gradients, torch.compile."""
+"""The ops of `kernels.linear.w8a8` on a CPU: against the kernels' reference, gradients, torch.compile."""
 
 import pytest
 import torch

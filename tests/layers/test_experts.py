@@ -1,3 +1,5 @@
+"""Fused experts with compressed weights: one by one on a CPU, in one product as on a GPU, saved and copied."""
+
 import copy
 import pickle
 
@@ -10,17 +12,12 @@ from transformers import AutoModelForCausalLM
 from hf_efficient import WeightOnlyConfig
 from hf_efficient.experts import EfficientExperts, compress_experts, expert_weight_names, is_fused_experts
 from hf_efficient.formats import AffineFormat
-from hf_efficient.kernels.linear.grouped import GroupedTritonLinear
+from hf_efficient.kernels.linear.grouped import GroupedTritonLayout
 from hf_efficient.methods import get_method
 
 
 NAMES = ("mixtral", "qwen3_moe", "gpt_oss")
-FORMATS = [
-    AffineFormat(4, 32, False),
-    AffineFormat(8, -1, True),
-    AffineFormat(4, None, False),
-    AffineFormat(8, 24, True),
-]
+FORMATS = [AffineFormat(*scheme) for scheme in ((4, 32, False), (8, -1, True), (4, None, False), (8, 24, True))]
 
 
 def experts_of(name, format, dtype=torch.float32):
@@ -54,49 +51,33 @@ def routed(tokens, chosen=2, experts=4, only=None):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_same_as_the_original_module_with_the_same_weights(name, format):
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_same_as_the_original_module_with_the_same_weights(name, format, as_on_a_gpu, monkeypatch):
+    """On a CPU the op that a GPU runs is the kernel's reference."""
+    calls, run = [], GroupedTritonLayout.matmul
+    monkeypatch.setattr(GroupedTritonLayout, "matmul", lambda *args: calls.append(args) or run(*args))
+    if as_on_a_gpu:
+        monkeypatch.setattr(GroupedTritonLayout, "supports", lambda device, group_size, dtype: group_size != 24)
     original, compressed, state = experts_of(name, format)
     for tokens, only in ((1, None), (7, None), (7, [1, 2]), (150, None)):
         index, weights = routed(tokens, only=only)
         x = torch.randn(tokens, 64)
         assert_close(compressed(x, index, weights), original(x, index, weights), 2e-6, 1e-4, "float32 on both sides")
-    after = compressed.state_dict()
-    assert after.keys() == state.keys() and all(torch.equal(after[k], state[k]) for k in state)
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """The layouts and ops that a GPU gets; on a CPU the op is the kernel's reference."""
-    monkeypatch.setattr(GroupedTritonLinear, "supports", lambda device, group_size, dtype: group_size != 24)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_all_experts_in_one_product(name, format, as_on_a_gpu, monkeypatch):
-    original, compressed, state = experts_of(name, format)
-    calls = []
-    run = GroupedTritonLinear.__call__
-    monkeypatch.setattr(GroupedTritonLinear, "__call__", lambda *args: calls.append(args) or run(*args))
-    for tokens, only in ((1, None), (7, [1, 2]), (40, None)):
-        index, weights = routed(tokens, only=only)
-        x = torch.randn(tokens, 64)
-        assert_close(compressed(x, index, weights), original(x, index, weights), 2e-6, 1e-4, "float32 on both sides")
-    assert len(calls) == (0 if format.group_size == 24 else 6), "one product up and one down a forward"
-    after = compressed.state_dict()
-    assert after.keys() == state.keys() and all(torch.equal(after[k], state[k]) for k in state)
+    assert len(calls) == (8 if as_on_a_gpu and format.group_size != 24 else 0), "one product up and one down a forward"
     x = torch.randn(6, 64).requires_grad_()
     compressed(x, *routed(6)).sum().backward()
     assert torch.isfinite(x.grad).all()
-    assert all(torch.equal(t, state[k]) for k, t in copy.deepcopy(compressed).state_dict().items())
+    for after in (compressed.state_dict(), copy.deepcopy(compressed).state_dict()):
+        assert after.keys() == state.keys() and all(torch.equal(after[k], state[k]) for k in state)
 
 
 def test_the_op_has_a_fake_that_agrees():
     format = AffineFormat(4, 32, False)
     parts = [get_method("rtn").quantize(torch.randn(24, 70), format) for _ in range(3)]
     tensors = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-    layout = GroupedTritonLinear(**tensors, bits=4, group_size=32, in_features=70, dtype=torch.float32)
+    layout = GroupedTritonLayout(**tensors, bits=4, group_size=32, in_features=70, dtype=torch.float32)
     offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    arguments = (torch.randn(5, 70), layout.packed, layout.scale, layout.zero_point, None, offsets, *layout.layout)
+    arguments = (torch.randn(5, 70), layout.packed, layout.scale, layout.zero_point, None, offsets, *layout.scheme)
     torch.library.opcheck(torch.ops.hf_efficient.grouped_linear.default, arguments)
 
 
@@ -105,8 +86,8 @@ def test_experts_without_tokens_do_not_run(monkeypatch):
     index, weights = routed(5, only=[0, 3])
     up = compressed.layouts("gate_up_proj_", torch.float32)
     ran = []
-    call = type(up[0]).__call__
-    monkeypatch.setattr(type(up[0]), "__call__", lambda layout, *args: ran.append(layout) or call(layout, *args))
+    call = type(up[0]).matmul
+    monkeypatch.setattr(type(up[0]), "matmul", lambda layout, *args: ran.append(layout) or call(layout, *args))
     compressed(torch.randn(5, 64), index, weights)
     assert len(ran) == 4 and up[1] not in ran and up[2] not in ran
 

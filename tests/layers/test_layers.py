@@ -1,3 +1,5 @@
+"""EfficientLinear: what it computes, holds in memory, saves, copies and casts."""
+
 import copy
 import pickle
 import threading
@@ -9,19 +11,14 @@ from helpers import assert_close
 from torch import nn
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.kernels.linear.weight_only import INT4_NATIVE_ROWS
+from hf_efficient.kernels.linear.torch_cpu import INT4_NATIVE_ROWS
 from hf_efficient.layers import PLACEHOLDER_SHAPE, EfficientLinear
 from hf_efficient.methods import get_method
 
 
 INT4 = AffineFormat(4, 64, False)
-FORMATS = [
-    INT4,
-    AffineFormat(8, -1, True),
-    AffineFormat(8, -1, False),
-    AffineFormat(8, 64, False),
-    AffineFormat(4, 48, False),
-]
+EIGHT_BITS = [AffineFormat(8, -1, True), AffineFormat(8, -1, False), AffineFormat(8, 64, False)]
+FORMATS = [INT4, *EIGHT_BITS, AffineFormat(4, 48, False)]
 
 
 def make(format=INT4, dtype=torch.bfloat16, bias=True, rows=96, columns=192):
@@ -62,9 +59,8 @@ def test_the_layout_replaces_the_codes_in_memory(format):
     held = {t.data_ptr(): t.untyped_storage().nbytes() for t in (*layer.parameters(), *layer.buffers())}
     assert sum(held.values()) <= canonical + 2 * 2 * 96 * 3  # scales for the operator beside the stored ones
     assert sum(held.values()) < (0.36 if format.bits == 4 else 0.56) * dense_bytes
-    assert set(layer.state_dict()) == {"weight", "bias", "qweight", "scale"} | (
-        set() if format.symmetric else {"zero_point"}
-    )
+    zero_point = set() if format.symmetric else {"zero_point"}
+    assert set(layer.state_dict()) == {"weight", "bias", "qweight", "scale"} | zero_point
 
 
 def test_dtype_of_the_input_decides():
@@ -93,26 +89,18 @@ def test_casts_and_moves_keep_the_numbers():
     assert layer.to("meta").qweight.is_meta
 
 
-def test_copies_and_loads_are_independent():
-    layer, dense, state = make()
-    x = torch.randn(2, 192).bfloat16()
-    y = layer(x)
-    other = copy.deepcopy(layer)
-    assert torch.equal(other(x), y) and same(other.state_dict(), state)
-    changed = {k: (v ^ 255 if k == "qweight" else v) for k, v in state.items()}
-    other.load_state_dict(changed)
-    assert not torch.equal(other(x), y) and torch.equal(layer(x), y) and same(other.state_dict(), changed)
-
-
-def test_pickle_holds_canonical_tensors():
-    """A layout is for one instruction set, a pickle may be opened on another."""
-    layer, dense, state = make()
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_hold_canonical_tensors_and_are_independent(duplicate):
+    """A layout is for one instruction set, and a pickle may be opened on another."""
+    layer, _, state = make()
     x = torch.randn(2, 192).bfloat16()
     y = layer(x)
     assert any("packed" in name for name, _ in layer.named_buffers())
-    other = pickle.loads(pickle.dumps(layer))
-    assert not list(other.buffers()) and same(other.state_dict(), state)
-    assert torch.equal(other(x), y) and torch.equal(layer(x), y)
+    other = duplicate(layer)
+    assert not list(other.buffers()) and torch.equal(other(x), y) and same(other.state_dict(), state)
+    changed = {k: (v ^ 255 if k == "qweight" else v) for k, v in state.items()}
+    other.load_state_dict(changed)
+    assert not torch.equal(other(x), y) and torch.equal(layer(x), y) and same(other.state_dict(), changed)
 
 
 @pytest.mark.parametrize("rows", [3, INT4_NATIVE_ROWS + 1])

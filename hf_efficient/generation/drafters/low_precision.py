@@ -11,8 +11,7 @@ from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.experts import compress_experts, expert_weight_names, is_fused_experts
 from hf_efficient.generation.drafters.layer_skip import skippable_layers
 from hf_efficient.generation.drafters.weight_sharing import rebuilt, view_of
-from hf_efficient.layers import compress_linear
-from hf_efficient.linear_classes import is_linear
+from hf_efficient.layers import compress_linear, is_linear
 
 
 @torch.no_grad()

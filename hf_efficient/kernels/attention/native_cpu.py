@@ -7,6 +7,8 @@ import functools
 import torch
 
 from hf_efficient.kernels.native import build
+from hf_efficient.kernels.replay import instructions
+from hf_efficient.kernels.replay.registry import replays
 
 
 _FEW_QUERIES = 64  # of a row, as a tree has; more are a prompt: causal, over full-precision pages
@@ -67,7 +69,7 @@ class _Call(ctypes.Structure):
 def kernel(dtype: torch.dtype):
     """The compiled function for queries of this dtype, compiled when it is not there; None where torch's operators are to be
     used."""
-    library = build.load("pages", QUERY=_TYPES[dtype])
+    library = build.load("pages", (_Pages, _Call), QUERY=_TYPES[dtype])
     if library is None:
         return None
     library.hf_attend_pages.argtypes = [ctypes.c_void_p]
@@ -199,3 +201,34 @@ def describe(
         dim**-0.5 if softmax_scale is None else softmax_scale, softcap,
     )  # fmt: skip
     return call, (table, lengths, sinks, slopes, tree, stored)
+
+
+@replays("hf_efficient::flash_attn_with_kvcache")
+def _instructions(
+    out, lse, q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap, alibi_slopes,
+    s_aux, return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
+):  # fmt: skip
+    """A captured call of the kernel; None where it would read copies of tensors, which a replay does not fill again."""
+    if table is None:
+        table = torch.arange(len(q), dtype=torch.int32)[:, None]
+    integers = (
+        (cache_seqlens, torch.int32), (table, torch.int32), (tree_mask, torch.int64), (quantized_seqlens, torch.int32),
+    )  # fmt: skip
+    as_they_are = all(x is None or (x.dtype is dtype and x.is_contiguous()) for x, dtype in integers)
+    if not as_they_are or not serves(q, k_cache, v_cache, k_scale, v_scale, k_min, v_min):
+        return None
+    copies, inputs = [], []
+    for x in (q, k, v):
+        if x is not None and not x.is_contiguous():
+            y = torch.empty_like(x, memory_format=torch.contiguous_format)
+            copies.append(instructions.elementwise("COPY", y, [x]))
+            x = y
+        inputs.append(x)
+    q, k, v = inputs
+    call, tensors = describe(
+        out, lse, q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap,
+        alibi_slopes, s_aux, return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
+    )  # fmt: skip
+    if call is None:
+        return None
+    return [*copies, instructions.call(kernel(q.dtype), call, out, inputs, (inputs, tensors))]

@@ -1,5 +1,8 @@
-"""Canonical packing of integer codes, a little-endian stream of bits: 8 bits one byte a code; 4 bits even elements in the low
-nibble; 2 bits four codes a byte, 1 bit eight; 3 bits eight codes in three bytes. Padded with code 0."""
+"""Canonical packing of integer codes: each row is a little-endian stream of bits, padded with code 0.
+
+A byte holds one code of 8 bits, two of 4 (the even element in the low nibble), four of 2 or eight of 1; three bytes
+hold eight codes of 3 bits.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +32,13 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     for i in range(1, 8):
         stream |= codes[..., i::8].int() << 3 * i
     return torch.stack([(stream >> shift & 255).to(torch.uint8) for shift in (0, 8, 16)], -1).flatten(-2)
+
+
+def expand_groups(values: torch.Tensor, group_size: int | None, in_features: int) -> torch.Tensor:
+    """Values per group [..., N, G] -> something that broadcasts against [..., N, in_features]."""
+    if values.shape[-1] == 1:
+        return values
+    return values.repeat_interleave(group_size, -1)[..., :in_features]
 
 
 def unpack_codes(qweight: torch.Tensor, bits: int, in_features: int) -> torch.Tensor:

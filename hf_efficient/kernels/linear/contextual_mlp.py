@@ -1,7 +1,7 @@
-"""The op of a feed-forward layer that computes only the neurons each row of x calls for.
+"""The op of a feed-forward layer with contextual sparsity: it computes only the neurons that each row of x activates.
 
-On CPUs whose C++ kernels are worth compiling (see `cpu_build`), bfloat16 and few rows are one call of `native/contextual/contextual.cpp`;
-everything else is torch's index_select and products.
+Few rows of bfloat16 are one call of `native/contextual/contextual.cpp`, on CPUs that have `native.build.FEATURES`. All
+else is torch's index_select and products.
 """
 
 import ctypes
@@ -10,10 +10,13 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.native import build
+from hf_efficient.kernels.replay import instructions
+from hf_efficient.kernels.replay.registry import replays
 
 
-MOST_ROWS = 32  # native/contextual/contextual.cpp has the same
+MOST_ROWS = 32  # of a call; native/contextual/contextual.cpp has the same number
 ACTIVATIONS = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
@@ -28,24 +31,25 @@ _POINTERS = (
 )
 
 
-class _Call(ctypes.Structure):
-    """`Call` of native/contextual/contextual.cpp."""
+class _ContextualCall(ctypes.Structure):
+    """`ContextualCall` of native/contextual/contextual.cpp."""
 
     _fields_ = [*((name, ctypes.c_int64) for name in _NUMBERS), *((name, ctypes.c_void_p) for name in _POINTERS)]
 
 
 @functools.cache
 def kernel():
-    """The compiled function, compiled when it is not there; None where torch's operators are to be used."""
-    library = build.load("contextual")
+    """The compiled function; None where torch's operators serve instead."""
+    library = build.load("contextual", (_ContextualCall,))
     if library is None:
         return None
     library.hf_contextual_mlp.argtypes = [ctypes.c_void_p]
     return library.hf_contextual_mlp
 
 
-def describe(y, x, project, score, score_up, limit, spread, *weights_and_activation) -> _Call | None:
-    """What the kernel is told to write into `y`; None where it does not serve the arguments of the op."""
+def describe(y, x, project, score, score_up, limit, spread, *weights_and_activation) -> _ContextualCall | None:
+    """The structure that makes the kernel write the result into `y`; None where it does not serve the arguments of the
+    op."""
     *weights, activation = weights_and_activation
     tensors = (x, project, score, score_up, limit, spread, *weights, y)
     gate, gate_bias, up, up_bias, down, down_bias = weights
@@ -66,11 +70,11 @@ def describe(y, x, project, score, score_up, limit, spread, *weights_and_activat
     ):
         return None
     numbers = x.numel() // hidden, hidden, neurons, rank, list(ACTIVATIONS).index(activation)
-    return _Call(*numbers, *(None if t is None else t.data_ptr() for t in tensors))
+    return _ContextualCall(*numbers, *(None if t is None else t.data_ptr() for t in tensors))
 
 
 def choose(x, project, score, score_up, limit, spread, gate, gate_bias, activation) -> torch.Tensor:
-    """Which neurons the rows of x [rows, hidden] call for, bool [rows, neurons]; arguments as of the op."""
+    """Which neurons the rows of x [rows, hidden] activate: bool [rows, neurons]. Arguments as of the op."""
     act = ACTIVATIONS[activation]
     if project is None:
         return act(F.linear(x, gate, gate_bias).float()).abs() > limit
@@ -79,14 +83,6 @@ def choose(x, project, score, score_up, limit, spread, gate, gate_bias, activati
     if score_up is None:
         return first > limit
     return (act(first).square() + spread.float()) * (F.linear(inner, score_up.float()).square() + limit.float()) > 1
-
-
-_library = torch.library.Library("hf_efficient", "FRAGMENT")
-_library.define(
-    "contextual_mlp(Tensor x, Tensor? project, Tensor? score, Tensor? score_up, Tensor limit, Tensor? spread, Tensor gate, "
-    "Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias, str activation) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
 
 
 def _torch(x, *arguments):
@@ -116,10 +112,18 @@ def _cpu(x, *arguments):
     return y
 
 
-_library.impl("contextual_mlp", _cpu, "CPU")
-_library.impl("contextual_mlp", _torch, "CUDA")
+@replays("hf_efficient::contextual_mlp")
+def _instructions(y, *arguments):
+    call = describe(y, *arguments)
+    inputs = [x for x in arguments if isinstance(x, torch.Tensor)]
+    return None if call is None else [instructions.call(kernel(), call, y, inputs)]
 
 
-@torch.library.register_fake("hf_efficient::contextual_mlp", lib=_library)
-def _fake(x, *arguments):
-    return torch.empty_like(x)
+op.define(
+    "contextual_mlp(Tensor x, Tensor? project, Tensor? score, Tensor? score_up, Tensor limit, Tensor? spread, "
+    "Tensor gate, Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias, str activation) "
+    "-> Tensor",
+    cpu=_cpu,
+    cuda=_torch,
+    fake=lambda x, *_: torch.empty_like(x),
+)

@@ -1,9 +1,11 @@
-"""Linear layers of 2, 3, 4 and 8-bit codes on CPUs whose C++ kernels are worth compiling (see `cpu_build`).
+"""Linear layers of 2, 3, 4 and 8-bit codes by the C++ kernels of `native/linear`, on CPUs that have
+`native.build.FEATURES`.
 
-Their layout: rows of the weight stand 16 to a block, a row to each 32-bit lane of a vector of 64 bytes, neighbouring columns
-in the two halves of a lane, so that a look-up in registers turns shifted halves into pairs of bfloat16. A line of one vector
-holds 32 / bits columns; three of them hold 32 columns of 3 bits, the last two columns in the bits left over. Codes of 8 bits
-are kept as sign and magnitude of `code - 127.5`. Scales and zero points (uint8 or float32): [blocks, G, 16].
+The layout: 16 rows of the weight are a block, and each 32-bit lane of a vector of 64 bytes belongs to one row.
+Neighbouring columns stand in the two halves of a lane, so that a look-up in registers turns shifted halves into pairs
+of bfloat16. A line of one vector holds 32 / bits columns; for 3 bits three vectors hold 32 columns, the last two of
+them in the bits left over. Codes of 8 bits are stored as sign and magnitude of `code - 127.5`. Scales and zero points
+(uint8 or float32) are [blocks, G, 16].
 """
 
 import ctypes
@@ -12,14 +14,18 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
+from hf_efficient.kernels.linear.layout import FLOATS, Layout
 from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native.structs import Product
+from hf_efficient.kernels.replay.instructions import packed_product
+from hf_efficient.kernels.replay.registry import replays
 
 
 LANES = 16
-COLUMNS = {2: 16, 3: 32, 4: 8, 8: 4}  # of the weight in a line
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ELEMENTS_AT_ONCE = 1 << 21  # of a weight in float32 on its way to another dtype
+COLUMNS = {2: 16, 3: 32, 4: 8, 8: 4}  # bits -> columns of the weight in a line
+_ELEMENTS_AT_ONCE = 1 << 21  # float32 elements that dequantizing to another dtype holds at once: 8 MB
 
 
 class _Weight(ctypes.Structure):
@@ -38,31 +44,22 @@ class _Weight(ctypes.Structure):
     ]
 
 
-class Product(ctypes.Structure):
-    """`Product` of native/linear/linear.cpp."""
-
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("y", ctypes.c_void_p)]
-
-
-MOST_PRODUCTS = 4  # of one call; native/linear/codes.h has the same
-
-
-@functools.lru_cache(65536)  # the op makes a layout for each call
-def _kept_weight(*fields) -> tuple[_Weight, int]:
+@functools.lru_cache(65536)  # the op makes a layout in each call
+def _cached_weight(*fields) -> tuple[_Weight, int]:
     weight = _Weight(*fields)
     return weight, ctypes.addressof(weight)
 
 
 def weight_structure(packed, scale, zero_point, group, out_features, in_features, rounds_inputs) -> tuple[_Weight, int]:
-    """(the structure of a weight, its address)"""
+    """(the structure of a weight, its address)."""
     zero = None if zero_point is None else zero_point.data_ptr()
     sizes = out_features, in_features, group
     floats = scale.dtype is torch.float32, zero is not None and zero_point.dtype is torch.float32
-    return _kept_weight(packed.data_ptr(), scale.data_ptr(), zero, *sizes, floats[0], rounds_inputs, floats[1])
+    return _cached_weight(packed.data_ptr(), scale.data_ptr(), zero, *sizes, floats[0], rounds_inputs, floats[1])
 
 
 def _places(bits: int):
-    """(column, line, shift in the word, shift in the code, mask) of every piece of a code in the lines of a step."""
+    """(column, line, shift in the word, shift in the code, mask) of each piece of a code in a step."""
     for column in range(COLUMNS[bits]):
         pair, half = divmod(column, 2)
         if bits != 3:
@@ -102,7 +99,7 @@ def _blocks(values: torch.Tensor, out_features: int) -> torch.Tensor:
 
 
 class Kernel:
-    """The compiled functions for weights of `bits` bits, on raw pointers."""
+    """The functions of a library, which take raw pointers."""
 
     def __init__(self, library: ctypes.CDLL):
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
@@ -114,48 +111,54 @@ class Kernel:
 
 @functools.cache
 def kernel(bits: int) -> Kernel | None:
-    """The kernel for codes of `bits` bits, compiled when it is not there; None where torch's operators are to be used."""
-    library = build.load("linear", BITS=bits)
+    """The kernel for codes of `bits` bits; None where torch's operators serve instead."""
+    library = build.load("linear", (Product, _Weight), BITS=bits)
     return library and Kernel(library)
 
 
 def stored_bits(bits: int, groups: int, group_size: int | None) -> int | None:
-    """The bits of a code in memory: the narrowest lines whose borders include those of the groups, None if there are none."""
+    """The bits of a code in memory: the fewest for which every group begins and ends with a line; None where there are
+    none."""
     return next((b for b in (2, 3, 4, 8) if b >= bits and (groups == 1 or group_size % COLUMNS[b] == 0)), None)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_UNWATCHED = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_observed(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether something besides autograd wants to see the product: a subclass, a mode, a trace, a functorch transform. They
-    see the op; raw pointers would pass them by."""
+    """Whether a tensor subclass, a dispatch mode, a trace or a functorch transform must see the product. They see an
+    op, and no call on raw pointers."""
     return (
-        type(x) not in _PLAIN
-        or (bias is not None and type(bias) not in _PLAIN)
+        type(x) not in _UNWATCHED
+        or (bias is not None and type(bias) not in _UNWATCHED)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 
-class CompiledLayout:
-    """A weight [N, K] that a C++ function multiplies: a subclass sets `function`, the `address` of the structure that it
-    reads, in_features, out_features and dtype, and has `op`, the product as an operator of torch."""
+class NativeLayout(Layout):
+    """A weight [N, K] that a C++ function multiplies.
 
-    replaces_qweight = True
+    A subclass sets `function`, the `address` of the structure that it reads, in_features, out_features and dtype. It
+    has `as_op`, the product as an op of torch.
+    """
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul(self, x, bias=None):
         if (
             torch.compiler.is_compiling()
             or _is_observed(x, bias)
             or (torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad))
         ):
-            return self.op(x, bias)
+            return self.as_op(x, bias)
         return self.product(x, bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The product without autograd, x in the layout's dtype."""
+        """`matmul` without autograd.
+
+        Raises:
+            ValueError: x has another dtype, width or device.
+        """
         dtype = x.dtype
         if dtype is not self.dtype or x.shape[-1] != self.in_features or not x.is_cpu:
             given = f"{dtype} {tuple(x.shape)} on {x.device}"
@@ -178,18 +181,23 @@ class CompiledLayout:
         return y
 
 
-class CompiledLinear(CompiledLayout):
-    """A weight [N, K] in the layout of the C++ kernels; `packed`, `scale`, `zero_point` in the forms this file tells.
-    rounds_inputs: those of bfloat16 are rounded to int8, with a scale for at most 64 columns of a row."""
+class NativeCodesLayout(NativeLayout):
+    """A weight [N, K] of codes in the layout of the C++ kernels.
+
+    Args:
+        packed: the codes in `stored` bits, as `pack_lines` makes them. `bits` are those of the canonical codes.
+        scale, zero_point: [blocks, G, 16], a group being `group` columns; no zero point is the middle of the grid.
+        rounds_inputs: whether bfloat16 inputs are rounded to int8, with a scale for at most 64 columns of a row.
+    """
 
     def __init__(self, packed, scale, zero_point, stored, group, out_features, in_features, rounds_inputs, bits, dtype):
         self.packed, self.scale, self.zero_point = packed, scale, zero_point
-        self.layout = stored, group, out_features, in_features
+        self.scheme = stored, group, out_features, in_features
         self.rounds_inputs = rounds_inputs
         self.out_features, self.in_features, self.bits, self.dtype = out_features, in_features, bits, dtype
         self.function = kernel(stored).linear
-        layout = group, out_features, in_features, rounds_inputs
-        self.weight, self.address = weight_structure(packed, scale, zero_point, *layout)
+        scheme = group, out_features, in_features, rounds_inputs
+        self.weight, self.address = weight_structure(packed, scale, zero_point, *scheme)
         self.tensors = {"packed": packed, "packed_scale": scale}
         if zero_point is not None:
             self.tensors["packed_zero"] = zero_point
@@ -197,11 +205,11 @@ class CompiledLinear(CompiledLayout):
     @classmethod
     def pack(
         cls, qweight, scale, zero_point, bits, group_size, in_features, dtype, rounds_inputs=False
-    ) -> "CompiledLinear | None":
-        """From canonical tensors; None where the kernels do not serve them or are not to be had."""
+    ) -> "NativeCodesLayout | None":
+        """From canonical tensors; None where the kernels do not serve them or are not compiled."""
         out_features, groups = qweight.shape[0], scale.shape[1]
         stored = stored_bits(bits, groups, group_size)
-        if dtype not in DTYPES or stored is None or kernel(stored) is None:
+        if dtype not in FLOATS or stored is None or kernel(stored) is None:
             return None
         if zero_point is None and stored != bits:
             zero_point = qweight.new_full(scale.shape, 2 ** (bits - 1))
@@ -209,89 +217,69 @@ class CompiledLinear(CompiledLayout):
         scale = _blocks(scale if scale.dtype is torch.bfloat16 else scale.float(), out_features)
         zero_point = None if zero_point is None else _blocks(zero_point, out_features)
         group = in_features if groups == 1 else group_size
-        layout = stored, group, out_features, in_features
-        return cls(packed, scale, zero_point, *layout, rounds_inputs, bits, dtype)
+        scheme = stored, group, out_features, in_features
+        return cls(packed, scale, zero_point, *scheme, rounds_inputs, bits, dtype)
 
-    def op(self, x, bias):
+    def as_op(self, x, bias):
         tensors = x, self.packed, self.scale, self.zero_point, bias
-        return torch.ops.hf_efficient.cpu_linear(*tensors, *self.layout, self.rounds_inputs)
+        return torch.ops.hf_efficient.cpu_linear(*tensors, *self.scheme, self.rounds_inputs)
 
-    def dequantize(self) -> torch.Tensor:
-        """The weight [N, K]."""
+    def dequantize(self):
         tensors = self.packed, self.scale, self.zero_point
-        return torch.ops.hf_efficient.cpu_dequantize(*tensors, *self.layout, self.dtype)
+        return torch.ops.hf_efficient.cpu_dequantize(*tensors, *self.scheme, self.dtype)
 
     def decode(self) -> torch.Tensor:
-        """The weight [N, K], which no compiler may trace."""
-        torch.get_num_threads()  # see _product
+        """`dequantize` as the op computes it; torch.compile cannot trace it."""
+        torch.get_num_threads()  # as in _product
         weight = self.packed.new_empty(self.out_features, self.in_features, dtype=self.dtype)
         blocks = len(self.packed)
         step = max(1, _ELEMENTS_AT_ONCE // (LANES * self.in_features))
         for first in range(0, blocks, step):
             rows = weight[first * LANES : (first + step) * LANES]
             tile = self.packed.new_empty(self.in_features, len(rows), dtype=torch.float32)
-            kernel(self.layout[0]).dequantize(
+            kernel(self.scheme[0]).dequantize(
                 self.address, first, min(blocks, first + step), tile.data_ptr(), len(rows)
             )
             rows.copy_(tile.t())
         return weight
 
-    def qweight(self) -> torch.Tensor:
-        """The canonical qweight."""
-        codes = unpack_lines(self.packed, self.layout[0], self.out_features, self.in_features)
+    def canonical(self):
+        codes = unpack_lines(self.packed, self.scheme[0], self.out_features, self.in_features)
         return pack_codes(codes, self.bits)
 
 
-_library = torch.library.Library("hf_efficient", "FRAGMENT")
-_library.define(
+def _linear(x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
+    scheme = bits, group, out_features, in_features
+    return NativeCodesLayout(packed, scale, zero_point, *scheme, rounds_inputs, bits, x.dtype).product(x, bias)
+
+
+def _dequantize(packed, scale, zero_point, bits, group, out_features, in_features, dtype):
+    scheme = bits, group, out_features, in_features
+    return NativeCodesLayout(packed, scale, zero_point, *scheme, False, bits, dtype).decode()
+
+
+def _weight(dtype, _, packed, scale, zero_point, bits, group, out_features, in_features, rounds_inputs):
+    scheme = bits, group, out_features, in_features
+    return torch.ops.hf_efficient.cpu_dequantize(packed, scale, zero_point, *scheme, dtype)
+
+
+@replays("hf_efficient::cpu_linear")
+def _instructions(y, x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
+    tensors = packed, scale, zero_point
+    weight = weight_structure(*tensors, group, out_features, in_features, rounds_inputs)
+    return packed_product(y, x, bias, weight, kernel(bits).linear, (bits, group, rounds_inputs), tensors)
+
+
+op.define(
     "cpu_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point, Tensor? bias, int bits, int group, "
     "int out_features, int in_features, bool rounds_inputs) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    cpu=_linear,
+    fake=lambda x, packed, scale, zero, bias, bits, group, out_features, *_: x.new_empty(*x.shape[:-1], out_features),
+    weight=_weight,
 )
-_library.define(
+op.define(
     "cpu_dequantize(Tensor packed, Tensor scale, Tensor? zero_point, int bits, int group, int out_features, "
     "int in_features, ScalarType dtype) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    cpu=_dequantize,
+    fake=lambda packed, scale, zero, bits, group, rows, columns, dtype: packed.new_empty(rows, columns, dtype=dtype),
 )
-
-
-def _cpu_linear(x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
-    layout = bits, group, out_features, in_features
-    return CompiledLinear(packed, scale, zero_point, *layout, rounds_inputs, bits, x.dtype).product(x, bias)
-
-
-def _cpu_dequantize(packed, scale, zero_point, bits, group, out_features, in_features, dtype):
-    layout = bits, group, out_features, in_features
-    return CompiledLinear(packed, scale, zero_point, *layout, False, bits, dtype).decode()
-
-
-_library.impl("cpu_linear", _cpu_linear, "CPU")
-_library.impl("cpu_dequantize", _cpu_dequantize, "CPU")
-
-
-@torch.library.register_fake("hf_efficient::cpu_linear", lib=_library)
-def _fake(x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
-    return x.new_empty(*x.shape[:-1], out_features)
-
-
-@torch.library.register_fake("hf_efficient::cpu_dequantize", lib=_library)
-def _fake_dequantize(packed, scale, zero_point, bits, group, out_features, in_features, dtype):
-    return packed.new_empty(out_features, in_features, dtype=dtype)
-
-
-def _setup(ctx, inputs, output):
-    x, packed, scale, zero_point, bias, *ctx.layout, _ = inputs
-    ctx.save_for_backward(packed, scale, zero_point)
-    ctx.dtypes = x.dtype, None if bias is None else bias.dtype
-
-
-def _backward(ctx, grad):
-    x_dtype, bias_dtype = ctx.dtypes
-    grad_x = None
-    if ctx.needs_input_grad[0]:
-        grad_x = grad @ torch.ops.hf_efficient.cpu_dequantize(*ctx.saved_tensors, *ctx.layout, x_dtype)
-    grad_bias = None if bias_dtype is None else grad.reshape(-1, grad.shape[-1]).sum(0).to(bias_dtype)
-    return grad_x, None, None, None, grad_bias, None, None, None, None, None
-
-
-torch.library.register_autograd("hf_efficient::cpu_linear", _backward, setup_context=_setup, lib=_library)

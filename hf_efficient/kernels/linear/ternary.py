@@ -1,36 +1,86 @@
-"""The op of ternary weights with int8 activations: Triton on a GPU, torch's int8 product elsewhere."""
+"""Products with ternary weights and inputs that are rounded to 8 bits a token (BitNet b1.58,
+https://arxiv.org/abs/2402.17764): the op, and its layouts. A CPU needs no Triton."""
 
-import importlib
+from collections.abc import Callable
 
 import torch
 
-
-_PACKAGE = "hf_efficient.kernels.efficient_linear"
-_library = torch.library.Library("hf_efficient", "FRAGMENT")
-_library.define(
-    "ternary_linear(Tensor x_codes, Tensor packed, Tensor x_scale, Tensor w_scale, Tensor? bias, int out_features, "
-    "ScalarType out_dtype) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+from hf_efficient.kernels.linear import op
+from hf_efficient.kernels.linear.layout import Layout, RowsLayout
+from hf_efficient.kernels.linear.w8a8 import quantize
+from hf_efficient.kernels.linear.w8a8_cpu import int8_product, pack_int8, unpack_int8
 
 
-def _triton(x_codes, packed, x_scale, w_scale, bias, out_features, out_dtype):
-    kernel = importlib.import_module(f"{_PACKAGE}.ternary").ternary_linear
-    return kernel(x_codes, packed, x_scale, w_scale, bias, out_features=out_features, out_dtype=out_dtype)
+class _TernaryLayout(RowsLayout):
+    """A weight of trits int8 [N, K] times scale float32 [1, 1] or [N, 1].
+
+    pack: makes the canonical qweight of the trits. A subclass has `of_trits`, the stored tensor; `trits`, its inverse;
+    and `codes_product` of int8 rows [M, K], their scales [M, 1] and a bias.
+    """
+
+    def __init__(self, trits, scale, pack, dtype):
+        self.out_features, self.in_features = trits.shape
+        self.scale, self.pack, self.dtype = scale, pack, dtype
+        self.packed = self.of_trits(trits)
+        self.tensors = {"packed": self.packed}
+
+    def product(self, x, bias):
+        codes, x_scale, _ = quantize(x, "int8")
+        return self.codes_product(codes, x_scale, bias)
+
+    def dequantize(self):
+        return (self.trits().float() * self.scale).to(self.dtype)
+
+    def canonical(self):
+        return self.pack(self.trits())
+
+
+class TernaryCpuLayout(_TernaryLayout):
+    """A byte a weight in the order of oneDNN's int8 product, the fastest of torch's operators for any number of
+    rows."""
+
+    def of_trits(self, trits):
+        return pack_int8(trits)
+
+    def trits(self) -> torch.Tensor:
+        return unpack_int8(self.packed).contiguous()
+
+    def codes_product(self, codes, x_scale, bias):
+        return int8_product(codes, self.packed, x_scale, self.scale, bias, None, None, None, self.dtype)
+
+
+class TernaryTritonLayout(_TernaryLayout):
+    """Two bits a weight, for the Triton kernel (CUDA, ROCm)."""
+
+    def of_trits(self, trits):
+        return op.triton_kernels().pack_ternary(trits)
+
+    def trits(self) -> torch.Tensor:
+        return op.triton_kernels().unpack_ternary(self.packed, self.out_features, self.in_features)
+
+    def codes_product(self, codes, x_scale, bias):
+        tensors = codes, self.packed, x_scale, self.scale.flatten(), bias
+        return torch.ops.hf_efficient.ternary_linear(*tensors, self.out_features, self.dtype)
+
+
+def ternary_layout(trits: torch.Tensor, scale: torch.Tensor, pack: Callable, dtype: torch.dtype) -> Layout | None:
+    """The layout of trits int8 [N, K] times scale float32 [1, 1] or [N, 1] on the device they are on; None where there
+    is no such product. `pack` makes the canonical qweight of the trits."""
+    kinds = {"cuda": TernaryTritonLayout, "cpu": TernaryCpuLayout}
+    return kinds[trits.device.type](trits, scale, pack, dtype) if trits.device.type in kinds else None
 
 
 def _cpu(x_codes, packed, x_scale, w_scale, bias, out_features, out_dtype):
-    unpack = importlib.import_module(f"{_PACKAGE}.ternary_packing").unpack_ternary
-    trits = unpack(packed, out_features, x_codes.shape[1])
+    trits = op.triton_kernels().unpack_ternary(packed, out_features, x_codes.shape[1])
     y = torch._int_mm(x_codes.contiguous(), trits.t()).float()
     y = y.mul_(x_scale.reshape(-1, 1)).mul_(w_scale.reshape(1, -1))
     return (y if bias is None else y.add_(bias.float())).to(out_dtype)
 
 
-_library.impl("ternary_linear", _triton, "CUDA")
-_library.impl("ternary_linear", _cpu, "CPU")
-
-
-@torch.library.register_fake("hf_efficient::ternary_linear", lib=_library)
-def _fake(x_codes, packed, x_scale, w_scale, bias, out_features, out_dtype):
-    return x_codes.new_empty(x_codes.shape[0], out_features, dtype=out_dtype)
+op.define(
+    "ternary_linear(Tensor x_codes, Tensor packed, Tensor x_scale, Tensor w_scale, Tensor? bias, int out_features, "
+    "ScalarType out_dtype) -> Tensor",
+    cpu=_cpu,
+    cuda="ternary_linear",
+    fake=lambda x, packed, x_scale, w_scale, bias, out_features, dtype: x.new_empty(len(x), out_features, dtype=dtype),
+)

@@ -1,17 +1,18 @@
-"""The operations of activation_linear.py with torch's native operators. `quantize` gives the codes of the Triton kernels bit
-for bit; norm and SiLU agree to float32 accuracy."""
+"""The ops of `w8a8` by torch's operators. `quantize` gives the codes of the Triton kernels bit for bit; norm and SiLU
+agree to float32 accuracy."""
 
 import torch
 import torch.nn.functional as F
 
 
-GROUP = 128
-TINY = 2.0**-100  # smallest scale
+GROUP = 128  # columns that share a scale in "fp8_block"
+TINY = 2.0**-100  # the smallest scale
 E4M3_MAX = 448.0
 
 
 def quantize(x, format, scale, zero_point) -> list[torch.Tensor]:
-    """Codes, and what is not given of scale and zero point. Passes over x are few: they are what it costs."""
+    """[codes, and the scale and zero point where they are not given]. Passes over x dominate the time, so they are
+    few."""
     if format == "fp8_block":
         padded = F.pad(x, (0, -x.shape[1] % GROUP)).view(-1, GROUP)
         codes, scale = quantize(padded, "fp8", None, None)
@@ -19,7 +20,7 @@ def quantize(x, format, scale, zero_point) -> list[torch.Tensor]:
         return [codes.view(len(x), groups * GROUP)[:, : x.shape[1]].contiguous(), scale.view(len(x), groups)]
     new = []
     if scale is None:
-        if format == "int8_asymmetric":  # not aminmax, which takes ten times as long (torch 2.13)
+        if format == "int8_asymmetric":  # aminmax takes ten times as long as amin and amax (torch 2.13)
             low, high = x.amin(1, keepdim=True).float().clamp_(max=0), x.amax(1, keepdim=True).float().clamp_(min=0)
             scale = ((high - low) * (1 / 255)).clamp_(min=TINY)
             zero_point = ((-low * (1 / scale)).clamp_(0, 255).round_() - 128).to(torch.int8)
@@ -42,8 +43,8 @@ def rms_norm(x, weight, eps, residual) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack_int8(w_codes: torch.Tensor) -> torch.Tensor:
-    """int8 [N, K] -> the same codes in the opaque order of oneDNN, [K, N], which `int8_product` reads without reordering
-    them at every call; on a CPU without VNNI instructions, where uint8 x int8 products may saturate: w_codes itself."""
+    """int8 [N, K] -> the same codes in oneDNN's opaque order, [K, N], which saves `int8_product` reordering them in
+    each call. On a CPU without VNNI instructions, where sums of uint8 x int8 products may saturate: w_codes itself."""
     return torch.ops.onednn.qlinear_prepack(w_codes, None) if torch.cpu._is_vnni_supported() else w_codes
 
 
@@ -53,7 +54,7 @@ def unpack_int8(w_codes: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_product(x_codes, packed, w_scale) -> torch.Tensor:
-    """Sums of code products, added in int32, times w_scale [1, N]: float32 [M, N]. oneDNN is only fast for unsigned x."""
+    """Products of codes, summed in int32, times w_scale [1, N]: float32 [M, N]. oneDNN is fast for unsigned x only."""
     unsigned = x_codes.bitwise_xor(-128).view(torch.uint8)
     scale = w_scale.flatten().expand(packed.shape[1]).contiguous()
     no_zero_points = torch.zeros(packed.shape[1], dtype=torch.int32)
@@ -85,7 +86,7 @@ def int8_product(x_codes, w_codes, x_scale, w_scale, bias, x_zero_point, w_zero_
 
 
 def linear(x, w_codes, w_scale, bias, format, scale, zero_point, w_zero_point, w_sums):
-    """quantize, then the product that goes with the codes; in the dtype of x."""
+    """Quantizes x and multiplies the codes; in the dtype of x."""
     codes, *new = quantize(x, format, scale, zero_point)
     scale, zero_point = (scale, zero_point) if scale is not None else (*new, None)[:2]
     if codes.dtype != w_codes.dtype:
@@ -114,8 +115,8 @@ def llm_int8_product(x, w_codes, w_scale, bias, threshold):
 
 
 def dequantize(codes, scale, zero_point, dtype) -> torch.Tensor:
-    """(codes [rows, columns] - zero point) * scale, rounded once to `dtype`; scale and zero point: one value, [rows],
-    [rows, 1], or scales of blocks 1x128 or 128x128. On any device."""
+    """(codes [rows, columns] - zero_point) * scale, rounded once to `dtype`, on any device. scale and zero_point: one
+    value, [rows] or [rows, 1]; scale also of blocks of 1 x 128 or 128 x 128."""
     codes = unpack_int8(codes)
     rows, columns = codes.shape
     numbers = codes.float()

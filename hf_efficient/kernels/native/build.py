@@ -1,11 +1,12 @@
-"""C++ kernels (`<library>/<library>.cpp` in this folder), compiled on the machine that runs them when a layer first needs them.
+"""Compiles the C++ kernels (`<library>/<library>.cpp` in this folder) on the machine that runs them, and loads them.
 
-The libraries stand in `$HF_HOME/hf_efficient/cpu` under a key of their sources, the compiler, its flags and the CPU's
-features, so a later process only loads them. They use the threads of the OpenMP runtime that torch has loaded. Where
-there is no compiler (`$CXX`, else g++, c++ or clang++), callers use torch's operators; a warning says so once.
+A library is compiled when a layer first needs it and stored in `$HF_HOME/hf_efficient/cpu` under a hash of the sources,
+the compiler, its flags and the CPU's features: later processes only load it. It uses the threads of the OpenMP runtime
+that torch has loaded. Without a compiler (`$CXX`, else g++, c++ or clang++) callers use torch's operators, and one
+warning says so.
 
-`$HF_EFFICIENT_SANITIZE`, such as `address,undefined`, names sanitizers that they are compiled with, as libraries of their own:
-the process ends at the first finding. `make sanitize` says how such a process is started.
+`$HF_EFFICIENT_SANITIZE` names sanitizers to compile with, such as `address,undefined`; such libraries have hashes of
+their own, and the process ends at the first finding. `make sanitize` shows how to start such a process.
 """
 
 import atexit
@@ -24,6 +25,8 @@ from pathlib import Path
 import torch
 from huggingface_hub.constants import HF_HOME
 
+from hf_efficient.kernels.native import structs
+
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +34,13 @@ SOURCES = Path(__file__).parent
 FLAGS = ("-O2", "-march=native", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")
 LIBRARIES = ("-lstdc++",)  # g++ links it by itself; gcc does not, which PEFT's BOFT leaves behind in $CXX
 SANITIZE = "HF_EFFICIENT_SANITIZE"  # environment variable
-# Where the kernels are known to be faster than torch's operators.
+# With these instruction sets the kernels are faster than torch's operators (benchmarks/results/cpu_linear.json).
 FEATURES = frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_bf16", "avx512_vnni"))
 
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """What the CPU can do, in Linux' words; nothing on other systems."""
+    """The instruction sets of the CPU under Linux' names; none on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -55,7 +58,8 @@ def compiler() -> list[str] | None:
 
 
 def openmp_runtime() -> str | None:
-    """The file of the OpenMP runtime in this process: torch's own rather than another package's."""
+    """The file of the OpenMP runtime in this process, torch's own where several are loaded; None where there is
+    none."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     loaded = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
     runtimes = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))]
@@ -65,13 +69,17 @@ def openmp_runtime() -> str | None:
 
 
 def sanitizer_flags() -> list[str]:
-    """What the compiler is told for `$HF_EFFICIENT_SANITIZE`; nothing where that is empty or not set."""
+    """The compiler's flags for `$HF_EFFICIENT_SANITIZE`; none where that is empty or not set."""
     names = os.environ.get(SANITIZE)
     return ["-O1", f"-fsanitize={names}", "-fno-sanitize-recover=all", "-g"] if names else []
 
 
 def build(name: str, command: list[str]) -> Path:
-    """The compiled library of `<name>/<name>.cpp`. Raises RuntimeError with the compiler's words."""
+    """The path of the library of `<name>/<name>.cpp`, compiled by `command` where it is missing.
+
+    Raises:
+        RuntimeError: the compiler fails (with its output), or torch has loaded no OpenMP runtime.
+    """
     program = Path(command[0]).resolve()
     runtime = openmp_runtime()
     if runtime is None:
@@ -87,7 +95,7 @@ def build(name: str, command: list[str]) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False)
-    except OSError:  # a home that cannot be written: this process only
+    except OSError:  # the folder cannot be written: a library for this process only
         library = Path(tempfile.mkdtemp()) / library.name
         atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
         partial = tempfile.NamedTemporaryFile(dir=library.parent, suffix=".partial", delete=False)
@@ -95,22 +103,27 @@ def build(name: str, command: list[str]) -> Path:
     try:
         source, headers = SOURCES / name / f"{name}.cpp", f"-I{SOURCES / 'common'}"
         arguments = [*command, headers, str(source), "-o", partial.name, runtime, *LIBRARIES]
-        # a preloaded sanitizer is not meant for the compiler, which takes ten times as long with it
+        # without the preloaded sanitizer, with which the compiler takes ten times as long
         environment = {**os.environ, "LD_PRELOAD": ""} if os.environ.get(SANITIZE) else None
         result = subprocess.run(arguments, capture_output=True, text=True, errors="replace", env=environment)
         if result.returncode:
             raise RuntimeError(f"{shlex.join(arguments)}: {result.stderr[-2000:]}")
-        os.chmod(partial.name, 0o755)  # it was made its owner's only
-        os.replace(partial.name, library)  # whole or not there, whoever else compiles it
+        os.chmod(partial.name, 0o755)  # temporary files are readable by their owner only
+        os.replace(partial.name, library)  # atomic: another process finds all of it or nothing
     finally:
         Path(partial.name).unlink(missing_ok=True)
     return library
 
 
 @functools.cache
-def load(name: str, **definitions: int) -> ctypes.CDLL | None:
-    """The library of `<name>/<name>.cpp` with the macros `definitions`; None where torch's operators are to be used: other
-    CPUs than `FEATURES` describes, no compiler, or one that fails."""
+def load(name: str, structures: tuple[type[ctypes.Structure], ...], **definitions: int) -> ctypes.CDLL | None:
+    """The library of `<name>/<name>.cpp`, compiled with the macros `definitions`.
+
+    Returns None where torch's operators are to be used: the CPU lacks `FEATURES`, there is no compiler, or it fails.
+
+    Raises:
+        LayoutMismatch: `structures`, the mirrors of all that the library exports, differ from it.
+    """
     if not FEATURES <= cpu_features():
         return None
     try:
@@ -118,10 +131,12 @@ def load(name: str, **definitions: int) -> ctypes.CDLL | None:
         if command is None:
             raise RuntimeError("no C++ compiler (g++, or $CXX)")
         macros = [f"-D{key}={value}" for key, value in definitions.items()]
-        return ctypes.CDLL(str(build(name, [*command, *FLAGS, *sanitizer_flags(), *macros])))
+        library = ctypes.CDLL(str(build(name, [*command, *FLAGS, *sanitizer_flags(), *macros])))
     except (OSError, RuntimeError, ValueError) as reason:
         _warn_once(str(reason))
         return None
+    structs.check(library, structures)
+    return library
 
 
 @functools.cache

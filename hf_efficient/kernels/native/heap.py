@@ -1,13 +1,13 @@
 """Gives freed memory back to the operating system while a model loads.
 
-glibc keeps what many short-lived buffers leave behind (300 MB were seen after quantizing a model of 270 MB), so that a
-smaller model would end up in a larger process.
+glibc keeps the memory of many short-lived buffers: 300 MB after quantizing a model of 270 MB. Without this, the process
+of a quantized model is larger than that of the original.
 """
 
 import ctypes
 
 
-_TRIM_EVERY = 1 << 24  # bytes of weights
+_TRIM_EVERY = 1 << 24  # 16 MB of weights
 
 try:
     _malloc_trim = ctypes.CDLL(None).malloc_trim
@@ -16,8 +16,8 @@ except (AttributeError, OSError, TypeError):  # another C library, another syste
 
 
 class HeapTrimmer:
-    """Counts the bytes of the weights that were worked on, and returns free heap pages every 16 MB of them. Does nothing
-    where the C library has no `malloc_trim`."""
+    """Counts the bytes of processed weights and returns free heap pages every 16 MB. Does nothing where the C library
+    has no `malloc_trim`."""
 
     def __init__(self):
         self.pending = 0

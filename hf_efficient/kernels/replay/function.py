@@ -1,4 +1,4 @@
-"""A function of few tensors, on a CPU recorded for every shape of them and replayed."""
+"""A function of a few tensors, captured on a CPU once for each combination of their shapes, and replayed."""
 
 from collections.abc import Callable
 
@@ -8,33 +8,34 @@ from hf_efficient.kernels.replay.recorder import Capture, NotReplayable, interpr
 
 
 class CapturedFunction:
-    """`function(*inputs)` of tensors on a CPU: recorded the first time that inputs of such shapes come, then replayed. What it
-    returns lies in tensors that the next call with these shapes overwrites.
+    """`function(*inputs)`, captured at the first call with inputs of these shapes and replayed at later ones. The
+    result lies in tensors that the next call with these shapes overwrites.
 
-    Everything else that the function reads must stay where it lies. Where no compiler is at hand, where the inputs are not on a
-    CPU, or where the function cannot be recorded, it runs as it is."""
+    All other tensors that the function reads must stay where they lie. The function runs eagerly where there is no
+    compiler, the inputs are not on a CPU, or it cannot be captured.
+    """
 
     def __init__(self, function: Callable):
         self.function = function
-        self._tapes: dict[tuple, tuple[list[torch.Tensor], Capture]] = {}
-        self._works = interpreter() is not None
+        self._captures: dict[tuple, tuple[list[torch.Tensor], Capture]] = {}
+        self._can_capture = interpreter() is not None
 
     def __getstate__(self):
-        return {**self.__dict__, "_tapes": {}}  # addresses, of no use to a copy
+        return {**self.__dict__, "_captures": {}}  # addresses in this process
 
     def __call__(self, *inputs: torch.Tensor):
-        if not self._works or inputs[0].device.type != "cpu":
+        if not self._can_capture or inputs[0].device.type != "cpu":
             return self.function(*inputs)
-        kind = tuple(x.shape for x in inputs)
-        if kind not in self._tapes:
-            own = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in self._captures:
+            copies = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
             try:
-                self._tapes[kind] = own, Capture(lambda: self.function(*own))
+                self._captures[shapes] = copies, Capture(lambda: self.function(*copies))
             except NotReplayable:
-                self._works = False
+                self._can_capture = False
                 return self.function(*inputs)
-            return self._tapes[kind][1].output
-        own, tape = self._tapes[kind]
-        for place, values in zip(own, inputs):
-            place.copy_(values)
-        return tape.replay()
+            return self._captures[shapes][1].output
+        copies, capture = self._captures[shapes]
+        for copy, x in zip(copies, inputs):
+            copy.copy_(x)
+        return capture.replay()

@@ -1,85 +1,56 @@
-"""Instructions of a recorded forward, and which of them become one: products with one x (q, k and v; gate and up), RMS norms,
-rotary embeddings, and gated activations. Every rounding of the separate instructions stays, so the bits are the same.
+"""Fewer instructions for the same captured forward: products with one x (q, k and v; gate and up), RMS norms, rotary
+embeddings and gated activations become one instruction each. Every rounding of the separate instructions stays, so the
+bits are the same.
 """
 
-import ctypes
 from collections import Counter
 
 import torch
 
-from hf_efficient.kernels.linear.native_cpu import MOST_PRODUCTS
+from hf_efficient.kernels.native.structs import MOST_PRODUCTS
+from hf_efficient.kernels.replay.instructions import NAMES, OPS, TYPES, Instruction, Operand, address
 
 
-_NAMES = (
-    "COPY NEG ABS RELU SILU GELU GELU_TANH TANH SIGMOID EXP SQRT RSQRT RECIPROCAL COS SIN POW ADD SUB MUL DIV MEAN SUM ROWS "
-    "LINEAR DENSE CALL RMS_NORM ROTARY GATED ARGMAX"
-).split()
-OPS = {name: number for number, name in enumerate(_NAMES)}  # `Op` of native/replay/replay.cpp
 _ACTIVATIONS = ("RELU", "SILU", "GELU", "GELU_TANH", "SIGMOID", "TANH")
-_FLOAT = 0
-
-
-class Operand(ctypes.Structure):
-    """`Operand` of native/replay/replay.cpp."""
-
-    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4), ("type", ctypes.c_int64)]
-
-
-class Instruction(ctypes.Structure):
-    """`Instruction` of native/replay/replay.cpp; reads, writes: the storages of its operands, and of its result.
-    kind: of a product, the same for those that may stand side by side."""
-
-    _fields_ = [
-        ("op", ctypes.c_int64), ("sizes", ctypes.c_int64 * 4), ("y", Operand), ("a", Operand), ("b", Operand),
-        ("c", Operand), ("alpha", ctypes.c_double), ("beta", ctypes.c_double), ("weight", ctypes.c_void_p),
-        ("linear", ctypes.c_void_p),
-    ]  # fmt: skip
-
-    def noting(self, y: torch.Tensor, inputs: list[torch.Tensor | None]) -> "Instruction":
-        self.writes, self.reads = _storage(y), [_storage(x) for x in inputs if x is not None]
-        return self
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+_FLOAT = TYPES[torch.float32]
 
 
 def fuse(program: list, outputs: list[torch.Tensor]) -> list:
-    """The same program in fewer instructions. program: instructions, and (call, the tensors it reads)."""
-    readers = Counter(_storage(x) for x in outputs)
+    """The same program in fewer instructions. program: instructions, and (function to call, the tensors it reads)."""
+    readers = Counter(address(x) for x in outputs)
     for step in program:
-        readers.update({_storage(x) for x in step[1]} if isinstance(step, tuple) else set(step.reads))
-    program, result, place = _joined(program), [], 0
-    while place < len(program):
+        readers.update({address(x) for x in step[1]} if isinstance(step, tuple) else set(step.reads))
+    program, result, at = _joined(program), [], 0
+    while at < len(program):
         for pattern in (_rms_norm, _rotary, _gated):
-            found = pattern(program[place : place + 8])
-            if found is not None and _are_private(program[place : place + found[1]], readers):
+            found = pattern(program[at : at + 8])
+            if found is not None and _are_private(program[at : at + found[1]], readers):
                 result.append(found[0])
-                place += found[1]
+                at += found[1]
                 break
         else:
-            result.append(program[place])
-            place += 1
+            result.append(program[at])
+            at += 1
     return result
 
 
 def _joined(program: list) -> list:
-    """Products with the same x follow the first of them, unless they read what was written since; those of packed weights
-    are one instruction."""
-    result, first, place = [], None, 0  # place: in the result, behind the products with the x of `first`
-    written = set()  # since `first`
+    """Moves products with one x behind the first of them, unless they read what was written since; those of packed
+    weights become one instruction."""
+    result, first, behind = [], None, 0  # behind: index behind the last product with the x of `first`
+    written = set()  # storages, since `first`
     for step in program:
         kind = getattr(step, "kind", None)
         if first is not None and first.kind == kind and written.isdisjoint(step.reads):
             if step.op == OPS["LINEAR"] and len(first.products) < MOST_PRODUCTS:
                 first.products += step.products
             else:
-                result.insert(place, step)
-                place += 1
+                result.insert(behind, step)
+                behind += 1
             continue
         result.append(step)
         if kind is not None:
-            first, place, written = step, len(result), set()
+            first, behind, written = step, len(result), set()
         elif isinstance(step, tuple):
             first = None
         else:
@@ -88,13 +59,13 @@ def _joined(program: list) -> list:
 
 
 def _are_private(steps: list, readers: Counter) -> bool:
-    """Whether nobody else reads what all but the last of them write."""
+    """Whether only these instructions read the results of all of them but the last."""
     own = Counter(storage for step in steps for storage in set(step.reads))
     return all(own[step.writes] == readers[step.writes] for step in steps[:-1])
 
 
 def _names(steps: list) -> list[str]:
-    return ["" if isinstance(step, tuple) else _NAMES[step.op] for step in steps]
+    return ["" if isinstance(step, tuple) else NAMES[step.op] for step in steps]
 
 
 def _same(*operands: Operand) -> bool:
@@ -105,15 +76,16 @@ def _no_memory(operand: Operand) -> Operand:
     return Operand(None, operand.strides, operand.type)
 
 
-def _one(op: str, last: Instruction, a: Operand, b: Operand, c: Operand, alpha: float, **found) -> Instruction:
-    """In place of `last` and what led to it."""
-    one = Instruction(OPS[op], last.sizes, last.y, a, b, c, alpha, **found)
+def _one(op: str, last: Instruction, a: Operand, b: Operand, c: Operand, alpha: float) -> Instruction:
+    """The instruction that replaces `last` and those that compute its operands."""
+    one = Instruction(OPS[op], last.sizes, last.y, a, b, c, alpha)
     one.writes, one.reads = last.writes, last.reads
     return one
 
 
 def _rms_norm(steps: list) -> tuple[Instruction, int] | None:
-    """weight * (x * rsqrt(mean(x ** 2) + eps)), the norm in float32: y, a = x, c = weight; b.type is what the norm is rounded to."""
+    """weight * (x * rsqrt(mean(x ** 2) + eps)) with the norm in float32. Operands: a = x, c = weight; b.type is the
+    type that the norm is rounded to, alpha is eps."""
     names = _names(steps)
     first = 1 if names[:1] == ["COPY"] else 0
     rounds = first + 5 < len(names) and names[first + 5] == "COPY"
@@ -124,7 +96,7 @@ def _rms_norm(steps: list) -> tuple[Instruction, int] | None:
     power, mean, plus, root, product = steps[first : first + 5]
     last, x = steps[count - 1], steps[0].a if first else power.a
     middle = steps[first + 5].y if rounds else product.y
-    wide = power.a
+    wide = power.a  # x in float32
     if (
         power.beta != 2
         or plus.b.data
@@ -144,7 +116,7 @@ def _rms_norm(steps: list) -> tuple[Instruction, int] | None:
 
 
 def _rotary(steps: list) -> tuple[Instruction, int] | None:
-    """x * cos + cat(-x[half:], x[:half]) * sin: y, a = x, b = cos, c = sin."""
+    """x * cos + cat(-x[half:], x[:half]) * sin. Operands: a = x, b = cos, c = sin."""
     if _names(steps[:6]) != ["MUL", "NEG", "COPY", "COPY", "MUL", "ADD"]:
         return None
     cosine, minus, low, high, sine, last = steps[:6]
@@ -169,7 +141,7 @@ def _rotary(steps: list) -> tuple[Instruction, int] | None:
 
 
 def _gated(steps: list) -> tuple[Instruction, int] | None:
-    """activation(a) * b, which are y, a and b; c.type is what the activation is rounded to, alpha its number."""
+    """activation(a) * b. c.type is the type that the activation is rounded to, alpha the number of its op."""
     names = _names(steps[:2])
     if len(names) < 2 or names[0] not in _ACTIVATIONS or names[1] != "MUL":
         return None

@@ -1,10 +1,11 @@
-"""Where the intermediate results of a recorded forward lie: those that are not needed at the same time share memory."""
+"""Where the intermediate results of a captured forward lie: results that are not needed at the same time share
+memory."""
 
 from bisect import bisect_right
 
 import torch
 
-from hf_efficient.kernels.replay.fusion import OPS, Instruction
+from hf_efficient.kernels.replay.instructions import OPS, Instruction
 
 
 _ALIGNMENT = 64  # bytes
@@ -13,17 +14,19 @@ _ALIGNMENT = 64  # bytes
 def share(
     program: list, made: dict[int, torch.UntypedStorage], pinned: set[int]
 ) -> tuple[torch.Tensor | None, set[int]]:
-    """Moves results that instructions alone read and write into one buffer, from their first use to their last.
+    """Moves the results that only instructions read and write into one buffer.
 
     Args:
-        program: instructions, whose addresses are changed, and (call, the tensors it reads).
-        made: the storages of results by address; nobody else may hold those that are not pinned.
-        pinned: addresses of those that stay where they are.
-    Returns the buffer, and the addresses of the storages that are needed no more.
+        program: instructions, whose addresses are changed, and (function to call, the tensors it reads).
+        made: address -> storage, of all results.
+        pinned: addresses of storages that stay where they lie. A storage that somebody else holds stays as well.
+
+    Returns:
+        The buffer (None where nothing was moved), and the addresses of the storages that are needed no more.
     """
     starts = sorted(made)
-    pinned, uses = set(pinned), {}  # address -> [first place, last place]
-    for place, step in enumerate(program):
+    pinned, uses = set(pinned), {}  # address -> [index of its first instruction, of its last]
+    for index, step in enumerate(program):
         if isinstance(step, tuple):
             pinned.update(x.untyped_storage().data_ptr() for x in step[1])
         elif step.op == OPS["CALL"]:
@@ -34,15 +37,15 @@ def share(
                 if start is None:
                     continue
                 if start not in uses and not is_written:
-                    pinned.add(start)  # holds what no instruction wrote
-                uses.setdefault(start, [place, place])[1] = place
+                    pinned.add(start)  # its values come from elsewhere
+                uses.setdefault(start, [index, index])[1] = index
     moved = {start: use for start, use in uses.items() if start not in pinned and _is_ours(made[start])}
-    places, size = _places(moved, made)
+    offsets, size = _offsets(moved, made)
     unneeded = {start for start in made if start not in pinned and (start in moved or _is_ours(made[start]))}
     if not moved:
         return None, unneeded
     buffer = torch.empty(size, dtype=torch.uint8)
-    to = {start: buffer.data_ptr() + place for start, place in places.items()}
+    to = {start: buffer.data_ptr() + offset for start, offset in offsets.items()}
     for step in program:
         if not isinstance(step, tuple) and step.op != OPS["CALL"]:
             _move(step, to, starts, made)
@@ -53,24 +56,25 @@ def _is_ours(storage: torch.UntypedStorage) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) == 1
 
 
-def _places(uses: dict[int, list[int]], made) -> tuple[dict[int, int], int]:
-    """The place in the buffer of each storage, and the buffer's size: the first gap that is large enough."""
-    places, alive, size = {}, [], 0  # alive: (place, end, last use), by place
+def _offsets(uses: dict[int, list[int]], made) -> tuple[dict[int, int], int]:
+    """(offset of each storage in the buffer, size of the buffer), in bytes: each takes the first gap that is large
+    enough."""
+    offsets, alive, size = {}, [], 0  # alive: (offset, end, last use), sorted
     for start, (first, last) in sorted(uses.items(), key=lambda item: item[1]):
         alive = [block for block in alive if block[2] >= first]
-        needed, place = -(-made[start].nbytes() // _ALIGNMENT) * _ALIGNMENT, 0
+        needed, offset = -(-made[start].nbytes() // _ALIGNMENT) * _ALIGNMENT, 0
         for other, end, _ in alive:
-            if other - place >= needed:
+            if other - offset >= needed:
                 break
-            place = end
-        places[start] = place
-        alive = sorted([*alive, (place, place + needed, last)])
-        size = max(size, place + needed)
-    return places, size
+            offset = end
+        offsets[start] = offset
+        alive = sorted([*alive, (offset, offset + needed, last)])
+        size = max(size, offset + needed)
+    return offsets, size
 
 
 def _pointers(step: Instruction) -> list[tuple[int, bool]]:
-    """The addresses of an instruction, and whether it writes there."""
+    """(address, whether it is written) of all operands of an instruction."""
     found = [(operand.data, False) for operand in (step.a, step.b, step.c)]
     if step.op == OPS["LINEAR"]:
         found += [pair for product in step.products for pair in ((product.bias, False), (product.y, True))]
@@ -80,10 +84,11 @@ def _pointers(step: Instruction) -> list[tuple[int, bool]]:
 
 
 def _storage_of(pointer: int, starts: list[int], made) -> int | None:
-    place = bisect_right(starts, pointer) - 1
-    if place < 0 or pointer >= starts[place] + max(made[starts[place]].nbytes(), 1):
+    """The address of the result's storage that `pointer` lies in; None where it lies in none."""
+    index = bisect_right(starts, pointer) - 1
+    if index < 0 or pointer >= starts[index] + max(made[starts[index]].nbytes(), 1):
         return None
-    return starts[place]
+    return starts[index]
 
 
 def _move(step: Instruction, to: dict[int, int], starts: list[int], made) -> None:

@@ -1,4 +1,4 @@
-// Products with weights that are no codes.
+// Products with dense bfloat16 weights.
 
 #pragma once
 #include "elementwise.h"
@@ -86,7 +86,7 @@ template <class Ahead> static INLINE void dense_ahead(Ahead ahead, const uint16_
     });
 }
 
-// What is fetched ahead, in numbers, was measured: further where the rows of x take several passes.
+// The distances of prefetching, in elements, are measured: larger where the rows of x take several passes.
 static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows, int64_t columns, int64_t width) {
     auto run = [&](auto ahead) __attribute__((always_inline)) { dense_ahead(ahead, x, w, bias, y, rows, columns, width); };
     if (rows <= 4) run(std::integral_constant<int, 2048>());

@@ -1,4 +1,4 @@
-// Many rows of x, bound by arithmetic: tiles of W as bfloat16 that stay in the second-level cache.
+// Many rows of x, which arithmetic bounds: tiles of W as bfloat16 that stay in the second-level cache.
 
 #pragma once
 #include "output.h"
@@ -8,8 +8,8 @@ constexpr int TILE_COLUMNS = 4096;  // of W: 512 KB
 constexpr int ROWS_A_UNIT = 1024;   // of x that stay in the third-level cache
 
 #if BF16_DOT
-// W: a weight with blocks, steps of COLUMNS columns, and a `dequantize_tile`: tile[pair][blocks][16] <- bfloat16 pairs of
-// `blocks` blocks from `block` on, columns of steps [first, last)
+// W: a weight with blocks, steps of COLUMNS columns, and a `dequantize_tile`: tile[pair][blocks][16] <- bfloat16 pairs
+// of `blocks` blocks from `block` on, columns of steps [first, last)
 template <class W> static void many(const W &w, const uint32_t *x, int64_t ld, int64_t rows, const Output &out) {
     const int64_t tiles = ceil_div(w.blocks, TILE_BLOCKS);
     int64_t units = ceil_div(rows, ROWS_A_UNIT);  // of rows

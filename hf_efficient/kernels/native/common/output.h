@@ -1,4 +1,4 @@
-// Where results go.
+// The destination of a product.
 
 #pragma once
 #include "vectors.h"

@@ -15,8 +15,8 @@
 #endif
 #define INLINE inline __attribute__((always_inline))
 
-// Of the OpenMP runtime that torch has loaded, whose threads these kernels share. Declared here because neither the flags
-// nor the headers of OpenMP belong to every compiler.
+// Of the OpenMP runtime that torch has loaded, whose threads these kernels share. Declared here because neither the
+// flags nor the headers of OpenMP belong to every compiler.
 extern "C" void GOMP_parallel(void (*body)(void *), void *data, unsigned threads, unsigned flags);
 extern "C" int omp_get_thread_num();
 extern "C" int omp_get_num_threads();

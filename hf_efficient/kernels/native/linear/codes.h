@@ -1,24 +1,24 @@
-// Weights of 2, 3, 4 or 8-bit codes (BITS, a compiler flag): W[n][k] = (code - zero) * scale, scale and zero per group of
-// columns. hf_efficient/kernels/linear/native_cpu.py packs them.
+// Weights of 2, 3, 4 or 8-bit codes (BITS, a compiler flag): W[n][k] = (code - zero) * scale, scale and zero per group
+// of columns. kernels/linear/native_cpu.py packs them.
 
 #pragma once
 #include "products.h"
 
-constexpr int SEGMENT = 512;  // columns summed before their scaled sum is added to the total: bounds the rounding error
+constexpr int SEGMENT = 512;  // columns whose sum is scaled and added to the total, which bounds the rounding error
 
-struct Weight {  // cpu_linear.py has the same
+struct Weight {  // mirrored in kernels/linear/native_cpu.py
     const uint8_t *packed;
     const void *scale;    // [blocks, groups, 16] bfloat16 or float32
     const void *zero;     // [blocks, groups, 16] uint8 or float32, or null: the middle of the grid
     int64_t out_features, in_features, group;  // group: columns
     int64_t scale_is_float;
-    int64_t rounds_inputs;  // to int8, those of bfloat16
+    int64_t rounds_inputs;  // whether bfloat16 inputs are rounded to int8
     int64_t zero_is_float;
 };
 
-// Codes of BITS bits: code 2j of a lane at bit BITS * j of its word, code 2j + 1 at bit 16 + BITS * j. Three words hold 32
-// codes of 3 bits, the last two in the bits that are left over. Decoded values are the codes less half the grid, for 8 bits
-// less 127.5, whose magnitudes a table of 128 bytes holds: the words have its index and the sign.
+// Codes of BITS bits: code 2j of a lane at bit BITS * j of its word, code 2j + 1 at bit 16 + BITS * j. Three words hold
+// 32 codes of 3 bits, the last two in the bits that are left over. Decoded values are the codes less half the grid, for
+// 8 bits less 127.5, whose magnitudes a table of 128 bytes holds: the words have its index and the sign.
 struct Codes {
     static constexpr int LINES = BITS == 3 ? 3 : 1, PAIRS = BITS == 3 ? 16 : 16 / BITS, COLUMNS = 2 * PAIRS;
     static constexpr float MIDDLE = BITS == 8 ? 127.5f : 1 << (BITS - 1);

@@ -1,5 +1,5 @@
-// Few rows of x, bound by memory: codes become bfloat16 (exactly) in registers, products are summed in float over a segment
-// of a group, the scale multiplies the sum, `(code - zero) * scale` costs one sum of x a segment.
+// Few rows of x, which memory bandwidth bounds: codes become bfloat16 (exactly) in registers, and products are summed
+// in float over a segment of a group. The scale multiplies the sum; the zero point costs one sum of x for each segment.
 
 #pragma once
 #include "codes.h"
@@ -8,8 +8,8 @@
 constexpr int ROWS_AT_ONCE = 8;  // rows of x that share one decoding
 constexpr int BLOCKS_AT_ONCE = BITS == 3 ? 1 : 2;  // of W that share one load of x; 32 columns of 3 bits fill the registers
 
-// totals[m][b] of BLOCKS neighbouring blocks for M rows of x. T is uint32_t (pairs of bfloat16) or float; ld counts T, sums
-// are [M][ld_sums].
+// totals[m][b] of BLOCKS neighbouring blocks for M rows of x. T is uint32_t (pairs of bfloat16) or float; ld counts T,
+// sums are [M][ld_sums].
 template <int M, int BLOCKS, class T>
 static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums, int64_t ld_sums, Floats (*totals)[BLOCKS]) {
     constexpr bool PAIRED = std::is_same<T, uint32_t>::value;
@@ -28,8 +28,8 @@ static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t 
             typename std::conditional<PAIRED, Pairs, Floats>::type values[BLOCKS][TERMS];
 #pragma GCC unroll 2
             for (int b = 0; b < BLOCKS; b++) {
-                // the same line of the next blocks, to the second-level cache: for short rows up to 1.7 times as fast as a
-                // fixed distance
+                // the same line of the next blocks, to the second-level cache: for short rows up to 1.7 times as fast
+                // as a fixed distance
                 for (int i = 0; i < Codes::LINES; i++) __builtin_prefetch(line + (b + BLOCKS) * stride + 64 * i, 0, 2);
                 w.codes.decode(line + b * stride, values[b]);
             }

@@ -1,13 +1,13 @@
-// x rounded to int8 with a scale for at most SPAN columns of a row, codes as unsigned bytes. Products are summed as integers,
-// so a row has the same bits alone and among others.
+// Products of x rounded to int8, with a scale for at most SPAN columns of a row, and of codes as unsigned bytes. They
+// are summed as integers, so a row has the same bits alone and among others.
 
 #pragma once
 #include "codes.h"
 #include "output.h"
 
 #if BF16_DOT
-constexpr int SPAN = 64;        // also what is rounded at once
-constexpr int ALONE = 1 << 14;  // numbers that one thread rounds sooner than others start
+constexpr int SPAN = 64;        // columns, rounded at once
+constexpr int ALONE = 1 << 14;  // with fewer elements one thread rounds faster than several
 constexpr int BLOCKS_A_UNIT = 2;
 
 // Codes 4 to a lane, in the order that `column` tells.

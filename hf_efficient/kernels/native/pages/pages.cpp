@@ -4,8 +4,15 @@
 
 #include "page_append.h"
 #include "page_attention.h"
+#include "layout.h"
 #include <atomic>
 #include <vector>
+
+EXPORT_LAYOUTS(LAYOUT(Pages, data, scale, minimum, dim, groups)
+               LAYOUT(Call, batch, width, query_heads, heads, query_type, page_type, query, out, lse, lse_row, lse_head, keys, values,
+                      num_blocks, block_size, table, table_columns, table_stride, lengths, appended, new_keys, new_values,
+                      token_group, ring_keys, ring_values, ring, stored, left, right, ancestors, slopes, slopes_stride, sinks,
+                      scale, softcap))
 
 constexpr int64_t SPAN = 256;           // tokens
 constexpr int64_t SPAN_BYTES = 1 << 18, TILE_BYTES = 1 << 17;

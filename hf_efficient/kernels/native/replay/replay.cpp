@@ -1,21 +1,22 @@
-// Replays operators on the tensors they were recorded with: what a forward does between its matrix products, without
-// a framework between one operator and the next.
+// Replays the ops of a captured forward on the addresses of the tensors that it was captured with. No framework runs
+// between one op and the next.
 
 #include "dense.h"
+#include "layout.h"
 
 enum Op : int32_t {
     COPY, NEG, ABS, RELU, SILU, GELU, GELU_TANH, TANH, SIGMOID, EXP, SQRT, RSQRT, RECIPROCAL, COS, SIN, POW,  // of a
     ADD, SUB, MUL, DIV,              // of a and b (or `beta` where there is no b); ADD and SUB take alpha * b
     MEAN, SUM,                       // of a over its last dimension
-    ROWS,                            // y[i] = a[b[i]]: sizes 1 to 3 are rows of a, int64 indices b, bytes of a row
-    LINEAR,                          // products with a [sizes 2, ...] that `weight` points to, sizes 1 of them
-    DENSE,                           // y = a @ b^T + c, bfloat16: sizes 1 to 3 are rows, columns, width
-    CALL,                            // of another library's function, with what `weight` points to
-    RMS_NORM, ROTARY, GATED,         // of several, see tape_fusion.py
-    ARGMAX,                          // int64 y: where a is largest in its last dimension
+    ROWS,                            // y[i] = a[b[i]]: sizes[1] rows of a, sizes[2] int64 indices, sizes[3] bytes a row
+    LINEAR,                          // sizes[1] products of a with sizes[2] rows; `weight` points to the `Product`s
+    DENSE,                           // y = a @ b^T + c in bfloat16: sizes[1] rows, sizes[2] columns, sizes[3] wide
+    CALL,                            // linear(weight), a function of another library that returns 0 where it refuses
+    RMS_NORM, ROTARY, GATED,         // several ops in one, see kernels/replay/fusion.py
+    ARGMAX,                          // int64 y: the index of the largest element of a in its last dimension
 };
 
-struct Operand {
+struct Operand {         // mirrored in kernels/replay/instructions.py, as Instruction is
     void *data;          // null: there is none
     int64_t strides[4];  // in elements, 0 where it is broadcast
     int64_t type;
@@ -30,7 +31,10 @@ struct Instruction {
     void (*linear)(const void *, int64_t, const void *, int64_t, int);
 };
 
-constexpr int CHUNK = 512;
+EXPORT_LAYOUTS(LAYOUT(Operand, data, strides, type)
+               LAYOUT(Instruction, op, sizes, y, a, b, c, alpha, beta, weight, linear))
+
+constexpr int CHUNK = 512;  // elements of a row that are computed at once
 
 template <class F> static INLINE void unary(float *x, int64_t count, F f) {
     for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = f(*(const Floats *)(x + i));
@@ -44,7 +48,7 @@ template <class F> static INLINE void binary(float *x, const float *b, int64_t c
     for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = f(*(const Floats *)(x + i), *(const Floats *)(b + i));
 }
 
-// x <- op(x, b), both CHUNK floats of which `count` mean something
+// x <- op(x, b), both CHUNK floats of which the first `count` are used
 static void compute(const Instruction &in, int64_t op, float *x, const float *b, int64_t count) {
     const Floats one = splat(1.0f);
     switch (op) {
@@ -115,9 +119,9 @@ static void reduce(const Instruction &in) {
     });
 }
 
-// Calls body(at) as for_rows, from several threads where it is worth it.
+// Calls body(at) as for_rows does, from several threads where there are enough elements.
 template <class F> static INLINE void for_many_rows(const Instruction &in, F body) {
-    constexpr int64_t WORTH_IT = 1 << 13;  // numbers
+    constexpr int64_t WORTH_IT = 1 << 13;  // elements
     const int64_t *sizes = in.sizes, rows = sizes[0] * sizes[1] * sizes[2];
     auto some = [&](int64_t row, int64_t end) {
         for (; row < end; row++) {
@@ -181,7 +185,7 @@ static void rotary(const Instruction &in) {
         load_row(cosine, in.b, at, 0, dim);
         load_row(sine, in.c, at, 0, dim);
         for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + i) = -*(const Floats *)(x + half + i);
-        for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + half + i) = *(const Floats *)(x + i);  // over what went too far
+        for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + half + i) = *(const Floats *)(x + i);  // covers the excess of the last vector
         for (int64_t i = 0; i < dim; i += LANES) {
             *(Floats *)(x + i) *= *(const Floats *)(cosine + i);
             *(Floats *)(turned + i) *= *(const Floats *)(sine + i);
@@ -209,14 +213,14 @@ static void gated(const Instruction &in) {
 }
 
 struct Best {
-    int32_t key;  // in the order of the numbers, NaN above all
+    int32_t key;  // ordered as the numbers, NaN above all others
     int32_t place;
     INLINE void meet(Best other) {
         if (other.key > key || (other.key == key && other.place < place)) *this = other;
     }
 };
 
-// Each thread goes through the same columns of all rows: those that it has written, where they come from a product.
+// Each thread reads the same columns of all rows: where a product has written them, the columns that it wrote itself.
 static void argmax(const Instruction &in) {
     const int64_t *sizes = in.sizes, rows = sizes[0] * sizes[1] * sizes[2], parts = ceil_div(sizes[3], CHUNK);
     Buffer buffer;
@@ -250,7 +254,7 @@ static void argmax(const Instruction &in) {
     }
 }
 
-// Whether every index is one of a row. Nothing is read from a where one is not.
+// Whether every index is in range. Nothing is read from a where one is not.
 static bool rows(const Instruction &in) {
     const int64_t *index = (const int64_t *)in.b.data, present = in.sizes[1], count = in.sizes[2], bytes = in.sizes[3];
     for (int64_t i = 0; i < count; i++)
@@ -259,7 +263,7 @@ static bool rows(const Instruction &in) {
     return true;
 }
 
-// 0, or the number of the instruction that refused, from 1 on: an index, a length or a block is out of range
+// Returns 0, or the number (from 1 on) of the instruction that refused an index, a length or a block out of range.
 extern "C" int64_t hf_replay(const Instruction *in, int64_t count) {
     for (int64_t i = 0; i < count; i++, in++) {
         if (in->op < MEAN) elementwise(*in);

@@ -1,5 +1,5 @@
-"""Linear layers with packed weights of 2, 3, 4 and 8 bits, codebooks, 8-bit activations, ternary and 2:4 sparse weights and
-mixtures of experts, in Triton (CUDA and ROCm)."""
+"""Linear layers in Triton (CUDA and ROCm): packed weights of 2, 3, 4 and 8 bits, codebooks, 8-bit activations, ternary
+and 2:4 sparse weights, mixtures of experts."""
 
 from .activation_order import resolve_activation_order
 from .activation_quant import Quantized, quantize, rms_norm_quantize, silu_mul_quantize
@@ -32,44 +32,12 @@ from .weight_only import dequantize, weight_only_linear
 
 
 __all__ = [
-    "FP4",
-    "NF4",
-    "Quantized",
-    "codebook_linear",
-    "codebook_linear_reference",
-    "dequantize",
-    "dequantize_codebook",
-    "dequantize_codebook_reference",
-    "dequantize_reference",
-    "dequantize_sparse24",
-    "fp8_linear",
-    "gate_up_silu",
-    "gate_up_silu_reference",
-    "grouped_linear",
-    "grouped_linear_reference",
-    "llm_int8_linear",
-    "pack_canonical",
-    "pack_codebook_weight",
-    "pack_sparse24",
-    "pack_sparse24_codes",
-    "pack_ternary",
-    "pack_trits",
-    "pack_weight",
-    "quantize",
-    "resolve_activation_order",
-    "rms_norm_quantize",
-    "silu_mul_quantize",
-    "sparse24_linear",
-    "sparse24_linear_reference",
-    "ternary_linear",
-    "ternary_linear_reference",
-    "unpack_canonical",
-    "unpack_codebook_weight",
-    "unpack_sparse24",
-    "unpack_ternary",
-    "unpack_trits",
-    "unpack_weight",
-    "w8a8_linear",
-    "weight_only_linear",
-    "weight_only_linear_reference",
-]
+    "FP4", "NF4", "Quantized", "codebook_linear", "codebook_linear_reference", "dequantize", "dequantize_codebook",
+    "dequantize_codebook_reference", "dequantize_reference", "dequantize_sparse24", "fp8_linear", "gate_up_silu",
+    "gate_up_silu_reference", "grouped_linear", "grouped_linear_reference", "llm_int8_linear", "pack_canonical",
+    "pack_codebook_weight", "pack_sparse24", "pack_sparse24_codes", "pack_ternary", "pack_trits", "pack_weight",
+    "quantize", "resolve_activation_order", "rms_norm_quantize", "silu_mul_quantize", "sparse24_linear",
+    "sparse24_linear_reference", "ternary_linear", "ternary_linear_reference", "unpack_canonical",
+    "unpack_codebook_weight", "unpack_sparse24", "unpack_ternary", "unpack_trits", "unpack_weight", "w8a8_linear",
+    "weight_only_linear", "weight_only_linear_reference",
+]  # fmt: skip

@@ -1,6 +1,6 @@
-"""GPTQ's activation order (https://arxiv.org/abs/2210.17323): columns were quantized in the order of their importance, and
-`g_idx` says which group each belongs to. The kernels want the columns of a group side by side, so the columns are put in
-the order of their groups once, when the weight is loaded, and those of x at every call."""
+"""GPTQ's activation order (https://arxiv.org/abs/2210.17323): columns are quantized in the order of their importance,
+and `g_idx` is the group of each. The kernels read the columns of a group side by side, so the weight's columns are
+sorted by group once, when it is loaded, and those of x in every call."""
 
 import torch
 
@@ -10,16 +10,19 @@ from .packing import check_layout, number_of_groups, pack_canonical, unpack_cano
 def resolve_activation_order(
     qweight: torch.Tensor, g_idx: torch.Tensor, *, bits: int, group_size: int, in_features: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Canonical codes uint8 of a weight [N, in_features] (`pack_weight`) and the group of each column, integers
-    [in_features] -> (canonical codes with the columns in the order of their groups, permutation int64 [in_features] of the
-    columns of x), so that
+    """Sorts the columns of a weight by group, so that
 
         weight_only_linear(x[:, permutation], pack_weight(codes, ...), scale, zero_point, ...)
 
-    is the product with the weight whose column k has the scale and zero point of group g_idx[k]; scale and zero_point
-    [N, G] stay as they are. The permutation is None where the columns are in order already.
+    is the product with the weight whose column k has the scale and zero point [N, G] of group g_idx[k].
 
-    Raises ValueError when g_idx does not give every group group_size columns (the last one those that remain)."""
+    qweight: canonical codes uint8 of a weight [N, in_features] (see `pack_weight`).
+    g_idx: the group of each column, integers [in_features].
+
+    Returns (canonical codes with sorted columns, permutation int64 [in_features] of the columns of x). The permutation
+    is None where the columns are sorted already.
+
+    Raises ValueError when g_idx does not give each group group_size columns (the last one those that remain)."""
     check_layout(bits, group_size)
     if group_size in (None, -1):
         raise ValueError(f"group_size={group_size!r}: a weight of one group has no activation order")

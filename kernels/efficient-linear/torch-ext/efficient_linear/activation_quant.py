@@ -84,26 +84,11 @@ def _quantize(source, x, other, weight, eps, format, scale, zero_point, normalis
         block = max(triton.next_power_of_2(columns), GROUP)
         with _on(x.device):
             quantize_rows_kernel[(rows,)](
-                x,
-                other,
-                weight,
-                scale,
-                zero_point,
-                codes.view(torch.uint8) if fp8 else codes,
-                dynamic_scale,
-                dynamic_zero,
-                residual,
-                normalised,
-                columns,
-                x.stride(0),
-                0 if other is None else other.stride(0),
-                eps,
-                SOURCE=source,
-                FORMAT=format,
-                NATIVE_FP8=has_fp8(x.device),
-                BLOCK=block,
+                x, other, weight, scale, zero_point, codes.view(torch.uint8) if fp8 else codes, dynamic_scale,
+                dynamic_zero, residual, normalised, columns, x.stride(0), 0 if other is None else other.stride(0), eps,
+                SOURCE=source, FORMAT=format, NATIVE_FP8=has_fp8(x.device), BLOCK=block,
                 num_warps=min(max(block // 512, 1), 16),
-            )
+            )  # fmt: skip
     scale, zero_point = (dynamic_scale, dynamic_zero) if scale is None else (scale, zero_point)
     return Quantized(codes, scale, zero_point), residual, normalised
 
@@ -129,16 +114,9 @@ def quantize(
 
 
 def rms_norm_quantize(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    *,
-    format: str,
-    scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    normalised: bool = False,
-) -> tuple[Quantized, torch.Tensor | None, torch.Tensor | None]:
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *, format: str,
+    scale: torch.Tensor | None = None, zero_point: torch.Tensor | None = None, normalised: bool = False,
+) -> tuple[Quantized, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """`quantize` of the RMS norm of x [M, K] (+ residual [M, K]) times weight [K], computed in float32 without a
     rounding in between, in one pass over memory.
 

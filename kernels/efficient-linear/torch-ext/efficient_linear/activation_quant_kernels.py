@@ -1,8 +1,8 @@
 """Rows of floats to rows of 8-bit codes in one pass over memory, together with the operation that makes the rows.
 
-Codes of given rows are bit for bit those of activation_reference.py: products, quotients and roundings are single float32
-operations, and the clamp between a product and the rounding keeps compilers from fusing the two. The norm and SiLU before them
-agree to float32 accuracy.
+Codes of given rows are bit for bit those of activation_reference.py: products, quotients and roundings are single
+float32 operations, and the clamp between a product and the rounding keeps compilers from fusing the two. The norm and
+SiLU before them agree to float32 accuracy.
 """
 
 import triton
@@ -40,25 +40,10 @@ def largest_magnitude(x):
 
 @triton.jit
 def quantize_rows_kernel(
-    x_ptr,
-    other_ptr,
-    weight_ptr,
-    static_scale_ptr,
-    static_zero_ptr,
-    codes_ptr,
-    scale_ptr,
-    zero_ptr,
-    residual_ptr,
-    normalised_ptr,
-    K,
-    stride_x,
-    stride_other,
-    eps,
-    SOURCE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, other_ptr, weight_ptr, static_scale_ptr, static_zero_ptr, codes_ptr, scale_ptr, zero_ptr, residual_ptr,
+    normalised_ptr, K, stride_x, stride_other, eps, SOURCE: tl.constexpr, FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Grid (rows,), BLOCK >= K. SOURCE "plain": x; "rms_norm": x (+ other) divided by its root mean square, times
     weight; "silu_mul": silu(x) * other. With a static scale (and zero point) scale_ptr and zero_ptr are not
     written."""

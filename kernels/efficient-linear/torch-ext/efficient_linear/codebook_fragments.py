@@ -22,7 +22,8 @@ GATHER, PERMUTE = tl.constexpr(1), tl.constexpr(2)  # LOOKUP; 0 = no codebook
 @triton.jit
 def permute_bytes(a, b, selector, PTX: tl.constexpr):
     """CUDA's __byte_perm: byte k of the result is the byte of [a, b] that digit k of the selector's low 16 bits says,
-    or with 8 added to the digit that byte's sign bit in all its bits. Without PTX, for the interpreter, in plain operations."""
+    or with 8 added to the digit that byte's sign bit in all its bits. Without PTX, for the interpreter, in plain
+    operations."""
     if PTX:
         return libdevice.byte_perm(a, b, selector)
     else:
@@ -66,8 +67,8 @@ def load_tables(codebook_at, BITS: tl.constexpr, DTYPE: tl.constexpr):
 def load_codebook(
     codebook_ptr, lane_rows, N, BITS: tl.constexpr, LOOKUP: tl.constexpr, PER_ROW: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """What `two_planes` reads, of the row of each word, [T, 128] (scalars for one codebook of all rows): the place of the
-    table in memory and its words in registers (LOOKUP not GATHER)."""
+    """What `two_planes` reads, of the row of each word, [T, 128] (scalars for one codebook of all rows): the place of
+    the table in memory and its words in registers (LOOKUP not GATHER)."""
     if PER_ROW:
         upper = tl.minimum(lane_rows, N - 1).to(tl.int64) * (1 << BITS)
         lower = tl.minimum(lane_rows + 8, N - 1).to(tl.int64) * (1 << BITS)

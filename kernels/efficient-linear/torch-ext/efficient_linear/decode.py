@@ -9,19 +9,9 @@ from .fragments import join_planes, plane
 
 @triton.jit
 def pair(
-    words,
-    zero,
-    magic,
-    codebook_at,
-    tables,
-    J: tl.constexpr,
-    BITS: tl.constexpr,
-    ASYMMETRIC: tl.constexpr,
-    LOOKUP: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    words, zero, magic, codebook_at, tables, J: tl.constexpr, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    LOOKUP: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     if LOOKUP > 0:
         return two_planes(words, codebook_at, tables, J, BITS, LOOKUP, DTYPE, PTX)
     else:
@@ -31,20 +21,9 @@ def pair(
 
 @triton.jit
 def unpack(
-    words,
-    zero,
-    magic,
-    codebook_at,
-    tables,
-    FIRST: tl.constexpr,
-    PLANES: tl.constexpr,
-    BITS: tl.constexpr,
-    ASYMMETRIC: tl.constexpr,
-    LOOKUP: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    words, zero, magic, codebook_at, tables, FIRST: tl.constexpr, PLANES: tl.constexpr, BITS: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, LOOKUP: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """The operand of the matrix instructions FIRST .. FIRST + PLANES - 1 (PLANES 2, 4 or 8) of a step, DTYPE [16 T, 16
     PLANES]: codes minus zero points, or entries of the codebook.
 

@@ -63,16 +63,9 @@ def multiply_add(word, factor, addend, DTYPE: tl.constexpr, PTX: tl.constexpr, U
 
 @triton.jit
 def plane(
-    words,
-    zero,
-    magic,
-    J: tl.constexpr,
-    BITS: tl.constexpr,
-    ASYMMETRIC: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    words, zero, magic, J: tl.constexpr, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr, DTYPE: tl.constexpr,
+    PTX: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Codes of matrix instruction J of a step minus zero points: words, the step's blocks, each int32 [T, 128] -> DTYPE
     [T, 128, 2]. zero: `zero_point_word` of the row of each word, alike (read when ASYMMETRIC)."""
     MANTISSA: tl.constexpr = 10 if DTYPE == tl.float16 else 7

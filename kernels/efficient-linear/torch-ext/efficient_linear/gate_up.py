@@ -5,22 +5,13 @@ import torch.nn.functional as F
 import triton
 
 from .gate_up_kernels import gate_up_kernel
-from .launch_configs import choose_steps_per_split, choose_tile
+from .launch_configs import choose_tile
 from .packing import step_columns
-from .weight_only import (
-    _arrival_counters,
-    _check_device,
-    _check_input,
-    _check_scales,
-    _on,
-    _options,
-    _processors,
-    _scale_strides,
-    weight_only_linear,
-)
+from .split_k import split
+from .weight_only import _check_device, _check_input, _check_scales, _on, _options, _scale_strides, weight_only_linear
 
 
-FUSED_TOKENS = 64  # so many are one block of tokens, and K may be split
+FUSED_TOKENS = 64  # the most tokens of one block, for which K may be split
 
 
 def gate_up_silu(
@@ -64,27 +55,12 @@ def gate_up_silu(
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     steps = triton.cdiv(in_features, step_columns(bits))
     with _on(x.device):
-        per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(x.device))
-        splits = triton.cdiv(steps, per_split)
-        partial = arrivals = None
-        if splits > 1:
-            partial = torch.empty(splits, 2, tokens, out_features, dtype=torch.float32, device=x.device)
-            arrivals = _arrival_counters(row_blocks * token_blocks, x.device)
+        programs, shape = row_blocks * token_blocks, (2, tokens, out_features)
+        per_split, splits, partial, arrivals = split(tile, programs, steps, shape, torch.float32, x.device)
         gate_up_kernel[(row_blocks, token_blocks, splits)](
-            x,
-            *gate,
-            *up,
-            out,
-            partial,
-            arrivals,
-            tokens,
-            out_features,
-            in_features,
-            x.stride(0),
-            *(stride for tensor in (gate[1], gate[2], up[1], up[2]) for stride in _scale_strides(tensor)),
-            per_split,
-            SPLIT=splits > 1,
-            HAS_BIAS=gate[3] is not None,
+            x, *gate, *up, out, partial, arrivals, tokens, out_features, in_features, x.stride(0),
+            *(stride for tensor in (gate[1], gate[2], up[1], up[2]) for stride in _scale_strides(tensor)), per_split,
+            SPLIT=splits > 1, HAS_BIAS=gate[3] is not None,
             **_options(tile, x.dtype, bits, group_size, in_features, gate[2]),
-        )
+        )  # fmt: skip
     return out

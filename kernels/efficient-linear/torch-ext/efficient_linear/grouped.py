@@ -18,42 +18,17 @@ from .weight_only import (
     _on,
     _scale_strides,
     dequantize,
-)
+)  # fmt: skip
 from .weight_only_kernels import accumulate, add_bias_and_store
 
 
 @triton.jit(do_not_specialize=["magic"])
 def grouped_kernel(
-    x_ptr,
-    packed_ptr,
-    scale_ptr,
-    zero_ptr,
-    bias_ptr,
-    out_ptr,
-    offsets_ptr,
-    N,
-    K,
-    stride_x,
-    stride_packed,
-    stride_se,
-    stride_sn,
-    stride_sg,
-    stride_ze,
-    stride_zn,
-    stride_zg,
-    magic,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ASYMMETRIC: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    x_ptr, packed_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, offsets_ptr, N, K, stride_x, stride_packed, stride_se,
+    stride_sn, stride_sg, stride_ze, stride_zn, stride_zg, magic, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     """Grid (row blocks, token blocks): the token blocks of expert 0, then those of expert 1 ..., as many as the rows of
     each need, found from offsets int32 [E + 1]; the blocks behind the last one have nothing to do. Row blocks of one
     token block are neighbours in time: they share its tokens, and every weight is read once where its expert has up to
@@ -75,32 +50,10 @@ def grouped_kernel(
     if HAS_BIAS:
         bias_ptr += expert * N
     result = accumulate(
-        x_ptr + first * stride_x,
-        packed_ptr + expert * stride_packed,
-        scale_ptr + expert * stride_se,
-        zero_ptr,
-        row_block,
-        token_block,
-        0,
-        (K + 127) // 128,
-        rows_of_expert,
-        N,
-        K,
-        stride_x,
-        stride_sn,
-        stride_sg,
-        stride_zn,
-        stride_zg,
-        magic,
-        BITS,
-        GROUP,
-        ASYMMETRIC,
-        EVEN_K,
-        BLOCK_N,
-        BLOCK_M,
-        UPCAST,
-        PTX=PTX,
-    )
+        x_ptr + first * stride_x, packed_ptr + expert * stride_packed, scale_ptr + expert * stride_se, zero_ptr,
+        row_block, token_block, 0, (K + 127) // 128, rows_of_expert, N, K, stride_x, stride_sn, stride_sg, stride_zn,
+        stride_zg, magic, BITS, GROUP, ASYMMETRIC, EVEN_K, BLOCK_N, BLOCK_M, UPCAST, PTX=PTX,
+    )  # fmt: skip
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
     add_bias_and_store(out_ptr + first * N, bias_ptr, result, rows, tokens, rows_of_expert, N, HAS_BIAS)
@@ -120,29 +73,21 @@ def grouped_linear_reference(
 
 
 def grouped_linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    offsets: torch.Tensor,
-    bits: int,
-    group_size: int | None,
-    in_features: int,
-) -> torch.Tensor:
+    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, *, offsets: torch.Tensor, bits: int, group_size: int | None, in_features: int,
+) -> torch.Tensor:  # fmt: skip
     """Rows sorted by expert times the transposed packed weight of their expert, plus its bias.
 
     x: [R, K] float16, bfloat16 or float32, contiguous last dimension; rows offsets[e] .. offsets[e + 1] belong to
         expert e.
     packed: int32 [E, N, W], a stack of `pack_weight` results. scale: [E, N, G] ([E, 1, 1] for group_size None),
     zero_point: uint8 alike or None, bias: [E, N] or None; the rest as in `weight_only_linear`.
-    offsets: int32 [E + 1] on the device of x, from 0 to R and not decreasing: they are not checked, because reading them
-        would wait for the GPU.
+    offsets: int32 [E + 1] on the device of x, from 0 to R and not decreasing: they are not checked, because reading
+        them would wait for the GPU.
 
     Returns [R, N] in the dtype of x. The grid follows from shapes alone, so calls can be captured in a CUDA graph while
-    the routing changes. x and bias may require grad (the backward pass reads the offsets back and dequantizes one expert
-    at a time).
+    the routing changes. x and bias may require grad (the backward pass reads the offsets back and dequantizes one
+    expert at a time).
 
     Raises TypeError and ValueError as `weight_only_linear`.
     """
@@ -213,37 +158,17 @@ def _multiply(x, packed, scale, zero_point, bias, offsets, *, bits, group_size, 
     if rows == 0:
         return out
     tile = choose_tile(max(1, min(256, rows // experts)), x.dtype == torch.float32, bits)
-    token_blocks = rows // tile.block_m + min(rows, experts)  # at most so many: every expert may end in a part of one
+    token_blocks = rows // tile.block_m + min(rows, experts)  # at most: every expert may end in a part of one
     with _on(x.device):
         grouped_kernel[(triton.cdiv(out_features, tile.block_n), token_blocks)](
-            x,
-            packed,
-            scale,
-            zero_point,
-            bias,
-            out,
-            offsets,
-            out_features,
-            in_features,
-            x.stride(0),
-            packed.stride(0),
-            *_expert_strides(scale),
-            *_expert_strides(zero_point),
-            magic=MAGIC_FLOAT16 if x.dtype == torch.float16 else MAGIC_BFLOAT16,
-            E=experts,
-            BLOCK_E=triton.next_power_of_2(experts),
-            BITS=bits,
-            GROUP=_kernel_group(group_size),
-            ASYMMETRIC=zero_point is not None,
-            HAS_BIAS=bias is not None,
-            EVEN_K=in_features % COLUMNS == 0,
-            BLOCK_N=tile.block_n,
-            BLOCK_M=tile.block_m,
-            UPCAST=INTERPRETED and x.dtype == torch.bfloat16,
-            PTX=PTX,
-            num_warps=tile.num_warps,
-            num_stages=stages(tile, bits),
-        )
+            x, packed, scale, zero_point, bias, out, offsets, out_features, in_features, x.stride(0), packed.stride(0),
+            *_expert_strides(scale), *_expert_strides(zero_point),
+            magic=MAGIC_FLOAT16 if x.dtype == torch.float16 else MAGIC_BFLOAT16, E=experts,
+            BLOCK_E=triton.next_power_of_2(experts), BITS=bits, GROUP=_kernel_group(group_size),
+            ASYMMETRIC=zero_point is not None, HAS_BIAS=bias is not None, EVEN_K=in_features % COLUMNS == 0,
+            BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, UPCAST=INTERPRETED and x.dtype == torch.bfloat16, PTX=PTX,
+            num_warps=tile.num_warps, num_stages=stages(tile, bits),
+        )  # fmt: skip
     return out
 
 

@@ -1,7 +1,7 @@
-"""Which kernel and which tile for which number of tokens: one table, no autotuning at run time.
+"""The kernel and tile for each number of tokens: a table, no autotuning at run time.
 
-The numbers follow from instruction counts and the memory formulas; `benchmarks/linear.py` measures around each of
-them on a GPU, and a measured table replaces them here.
+The table follows from instruction counts and memory formulas. `benchmarks/linear.py` measures the neighbours of each
+entry on a GPU.
 """
 
 from dataclasses import dataclass, replace
@@ -30,9 +30,8 @@ SIXTEEN_BIT_INPUT = {
 # float32 has no exact matrix instruction: plain multiply-adds, small tiles, for comparison rather than for speed
 FLOAT32_INPUT = {64: Tile(32, 16, 4, 2, 4), 256: Tile(32, 32, 4, 2)}
 
-# From so many tokens on the weight is dequantized once and multiplied by torch. Expected, to be measured: at 256
-# tokens a bf16 matrix product is bound by arithmetic (PERFORMANCE table, section 0) and reading packed weights no
-# longer pays.
+# With more tokens than this the weight is dequantized once and multiplied by torch. Estimated, not measured: at 256
+# tokens arithmetic bounds a bfloat16 product, so that reading packed weights saves nothing.
 DEQUANTIZE_ABOVE = 256
 
 FEWEST_STEPS_PER_SPLIT = 4  # of 128 columns: shorter splits spend their time filling the pipeline
@@ -42,8 +41,8 @@ def choose_tile(tokens: int, float32: bool, bits: int = 4) -> Tile:
     """The tile for 1 .. DEQUANTIZE_ABOVE tokens."""
     table = FLOAT32_INPUT if float32 else SIXTEEN_BIT_INPUT
     tile = next(tile for most, tile in table.items() if tokens <= most)
-    # a step of 3-bit weights is twice as long: with 64 tokens it takes more registers (sm_80) and tensor memory (sm_100)
-    # than there are
+    # a step of 3-bit weights is twice as long: with 64 tokens it takes more registers (sm_80) and tensor memory
+    # (sm_100) than there are
     return replace(tile, block_m=min(tile.block_m, 32)) if bits == 3 else tile
 
 
@@ -53,7 +52,6 @@ def stages(tile: Tile, bits: int) -> int:
 
 
 def choose_steps_per_split(tile: Tile, programs: int, steps: int, processors: int) -> int:
-    """How many of the `steps` of K one program takes, when there are `programs` tiles and `processors`
-    multiprocessors."""
+    """How many of the `steps` of K one program takes, for `programs` tiles on `processors` multiprocessors."""
     splits = max(1, min(tile.programs_per_processor * processors // programs, steps // FEWEST_STEPS_PER_SPLIT))
     return -(-steps // splits)

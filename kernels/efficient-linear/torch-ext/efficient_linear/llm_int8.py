@@ -1,10 +1,11 @@
-"""LLM.int8() (https://arxiv.org/abs/2208.07339): int8 products, but for the outlier columns of the activations."""
+"""LLM.int8() (https://arxiv.org/abs/2208.07339): int8 products, except for the outlier columns of the activations."""
 
 import torch
 import triton
 
 from .activation_quant import WIDEST, check_rows
 from .activation_reference import dequantize_codes
+from .frozen_weight import FrozenWeightProduct, needs_gradient
 from .llm_int8_kernels import outlier_columns_kernel, quantize_inliers_kernel
 from .w8a8 import check_codes, check_devices, check_out, check_per_row, launch
 from .weight_only import _on
@@ -18,8 +19,8 @@ def llm_int8_linear(
     *,
     threshold: float = 6.0,
 ) -> torch.Tensor:
-    """x times the transpose of w_codes * w_scale, plus bias. Columns of x in which any magnitude reaches `threshold` are
-    multiplied in the dtype of x, the others as int8 codes with one dynamic scale a row of x; both sums meet in the
+    """x times the transpose of w_codes * w_scale, plus bias. Columns of x in which any magnitude reaches `threshold`
+    are multiplied in the dtype of x, the others as int8 codes with one dynamic scale a row of x; both sums meet in the
     epilogue of one kernel.
 
     x: [M, K] float16, bfloat16 or float32, columns contiguous, K up to 65536. w_codes: int8 [N, K], columns contiguous.
@@ -30,9 +31,9 @@ def llm_int8_linear(
     these columns in 16 bits. The columns are found, listed and counted on the device: no synchronisation, no limit on
     their number, and a CUDA graph may be replayed with other outliers.
 
-    Returns [M, N] in the dtype of x. x and bias may require grad (straight through the rounding of x, by torch); w_scale
-    may not. Raises TypeError or ValueError for dtypes, shapes, strides and devices that are not served, RuntimeError
-    when w_scale requires grad while grad is enabled.
+    Returns [M, N] in the dtype of x. x and bias may require grad (straight through the rounding of x, by torch);
+    w_scale may not. Raises TypeError or ValueError for dtypes, shapes, strides and devices that are not served,
+    RuntimeError when w_scale requires grad while grad is enabled.
     """
     check_rows("x", x)
     check_codes(torch.int8, w_codes=w_codes)
@@ -45,12 +46,13 @@ def llm_int8_linear(
     check_devices(w_codes.device, x=x, w_scale=w_scale, bias=bias)
     if not threshold > 0:
         raise ValueError(f"threshold={threshold}: allowed is more than 0")
-    if torch.is_grad_enabled():
-        if w_scale.requires_grad:
-            raise RuntimeError("w_scale requires grad: allowed are gradients of x and bias, the weight is frozen")
-        if x.requires_grad or (bias is not None and bias.requires_grad):
-            return _LlmInt8Linear.apply(x, bias, w_codes, w_scale, threshold)
+    if needs_gradient(x, bias, w_scale=w_scale):
+        return FrozenWeightProduct.apply(x, bias, _multiply, _weight, (w_codes, w_scale), dict(threshold=threshold))
     return _multiply(x, bias, w_codes, w_scale, threshold)
+
+
+def _weight(w_codes, w_scale, dtype, threshold):
+    return dequantize_codes(w_codes, w_scale.reshape(-1, 1), dtype=dtype)
 
 
 def _multiply(x, bias, w_codes, w_scale, threshold) -> torch.Tensor:
@@ -72,23 +74,3 @@ def _multiply(x, bias, w_codes, w_scale, threshold) -> torch.Tensor:
             )  # fmt: skip
     outliers = dict(outlier_x=x, outlier_columns=columns, outlier_count=count)
     return launch("int8", codes, w_codes, scale, w_scale, bias, x.dtype, **outliers)
-
-
-class _LlmInt8Linear(torch.autograd.Function):
-    """llm_int8_linear with the gradients of x and bias."""
-
-    @staticmethod
-    def forward(ctx, x, bias, w_codes, w_scale, threshold):
-        ctx.save_for_backward(w_codes, w_scale)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return _multiply(x, bias, w_codes, w_scale, threshold)
-
-    @staticmethod
-    def backward(ctx, grad):
-        w_codes, w_scale = ctx.saved_tensors
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ dequantize_codes(w_codes, w_scale.reshape(-1, 1), dtype=grad.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_bias, None, None, None

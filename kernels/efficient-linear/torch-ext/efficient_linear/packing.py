@@ -29,7 +29,7 @@ import torch
 
 
 ROWS = 16  # of a tile
-COLUMNS = 128  # one matrix product in the kernels takes at most so many columns, with one scale
+COLUMNS = 128  # the most columns of one matrix product in the kernels, which have one scale
 
 
 def check_layout(bits: int, group_size: int | None, allowed_bits: tuple[int, ...] = (2, 3, 4, 8)) -> None:

@@ -30,16 +30,9 @@ def dequantize_reference(
 
 
 def weight_only_linear_reference(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    bits: int,
-    group_size: int | None,
-    in_features: int,
-) -> torch.Tensor:
+    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, *, bits: int, group_size: int | None, in_features: int,
+) -> torch.Tensor:  # fmt: skip
     """x [M, K] times the transposed weight, plus bias: [M, N] in float32, whatever the dtypes given."""
     weight = dequantize_reference(packed, scale, zero_point, bits=bits, group_size=group_size, in_features=in_features)
     return F.linear(x.float(), weight, None if bias is None else bias.float())
@@ -55,8 +48,8 @@ def dequantize_codebook_reference(
     in_features: int,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The weight float32 [N, K]: entries of the codebook, rounded to `dtype`, times the scale of their group; arguments as
-    in `codebook_linear`."""
+    """The weight float32 [N, K]: entries of the codebook, rounded to `dtype`, times the scale of their group; arguments
+    as in `codebook_linear`."""
     check_layout(bits, group_size, (2, 3, 4))
     check_packed(packed, in_features, bits)
     codes = unpack_codes(packed, in_features, bits, codebook=True).long()
@@ -65,17 +58,11 @@ def dequantize_codebook_reference(
 
 
 def codebook_linear_reference(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    codebook: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    bits: int,
-    group_size: int | None,
-    in_features: int,
-) -> torch.Tensor:
-    """x [M, K] times the transposed weight, whose entries are rounded to the dtype of x, plus bias: [M, N] in float32."""
+    x: torch.Tensor, packed: torch.Tensor, codebook: torch.Tensor, scale: torch.Tensor,
+    bias: torch.Tensor | None = None, *, bits: int, group_size: int | None, in_features: int,
+) -> torch.Tensor:  # fmt: skip
+    """x [M, K] times the transposed weight, whose entries are rounded to the dtype of x, plus bias: [M, N] in
+    float32."""
     layout = dict(bits=bits, group_size=group_size, in_features=in_features)
     weight = dequantize_codebook_reference(packed, codebook, scale, dtype=x.dtype, **layout)
     return F.linear(x.float(), weight, None if bias is None else bias.float())

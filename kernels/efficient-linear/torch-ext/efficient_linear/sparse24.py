@@ -1,14 +1,16 @@
-"""Products of 2:4 sparse weights, in 16 bits or in 4: few tokens read the packed weight, which is expanded in registers."""
+"""Products of 2:4 sparse weights, in 16 bits or in 4: few tokens read the packed weight, which is expanded in
+registers."""
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch_configs import Tile, choose_steps_per_split
+from .frozen_weight import FrozenWeightProduct, needs_gradient
+from .launch_configs import Tile
 from .sparse24_packing import COLUMNS, check_sparse24, unpack_sparse24
-from .split_k import arrive, sum_of_parts
+from .split_k import arrive, split, sum_of_parts
 from .w8a8_configs import STAGES_ON_ROCM
-from .weight_only import DTYPES, INTERPRETED, _arrival_counters, _check_device, _on, _processors
+from .weight_only import DTYPES, INTERPRETED, _check_device, _on
 
 
 # Most tokens -> tile; above, the weight is expanded once and multiplied by torch. Register counts, not measured.
@@ -150,30 +152,22 @@ def _check_scales(values, places, scale, zero_point, group_size, out_features, i
 
 
 def sparse24_linear(
-    x: torch.Tensor,
-    values: torch.Tensor,
-    places: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    group_size: int | None = None,
-    out_features: int,
-    in_features: int,
-    semi_structured: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, values: torch.Tensor, places: torch.Tensor, scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None, bias: torch.Tensor | None = None, *, group_size: int | None = None,
+    out_features: int, in_features: int, semi_structured: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """x times the transpose of a packed 2:4 weight, plus bias.
 
     x: [M, K] float16, bfloat16 or float32, columns contiguous.
     values, places: from `pack_sparse24` (16-bit weights, in the dtype of x) or `pack_sparse24_codes` (4 bits).
     scale: [N, G] for 4 bits, G = ceil(K / group_size), 1 for group_size -1; zero_point: uint8 alike, None = 8.
     bias: [N]. group_size: multiples of 64, -1 (one group a row); None for 16-bit weights.
-    semi_structured: the same weight as `torch.sparse.to_sparse_semi_structured` makes it. Above 64 tokens torch's sparse
-        product (cuSPARSELt) multiplies it; without it the weight is expanded for a dense one.
+    semi_structured: the same weight as `torch.sparse.to_sparse_semi_structured` makes it. Above 64 tokens torch's
+        sparse product (cuSPARSELt) multiplies it; without it the weight is expanded for a dense one.
 
-    Returns [M, N] in the dtype of x. Up to 64 tokens codes minus zero points are exact in the dtype of x, sums are float32
-    and weights are not rounded. No synchronisation; the result does not depend on the order in which programs run. x and
-    bias may require grad.
+    Returns [M, N] in the dtype of x. Up to 64 tokens codes minus zero points are exact in the dtype of x, sums are
+    float32 and weights are not rounded. No synchronisation; the result does not depend on the order in which programs
+    run. x and bias may require grad.
 
     Raises TypeError or ValueError for dtypes, shapes, strides and devices that are not served.
     """
@@ -197,36 +191,18 @@ def sparse24_linear(
             f"{x.dtype} {(out_features, in_features)}"
         )
     _check_device(values)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (values, scale)):
-        raise RuntimeError("values or scale require grad: allowed are gradients of x and bias, the weight is frozen")
-    tensors = values, places, scale, zero_point
+    tensors = values, places, scale, zero_point, semi_structured
     layout = dict(group_size=group_size, out_features=out_features, in_features=in_features)
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Sparse24Linear.apply(x, bias, *tensors, semi_structured, layout)
-    return _multiply(x, *tensors, bias, semi_structured, **layout)
+    if needs_gradient(x, bias, values=values, scale=scale):
+        return FrozenWeightProduct.apply(x, bias, _multiply, _weight, tensors, layout)
+    return _multiply(x, bias, *tensors, **layout)
 
 
-class _Sparse24Linear(torch.autograd.Function):
-    """sparse24_linear with the gradients of x and bias."""
-
-    @staticmethod
-    def forward(ctx, x, bias, values, places, scale, zero_point, semi_structured, layout):
-        ctx.save_for_backward(values, places, scale, zero_point)
-        ctx.layout, ctx.dtypes = layout, (x.dtype, None if bias is None else bias.dtype)
-        return _multiply(x, values, places, scale, zero_point, bias, semi_structured, **layout)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x_dtype, bias_dtype = ctx.dtypes
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ dequantize_sparse24(*ctx.saved_tensors, **ctx.layout, dtype=x_dtype)
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad.sum(0).to(bias_dtype)
-        return grad_x, grad_bias, *[None] * 6
+def _weight(values, places, scale, zero_point, semi_structured, dtype, **layout):
+    return dequantize_sparse24(values, places, scale, zero_point, **layout, dtype=dtype)
 
 
-def _multiply(x, values, places, scale, zero_point, bias, semi_structured, *, group_size, out_features, in_features):
+def _multiply(x, bias, values, places, scale, zero_point, semi_structured, *, group_size, out_features, in_features):
     tokens = x.shape[0]
     if tokens > max(TILES):
         weight = semi_structured
@@ -240,12 +216,8 @@ def _multiply(x, values, places, scale, zero_point, bias, semi_structured, *, gr
     tile = next(tile for most, tile in TILES.items() if tokens <= most)
     row_blocks, steps = values.shape[:2]
     token_blocks = triton.cdiv(tokens, tile.block_m)
-    per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(x.device))
-    splits = triton.cdiv(steps, per_split)
-    partial = arrivals = None
-    if splits > 1:
-        partial = torch.empty(splits, tokens, out_features, dtype=torch.float32, device=x.device)
-        arrivals = _arrival_counters(row_blocks * token_blocks, x.device)
+    programs, shape = row_blocks * token_blocks, (tokens, out_features)
+    per_split, splits, partial, arrivals = split(tile, programs, steps, shape, torch.float32, x.device)
     strides = [(0, 0) if tensor is None else tensor.stride() for tensor in (scale, zero_point)]
     with _on(x.device):
         sparse24_kernel[(row_blocks, token_blocks, splits)](

@@ -23,7 +23,8 @@ def _tiles(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _kept_places(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool [..., 4] with at most two true -> the first and second kept place, int64 [...], always two different ones."""
+    """bool [..., 4] with at most two true -> the first and second kept place, int64 [...], always two different
+    ones."""
     # kept places first, each kind in order: the second of fewer than two is a place that is not kept
     order = torch.argsort(torch.logical_not(kept).to(torch.uint8), dim=-1, stable=True)[..., :2].sort(-1).values
     return order[..., 0], order[..., 1]
@@ -35,10 +36,8 @@ def _check(weight: torch.Tensor, kept: torch.Tensor) -> None:
     too_many = _tiles(kept.to(torch.uint8)).sum(-1) > 2
     if bool(too_many.any()):
         tile, step, row, group = too_many.nonzero()[0].tolist()
-        raise ValueError(
-            f"row {tile * ROWS + row} keeps more than 2 of the columns from {step * COLUMNS + 4 * group} on: allowed are "
-            "at most 2 of every 4"
-        )
+        first = f"row {tile * ROWS + row} keeps more than 2 of the columns from {step * COLUMNS + 4 * group} on"
+        raise ValueError(f"{first}: allowed are at most 2 of every 4")
 
 
 def _pack_places(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -47,8 +46,8 @@ def _pack_places(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def pack_sparse24(weight: torch.Tensor, kept: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float16 or bfloat16 (or float32) weight [N, K] -> (values16, places). kept: bool alike, what is stored; by default
-    what is not zero.
+    """A float16 or bfloat16 (or float32) weight [N, K] -> (values16, places). kept: bool alike, what is stored; by
+    default what is not zero.
 
     Raises ValueError where more than two of four neighbours are stored, naming the first such place."""
     if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -64,8 +63,8 @@ def pack_sparse24(weight: torch.Tensor, kept: torch.Tensor | None = None) -> tup
 def pack_sparse24_codes(
     codes: torch.Tensor, zero: torch.Tensor | int = 8, kept: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 codes 0 to 15 [N, K] -> (values4, places). kept: bool alike, what is stored; by default what is not `zero`, the
-    code of a zero weight (a number, or uint8 [N, K]). Errors as `pack_sparse24`."""
+    """uint8 codes 0 to 15 [N, K] -> (values4, places). kept: bool alike, what is stored; by default what is not `zero`,
+    the code of a zero weight (a number, or uint8 [N, K]). Errors as `pack_sparse24`."""
     if codes.dtype != torch.uint8 or bool((codes > 15).any()):
         raise TypeError(f"codes is {codes.dtype}: allowed is torch.uint8 with values up to 15")
     kept = codes != zero if kept is None else kept

@@ -4,12 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch_configs import Tile, choose_steps_per_split
-from .split_k import arrive, sum_of_parts
+from .launch_configs import Tile
+from .split_k import arrive, split, sum_of_parts
 from .ternary_packing import COLUMNS, check_ternary, unpack_ternary
 from .w8a8 import check_devices, check_per_row, row_stride, w8a8_linear
 from .w8a8_configs import STAGES_ON_ROCM
-from .weight_only import DTYPES, _arrival_counters, _check_device, _on, _processors
+from .weight_only import DTYPES, _check_device, _on
 
 
 # Most tokens -> tile; above, the weight is unpacked to int8 once. Register and memory counts, not measured.
@@ -21,7 +21,8 @@ def ternary_kernel(
     x_ptr, packed_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, partial_ptr, arrivals_ptr, M, N, K, stride_x,
     stride_xs, stride_ws, steps_per_split, EVEN_K: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of 64 rows, token blocks, splits of K). Sums are int32, parts of them go to partial [splits, M, N]."""
+    """Grid (tiles of 64 rows, token blocks, splits of K). Sums are int32, parts of them go to partial [splits, M,
+    N]."""
     row_block, token_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row_ids = row_block * 64 + tl.arange(0, 64)
     token_ids = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -83,8 +84,8 @@ def ternary_linear(
     """int8 activations times the transpose of a packed ternary weight, times both scales, plus bias.
 
     x_codes: int8 [M, K], columns contiguous. packed: from `pack_ternary` of a weight [out_features, K].
-    x_scale: float32, one value, [M] or [M, 1] (BitNet: one a token); w_scale: float32, one value, [N] or [N, 1] (BitNet:
-        one). bias: [N], float of any kind. out_dtype: float16, bfloat16 or float32.
+    x_scale: float32, one value, [M] or [M, 1] (BitNet: one a token); w_scale: float32, one value, [N] or [N, 1]
+        (BitNet: one). bias: [N], float of any kind. out_dtype: float16, bfloat16 or float32.
 
     Returns [M, N]. Sums are exact in int32; scales and bias are float32, rounded once. Above 256 tokens the weight is
     unpacked to int8 for one call of `w8a8_linear`. No synchronisation; the result does not depend on the order in which
@@ -95,9 +96,8 @@ def ternary_linear(
     if x_codes.dtype != torch.int8:
         raise TypeError(f"x_codes has dtype {x_codes.dtype}: allowed is torch.int8")
     if x_codes.dim() != 2 or x_codes.shape[1] == 0 or (x_codes.shape[1] > 1 and x_codes.stride(1) != 1):
-        raise ValueError(
-            f"x_codes has shape {tuple(x_codes.shape)} and strides {x_codes.stride()}: allowed is [M, K], columns contiguous"
-        )
+        given = f"shape {tuple(x_codes.shape)} and strides {x_codes.stride()}"
+        raise ValueError(f"x_codes has {given}: allowed is [M, K], columns contiguous")
     tokens, in_features = x_codes.shape
     check_ternary(packed, out_features, in_features)
     if out_dtype not in DTYPES:
@@ -116,12 +116,8 @@ def ternary_linear(
         return out
     tile = next(tile for most, tile in TILES.items() if tokens <= most)
     row_blocks, token_blocks, steps = packed.shape[0], triton.cdiv(tokens, tile.block_m), packed.shape[1]
-    per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(packed.device))
-    splits = triton.cdiv(steps, per_split)
-    partial = arrivals = None
-    if splits > 1:
-        partial = torch.empty(splits, tokens, out_features, dtype=torch.int32, device=packed.device)
-        arrivals = _arrival_counters(row_blocks * token_blocks, packed.device)
+    programs, shape = row_blocks * token_blocks, (tokens, out_features)
+    per_split, splits, partial, arrivals = split(tile, programs, steps, shape, torch.int32, packed.device)
     with _on(packed.device):
         ternary_kernel[(row_blocks, token_blocks, splits)](
             x_codes, packed, x_scale, w_scale, bias, out, partial, arrivals, tokens, out_features, in_features,

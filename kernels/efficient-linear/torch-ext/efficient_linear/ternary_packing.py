@@ -1,8 +1,8 @@
 """Ternary weights (-1, 0, 1): two layouts, and the way from one to the other.
 
-For the kernel, 2 bits a weight: tiles of 64 rows and 128 columns, [ceil(N / 64), ceil(K / 128), 64, 32] bytes; bits 2 p of
-byte c hold 1 + the weight of column c + 32 p of the tile. What one program reads in a step is 2 KiB in a row.
-For storage, 1.6 bits a weight: five of them in the base-3 digits of a byte (3^5 = 243), lowest digit first.
+For the kernel, 2 bits a weight: tiles of 64 rows and 128 columns, [ceil(N / 64), ceil(K / 128), 64, 32] bytes; bits 2 p
+of byte c hold 1 + the weight of column c + 32 p of the tile. What one program reads in a step is 2 KiB in a row. For
+storage, 1.6 bits a weight: five of them in the base-3 digits of a byte (3^5 = 243), lowest digit first.
 """
 
 import torch
@@ -45,9 +45,8 @@ def check_ternary(packed: torch.Tensor, out_features: int, in_features: int) -> 
         raise TypeError(f"packed has dtype {packed.dtype}: allowed is torch.uint8, what pack_ternary returns")
     expected = (-(-out_features // ROWS), -(-in_features // COLUMNS), ROWS, 32)
     if tuple(packed.shape) != expected or not packed.is_contiguous():
-        raise ValueError(
-            f"packed has shape {tuple(packed.shape)}: a weight [{out_features}, {in_features}] has {expected}, contiguous"
-        )
+        given, weight = tuple(packed.shape), f"[{out_features}, {in_features}]"
+        raise ValueError(f"packed has shape {given}: a weight {weight} has {expected}, contiguous")
 
 
 def pack_trits(trits: torch.Tensor) -> torch.Tensor:

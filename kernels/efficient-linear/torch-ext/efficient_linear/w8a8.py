@@ -4,9 +4,9 @@ import torch
 import triton
 
 from . import w8a8_configs
-from .launch_configs import choose_steps_per_split
+from .split_k import split
 from .w8a8_kernels import STEP, w8a8_kernel
-from .weight_only import DTYPES, INTERPRETED, _arrival_counters, _on, _processors
+from .weight_only import DTYPES, INTERPRETED, _on
 
 
 def check_codes(dtype: torch.dtype, **codes: torch.Tensor) -> None:
@@ -80,23 +80,9 @@ def _scratch(size: int, alignment: int, stream) -> torch.Tensor:
 
 
 def launch(
-    kind,
-    x_codes,
-    w_codes,
-    x_scale,
-    w_scale,
-    bias,
-    out_dtype,
-    *,
-    block_scales=False,
-    x_zero_point=None,
-    w_zero_point=None,
-    x_sums=None,
-    w_sums=None,
-    outlier_x=None,
-    outlier_columns=None,
-    outlier_count=None,
-) -> torch.Tensor:
+    kind, x_codes, w_codes, x_scale, w_scale, bias, out_dtype, *, block_scales=False, x_zero_point=None,
+    w_zero_point=None, x_sums=None, w_sums=None, outlier_x=None, outlier_columns=None, outlier_count=None,
+) -> torch.Tensor:  # fmt: skip
     """Checked arguments -> out [M, N]."""
     (tokens, in_features), out_features, device = x_codes.shape, w_codes.shape[0], w_codes.device
     out = torch.empty(tokens, out_features, dtype=out_dtype, device=device)
@@ -111,69 +97,30 @@ def launch(
         tile = w8a8_configs.choose_tile(tokens, block_scales or kind == "fp8_as_fp16", aligned)
     row_blocks, token_blocks = triton.cdiv(out_features, tile.block_n), triton.cdiv(tokens, tile.block_m)
     steps = triton.cdiv(in_features, STEP.value)
-    per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(device))
-    splits = triton.cdiv(steps, per_split)
-    partial = arrivals = None
-    if splits > 1:
-        sums = torch.int32 if kind == "int8" else torch.float32
-        partial = torch.empty(splits, tokens, out_features, dtype=sums, device=device)
-        arrivals = _arrival_counters(row_blocks * token_blocks, device)
+    sums = torch.int32 if kind == "int8" else torch.float32
+    programs, shape = row_blocks * token_blocks, (tokens, out_features)
+    per_split, splits, partial, arrivals = split(tile, programs, steps, shape, sums, device)
     with _on(device):
         w8a8_kernel[(row_blocks * token_blocks, splits)](
-            x_codes,
-            w_codes,
-            x_scale,
-            w_scale,
-            x_zero_point,
-            w_zero_point,
-            x_sums,
-            w_sums,
-            bias,
-            outlier_x,
-            outlier_columns,
-            outlier_count,
-            out,
-            partial,
-            arrivals,
-            tokens,
-            out_features,
-            in_features,
-            x_codes.stride(0),
-            w_codes.stride(0),
-            x_scale.stride(0) if block_scales else row_stride(x_scale),
-            x_scale.stride(1) if block_scales else 0,
-            w_scale.stride(0) if block_scales else row_stride(w_scale),
-            w_scale.stride(1) if block_scales else 0,
-            row_stride(x_zero_point),
-            row_stride(w_zero_point),
-            0 if outlier_x is None else outlier_x.stride(0),
-            per_split,
-            KIND=kind,
-            BLOCK_SCALES=block_scales,
-            EVEN_K=in_features % STEP.value == 0,
-            SPLIT=splits > 1,
-            TMA=tma,
-            BLOCK_N=tile.block_n,
-            BLOCK_M=tile.block_m,
-            UPCAST=INTERPRETED,
-            num_warps=tile.num_warps,
+            x_codes, w_codes, x_scale, w_scale, x_zero_point, w_zero_point, x_sums, w_sums, bias, outlier_x,
+            outlier_columns, outlier_count, out, partial, arrivals, tokens, out_features, in_features,
+            x_codes.stride(0), w_codes.stride(0), x_scale.stride(0) if block_scales else row_stride(x_scale),
+            x_scale.stride(1) if block_scales else 0, w_scale.stride(0) if block_scales else row_stride(w_scale),
+            w_scale.stride(1) if block_scales else 0, row_stride(x_zero_point), row_stride(w_zero_point),
+            0 if outlier_x is None else outlier_x.stride(0), per_split, KIND=kind, BLOCK_SCALES=block_scales,
+            EVEN_K=in_features % STEP.value == 0, SPLIT=splits > 1, TMA=tma, BLOCK_N=tile.block_n,
+            BLOCK_M=tile.block_m, UPCAST=INTERPRETED, num_warps=tile.num_warps,
             num_stages=min(tile.num_stages, w8a8_configs.STAGES_ON_ROCM) if torch.version.hip else tile.num_stages,
-        )
+        )  # fmt: skip
     return out
 
 
 def w8a8_linear(
-    x_codes: torch.Tensor,
-    w_codes: torch.Tensor,
-    x_scale: torch.Tensor,
-    w_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    x_zero_point: torch.Tensor | None = None,
-    w_zero_point: torch.Tensor | None = None,
-    w_sums: torch.Tensor | None = None,
+    x_codes: torch.Tensor, w_codes: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor,
+    bias: torch.Tensor | None = None, *, x_zero_point: torch.Tensor | None = None,
+    w_zero_point: torch.Tensor | None = None, w_sums: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """(x_codes - x_zero_point) times the transpose of (w_codes - w_zero_point), times both scales, plus bias.
 
     x_codes: int8 [M, K]; w_codes: int8 [N, K]; columns contiguous, rows at any stride. K and strides that are multiples
@@ -185,8 +132,7 @@ def w8a8_linear(
     bias: [N], float of any kind. out_dtype: float16, bfloat16 or float32.
 
     Returns [M, N]. The products are added exactly in int32, the rest is float32, rounded once at the end. No
-    synchronisation; the result does not depend on the order in which programs run. The codes are integers: gradients
-    are the business of who made them.
+    synchronisation; the result does not depend on the order in which programs run. Integer codes have no gradients.
 
     Raises TypeError or ValueError for dtypes, shapes, strides and devices that are not served, and for a K whose sum
     could exceed int32 (131071 without zero points, 65793 with one, 33025 with two).
@@ -227,15 +173,6 @@ def w8a8_linear(
     if w_zero_point is not None:
         x_sums = x_codes.sum(1, dtype=torch.int32)
     return launch(
-        "int8",
-        x_codes,
-        w_codes,
-        x_scale,
-        w_scale,
-        bias,
-        out_dtype,
-        x_zero_point=x_zero_point,
-        w_zero_point=w_zero_point,
-        x_sums=x_sums,
-        w_sums=w_sums,
-    )
+        "int8", x_codes, w_codes, x_scale, w_scale, bias, out_dtype, x_zero_point=x_zero_point,
+        w_zero_point=w_zero_point, x_sums=x_sums, w_sums=w_sums,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Which tile for which number of tokens in the products of 8-bit weights and activations; no autotuning at run time.
+"""The tile for each number of tokens in products of 8-bit weights and activations; no autotuning at run time.
 
-Nothing here is measured: the numbers follow from register and shared memory counts of the compiled kernels and from
-the memory formulas. A table measured on a GPU is to replace them.
+The table follows from register and shared memory counts of the compiled kernels and from memory formulas. It is not
+measured.
 """
 
 from .launch_configs import Tile
@@ -16,24 +16,23 @@ TILES = {
     float("inf"): Tile(128, 128, 8, 4),
 }
 # Kernels that need more registers: float8 codes that become float16 in them (GPUs without float8), and block scales,
-# whose float32 sums stand beside those of the matrix instructions (128x128 spills on sm_100)
+# whose float32 sums are kept next to those of the matrix instructions (128x128 spills on sm_100)
 TILES_OF_MANY_REGISTERS = {
     16: Tile(64, 16, 4, 4, 4),
     32: Tile(64, 32, 4, 4, 4),
     64: Tile(64, 64, 4, 3, 3),
     float("inf"): Tile(128, 64, 8, 3),
 }
-# Rows whose length or distance is no multiple of 16 are read byte by byte: few bytes a thread, or it runs out of registers
+# For rows whose length or stride is no multiple of 16, which are read byte by byte: more would not fit the registers
 UNALIGNED_TILE = Tile(64, 16, 8, 2, 4)
-# Tiles that come through the tensor memory accelerator (compute capability 9 and 10; without registers to spare for
-# block scales, zero points and outliers), and from so many tokens on they do; None = never, until a measurement says
-# where that is faster.
+# Tiles that the tensor memory accelerator loads (compute capability 9 and 10), without registers to spare for block
+# scales, zero points and outliers.
 TMA_TILES = {"int8": Tile(128, 256, 8, 4), "fp8": Tile(128, 128, 8, 4)}
-TMA_FROM = None
+TMA_FROM = None  # the fewest tokens for which they are used; None: never, because nothing is measured
 STAGES_ON_ROCM = 2  # 64 KB of shared memory
 
-# scales ("tensor", "channel") -> from so many tokens on torch._scaled_mm takes the float8 product; None = never, until
-# a measurement says where it is faster.
+# scales -> the fewest tokens for which torch._scaled_mm computes the float8 product; None: never, because it is not
+# measured where that is faster
 SCALED_MM_FROM = {"tensor": None, "channel": None}
 
 

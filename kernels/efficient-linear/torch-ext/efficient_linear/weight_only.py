@@ -1,6 +1,5 @@
 """Weight-only quantized linear layers on Triton: checks, choice of kernel, launch."""
 
-import functools
 import os
 
 import torch
@@ -8,8 +7,10 @@ import triton
 
 from .codebook_fragments import GATHER, PERMUTE
 from .fragments import MAGIC_BFLOAT16, MAGIC_FLOAT16
-from .launch_configs import DEQUANTIZE_ABOVE, choose_steps_per_split, choose_tile, stages
+from .frozen_weight import FrozenWeightProduct, needs_gradient
+from .launch_configs import DEQUANTIZE_ABOVE, choose_tile, stages
 from .packing import COLUMNS, check_layout, check_packed, number_of_groups, step_columns
+from .split_k import split
 from .weight_only_kernels import dequantize_kernel, few_tokens_kernel, many_tokens_kernel
 
 
@@ -64,7 +65,7 @@ def _check_input(x, bias, packed, in_features) -> None:
 
 
 def _scale_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Strides by row and group; 0 along a dimension of size 1, which is read by everybody."""
+    """Strides by row and group; 0 along a dimension of size 1, which is broadcast."""
     if tensor is None:
         return 0, 0
     return tuple(stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape))
@@ -72,25 +73,6 @@ def _scale_strides(tensor: torch.Tensor | None) -> tuple[int, int]:
 
 def _kernel_group(group_size: int | None) -> int:
     return 0 if group_size in (None, -1) else group_size
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_arrivals: dict[torch.device, torch.Tensor] = {}
-
-
-def _arrival_counters(count: int, device: torch.device) -> torch.Tensor:
-    """int32 [>= count] of zeros that the kernel leaves zero. One buffer a device for its default stream, on which launches do
-    not overlap; new ones elsewhere: graphs captured on one stream may be replayed on several, and torch.compile warms its
-    graphs up on a side stream, in a pool that must keep nothing."""
-    if device.type == "cpu" or torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    if device not in _arrivals or _arrivals[device].numel() < count:
-        _arrivals[device] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
-    return _arrivals[device]
 
 
 def dequantize(
@@ -119,23 +101,11 @@ def _dequantize(packed, scale, zero_point, codebook, dtype, *, bits, group_size,
     block_n = 64
     with _on(packed.device):
         dequantize_kernel[(triton.cdiv(packed.shape[0], block_n), triton.cdiv(in_features, step_columns(bits)))](
-            packed,
-            scale,
-            zero_point,
-            codebook,
-            out,
-            packed.shape[0],
-            in_features,
-            *_scale_strides(scale),
-            *_scale_strides(zero_point),
-            BITS=bits,
-            GROUP=_kernel_group(group_size),
-            ASYMMETRIC=zero_point is not None,
-            LOOKUP=_lookup(codebook, torch.float32),
-            PER_ROW=codebook is not None and codebook.dim() == 2,
-            BLOCK_N=block_n,
-            num_warps=4,
-        )
+            packed, scale, zero_point, codebook, out, packed.shape[0], in_features, *_scale_strides(scale),
+            *_scale_strides(zero_point), BITS=bits, GROUP=_kernel_group(group_size), ASYMMETRIC=zero_point is not None,
+            LOOKUP=_lookup(codebook, torch.float32), PER_ROW=codebook is not None and codebook.dim() == 2,
+            BLOCK_N=block_n, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -145,17 +115,10 @@ def _on(device: torch.device):
 
 
 def weight_only_linear(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    bits: int,
-    group_size: int | None,
-    in_features: int,
-) -> torch.Tensor:
-    """x times the transpose of a packed 2-, 3-, 4- or 8-bit weight, plus bias.
+    x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, *, bits: int, group_size: int | None, in_features: int,
+) -> torch.Tensor:  # fmt: skip
+    """x @ W^T + bias with a packed weight of 2, 3, 4 or 8 bits.
 
     x: [M, K] float16, bfloat16 or float32, K = in_features contiguous, rows at any stride.
     packed: int32 [N, W] from `pack_weight`.
@@ -186,31 +149,14 @@ def weight_only_linear(
 
 def _differentiable(x, bias, packed, scale, zero_point, codebook, layout) -> torch.Tensor:
     """The product of checked arguments, with the gradients of x and bias."""
-    if torch.is_grad_enabled():
-        for name, tensor in (("scale", scale), ("codebook", codebook)):
-            if tensor is not None and tensor.requires_grad:
-                raise RuntimeError(f"{name} requires grad: allowed are gradients of x and bias, the weight is frozen")
-        if x.requires_grad or (bias is not None and bias.requires_grad):
-            return _WeightOnlyLinear.apply(x, bias, packed, scale, zero_point, codebook, layout)
+    if needs_gradient(x, bias, scale=scale, codebook=codebook):
+        tensors = packed, scale, zero_point, codebook
+        return FrozenWeightProduct.apply(x, bias, _product, _dequantize, tensors, layout)
     return _multiply(x, packed, scale, zero_point, bias, codebook, **layout)
 
 
-class _WeightOnlyLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias, packed, scale, zero_point, codebook, layout):
-        ctx.save_for_backward(packed, scale, zero_point, codebook)
-        ctx.layout, ctx.dtypes = layout, (x.dtype, None if bias is None else bias.dtype)
-        return _multiply(x, packed, scale, zero_point, bias, codebook, **layout)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x_dtype, bias_dtype = ctx.dtypes
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ _dequantize(*ctx.saved_tensors, x_dtype, **ctx.layout)
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad.sum(0).to(bias_dtype)
-        return grad_x, grad_bias, None, None, None, None, None
+def _product(x, bias, packed, scale, zero_point, codebook, **layout):
+    return _multiply(x, packed, scale, zero_point, bias, codebook, **layout)
 
 
 def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_size, in_features) -> torch.Tensor:
@@ -240,12 +186,8 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
             many_tokens_kernel[(token_blocks, row_blocks)](*tensors, *sizes, **options)
             return out
         steps = triton.cdiv(in_features, step_columns(bits))
-        per_split = choose_steps_per_split(tile, row_blocks * token_blocks, steps, _processors(x.device))
-        splits = triton.cdiv(steps, per_split)
-        partial = arrivals = None
-        if splits > 1:
-            partial = torch.empty(splits, tokens, out_features, dtype=torch.float32, device=x.device)
-            arrivals = _arrival_counters(row_blocks * token_blocks, x.device)
+        programs, shape = row_blocks * token_blocks, (tokens, out_features)
+        per_split, splits, partial, arrivals = split(tile, programs, steps, shape, torch.float32, x.device)
         few_tokens_kernel[(row_blocks, token_blocks, splits)](
             *tensors, partial, arrivals, *sizes, per_split, SPLIT=splits > 1, **options
         )
@@ -255,18 +197,11 @@ def _multiply(x, packed, scale, zero_point, bias, codebook=None, *, bits, group_
 def _options(tile, dtype, bits, group_size, in_features, zero_point) -> dict:
     """The arguments by keyword of every kernel that multiplies."""
     return dict(
-        magic=MAGIC_FLOAT16 if dtype == torch.float16 else MAGIC_BFLOAT16,
-        BITS=bits,
-        GROUP=_kernel_group(group_size),
-        ASYMMETRIC=zero_point is not None,
-        EVEN_K=in_features % COLUMNS == 0,
-        PTX=PTX,
-        BLOCK_N=tile.block_n,
-        BLOCK_M=tile.block_m,
-        UPCAST=INTERPRETED and dtype == torch.bfloat16,
-        num_warps=tile.num_warps,
+        magic=MAGIC_FLOAT16 if dtype == torch.float16 else MAGIC_BFLOAT16, BITS=bits, GROUP=_kernel_group(group_size),
+        ASYMMETRIC=zero_point is not None, EVEN_K=in_features % COLUMNS == 0, PTX=PTX, BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m, UPCAST=INTERPRETED and dtype == torch.bfloat16, num_warps=tile.num_warps,
         num_stages=stages(tile, bits),
-    )
+    )  # fmt: skip
 
 
 def _lookup(codebook, dtype) -> int:

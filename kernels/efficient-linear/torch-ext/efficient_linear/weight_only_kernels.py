@@ -4,12 +4,12 @@ Both kernels compute a tile [BLOCK_N rows of the weight, BLOCK_M tokens] of the 
 Codes minus zero points are exact in the dtype of x (entries of a codebook are rounded to it); their products with x are
 added in float32 and multiplied by the group's scale in float32, so a weight is never rounded.
 
-Instructions in the loop for one weight (sm_90, bfloat16, 16 tokens, groups of 64, Triton 3.7): 3.2, 3.3, 3.5, 5.5 for 2,
-3, 4, 8 bits, 0.4 more with zero points; 3.5, 3.6, 4.9 for codebooks of 2, 3, 4 bits. Of these a zero point itself is
-none: the subtraction that removes the 128 removes it too. Taking both out of the products, as (128 + zero point) * sum(x),
-would save that subtraction, half an instruction a weight, but needs sums of x (a second matrix product of ones, an eighth
-of an instruction but as much work again for the matrix units, or a pass before this one), and the sum would lose five bits
-to cancellation (eight in float16): not done.
+Instructions in the loop for one weight (sm_90, bfloat16, 16 tokens, groups of 64, Triton 3.7): 3.2, 3.3, 3.5, 5.5 for
+2, 3, 4, 8 bits, 0.4 more with zero points; 3.5, 3.6, 4.9 for codebooks of 2, 3, 4 bits. A zero point itself takes none:
+the subtraction that removes the 128 removes it too. Taking both out of the products, as (128 + zero point) * sum(x),
+would save that subtraction, half an instruction a weight. It is not done: it needs sums of x (a second matrix product
+of ones, an eighth of an instruction but as much work again for the matrix units, or a pass before this one), and the
+sum would lose five bits to cancellation (eight in float16).
 """
 
 import triton
@@ -23,17 +23,9 @@ from .split_k import arrive, sum_of_parts
 
 @triton.jit
 def load_zero(
-    zero_ptr,
-    rows,
-    group,
-    N,
-    stride_zn,
-    stride_zg,
-    magic,
-    BITS: tl.constexpr,
-    ASYMMETRIC: tl.constexpr,
+    zero_ptr, rows, group, N, stride_zn, stride_zg, magic, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr,
     DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     """For every word of T tiles the `zero_point_word` of its row and group: [T, 128]."""
     if ASYMMETRIC:
         at = zero_ptr + group * stride_zg
@@ -46,35 +38,11 @@ def load_zero(
 
 @triton.jit
 def accumulate(
-    x_ptr,
-    packed_ptr,
-    scale_ptr,
-    zero_ptr,
-    row_block,
-    token_block,
-    first_step,
-    last_step,
-    M,
-    N,
-    K,
-    stride_x,
-    stride_sn,
-    stride_sg,
-    stride_zn,
-    stride_zg,
-    magic,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ASYMMETRIC: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    UPCAST: tl.constexpr,
-    codebook_ptr=None,
-    LOOKUP: tl.constexpr = 0,
-    PER_ROW: tl.constexpr = False,
-    PTX: tl.constexpr = False,
-):
+    x_ptr, packed_ptr, scale_ptr, zero_ptr, row_block, token_block, first_step, last_step, M, N, K, stride_x,
+    stride_sn, stride_sg, stride_zn, stride_zg, magic, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ASYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
+    codebook_ptr=None, LOOKUP: tl.constexpr = 0, PER_ROW: tl.constexpr = False, PTX: tl.constexpr = False,
+):  # fmt: skip
     """Sum over the steps (packing.step_columns) first_step .. last_step - 1: float32 [BLOCK_N, BLOCK_M]. GROUP 0 = one
     group a row. EVEN_K: 128 divides K. LOOKUP > 0: codes are of a codebook (codebook_fragments.py) with one table,
     [2^BITS], or with one for every row (PER_ROW), [N, 2^BITS]."""
@@ -110,25 +78,14 @@ def accumulate(
             else:
                 x = tl.load(x_at + column, mask=(columns < K - column)[:, None], other=0.0)
             weight = unpack(
-                words,
-                zero,
-                magic,
-                codebook_at,
-                tables,
-                part * (PART // 16),
-                PART // 16,
-                BITS,
-                ASYMMETRIC,
-                LOOKUP,
-                DTYPE,
-                PTX,
-                UPCAST,
-            )
+                words, zero, magic, codebook_at, tables, part * (PART // 16), PART // 16, BITS, ASYMMETRIC, LOOKUP,
+                DTYPE, PTX, UPCAST,
+            )  # fmt: skip
             if UPCAST:
                 weight = weight.to(tl.float32)
                 x = x.to(tl.float32)
             if GROUP > 0:
-                # the scale and zero point of the next part are asked for before they are needed
+                # the scale and zero point of the next part are loaded before they are needed
                 group = tl.minimum((column + PART) // GROUP, last_group)
                 next_scale = tl.load(scale_ptr + rows * stride_sn + group * stride_sg).to(tl.float32)
                 next_zero = load_zero(
@@ -156,73 +113,22 @@ def add_bias_and_store(out_ptr, bias_ptr, result, rows, tokens, M, N, HAS_BIAS: 
 
 @triton.jit(do_not_specialize=["magic", "M", "steps_per_split"])
 def few_tokens_kernel(
-    x_ptr,
-    packed_ptr,
-    scale_ptr,
-    zero_ptr,
-    codebook_ptr,
-    bias_ptr,
-    out_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    M,
-    N,
-    K,
-    stride_x,
-    stride_sn,
-    stride_sg,
-    stride_zn,
-    stride_zg,
-    steps_per_split,
-    magic,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ASYMMETRIC: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    LOOKUP: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    PTX: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    x_ptr, packed_ptr, scale_ptr, zero_ptr, codebook_ptr, bias_ptr, out_ptr, partial_ptr, arrivals_ptr, M, N, K,
+    stride_x, stride_sn, stride_sg, stride_zn, stride_zg, steps_per_split, magic, BITS: tl.constexpr,
+    GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, LOOKUP: tl.constexpr,
+    PER_ROW: tl.constexpr, PTX: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     UPCAST: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (row blocks, token blocks, splits of K). With SPLIT every program stores its sum in partial float32
     [splits, M, N]; whoever arrives last at arrivals int32 [row blocks * token blocks] (0 before and after) adds the
     sums in the order of the splits, so the result does not depend on the order of arrival."""
     row_block, token_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_step = split * steps_per_split
     result = accumulate(
-        x_ptr,
-        packed_ptr,
-        scale_ptr,
-        zero_ptr,
-        row_block,
-        token_block,
-        first_step,
-        first_step + steps_per_split,
-        M,
-        N,
-        K,
-        stride_x,
-        stride_sn,
-        stride_sg,
-        stride_zn,
-        stride_zg,
-        magic,
-        BITS,
-        GROUP,
-        ASYMMETRIC,
-        EVEN_K,
-        BLOCK_N,
-        BLOCK_M,
-        UPCAST,
-        codebook_ptr,
-        LOOKUP,
-        PER_ROW,
-        PTX,
-    )
+        x_ptr, packed_ptr, scale_ptr, zero_ptr, row_block, token_block, first_step, first_step + steps_per_split, M, N,
+        K, stride_x, stride_sn, stride_sg, stride_zn, stride_zg, magic, BITS, GROUP, ASYMMETRIC, EVEN_K, BLOCK_N,
+        BLOCK_M, UPCAST, codebook_ptr, LOOKUP, PER_ROW, PTX,
+    )  # fmt: skip
     rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
     if SPLIT:
@@ -239,34 +145,11 @@ def few_tokens_kernel(
 
 @triton.jit(do_not_specialize=["magic", "M"])
 def many_tokens_kernel(
-    x_ptr,
-    packed_ptr,
-    scale_ptr,
-    zero_ptr,
-    codebook_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    stride_x,
-    stride_sn,
-    stride_sg,
-    stride_zn,
-    stride_zg,
-    magic,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ASYMMETRIC: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    LOOKUP: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    x_ptr, packed_ptr, scale_ptr, zero_ptr, codebook_ptr, bias_ptr, out_ptr, M, N, K, stride_x, stride_sn, stride_sg,
+    stride_zn, stride_zg, magic, BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, LOOKUP: tl.constexpr, PER_ROW: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Grid (token blocks, row blocks): token blocks of one row block are neighbours in time, so that its packed
     weights are read from memory once and then found in the L2 cache."""
     token_block, row_block = tl.program_id(0), tl.program_id(1)
@@ -307,24 +190,10 @@ def many_tokens_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    packed_ptr,
-    scale_ptr,
-    zero_ptr,
-    codebook_ptr,
-    out_ptr,
-    N,
-    K,
-    stride_sn,
-    stride_sg,
-    stride_zn,
-    stride_zg,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ASYMMETRIC: tl.constexpr,
-    LOOKUP: tl.constexpr,
-    PER_ROW: tl.constexpr,
+    packed_ptr, scale_ptr, zero_ptr, codebook_ptr, out_ptr, N, K, stride_sn, stride_sg, stride_zn, stride_zg,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, LOOKUP: tl.constexpr, PER_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (row blocks, steps): out [N, K] = (code - zero point) * scale or entry * scale, computed in float32 and
     rounded once; entries, read from memory, are first rounded to the dtype of out."""
     COLUMNS: tl.constexpr = 256 if BITS == 3 else 128  # packing.step_columns

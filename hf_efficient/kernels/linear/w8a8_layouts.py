@@ -1,42 +1,43 @@
-"""Layouts of 8-bit weights whose inputs are rounded to 8 bits in the call; see `activation_linear` for the products."""
+"""Layouts of 8-bit weights that round their inputs to 8 bits in each call, for the products of `w8a8`."""
 
 import torch
 
 from hf_efficient.kernels.linear import w8a8_cpu
+from hf_efficient.kernels.linear.layout import Layout
 from hf_efficient.kernels.linear.w8a8 import llm_int8_linear, pack_int8, quantized_linear, unpack_int8
 
 
-class _ActivationQuantizedLinear:
-    """A layout that computes from the canonical tensors as they are, and keeps columns that are not rounded out of it."""
+class _QuantizedInputsLayout(Layout):
+    """Computes from the canonical tensors. Columns that are stored unrounded ("outlier_columns") are multiplied
+    apart."""
 
     replaces_qweight = False
 
     def __init__(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype):
-        self.canonical, self.dtype, self.tensors = tensors, dtype, {}
+        self.canonical_tensors, self.dtype, self.tensors = tensors, dtype, {}
         self.codes, self.scale = tensors["qweight"], tensors["scale"]
         self.columns = self.outlier_weight = None
         if "outlier_columns" in tensors:
             self.columns = tensors["outlier_columns"].long()
             self.outlier_weight = tensors["outlier_weight"].to(dtype)
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def matmul(self, x, bias=None):
         if self.columns is None:
             return self.product(x, bias)
         outliers = x[..., self.columns] @ self.outlier_weight.t()
         return self.product(x.index_fill(-1, self.columns, 0.0), bias).add_(outliers)
 
-    def qweight(self) -> torch.Tensor:
-        """The canonical qweight."""
-        return self.canonical["qweight"]
+    def canonical(self):
+        return self.canonical_tensors["qweight"]
 
-    def dequantize(self) -> torch.Tensor:
-        """The weight [N, K] in the dtype of the inputs."""
-        weight = w8a8_cpu.dequantize(self.codes, self.scale, self.canonical.get("zero_point"), self.dtype)
+    def dequantize(self):
+        weight = w8a8_cpu.dequantize(self.codes, self.scale, self.canonical_tensors.get("zero_point"), self.dtype)
         return weight if self.columns is None else weight.index_copy_(1, self.columns, self.outlier_weight)
 
 
-class Int8Linear(_ActivationQuantizedLinear):
-    """int8 codes; inputs in `format` "int8" or "int8_asymmetric". On a CPU with VNNI the codes lie in oneDNN's order."""
+class Int8Layout(_QuantizedInputsLayout):
+    """int8 codes, inputs in `format` "int8" or "int8_asymmetric". On a CPU with VNNI the codes are in oneDNN's
+    order."""
 
     def __init__(self, tensors, dtype, format: str):
         super().__init__(tensors, dtype)
@@ -49,7 +50,7 @@ class Int8Linear(_ActivationQuantizedLinear):
             self.codes = packed
         if self.replaces_qweight:
             self.tensors["packed"] = self.codes
-            self.canonical = {name: tensor for name, tensor in tensors.items() if name != "qweight"}
+            self.canonical_tensors = {name: tensor for name, tensor in tensors.items() if name != "qweight"}
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return quantized_linear(
@@ -58,18 +59,18 @@ class Int8Linear(_ActivationQuantizedLinear):
             self.scale,
             bias,
             format=self.format,
-            scale=self.canonical.get("activation_scale"),
-            zero_point=self.canonical.get("activation_zero_point"),
-            w_zero_point=self.canonical.get("zero_point"),
+            scale=self.canonical_tensors.get("activation_scale"),
+            zero_point=self.canonical_tensors.get("activation_zero_point"),
+            w_zero_point=self.canonical_tensors.get("zero_point"),
             w_sums=self.tensors.get("code_sums"),
         )
 
-    def qweight(self) -> torch.Tensor:
-        return unpack_int8(self.codes).contiguous() if self.replaces_qweight else super().qweight()
+    def canonical(self):
+        return unpack_int8(self.codes).contiguous() if self.replaces_qweight else super().canonical()
 
 
-class LlmInt8Linear(_ActivationQuantizedLinear):
-    """int8 codes; columns of the inputs that hold a magnitude of `threshold` or more are not rounded."""
+class LlmInt8Layout(_QuantizedInputsLayout):
+    """int8 codes. Columns of the inputs that hold a magnitude of `threshold` or more are not rounded."""
 
     def __init__(self, tensors, dtype, threshold: float):
         super().__init__(tensors, dtype)
@@ -79,7 +80,7 @@ class LlmInt8Linear(_ActivationQuantizedLinear):
         return llm_int8_linear(x, self.codes, self.scale, bias, threshold=self.threshold)
 
 
-class Float8Linear(_ActivationQuantizedLinear):
+class Float8Layout(_QuantizedInputsLayout):
     """float8_e4m3fn codes; inputs in `format` "fp8" or "fp8_block"."""
 
     def __init__(self, tensors, dtype, format: str):
@@ -87,5 +88,5 @@ class Float8Linear(_ActivationQuantizedLinear):
         self.format = format
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        scale = self.canonical.get("activation_scale")
+        scale = self.canonical_tensors.get("activation_scale")
         return quantized_linear(x, self.codes, self.scale, bias, format=self.format, scale=scale)

@@ -1,4 +1,5 @@
-"""The memory layout of torch's CPU int4 operator, which depends on the instruction set: found by packing known codes."""
+"""The order in which torch's CPU int4 operator stores codes. It depends on the instruction set, so it is found by
+packing known codes."""
 
 import functools
 
@@ -30,8 +31,8 @@ def block_rows() -> int | None:
 
 
 @functools.cache
-def layout_is_known(rows: int) -> bool:
-    """Whether codes of so many rows come back from the packed layout bit for bit (tried once a height)."""
+def is_known(rows: int) -> bool:
+    """Whether codes [rows, K] come back from the packed layout bit for bit (tried once for each number of rows)."""
     if block_rows() is None:
         return False
     codes = torch.randint(16, (rows, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
@@ -52,13 +53,10 @@ def nibble_rows(block: int) -> torch.Tensor:
 
 
 @functools.cache
-def row_runs(block: int) -> tuple[int, torch.Tensor]:
-    """(length of the runs of neighbouring rows in nibble order, where each run comes from)."""
+def row_order(block: int) -> torch.Tensor | None:
+    """int64 [block]: the nibble of each row of a block; None where rows stand in order."""
     rows = nibble_rows(block)
-    run = block
-    while not (rows.view(-1, run).diff(dim=1) == 1).all():
-        run = next(length for length in range(run - 1, 0, -1) if block % length == 0)
-    return run, torch.argsort(rows.view(-1, run)[:, 0])
+    return None if torch.equal(rows, torch.arange(block)) else torch.argsort(rows)
 
 
 def block_runs(rows: int, block: int | None = None) -> list[tuple[int, int, int]]:

@@ -1,0 +1,92 @@
+"""What a device multiplies: the base class of all layouts, and those that need no kernel of ours."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # the inputs that kernels take
+
+
+class Layout:
+    """A weight [N, K] as a device multiplies it. It is derived from the canonical tensors of a format and never saved.
+
+    Attributes:
+        dtype: of the inputs it takes.
+        tensors: what it keeps allocated besides the canonical tensors, by name.
+        replaces_qweight: whether the canonical "qweight" may be dropped, because `canonical` gives it back.
+    """
+
+    dtype: torch.dtype
+    tensors: dict[str, torch.Tensor]
+    replaces_qweight = True
+
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., K] @ W^T + bias [N]: [..., N] in the dtype of x, which is `dtype`."""
+        raise NotImplementedError
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight [N, K] in `dtype`."""
+        raise NotImplementedError
+
+    def canonical(self) -> torch.Tensor:
+        """The canonical "qweight", bit for bit."""
+        raise NotImplementedError
+
+
+def rows_of(x: torch.Tensor, in_features: int) -> torch.Tensor:
+    """x [..., K] as [M, K] with contiguous columns, which the Triton kernels require."""
+    rows = x.reshape(-1, in_features)
+    return rows if rows.stride(1) == 1 or in_features == 1 else rows.contiguous()
+
+
+class RowsLayout(Layout):
+    """A layout with a `product` of rows: x [M, K], bias -> [M, N]. A subclass sets in_features (K) and out_features
+    (N)."""
+
+    def matmul(self, x, bias=None):
+        return self.product(rows_of(x, self.in_features), bias).view(*x.shape[:-1], self.out_features)
+
+
+class DequantizedLayout(Layout):
+    """Serves every device, format and shape: dequantizes the canonical tensors in each call, allocates nothing for
+    longer.
+
+    dequantize: () -> the weight [N, K] in dtype.
+    """
+
+    replaces_qweight = False
+    tensors = {}
+
+    def __init__(self, dequantize: Callable[[], torch.Tensor], dtype: torch.dtype):
+        self.dequantize, self.dtype = dequantize, dtype
+
+    def matmul(self, x, bias=None):
+        return F.linear(x, self.dequantize(), bias)
+
+
+class DenseLayout(Layout):
+    """A dense weight [N, K] in memory. canonical: () -> the canonical qweight, None where that stays in memory as
+    well."""
+
+    def __init__(self, weight: torch.Tensor, canonical: Callable[[], torch.Tensor] | None = None):
+        self.weight, self.dtype, self.canonical = weight, weight.dtype, canonical
+        self.replaces_qweight, self.tensors = canonical is not None, {"packed": weight}
+
+    def matmul(self, x, bias=None):
+        return F.linear(x, self.weight, bias)
+
+    def dequantize(self):
+        return self.weight
+
+
+class RestoredLayout(Layout):
+    """The layout of another format, and how the canonical qweight of this one comes back: restore(layout)."""
+
+    def __init__(self, layout: Layout, restore: Callable[[Layout], torch.Tensor]):
+        self.layout, self.restore, self.dtype, self.tensors = layout, restore, layout.dtype, layout.tensors
+        self.matmul, self.dequantize = layout.matmul, layout.dequantize
+
+    def canonical(self):
+        return self.restore(self.layout)
