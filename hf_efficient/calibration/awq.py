@@ -11,7 +11,7 @@ import torch
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.folding import Folding, Producer, centred
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods._grid import covering_grid, group_width, grouped
+from hf_efficient.methods._affine_grid import covering_grid, group_width, grouped
 from hf_efficient.methods.awq import rounded
 
 

@@ -111,7 +111,7 @@ class W8A8Config(CompressionConfig):
         return TransformedFormat(inner, self.input_scale, self.rotate)
 
     def method_name(self):
-        return "_w8a8"
+        return "_w8a8_weights"
 
     def needs_calibration(self):
         return self.method == "smoothquant" or self.activations == "static" or self.outlier_columns > 0

@@ -8,7 +8,7 @@ Smallest to largest weight is a candidate for every group, so the error on the c
 import torch
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods._grid import Grid, covering_grid, group_width, grouped, quantize_rows, stored
+from hf_efficient.methods._affine_grid import Grid, covering_grid, group_width, grouped, quantize_rows, stored
 
 
 FORMATS = (AffineFormat,)

@@ -10,9 +10,8 @@ import torch
 
 from hf_efficient.formats import AffineFormat, Format
 from hf_efficient.formats.codebook import CodebookFormat
-from hf_efficient.methods import _codebook
-from hf_efficient.methods._feedback import Feedback, output_error
-from hf_efficient.methods._grid import (
+from hf_efficient.methods import _gptq_codebook
+from hf_efficient.methods._affine_grid import (
     Grid,
     canonical,
     covering_grid,
@@ -22,6 +21,7 @@ from hf_efficient.methods._grid import (
     round_to,
     stored,
 )
+from hf_efficient.methods._error_feedback import Feedback, output_error
 from hf_efficient.methods.mse import clipped_grid
 
 
@@ -48,7 +48,7 @@ def quantize(
     if inputs is None or inputs.hessian is None:
         raise ValueError("gptq needs the Hessian of the inputs: inputs.hessian is None")
     if isinstance(format, CodebookFormat):
-        return _codebook.quantize(weight, format, inputs, damping)
+        return _gptq_codebook.quantize(weight, format, inputs, damping)
     hessian = inputs.hessian.to(weight.device)
     nearest = covering_grid(weight, format)
     feedback = Feedback(hessian, damping, act_order)

@@ -9,8 +9,8 @@ for the scale too lowers the sum further, but raised SmolLM2's perplexity at 4 a
 import torch
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods._grid import Grid, quantize_rows
-from hf_efficient.methods._search import GridSearch
+from hf_efficient.methods._affine_grid import Grid, quantize_rows
+from hf_efficient.methods._grid_search import GridSearch
 
 
 FORMATS = (AffineFormat,)

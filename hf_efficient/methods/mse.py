@@ -6,8 +6,8 @@ range is a candidate, so the error is never above that of `rtn`."""
 import torch
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods._grid import Grid, quantize_rows
-from hf_efficient.methods._search import GridSearch
+from hf_efficient.methods._affine_grid import Grid, quantize_rows
+from hf_efficient.methods._grid_search import GridSearch
 
 
 FORMATS = (AffineFormat,)

@@ -6,7 +6,7 @@ import torch
 from hf_efficient.formats import AffineFormat, Format
 from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.formats.ternary import TernaryFormat
-from hf_efficient.methods._grid import covering_grid, quantize_rows
+from hf_efficient.methods._affine_grid import covering_grid, quantize_rows
 
 
 FORMATS = (AffineFormat, CodebookFormat, TernaryFormat)

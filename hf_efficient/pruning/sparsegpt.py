@@ -7,7 +7,7 @@ w^2 / [U]_kk^2, H^-1 = U^T U. In a block of 128 the weights compete with one ano
 
 import torch
 
-from hf_efficient.methods._feedback import Feedback
+from hf_efficient.methods._error_feedback import Feedback
 from hf_efficient.pruning.mask import Sparsity, keep_largest
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.codebook import CodebookFormat
-from hf_efficient.methods import _codebook, kmeans, rtn
+from hf_efficient.methods import _gptq_codebook, kmeans, rtn
 
 
 class Inputs:
@@ -151,7 +151,7 @@ def test_feedback_lowers_the_output_error(format):
     weight = torch.randn(24, 80)
     x = torch.randn(200, 80) @ torch.randn(80, 80) / 9
     hessian = x.t() @ x
-    tensors = _codebook.quantize(weight, format, Inputs(hessian=hessian))
+    tensors = _gptq_codebook.quantize(weight, format, Inputs(hessian=hessian))
     codes = format.nearest(weight, format.scale(tensors), format.table(tensors))
     nearest = {**tensors, "qweight": format.pack(codes)}
     errors = []

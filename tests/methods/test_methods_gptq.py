@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.methods import gptq, mse, rtn
-from hf_efficient.methods._feedback import Feedback, output_error
+from hf_efficient.methods._error_feedback import Feedback, output_error
 
 
 def linear(rows: int, columns: int, seed: int = 0, rank: int | None = None):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.methods import hqq, mse, rtn
-from hf_efficient.methods._grid import covering_grid, decode, round_to
+from hf_efficient.methods._affine_grid import covering_grid, decode, round_to
 from tests.helpers import assert_close
 
 

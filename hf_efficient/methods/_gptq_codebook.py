@@ -6,7 +6,7 @@ import torch
 
 from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.methods import kmeans
-from hf_efficient.methods._feedback import Feedback, output_error
+from hf_efficient.methods._error_feedback import Feedback, output_error
 
 
 def quantize(weight: torch.Tensor, format: CodebookFormat, inputs, damping: float = 0.01) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats.w8a8 import BLOCK, Float8Format, Int8Format, expand_blocks
-from hf_efficient.methods._feedback import Feedback, damped_factor, output_error
+from hf_efficient.methods._error_feedback import Feedback, damped_factor, output_error
 
 
 FORMATS = (Int8Format, Float8Format)

@@ -3,7 +3,7 @@
 import torch
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods._grid import Grid, covering_grid, group_importance, group_width, grouped, stored
+from hf_efficient.methods._affine_grid import Grid, covering_grid, group_importance, group_width, grouped, stored
 
 
 class GridSearch:
