@@ -234,6 +234,10 @@ class Chain:
         self.carried[batch] = {key: value for key, value in carried.items() if key in wanted}
         return first_tensor(output).detach().cpu()
 
+    def advance_all(self, index: int, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
+        """`advance` of every batch."""
+        return [self.advance(index, batch, states) for batch, states in enumerate(hidden)]
+
     def release(self) -> None:
         """Forgets arguments and carried tensors; the outputs stay for the chains after this one."""
         self.arguments, self.carried = [], []

@@ -27,10 +27,10 @@ class Progress:
         ValueError: the folder holds the progress of another run (model, weights, schemes, tokens or versions differ).
     """
 
-    def __init__(self, config: CalibrationConfig, model, plan: dict[str, Any], batches: list[dict], steps: tuple):
+    def __init__(self, config: CalibrationConfig, model, configs: dict[str, Any], batches: list[dict], steps: tuple):
         self.folder = Path(config.checkpoint_dir).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._fingerprint = _fingerprint(model, plan, batches, steps)
+        self._fingerprint = _fingerprint(model, configs, batches, steps)
         self._done: dict[int, int] = {}  # chain -> blocks
         path = self.folder / _STATE
         if path.exists():
@@ -64,7 +64,7 @@ class Progress:
         (self.folder / f"chain{number}-after{index - 1}.safetensors").unlink(missing_ok=True)
 
     def block(self, number: int, index: int, formats: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """(the formats of a block's modules, by full name, and its state dict). formats: as planned."""
+        """(the formats of a block's modules, by full name, and its state dict). formats: as their configs say."""
         path = self.folder / f"chain{number}-block{index}.safetensors"
         with safe_open(path, "pt") as file:
             described = json.loads(file.metadata()["formats"])
@@ -108,9 +108,9 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _fingerprint(model, plan: dict[str, Any], batches: list[dict], steps: tuple) -> dict[str, str]:
+def _fingerprint(model, configs: dict[str, Any], batches: list[dict], steps: tuple) -> dict[str, str]:
     """What must be the same for numbers to go on with."""
-    schemes = {name: [scheme.method_name(), scheme.scheme()] for name, scheme in plan.items()}
+    schemes = {name: [scheme.method_name(), scheme.scheme()] for name, scheme in configs.items()}
     samples = [parameter.detach().flatten()[:4096].cpu() for parameter in model.parameters()]
     data = []
     for name, tensor in (item for batch in batches for item in batch.items()):
@@ -138,12 +138,12 @@ def _hash(*parts: bytes) -> str:
 
 
 def _described(format) -> dict[str, Any] | None:
-    """What calibration decided about a format beyond its plan."""
+    """What calibration decided about a format beyond its config."""
     if not isinstance(format, TransformedFormat):
         return None
     return {"input_scale": format.input_scale, "rotation": format.rotation}
 
 
-def _format(described: dict[str, Any] | None, planned):
-    inner = getattr(planned, "inner", planned)
+def _format(described: dict[str, Any] | None, of_config):
+    inner = getattr(of_config, "inner", of_config)
     return inner if described is None else TransformedFormat(inner, **described)
