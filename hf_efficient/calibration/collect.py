@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_efficient.experts import expert_weight_names
+from hf_efficient.integrations.transformers_compat import expert_activation
 from hf_efficient.observers.hooks import watching_inputs
 from hf_efficient.observers.linear_inputs import LinearInputs
 
@@ -135,7 +136,7 @@ def _see_experts(module: nn.Module, arguments: list, up: list[LinearInputs], dow
         projected = rows @ (weight[expert] if module.is_transposed else weight[expert].t())
         if bias is not None:
             projected = projected + bias[expert]
-        down[expert].update(module._apply_gate(projected) if module.has_gate else module.act_fn(projected))
+        down[expert].update(expert_activation(module, projected))
 
 
 def _fill_unreached_experts(name: str, statistics: list[LinearInputs]) -> None:

@@ -1,4 +1,5 @@
-"""What is left of the residual stream: x becomes x P, for P [d, d'] with orthonormal columns, the same in all layers."""
+"""What is left of the residual stream: x becomes x P, for P [d, d'] with orthonormal columns, the same in all
+layers."""
 
 from dataclasses import dataclass
 
@@ -8,11 +9,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Basis:
-    """matrix: P, float32 or float64 [d, d'].
-    scale: of what a norm of d' channels gives, for what a norm of all d gave in these directions: sqrt(d / d' * the share of
-        the norm that P keeps). 1 where nothing is cut.
-    rotates: whether P mixes channels, so that weights of norms have to be folded into the linears behind them.
-    """
+    """matrix: P, float32 or float64 [d, d']. scale: of what a norm of d' channels gives, for what a norm of all d gave
+    in these directions: sqrt(d / d' * the share of the norm that P keeps). 1 where nothing is cut. rotates: whether P
+    mixes channels, so that weights of norms have to be folded into the linears behind them."""
 
     matrix: torch.Tensor
     scale: float
@@ -20,7 +19,8 @@ class Basis:
 
     @classmethod
     def selecting(cls, moments: torch.Tensor, importance: torch.Tensor, size: int) -> "Basis":
-        """The `size` channels of the largest importance [d], in order. moments: mean squares [d] of normalized tokens."""
+        """The `size` channels of the largest importance [d], in order. moments: mean squares [d] of normalized
+        tokens."""
         kept = importance.topk(size).indices.sort().values
         share = (moments[kept].sum() / moments.sum()).item()
         matrix = torch.eye(len(importance), device=moments.device)[:, kept]
@@ -34,7 +34,8 @@ class Basis:
 
 
 class Moments:
-    """Sums over tokens x [..., d], each divided by its root mean square: how the norms of a model see its residual stream.
+    """Sums over tokens x [..., d], each divided by its root mean square: how the norms of a model see its residual
+    stream.
 
     covariance: whether to sum x^T x, not only its diagonal."""
 
@@ -56,8 +57,8 @@ class Moments:
 
 
 def rms_gain(norm: nn.Module) -> torch.Tensor | None:
-    """The vector [d] that an RMSNorm multiplies a token of root mean square 1 with, found by running it, so that (1 + weight)
-    shows; None for a module that does something else, as a LayerNorm."""
+    """The vector [d] that an RMSNorm multiplies a token of root mean square 1 with, found by running it, so that (1 +
+    weight) shows; None for a module that does something else, as a LayerNorm."""
     width = len(norm.weight)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(8, width, generator=generator).add_(0.5)

@@ -1,11 +1,10 @@
 """Coupled groups of a block, found from its graph (LLM-Pruner, https://arxiv.org/abs/2305.11627).
 
 An input channel of a linear can go when everything that feeds it and nothing else goes too: row j of `gate_proj` and of
-`up_proj` with column j of `down_proj`; the queries, keys and values of a head with its columns of `o_proj`; grouped query heads
-with the keys and values they share. Who feeds whom is read from autograd, never from names: the block runs with a random leaf
-in place of the output of every linear, and the gradient of one input channel says which rows it comes from. Channels and rows
-that hang together are a group. Fused projections need nothing special.
-"""
+`up_proj` with column j of `down_proj`; the queries, keys and values of a head with its columns of `o_proj`; grouped
+query heads with the keys and values they share. Who feeds whom is read from autograd, never from names: the block runs
+with a random leaf in place of the output of every linear, and the gradient of one input channel says which rows it
+comes from. Channels and rows that hang together are a group. Fused projections need nothing special."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +48,8 @@ class Groups:
         return self.columns[kept].flatten().sort().values
 
     def kept_rows(self, kept: torch.Tensor, linear: str, rows: int) -> torch.Tensor:
-        """kept: bool [G, R] -> which of `rows` rows of `linear` stay, bool [rows]; a group without units goes as a whole."""
+        """kept: bool [G, R] -> which of `rows` rows of `linear` stay, bool [rows]; a group without units goes as a
+        whole."""
         stay = torch.ones(rows, dtype=torch.bool)
         if linear in self.own:
             stay[self.own[linear][~kept].flatten()] = False
@@ -59,7 +59,8 @@ class Groups:
 
 
 def best_units(group_scores: torch.Tensor, unit_scores: torch.Tensor, keep: tuple[int, int]) -> torch.Tensor:
-    """The keep[0] groups of the largest scores [G] with their keep[1] units of the largest scores [G, R]: bool [G, R]."""
+    """The keep[0] groups of the largest scores [G] with their keep[1] units of the largest scores [G, R]: bool [G,
+    R]."""
     kept = torch.zeros_like(unit_scores, dtype=torch.bool)
     groups = group_scores.topk(keep[0]).indices
     kept[groups[:, None], unit_scores[groups].topk(keep[1], dim=1).indices] = True
@@ -89,7 +90,8 @@ def find_groups(linears: dict[str, nn.Module], run: Callable[[], object]) -> lis
 
 
 def _probe(linears: dict[str, nn.Module], run: Callable[[], object], seed: int) -> dict[str, dict[str, torch.Tensor]]:
-    """reader -> producer -> bool [channels of the reader, rows of the producer], of readers that some rows do not reach."""
+    """reader -> producer -> bool [channels of the reader, rows of the producer], of readers that some rows do not
+    reach."""
     generator = torch.Generator().manual_seed(seed)
     inputs, leaves, names = {}, {}, {id(module): name for name, module in linears.items()}
 
@@ -162,7 +164,8 @@ def _groups(reader: str, patterns: dict[str, torch.Tensor]) -> Groups | None:
 
 
 def _components(pattern: torch.Tensor) -> torch.Tensor:
-    """bool [channels, rows] -> for each channel the number of what it hangs together with, in order: int64 [channels]."""
+    """bool [channels, rows] -> for each channel the number of what it hangs together with, in order: int64
+    [channels]."""
     labels = torch.arange(len(pattern))
     while True:
         by_row = torch.where(pattern, labels[:, None], len(pattern)).amin(0)

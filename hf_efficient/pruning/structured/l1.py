@@ -1,5 +1,5 @@
-"""Neurons by the sum of the magnitudes of their weights (Li et al. 2017, https://arxiv.org/abs/1608.08710; here over the whole
-coupled group: the rows that make a neuron and the column that reads it)."""
+"""Neurons by the sum of the magnitudes of their weights (Li et al. 2017, https://arxiv.org/abs/1608.08710; here over
+the whole coupled group: the rows that make a neuron and the column that reads it)."""
 
 import torch
 

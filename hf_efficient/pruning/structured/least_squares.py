@@ -1,5 +1,5 @@
-"""What the weights that stay should be: least squares against what the dense model gives on calibration data (as OBC and ZipLM
-update them, https://arxiv.org/abs/2302.04089, but with the inputs that the pruned model computes)."""
+"""What the weights that stay should be: least squares against what the dense model gives on calibration data (as OBC
+and ZipLM update them, https://arxiv.org/abs/2302.04089, but with the inputs that the pruned model computes)."""
 
 import torch
 
@@ -23,7 +23,8 @@ class Correction:
         self.errors = errors if self.errors is None else self.errors.add_(errors)
 
     def solve(self) -> torch.Tensor:
-        """What to add to the weight, [N, K]: the minimum of the weighted squared error, with `DAMPING` of the change."""
+        """What to add to the weight, [N, K]: the minimum of the weighted squared error, with `DAMPING` of the
+        change."""
         damping = DAMPING * self.products.diagonal().mean().clamp_min(torch.finfo(self.products.dtype).tiny)
         system = self.products + damping * torch.eye(len(self.products), dtype=self.products.dtype).to(self.products)
         return torch.cholesky_solve(self.errors.T, torch.linalg.cholesky(system)).T

@@ -1,9 +1,10 @@
-"""Scores for a shape that is asked for, in the manner of Sheared LLaMA (https://arxiv.org/abs/2310.06694), from one pass over
-calibration text instead of learned masks: activations times weights.
+"""Scores for a shape that is asked for, in the manner of Sheared LLaMA (https://arxiv.org/abs/2310.06694), from one
+pass over calibration text instead of learned masks: activations times weights.
 
-Units are scored by what the outputs of their reader lose when the other units make up for them as well as they can (Optimal
-Brain Surgeon for groups, ZipLM, https://arxiv.org/abs/2302.04089), channels of the residual stream by how much of what linears
-compute comes from them, layers by how little they turn the residual stream (ShortGPT, https://arxiv.org/abs/2403.03853)."""
+Units are scored by what the outputs of their reader lose when the other units make up for them as well as they can
+(Optimal Brain Surgeon for groups, ZipLM, https://arxiv.org/abs/2302.04089), channels of the residual stream by how much
+of what linears compute comes from them, layers by how little they turn the residual stream (ShortGPT,
+https://arxiv.org/abs/2403.03853)."""
 
 import torch
 
@@ -15,7 +16,8 @@ _STEPS = 64  # of many neurons several are taken at a time
 
 
 def kept_units(groups: Groups, keep: tuple[int, int], weight: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """Which units stay: bool [G, R] with keep[0] groups of keep[1] units; taken a few at a time, the others make up for them.
+    """Which units stay: bool [G, R] with keep[0] groups of keep[1] units; taken a few at a time, the others make up for
+    them.
 
     Args:
         weight: of the reader, [N, K].
