@@ -182,7 +182,7 @@ def test_minutes_end_training_and_lower_the_rate():
     assert 0.6 <= result["seconds"] < 10 and result["steps"] >= 1
     budget = recovery.Budget(seconds=100)
     rates = []
-    for budget.gone in (0, 3, 50, 100):
+    for budget.used in (0, 3, 50, 100):
         rates.append(budget.rate(0))
     assert 0 < rates[0] < 0.2 and rates[1] > 0.99 and 0.5 < rates[2] < 0.55 and abs(rates[3] - 0.05) < 1e-6
 
@@ -214,11 +214,11 @@ def test_masks_are_kept_in_anybodys_trainer(tmp_path):
     [
         ({"steps": None}, "minutes=None, steps=None: give one of them"),
         ({"minutes": 1}, "minutes=1, steps=20: give one of them"),
-        ({"steps": 0}, "steps=0: expected an integer of at least 1"),
-        ({"learning_rate": -1.0}, "learning_rate=-1.0: expected a number above 0"),
-        ({"lora_rank": 2.5}, "lora_rank=2.5: expected an integer"),
+        ({"steps": 0}, "steps=0 is not supported: it must be an integer of at least 1"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 is not supported: it must be a number above 0"),
+        ({"lora_rank": 2.5}, "lora_rank=2.5 is not supported: it must be an integer"),
         ({"divergence": "sideways"}, "divergence='sideways' is not supported"),
-        ({"text_share": 1.5}, "text_share=1.5: expected a number from 0 to 1"),
+        ({"text_share": 1.5}, "text_share=1.5 is not supported: it must be a number from 0 to 1"),
         ({"batch_size": 9}, "the texts have only 8 windows"),
         ({"texts": "abc"}, "must be a list of texts"),
         ({"texts": ["abc"]}, "no tokenizer"),
