@@ -1,4 +1,5 @@
-"""What calibration does to one block: statistics, transforms, codes, refinement, and the compressed modules put in place."""
+"""What calibration does to one block: statistics, transforms, codes, refinement, and the compressed modules put in
+place."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,8 +58,8 @@ class BlockCompressor:
         return block
 
     def compress(self, block: Block, dense: list[torch.Tensor] | None) -> None:
-        """Compresses the modules of `block`. dense: outputs [B, T, H] of the original model after the block, one tensor a
-        batch, where a config refines."""
+        """Compresses the modules of `block`. dense: outputs [B, T, H] of the original model after the block, one tensor
+        a batch, where a config refines."""
         if not block.formats:
             return
         transforms = self.transforms if block.chain is not None else ()
@@ -80,7 +81,8 @@ class BlockCompressor:
         self._replace(block)
 
     def restore(self, name: str, block: nn.Module, formats: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
-        """Makes of `block`, called `name`, the compressed block with the state dict `state`. formats: full name -> Format."""
+        """Makes of `block`, called `name`, the compressed block with the state dict `state`. formats: full name ->
+        Format."""
         for linear, format in formats.items():
             module, prefix = self.model.get_submodule(linear), linear.removeprefix(name + ".") + "."
             if is_fused_experts(module):
@@ -92,8 +94,8 @@ class BlockCompressor:
         self.formats.update(formats)
 
     def _collect(self, block: Block, hessian: bool) -> dict[str, Any]:
-        """Statistics of as many batches as make `STATISTICS_TOKENS`, evenly spread; of all batches where tokens are routed
-        to experts, so that each expert sees some."""
+        """Statistics of as many batches as make `STATISTICS_TOKENS`, evenly spread; of all batches where tokens are
+        routed to experts, so that each expert sees some."""
         is_routed = block.experts or any(".experts." in name for name in block.linears)
         tokens = 0 if is_routed else sum(states.shape[:-1].numel() for states in block.inputs)
         chosen = range(self.batches)[:: max(1, tokens // STATISTICS_TOKENS)]

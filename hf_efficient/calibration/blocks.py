@@ -1,10 +1,9 @@
 """A model as chains of blocks that can be run one at a time, with the arguments that its own forward gives them.
 
-A chain is a list of modules (`nn.ModuleList`, `nn.Sequential`) that the model calls once each, one after another, each on
-the hidden states that the one before gave. What the model does around them (embeddings, masks, rotary tables, the step
-from an encoder to a decoder) is never reimplemented: the model's own forward runs, with stand-ins in place of the blocks
-that note their arguments and hand the hidden states on.
-"""
+A chain is a list of modules (`nn.ModuleList`, `nn.Sequential`) that the model calls once each, one after another, each
+on the hidden states that the one before gave. What the model does around them (embeddings, masks, rotary tables, the
+step from an encoder to a decoder) is never reimplemented: the model's own forward runs, with stand-ins in place of the
+blocks that note their arguments and hand the hidden states on."""
 
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -247,14 +246,12 @@ class Chain:
 class Block:
     """One block at its turn: what transforms, methods and refinement work on.
 
-    name: of the module in the model.
-    linears: full name -> nn.Linear or Conv1D to be quantized, in the order they are called.
-    experts: full name -> module of fused experts (see `hf_efficient.experts`) to be quantized.
-    inputs: hidden states [B, T, H] into the block, one tensor a batch, on the CPU; they come from quantized blocks.
-    schemes, formats: the names of `linears` and `experts` -> config and Format.
-    statistics: name of a linear -> LinearInputs (linears that one tensor feeds share one object); name of an expert weight
-        (`...experts.down_proj`) -> a list of them, one an expert.
-    transforms: name of a linear -> the tensors of its `TransformedFormat`, where a transform has set one.
+    name: of the module in the model. linears: full name -> nn.Linear or Conv1D to be quantized, in the order they are
+    called. experts: full name -> module of fused experts (see `hf_efficient.experts`) to be quantized. inputs: hidden
+    states [B, T, H] into the block, one tensor a batch, on the CPU; they come from quantized blocks. schemes, formats:
+    the names of `linears` and `experts` -> config and Format. statistics: name of a linear -> LinearInputs (linears
+    that one tensor feeds share one object); name of an expert weight (`...experts.down_proj`) -> a list of them, one an
+    expert. transforms: name of a linear -> the tensors of its `TransformedFormat`, where a transform has set one.
     tensors: the names of `formats` (of an expert weight those of `statistics`) -> canonical tensors, once quantized.
     """
 

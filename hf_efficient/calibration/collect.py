@@ -35,8 +35,8 @@ def collect(
     Args:
         run: computes what the modules are part of.
         linears: full name -> linear. Linears that read the very same tensor object share one `LinearInputs`.
-        experts: full name -> fused experts. Each of their two weights gets a list, one `LinearInputs` an expert: of the rows
-            routed to it for the first weight, of what it computed from them for the second.
+        experts: full name -> fused experts. Each of their two weights gets a list, one `LinearInputs` an expert: of the
+            rows routed to it for the first weight, of what it computed from them for the second.
         hessian: whether to accumulate hessians.
 
     Returns:
@@ -150,7 +150,8 @@ def _fill_unreached_experts(name: str, statistics: list[LinearInputs]) -> None:
 
 
 def _fill_unreached_linears(unreached: list[str], statistics: dict) -> None:
-    """Gives linears of experts (modules of their own, whose names differ only in one number) those of their siblings."""
+    """Gives linears of experts (modules of their own, whose names differ only in one number) those of their
+    siblings."""
     merged: dict[tuple, LinearInputs] = {}
     reached = dict(statistics)
     for name in unreached:

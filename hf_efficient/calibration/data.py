@@ -15,8 +15,8 @@ _SEPARATOR = "\n\n"
 
 
 def load_tokens(config: CalibrationConfig, tokenizer) -> torch.Tensor:
-    """int64 [num_samples, sequence_length]: documents in random order, joined by a blank line and cut into windows that do
-    not overlap; without special tokens.
+    """int64 [num_samples, sequence_length]: documents in random order, joined by a blank line and cut into windows that
+    do not overlap; without special tokens.
 
     Raises:
         ValueError: no text is given, a file cannot be read as text, or there is too little text.
@@ -45,8 +45,8 @@ def load_tokens(config: CalibrationConfig, tokenizer) -> torch.Tensor:
 
 
 def model_inputs(config: CalibrationConfig, tokenizer, model) -> list[dict[str, torch.Tensor]]:
-    """The arguments of the model's forward, one dict a batch. An encoder-decoder reads a window with its encoder and, moved
-    on by one, with its decoder.
+    """The arguments of the model's forward, one dict a batch. An encoder-decoder reads a window with its encoder and,
+    moved on by one, with its decoder.
 
     Raises:
         ValueError: also for windows that are longer than the model's positions, or a model that reads no text.

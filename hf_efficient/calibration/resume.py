@@ -20,8 +20,8 @@ _STATE = "progress.json"
 
 
 class Progress:
-    """The folder `config.checkpoint_dir` of a run. Files are written beside and renamed, the state last, so that whatever
-    the state names is whole.
+    """The folder `config.checkpoint_dir` of a run. Files are written beside and renamed, the state last, so that
+    whatever the state names is whole.
 
     Raises:
         ValueError: the folder holds the progress of another run (model, weights, schemes, tokens or versions differ).

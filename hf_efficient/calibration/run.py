@@ -31,17 +31,18 @@ def calibrate(
     refine: Refine | None = None,
     gradients: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Compresses modules of `model` in place. One block at a time is on `calibration.device`; hidden states stay on the CPU.
+    """Compresses modules of `model` in place. One block at a time is on `calibration.device`; hidden states stay on the
+    CPU.
 
     Args:
         configs: full name of a linear (or of fused experts) -> its config (see `CompressionConfig`).
         calibration: the text, or other inputs of the model.
         tokenizer: for the text.
-        transforms: called with each `Block` once its statistics are collected; they change modules, `statistics`, `formats`
-            and `transforms` of the block, never what it computes.
-        refine: called for each `Block` that has a config with `refine=True`, after its `tensors` are chosen and before they
-            replace the weights. Its second argument is the outputs [B, T, H] of the original model after the block, one
-            tensor a batch. It changes `block.tensors`.
+        transforms: called with each `Block` once its statistics are collected; they change modules, `statistics`,
+            `formats` and `transforms` of the block, never what it computes.
+        refine: called for each `Block` that has a config with `refine=True`, after its `tensors` are chosen and before
+            they replace the weights. Its second argument is the outputs [B, T, H] of the original model after the
+            block, one tensor a batch. It changes `block.tensors`.
         gradients: name of a linear -> the `LinearGradients` of the original model, for methods that need them.
 
     Returns:
@@ -100,7 +101,8 @@ class _Run:
         self.bar.set_description(f"{name}: {step}")
 
     def _blocks_needed(self, chain: Chain) -> int:
-        """How many blocks must run: behind the last one with something to compress, only for what comes after the chain."""
+        """How many blocks must run: behind the last one with something to compress, only for what comes after the
+        chain."""
         if self.outside or chain is not self.chains[-1]:
             return len(chain.modules)
         return max(index for index, names in enumerate(chain.linears) if names) + 1

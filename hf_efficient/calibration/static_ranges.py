@@ -20,17 +20,18 @@ def observe(block, batches: int | None = None) -> dict[str, dict[str, torch.Tens
     """Runs batches of a `Block` and observes the inputs of its linears with static activations.
 
     Args:
-        block: a `Block` with its original linears. Its formats say which inputs to observe, its schemes (`W8A8Config`) how.
-            The input scale and the rotation in `block.tensors` are applied first, because rounding comes after them.
+        block: a `Block` with its original linears. Its formats say which inputs to observe, its schemes (`W8A8Config`)
+            how. The input scale and the rotation in `block.tensors` are applied first, because rounding comes after
+            them.
         batches: number of batches to run, by default all of `block.inputs`.
 
     Returns:
-        name of a linear -> the canonical tensors still missing: "activation_scale" float32 [1] and, for asymmetric inputs,
-        "activation_zero_point" int8 [1].
+        name of a linear -> the canonical tensors still missing: "activation_scale" float32 [1] and, for asymmetric
+        inputs, "activation_zero_point" int8 [1].
 
     Raises:
-        ValueError: a static format for fused experts, whose inputs are not observed; a linear that no token reached; NaN or
-            infinity in an input. Names the layer.
+        ValueError: a static format for fused experts, whose inputs are not observed; a linear that no token reached;
+            NaN or infinity in an input. Names the layer.
     """
     observers = {}
     for name, format in block.formats.items():

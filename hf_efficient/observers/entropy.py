@@ -27,9 +27,9 @@ class EntropyObserver(HistogramObserver):
 
 
 def clipped_divergence(counts: torch.Tensor, bins: int) -> torch.Tensor:
-    """KL(P || Q) [U] of histograms [U, BINS]: P is the first `bins` of them with everything beyond added to the last, Q has
-    `LEVELS` equal levels, each spread evenly over those of its bins that are not empty. Every bin of both holds 1e-4 of a
-    value more, so that an outlier far from all others can be clipped."""
+    """KL(P || Q) [U] of histograms [U, BINS]: P is the first `bins` of them with everything beyond added to the last, Q
+    has `LEVELS` equal levels, each spread evenly over those of its bins that are not empty. Every bin of both holds
+    1e-4 of a value more, so that an outlier far from all others can be clipped."""
     inside = counts[:, :bins]
     filled = (inside > 0).double()
     level = (torch.arange(bins, device=counts.device) * LEVELS // bins).expand_as(inside)

@@ -10,8 +10,9 @@ _TINY = 2.0**-100
 
 
 class Histogram:
-    """For each of U units: `counts` int64 [U, 2 * BINS] of values in [-limit, limit), `limit` [U] float64, and the range
-    `low`, `high` [U] of what was seen. A limit grows by doubling, which adds up pairs of bins, so counts stay exact."""
+    """For each of U units: `counts` int64 [U, 2 * BINS] of values in [-limit, limit), `limit` [U] float64, and the
+    range `low`, `high` [U] of what was seen. A limit grows by doubling, which adds up pairs of bins, so counts stay
+    exact."""
 
     def __init__(self, low: torch.Tensor, high: torch.Tensor):
         self.low, self.high = low, high

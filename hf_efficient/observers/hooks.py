@@ -1,4 +1,4 @@
-"""Hooks that watch modules while a model runs, and are gone afterwards."""
+"""Hooks that watch modules while a model runs, and are removed afterwards."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,22 +9,31 @@ from torch import nn
 
 
 @contextmanager
-def watching_inputs(modules: Mapping[Any, nn.Module], see: Callable[[Any, torch.Tensor], None]) -> Iterator[None]:
-    """Inside, `see(key, x)` is called before every call of a module, with its key in `modules` and its first argument."""
+def watching_inputs(modules: Mapping[Any, nn.Module], see: Callable[[Any, torch.Tensor], Any]) -> Iterator[None]:
+    """Inside, `see(key, x)` is called before every call of a module, with its key in `modules` and its first
+    argument."""
+
+    def hook(key):
+        def before(module, args):
+            see(key, args[0])
+
+        return before
+
     with ExitStack() as stack:
         for key, module in modules.items():
-            hook = module.register_forward_pre_hook(lambda _, args, key=key: see(key, args[0]))
-            stack.callback(hook.remove)
+            stack.callback(module.register_forward_pre_hook(hook(key)).remove)
         yield
 
 
 @contextmanager
-def watching_outputs(modules: Mapping[Any, nn.Module], see: Callable[[Any, tuple, dict, Any], None]) -> Iterator[None]:
-    """Inside, `see(key, args, kwargs, output)` is called after every call of a module, with its key in `modules`."""
+def watching_outputs(modules: Mapping[Any, nn.Module], see: Callable[[Any, tuple, dict, Any], Any]) -> Iterator[None]:
+    """Inside, `see(key, args, kwargs, output)` is called after every call of a module, with its key in `modules`. What
+    `see` returns, unless that is None, takes the place of the output."""
+
+    def hook(key):
+        return lambda module, args, kwargs, output: see(key, args, kwargs, output)
+
     with ExitStack() as stack:
         for key, module in modules.items():
-            hook = module.register_forward_hook(
-                lambda _, args, kwargs, output, key=key: see(key, args, kwargs, output), with_kwargs=True
-            )
-            stack.callback(hook.remove)
+            stack.callback(module.register_forward_hook(hook(key), with_kwargs=True).remove)
         yield

@@ -23,7 +23,8 @@ class LinearInputs:
         device: where the statistics are kept.
 
     Attributes:
-        gradient, fisher: [N, K], what the loss of the whole model says of the weight, where calibration was asked for it.
+        gradient, fisher: [N, K], what the loss of the whole model says of the weight, where calibration was asked for
+            it.
     """
 
     gradient = fisher = None
@@ -120,8 +121,8 @@ class LinearInputs:
         return new
 
     def rotated(self, rotate: Callable[[torch.Tensor], torch.Tensor]) -> "LinearInputs":
-        """The statistics of the rows Q x, where `rotate` applies the orthogonal Q to rows [..., K]. Exact where the hessian
-        is known, which is needed; `absmax` cannot be known (NaN), and `mean_abs` is that of normal values."""
+        """The statistics of the rows Q x, where `rotate` applies the orthogonal Q to rows [..., K]. Exact where the
+        hessian is known, which is needed; `absmax` cannot be known (NaN), and `mean_abs` is that of normal values."""
         new = LinearInputs(self.in_features, hessian=False, name=self.name, device=self.absmax.device)
         new.count, new.absmax = self.count, torch.full_like(self.absmax, math.nan)
         new._hessian, new._mirrored = rotate(rotate(self.hessian).t().contiguous()), False

@@ -1,4 +1,5 @@
-"""The range of the smallest expected squared error: clipping of what is outside, rounding to 8 bits of what is inside."""
+"""The range of the smallest expected squared error: clipping of what is outside, rounding to 8 bits of what is
+inside."""
 
 import torch
 
@@ -10,8 +11,8 @@ _SHARES = torch.logspace(-2, 0, 256, dtype=torch.float64)  # of the whole range,
 
 
 class MSEObserver(HistogramObserver):
-    """The whole range times one of 256 shares from 0.01 to 1. Rounding of a value inside costs step^2 / 12, the mean over
-    values that lie evenly within a step."""
+    """The whole range times one of 256 shares from 0.01 to 1. Rounding of a value inside costs step^2 / 12, the mean
+    over values that lie evenly within a step."""
 
     def _clip(self, histogram):
         low, high = histogram.low.double(), histogram.high.double()

@@ -6,8 +6,8 @@ from hf_efficient.observers.histogram import BINS, HistogramObserver
 
 
 class PercentileObserver(HistogramObserver):
-    """[-a, a] with `percentile` percent of |x| at most a (to a bin, 1/2048 of the largest); not symmetric: an equal share
-    of the values is below and above the range.
+    """[-a, a] with `percentile` percent of |x| at most a (to a bin, 1/2048 of the largest); not symmetric: an equal
+    share of the values is below and above the range.
 
     Raises ValueError for a percentile that is not in (50, 100]."""
 

@@ -12,7 +12,8 @@ from hf_efficient import methods
 from hf_efficient.calibration import refine
 from hf_efficient.calibration.blocks import Block
 from hf_efficient.calibration.model_chains import find_chains
-from hf_efficient.calibration.refine import _FakeQuantize, _TunedWeight, mean_loss, refine_block
+from hf_efficient.calibration.refine import _AffineWeight, _FakeQuantize, refine_block
+from hf_efficient.calibration.tuning import mean_loss
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.codebook import CodebookFormat
@@ -119,7 +120,7 @@ def test_starts_from_the_methods_numbers(symmetric):
     linear = torch.nn.Linear(80, 24, bias=False).requires_grad_(False)
     linear.weight.copy_(torch.randn(24, 80, generator=generator))
     tensors = methods.quantize(linear.weight, format, "mse")  # clips: some weights lie beyond the range
-    for key, tensor in _TunedWeight(linear, format, tensors).tensors().items():
+    for key, tensor in _AffineWeight(linear, format, tensors).tensors().items():
         assert torch.equal(tensor, tensors[key])
 
 

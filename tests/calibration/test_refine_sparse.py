@@ -11,7 +11,7 @@ from hf_efficient import SparseConfig, WeightOnlyConfig
 from hf_efficient.calibration import refine_sparse
 from hf_efficient.calibration.blocks import Block, replaced_forwards, weight_of
 from hf_efficient.calibration.model_chains import find_chains
-from hf_efficient.calibration.refine import mean_loss
+from hf_efficient.calibration.tuning import mean_loss
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
 from hf_efficient.layers import EfficientLinear

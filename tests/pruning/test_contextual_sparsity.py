@@ -167,7 +167,7 @@ def test_recorded_decoding_writes_the_same_tokens():
         ("llama", dict(recall=0), "recall=0 is not supported"),
         ("llama", dict(rank=65), "rank=65 is not supported: it must be at most 64"),
         ("llama", dict(rank=0.5), "must be an integer"),
-        ("llama", dict(calibration={}), "give a CalibrationConfig with text"),
+        ("llama", dict(calibration={}), "must be a CalibrationConfig with text"),
         ("llama", dict(calibration=dict(tokens=TOKENS, device="cpu")), "runs where the model is"),
         ("llama", dict(hidden_act="quick_gelu"), "its activation is none of relu, relu2"),
         ("gpt2", {}, "no feed-forward layer|plain weights"),
