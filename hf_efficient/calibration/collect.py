@@ -1,4 +1,4 @@
-"""Statistics of what the linear layers of a block are fed, taken by hooks while the block runs."""
+"""Statistics of the inputs of the linear layers of a block, collected by hooks while the block runs."""
 
 import logging
 import re
@@ -164,8 +164,8 @@ def _fill_unreached_linears(unreached: list[str], statistics: dict) -> None:
         }
         if not siblings:
             raise ValueError(
-                f"the calibration data never reaches {name}: exclude it with modules_to_not_convert, or give it a method "
-                "that needs no data in overrides"
+                f"the calibration data never reaches {name}: exclude it with modules_to_not_convert, or give it a "
+                "method that needs no data in overrides"
             )
         key = (numbers, *siblings)  # linears that share an input in the siblings share one here too
         if key not in merged:

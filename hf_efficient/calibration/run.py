@@ -77,8 +77,8 @@ class _Run:
         self.outside, self.chains = self.followed.outside, self.followed.chains
         if missed := sorted(set(configs).difference(self.outside, *(sum(c.linears, []) for c in self.chains))):
             raise ValueError(
-                f"the calibration data never reaches {len(missed)} modules, for example {missed[:3]}: exclude them with "
-                "modules_to_not_convert, or give them a method that needs no data in overrides"
+                f"the calibration data never reaches {len(missed)} modules, for example {missed[:3]}: exclude them "
+                "with modules_to_not_convert, or give them a method that needs no data in overrides"
             )
         compressor = BlockCompressor(model, configs, len(batches), transforms, refine, gradients, self._say)
         self.compressor, self.progress = compressor, None
@@ -101,8 +101,7 @@ class _Run:
         self.bar.set_description(f"{name}: {step}")
 
     def _blocks_needed(self, chain: Chain) -> int:
-        """How many blocks must run: behind the last one with something to compress, only for what comes after the
-        chain."""
+        """How many blocks must run. Those behind the last one to compress run only if something follows the chain."""
         if self.outside or chain is not self.chains[-1]:
             return len(chain.modules)
         return max(index for index, names in enumerate(chain.linears) if names) + 1
@@ -182,12 +181,14 @@ def _scheme_of(scheme, format) -> dict[str, Any]:
 def _check_in_memory(model: nn.Module, configs: dict[str, Any]) -> None:
     unknown = sorted(set(configs) - {name for name, _ in model.named_modules()})
     if unknown:
-        raise ValueError(f"configs names modules that {type(model).__name__} does not have, for example {unknown[:3]}")
+        kind = type(model).__name__
+        raise ValueError(f"configs names modules that {kind} does not have, for example {unknown[:3]}")
     elsewhere = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if elsewhere:
         raise ValueError(
-            f"calibration needs every weight in memory, but {len(elsewhere)} are offloaded, for example {elsewhere[:3]}: "
-            "load without offloading to disk or cpu; CalibrationConfig(device=...) brings one block at a time to a device"
+            f"calibration needs every weight in memory, but {len(elsewhere)} are offloaded, for example "
+            f"{elsewhere[:3]}: load without offloading to disk or cpu; CalibrationConfig(device=...) brings one block at "
+            "a time to a device"
         )
 
 
