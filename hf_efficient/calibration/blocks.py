@@ -1,9 +1,9 @@
 """A model as chains of blocks that can be run one at a time, with the arguments that its own forward gives them.
 
-A chain is a list of modules (`nn.ModuleList`, `nn.Sequential`) that the model calls once each, one after another, each
-on the hidden states that the one before gave. What the model does around them (embeddings, masks, rotary tables, the
-step from an encoder to a decoder) is never reimplemented: the model's own forward runs, with stand-ins in place of the
-blocks that note their arguments and hand the hidden states on."""
+A chain is a list of modules (`nn.ModuleList`, `nn.Sequential`) that the model calls once each, in order, each on the
+hidden states that the one before returned. What the model does around them (embeddings, masks, rotary tables, the step
+from an encoder to a decoder) is never reimplemented. The model's own forward runs, with stand-ins in place of the
+blocks: they record their arguments and pass the hidden states on."""
 
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager

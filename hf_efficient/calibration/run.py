@@ -187,8 +187,8 @@ def _check_in_memory(model: nn.Module, configs: dict[str, Any]) -> None:
     if elsewhere:
         raise ValueError(
             f"calibration needs every weight in memory, but {len(elsewhere)} are offloaded, for example "
-            f"{elsewhere[:3]}: load without offloading to disk or cpu; CalibrationConfig(device=...) brings one block at "
-            "a time to a device"
+            f"{elsewhere[:3]}: load without offloading to disk or cpu; CalibrationConfig(device=...) brings one block "
+            "at a time to a device"
         )
 
 

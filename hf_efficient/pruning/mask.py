@@ -1,4 +1,4 @@
-"""How many weights of a matrix are kept, and among which neighbours they compete."""
+"""How many weights of a matrix are kept, and which of them compete."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ GROUPS = ("row", "layer")
 
 @dataclass(frozen=True)
 class Sparsity:
-    """What a pruned weight [N, K] is to look like.
+    """The zeros that a pruned weight [N, K] has.
 
     Attributes:
         sparsity: fraction of zeros, 0 <= sparsity < 1; 1 - n/m for a pattern.
         pattern: (n, m) keeps n of every m neighbours along in_features, 0 < n < m; None: unstructured.
-        group: what competes where there is no pattern: the weights of a "row" (each output keeps the same number) or of
-            the "layer".
+        group: which weights compete where there is no pattern: those of a "row" (each output keeps the same number) or
+            of the "layer".
 
     Raises:
         ValueError: for other values; names the field, the value and what is allowed.
@@ -43,8 +43,7 @@ class Sparsity:
         return cls(1 - n / m, (n, m))
 
     def competitors(self, out_features: int, in_features: int) -> tuple[int, int]:
-        """(how many weights compete with one another, how many of them are kept) in a weight [out_features,
-        in_features].
+        """(number of weights in a group that compete, number of them kept), for a weight [out_features, in_features].
 
         Raises:
             ValueError: the pattern does not divide in_features.
@@ -63,8 +62,8 @@ class Sparsity:
         return out_features * in_features // count * kept
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
-        """scores [N, K], of any real dtype and without NaN, the more important the larger -> bool [N, K], True = kept.
-        Of equal scores the first in the matrix are kept."""
+        """bool [N, K], True = kept: the largest scores [N, K] of each group, the first of equal ones. Scores have any
+        real dtype and no NaN."""
         count, kept = self.competitors(*scores.shape)
         return keep_largest(scores.reshape(-1, count), kept).view(scores.shape)
 

@@ -54,8 +54,8 @@ class Shape:
         if heads % kv_heads or heads // kv_heads > share:
             raise ValueError(
                 f"shape: {heads} attention heads cannot be cut evenly from {self.num_attention_heads} in "
-                f"{self.num_key_value_heads} groups with {kv_heads} key-value heads left: take whole groups of {share}, "
-                "or as many heads from each group"
+                f"{self.num_key_value_heads} groups with {kv_heads} key-value heads left: take whole groups of "
+                f"{share}, or as many heads from each group"
             )
         return new
 
