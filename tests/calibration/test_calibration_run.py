@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 from helpers import assert_close, tiny_model
+from sample_blocks import state_of
 from test_calibration_blocks import own_hidden_states, t5, targets_of
 
 from hf_efficient.calibration.run import calibrate
@@ -61,9 +62,8 @@ def test_every_linear_sees_what_the_compressed_model_feeds_its_block(method):
         assert torch.equal(inputs["model.layers.1"][number], states["model.layers.0"])
         assert torch.equal(inputs["model.layers.2"][number], states["model.layers.1"])
     head = method.seen[-1]  # of the output embedding, which lies outside the blocks: it comes last
-    normed = torch.cat([own_hidden_states(model, batch, ["model.norm"])["model.norm"] for batch in batches()]).flatten(
-        0, 1
-    )
+    normed = [own_hidden_states(model, batch, ["model.norm"])["model.norm"] for batch in batches()]
+    normed = torch.cat(normed).flatten(0, 1)
     assert head.name == "lm_head" and head.count == TOKENS.numel()
     assert_close(head.hessian, normed.t() @ normed, 1e-5, 0.1, "the same rows, summed in another order")
 
@@ -106,10 +106,6 @@ def test_what_transforms_decide_is_reported(method):
     assert torch.equal(model.model.layers[0].self_attn.o_proj.canonical()["input_scale"], torch.linspace(0.5, 2, 64))
 
 
-def state_of(model) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 @pytest.mark.parametrize("name, stop_after", [("llama", 9), ("llama", 16), ("t5", 9), ("t5", 30), ("mixtral", 14)])
 def test_an_interrupted_run_resumes_to_the_same_bits(method, tmp_path, name, stop_after):
     def make():
@@ -117,7 +113,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(method, tmp_path, name, sto
 
     folder = tmp_path / "progress"
     transforms = [scaling] if name == "llama" else []
-    uninterrupted, decided = make(), None
+    uninterrupted = make()
     decided = calibrate(uninterrupted, configs_of(uninterrupted), config(), None, transforms)
     total, method.seen = len(method.seen), []
     normal = method.quantize
@@ -134,14 +130,9 @@ def test_an_interrupted_run_resumes_to_the_same_bits(method, tmp_path, name, sto
     method.quantize, method.seen = normal, []
     with pytest.raises(ValueError, match=r"progress of another calibration \(schemes differ\)"):
         calibrate(make(), configs_of(make(), symmetric=True), config(checkpoint_dir=folder), None, transforms)
+    other = CalibrationConfig(tokens=TOKENS.flip(0), batch_size=2, checkpoint_dir=folder)
     with pytest.raises(ValueError, match=r"\(tokens differ\)"):
-        calibrate(
-            make(),
-            configs_of(make()),
-            CalibrationConfig(tokens=TOKENS.flip(0), batch_size=2, checkpoint_dir=folder),
-            None,
-            transforms,
-        )
+        calibrate(make(), configs_of(make()), other, None, transforms)
     model = make()
     assert calibrate(model, configs_of(model), config(checkpoint_dir=folder), None, transforms) == decided
     assert 0 < len(method.seen) < total  # something was restored, and something was left to do
@@ -153,11 +144,13 @@ def test_an_interrupted_run_resumes_to_the_same_bits(method, tmp_path, name, sto
 
 def test_one_block_at_a_time_is_moved_to_the_device_and_back(method, monkeypatch):
     model = tiny_model("llama", num_hidden_layers=3)
-    names, moves = {module: name for name, module in model.named_modules()}, []
-    to = torch.nn.Module.to
-    monkeypatch.setattr(
-        torch.nn.Module, "to", lambda self, device: moves.append((names[self], str(device))) or to(self, device)
-    )
+    names, moves, to = {module: name for name, module in model.named_modules()}, [], torch.nn.Module.to
+
+    def moved(self, device):
+        moves.append((names[self], str(device)))
+        return to(self, device)
+
+    monkeypatch.setattr(torch.nn.Module, "to", moved)
     calibrate(model, configs_of(model), config(device="cpu:0"), None)  # another name of the same device
     expected = [(f"model.layers.{index}", device) for index in range(3) for device in ("cpu:0", "cpu")]
     assert moves == expected

@@ -1,4 +1,4 @@
-"""Scales between linears and their producers: found on every architecture, exact, and refused where they would not be."""
+"""Scales between linears and their producers: found on every architecture, exact, refused where they would not be."""
 
 import pytest
 import torch
