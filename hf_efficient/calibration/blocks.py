@@ -5,7 +5,7 @@ hidden states that the one before returned. What the model does around them (emb
 from an encoder to a decoder) is never reimplemented. The model's own forward runs, with stand-ins in place of the
 blocks: they record their arguments and pass the hidden states on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_efficient.observers.hooks import replaced_forwards
 from hf_efficient.observers.linear_inputs import LinearInputs
 
 
@@ -66,22 +67,6 @@ def outputs_of(output: Any) -> tuple:
 def weight_of(module: nn.Module) -> torch.Tensor:
     """The weight of a linear or a Conv1D, which keeps it transposed, as a view [N, K]."""
     return module.weight.data.t() if isinstance(module, Conv1D) else module.weight.data
-
-
-@contextmanager
-def replaced_forwards(modules: Iterable[nn.Module], make: Callable[[int], Callable]):
-    """Inside, the i-th module has `make(i)` as its forward; its attributes, hooks and class stay."""
-    own = [(module, module.__dict__.get("forward")) for module in modules]
-    try:
-        for index, (module, _) in enumerate(own):
-            module.forward = make(index)
-        yield
-    finally:
-        for module, forward in own:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
 
 
 @contextmanager

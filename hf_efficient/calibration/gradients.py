@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_efficient.calibration.blocks import replaced_forwards, weight_of, without_cache
-from hf_efficient.observers.hooks import watching_outputs
+from hf_efficient.calibration.blocks import weight_of, without_cache
+from hf_efficient.observers.hooks import replaced_forwards, watching_outputs
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Compresses a loaded model block by block, each block with the inputs that the compressed blocks before it give."""
+"""Compresses a loaded model block by block, each block on the outputs of the compressed blocks before it."""
 
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import contextmanager

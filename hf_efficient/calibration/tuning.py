@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import logging
 
-from hf_efficient.calibration.blocks import Block, replaced_forwards, weight_of
+from hf_efficient.calibration.blocks import Block, weight_of
+from hf_efficient.observers.hooks import replaced_forwards
 
 
 logger = logging.get_logger(__name__)

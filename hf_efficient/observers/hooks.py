@@ -1,6 +1,6 @@
-"""Hooks that watch modules while a model runs, and are removed afterwards."""
+"""Watches modules while a model runs, or replaces what they compute; everything is undone afterwards."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -37,3 +37,19 @@ def watching_outputs(modules: Mapping[Any, nn.Module], see: Callable[[Any, tuple
         for key, module in modules.items():
             stack.callback(module.register_forward_hook(hook(key), with_kwargs=True).remove)
         yield
+
+
+@contextmanager
+def replaced_forwards(modules: Iterable[nn.Module], make: Callable[[int], Callable]) -> Iterator[None]:
+    """Inside, the i-th module has `make(i)` as its forward; its attributes, hooks and class stay."""
+    own = [(module, module.__dict__.get("forward")) for module in modules]
+    try:
+        for index, (module, _) in enumerate(own):
+            module.forward = make(index)
+        yield
+    finally:
+        for module, forward in own:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward

@@ -6,11 +6,12 @@ from helpers import TINY_MODELS, tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.calibration.blocks import Block, replaced_forwards
+from hf_efficient.calibration.blocks import Block
 from hf_efficient.calibration.collect import collect
 from hf_efficient.calibration.model_chains import BlockwiseModel
 from hf_efficient.calibration.tuning import mean_loss, quantized_forward
 from hf_efficient.configs import WeightOnlyConfig
+from hf_efficient.observers.hooks import replaced_forwards
 
 
 SMALL = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)

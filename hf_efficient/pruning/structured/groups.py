@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_efficient.observers.hooks import replaced_forwards
+
 
 _PROBES = 4  # at most; a neuron whose ReLU is 0 for all tokens of one probe is found in another
 
@@ -95,28 +97,21 @@ def _probe(linears: dict[str, nn.Module], run: Callable[[], object], seed: int) 
     """Reader -> producer -> bool [channels of the reader, rows of the producer], for readers whose channels depend on
     some rows only."""
     generator = torch.Generator().manual_seed(seed)
-    inputs, leaves, names = {}, {}, {id(module): name for name, module in linears.items()}
+    inputs, leaves, names = {}, {}, list(linears)
 
-    def stand_in(module):
+    def stand_in(index: int):
+        module = linears[names[index]]
+        width = module.nf if isinstance(module, Conv1D) else module.out_features
+
         def forward(x, *args):
-            width = module.nf if isinstance(module, Conv1D) else module.out_features
             leaf = torch.randn(*x.shape[:-1], width, generator=generator).to(x.device, x.dtype).requires_grad_()
-            inputs[names[id(module)]], leaves[names[id(module)]] = x, leaf
+            inputs[names[index]], leaves[names[index]] = x, leaf
             return leaf
 
         return forward
 
-    own = {module: module.__dict__.get("forward") for module in linears.values()}
-    try:
-        for module in own:
-            module.forward = stand_in(module)
-        with torch.enable_grad():
-            run()
-    finally:
-        for module, forward in own.items():
-            del module.forward
-            if forward is not None:
-                module.forward = forward
+    with replaced_forwards(linears.values(), stand_in), torch.enable_grad():
+        run()
     patterns = {}
     for reader, x in inputs.items():
         earlier = [name for name in leaves if name != reader]
