@@ -24,7 +24,11 @@ class Inside:
     releases: str = ">=5.23,<6"
 
 
-INSIDES: tuple[Inside, ...] = ()
+INSIDES: tuple[Inside, ...] = (
+    Inside("transformers.modeling_utils:PreTrainedModel._from_config", "integrations/transformers_compat.py"),
+    Inside("transformers.configuration_utils:PreTrainedConfig._attn_implementation", "integrations/transformers_compat.py"),
+    Inside("transformers.integrations.moe:_default_apply_gate", "integrations/transformers_compat.py"),
+)
 
 
 def find(inside: Inside) -> object:
@@ -34,3 +38,18 @@ def find(inside: Inside) -> object:
     for name in filter(None, attributes.split(".")):
         found = getattr(found, name)
     return found
+
+
+def model_from_config(kind: type, config, **options):
+    """A new model of class `kind` (a `PreTrainedModel`) for `config`. options: `dtype`, for example."""
+    return kind._from_config(config, **options)
+
+
+def copy_attention(source, target) -> None:
+    """Lets the config `target` name the same attention implementation as the config `source`."""
+    target._attn_implementation = source._attn_implementation
+
+
+def expert_activation(experts, projected):
+    """What the activation of a fused experts module makes of the output [..., N] of its up projection."""
+    return experts._apply_gate(projected) if experts.has_gate else experts.act_fn(projected)

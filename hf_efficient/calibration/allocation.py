@@ -1,5 +1,5 @@
-"""How much sparsity each block gets, where not all are to get the same (OWL, https://arxiv.org/abs/2310.05175): less where
-more of the weights are outliers by Wanda's score."""
+"""OWL (https://arxiv.org/abs/2310.05175): a block gets less sparsity the more of its weights are outliers by Wanda's
+score."""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from hf_efficient.calibration.blocks import weight_of, without_cache
+from hf_efficient.observers.hooks import watching_inputs
 
 
-OUTLIER = 5.0  # times the mean of a linear's scores |w| |x|
-SPAN = 0.08  # how far a block's sparsity may lie from the one asked for
+OUTLIER = 5.0  # a score |w| |x| of at least so many times the mean of its linear is an outlier
+SPAN = 0.08  # largest difference between the sparsity of a block and the mean
 
 
 @torch.no_grad()
@@ -21,15 +22,16 @@ def choose_sparsity(
     blocks: Iterable[nn.Module],
     span: float = SPAN,
 ) -> dict[str, float]:
-    """The sparsity of each of the linears in `sparsity` (full name -> fraction of zeros meant on average): the same for all of
-    a block, so that about as many weights are kept together as with those given.
+    """The sparsity of each linear: the same for all of a block, and about as many weights kept in total as asked for.
 
-    One forward pass of the dense model over `tokens` int64 [windows, length], where its weights are, keeps a vector a linear.
-    Linears outside `blocks`, or that no token reached, keep theirs.
+    One forward pass of the dense model over the tokens, where its weights are, keeps a vector per linear.
 
     Args:
+        sparsity: full name of a linear -> fraction of zeros on average. Linears outside `blocks`, and those that no
+            token reached, keep theirs.
+        tokens: int64 [windows, length].
         blocks: modules that hold the linears.
-        span: no block's sparsity is further from the mean than this, nor outside [0, 1).
+        span: largest difference between the sparsity of a block and the mean; it also stays in [0, 1).
     """
     groups = _groups(model, sparsity, blocks)
     squares = _squared_inputs(model, [name for names in groups for name in names], tokens)
@@ -62,21 +64,12 @@ def _squared_inputs(model: nn.Module, names: list[str], tokens: torch.Tensor) ->
     """Sums over rows of squared inputs, float32 [K], of the linears that the tokens reach."""
     squares: dict[str, torch.Tensor] = {}
 
-    def record(name: str):
-        def hook(module, args):
-            found = args[0].float().square().flatten(0, -2).sum(0)
-            squares[name] = squares[name] + found if name in squares else found
+    def add(name: str, x: torch.Tensor) -> None:
+        squares[name] = squares.get(name, 0) + x.float().square().flatten(0, -2).sum(0)
 
-        return hook
-
-    hooks = [model.get_submodule(name).register_forward_pre_hook(record(name)) for name in names]
-    try:
-        with without_cache(model):
-            for window in tokens.to(model.get_input_embeddings().weight.device):
-                model(input_ids=window[None])
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with watching_inputs({name: model.get_submodule(name) for name in names}, add), without_cache(model):
+        for window in tokens.to(model.get_input_embeddings().weight.device):
+            model(input_ids=window[None])
     return squares
 
 

@@ -1,49 +1,44 @@
 """AWQ (https://arxiv.org/abs/2306.00978): weights that meet large inputs are scaled up before rounding.
 
-For the linears that read one tensor a scale s [K] is searched: s = a^alpha and s = a^alpha / m^(1 - alpha) for alpha on a
-grid, a the mean |x| of a channel and m the mean over rows of |w| relative to the largest of its group. The loss is the error
-of the outputs on the calibration rows X under rounding to nearest,
-|X (W - Q(W s) / s)^T|^2 = tr((W - Q(W s) / s) H (W - Q(W s) / s)^T) with H = X^T X, so no forward is needed. s = 1 is on the
-grid. The scale is folded into what produces the tensor where that is exact, else kept as an input scale."""
+For the linears that read one tensor a scale s [K] is searched: s = a^alpha and s = a^alpha / m^(1 - alpha) for alpha on
+a grid, where a is the mean |x| of a channel and m the mean over rows of |w| relative to the largest of its group. The
+loss is the error of the outputs on the calibration rows X under rounding to nearest, |X (W - Q(W s) / s)^T|^2 = tr((W -
+Q(W s) / s) H (W - Q(W s) / s)^T) with H = X^T X, so no forward is needed. s = 1 is on the grid. The scale is folded
+into what produces the tensor where that is exact, otherwise kept as an input scale."""
 
 import torch
 
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.folding import Folding, Producer, centred
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods._grid import covering_grid, group_width, grouped
+from hf_efficient.methods._affine_grid import covering_grid, group_width, grouped
 from hf_efficient.methods.awq import rounded
 
 
 ALPHAS = [step / 20 for step in range(20)]
-_ELEMENTS_AT_ONCE = 1 << 20  # bounds the float32 copies of rows
+_ELEMENTS_AT_ONCE = 1 << 20  # weights at a time: bounds the float32 copies of rows
 
 
 @torch.no_grad()
 def transform(block, method: str = "awq") -> None:
-    """Scales the inputs of those linears of a `Block` whose scheme has the method `method` and whose format is affine; what
-    the block computes stays. Needs statistics with a hessian. Other linears that read the same tensor are scaled along."""
-    chosen = [name for name in block.linears if block.schemes[name].method == method]
-    chosen = [name for name in chosen if isinstance(block.formats[name], AffineFormat)]
+    """Scales the inputs of the linears of a `Block` that have this method and an affine format, and of other linears
+    that read the same tensor. What the block computes stays. Needs statistics with a hessian."""
+    formats, linears = block.formats, block.linears
+    chosen = {n for n in linears if block.schemes[n].method == method and isinstance(formats[n], AffineFormat)}
     if not chosen:
         return
-    folding = Folding(block)
-    for names in folding.sites():
-        own = [name for name in names if name in chosen]
-        if not own:
-            continue
-        weights = [weight_of(block.linears[name]) for name in own]
-        producer = folding.producer(names)
-        formats, inputs = [block.formats[name] for name in own], block.statistics[names[0]]
-        scale = search_scale(weights, formats, inputs, producer)
-        if not torch.all(scale == 1):
-            folding.apply(names, producer, scale)
+
+    def search(names: list[str], producer: Producer | None) -> torch.Tensor:
+        weights = [weight_of(linears[name]) for name in names]
+        return search_scale(weights, [formats[name] for name in names], block.statistics[names[0]], producer)
+
+    Folding(block).scale_inputs(chosen, search)
 
 
 def search_scale(
     weights: list[torch.Tensor], formats: list[AffineFormat], inputs, producer: Producer | None = None
 ) -> torch.Tensor:
-    """The best s, float32 [K], of geometric middle 1.
+    """The best s, float32 [K], whose largest and smallest value have the geometric mean 1.
 
     Args:
         weights: [N_i, K] each, of linears that read the same rows.
@@ -51,9 +46,8 @@ def search_scale(
         inputs: `LinearInputs` of those rows.
         producer: channels that share a row of it share a scale.
     """
-    candidates = list(candidate_scales(weights, formats, inputs, producer))
-    losses = [output_error(weights, formats, inputs.hessian, scale) for scale in candidates]
-    return candidates[min(range(len(losses)), key=losses.__getitem__)]
+    candidates = candidate_scales(weights, formats, inputs, producer)
+    return min(candidates, key=lambda scale: output_error(weights, formats, inputs.hessian, scale))
 
 
 def candidate_scales(weights, formats, inputs, producer: Producer | None = None):

@@ -1,12 +1,11 @@
 """A model as chains of blocks that can be run one at a time, with the arguments that its own forward gives them.
 
-A chain is a list of modules (`nn.ModuleList`, `nn.Sequential`) that the model calls once each, one after another, each on
-the hidden states that the one before gave. What the model does around them (embeddings, masks, rotary tables, the step
-from an encoder to a decoder) is never reimplemented: the model's own forward runs, with stand-ins in place of the blocks
-that note their arguments and hand the hidden states on.
-"""
+A chain is a list of modules (`nn.ModuleList`, `nn.Sequential`) that the model calls once each, in order, each on the
+hidden states that the one before returned. What the model does around them (embeddings, masks, rotary tables, the step
+from an encoder to a decoder) is never reimplemented. The model's own forward runs, with stand-ins in place of the
+blocks: they record their arguments and pass the hidden states on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,23 +14,25 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_efficient.observers.hooks import replaced_forwards
 from hf_efficient.observers.linear_inputs import LinearInputs
 
 
 @dataclass(frozen=True)
 class Produced:
-    """Stands in recorded arguments for what an earlier block of the chain gives: element `element` of its output."""
+    """In recorded arguments, stands for element `element` of the output of block `block`; (-1, 0) is the chain's
+    input."""
 
     block: int
     element: int
 
 
 class _LastBlockReached(Exception):
-    pass
+    """Ends the model's forward: nothing behind the last block is recorded."""
 
 
 def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """`value` with `fn` applied to everything in it that is no list, tuple or dict."""
+    """`value` with `fn` applied to its leaves: everything in it that is no list, tuple or dict."""
     if isinstance(value, (list, tuple)):
         parts = [_map(part, fn) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -41,25 +42,25 @@ def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> list:
-    """Everything in `value` that is no list, tuple or dict."""
+    """The leaves of `value`: everything in it that is no list, tuple or dict."""
     found = []
     _map(value, found.append)
     return found
 
 
 def hidden_argument(args: tuple, kwargs: dict) -> torch.Tensor | None:
-    """The hidden states among the arguments of a block: the first argument, or the one of that name."""
+    """The hidden states among the arguments of a block: the first one, or `hidden_states`."""
     hidden = args[0] if args else kwargs.get("hidden_states")
     return hidden if isinstance(hidden, torch.Tensor) else None
 
 
 def first_tensor(output: Any) -> torch.Tensor:
-    """The hidden states in what a module gives: a tensor, or the first of a tuple or of a ModelOutput."""
+    """The hidden states in the output of a module: a tensor, or the first one of a tuple or ModelOutput."""
     return output if isinstance(output, torch.Tensor) else next(t for t in outputs_of(output) if t is not None)
 
 
 def outputs_of(output: Any) -> tuple:
-    """The elements of what a block gives, the hidden states first."""
+    """The elements of the output of a block, the hidden states first."""
     return output if isinstance(output, tuple) else (output,) if isinstance(output, torch.Tensor) else output.to_tuple()
 
 
@@ -69,24 +70,8 @@ def weight_of(module: nn.Module) -> torch.Tensor:
 
 
 @contextmanager
-def replaced_forwards(modules: Iterable[nn.Module], make: Callable[[int], Callable]):
-    """Gives the i-th module `make(i)` as its forward; attributes, hooks and the class stay."""
-    own = [(module, module.__dict__.get("forward")) for module in modules]
-    try:
-        for index, (module, _) in enumerate(own):
-            module.forward = make(index)
-        yield
-    finally:
-        for module, forward in own:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
-
-
-@contextmanager
 def without_cache(model: nn.Module):
-    """`use_cache=False` in every config of the model: a cache would be filled by each run of a block."""
+    """Inside, every config of the model has `use_cache=False`: each run of a block would fill a cache."""
     configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
     before = [(config, config.use_cache) for config in configs.values() if getattr(config, "use_cache", None)]
     try:
@@ -98,8 +83,8 @@ def without_cache(model: nn.Module):
             config.use_cache = value
 
 
-class _Kept:
-    """CPU copies of argument tensors, one for all blocks and batches that get the same."""
+class _ArgumentStore:
+    """CPU copies of argument tensors; blocks and batches that get equal tensors share one copy."""
 
     def __init__(self):
         self._by_form: dict[tuple, list[torch.Tensor]] = {}
@@ -112,7 +97,7 @@ class _Kept:
         if id(tensor) not in self._by_id:
             copy, known = tensor.detach().cpu(), self._by_form.setdefault((tensor.shape, tensor.dtype), [])
             same = next((other for other in known if torch.equal(other, copy)), None)
-            if same is None and len(known) < 4:  # what differs from batch to batch is not searched for
+            if same is None and len(known) < 4:  # more differ from batch to batch: not worth comparing
                 known.append(copy)
             self._by_id[id(tensor)] = tensor, copy if same is None else same
         return self._by_id[id(tensor)][1]
@@ -120,33 +105,38 @@ class _Kept:
 
 @dataclass
 class Chain:
-    """Blocks in the order they are called, and what recording and running them has left.
+    """Blocks in the order they are called, and what recording and running them has produced.
 
-    names, modules: of the blocks.
-    forms: for each block, which elements its output has: None for a tensor, else for each element of the tuple whether
-        there is one.
-    linears: full names of the modules of interest in each block, in the order they are called.
+    Attributes:
+        names, modules: full names of the blocks, and the blocks.
+        forms: the output of each block: None for a tensor, for a tuple whether each element is there (not None).
+        linears: for each block the full names of its modules to compress, in the order they are called.
+        arguments: [batch][block] -> (args, kwargs), hidden states replaced by `Produced`.
+        carried: [batch] -> outputs that later blocks ask for.
+        outputs: [batch] -> hidden states after the last block, once it has run.
     """
 
     names: list[str]
     modules: list[nn.Module]
     forms: list[tuple[bool, ...] | None]
     linears: list[list[str]]
-    arguments: list[list[tuple[tuple, dict]]] = field(default_factory=list)  # [batch][block], hidden states marked
-    carried: list[dict[Produced, torch.Tensor]] = field(default_factory=list)  # [batch], what later blocks ask for
-    outputs: list[torch.Tensor] | None = None  # hidden states after the last block, once it has been run
+    arguments: list[list[tuple[tuple, dict]]] = field(default_factory=list)
+    carried: list[dict[Produced, torch.Tensor]] = field(default_factory=list)
+    outputs: list[torch.Tensor] | None = None
 
     def record(self, run: Callable[[int], Any], batches: int) -> list[torch.Tensor]:
-        """Calls `run(batch)`, the model's forward, for each batch and keeps what it gives to the blocks.
+        """Calls `run(batch)`, the model's forward, for each batch and keeps the arguments that it gives to the blocks.
 
         Returns:
             the hidden states into the first block, one tensor a batch, on the CPU.
         """
-        kept, inputs, self.arguments, self.outputs = _Kept(), [], [], None
+        kept, inputs, self.arguments, self.outputs = _ArgumentStore(), [], [], None
         for batch in range(batches):
             kept.next_batch()
             recorded: list[tuple[tuple, dict]] = []
-            produced: dict[int, tuple[Produced, Any]] = {}  # id -> (what it stands for, the object, which keeps its id)
+            produced: dict[
+                int, tuple[Produced, Any]
+            ] = {}  # by id; the object is kept alive so that its id stays its own
 
             def stand_in(index, recorded=recorded, produced=produced):
                 def forward(*args, **kwargs):
@@ -192,7 +182,7 @@ class Chain:
 
     @contextmanager
     def replayed(self, batch: int):
-        """The model's forward inside takes the outputs of this chain instead of running its blocks."""
+        """Inside, the model's forward takes the outputs of this chain instead of running its blocks."""
 
         def stand_in(index):
             def forward(*args, **kwargs):
@@ -207,7 +197,7 @@ class Chain:
             yield
 
     def call(self, index: int, batch: int, hidden: torch.Tensor) -> Any:
-        """What block `index` gives for `hidden`, with the other arguments recorded for that batch."""
+        """The output of block `index` for `hidden`, with the other arguments recorded for that batch."""
         module = self.modules[index]
         device = next((p.device for p in module.parameters()), hidden.device)
 
@@ -221,7 +211,7 @@ class Chain:
         return module(*args, **kwargs)
 
     def advance(self, index: int, batch: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states after block `index`, on the CPU; also keeps what later blocks take from this one."""
+        """The hidden states after block `index`, on the CPU; keeps the outputs that later blocks read in `carried`."""
         output = self.call(index, batch, hidden)
         carried = self.carried[batch]
         if index == 0:
@@ -234,24 +224,30 @@ class Chain:
         self.carried[batch] = {key: value for key, value in carried.items() if key in wanted}
         return first_tensor(output).detach().cpu()
 
+    def advance_all(self, index: int, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
+        """`advance` of every batch."""
+        return [self.advance(index, batch, states) for batch, states in enumerate(hidden)]
+
     def release(self) -> None:
-        """Forgets arguments and carried tensors; the outputs stay for the chains after this one."""
+        """Frees arguments and carried tensors; the outputs stay for the chains after this one."""
         self.arguments, self.carried = [], []
 
 
 @dataclass
 class Block:
-    """One block at its turn: what transforms, methods and refinement work on.
+    """The block that is being compressed: what transforms, methods and refinement work on.
 
-    name: of the module in the model.
-    linears: full name -> nn.Linear or Conv1D to be quantized, in the order they are called.
-    experts: full name -> module of fused experts (see `hf_efficient.experts`) to be quantized.
-    inputs: hidden states [B, T, H] into the block, one tensor a batch, on the CPU; they come from quantized blocks.
-    schemes, formats: the names of `linears` and `experts` -> config and Format.
-    statistics: name of a linear -> LinearInputs (linears that one tensor feeds share one object); name of an expert weight
-        (`...experts.down_proj`) -> a list of them, one an expert.
-    transforms: name of a linear -> the tensors of its `TransformedFormat`, where a transform has set one.
-    tensors: the names of `formats` (of an expert weight those of `statistics`) -> canonical tensors, once quantized.
+    Attributes:
+        name, module: full name of the block, and the block.
+        linears: full name -> nn.Linear or Conv1D to compress, in the order they are called.
+        experts: full name -> module of fused experts (see `hf_efficient.experts`) to compress.
+        chain, index: the chain that the block is part of, and its number in it.
+        inputs: [batch] -> hidden states [B, T, H] into the block, on the CPU; they come from compressed blocks.
+        schemes, formats: name in `linears` or `experts` -> config and Format.
+        statistics: name of a linear -> LinearInputs (linears that read one tensor share the object). Name of an expert
+            weight (`...experts.down_proj`) -> a list, one LinearInputs an expert.
+        transforms: name of a linear -> the tensors of its `TransformedFormat`, where a transform set one.
+        tensors: name of a linear or of an expert weight -> canonical tensors, once they are chosen.
     """
 
     name: str
@@ -268,7 +264,7 @@ class Block:
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def run(self, batch_index: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """The hidden states [B, T, H] that the block gives, on its device, for `hidden` or else for its inputs of that
-        batch; the other arguments are those the model gave. Records gradients where they are enabled."""
+        """The hidden states [B, T, H] after the block, on its device. hidden: into the block; by default its inputs of
+        that batch. The other arguments are those that the model gave. Records gradients where they are enabled."""
         hidden = self.inputs[batch_index] if hidden is None else hidden
         return first_tensor(self.chain.call(self.index, batch_index, hidden))

@@ -1,23 +1,25 @@
-"""Statistics of what the linear layers of a block are fed, taken by hooks while the block runs."""
+"""Statistics of the inputs of the linear layers of a block, collected by hooks while the block runs."""
 
 import logging
 import re
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
 from torch import nn
 
 from hf_efficient.experts import expert_weight_names
+from hf_efficient.integrations.transformers_compat import expert_activation
+from hf_efficient.observers.hooks import watching_inputs
 from hf_efficient.observers.linear_inputs import LinearInputs
 
 
 logger = logging.getLogger(__name__)
 
 
-class _AllSeen(Exception):
-    pass
+class _LastLinearReached(Exception):
+    """Ends a batch early: nothing behind its last linear is observed."""
 
 
 @torch.no_grad()
@@ -27,32 +29,28 @@ def collect(
     linears: dict[str, nn.Module],
     experts: dict[str, nn.Module] | None = None,
     hessian: bool = True,
-    others: dict[str, LinearInputs] | None = None,
 ) -> dict[str, LinearInputs | list[LinearInputs]]:
     """Calls `run(batch)` for every batch and observes the inputs of modules.
 
     Args:
         run: computes what the modules are part of.
-        linears: full name -> linear. Those that the very same tensor object feeds share one `LinearInputs`.
-        experts: full name -> fused experts. Each of their weights gets a list, one `LinearInputs` an expert: of the rows
-            routed to it for the first, of what it computed from them for the second.
+        linears: full name -> linear. Linears that read the very same tensor object share one `LinearInputs`.
+        experts: full name -> fused experts. Each of their two weights gets a list, one `LinearInputs` an expert: of the
+            rows routed to it for the first weight, of what it computed from them for the second.
         hessian: whether to accumulate hessians.
-        others: statistics that linears nobody reached may fall back to.
 
     Returns:
-        full name -> statistics, in the order of the first calls; an expert that no row reached has those of all the other
+        full name -> statistics, in the order of the first calls. An expert that no row reached gets those of all other
         experts of its layer, and a warning names it.
 
     Raises:
         ValueError: NaN or infinity in an input, or a linear that was not reached and is no expert; names the layer.
     """
-    observer = _Observer(linears, hessian)
+    observer, experts = _Observer(linears, hessian), experts or {}
     statistics: dict[str, LinearInputs | list[LinearInputs]] = observer.statistics
     with ExitStack() as stack:
-        for name, module in linears.items():
-            hook = module.register_forward_pre_hook(lambda _, args, name=name: observer.see(name, args[0]))
-            stack.callback(hook.remove)
-        for name, module in (experts or {}).items():
+        stack.enter_context(watching_inputs(linears, observer.see))
+        for name, module in experts.items():
             up, down = (f"{name}.{weight}" for weight in expert_weight_names(module))
             statistics[up] = _per_expert(up, module, 0, hessian)
             statistics[down] = _per_expert(down, module, 1, hessian)
@@ -67,23 +65,22 @@ def collect(
             observer.begin(stop_at_last=batch > 0 and not experts)
             try:
                 run(batch)
-            except _AllSeen:
+            except _LastLinearReached:
                 pass
-    for name in experts or {}:
-        for weight in expert_weight_names(experts[name]):
-            _fill_unreached_experts(f"{name}.{weight}", statistics[f"{name}.{weight}"])
-    _fill_unreached_linears(linears, statistics, {**(others or {}), **statistics})
+    for name in [name for name, inputs in statistics.items() if isinstance(inputs, list)]:
+        _fill_unreached_experts(name, statistics[name])
+    _fill_unreached_linears([name for name in linears if name not in statistics], statistics)
     return statistics
 
 
 class _Observer:
-    """What the hooks of linears share: which were fed by one tensor, and which comes last."""
+    """What the hooks of linears share: which linears read one tensor, and which linear is called last."""
 
     def __init__(self, linears: dict[str, nn.Module], hessian: bool):
         self.linears, self.hessian = linears, hessian
         self.statistics: dict[str, LinearInputs] = {}
         self._leader: dict[str, str] = {}  # name -> the linear whose hook counts the rows
-        self._fed: dict[str, weakref.ref] = {}  # leader -> its input in this batch
+        self._inputs: dict[str, weakref.ref] = {}  # leader -> its input in this batch
         self._called: set[str] = set()
         self._called_again = False
         self._stop_at: str | None = None
@@ -95,7 +92,7 @@ class _Observer:
             self._is_first = False
             if len(self._called) == len(self.linears):
                 self._last = next(reversed(self.statistics), None)
-        self._fed.clear()
+        self._inputs.clear()
         self._called.clear()
         self._stop_at = self._last if stop_at_last and not self._called_again else None
 
@@ -104,19 +101,19 @@ class _Observer:
         self._called.add(name)
         leader = self._leader.get(name)
         if leader is None:
-            leader = next((other for other, tensor in self._fed.items() if tensor() is x), name)
+            leader = next((other for other, tensor in self._inputs.items() if tensor() is x), name)
             self._leader[name] = leader
             if leader == name:
                 self.statistics[name] = LinearInputs(x.shape[-1], self.hessian, name, x.device)
             else:
                 self.statistics[name] = self.statistics[leader]
         if leader == name:
-            self._fed[name] = weakref.ref(x)
+            self._inputs[name] = weakref.ref(x)
             self.statistics[name].update(x)
-        elif self._fed.get(leader, lambda: None)() is not x:
+        elif self._inputs.get(leader, lambda: None)() is not x:
             raise RuntimeError(f"{name} and {leader} were fed by one tensor at first, and by two later")
         if name == self._stop_at:
-            raise _AllSeen
+            raise _LastLinearReached
 
 
 def _per_expert(name: str, module: nn.Module, index: int, hessian: bool) -> list[LinearInputs]:
@@ -126,20 +123,20 @@ def _per_expert(name: str, module: nn.Module, index: int, hessian: bool) -> list
 
 
 def _see_experts(module: nn.Module, arguments: list, up: list[LinearInputs], down: list[LinearInputs]) -> None:
-    """arguments: hidden states [..., H], the experts chosen int [..., k], what else the module's forward takes."""
+    """arguments: hidden states [..., H], chosen experts int [..., k], and whatever else the module's forward takes."""
     hidden, chosen = arguments[0].reshape(-1, up[0].in_features), arguments[1]
     chosen = chosen.reshape(len(hidden), -1)
     name = expert_weight_names(module)[0]
     weight, bias = getattr(module, name), getattr(module, name + "_bias", None)
     for expert in chosen.unique().tolist():
         if not 0 <= expert < len(up):
-            continue  # where experts are spread over devices, this stands for one that is elsewhere
+            continue  # under expert parallelism, other numbers stand for experts on other devices
         rows = hidden[(chosen == expert).any(1)]
         up[expert].update(rows)
         projected = rows @ (weight[expert] if module.is_transposed else weight[expert].t())
         if bias is not None:
             projected = projected + bias[expert]
-        down[expert].update(module._apply_gate(projected) if module.has_gate else module.act_fn(projected))
+        down[expert].update(expert_activation(module, projected))
 
 
 def _fill_unreached_experts(name: str, statistics: list[LinearInputs]) -> None:
@@ -152,24 +149,25 @@ def _fill_unreached_experts(name: str, statistics: list[LinearInputs]) -> None:
     _warn([f"{name}[{expert}]" for expert in unreached])
 
 
-def _fill_unreached_linears(names: Collection[str], statistics: dict, known: dict) -> None:
-    """An expert that is a module of its own: others of its layer have the same name but for the number."""
+def _fill_unreached_linears(unreached: list[str], statistics: dict) -> None:
+    """Gives linears of experts (modules of their own, whose names differ only in one number) those of their
+    siblings."""
     merged: dict[tuple, LinearInputs] = {}
-    unreached = [name for name in names if name not in statistics]
+    reached = dict(statistics)
     for name in unreached:
         alike = re.compile(r"\.".join(r"(\d+)" if part.isdigit() else re.escape(part) for part in name.split(".")))
         numbers = alike.fullmatch(name).groups()
         siblings = {
             id(inputs): inputs
-            for other, inputs in known.items()
+            for other, inputs in reached.items()
             if (match := alike.fullmatch(other)) and sum(a != b for a, b in zip(numbers, match.groups())) == 1
         }
         if not siblings:
             raise ValueError(
-                f"the calibration data never reaches {name}: exclude it with modules_to_not_convert, or give it a method "
-                "that needs no data in overrides"
+                f"the calibration data never reaches {name}: exclude it with modules_to_not_convert, or give it a "
+                "method that needs no data in overrides"
             )
-        key = (numbers, *siblings)  # what one tensor feeds in the others shares its statistics here, too
+        key = (numbers, *siblings)  # linears that share an input in the siblings share one here too
         if key not in merged:
             merged[key] = _merged(name, list(siblings.values()))
         statistics[name] = merged[key]

@@ -1,4 +1,4 @@
-"""Trains the predictors of contextual sparsity, one block at a time, each on what the sparse blocks before it give."""
+"""Trains the predictors of contextual sparsity block by block, each on the outputs of the sparse blocks before it."""
 
 import torch
 from torch import nn
@@ -7,14 +7,16 @@ from transformers.utils import logging
 from hf_efficient.calibration.data import model_inputs
 from hf_efficient.calibration.model_chains import BlockwiseModel
 from hf_efficient.configs.calibration import CalibrationConfig
+from hf_efficient.configs.checks import check, is_integer, is_number
+from hf_efficient.observers.hooks import watching_inputs, watching_outputs
 from hf_efficient.pruning.contextual.layer import MOST_ROWS, Place, every_row, find_places, put
 from hf_efficient.pruning.contextual.predictor import Predictor, threshold_of_recall, threshold_of_share
 from hf_efficient.pruning.contextual.saved import ContextualSparsity
 
 
 logger = logging.get_logger(__name__)
-_ROWS, _ROWS_PER_COLUMN = 8192, 4  # inputs of a layer that are kept: as many, or so many for each of its columns
-_MEASURED = 2048  # of them, not trained on: for the threshold
+_ROWS, _ROWS_PER_COLUMN = 8192, 4  # rows of a layer's inputs to keep: the larger of the first and the second per column
+_MEASURED = 2048  # rows that set the threshold and are not trained on
 
 
 @torch.no_grad()
@@ -27,26 +29,28 @@ def sparsify_context(
     recall: float | None = None,
     rank: int = 0,
 ) -> ContextualSparsity:
-    """Gives the feed-forward layers of `model`, in place, predictors of the neurons a token calls for. From then on forwards of
-    few rows, as decoding has, compute only those; prompts are computed whole (Liu et al. 2023, "Deja Vu").
+    """Gives the feed-forward layers of `model`, in place, predictors of the neurons that a token needs. From then on
+    forwards of few rows, as in decoding, compute only those neurons; prompts are computed whole (Liu et al. 2023, "Deja
+    Vu", https://arxiv.org/abs/2310.17157).
 
     Args:
-        model: a transformers model in memory whose feed-forward layers are made of `nn.Linear` (gate, up and down, or two),
-            with ReLU, squared ReLU, SiLU or GELU.
-        calibration: text, or its arguments; at least 4 rows of text for every column of the hidden states are best. Computed
+        model: a transformers model in memory whose feed-forward layers are made of `nn.Linear` (gate, up and down, or
+            two), with ReLU, squared ReLU, SiLU or GELU.
+        calibration: text, or its arguments; best at least 4 tokens for every column of the hidden states. Computed
             where the model is: `device` and `checkpoint_dir` are refused.
         tokenizer: for that text, unless it is tokens.
         keep: share of the neurons to compute, 0 < keep < 1, in every layer, on average over tokens; 0.5 by default.
-        recall: instead, the share of the squared contributions to be computed, 0 < recall <= 1: each layer keeps what it needs.
-        rank: of the predictors; 0 has none: gates are computed whole and decide, rows of up and down are skipped (see
-            `hf_efficient.pruning.contextual.predictor`).
+        recall: instead of `keep`, 0 < recall <= 1: the share of the squared contributions to compute; each layer keeps
+            the neurons it needs for that.
+        rank: of the predictors, at least 0. With 0 there are none: gates are computed whole and decide, rows of up and
+            down are skipped (see `hf_efficient.pruning.contextual.predictor`).
 
     Returns:
-        what was trained, to be saved, and the shares that were kept of each layer.
+        the predictors, to be saved, and the shares that were kept of each layer.
 
     Raises:
-        ValueError: a value that is not allowed, a model without such layers, with compressed ones or with layers the text does
-            not reach or that give something else than these linears; the model is then as before.
+        ValueError: a value that is not allowed; a model without such layers, with compressed ones, or with layers that
+            the text does not reach or that compute something else than these linears. The model is then as before.
     """
     config = CalibrationConfig(**calibration) if isinstance(calibration, dict) else calibration
     options = _checked(config, keep, recall, rank)
@@ -69,22 +73,18 @@ def sparsify_context(
 
 
 def _checked(config, keep, recall, rank) -> dict:
-    if not isinstance(config, CalibrationConfig) or config.source is None:
-        raise ValueError(
-            f"calibration={config!r} is not supported: give a CalibrationConfig with text, or a dict of one"
-        )
+    has_text = isinstance(config, CalibrationConfig) and config.source is not None
+    check(has_text, "calibration", config, "a CalibrationConfig with text, or a dict of one")
     if config.device or config.checkpoint_dir:
         raise ValueError("calibration: device and checkpoint_dir are not supported here: it runs where the model is")
     if keep is not None and recall is not None:
         raise ValueError("keep and recall are given: allowed is one of them")
     if recall is None:
         keep = 0.5 if keep is None else keep
-        if not isinstance(keep, (int, float)) or not 0 < keep < 1:
-            raise ValueError(f"keep={keep!r} is not supported: it must be between 0 and 1, both excluded")
-    elif not isinstance(recall, (int, float)) or not 0 < recall <= 1:
-        raise ValueError(f"recall={recall!r} is not supported: it must be more than 0 and at most 1")
-    if type(rank) is not int or rank < 0:
-        raise ValueError(f"rank={rank!r} is not supported: it must be an integer of at least 0")
+        check(is_number(keep) and 0 < keep < 1, "keep", keep, "between 0 and 1, both excluded")
+    else:
+        check(is_number(recall) and 0 < recall <= 1, "recall", recall, "more than 0 and at most 1")
+    check(is_integer(rank, 0), "rank", rank, "an integer of at least 0")
     return {"keep": keep, "recall": recall, "rank": rank}
 
 
@@ -95,6 +95,8 @@ def _modules_of(place: Place) -> list[str]:
 
 
 class _Training:
+    """Trains the predictors of all layers `places` of a model and puts them in place."""
+
     def __init__(self, model, places: list[Place], config: CalibrationConfig, tokenizer, options: dict):
         self.model, self.options = model, options
         self.places = {place.name: place for place in places}
@@ -107,63 +109,54 @@ class _Training:
         self.result = ContextualSparsity.of(model, options)
 
     def run(self) -> ContextualSparsity:
-        chains = self.followed.chains
         with logging.tqdm(total=len(self.places), unit="layer") as self.bar:
-            for chain in chains:
+            for chain in self.followed.chains:
                 hidden = self.followed.record(chain)
                 for index, names in enumerate(chain.linears):
-                    hidden = self._block(chain, index, names, hidden)
+                    observed = self._observe(chain, index, names, hidden)
+                    for name in names:
+                        self.bar.set_description(name)
+                        self._train(self.places[name], *observed[name])
+                        self.bar.update()
+                    with every_row(chain.modules[index]):
+                        hidden = chain.advance_all(index, hidden)
                 chain.outputs = hidden
                 chain.release()
         return self.result
 
-    def _block(self, chain, index: int, names: list[str], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
-        seen = self._watch(chain, index, names, hidden)
-        for name in names:
-            self.bar.set_description(name)
-            self._train(self.places[name], *seen[name])
-            self.bar.update()
-        with every_row(chain.modules[index]):
-            return [chain.advance(index, batch, states) for batch, states in enumerate(hidden)]
-
-    def _watch(self, chain, index: int, names: list[str], hidden: list) -> dict[str, tuple]:
-        """Of every layer: rows that enter it, evenly spread over the text, and all that first entered it and what it gave."""
+    def _observe(self, chain, index: int, names: list[str], hidden: list) -> dict[str, tuple]:
+        """Layer -> (rows [n, hidden] of its inputs, evenly spread over the text; all rows of its first input; its
+        output for those)."""
         rows = sum(states.shape[:-1].numel() for states in hidden)
         step = max(1, rows // max(_ROWS, _ROWS_PER_COLUMN * hidden[0].shape[-1]))
-        kept, entered, given, handles = {name: [] for name in names}, {}, {}, []
-        for name in names:
+        kept, entered, given = {name: [] for name in names}, {}, {}
 
-            def enters(module, args, name=name):
-                x = args[0].detach().reshape(-1, args[0].shape[-1])
-                kept[name].append(x[::step])
-                entered.setdefault(name, x)
+        def enters(name: str, x: torch.Tensor) -> None:
+            x = x.detach().reshape(-1, x.shape[-1])
+            kept[name].append(x[::step])
+            entered.setdefault(name, x)
 
-            def gives(module, args, output, name=name):
-                given.setdefault(name, output.detach().reshape(-1, output.shape[-1]))
+        def gives(name: str, args, kwargs, output: torch.Tensor) -> None:
+            given.setdefault(name, output.detach().reshape(-1, output.shape[-1]))
 
-            modules = _modules_of(self.places[name])
-            handles.append(self.model.get_submodule(modules[0]).register_forward_pre_hook(enters))
-            handles.append(self.model.get_submodule(modules[-1]).register_forward_hook(gives))
-        try:
+        first, last = (
+            {name: self.model.get_submodule(_modules_of(self.places[name])[end]) for name in names} for end in (0, -1)
+        )
+        with watching_inputs(first, enters), watching_outputs(last, gives):
             for batch, states in enumerate(hidden):
                 chain.call(index, batch, states)
-        finally:
-            for handle in handles:
-                handle.remove()
         if missed := [name for name in names if name not in given]:
             raise ValueError(f"the calibration data never reaches {missed[0]}")
         return {name: (torch.cat(kept[name]), entered[name], given[name]) for name in names}
 
     def _train(self, place: Place, x: torch.Tensor, entered: torch.Tensor, given: torch.Tensor) -> None:
+        """Fits the predictor of one layer to rows x [n, hidden] and checks that the whole layer still gives `given`."""
         if not (x.isfinite().all() and given.isfinite().all()):
             raise ValueError(f"{place.name}: NaN or infinity among its inputs or outputs")
         parent = self.model.get_submodule(place.parent)
         first, *up, down = (getattr(parent, name) for name in place.linears)
-        up = up[0] if up else None
-        weights = [None if w is None else w.detach().float() for w in (first.weight, first.bias)]
-        weights += (
-            [None, None] if up is None else [None if w is None else w.detach().float() for w in (up.weight, up.bias)]
-        )
+        weights = [tensor for linear in (first, *up) for tensor in (linear.weight, linear.bias)]
+        weights = [None if w is None else w.detach().float() for w in weights] + [None, None] * (not up)
         x = x.float()
         fitted, measured = x[::2], x[1::2][:: max(1, len(x) // 2 // _MEASURED)]
         predictor = Predictor(fitted, *weights, down.weight.detach().float(), place.activation, self.options["rank"])
@@ -172,7 +165,7 @@ class _Training:
         if recall is None:
             threshold = threshold_of_share(predicted, keep)
         elif recall == 1 and not self.options["rank"]:
-            threshold = 0.0  # the gate itself says what is zero
+            threshold = 0.0  # without a predictor the gate itself tells which products are 0
         else:
             threshold = threshold_of_recall(predicted, importance, recall)
         layer = put(self.model, place, predictor.choice(threshold))

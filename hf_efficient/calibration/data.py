@@ -1,4 +1,4 @@
-"""The tokens that calibration runs on."""
+"""The tokens that calibration runs on: read, tokenized, cut into windows, and checked against the model."""
 
 import importlib.util
 import json
@@ -15,8 +15,8 @@ _SEPARATOR = "\n\n"
 
 
 def load_tokens(config: CalibrationConfig, tokenizer) -> torch.Tensor:
-    """int64 [num_samples, sequence_length]: documents in random order, joined by a blank line and cut into windows that do
-    not overlap; without special tokens.
+    """Tokens int64 [num_samples, sequence_length]: documents in random order, without special tokens, joined by blank
+    lines and cut into windows that do not overlap.
 
     Raises:
         ValueError: no text is given, a file cannot be read as text, or there is too little text.
@@ -27,7 +27,9 @@ def load_tokens(config: CalibrationConfig, tokenizer) -> torch.Tensor:
     wanted, found, text = config.num_samples * config.sequence_length, [], ""
     for document in _documents(config):
         text += document + _SEPARATOR
-        if len(text) >= 4 * (wanted - len(found)):  # about as many characters as are missing
+        if len(text) >= 4 * (
+            wanted - len(found)
+        ):  # assumes at least 4 characters a token; more is read if that was not enough
             found += _encode(tokenizer, text)
             text = ""
         if len(found) >= wanted:
@@ -45,11 +47,12 @@ def load_tokens(config: CalibrationConfig, tokenizer) -> torch.Tensor:
 
 
 def model_inputs(config: CalibrationConfig, tokenizer, model) -> list[dict[str, torch.Tensor]]:
-    """The arguments of the model's forward, one dict a batch. An encoder-decoder reads a window with its encoder and, moved
-    on by one, with its decoder.
+    """The arguments of the model's forward, one dict a batch. The decoder of an encoder-decoder reads the window of the
+    encoder, shifted by one token.
 
     Raises:
-        ValueError: also for windows that are longer than the model's positions, or a model that reads no text.
+        ValueError: what `load_tokens` raises; padded inputs; a model that reads no text; windows longer than the model
+            has positions; tokens outside its vocabulary.
     """
     if config.inputs is not None:
         if any((batch["attention_mask"] == 0).any() for batch in config.inputs if "attention_mask" in batch):
@@ -59,8 +62,8 @@ def model_inputs(config: CalibrationConfig, tokenizer, model) -> list[dict[str, 
         return config.inputs
     if model.main_input_name != "input_ids":
         raise ValueError(
-            f"{type(model).__name__} reads {model.main_input_name!r} and not text: give CalibrationConfig(inputs=[...]), "
-            "dicts of arguments of its forward"
+            f"{type(model).__name__} reads {model.main_input_name!r} and not text: give "
+            "CalibrationConfig(inputs=[...]), dicts of arguments of its forward"
         )
     tokens = load_tokens(config, tokenizer)
     text_config = model.config.get_text_config()
@@ -90,8 +93,8 @@ def _encode(tokenizer, text: str) -> list[int]:
 def _documents(config: CalibrationConfig) -> Iterator[str]:
     if config.source is None:
         raise ValueError(
-            "calibration needs text and has none: give CalibrationConfig(texts=[...]), CalibrationConfig(dataset='file.txt') "
-            "or another of texts, dataset, tokens and inputs"
+            "calibration needs text and has none: give CalibrationConfig(texts=[...]), "
+            "CalibrationConfig(dataset='file.txt') or another of texts, dataset, tokens and inputs"
         )
     if config.texts is not None:
         return _shuffled(config.texts, config.seed)
@@ -133,8 +136,8 @@ def _json_lines(path: Path, column: str) -> list[str]:
 def _hub_documents(config: CalibrationConfig) -> Iterator[str]:
     if importlib.util.find_spec("datasets") is None:
         raise ImportError(
-            f"dataset={config.dataset!r}: there is no such file, and a dataset of the Hub needs the package 'datasets': "
-            "pip install datasets, or give a .txt or .jsonl file"
+            f"dataset={config.dataset!r}: there is no such file, and a dataset of the Hub needs the package "
+            "'datasets': pip install datasets, or give a .txt or .jsonl file"
         )
     from datasets import load_dataset
 

@@ -1,14 +1,13 @@
 """Per-channel scales moved from the inputs of linears into what produces them.
 
-Linears y = x W^T that read one tensor x may as well read x / s and hold W * s, which rounds better for some s (AWQ,
-SmoothQuant). Where the tensor comes from a norm, or from a linear to whose output it is proportional (up_proj -> down_proj,
-v_proj -> o_proj, fc1 -> relu -> fc2), that module's weight takes 1 / s and the model computes what it computed, at no cost.
+Linears y = x W^T that read one tensor x can as well read x / s and hold W * s, which rounds better for some s (AWQ,
+SmoothQuant). Where x comes from a norm, or is proportional to the output of a linear (up_proj -> down_proj, v_proj ->
+o_proj, fc1 -> relu -> fc2), the weight of that module takes 1 / s. The model then computes the same, at no cost.
 
-What produces a tensor is found by execution, never by names: a candidate is tried with random powers of two, which no dtype
-rounds, and is taken only if every module that ends at or after the first consumer returns what it returned. So a second
-reader of the norm (the residual of a post-norm block, a router) or a function between that is not homogeneous (GELU) rules
-a candidate out. Without one the linears keep an `input_scale`.
-"""
+The producer of a tensor is found by running the block, never by names. Each candidate is tried with random powers of
+two, which no dtype rounds. It is taken only if every module that ends at or after the first consumer returns what it
+returned before. So a second reader of the norm (the residual of a post-norm block, a router), or a function in between
+that is not homogeneous (GELU), rules a candidate out. Without a producer the linears keep an `input_scale`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -19,27 +18,38 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.formats.transformed import TransformedFormat
+from hf_efficient.observers.hooks import watching_outputs
 
 
-_HEAD_DIMS = ("head_dim", "v_head_dim", "attention_head_size", "head_size")  # what attention modules call it
+_HEAD_DIMS = (
+    "head_dim",
+    "v_head_dim",
+    "attention_head_size",
+    "head_size",
+)  # what attention modules call the width of a head
 
 
 class Producer:
-    """A module whose output channels can be divided by positive numbers. Channel k of the tensor it produces is
-    proportional to its output `rows[k]`, int64 [K]; several channels may share one (grouped key-value heads)."""
+    """A norm or linear whose output channels can be divided by positive factors.
+
+    Args:
+        rows: int64 [K]; channel k of the tensor it produces is proportional to its output `rows[k]`. Several channels
+            may share one (grouped key-value heads).
+        offset: what a norm adds to its weight: 1.0 for norms that multiply by (1 + weight), as Gemma's.
+    """
 
     def __init__(self, module: nn.Module, rows: torch.Tensor, offset: float = 0.0):
         self.module, self.rows, self.offset = module, rows, offset
 
     def pool(self, values: torch.Tensor, reduce: str) -> torch.Tensor:
-        """values [K] -> [K] alike for channels that share a row: their "mean" or "amax"."""
+        """values [K] -> [K]: channels that share a row get their "mean" or "amax"."""
         rows = self.rows.to(values.device)
         pooled = values.new_zeros(int(rows.max()) + 1)
         return pooled.scatter_reduce_(0, rows, values, reduce, include_self=False)[rows]
 
     def divide(self, scale: torch.Tensor) -> torch.Tensor:
-        """Divides the output by `scale` [K] (pooled) and returns by what it was divided: a norm's weight is rounded to its
-        dtype, and consumers can make up for that."""
+        """Divides the output by `scale` [K] (pooled). Returns the exact divisors [K]: a norm's weight is rounded to its
+        dtype, for which consumers can make up."""
         weight, bias = self.module.weight.data, getattr(self.module, "bias", None)
         exact = weight.new_ones(self._width(), dtype=torch.promote_types(weight.dtype, torch.float32))
         exact[self.rows.to(weight.device)] = scale.to(exact)
@@ -83,6 +93,16 @@ class Folding:
         sites = [names for names in by_tensor.values() if all(name in order for name in names)]
         return sorted(sites, key=lambda names: min(order[name] for name in names))
 
+    def scale_inputs(self, chosen: set[str], search: Callable[[list[str], Producer | None], torch.Tensor]) -> None:
+        """Scales the inputs of the linears `chosen`, and of those that read the same tensors. `search` gets the chosen
+        linears that read one tensor and its producer, and returns the scale float [K] (pooled by the producer)."""
+        for names in self.sites():
+            if own := [name for name in names if name in chosen]:
+                producer = self.producer(names)
+                scale = search(own, producer)
+                if not torch.all(scale == 1):
+                    self.apply(names, producer, scale)
+
     def producer(self, names: list[str]) -> Producer | None:
         """What produces the tensor that the linears `names` read and can be scaled exactly; None where nothing can."""
         generator = torch.Generator().manual_seed(0)
@@ -98,9 +118,12 @@ class Folding:
     def apply(self, names: list[str], producer: Producer | None, scale: torch.Tensor) -> bool:
         """Lets the linears `names` read their input divided by `scale` (float [K], positive, pooled by `producer`).
 
-        Folded (True): weights of the producer and of the linears change, the statistics are of the divided inputs, and the
-        block's outputs are verified to be the same up to rounding in its dtype. Else (False): weights and statistics stay,
-        the formats of the linears ask for an input scale, and `block.transforms[name]` is {"input_scale": 1 / scale}."""
+        Returns:
+            True if folded: the weights of the producer and of the linears change, the statistics become those of the
+            divided inputs, and running the block shows that it computes the same up to rounding in its dtype. False
+            otherwise: weights and statistics stay, the formats of the linears ask for an input scale, and
+            `block.transforms[name]` is {"input_scale": 1 / scale}.
+        """
         if producer is not None:
             restored = _Restored([producer.module, *self._modules(names)])
             exact = self._divide(producer, scale, names)
@@ -124,7 +147,7 @@ class Folding:
         return [self.block.linears[name] for name in names]
 
     def _divide(self, producer: Producer, scale: torch.Tensor, names: list[str]) -> torch.Tensor:
-        """Divides the tensor, multiplies the weights that read it; returns by what the tensor was divided."""
+        """Divides the tensor and multiplies the weights that read it. Returns the exact divisors [K]."""
         exact = producer.divide(scale)
         for module in self._modules(names):
             by_output = weight_of(module)
@@ -132,7 +155,7 @@ class Folding:
         return exact
 
     def _candidates(self, names: list[str]) -> Iterator[Producer]:
-        """The norm that returned the very tensor; or linears executed before, the latest first."""
+        """The norm that returned this very tensor; otherwise the linears called before, the latest first."""
         first = self._first(self._reference, names)
         consumer = self._reference[first]
         channels = torch.arange(weight_of(self.block.linears[consumer.name]).shape[1])
@@ -140,7 +163,7 @@ class Folding:
         for norm in before:
             if norm.norm_output is not None and norm.norm_output.data_ptr() == consumer.input_pointer:
                 yield Producer(norm.module, channels)
-                yield Producer(norm.module, channels, offset=1.0)  # (1 + weight), as Gemma's
+                yield Producer(norm.module, channels, offset=1.0)  # (1 + weight)
                 return
         head_dims = _head_dims(self.block.module)
         for module in {id(call.module): call.module for call in reversed(before)}.values():
@@ -148,10 +171,10 @@ class Folding:
                 for rows in _row_maps(len(weight_of(module)), len(channels), head_dims):
                     yield Producer(module, rows)
 
-    def _first(self, calls: list["_Call"], names: list[str]) -> int:
+    def _first(self, calls: list["_ModuleCall"], names: list[str]) -> int:
         return next(index for index, call in enumerate(calls) if call.name in names)
 
-    def _agrees(self, after: list["_Call"], names: list[str], error: Callable) -> bool:
+    def _agrees(self, after: list["_ModuleCall"], names: list[str], error: Callable) -> bool:
         """Whether everything that ended at or after the first of the linears is the same."""
         before = self._reference
         if [call.module for call in before] != [call.module for call in after]:
@@ -161,35 +184,25 @@ class Folding:
         return all(error(old, new) for old, new in pairs)
 
     @torch.no_grad()
-    def _run(self) -> list["_Call"]:
+    def _run(self) -> list["_ModuleCall"]:
         """Calls of all modules on the first batch, in the order in which they end."""
         calls = []
 
-        def record(module, args, kwargs, output):
+        def record(module, args, kwargs, output) -> None:
             outputs = output if isinstance(output, (tuple, list)) else (output,)
             outputs = [o for o in outputs if isinstance(o, torch.Tensor) and o.is_floating_point()]
-            inputs = [i for i in (*args, *kwargs.values()) if isinstance(i, torch.Tensor)]
-            calls.append(
-                _Call(
-                    module,
-                    self._names.get(id(module)),
-                    inputs[0].data_ptr() if inputs else 0,
-                    outputs[0] if _is_norm(module) else None,
-                    [o.clone() for o in outputs],
-                )
-            )
+            pointer = next((i.data_ptr() for i in (*args, *kwargs.values()) if isinstance(i, torch.Tensor)), 0)
+            norm_output, copies = outputs[0] if _is_norm(module) else None, [o.clone() for o in outputs]
+            calls.append(_ModuleCall(module, self._names.get(id(module)), pointer, norm_output, copies))
 
-        hooks = [module.register_forward_hook(record, with_kwargs=True) for module in self.block.module.modules()]
-        try:
+        with watching_outputs({module: module for module in self.block.module.modules()}, record):
             self.block.run(0)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return calls
 
 
 def centred(scale: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """scale [K] over the geometric middle of its largest and smallest value, and within 10^4 of it; 1 where not `live`."""
+    """scale [K] over the geometric mean of its largest and smallest value, clamped to [1e-4, 1e4]; 1 where not
+    `live`."""
     if not live.any():
         return torch.ones_like(scale)
     scale = scale / (scale[live].amax() * scale[live].amin()).sqrt()
@@ -197,16 +210,18 @@ def centred(scale: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
 
 
 @dataclasses.dataclass
-class _Call:
+class _ModuleCall:
+    """One call of a module during a run of the block."""
+
     module: nn.Module
-    name: str | None  # of a linear that will be quantized
-    input_pointer: int
-    norm_output: torch.Tensor | None  # kept, so that no other tensor gets its address
+    name: str | None  # full name, if the module is a linear to quantize
+    input_pointer: int  # address of its first tensor argument
+    norm_output: torch.Tensor | None  # kept alive, so that no other tensor gets its address
     outputs: list[torch.Tensor]
 
 
 class _Restored:
-    """Parameters of `modules` as they were, at the end of a with block."""
+    """At the end of a with block the parameters of `modules` are what they were at its start."""
 
     def __init__(self, modules: list[nn.Module]):
         self.saved = [(p.data, p.data.clone()) for module in modules for p in module.parameters(recurse=False)]
@@ -220,7 +235,7 @@ class _Restored:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Or anything else that multiplies by a vector."""
+    """Whether `module` multiplies by a vector, as norms do."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.ndim == 1 and next(module.children(), None) is None
 
@@ -231,7 +246,7 @@ def _head_dims(module: nn.Module) -> list[int]:
 
 
 def _row_maps(rows: int, channels: int, head_dims: list[int]) -> Iterator[torch.Tensor]:
-    """From which of its `rows` outputs a linear may have made each of `channels` channels: int64 [channels]."""
+    """Candidates for `Producer.rows`, int64 [channels], of a linear with `rows` outputs: one for each known layout."""
     channel = torch.arange(channels)
     if rows == channels:
         yield channel
@@ -257,7 +272,7 @@ def _row_maps(rows: int, channels: int, head_dims: list[int]) -> Iterator[torch.
 
 
 def _row_errors(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms of the differences and of the old values, a row each."""
+    """(norms of the differences, norms of the old values), one per row."""
     if old.shape != new.shape:
         return old.new_full((1,), torch.inf), old.new_ones(1)
     old, new = (t.float().reshape(-1, t.shape[-1] if t.ndim else 1) for t in (old, new))
@@ -266,15 +281,15 @@ def _row_errors(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _exact(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """After powers of two: 1e-5 for another order of sums, eps for the rounding of (1 + weight) in a 16-bit dtype. What a
-    wrong fold does is of order 1."""
+    """The tolerance after scaling by powers of two: 1e-5 for another order of sums, eps for rounding (1 + weight) in a
+    16-bit dtype. A wrong fold changes outputs by order 1."""
     difference, size = _row_errors(old, new)
     return (difference.norm() <= max(1e-5, torch.finfo(old.dtype).eps) * size.norm()).item()
 
 
 def _up_to_rounding(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """After real scales, which round two weights to the dtype, by at most eps / 2 each; attention and routing amplify that,
-    so 16 eps in 19 of 20 rows (in float32 1e-4). It rules out what overflows."""
+    """The tolerance after real scales, which round two weights by at most eps / 2 each. Attention and routing amplify
+    that: 16 eps (in float32 1e-4) in 19 of 20 rows. Overflow is beyond it."""
     difference, size = _row_errors(old, new)
     small = difference <= max(1e-4, 16 * torch.finfo(old.dtype).eps) * size
     return difference.isfinite().all().item() and small.float().mean().item() >= 0.95 if len(small) else True

@@ -1,21 +1,23 @@
-"""What the loss of the whole model says of each weight, for the pruning methods that ask for it."""
+"""Gradients of the language modelling loss: one backward pass per window, and what pruning methods read from it."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from hf_efficient.calibration.blocks import weight_of
-from hf_efficient.calibration.sensitivity import language_loss_gradients
+from hf_efficient.calibration.blocks import weight_of, without_cache
+from hf_efficient.observers.hooks import replaced_forwards, watching_outputs
 
 
 @dataclass
 class LinearGradients:
-    """Of the summed language modelling loss, for the weight of one linear; None where it was not asked for.
+    """Gradients of the summed loss for the weight [N, K] of one linear; a field is None where it was not asked for.
 
-    gradient: float32 [N, K], the absolute value of the gradient of a window, summed over windows.
-    fisher: float32 [N, K], the square of the gradient of a token, summed over tokens.
+    Attributes:
+        gradient: float32 [N, K], the absolute value of the gradient of a window, summed over windows.
+        fisher: float32 [N, K], the square of the gradient of a token, summed over tokens.
     """
 
     gradient: torch.Tensor | None = None
@@ -25,11 +27,11 @@ class LinearGradients:
 def gradients(
     model: nn.Module, asked: Mapping[str, Collection[str]], tokens: torch.Tensor, blocks: Iterable[nn.Module] = ()
 ) -> dict[str, LinearGradients]:
-    """One backward pass over `tokens` int64 [windows, length], window by window, where the model's weights are; what it keeps
-    in memory besides the result is what `sensitivities` keeps, which also tells the other arguments and errors.
+    """Name of a linear -> its `LinearGradients`, from one backward pass over `tokens` int64 [windows, length].
 
     Args:
-        asked: name of a linear -> which fields of `LinearGradients`.
+        asked: name of a linear -> names of the fields of `LinearGradients` to compute.
+        model, blocks: see `language_loss_gradients`, also for the memory it takes and the errors.
     """
     modules = {name: model.get_submodule(name) for name in asked}
     found = {name: LinearGradients(**{field: _zeros(modules[name]) for field in asked[name]}) for name in asked}
@@ -43,9 +45,87 @@ def gradients(
 
     language_loss_gradients(model, modules, tokens, blocks, add)
     for name, own in found.items():
-        if not all(getattr(own, field).isfinite().all() for field in asked[name]):
-            raise ValueError(f"{name}: the gradients of the calibration loss are not finite")
+        check_finite(name, *(getattr(own, field) for field in asked[name]))
     return found
+
+
+def language_loss_gradients(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    tokens: torch.Tensor,
+    blocks: Iterable[nn.Module],
+    add: Callable[[str, torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Runs the backward pass of the loss over `tokens` int64 [windows, length], window by window, where the model's
+    weights are. For every call of each of `modules` it calls `add(name, inputs [..., K], gradient of the summed loss
+    for the outputs [..., N])`.
+
+    No gradients of weights are kept. Activations are kept of one of the `blocks` at a time, plus the hidden states
+    between them, [length, hidden] per block, and three times the logits [length, vocabulary].
+
+    Args:
+        model: a causal language model in evaluation mode.
+        modules: name -> `nn.Linear` or `Conv1D`.
+        blocks: modules that are computed again in the backward pass.
+
+    Raises:
+        ValueError: the model gives no logits for `input_ids` alone.
+    """
+
+    def watched(name: str, args, kwargs, output: torch.Tensor) -> torch.Tensor | None:
+        return _GradientHook.apply(output, args[0].detach(), name, add) if output.requires_grad else None
+
+    blocks, embedding = list(blocks), {"": model.get_input_embeddings()}
+    trained, forwards = [p for p in model.parameters() if p.requires_grad], [block.forward for block in blocks]
+
+    def recomputed(index: int):
+        return lambda *args, **kwargs: checkpoint(forwards[index], *args, use_reentrant=False, **kwargs)
+
+    with (
+        watching_outputs(modules, watched),
+        watching_outputs(embedding, lambda _, args, kwargs, output: output.requires_grad_()),
+        torch.enable_grad(),
+        without_cache(model),
+        replaced_forwards(blocks, recomputed),
+    ):
+        try:
+            for parameter in trained:
+                parameter.requires_grad_(False)
+            for window in tokens.to(model.get_input_embeddings().weight.device):
+                _language_loss(model, window[None]).backward()
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+
+def check_finite(name: str, *tensors: torch.Tensor) -> None:
+    """Raises ValueError, naming the linear, unless all values are finite."""
+    if not all(tensor.isfinite().all() for tensor in tensors):
+        raise ValueError(f"{name}: the gradients of the calibration loss are not finite")
+
+
+class _GradientHook(torch.autograd.Function):
+    """Hands on a copy of `output` (some models change it in place), and its gradient to `add`. The inputs are saved
+    tensors, which `checkpoint` computes again."""
+
+    @staticmethod
+    def forward(ctx, output, inputs, name, add):
+        ctx.save_for_backward(inputs)
+        ctx.name, ctx.add = name, add
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.add(ctx.name, *ctx.saved_tensors, gradient)
+        return gradient, None, None, None
+
+
+def _language_loss(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
+    """Summed cross entropy of the next tokens of `window` int64 [1, length]."""
+    logits = getattr(model(input_ids=window), "logits", None)
+    if logits is None or logits.shape[:2] != window.shape:
+        raise ValueError(f"gradients of the loss need a causal language model, not {type(model).__name__}")
+    return nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:].to(logits.device), reduction="sum")
 
 
 def _zeros(module: nn.Module) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""Finds the chains of blocks of a model by watching its own forward, and follows the model along them."""
+"""Finds the chains of blocks of a model by watching its own forward, and runs the model along them."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_efficient.calibration.blocks import Chain, first_tensor, hidden_argument, outputs_of, without_cache
+from hf_efficient.observers.hooks import watching_outputs
 
 
 logger = logging.getLogger(__name__)
@@ -22,8 +24,8 @@ def find_chains(model: nn.Module, targets: Iterable[str], run: Callable[[], Any]
         run: calls the model's forward on a small example.
 
     Returns:
-        the chains in the order they are called, and the targets in none of them, also in that order; a target that the
-        forward pass did not call is not among them unless it lies in a block.
+        (the chains in the order they are called, the targets outside of them in the order they are called). A target
+        that the forward did not call is in neither, unless it lies in a block.
     """
     targets = set(targets)
     lists = {
@@ -39,7 +41,7 @@ def find_chains(model: nn.Module, targets: Iterable[str], run: Callable[[], Any]
         called = [call for call in calls if call.name in lists[name]]
         if called and _follow_each_other(called) and not targets.intersection(lists[name]):
             blocks = {call.name: lists[name][call.name] for call in called}
-            order = {call.name: None for call in calls if call.name in targets}  # a set that keeps its order
+            order = {call.name: None for call in calls if call.name in targets}  # an ordered set
             order.update(dict.fromkeys(sorted(targets - set(order))))
             linears = [[target for target in order if target.startswith(block + ".")] for block in blocks]
             chain = Chain(list(blocks), list(blocks.values()), [call.form for call in called], linears)
@@ -52,7 +54,9 @@ def find_chains(model: nn.Module, targets: Iterable[str], run: Callable[[], Any]
 
 
 @dataclass
-class _Call:
+class _BlockCall:
+    """One call of a module during the forward that is watched."""
+
     name: str
     hidden: torch.Tensor | None
     output: Any = None
@@ -62,30 +66,27 @@ class _Call:
         return None if isinstance(self.output, torch.Tensor) else tuple(v is not None for v in outputs_of(self.output))
 
 
-def _watch(model: nn.Module, names: set[str], run: Callable[[], Any]) -> list[_Call]:
+def _watch(model: nn.Module, names: set[str], run: Callable[[], Any]) -> list[_BlockCall]:
     """Every call of the modules `names`, in order."""
     calls, open_calls = [], {name: [] for name in names}
-    with ExitStack() as stack, torch.no_grad():
-        for name in names:
-            module = model.get_submodule(name)
+    modules = {name: model.get_submodule(name) for name in names}
 
-            def before(module, args, kwargs, name=name):
-                calls.append(_Call(name, hidden_argument(args, kwargs)))
-                open_calls[name].append(calls[-1])
+    def before(module, args, kwargs, name):
+        calls.append(_BlockCall(name, hidden_argument(args, kwargs)))
+        open_calls[name].append(calls[-1])
 
-            def after(module, args, output, name=name):
-                open_calls[name].pop().output = output
+    def after(name, args, kwargs, output):
+        open_calls[name].pop().output = output
 
-            for handle in (
-                module.register_forward_pre_hook(before, with_kwargs=True),
-                module.register_forward_hook(after),
-            ):
-                stack.callback(handle.remove)
+    with ExitStack() as stack, torch.no_grad(), watching_outputs(modules, after):
+        for name, module in modules.items():
+            hook = module.register_forward_pre_hook(functools.partial(before, name=name), with_kwargs=True)
+            stack.callback(hook.remove)
         run()
     return calls
 
 
-def _follow_each_other(calls: list[_Call]) -> bool:
+def _follow_each_other(calls: list[_BlockCall]) -> bool:
     if len({call.name for call in calls}) < len(calls) or calls[0].hidden is None:
         return False
     if not all(isinstance(call.output, (torch.Tensor, tuple)) for call in calls):
@@ -93,20 +94,19 @@ def _follow_each_other(calls: list[_Call]) -> bool:
     return all(after.hidden is first_tensor(before.output) for before, after in zip(calls, calls[1:]))
 
 
-def _gives_the_same(chain: Chain, calls: list[_Call], run: Callable[[], Any]) -> bool:
-    """Whether the blocks, one by one, give what they gave in the model's own forward."""
+def _gives_the_same(chain: Chain, calls: list[_BlockCall], run: Callable[[], Any]) -> bool:
+    """Whether the blocks, run one by one, compute what they compute in the model's own forward."""
     try:
         (hidden,) = chain.record(lambda _: run(), 1)
         with torch.no_grad():
             for index, call in enumerate(calls):
                 hidden = chain.advance(index, 0, hidden)
-                expected = first_tensor(call.output).cpu()
-                if not torch.allclose(hidden, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
+                if not _close(hidden, first_tensor(call.output).cpu()):
                     raise RuntimeError(f"{call.name} gives other hidden states when it is run by itself")
         chain.outputs, expected = [hidden], first_tensor(run())
         with chain.replayed(0):
             given = first_tensor(run())
-        if not torch.allclose(given, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
+        if not _close(given, expected):
             raise RuntimeError("the model reads what blocks before the last one give")
     except Exception as error:
         logger.warning(
@@ -121,18 +121,30 @@ def _gives_the_same(chain: Chain, calls: list[_Call], run: Callable[[], Any]) ->
     return True
 
 
+def _close(given: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(given, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
 class BlockwiseModel:
-    """A model, and the batches (dicts of arguments of its forward) that it is followed on.
+    """A model that is run block by block.
+
+    Args:
+        batches: arguments of the model's forward, one dict a batch.
+        targets: full names of the modules to compress.
 
     Attributes:
-        chains: in the order to work through them; a chain counts as done once its `outputs` are set.
+        chains: in the order to work through them. A chain is done once its `outputs` are set.
         outside: names of the targets in no chain, in the order they are called.
     """
 
     def __init__(self, model: nn.Module, batches: list[dict[str, torch.Tensor]], targets: Iterable[str]):
         self.model, self.batches, self.chains = model, batches, []
         example = batches[0]
-        if set(example) <= {"input_ids", "decoder_input_ids", "attention_mask"}:  # text can be cut anywhere
+        if set(example) <= {
+            "input_ids",
+            "decoder_input_ids",
+            "attention_mask",
+        }:  # a short piece of text shows the same calls
             example = {name: value[:1, :16] for name, value in example.items()}
         self.chains, self.outside = find_chains(model, targets, lambda: self._call(example))
 
@@ -142,7 +154,7 @@ class BlockwiseModel:
             return self.model(**{name: value.to(device) for name, value in arguments.items()})
 
     def forward(self, batch: int) -> Any:
-        """What the model gives for a batch; the chains that are done hand out their outputs instead of running."""
+        """The output of the model for a batch; chains that are done return their `outputs` instead of running."""
         with ExitStack() as stack:
             for chain in self.chains:
                 if chain.outputs is not None:

@@ -1,4 +1,4 @@
-"""What calibration has done, kept in a folder after every block, so that an interrupted run resumes where it was."""
+"""The progress of a calibration, kept in a folder after every block, so that an interrupted run resumes there."""
 
 import hashlib
 import json
@@ -14,23 +14,24 @@ import hf_efficient
 from hf_efficient.calibration.blocks import Chain, Produced
 from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.formats.transformed import TransformedFormat
+from hf_efficient.methods import inner_format
 
 
 _STATE = "progress.json"
 
 
 class Progress:
-    """The folder `config.checkpoint_dir` of a run. Files are written beside and renamed, the state last, so that whatever
-    the state names is whole.
+    """The folder `config.checkpoint_dir` of a run. Writes are atomic and the state file comes last, so every file that
+    the state names is complete.
 
     Raises:
         ValueError: the folder holds the progress of another run (model, weights, schemes, tokens or versions differ).
     """
 
-    def __init__(self, config: CalibrationConfig, model, plan: dict[str, Any], batches: list[dict], steps: tuple):
+    def __init__(self, config: CalibrationConfig, model, configs: dict[str, Any], batches: list[dict], steps: tuple):
         self.folder = Path(config.checkpoint_dir).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._fingerprint = _fingerprint(model, plan, batches, steps)
+        self._fingerprint = _fingerprint(model, configs, batches, steps)
         self._done: dict[int, int] = {}  # chain -> blocks
         path = self.folder / _STATE
         if path.exists():
@@ -38,17 +39,18 @@ class Progress:
             other = [part for part, value in self._fingerprint.items() if state["fingerprint"].get(part) != value]
             if other:
                 raise ValueError(
-                    f"checkpoint_dir={str(self.folder)!r} holds the progress of another calibration ({', '.join(other)} "
-                    "differ): delete it, or give another folder"
+                    f"checkpoint_dir={str(self.folder)!r} holds the progress of another calibration "
+                    f"({', '.join(other)} differ): delete it, or give another folder"
                 )
             self._done = {int(chain): blocks for chain, blocks in state["done"].items()}
 
     def done(self, chain: int) -> int:
-        """Blocks of a chain that are compressed."""
+        """How many blocks of a chain are compressed."""
         return self._done.get(chain, 0)
 
     def save(self, number: int, index: int, chain: Chain, formats: dict[str, Any], hidden, dense) -> None:
-        """Keeps block `index` of a chain, with the hidden states after it."""
+        """Keeps block `index` of chain `number`, and the hidden states after it (dense: those of the original
+        model)."""
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in chain.modules[index].state_dict().items()}
         described = {"formats": json.dumps({name: _described(format) for name, format in formats.items()})}
         self._write(f"chain{number}-block{index}.safetensors", _unshared(state), described)
@@ -64,14 +66,14 @@ class Progress:
         (self.folder / f"chain{number}-after{index - 1}.safetensors").unlink(missing_ok=True)
 
     def block(self, number: int, index: int, formats: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """(the formats of a block's modules, by full name, and its state dict). formats: as planned."""
+        """(the formats of a block's modules, by full name, and its state dict). formats: as their configs say."""
         path = self.folder / f"chain{number}-block{index}.safetensors"
         with safe_open(path, "pt") as file:
             described = json.loads(file.metadata()["formats"])
         return {name: _format(described[name], formats[name]) for name in formats}, load_file(path)
 
     def hidden_states(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[dict]]:
-        """(hidden states after the last block that is done, the original model's or None, what the chain carries)."""
+        """(hidden states after the last block that is done, those of the original model or None, `Chain.carried`)."""
         tensors = load_file(self.folder / f"chain{number}-after{self.done(number) - 1}.safetensors")
         batches = sum(name.startswith("hidden.") for name in tensors)
         carried: list[dict] = [{} for _ in range(batches)]
@@ -83,7 +85,7 @@ class Progress:
         return [tensors[f"hidden.{batch}"] for batch in range(batches)], dense, carried
 
     def remove(self) -> None:
-        """Deletes what the run has kept, and the folder when nothing else is in it."""
+        """Deletes the files of the run, and the folder if nothing else is in it."""
         for path in (*self.folder.glob("chain*-*.safetensors*"), self.folder / _STATE):
             path.unlink(missing_ok=True)
         if not any(self.folder.iterdir()):
@@ -99,7 +101,7 @@ class Progress:
 
 
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """safetensors refuses tensors that share memory."""
+    """Copies tensors that share memory, which safetensors refuses."""
     seen: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.contiguous()
@@ -108,9 +110,9 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _fingerprint(model, plan: dict[str, Any], batches: list[dict], steps: tuple) -> dict[str, str]:
-    """What must be the same for numbers to go on with."""
-    schemes = {name: [scheme.method_name(), scheme.scheme()] for name, scheme in plan.items()}
+def _fingerprint(model, configs: dict[str, Any], batches: list[dict], steps: tuple) -> dict[str, str]:
+    """What must not change between an interrupted run and the one that resumes it."""
+    schemes = {name: [scheme.method_name(), scheme.scheme()] for name, scheme in configs.items()}
     samples = [parameter.detach().flatten()[:4096].cpu() for parameter in model.parameters()]
     data = []
     for name, tensor in (item for batch in batches for item in batch.items()):
@@ -138,12 +140,12 @@ def _hash(*parts: bytes) -> str:
 
 
 def _described(format) -> dict[str, Any] | None:
-    """What calibration decided about a format beyond its plan."""
+    """What calibration decided about a format beyond its config, JSON-able; None for nothing."""
     if not isinstance(format, TransformedFormat):
         return None
     return {"input_scale": format.input_scale, "rotation": format.rotation}
 
 
-def _format(described: dict[str, Any] | None, planned):
-    inner = getattr(planned, "inner", planned)
+def _format(described: dict[str, Any] | None, of_config):
+    inner = inner_format(of_config)
     return inner if described is None else TransformedFormat(inner, **described)

@@ -1,10 +1,9 @@
-"""Rotations of the values inside attention heads, folded so that nothing is done for them when the model runs (QuaRot,
-https://arxiv.org/abs/2404.00456).
+"""Rotations of the values inside attention heads, folded into weights so that they cost nothing when the model runs
+(QuaRot, https://arxiv.org/abs/2404.00456).
 
-Every weight with `rotate` reads an input that is rotated online (`TransformedFormat`). Attention mixes tokens and never the
-channels of a head, so the input of its output projection can be rotated within each head by the value projection instead:
-(A V R) (W_o R)^T = (A V) W_o^T. The statistics of that input change with it and are collected again.
-"""
+Every weight with `rotate` reads an input that is rotated online (`TransformedFormat`). Attention mixes tokens, never
+the channels of a head. So the value projection can rotate the input of the output projection within each head instead:
+(A V R) (W_o R)^T = (A V) W_o^T. The statistics of that input change with it and are collected again."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,17 +12,18 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.collect import collect
-from hf_efficient.calibration.folding import weight_of
 from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.kernels.hadamard import random_signs, rotate
+from hf_efficient.observers.hooks import watching_outputs
 
 
 @torch.no_grad()
 def rotate_block(block) -> None:
-    """Rotates the heads of value projections and the columns of the linear that reads them, where running the first batch
-    of the block shows that nothing changes but rounding in its dtype; its format then asks for no online rotation.
-    Weights, formats and statistics of `block` (a `Block` of calibration/blocks.py) change in place."""
+    """Folds the rotation of output projections of a `Block` into its value projections, where running the first batch
+    shows that only rounding in the block's dtype changes. The format of the output projection then asks for no online
+    rotation. Weights, formats and statistics of `block` change in place."""
     sites: dict[int, list[str]] = {}
     for name in block.linears:  # in the order they are called, those that read one tensor together
         sites.setdefault(id(block.statistics[name]), []).append(name)
@@ -50,7 +50,8 @@ def rotate_block(block) -> None:
 
 
 def _heads(rows: int, columns: int, head_dim: int) -> Iterator[torch.Tensor]:
-    """Which rows of a linear may be the heads, int64 [heads, head_dim], whose mixture over tokens has so many columns."""
+    """Candidates for the rows of a linear (of `rows` outputs) that are values, int64 [heads, head_dim], one for each
+    known layout. columns: input width of the linear that reads what attention makes of them."""
     within = torch.arange(head_dim)
     values = (rows - columns) // 2
     if columns % head_dim == 0 and rows % head_dim == 0 and columns % rows == 0:  # (grouped) values by themselves
@@ -62,7 +63,7 @@ def _heads(rows: int, columns: int, head_dim: int) -> Iterator[torch.Tensor]:
 
 
 def _fold(block, reader: str, module: nn.Module, heads: torch.Tensor) -> bool:
-    """Rotates within each of the heads; False and undone where what the linear or the block gives has changed."""
+    """Rotates within each head. Where that changes what the linear or the block computes, it is undone: False."""
     linear = block.linears[reader]
     saved = [(p.data, p.data.clone()) for m in (module, linear) for p in m.parameters(recurse=False)]
     before = _outputs(block, linear)
@@ -80,24 +81,21 @@ def _fold(block, reader: str, module: nn.Module, heads: torch.Tensor) -> bool:
 
 
 def _rotate(weight: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """Rounded once, to the dtype of the weight."""
+    """Rotated in float32 at least, rounded once to the dtype of the weight."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return rotate(weight.to(wide), signs).to(weight.dtype)
 
 
 def _outputs(block, reader: nn.Module) -> list[torch.Tensor]:
-    """What the block and the linear give for the first batch."""
+    """The outputs of the block and of the linear for the first batch."""
     found: list[torch.Tensor] = []
-    hook = reader.register_forward_hook(lambda module, args, output: found.append(output))
-    try:
+    with watching_outputs({reader: reader}, lambda _, args, kwargs, output: found.append(output)):
         return [block.run(0), *found]
-    finally:
-        hook.remove()
 
 
 def _same(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether 19 of 20 rows differ by less than rounding: it may send the odd token to another expert."""
-    tolerance = max(1e-5, 4 * torch.finfo(old.dtype).eps)  # what is wrong differs by about 1
+    """Whether 19 of 20 rows agree up to rounding, which may send single tokens to other experts."""
+    tolerance = max(1e-5, 4 * torch.finfo(old.dtype).eps)  # a wrong fold differs by about 1
     old, new = (t.float().flatten(0, -2) for t in (old, new))
     errors = (new - old).norm(dim=-1) / old.norm(dim=-1).clamp_min(1e-30)
     return bool(errors.quantile(0.95) <= tolerance)

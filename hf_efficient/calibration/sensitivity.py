@@ -1,25 +1,25 @@
-"""Mixed precision: more bits where the loss of the model would feel it (the idea of SliM-LLM,
+"""Mixed precision: more bits for layers whose errors raise the loss of the model more (SliM-LLM,
 https://arxiv.org/abs/2405.14917, for whole layers).
 
 To second order, and with outputs and inputs of a layer taken as independent, an error E [N, K] of its weight raises the
-loss of a token by 1/2 sum_nk g_n E_nk^2 h_k: g_n is the mean square of the loss's gradient for output n (Fisher), h_k the
-mean square of input k. Bits then go where they lower the sum over all layers most.
-"""
+loss of a token by 1/2 sum_nk g_n E_nk^2 h_k, where g_n is the mean square of the loss's gradient for output n (Fisher)
+and h_k the mean square of input k. Bits go where they lower the sum over all layers most."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient import methods
-from hf_efficient.calibration.blocks import replaced_forwards, weight_of, without_cache
+from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.calibration.gradients import check_finite, language_loss_gradients
+from hf_efficient.methods import inner_format
 
 
-_STEPS = 1 << 16  # at most so many different totals are told apart
+_STEPS = 1 << 16  # largest number of different totals in the dynamic programming
 
 
 @dataclasses.dataclass
@@ -39,18 +39,11 @@ class Sensitivity:
 def sensitivities(
     model: nn.Module, names: Iterable[str], tokens: torch.Tensor, blocks: Iterable[nn.Module] = ()
 ) -> dict[str, Sensitivity]:
-    """One backward pass of the language modelling loss over `tokens` int64 [windows, length], window by window.
-
-    Runs where the model's weights are. No gradients of weights are kept; of activations, those of one of the `blocks` at a
-    time and the hidden states between them, [length, hidden] a block, besides three times the logits [length, vocabulary].
-
-    Args:
-        model: a causal language model, in its evaluation mode.
-        names: of its `nn.Linear` or `Conv1D` modules.
-        blocks: modules that are computed again in the backward pass.
+    """Name of a linear -> its `Sensitivity`, from one backward pass over `tokens` int64 [windows, length]; see
+    `language_loss_gradients` for the memory, the other arguments and the errors.
 
     Raises:
-        ValueError: the model gives no logits for `input_ids` alone, or the gradients are not finite.
+        ValueError: gradients that are not finite.
     """
     modules = {name: model.get_submodule(name) for name in names}
     found = {name: _empty(module) for name, module in modules.items()}
@@ -62,63 +55,8 @@ def sensitivities(
 
     language_loss_gradients(model, modules, tokens, blocks, add)
     for name, sensitivity in found.items():
-        if not (sensitivity.outputs.isfinite().all() and sensitivity.inputs.isfinite().all()):
-            raise ValueError(f"{name}: the gradients of the calibration loss are not finite")
+        check_finite(name, sensitivity.outputs, sensitivity.inputs)
     return found
-
-
-def language_loss_gradients(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    tokens: torch.Tensor,
-    blocks: Iterable[nn.Module],
-    add: Callable[[str, torch.Tensor, torch.Tensor], None],
-) -> None:
-    """The backward pass of `sensitivities`: calls `add(name, inputs [..., K], gradient of the summed loss for the outputs
-    [..., N])` for every call of each of `modules`."""
-
-    def record(name: str):
-        def hook(module, args, output):
-            return _Watched.apply(output, args[0].detach(), name, add) if output.requires_grad else None
-
-        return hook
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    hooks = [module.register_forward_hook(record(name)) for name, module in modules.items()]
-    hooks.append(model.get_input_embeddings().register_forward_hook(lambda module, args, y: y.requires_grad_()))
-    blocks = list(blocks)
-    forwards = [block.forward for block in blocks]
-
-    def recomputed(index: int):
-        return lambda *args, **kwargs: checkpoint(forwards[index], *args, use_reentrant=False, **kwargs)
-
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        with torch.enable_grad(), without_cache(model), replaced_forwards(blocks, recomputed):
-            for window in tokens.to(model.get_input_embeddings().weight.device):
-                _language_loss(model, window[None]).backward()
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        for hook in hooks:
-            hook.remove()
-
-
-class _Watched(torch.autograd.Function):
-    """Gives a copy of `output` on (some models change it in place), and its gradient to `add`. The inputs are saved tensors:
-    `checkpoint` makes them anew."""
-
-    @staticmethod
-    def forward(ctx, output, inputs, name, add):
-        ctx.save_for_backward(inputs)
-        ctx.name, ctx.add = name, add
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.add(ctx.name, *ctx.saved_tensors, gradient)
-        return gradient, None, None, None
 
 
 def choose_bits(
@@ -129,15 +67,18 @@ def choose_bits(
     widths: Iterable[int] = (2, 3, 4, 8),
     method: str = "mse",
 ) -> dict[str, int]:
-    """How many bits each of the linears in `formats` (full name -> Format with the bits meant on average) is to have, so that
-    together they take no more memory than with those formats, scales and zero points counted.
+    """Name -> bits: together the linears take at most the memory that they take in the given formats, scales and zero
+    points counted. Fused experts, and layers that no token reached, keep their bits.
 
-    Fused experts, and layers that no token reached, keep their bits. `method`, which needs no data, stands for the one that will be used. For
-    the other arguments and errors see `sensitivities` and `allocate`.
+    Args:
+        formats: full name -> Format with the bits meant on average.
+        widths: bits to choose from.
+        method: data-free method that stands in for the one that will be used.
+        model, tokens, blocks: see `sensitivities`, also for the errors.
     """
     linears = [name for name in formats if isinstance(model.get_submodule(name), (nn.Linear, Conv1D))]
     losses, sizes, budget = {}, {}, 0
-    kept = {name: _bits(format) for name, format in formats.items()}
+    kept = {name: inner_format(format).bits for name, format in formats.items()}
     for name, sensitivity in sensitivities(model, linears, tokens, blocks).items():
         format = formats[name]
         if not sensitivity.count:
@@ -158,16 +99,16 @@ def choose_bits(
 def allocate(
     losses: Mapping[str, Mapping[int, float]], sizes: Mapping[str, Mapping[int, int]], budget: int
 ) -> dict[str, int]:
-    """Layer -> width with the least sum of losses whose sizes together do not exceed `budget`.
+    """Layer -> width, of the least sum of losses among those whose sizes together do not exceed `budget`.
+
+    Dynamic programming over the total size in steps of the sizes' greatest common divisor. Exact up to 65,536 steps
+    above the smallest total (layers of a model have few shapes); beyond, sizes are rounded up to a 65,536th of the
+    budget above it.
 
     Args:
         losses: layer -> width -> loss.
         sizes: layer -> width -> whole number of bits the layer takes.
         budget: bits for all layers.
-
-    Exact, by dynamic programming over the total, as long as the totals above the smallest one lie on at most 65,536 steps
-    of their greatest common divisor (layers of a model have few shapes). Beyond that sizes are rounded up to a 65,536th of
-    the budget above the smallest total.
 
     Raises:
         ValueError: even the smallest widths exceed the budget.
@@ -179,7 +120,7 @@ def allocate(
     extra = {name: {w: size - smallest[name] for w, size in by_width.items()} for name, by_width in sizes.items()}
     unit = max(math.gcd(*(size for by_width in extra.values() for size in by_width.values())), 1)
     unit = max(unit, -(-spare // _STEPS))
-    best = torch.zeros(spare // unit + 1, dtype=torch.float64)  # [i]: the least loss with at most i units
+    best = torch.zeros(spare // unit + 1, dtype=torch.float64)  # [i]: least loss in at most i units
     chosen: list[tuple[str, list[int], torch.Tensor]] = []
     for name, by_width in losses.items():
         order = sorted(by_width, key=lambda width: (extra[name][width], width))
@@ -202,17 +143,6 @@ def allocate(
 def _empty(module: nn.Module) -> Sensitivity:
     outputs, inputs = (torch.zeros(size, device=module.weight.device) for size in weight_of(module).shape)
     return Sensitivity(inputs, outputs)
-
-
-def _language_loss(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
-    logits = getattr(model(input_ids=window), "logits", None)
-    if logits is None or logits.shape[:2] != window.shape:
-        raise ValueError(f"gradients of the loss need a causal language model, not {type(model).__name__}")
-    return nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:].to(logits.device), reduction="sum")
-
-
-def _bits(format) -> int:
-    return getattr(format, "inner", format).bits
 
 
 def _with_bits(format, bits: int):

@@ -1,44 +1,41 @@
-"""SmoothQuant (https://arxiv.org/abs/2211.10438): what is large in few channels of the activations moves to the weights.
+"""SmoothQuant (https://arxiv.org/abs/2211.10438): outlier channels of the activations move to the weights.
 
-For the linears that read one tensor, x / s and W * s with s = max|x|^alpha / max|w|^(1 - alpha) per channel are rounded in
-place of x and W. The paper's alpha is one for the model; here each tensor gets the one that computes its linears best on a
-sample of calibration rows, or none (s = 1). The scale is folded into what produces the tensor where that is exact, else kept
-as an input scale."""
+For the linears that read one tensor, x / s and W * s with s = max|x|^alpha / max|w|^(1 - alpha) per channel are rounded
+in place of x and W. The paper has one alpha for the model. Here each tensor gets the alpha that computes its linears
+best on a sample of calibration rows, or none (s = 1). The scale is folded into what produces the tensor where that is
+exact, otherwise kept as an input scale."""
 
 import torch
 
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.folding import Folding, Producer, centred
 from hf_efficient.calibration.static_ranges import activation_tensors
-from hf_efficient.methods import quantize
+from hf_efficient.methods import inner_format, quantize
+from hf_efficient.observers.hooks import watching_inputs
 
 
 ALPHAS = [step / 20 for step in range(21)]
-_ROWS = 512  # of each tensor, spread evenly over all batches
+_ROWS = 512  # rows of a tensor in its sample, spread evenly over all batches
 
 
 @torch.no_grad()
 def transform(block, method: str = "smoothquant") -> None:
-    """Smooths the inputs of those linears of a `Block` whose scheme has the method `method`; what the block computes stays.
-    Other linears that read the same tensor are scaled along. Runs the block once more over all batches for the sample."""
-    chosen = {
-        name
-        for name in block.linears
-        if block.schemes[name].method == method and not getattr(block.formats[name], "rotation", False)
-    }
+    """Scales the inputs of the linears of a `Block` that have this method and no rotation, and of other linears that
+    read the same tensor. What the block computes stays. Runs the block once more over all batches for the sample."""
+    formats, linears = block.formats, block.linears
+    chosen = {n for n in linears if block.schemes[n].method == method and not getattr(formats[n], "rotation", False)}
     if not chosen:
         return
     folding = Folding(block)
-    sites = [names for names in folding.sites() if chosen.intersection(names)]
-    sampled = sample_rows(block, [names[0] for names in sites])
-    for names, rows in zip(sites, sampled):
-        own = [name for name in names if name in chosen]
-        producer = folding.producer(names)
-        weights = [weight_of(block.linears[name]) for name in own]
-        rounding = [(getattr(block.formats[name], "inner", block.formats[name]), block.schemes[name]) for name in own]
-        scale = search_scale(weights, rounding, block.statistics[names[0]], rows, producer)
-        if not torch.all(scale == 1):
-            folding.apply(names, producer, scale)
+    first = [next(name for name in names if name in chosen) for names in folding.sites() if chosen.intersection(names)]
+    rows = dict(zip(first, sample_rows(block, first)))
+
+    def search(names: list[str], producer: Producer | None) -> torch.Tensor:
+        weights = [weight_of(linears[name]) for name in names]
+        rounding = [(inner_format(formats[name]), block.schemes[name]) for name in names]
+        return search_scale(weights, rounding, block.statistics[names[0]], rows[names[0]], producer)
+
+    folding.scale_inputs(chosen, search)
 
 
 def sample_rows(block, names: list[str]) -> list[torch.Tensor]:
@@ -46,27 +43,20 @@ def sample_rows(block, names: list[str]) -> list[torch.Tensor]:
     kept: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     share = max(1, _ROWS // len(block.inputs))
 
-    def keep(name):
-        def hook(module, args):
-            rows = args[0].reshape(-1, args[0].shape[-1])
-            kept[name].append(rows[:: max(1, len(rows) // share)][:share].float())
+    def keep(name: str, x: torch.Tensor) -> None:
+        rows = x.reshape(-1, x.shape[-1])
+        kept[name].append(rows[:: max(1, len(rows) // share)][:share].float())
 
-        return hook
-
-    hooks = [block.linears[name].register_forward_pre_hook(keep(name)) for name in names]
-    try:
+    with watching_inputs({name: block.linears[name] for name in names}, keep):
         for batch in range(len(block.inputs)):
             block.run(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [torch.cat(rows)[:_ROWS] for rows in kept.values()]
 
 
 def search_scale(
     weights: list[torch.Tensor], rounding: list[tuple], inputs, rows: torch.Tensor, producer: Producer | None = None
 ) -> torch.Tensor:
-    """The best s, float32 [K], of geometric middle 1.
+    """The best s, float32 [K], whose largest and smallest value have the geometric mean 1.
 
     Args:
         weights: [N_i, K] each, of linears that read the same rows.
@@ -75,9 +65,8 @@ def search_scale(
         rows: float32 [n, K], on which the outputs are compared.
         producer: channels that share a row of it share a scale.
     """
-    candidates = list(candidate_scales(weights, inputs, producer))
-    losses = [output_error(weights, rounding, rows, scale) for scale in candidates]
-    return candidates[min(range(len(losses)), key=losses.__getitem__)]
+    candidates = candidate_scales(weights, inputs, producer)
+    return min(candidates, key=lambda scale: output_error(weights, rounding, rows, scale))
 
 
 def candidate_scales(weights, inputs, producer: Producer | None = None):
@@ -92,8 +81,8 @@ def candidate_scales(weights, inputs, producer: Producer | None = None):
 
 
 def output_error(weights, rounding, rows: torch.Tensor, scale: torch.Tensor) -> float:
-    """The squared error of the outputs that the formats compute from rows / scale and the rounded weight * scale, over the
-    squared output; mean over the rows, so that a token of huge activations counts like any other."""
+    """The squared error of the outputs computed from rows / scale and the rounded weight * scale, over the squared
+    output; the mean over the rows, so that a token of huge activations counts like any other."""
     error, size, smooth = 0.0, 0.0, rows / scale
     for weight, (format, config) in zip(weights, rounding):
         exact = rows @ weight.float().t()

@@ -1,8 +1,8 @@
-"""Which text a method that needs data sees, and where it is computed."""
+"""Which text a data-aware method sees, and where the blocks of the model are computed."""
 
 from typing import Any
 
-from hf_efficient.configs.base import is_collection, unsupported
+from hf_efficient.configs.checks import check, is_collection_of, is_integer
 
 
 _SOURCES = ("texts", "dataset", "tokens", "inputs")
@@ -13,22 +13,26 @@ class CalibrationConfig:
     """The text that calibration sees: exactly one of `texts`, `dataset`, `tokens` and `inputs`.
 
     Args:
-        texts: documents.
-        dataset: path of a .txt file (one document), of a .jsonl file (one document a line, in the field `text_column`), or
-            a dataset id of the Hub, with a subset as "owner/name:subset" (needs the package `datasets`).
-        split: of a dataset of the Hub.
-        text_column: field or column that holds the text.
-        tokens: int64 tensor [windows, tokens], used as it is.
-        inputs: dicts of arguments of the model's forward, one a batch, for models that read something else than text.
-        num_samples: windows of text.
-        sequence_length: tokens of a window.
-        batch_size: windows that are computed together.
-        device: where a block is computed, by default the first accelerator, else where the model is.
-        checkpoint_dir: folder that keeps what is done after every block, so that an interrupted run resumes there.
-        seed: of the order in which documents are drawn.
+        texts (list of str, at least one; default None): documents.
+        dataset (str; default None): path of a .txt file (one document), path of a .jsonl file (one document a line, in
+            the field `text_column`), or a dataset id of the Hub, with a subset as "owner/name:subset" (needs
+            `datasets`).
+        split (str; default "train"): split of a Hub dataset.
+        text_column (str; default "text"): field or column that holds the text.
+        tokens (int64 tensor [windows, tokens]; default None): used as it is; sets `num_samples` and `sequence_length`.
+        inputs (list of dicts of tensors, at least one; default None): arguments of the model's forward, one dict a
+            batch, for models that read something else than text.
+        num_samples (int >= 1; default 128): windows of text.
+        sequence_length (int >= 1; default 512): tokens of a window.
+        batch_size (int >= 1; default 2): windows that are computed together.
+        device (str or torch.device; default None): where a block is computed; None: the first accelerator, else where
+            the model is.
+        checkpoint_dir (str or path; default None): folder that keeps the progress after every block, so that an
+            interrupted run resumes there.
+        seed (int; default 0): seed of the order in which documents are drawn.
 
     Raises:
-        ValueError: any value that is not allowed; names the argument, the value and what is allowed.
+        ValueError: a value that is not allowed, or two sources; names the argument, the value and what is allowed.
     """
 
     def __init__(
@@ -51,44 +55,34 @@ class CalibrationConfig:
         if unknown:
             allowed = [*_SOURCES, *_SAVED[1:], "device", "checkpoint_dir"]
             raise ValueError(f"CalibrationConfig has no argument {sorted(unknown)[0]!r}: allowed are {allowed}")
-        sources = zip(_SOURCES, (texts, dataset, tokens, inputs))
-        given = [name for name, value in sources if value is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are given: allowed is one of {_SOURCES}")
-        if texts is not None and not (is_collection(texts) and texts and all(isinstance(text, str) for text in texts)):
-            raise ValueError(unsupported("texts", texts, "a list of strings, at least one"))
-        for name, value in (("dataset", dataset), ("split", split), ("text_column", text_column)):
-            if not (isinstance(value, str) and value) and not (name == "dataset" and value is None):
-                raise ValueError(unsupported(name, value, "a string that is not empty"))
-        if tokens is not None:
-            if getattr(tokens, "ndim", 0) != 2 or "int64" not in str(getattr(tokens, "dtype", "")) or 0 in tokens.shape:
-                form = f"{getattr(tokens, 'dtype', type(tokens).__name__)} {list(getattr(tokens, 'shape', []))}"
-                raise ValueError(f"tokens={form} is not supported: it must be an int64 tensor [windows, tokens]")
-            num_samples, sequence_length = tokens.shape
-        if inputs is not None and not (
-            is_collection(inputs) and inputs and all(isinstance(batch, dict) and batch for batch in inputs)
-        ):
-            raise ValueError(unsupported("inputs", inputs, "a list of dicts of tensors, at least one"))
-        for name, value in (
-            ("num_samples", num_samples),
-            ("sequence_length", sequence_length),
-            ("batch_size", batch_size),
-        ):
-            if type(value) is not int or value < 1:
-                raise ValueError(unsupported(name, value, "a positive integer"))
-        if type(seed) is not int:
-            raise ValueError(unsupported("seed", seed, "an integer"))
         self.texts, self.dataset, self.split, self.text_column = texts, dataset, split, text_column
         self.tokens, self.inputs = tokens, inputs
         self.num_samples, self.sequence_length, self.batch_size = num_samples, sequence_length, batch_size
         self.device = None if device is None else str(device)
         self.checkpoint_dir = None if checkpoint_dir is None else str(checkpoint_dir)
         self.seed = seed
+        given = [name for name in _SOURCES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given: allowed is one of {_SOURCES}")
+        check(texts is None or is_collection_of(texts, str), "texts", texts, "a list of strings, at least one")
+        for name in ("split", "text_column", *(["dataset"] if dataset is not None else [])):
+            value = getattr(self, name)
+            check(isinstance(value, str) and value != "", name, value, "a string that is not empty")
+        if tokens is not None:
+            if getattr(tokens, "ndim", 0) != 2 or "int64" not in str(getattr(tokens, "dtype", "")) or 0 in tokens.shape:
+                form = f"{getattr(tokens, 'dtype', type(tokens).__name__)} {list(getattr(tokens, 'shape', []))}"
+                raise ValueError(f"tokens={form} is not supported: it must be an int64 tensor [windows, tokens]")
+            self.num_samples, self.sequence_length = tokens.shape
+        are_batches = inputs is None or (is_collection_of(inputs, dict) and all(inputs))
+        check(are_batches, "inputs", inputs, "a list of dicts of tensors, at least one")
+        for name in ("num_samples", "sequence_length", "batch_size"):
+            check(is_integer(getattr(self, name), 1), name, getattr(self, name), "a positive integer")
+        check(type(seed) is int, "seed", seed, "an integer")
 
     @property
     def source(self) -> str | None:
-        """Which of "texts", "dataset", "tokens" and "inputs" is given; None for a config read from a checkpoint that does
-        not name its text."""
+        """Which of "texts", "dataset", "tokens" and "inputs" is given. None for a config read from a checkpoint, where
+        the text was not saved."""
         return next((name for name in _SOURCES if getattr(self, name) is not None), None)
 
     def __eq__(self, other) -> bool:
@@ -99,5 +93,5 @@ class CalibrationConfig:
         return f"CalibrationConfig({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
 
     def to_dict(self) -> dict[str, Any]:
-        """What describes it, JSON-able: without the texts or tokens themselves, the device and the folder."""
+        """The JSON-able description: without the texts or tokens themselves, the device and the folder."""
         return {name: getattr(self, name) for name in _SAVED}

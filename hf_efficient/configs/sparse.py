@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig, unsupported
+from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig
+from hf_efficient.configs.checks import check, check_choices, check_flags, naming
 from hf_efficient.configs.weight_only import WeightOnlyConfig
 
 
@@ -13,27 +14,39 @@ WEIGHT_METHODS = ("rtn", "mse", "hqq", "gptq")
 class SparseConfig(CompressionConfig):
     """Weights of which a share is zero. Pass it as `quantization_config` to `from_pretrained`.
 
-    Exactly one of `sparsity` and `pattern` is given. 2:4 is stored as values and places (0.54 of 16 bits), everything else as
-    values and a bit for each weight.
+    Exactly one of `sparsity` and `pattern` is given. 2:4 is stored as values and positions (0.54 of 16 bits),
+    everything else as values and one bit for each weight.
 
     Args:
-        sparsity: fraction of zeros in every weight, at least 0 and below 1. With `allocation="owl"` the average.
-        pattern: "n:m", as "2:4": n kept of every m neighbours along in_features, which m must divide.
-        method: how the zeros are chosen; a file of `hf_efficient/pruning`: "magnitude" needs no data, "wanda" and "sparsegpt"
-            need `calibration`; see `available_pruning_methods`.
-        group: which weights compete where there is no pattern: those of a "row" (every output keeps the same number), of the
-            whole "layer", or None for what the method's paper takes.
-        allocation: "uniform", the same sparsity for every weight, or "owl", layers with more outliers keep more (not with a
-            pattern).
-        refine: after each block, tune the kept weights by gradient on the block's outputs, before they become codes.
-        weights: a `WeightOnlyConfig` for the kept weights (method "rtn", "mse", "hqq" or "gptq", no codebook): codes instead of
-            values. With "gptq" the kept weights take back one another's rounding under the mask: after "sparsegpt" or "alps",
-            pruning and quantization work on one output error.
-        modules_to_not_convert, overrides, calibration, dequantize, version: as in `WeightOnlyConfig`.
-        quantize_lm_head: also prune the output embedding, which must not be tied to the input embedding.
+        sparsity (number in [0, 1); default None): fraction of zeros in every weight. With `allocation="owl"` the
+        average.
+        pattern ("n:m", as "2:4"; default None): n kept of every m neighbours along in_features, which m must divide.
+        method (str; default "wanda"): how the zeros are chosen; a file of `hf_efficient/pruning`, see
+            `available_pruning_methods`. "magnitude" needs no data; the others need `calibration`, for example "wanda"
+            (https://arxiv.org/abs/2306.11695), "sparsegpt" (https://arxiv.org/abs/2301.00774) and "alps"
+            (https://arxiv.org/abs/2406.07831).
+        group ("row", "layer" or None; default None): which weights compete where there is no pattern: those of a row
+            (every output keeps the same number) or of the whole layer. None: as in the method's paper.
+        allocation ("uniform" or "owl"; default "uniform"): "owl" (https://arxiv.org/abs/2310.05175): layers with more
+            outliers keep more; needs `calibration`, and no pattern.
+        refine (bool; default False): after each block, tune the kept weights by gradient on the block's outputs, before
+            they become codes; needs `calibration`.
+        weights (`WeightOnlyConfig` or a dict of its arguments; default None): the kept weights are stored as codes
+            instead of values (method "rtn", "mse", "hqq" or "gptq", no codebook). With "gptq" the kept weights take
+            back one another's rounding errors under the mask, so after "sparsegpt" or "alps" both steps lower the same
+            output error.
+        modules_to_not_convert (list of str; default None): globs of modules to leave as they are.
+        overrides (dict of glob -> fields; default None): other schemes for single modules.
+        quantize_lm_head (bool; default False): also prune the output embedding, which must not be tied to the input
+            one.
+        calibration (`CalibrationConfig` or a dict of its arguments; default None): the text that data-aware methods
+            see.
+        dequantize (bool; default False): turn a pruned checkpoint back into an ordinary model when loading it.
+        version (int; default 1): layout of a saved checkpoint; only 1 is read.
 
     Raises:
-        ValueError: any value that is not allowed, or contradicts another; names the argument, the value and what is allowed.
+        ValueError: a value that is not allowed, or that contradicts another; names the argument, the value and what is
+            allowed.
     """
 
     name = "efficient_sparse"
@@ -57,26 +70,30 @@ class SparseConfig(CompressionConfig):
         version: int = CONFIG_VERSION,
         **unknown,
     ):
-        given = locals()
-        super().__init__(
-            self._plain({field: given[field] for field in self.scheme_fields}),
-            modules_to_not_convert=modules_to_not_convert,
-            overrides=overrides,
-            quantize_lm_head=quantize_lm_head,
-            calibration=calibration,
-            dequantize=dequantize,
-            version=version,
-            **unknown,
-        )
+        self._initialize(locals())
         self.weights = None if self.weights is None else WeightOnlyConfig(**self.weights)
-        if self.group is None:  # kept in the checkpoint: how many weights a row has follows from it
-            from hf_efficient import pruning
-
-            self.group = "row" if self.pattern else getattr(pruning.get_method(self.method), "GROUP", "row")
+        if self.group is None:  # saved in the checkpoint, because the number of weights of a row follows from it
+            self.group = "row" if self.pattern else getattr(self.method_module(), "GROUP", "row")
 
     @classmethod
-    def scheme_error(cls, scheme):
-        return _value_error(scheme) or _contradiction(scheme) or _weights_error(scheme["weights"])
+    def check_scheme(cls, scheme):
+        from hf_efficient.pruning.mask import GROUPS, check_sparsity
+
+        sparsity, pattern = scheme["sparsity"], scheme["pattern"]
+        if (sparsity is None) == (pattern is None):
+            given = f"sparsity={sparsity!r} and pattern={pattern!r} are not supported together"
+            raise ValueError(f"{given}: exactly one must be given, as sparsity=0.5 or pattern='2:4'")
+        if sparsity is not None:
+            check_sparsity(sparsity)
+        is_pattern = pattern is None or _parsed(pattern) is not None
+        check(is_pattern, "pattern", pattern, "'n:m', as '2:4': n kept of every m neighbours, 0 < n < m")
+        check_choices(scheme, method=available_pruning_methods(), group=(*GROUPS, None), allocation=ALLOCATIONS)
+        check_flags(scheme, "refine")
+        if pattern:
+            check(scheme["group"] != "layer", "group", scheme["group"], "'row' or None with a pattern")
+            check(scheme["allocation"] == "uniform", "allocation", scheme["allocation"], "'uniform' with a pattern")
+        if scheme["weights"] is not None:
+            _check_weights(scheme["weights"])
 
     @classmethod
     def _plain(cls, fields):
@@ -87,12 +104,9 @@ class SparseConfig(CompressionConfig):
             raise ValueError(f"weights={weights.to_dict()} is not supported: only its fields of a weight may be given")
         return {**fields, "weights": weights.scheme()}
 
-    def scheme(self):
-        return self._plain(super().scheme())
-
     def _merged(self, fields):
         scheme = self.scheme()
-        if fields.get("pattern") is not None:  # takes the place of a sparsity, and of what goes with one
+        if fields.get("pattern") is not None:  # replaces the sparsity and what only goes with a sparsity
             scheme |= {"sparsity": None, "group": None, "allocation": "uniform"}
         if fields.get("sparsity") is not None and self.pattern is not None:
             scheme |= {"pattern": None, "group": None}
@@ -141,7 +155,8 @@ class SparseConfig(CompressionConfig):
         return type(self)(**{**self.scheme(), "weights": None}) if self.refine and self.weights else self
 
     def quantize_kept(self, pruned, mask, format, inputs=None):
-        """The canonical tensors of `format` for a pruned weight [N, K] and what its mask (bool [N, K]) keeps, as `weights` says."""
+        """The canonical tensors of `format` for a pruned weight [N, K] and its mask (bool [N, K], True = kept): the
+        kept weights quantized as `weights` says."""
         from hf_efficient import methods
 
         own = self.weights.format()
@@ -158,7 +173,7 @@ def available_pruning_methods() -> list[str]:
 
 
 def _parsed(pattern: str) -> tuple[int, int] | None:
-    """(n, m) of "n:m", or None where it is nothing of the kind."""
+    """(n, m) of "n:m", or None for anything else."""
     parts = pattern.split(":") if isinstance(pattern, str) else ()
     if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
         return None
@@ -166,55 +181,16 @@ def _parsed(pattern: str) -> tuple[int, int] | None:
     return (n, m) if 0 < n < m else None
 
 
-def _value_error(scheme) -> str | None:
-    """What is wrong with one of the values."""
-    from hf_efficient.pruning.mask import GROUPS, sparsity_error
-
-    if (scheme["sparsity"] is None) == (scheme["pattern"] is None):
-        given = f"sparsity={scheme['sparsity']!r} and pattern={scheme['pattern']!r}"
-        return f"{given} are not supported together: exactly one must be given, as sparsity=0.5 or pattern='2:4'"
-    if scheme["sparsity"] is not None and (error := sparsity_error(scheme["sparsity"])):
-        return error
-    if scheme["pattern"] is not None and _parsed(scheme["pattern"]) is None:
-        return unsupported("pattern", scheme["pattern"], "'n:m', as '2:4': n kept of every m neighbours, 0 < n < m")
-    if scheme["method"] not in available_pruning_methods():
-        return unsupported("method", scheme["method"], f"one of {available_pruning_methods()}")
-    for field, allowed in (("group", (*GROUPS, None)), ("allocation", ALLOCATIONS)):
-        if scheme[field] not in allowed:
-            return unsupported(field, scheme[field], f"one of {allowed}")
-    if not isinstance(scheme["refine"], bool):
-        return unsupported("refine", scheme["refine"], "True or False")
-    return None
-
-
-def _contradiction(scheme) -> str | None:
-    """Which value does not go with another."""
-    pattern = scheme["pattern"]
-    rules = (
-        (pattern and scheme["group"] == "layer", "group", "'row' or None with a pattern"),
-        (pattern and scheme["allocation"] != "uniform", "allocation", "'uniform' with a pattern"),
-    )
-    return next((unsupported(field, scheme[field], allowed) for broken, field, allowed in rules if broken), None)
-
-
-def _weights_error(weights) -> str | None:
-    """What is wrong with the config of the kept weights."""
-    if weights is None:
-        return None
-    if not isinstance(weights, dict):
-        return unsupported("weights", weights, "a WeightOnlyConfig, a dict of its arguments, or None")
-    try:
+def _check_weights(weights) -> None:
+    """Raises ValueError unless `weights` is a scheme (a dict) that kept weights can be stored in."""
+    check(isinstance(weights, dict), "weights", weights, "a WeightOnlyConfig, a dict of its arguments, or None")
+    with naming("weights"):
         config = WeightOnlyConfig(**weights)
-    except ValueError as error:
-        return f"weights: {error}"
-    if given := sorted(set(weights) - set(WeightOnlyConfig.scheme_fields)):
-        return f"weights: {given[0]!r} is not a field of a weight: allowed are {WeightOnlyConfig.scheme_fields}"
-    if config.method not in WEIGHT_METHODS:
-        return f"weights: {unsupported('method', config.method, f'one of {WEIGHT_METHODS}')}"
-    if config.zero_point != "integer":
-        return f"weights: {unsupported('zero_point', config.zero_point, repr('integer'))}: zeros are exact"
-    fields = ("codebook", "rotate", "refine", "mixed_precision", "int8_on_cpu", "input_scale", "input_order")
-    for field in fields:
-        if value := getattr(config, field):
-            return f"weights: {unsupported(field, value, 'left out: pruned weights are kept on a plain grid')}"
-    return None
+        if given := sorted(set(weights) - set(WeightOnlyConfig.scheme_fields)):
+            allowed = WeightOnlyConfig.scheme_fields
+            raise ValueError(f"{given[0]!r} is not a field of a weight: allowed are {allowed}")
+        check_choices(vars(config), method=WEIGHT_METHODS)
+        check(config.zero_point == "integer", "zero_point", config.zero_point, "'integer': zeros are exact")
+        for field in ("codebook", "rotate", "refine", "mixed_precision", "int8_on_cpu", "input_scale", "input_order"):
+            value = getattr(config, field)
+            check(not value, field, value, "left out: pruned weights are kept on a plain grid")

@@ -1,6 +1,7 @@
 """Weights and activations in 8 bits."""
 
-from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig, unsupported
+from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig
+from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, is_number
 
 
 DTYPES = ("int8", "fp8")
@@ -13,26 +14,39 @@ class W8A8Config(CompressionConfig):
     """Weights and activations in 8 bits. Pass it as `quantization_config` to `from_pretrained`.
 
     Args:
-        dtype: "int8", or "fp8" (float8 E4M3).
-        method: "absmax" (symmetric grids), "zeropoint" (int8 grids that span the range of weights and of activations),
-            "smoothquant" (absmax weights after scales between channels of activations and weights, which need
-            `calibration`; int8 activations span their range) or "llm_int8" (outlier columns of the activations stay in 16
-            bits).
-        activations: "dynamic" (one scale a token, fp8 with block weights one for 128 columns of a token) or "static" (one
-            scale, seen by `observer` on the text of `calibration`).
-        weights: one scale a "channel" (vector-wise), a "tensor" or, for fp8, a "block" of 128 x 128.
-        threshold: of llm_int8: columns with a magnitude of this or more are outliers (found anew in every call).
-        outlier_columns: of llm_int8: this many columns, of the largest mean square on the text of `calibration`, are the
-            outliers instead. Their weights are kept in 16 bits, too, the other int8 activations span their range, and a
-            result does not depend on what else is in the batch. The only way of llm_int8 for fp8.
-        observer: of static activations: "absmax" (the default), "percentile", or for int8 "entropy" or "mse".
-        percentile: of that observer, the percentage of the values that are not clipped.
-        rotate: spread outliers by random Hadamard rotations of the inputs (QuaRot) before they are rounded.
-        modules_to_not_convert, overrides, quantize_lm_head, calibration, dequantize, version: as in `WeightOnlyConfig`.
-        input_scale: set by calibration for modules whose input is multiplied by stored factors.
+        dtype ("int8" or "fp8"; default "int8"): of the codes; "fp8" is float8 E4M3.
+        method (str; default "absmax"): "absmax": symmetric grids. "zeropoint": int8 grids that span the range of
+            weights and of activations. "smoothquant" (https://arxiv.org/abs/2211.10438): absmax weights after scales
+            have moved outliers from the activations to the weights; needs `calibration`; int8 activations span their
+            range. "llm_int8" (https://arxiv.org/abs/2208.07339): outlier columns of the activations stay in 16 bits.
+        activations ("dynamic" or "static"; default "dynamic"): "dynamic": one scale per token, fp8 with block weights
+            one for 128 columns of a token. "static": one scale, observed on the text of `calibration`.
+        weights ("channel", "tensor" or "block"; default "channel"): what shares a scale: an output row, the whole
+            weight, or, for fp8, a block of 128 x 128.
+        threshold (number > 0; default 6.0): "llm_int8" without `outlier_columns`: a column with a magnitude of at least
+            this is an outlier, found anew in every call.
+        outlier_columns (int >= 0; default 0): "llm_int8": this many columns, those of the largest mean square on the
+            text of `calibration`, are the outliers instead. Their weights stay in 16 bits too, the other int8
+            activations span their range, and a result does not depend on what else is in the batch. fp8 has no other
+            way of "llm_int8".
+        observer ("absmax", "percentile", "entropy", "mse" or None; default None): of static activations; None means
+            "absmax". "entropy" and "mse" are for int8.
+        percentile (number above 50, at most 100; default 99.99): "percentile": the percentage of values that is not
+            clipped.
+        rotate (bool; default False): spread outliers of the inputs by random Hadamard rotations before they are rounded
+            (QuaRot, https://arxiv.org/abs/2404.00456).
+        modules_to_not_convert (list of str; default None): globs of modules to leave as they are.
+        overrides (dict of glob -> fields; default None): other schemes for single modules.
+        quantize_lm_head (bool; default False): also quantize the output embedding.
+        calibration (`CalibrationConfig` or a dict of its arguments; default None): the text that data-aware methods
+            see.
+        dequantize (bool; default False): turn a quantized checkpoint back into an ordinary model when loading it.
+        input_scale (bool; default False): set by calibration for modules whose input is multiplied by stored factors.
+        version (int; default 1): layout of a saved checkpoint; only 1 is read.
 
     Raises:
-        ValueError: any value that is not allowed, or contradicts another; names the argument, the value and what is allowed.
+        ValueError: a value that is not allowed, or that contradicts another; names the argument, the value and what is
+            allowed.
     """
 
     name = "efficient_w8a8"
@@ -62,21 +76,19 @@ class W8A8Config(CompressionConfig):
         version: int = CONFIG_VERSION,
         **unknown,
     ):
-        given = locals()
-        super().__init__(
-            {field: given[field] for field in self.scheme_fields},
-            modules_to_not_convert=modules_to_not_convert,
-            overrides=overrides,
-            quantize_lm_head=quantize_lm_head,
-            calibration=calibration,
-            dequantize=dequantize,
-            version=version,
-            **unknown,
-        )
+        self._initialize(locals())
 
     @classmethod
-    def scheme_error(cls, scheme):
-        return _value_error(scheme) or _contradiction(scheme)
+    def check_scheme(cls, scheme):
+        check_choices(scheme, dtype=DTYPES, method=METHODS, activations=("dynamic", "static"))
+        check_choices(scheme, weights=("channel", "tensor", "block"), observer=(*OBSERVERS, None))
+        check_flags(scheme, "rotate", "input_scale")
+        threshold, percentile, columns = scheme["threshold"], scheme["percentile"], scheme["outlier_columns"]
+        check(is_number(threshold) and threshold > 0, "threshold", threshold, "a number above 0")
+        is_share = is_number(percentile) and 50 < percentile <= 100
+        check(is_share, "percentile", percentile, "a number above 50 and at most 100")
+        check(is_integer(columns, 0), "outlier_columns", columns, "an integer, 0 or more")
+        _check_combination(scheme)
 
     def format(self):
         from hf_efficient.formats.transformed import TransformedFormat
@@ -99,64 +111,41 @@ class W8A8Config(CompressionConfig):
         return TransformedFormat(inner, self.input_scale, self.rotate)
 
     def method_name(self):
-        return "_w8a8"
+        return "_w8a8_weights"
 
     def needs_calibration(self):
         return self.method == "smoothquant" or self.activations == "static" or self.outlier_columns > 0
 
 
-def _value_error(scheme) -> str | None:
-    """What is wrong with one of the values."""
-    choices = {
-        "dtype": DTYPES,
-        "method": METHODS,
-        "activations": ("dynamic", "static"),
-        "weights": ("channel", "tensor", "block"),
-        "observer": (*OBSERVERS, None),
-    }
-    for field, allowed in choices.items():
-        if scheme[field] not in allowed:
-            return unsupported(field, scheme[field], f"one of {allowed}")
-    for field in ("rotate", "input_scale"):
-        if not isinstance(scheme[field], bool):
-            return unsupported(field, scheme[field], "True or False")
-    for field, low, high in (("threshold", 0, float("inf")), ("percentile", 50, 100)):
-        value = scheme[field]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high:
-            return unsupported(field, value, f"a number above {low}" + (" and at most 100" if high == 100 else ""))
-    columns = scheme["outlier_columns"]
-    if type(columns) is not int or columns < 0:
-        return unsupported("outlier_columns", columns, "an integer, 0 or more")
-    return None
-
-
-def _contradiction(scheme) -> str | None:
-    """Which value does not go with another."""
-    dtype, method, static = scheme["dtype"], scheme["method"], scheme["activations"] == "static"
-    is_llm, observer = method == "llm_int8", scheme["observer"]
-    rules = (
+def _check_combination(scheme) -> None:
+    """Raises ValueError for a value that does not go with another."""
+    is_fp8, static, by_block = scheme["dtype"] == "fp8", scheme["activations"] == "static", scheme["weights"] == "block"
+    method, observer, columns = scheme["method"], scheme["observer"], scheme["outlier_columns"]
+    is_llm = method == "llm_int8"
+    rules = (  # (whether it is broken, the argument to name, what it must be)
         (
-            dtype == "fp8" and (method == "zeropoint" or (is_llm and not scheme["outlier_columns"])),
+            is_fp8 and (method == "zeropoint" or (is_llm and not columns)),
             "method",
             "'absmax', 'smoothquant' or, with outlier_columns, 'llm_int8' for dtype='fp8'",
         ),
-        (is_llm and scheme["weights"] == "block", "weights", "'channel' or 'tensor' for method='llm_int8'"),
-        (dtype == "int8" and scheme["weights"] == "block", "weights", "'channel' or 'tensor' for dtype='int8'"),
-        (static and scheme["weights"] == "block", "activations", "'dynamic' for weights='block'"),
+        (is_llm and by_block, "weights", "'channel' or 'tensor' for method='llm_int8'"),
+        (not is_fp8 and by_block, "weights", "'channel' or 'tensor' for dtype='int8'"),
+        (static and by_block, "activations", "'dynamic' for weights='block'"),
         (static and is_llm, "activations", "'dynamic' for method='llm_int8'"),
         (observer is not None and not static, "observer", "None for activations='dynamic'"),
-        (dtype == "fp8" and observer in ("entropy", "mse"), "observer", "'absmax' or 'percentile' for dtype='fp8'"),
+        (is_fp8 and observer in ("entropy", "mse"), "observer", "'absmax' or 'percentile' for dtype='fp8'"),
         (
             scheme["percentile"] != _PERCENTILE and observer != "percentile",
             "percentile",
             f"{_PERCENTILE} (the default) unless observer='percentile'",
         ),
-        (scheme["outlier_columns"] and not is_llm, "outlier_columns", f"0 for method={method!r}"),
+        (columns and not is_llm, "outlier_columns", f"0 for method={method!r}"),
         (
-            scheme["threshold"] != _THRESHOLD and (not is_llm or scheme["outlier_columns"]),
+            scheme["threshold"] != _THRESHOLD and (not is_llm or columns),
             "threshold",
             f"{_THRESHOLD} (the default) unless method='llm_int8' finds outliers by it",
         ),
         (scheme["rotate"] and is_llm, "rotate", "False for method='llm_int8', which needs outliers in single columns"),
     )
-    return next((unsupported(field, scheme[field], allowed) for broken, field, allowed in rules if broken), None)
+    for is_broken, argument, allowed in rules:
+        check(not is_broken, argument, scheme[argument], allowed)

@@ -1,13 +1,25 @@
-"""Methods choose the numbers. One file a method, which the name in a config selects; it defines
+"""Quantization methods: each chooses the codes, scales and zero points of one weight. One file a method (a paper); the
+name in a config selects it. Files that begin with an underscore hold what several methods share.
 
-FORMATS  the `Format` classes it serves
-NEEDS    what it must know of the inputs: () or names of `LinearInputs` attributes, for example ("hessian",)
-USES     what it does without, but better with (optional)
-FLOAT_ZERO  whether it serves affine formats with zero_point="float", too (optional)
-MASKED  whether `quantize` takes the mask bool [N, K] of a pruned weight, True = kept: the others stay 0 (optional)
-quantize(weight [N, K] float, format, inputs: LinearInputs | None) -> the canonical tensors of `format`
+A method is a module with these attributes:
 
-Files that begin with an underscore are shared by methods.
+    FORMATS: tuple of `Format` classes whose weights it can quantize.
+    NEEDS: tuple of names of `LinearInputs` attributes that it cannot do without, for example ("hessian",). () for a
+        data-free method, which runs on each weight as it is loaded.
+    USES (optional, default ()): names of `LinearInputs` attributes that improve its result where calibration ran.
+    FLOAT_ZERO (optional, default False): whether it also serves affine formats with zero_point="float".
+    MASKED (optional, default False): whether `quantize` takes the argument `mask`.
+
+    quantize(weight, format, inputs=None[, mask=None]) -> dict[str, Tensor]
+
+        weight: float16, bfloat16 or float32 [N, K] (out_features, in_features), finite; not changed.
+        format: an instance of one of FORMATS.
+        inputs: `LinearInputs` of the layer, or None where nothing was observed and NEEDS is ().
+        mask: bool [N, K] of a pruned weight, True = kept. The others dequantize to 0.
+        Returns the canonical tensors of `format`: names and shapes as `format.shapes(N, K)`, dtypes as
+        `format.dtypes(weight.dtype)`, on the weight's device. "qweight" holds the codes, "scale" and "zero_point" what
+        `format.dequantize` undoes them with.
+        Raises ValueError for a weight or a format that the method cannot serve.
 """
 
 import importlib
@@ -22,29 +34,35 @@ def get_method(name: str):
     return importlib.import_module(f"hf_efficient.methods.{name}")
 
 
+def inner_format(format):
+    """The format in which the weight itself is stored: `format.inner` of a `TransformedFormat`, else `format`."""
+    return getattr(format, "inner", format)
+
+
 def quantize(
     weight: torch.Tensor, format, method: str, inputs=None, transform=None, mask=None
 ) -> dict[str, torch.Tensor]:
     """The canonical tensors that `method` chooses for weight [N, K] in `format`.
 
     Args:
-        inputs: `LinearInputs` of the layer, for methods that need it.
-        transform: for a `TransformedFormat`, its own tensors: "input_scale" [K], "rotation_signs" int8 [K] (by default
-            the same random signs for every weight of that width). The weight and the statistics are transformed here.
-        mask: of a pruned weight, bool [N, K], True = kept: the codes of the others mean nothing.
+        weight: float16, bfloat16 or float32 [N, K].
+        inputs: `LinearInputs` of the layer, for methods that need them.
+        transform: for a `TransformedFormat`, its own tensors: "input_scale" [K] and "rotation_signs" int8 [K] (by
+            default the same random signs for every weight of that width). The weight and the statistics are transformed
+            here.
+        mask: bool [N, K] of a pruned weight, True = kept: the codes of the others mean nothing.
 
     Raises:
         ValueError: the method does not serve the format, or the weight is not finite.
     """
-    module = get_method(method)
-    inner = getattr(format, "inner", format)
+    module, inner = get_method(method), inner_format(format)
     if not isinstance(inner, module.FORMATS):
         served = ", ".join(kind.__name__ for kind in module.FORMATS)
         raise ValueError(f"method={method!r} does not serve {inner}: it serves {served}")
     if format.adopted:
         raise ValueError(
-            f"{format} is read from checkpoints of other libraries (hf_efficient.adopt): no method chooses a scale_dtype, minima "
-            "or an input_order"
+            f"{format} is read from checkpoints of other libraries (hf_efficient.adopt): no method chooses a "
+            "scale_dtype, minima or an input_order"
         )
     if getattr(inner, "zero_point", None) == "float" and not getattr(module, "FLOAT_ZERO", False):
         raise ValueError(
@@ -60,7 +78,7 @@ def quantize(
 
 
 def _transformed(weight, format, inputs, transform):
-    """(weight, inputs, the transform's canonical tensors) after the transforms of `format`."""
+    """(weight, inputs, the transform's canonical tensors) after the transforms of `format`, a `TransformedFormat`."""
     own, dtype = {}, weight.dtype
     if format.input_scale:
         if "input_scale" not in transform:

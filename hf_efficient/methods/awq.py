@@ -1,29 +1,28 @@
-"""AWQ's clipping search (https://arxiv.org/abs/2306.00978): round to nearest on ranges clipped as far as the output gains.
+"""AWQ's clipping search (https://arxiv.org/abs/2306.00978): round to nearest on ranges clipped where the output gains.
 
-The per-channel scales of the paper are a transform of the block (`calibration/awq.py`) and come before. Here the groups of a
-row are taken one after another; a group gets the candidate range that leaves the least error of the row's output,
-e H e^T with e the error of the whole row and H the sum of x^T x, the errors of the row's other groups being what they are.
-Smallest to largest weight is a candidate for every group, so the error on the calibration inputs is never above `rtn`'s."""
+The per-channel scales of the paper are a transform of the block (`calibration/awq.py`) that comes before. Here the
+groups of a row are taken one after another. Each gets the candidate range of the least output error e H e^T, where e is
+the error of the whole row with the other groups as they are by then, and H the mean of x^T x. The whole range is a
+candidate for every group, so the error on the calibration inputs is never above that of `rtn`."""
 
 import torch
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods._grid import Grid, covering_grid, group_width, grouped, quantize_rows, stored
+from hf_efficient.methods._affine_grid import Grid, covering_grid, group_width, grouped, quantize_rows, stored
 
 
 FORMATS = (AffineFormat,)
 NEEDS = ("hessian",)
-_ELEMENTS_AT_ONCE = 1 << 20  # bounds the float32 copies of rows
-_SHRINK = [1 - step / 20 for step in range(1, 13)]  # of the width of the range
-_SIDES = (0.0, 0.25, 0.5, 0.75, 1.0)  # the share of what is cut that comes off the lower end
+_ELEMENTS_AT_ONCE = 1 << 20  # weights at a time: bounds the float32 copies
+_SHRINK = [1 - step / 20 for step in range(1, 13)]  # candidate widths, as shares of the whole range
+_SIDES = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the cut that come off the lower end
 
 
 def quantize(weight: torch.Tensor, format: AffineFormat, inputs) -> dict[str, torch.Tensor]:
-    """weight [N, K] (float16, bfloat16 or float32), `inputs` the `LinearInputs` of the layer with its hessian -> canonical
-    tensors of `format`, the scale in the weight's dtype.
+    """See `hf_efficient.methods`. inputs: `hessian` [K, K] and `count` are read.
 
     Raises:
-        ValueError: for a weight that holds NaN or infinite values."""
+        ValueError: a weight that holds NaN or infinite values."""
     hessian = inputs.hessian.to(weight.device) / max(inputs.count, 1)
     return quantize_rows(weight, format, lambda rows: clipped_grid(rows, format, hessian), _ELEMENTS_AT_ONCE)
 
@@ -35,7 +34,7 @@ def rounded(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, forma
 
 
 def clipped_grid(weight: torch.Tensor, format: AffineFormat, hessian: torch.Tensor) -> Grid:
-    """The grid of weight [N, K] that the search finds for the errors' weights `hessian` float [K, K]."""
+    """The grid of weight [N, K] that the search finds; hessian: float [K, K], the mean of x^T x."""
     scale, zero = covering_grid(weight, format)
     width, values = group_width(format, weight.shape[1]), weight.float()
     error = rounded(weight, scale, zero, format) - values
@@ -43,7 +42,7 @@ def clipped_grid(weight: torch.Tensor, format: AffineFormat, hessian: torch.Tens
     for group, start in enumerate(range(0, weight.shape[1], width)):
         own = slice(start, start + width)
         others = pull[:, own] - error[:, own] @ hessian[own, own]
-        best = _Best(values[:, own], others, hessian[own, own], scale[:, group], zero[:, group], format)
+        best = _GroupSearch(values[:, own], others, hessian[own, own], scale[:, group], zero[:, group], format)
         for candidate in _candidates(scale[:, group], zero[:, group], format):
             best.offer(*candidate)
         pull += (best.error - error[:, own]) @ hessian[own]
@@ -53,7 +52,7 @@ def clipped_grid(weight: torch.Tensor, format: AffineFormat, hessian: torch.Tens
 
 
 def _candidates(scale: torch.Tensor, zero: torch.Tensor, format: AffineFormat):
-    """Clipped ranges of one group for each row: scale and zero point [N]."""
+    """(scale, zero point), [N] each, of one group of every row: one pair for each clipped range."""
     full = scale.float()
     for shrink in _SHRINK:
         clipped = stored(full * shrink, scale.dtype)
@@ -66,8 +65,8 @@ def _candidates(scale: torch.Tensor, zero: torch.Tensor, format: AffineFormat):
             yield clipped, torch.lerp(lowest, highest, side).round_().clamp_(0, format.levels)
 
 
-class _Best:
-    """The best grid offered so far for one group of every row."""
+class _GroupSearch:
+    """Keeps the best grid offered for one group of every row: its `scale` and `zero` [N] and the `error` [N, width]."""
 
     def __init__(self, values, others, hessian, scale, zero, format: AffineFormat):
         self.values, self.others, self.hessian = values, others, hessian
@@ -81,7 +80,7 @@ class _Best:
         return error, loss.sum(0, keepdim=True) if self.shared else loss
 
     def offer(self, scale: torch.Tensor, zero: torch.Tensor) -> None:
-        """Takes the grid for the rows whose output errs less."""
+        """Takes the grid for the rows whose output error it lowers."""
         error, loss = self._try(scale, zero)
         better = loss < self.loss
         self.scale, self.zero = torch.where(better, scale, self.scale), torch.where(better, zero, self.zero)

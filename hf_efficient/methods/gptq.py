@@ -1,18 +1,17 @@
 """GPTQ (https://arxiv.org/abs/2210.17323): columns are rounded one after another, by falling mean squared input
-(act-order), and what rounding a column did to the output is taken back by the columns still to come.
+(act-order), and the columns still to come make up for what rounding a column did to the output.
 
-Scales and zero points are fixed before (static groups), so the format needs no index of groups. Beyond the paper: ranges
-are clipped to the least error that GPTQ cannot take back (`Feedback.importance`); then the codes descend once among all
-others, the scales take their least squares for the codes, and the codes descend again. A row on which all that is worse
-than round to nearest keeps the latter."""
+Scales and zero points are chosen before (static groups), so the format needs no index of groups. Beyond the paper,
+ranges are clipped for the least error that later columns cannot make up for (`Feedback.importance`). Then coordinate
+descent rounds each column once more among all others, the scales take their least squares for the codes, and the
+descent runs again. A row that ends up worse than round to nearest is rounded to nearest."""
 
 import torch
 
 from hf_efficient.formats import AffineFormat, Format
 from hf_efficient.formats.codebook import CodebookFormat
-from hf_efficient.methods import _codebook
-from hf_efficient.methods._feedback import Feedback, output_error
-from hf_efficient.methods._grid import (
+from hf_efficient.methods import _gptq_codebook
+from hf_efficient.methods._affine_grid import (
     Grid,
     canonical,
     covering_grid,
@@ -22,33 +21,34 @@ from hf_efficient.methods._grid import (
     round_to,
     stored,
 )
+from hf_efficient.methods._error_feedback import Feedback, output_error
 from hf_efficient.methods.mse import clipped_grid
 
 
 FORMATS = (AffineFormat, CodebookFormat)
 NEEDS = ("hessian",)
 MASKED = True
-_ELEMENTS_AT_ONCE = 1 << 16
+_ELEMENTS_AT_ONCE = 1 << 16  # weights at a time in the search for grids
 
 
 def quantize(
     weight: torch.Tensor, format: Format, inputs=None, damping: float = 0.01, act_order: bool = True, mask=None
 ) -> dict[str, torch.Tensor]:
-    """weight [N, K] (float16, bfloat16 or float32) -> canonical tensors of `format`, the scale in the weight's dtype.
+    """See `hf_efficient.methods`.
 
     Args:
-        inputs: `LinearInputs` with `hessian` float32 [K, K].
+        inputs: `hessian` float32 [K, K] is read.
         damping: added to the diagonal of the Hessian, in units of its mean; see `Feedback`.
         act_order: whether columns are visited by falling diagonal of the Hessian.
-        mask: bool [N, K] of a pruned weight, True = kept: the others stay 0, and only what is kept takes back rounding errors.
+        mask: bool [N, K] of a pruned weight, True = kept: the others stay 0, and only kept weights make up for errors.
             For affine formats.
 
     Raises:
-        ValueError: for NaN or infinite values in the weight or the Hessian, or without a Hessian."""
+        ValueError: NaN or infinite values in the weight or the Hessian, or no Hessian."""
     if inputs is None or inputs.hessian is None:
         raise ValueError("gptq needs the Hessian of the inputs: inputs.hessian is None")
     if isinstance(format, CodebookFormat):
-        return _codebook.quantize(weight, format, inputs, damping)
+        return _gptq_codebook.quantize(weight, format, inputs, damping)
     hessian = inputs.hessian.to(weight.device)
     nearest = covering_grid(weight, format)
     feedback = Feedback(hessian, damping, act_order)
@@ -67,7 +67,7 @@ def quantize(
 
 
 def _columns(grid: Grid, format: AffineFormat, mask: torch.Tensor | None = None):
-    """Rounds one column to `grid`, for `Feedback`."""
+    """A `QuantizeColumn` for `Feedback` that rounds to `grid`."""
     scale, zero = (part.float().T.contiguous() for part in grid)
     width = None if format.group_size in (None, -1) else format.group_size
     scales, lows, highs = scale.unbind(), (-zero).unbind(), (format.levels - zero).unbind()
@@ -85,7 +85,8 @@ def _columns(grid: Grid, format: AffineFormat, mask: torch.Tensor | None = None)
 def _least_squares_scales(
     weight: torch.Tensor, rounded: torch.Tensor, grid: Grid, hessian: torch.Tensor, format: AffineFormat
 ) -> tuple[Grid, torch.Tensor]:
-    """Each group's scale in turn at the least output error for its codes, as it is stored, where that lowers the error."""
+    """(grid, dequantized weight) after each group's scale in turn took its least squares for the codes, as it is
+    stored, where that lowers the output error."""
     (scale, zero), width = grid, group_width(format, weight.shape[1])
     error, scale = weight.float() - rounded, scale.clone()
     for group, start in enumerate(range(0, weight.shape[1], width)):
@@ -95,7 +96,9 @@ def _least_squares_scales(
         curvature = ((codes @ hessian[columns, columns]) * codes).sum(1)
         new = stored(old + slope / curvature, weight.dtype)
         step = new.float() - old
-        better = (new > 0) & (step * (step * curvature - 2 * slope) < 0)  # false where nothing depends on the group
+        better = (new > 0) & (
+            step * (step * curvature - 2 * slope) < 0
+        )  # False (NaN) where no output depends on the group
         step = torch.where(better, step, 0)
         scale[:, group] = torch.where(better, new, scale[:, group])
         error[:, columns].addcmul_(codes, step[:, None], value=-1)

@@ -1,40 +1,41 @@
-"""HQQ, half-quadratic quantization (https://mobiusml.github.io/hqq_blog): needs no data. On the scale that covers a group, the
-zero point moves to lower sum |w - q|^p with p = 0.7, which cares less for outliers than least squares does.
+"""HQQ, half-quadratic quantization (https://mobiusml.github.io/hqq_blog): data-free. The scale covers the range of a
+group, and its zero point is chosen to lower sum |w - q|^p with p = 0.7, which weighs outliers less than least squares
+does.
 
-Alternates between the part of the error that shrinkage splits off (generalized soft thresholding) and the zero point of least
-squares for the rest. That one is tried where the format has zero_point="float", as in the paper, and else the integers around it,
-which hardly move: then the result is close to `rtn`. The best of each group is kept, the zero point of `rtn` among them. Solving
-for the scale too lowers the sum further, but raised SmolLM2's perplexity at 4 and at 3 bits."""
+Each round splits a sparse part off the error by generalized soft thresholding, and takes the least-squares zero point
+for the rest. Formats with zero_point="float" store it as it is, as in the paper. For others the two integers around it
+are tried, which hardly moves them, so the result is close to `rtn`. The best zero point of each group is kept, that of
+`rtn` included. Solving for the scale too lowers the sum further, but raised the perplexity of SmolLM2 at 4 and at 3
+bits."""
 
 import torch
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods._grid import Grid, quantize_rows
-from hf_efficient.methods._search import GridSearch
+from hf_efficient.methods._affine_grid import Grid, quantize_rows
+from hf_efficient.methods._grid_search import GridSearch
 
 
 FORMATS = (AffineFormat,)
 NEEDS = ()
 FLOAT_ZERO = True  # serves formats with zero_point="float"
-_ELEMENTS_AT_ONCE = 1 << 16
+_ELEMENTS_AT_ONCE = 1 << 16  # weights at a time: they stay in the cache
 _POWER = 0.7
 _ROUNDS = 20
-_BETA, _KAPPA = 10.0, 1.01  # weight of the quadratic term and its growth a round
+_BETA, _KAPPA = 10.0, 1.01  # weight of the quadratic term, and the factor by which it grows each round
 
 
 def quantize(weight: torch.Tensor, format: AffineFormat, inputs=None) -> dict[str, torch.Tensor]:
-    """weight [N, K] (float16, bfloat16 or float32) -> canonical tensors of `format`, the scale in the weight's dtype.
-    `inputs` are not looked at.
+    """See `hf_efficient.methods`; `inputs` is not read.
 
     Raises:
-        ValueError: for a symmetric format, and for a weight that holds NaN or infinite values."""
+        ValueError: a symmetric format, or a weight that holds NaN or infinite values."""
     if format.symmetric:
         raise ValueError(f"method='hqq' chooses zero points: {format} has none")
     return quantize_rows(weight, format, lambda rows: half_quadratic_grid(rows, format), _ELEMENTS_AT_ONCE)
 
 
 def half_quadratic_grid(weight: torch.Tensor, format: AffineFormat) -> Grid:
-    """The covering scale and the zero point of least sum |w - q|^p found, for each group of weight [N, K]."""
+    """For each group of weight [N, K], the scale that covers it and the zero point of least sum |w - q|^p found."""
     search = GridSearch(weight, format, None, _POWER)
     counted = torch.ones_like(search.values) if search.importance is None else search.importance  # 0 for padding
     scale, zero = (part.float().reshape(-1) for part in search.best())

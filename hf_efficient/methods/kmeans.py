@@ -1,8 +1,7 @@
-"""A learned table of 2^bits entries a row (or a weight): k-means in one dimension, weighted by how much each input matters.
+"""Learned codebooks: weighted k-means in one dimension, a table of 2^bits entries for each row or for the whole weight.
 
-SqueezeLLM (https://arxiv.org/abs/2306.07629) without its sparse part, with the mean square of a layer's inputs for weights:
-what |X (W - Q)^T|^2 is when inputs are uncorrelated.
-"""
+SqueezeLLM (https://arxiv.org/abs/2306.07629) without its sparse part. The weights are the mean squares of the layer's
+inputs, so the objective is |X (W - Q)^T|^2 for uncorrelated inputs."""
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +12,19 @@ from hf_efficient.formats.codebook import CodebookFormat
 FORMATS = (CodebookFormat,)
 NEEDS = ()
 USES = ("mean_square",)
-_ELEMENTS_AT_ONCE = 1 << 19  # bounds the float64 copies of a weight
-_ITERATIONS = 30
+_ELEMENTS_AT_ONCE = 1 << 19  # weights at a time: bounds the float64 copies
+_ITERATIONS = 30  # of Lloyd's algorithm, at most
 _CUTS = 64  # pieces of a row in the search for a start
-_BINS = 1 << 14  # what a weight with one table is counted in
-_ROUNDS = 3  # of tables for the scales, then scales for the tables
+_BINS = 1 << 14  # of the histogram of a weight with one table
+_ROUNDS = 3  # each fits the tables to the scales, then the scales to the tables
 
 
 def quantize(weight: torch.Tensor, format: CodebookFormat, inputs=None) -> dict[str, torch.Tensor]:
-    """weight [N, K] -> canonical tensors of `format`, a CodebookFormat with codebook "kmeans". `inputs` (`LinearInputs`, or
-    None: every column alike) weigh the squared error of a column by its `mean_square`.
+    """See `hf_efficient.methods`. inputs: its `mean_square` [K] weighs the squared errors of the columns; None: all
+    equal.
 
     Raises:
-        ValueError: for a fixed table."""
+        ValueError: a format with a fixed table."""
     if format.codebook != "kmeans":
         raise ValueError(f"method='kmeans' learns a table, codebook={format.codebook!r} has one: use method='rtn'")
     importance = _importance(weight, inputs)
@@ -44,8 +43,8 @@ def quantize(weight: torch.Tensor, format: CodebookFormat, inputs=None) -> dict[
 
 
 def _signed_absmax(weight, format) -> torch.Tensor:
-    """The weight of largest magnitude of each group, float32 [N, G] or [1, 1]: divided by it, all groups end at 1 and reach
-    less far below 0, so that one table suits them better."""
+    """The weight of the largest magnitude of each group, with its sign, float32 [N, G] or [1, 1]. Divided by it, every
+    group has the largest entry 1 and reaches less far below 0, so one table fits them better."""
     if format.group_size is None:
         return weight.flatten()[weight.abs().argmax()].float().view(1, 1)
     groups = [format.grouped(rows) for rows in weight.split(max(1, _ELEMENTS_AT_ONCE // weight.shape[1]))]
@@ -53,7 +52,8 @@ def _signed_absmax(weight, format) -> torch.Tensor:
 
 
 def _importance(weight, inputs) -> torch.Tensor:
-    """float32 [K], 1 on average; columns whose input is always 0 keep a little, so that their codes stay near."""
+    """float32 [K], mean 1. Columns whose input is always 0 keep a little weight, so that they are still rounded to
+    nearest."""
     if inputs is None:
         return torch.ones(weight.shape[1], device=weight.device)
     importance = inputs.mean_square.float().to(weight.device)
@@ -62,7 +62,7 @@ def _importance(weight, inputs) -> torch.Tensor:
 
 
 def _refit(weight, codes, table, scale, importance, format) -> tuple[float, torch.Tensor]:
-    """The weighted squared error, and the scales that would make it least for these codes and tables."""
+    """(the weighted squared error, the scales that minimise it for these codes and tables)."""
     error, scales = 0.0, []
     step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
     for first in range(0, len(weight), step):
@@ -101,16 +101,18 @@ def _shared_table(weight, scale, importance, format) -> torch.Tensor:
         sums[0] += torch.bincount(bins, weights, minlength=_BINS)
         sums[1] += torch.bincount(bins, weights * values, minlength=_BINS)
     filled = sums[0] > 0
-    if not filled.any():  # zeros
+    if not filled.any():  # all weights are 0
         return torch.zeros(1, 2**format.bits, device=weight.device)
     weights = sums[0][filled]
     return cluster((sums[1][filled] / weights)[None].float(), weights[None].float(), 2**format.bits)
 
 
 def cluster(values: torch.Tensor, weights: torch.Tensor, entries: int) -> torch.Tensor:
-    """Weighted k-means of each row of float32 values [R, n], sorted, with weights [R, n]: the tables float32 [R, entries],
-    sorted. The better one, row by row, of what two starts lead to: the grid of round to nearest, so that it is never worse
-    than that, and the best table for coarser clusters."""
+    """Weighted k-means of each row: sorted tables float32 [R, entries] for sorted float32 values [R, n] with weights
+    [R, n].
+
+    Lloyd's algorithm runs from two starts, and each row takes the better result: from the grid of round to nearest, so
+    that the result is never worse than that grid, and from the best table for coarser clusters."""
     moments = torch.stack([weights.double() * values.double() ** power for power in range(3)])
     running = F.pad(moments.cumsum(-1), (1, 0))
     best = None
@@ -133,22 +135,23 @@ def _even_start(values: torch.Tensor, entries: int) -> torch.Tensor:
 
 
 def _optimal_start(values: torch.Tensor, weights: torch.Tensor, running: torch.Tensor, entries: int) -> torch.Tensor:
-    """The best tables whose clusters are runs of _CUTS pieces of the row, by dynamic programming. Pieces hold equal shares
-    of the integral of density^(1/3), as the clusters of an optimal table do when there are many."""
+    """The best tables whose clusters are unions of neighbouring pieces of the row, by dynamic programming over `_CUTS`
+    pieces. A piece has an equal share of the integral of density^(1/3), as each cluster of a large optimal table
+    has."""
     gaps = values.diff(dim=1, append=values[:, -1:])
     cumulated = (weights * gaps.square()).pow(1 / 3).cumsum(1)  # a density is weight / gap
     shares = torch.arange(1, _CUTS, device=values.device) / _CUTS
-    places = torch.searchsorted(cumulated, cumulated[:, -1:] * shares) + 1  # cuts lie in gaps
-    places = F.pad(F.pad(places.clamp_max(values.shape[1]), (1, 0)), (0, 1), value=values.shape[1])
-    at = running.gather(2, places.expand(3, -1, -1))
-    mass, first, second = at[:, :, None, :] - at[:, :, :, None]  # of the run from piece i to before piece j: [R, i, j]
+    cuts = torch.searchsorted(cumulated, cumulated[:, -1:] * shares) + 1  # cut k lies before value cuts[k]
+    cuts = F.pad(F.pad(cuts.clamp_max(values.shape[1]), (1, 0)), (0, 1), value=values.shape[1])
+    at = running.gather(2, cuts.expand(3, -1, -1))
+    mass, first, second = at[:, :, None, :] - at[:, :, :, None]  # [R, i, j]: of pieces i to j - 1
     cost = (second - first.square() / torch.where(mass > 0, mass, 1)).clamp_min(0).float()
     cost.masked_fill_(torch.ones(_CUTS + 1, _CUTS + 1, device=values.device).tril(-1).bool(), torch.inf)
-    least, choices = cost[:, 0], []  # [R, j]: of the pieces before j in so many clusters
+    least, choices = cost[:, 0], []  # [R, j]: least cost of the pieces before j
     for _ in range(entries - 1):
         least, choice = (least[:, :, None] + cost).min(1)
         choices.append(choice)
-    borders = [torch.full_like(places[:, :1], _CUTS)]
+    borders = [torch.full_like(cuts[:, :1], _CUTS)]
     for choice in reversed(choices):
         borders.append(choice.gather(1, borders[-1]))
     borders = torch.cat([*borders, torch.zeros_like(borders[0])], 1).flip(1)
@@ -157,10 +160,12 @@ def _optimal_start(values: torch.Tensor, weights: torch.Tensor, running: torch.T
 
 
 def _iterate(table, values, running) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of Lloyd's algorithm on sorted tables [R, E]: (tables, weighted squared errors float64 [R] of the clusters
-    around their means, which those of the tables do not exceed). Sums over a cluster are differences of running sums
-    [3, R, n + 1] of the moments, so only the borders of the clusters are looked for. The first entry that nothing is near
-    to moves to the far end of the costliest cluster."""
+    """One step of Lloyd's algorithm on sorted tables [R, E]: (new tables, weighted squared errors of the clusters
+    around their means, float64 [R]).
+
+    running: float64 [3, R, n + 1], running sums of weight, weight * value and weight * value^2. Sums over a cluster are
+    differences of them, so only the borders of clusters are searched. The first entry without a value near it moves to
+    the far end of the costliest cluster."""
     count = values.shape[1]
     borders = torch.searchsorted(values, (table[:, 1:] + table[:, :-1]) / 2, right=True)
     borders = F.pad(F.pad(borders, (1, 0)), (0, 1), value=count)
@@ -171,7 +176,7 @@ def _iterate(table, values, running) -> tuple[torch.Tensor, torch.Tensor]:
     table = mean.float()
     worst = cost.argmax(1, keepdim=True)
     ends = torch.cat([borders.gather(1, worst), borders.gather(1, worst + 1) - 1], 1)
-    ends = values.gather(1, ends.clamp(0, count - 1))  # no end where every cluster is empty or costs nothing
+    ends = values.gather(1, ends.clamp(0, count - 1))  # not used where no cluster costs anything
     end = ends.gather(1, (ends - table.gather(1, worst)).abs().argmax(1, keepdim=True))
     idle = empty.int().argmax(1, keepdim=True)
     moved = table.scatter(1, idle, end)

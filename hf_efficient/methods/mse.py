@@ -1,39 +1,40 @@
-"""Round to nearest on the grid of least squared error: both ends of each group's range are clipped as far as it pays.
+"""Round to nearest on the grid of least squared error: both ends of the range of each group are clipped where that
+pays.
 
-With the inputs of the linear at hand the error of a column is weighted by its mean squared input. The smallest-to-largest
-range is a candidate, so the error is never above that of `rtn`."""
+Where inputs were observed, the error of a column is weighted by its mean squared input. The whole range is a candidate,
+so the error is never above that of `rtn`."""
 
 import torch
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods._grid import Grid, quantize_rows
-from hf_efficient.methods._search import GridSearch
+from hf_efficient.methods._affine_grid import Grid, quantize_rows
+from hf_efficient.methods._grid_search import GridSearch
 
 
 FORMATS = (AffineFormat,)
 NEEDS = ()
 USES = ("mean_square",)
-_ELEMENTS_AT_ONCE = 1 << 16  # the search passes over a piece a hundred times: keep it in the cache
-_SHRINK = [0.93**step for step in range(1, 15)]  # of the width of the range; the last one keeps 36 %
-_SIDES = (0.0, 0.25, 0.5, 0.75, 1.0)  # the share of what is cut that comes off the upper end
-_POLISH = 4
+_ELEMENTS_AT_ONCE = 1 << 16  # weights at a time: they stay in the cache while 100 grids are tried
+_SHRINK = [0.93**step for step in range(1, 15)]  # candidate widths, as shares of the whole range; the last one is 36 %
+_SIDES = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the cut that come off the upper end
+_POLISH = 4  # rounds of least squares at the end
 
 
 def quantize(weight: torch.Tensor, format: AffineFormat, inputs=None) -> dict[str, torch.Tensor]:
-    """weight [N, K] (float16, bfloat16 or float32) -> canonical tensors of `format`, the scale in the weight's dtype.
-    `inputs` (`LinearInputs` or None): where given, `mean_square` [K] weighs the columns.
+    """See `hf_efficient.methods`. inputs: where given, its `mean_square` [K] weighs the errors of the columns.
 
     Raises:
-        ValueError: for a weight that holds NaN or infinite values."""
+        ValueError: a weight that holds NaN or infinite values."""
     importance = None if inputs is None else inputs.mean_square
     return quantize_rows(weight, format, lambda rows: clipped_grid(rows, format, importance), _ELEMENTS_AT_ONCE)
 
 
 def clipped_grid(weight: torch.Tensor, format: AffineFormat, importance: torch.Tensor | None = None) -> Grid:
-    """The grid of least squared error for each group of weight [N, K]; `importance` [K] weighs the columns' errors.
+    """The grid of least squared error found for each group of weight [N, K]; `importance` [K] weighs the columns'
+    errors.
 
-    A coarse search over shrunken ranges, then the scale of least squares for the codes found and the neighbouring zero
-    points, as long as the error falls."""
+    A search over shrunken ranges comes first. Then, as long as the error falls, the scale takes its least squares for
+    the codes, and neighbouring zero points are tried."""
     search = GridSearch(weight, format, importance)
     full, full_zero = search.scale.float(), search.zero
     for shrink in _SHRINK:
@@ -42,7 +43,10 @@ def clipped_grid(weight: torch.Tensor, format: AffineFormat, importance: torch.T
             search.offer(scale, full_zero)
             continue
         widening = full / scale.float()
-        low, high = full_zero * widening, format.levels - (format.levels - full_zero) * widening  # keep that end
+        low, high = (
+            full_zero * widening,
+            format.levels - (format.levels - full_zero) * widening,
+        )  # zero points that keep the lower and the upper end
         for side in _SIDES:
             search.offer(scale, torch.lerp(low, high, side).round_().clamp_(0, format.levels))
     for _ in range(_POLISH):

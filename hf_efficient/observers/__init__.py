@@ -1,1 +1,2 @@
-"""What is seen of activations while calibration text runs through a model. One file an observer; plain torch."""
+"""Observers: what is recorded of activations while calibration text runs through a model. One file an observer, plain
+torch."""

@@ -1,4 +1,4 @@
-"""The range that holds every value seen: nothing is clipped, and one outlier decides it."""
+"""The range of all observed values: nothing is clipped, and a single outlier decides it."""
 
 import torch
 
@@ -6,7 +6,7 @@ from hf_efficient.observers.base import Observer, extremes
 
 
 class AbsMaxObserver(Observer):
-    """[-max|x|, max|x|]; not symmetric: [min(x, 0), max(x, 0)]."""
+    """Symmetric: [-max|x|, max|x|]; otherwise [min(x, 0), max(x, 0)]."""
 
     def _accumulate(self, state, units):
         low, high = extremes(units, self.symmetric)

@@ -1,19 +1,19 @@
-"""What the observers of activation ranges share."""
+"""The base class of observers of activation ranges."""
 
 import torch
 
 
 GRANULARITIES = ("tensor", "token", "channel")
-_TOKENS_AT_ONCE = 256
+_TOKENS_AT_ONCE = 256  # rows: bounds the memory of per-token histograms
 
 
 class Observer:
-    """Sees activations and says which range [low, high] 8-bit codes should span.
+    """Observes activations and chooses the range [low, high] that 8-bit codes should span.
 
     Args:
-        granularity: "tensor" (one range), "channel" (one for each of the last dimension), or "token" (one for each row
-            that was seen, in that order).
-        symmetric: ranges are [-a, a]. Otherwise they hold 0 (so that zeros stay exact).
+        granularity: "tensor" (one range), "channel" (one per index of the last dimension) or "token" (one per observed
+            row, in order).
+        symmetric: ranges are [-a, a]. Otherwise they contain 0, so that zeros stay exact.
 
     Raises:
         ValueError: an unknown granularity; activations with NaN or infinity, or of another width than before.
@@ -23,13 +23,13 @@ class Observer:
         if granularity not in GRANULARITIES:
             raise ValueError(f"granularity={granularity!r} is not supported: it must be one of {GRANULARITIES}")
         self.granularity, self.symmetric = granularity, symmetric
-        self._state = None  # of "tensor" and "channel"; a token is seen only once
+        self._state = None  # not for "token": each row is observed once
         self._token_ranges = []
         self._width = None
 
     @torch.no_grad()
     def update(self, x: torch.Tensor) -> None:
-        """Takes in activations x [..., K] of any float dtype."""
+        """Observes activations x [..., K] of any float dtype."""
         if x.numel() == 0:
             return
         rows = x.reshape(-1, x.shape[-1]).float()
@@ -46,9 +46,10 @@ class Observer:
             self._state = self._accumulate(self._state, units)
 
     def range(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(low, high), float32: [1], [rows] or [K], as the granularity says.
+        """(low, high), float32 [1], [K] or [rows] for "tensor", "channel" or "token".
 
-        Raises ValueError when nothing was seen."""
+        Raises:
+            ValueError: nothing was observed."""
         if self._width is None:
             raise ValueError("no activations were seen: there is no range to report")
         if self.granularity == "token":
@@ -58,7 +59,8 @@ class Observer:
         return low.float(), high.float()
 
     def _accumulate(self, state, units: torch.Tensor):
-        """The state after `units` [U, values], each of which gets a range of its own; None: nothing was seen before."""
+        """The state after observing `units` [U, values], each with a range of its own. state: before; None at the
+        start."""
         raise NotImplementedError
 
     def _limits(self, state) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +69,7 @@ class Observer:
 
 
 def extremes(units: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range [U] that holds everything in units [U, values], and 0."""
+    """(low, high), [U] each: the range of units [U, values] and 0."""
     low, high = units.amin(1).clamp_max(0), units.amax(1).clamp_min(0)
     if symmetric:
         high = torch.maximum(-low, high)

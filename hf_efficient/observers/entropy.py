@@ -7,12 +7,12 @@ from hf_efficient.observers.histogram import BINS, HistogramObserver
 
 
 LEVELS = 128  # codes on one side of zero, and the fewest bins that a range may keep
-_SMOOTHING = 1e-4
+_SMOOTHING = 1e-4  # added to every bin, in counts
 
 
 class EntropyObserver(HistogramObserver):
-    """Among ranges [-a, a] of 128 to 2048 bins of |x|, the one of the smallest Kullback-Leibler divergence between
-    the clipped histogram and its 128-level quantization; not symmetric: cut to the signs that occur."""
+    """Among ranges [-a, a] of 128 to 2048 bins of |x|, the one with the smallest Kullback-Leibler divergence between
+    the clipped histogram and its quantization to 128 levels. If not symmetric, it is cut to the observed range."""
 
     def _clip(self, histogram):
         counts = histogram.magnitudes().double()
@@ -27,9 +27,11 @@ class EntropyObserver(HistogramObserver):
 
 
 def clipped_divergence(counts: torch.Tensor, bins: int) -> torch.Tensor:
-    """KL(P || Q) [U] of histograms [U, BINS]: P is the first `bins` of them with everything beyond added to the last, Q has
-    `LEVELS` equal levels, each spread evenly over those of its bins that are not empty. Every bin of both holds 1e-4 of a
-    value more, so that an outlier far from all others can be clipped."""
+    """KL(P || Q), float64 [U], of histograms [U, BINS].
+
+    P is the first `bins` bins, with everything beyond added to the last. Q has `LEVELS` levels of equal width, each
+    spread evenly over its bins that are not empty. 1e-4 is added to every bin of both, so that a distant outlier can be
+    clipped."""
     inside = counts[:, :bins]
     filled = (inside > 0).double()
     level = (torch.arange(bins, device=counts.device) * LEVELS // bins).expand_as(inside)

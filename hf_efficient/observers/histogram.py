@@ -1,4 +1,4 @@
-"""Counts of values in bins of equal width, for observers that weigh clipping against rounding."""
+"""Histograms of activations, for observers that trade clipping errors against rounding errors."""
 
 import torch
 
@@ -6,16 +6,23 @@ from hf_efficient.observers.base import Observer, extremes
 
 
 BINS = 2048  # on each side of zero, as in TensorRT's calibration
-_TINY = 2.0**-100
+_TINY = 2.0**-100  # limit of a unit of zeros
 
 
 class Histogram:
-    """For each of U units: `counts` int64 [U, 2 * BINS] of values in [-limit, limit), `limit` [U] float64, and the range
-    `low`, `high` [U] of what was seen. A limit grows by doubling, which adds up pairs of bins, so counts stay exact."""
+    """Counts of the values of U units. A limit grows by doubling, which adds up pairs of bins, so counts stay exact.
+
+    Attributes:
+        counts: int64 [U, 2 * BINS], in bins of equal width over [-limit, limit).
+        limit: float64 [U].
+        low, high: [U], the observed range.
+    """
 
     def __init__(self, low: torch.Tensor, high: torch.Tensor):
         self.low, self.high = low, high
-        self.limit = torch.maximum(-low, high).double().clamp_min(_TINY) * (1 + 2.0**-20)  # no value lies on it
+        self.limit = torch.maximum(-low, high).double().clamp_min(_TINY) * (
+            1 + 2.0**-20
+        )  # so that no value is at the limit
         self.counts = torch.zeros(len(low), 2 * BINS, dtype=torch.int64, device=low.device)
 
     @property
@@ -32,7 +39,7 @@ class Histogram:
         return self.counts[:, BINS:] + self.counts[:, :BINS].flip(1)
 
     def add(self, units: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
-        """Counts units [U, values], whose ranges are `low` and `high`."""
+        """Counts units [U, values] of the range [low, high]."""
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
         needed = torch.maximum(-low, high).double()
         while (short := needed >= self.limit).any():
@@ -45,7 +52,7 @@ class Histogram:
 
 
 class HistogramObserver(Observer):
-    """Chooses a range from a Histogram; `_clip` says which."""
+    """Chooses a range from a `Histogram`, in `_clip`."""
 
     def _accumulate(self, state, units):
         low, high = extremes(units, symmetric=False)
@@ -62,5 +69,5 @@ class HistogramObserver(Observer):
         return low, high
 
     def _clip(self, histogram: Histogram) -> tuple[torch.Tensor, torch.Tensor]:
-        """The range [U] to span; it is cut to what was seen."""
+        """(low, high), [U] each; the caller cuts it to the observed range."""
         raise NotImplementedError

@@ -1,5 +1,5 @@
-"""What a method may know about the inputs of one linear layer. Everything a weight-only method needs follows from it:
-the error of an approximation Q of W on the rows X seen is |X (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T) with H = X^T X."""
+"""Statistics of the inputs of one linear layer, from which methods compute output errors: on the observed rows X, an
+approximation Q of W errs by |X (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T) with H = X^T X."""
 
 import copy
 import math
@@ -9,21 +9,23 @@ import torch
 
 
 _ROWS_AT_ONCE = 8192  # bounds the float32 copy of the inputs
-_ROWS_IN_CACHE = 512
-_PANEL = 512  # columns of the hessian computed together; what is below the diagonal is mirrored, not computed
+_ROWS_IN_CACHE = 512  # rows at a time for the vectors: they fit a core's cache
+_PANEL = 512  # columns of the hessian per product; the lower triangle is mirrored, not computed
 
 
 class LinearInputs:
-    """Statistics of rows x [in_features], float32, on the device where the rows were.
+    """Statistics of rows x [in_features], in float32, on the device of the rows.
 
     Args:
         in_features: K, the width of a row.
-        hessian: whether to accumulate the [K, K] sum of x^T x, which costs more than all else together.
+        hessian: whether to accumulate the sum of x^T x, [K, K], which costs more than all other statistics together.
         name: of the layer, for error messages.
         device: where the statistics are kept.
 
     Attributes:
-        gradient, fisher: [N, K], what the loss of the whole model says of the weight, where calibration was asked for it.
+        count: number of rows.
+        absmax: float32 [K], the largest |x|.
+        gradient, fisher: float32 [N, K], see `LinearGradients`; None where calibration did not compute them.
     """
 
     gradient = fisher = None
@@ -43,7 +45,7 @@ class LinearInputs:
 
     @property
     def hessian(self) -> torch.Tensor | None:
-        """[K, K], the sum over rows of x^T x, symmetric and not divided by `count`; None when it was not asked for."""
+        """float32 [K, K], the sum over rows of x^T x, not divided by `count`; None when it was not asked for."""
         if not self._mirrored:
             for start in range(0, self.in_features, _PANEL):
                 stop = min(start + _PANEL, self.in_features)
@@ -55,12 +57,12 @@ class LinearInputs:
 
     @property
     def mean_abs(self) -> torch.Tensor:
-        """[K], the mean of |x|; zeros when no row was seen."""
+        """float32 [K], the mean of |x|; zeros without rows."""
         return self._sum_abs / max(self.count, 1)
 
     @property
     def mean_square(self) -> torch.Tensor:
-        """[K], the mean of x^2, which is the diagonal of the hessian over `count`; zeros when no row was seen."""
+        """float32 [K], the mean of x^2, the diagonal of the hessian over `count`; zeros without rows."""
         return self._sum_square / max(self.count, 1)
 
     @torch.no_grad()
@@ -83,8 +85,8 @@ class LinearInputs:
         if not torch.isfinite(self.absmax).all():
             columns = (~torch.isfinite(self.absmax)).nonzero().flatten().tolist()
             raise ValueError(
-                f"{self.name}: NaN or infinity in its inputs, in {len(columns)} of {self.in_features} columns, for example "
-                f"{columns[:3]}: the model computes them from the calibration data"
+                f"{self.name}: NaN or infinity in its inputs, in {len(columns)} of {self.in_features} columns, for "
+                f"example {columns[:3]}: the model computes them from the calibration data"
             )
         self.count += len(rows)
         if self._hessian is not None:
@@ -100,7 +102,7 @@ class LinearInputs:
                 panel.addmm_(rows[:, start : start + _PANEL].t(), rows[:, start:])
 
     def merge(self, other: "LinearInputs") -> None:
-        """Adds the rows that `other` has seen."""
+        """Adds the rows of `other`. Raises ValueError for another width, or if only one of the two has a hessian."""
         if (other.in_features, other._hessian is None) != (self.in_features, self._hessian is None):
             raise ValueError(
                 f"{self.name}: only statistics of the same width and kind can be merged, not {other.name}'s"
@@ -120,8 +122,10 @@ class LinearInputs:
         return new
 
     def rotated(self, rotate: Callable[[torch.Tensor], torch.Tensor]) -> "LinearInputs":
-        """The statistics of the rows Q x, where `rotate` applies the orthogonal Q to rows [..., K]. Exact where the hessian
-        is known, which is needed; `absmax` cannot be known (NaN), and `mean_abs` is that of normal values."""
+        """The statistics of rotated rows; needs the hessian. `absmax` becomes NaN because it does not follow from it,
+        and `mean_abs` that of normal values of the same mean square.
+
+        rotate: applies an orthogonal matrix to rows [..., K]."""
         new = LinearInputs(self.in_features, hessian=False, name=self.name, device=self.absmax.device)
         new.count, new.absmax = self.count, torch.full_like(self.absmax, math.nan)
         new._hessian, new._mirrored = rotate(rotate(self.hessian).t().contiguous()), False
@@ -130,7 +134,7 @@ class LinearInputs:
         return new
 
     def scaled(self, scale: torch.Tensor) -> "LinearInputs":
-        """The statistics of the rows x * scale, scale [K]."""
+        """The statistics of the rows x * scale; scale: [K]."""
         scale = scale.float()
         new = LinearInputs(self.in_features, hessian=False, name=self.name, device=self.absmax.device)
         new.count = self.count
@@ -143,8 +147,8 @@ class LinearInputs:
 
 
 class _bfloat16_products:
-    """Products of float32 matrices that hold bfloat16 values, on a CPU: the same products, summed in float32, by the
-    instructions for bfloat16 (2 to 3 times as fast)."""
+    """Inside, if `enabled`, the CPU multiplies float32 matrices with bfloat16 instructions, 2 to 3 times as fast. Exact
+    for matrices that hold bfloat16 values: sums are float32."""
 
     def __init__(self, enabled: bool):
         self.enabled = enabled

@@ -1,17 +1,17 @@
-"""The range of the smallest expected squared error: clipping of what is outside, rounding to 8 bits of what is inside."""
+"""The range of the smallest expected squared error: values outside are clipped, values inside rounded to 8 bits."""
 
 import torch
 
 from hf_efficient.observers.histogram import HistogramObserver
 
 
-STEPS = 255  # of an 8-bit grid
-_SHARES = torch.logspace(-2, 0, 256, dtype=torch.float64)  # of the whole range, 1.8 % apart
+STEPS = 255  # between the ends of an 8-bit grid
+_SHARES = torch.logspace(-2, 0, 256, dtype=torch.float64)  # of the observed range, 1.8 % apart
 
 
 class MSEObserver(HistogramObserver):
-    """The whole range times one of 256 shares from 0.01 to 1. Rounding of a value inside costs step^2 / 12, the mean over
-    values that lie evenly within a step."""
+    """The observed range times one of 256 shares from 0.01 to 1. Rounding a value costs step^2 / 12, the mean for
+    values that are uniform within a step."""
 
     def _clip(self, histogram):
         low, high = histogram.low.double(), histogram.high.double()

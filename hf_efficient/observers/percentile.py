@@ -1,4 +1,4 @@
-"""The range that holds a given share of the values: the rest, the outliers, are clipped."""
+"""The range of a given share of the values: the rest, the outliers, are clipped."""
 
 import torch
 
@@ -6,10 +6,12 @@ from hf_efficient.observers.histogram import BINS, HistogramObserver
 
 
 class PercentileObserver(HistogramObserver):
-    """[-a, a] with `percentile` percent of |x| at most a (to a bin, 1/2048 of the largest); not symmetric: an equal share
-    of the values is below and above the range.
+    """Symmetric: [-a, a] such that `percentile` percent of |x| are at most a, up to a bin (1/2048 of the largest).
+    Otherwise equal shares of the values lie below and above the range.
 
-    Raises ValueError for a percentile that is not in (50, 100]."""
+    Raises:
+        ValueError: a percentile outside (50, 100].
+    """
 
     def __init__(self, granularity: str = "tensor", symmetric: bool = True, percentile: float = 99.99):
         super().__init__(granularity, symmetric)
@@ -28,6 +30,6 @@ class PercentileObserver(HistogramObserver):
 
 
 def _bins_holding(counts: torch.Tensor, share: float) -> torch.Tensor:
-    """How many bins from the first on hold `share` of the counts [U, bins]: [U]."""
+    """[U]: how many of the first bins together hold `share` of the counts [U, bins]."""
     total = counts.cumsum(1)
     return 1 + (total < share * total[:, -1:].double()).sum(1)

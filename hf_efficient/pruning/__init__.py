@@ -1,11 +1,18 @@
-"""Pruning chooses the zeros. One file a method, which the name in a config selects; it defines
+"""Pruning methods: each chooses the zeros of one weight. One file a method (a paper); the name in a config selects it.
+Files without `prune` are shared by methods; `structured` and `contextual` are other kinds of pruning.
 
-NEEDS  what it must know of the inputs: () or names of `LinearInputs` attributes, for example ("hessian",)
-GROUP  which weights compete unless the config says so: "row" or "layer" (optional, default "row"); see `Sparsity`
-prune(weight [N, K] float, target: Sparsity, inputs: LinearInputs | None) -> (pruned weight [N, K] in the weight's dtype, mask
-    bool [N, K], True = kept): zeros exactly where not kept
+A method is a module with these attributes:
 
-Files without `prune` are shared by methods or serve what comes before and after."""
+    NEEDS: tuple of names of `LinearInputs` attributes that it cannot do without, for example ("hessian",). () for a
+        data-free method.
+    GROUP (optional, default "row"): which weights compete unless the config says so, "row" or "layer"; see `Sparsity`.
+
+    prune(weight, target, inputs=None) -> (pruned weight, mask)
+
+        weight: float16, bfloat16 or float32 [N, K] (out_features, in_features), finite; not changed.
+        target: `Sparsity`, whose pattern divides K.
+        inputs: `LinearInputs` of the layer with everything in NEEDS, or None.
+        Returns the weight [N, K] in its dtype with zeros where it is pruned, and the mask bool [N, K], True = kept."""
 
 import functools
 import importlib

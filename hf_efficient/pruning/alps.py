@@ -1,9 +1,9 @@
-"""ALPS (https://arxiv.org/abs/2406.07831): the least squared error of the output under a sparsity constraint by ADMM, then
-conjugate gradients for the kept weights alone.
+"""ALPS (https://arxiv.org/abs/2406.07831): ADMM minimises the squared error of the output under a sparsity constraint,
+then conjugate gradients find the least squares of the kept weights.
 
-With the columns scaled to a unit diagonal of the Hessian H, the weight W is split into X, which minimises the error, and D,
-which is sparse, and both are drawn together by a multiplier V and a penalty rho that rises; D's support, the largest of
-|X + V / rho|, settles. Then X has its least squares on that support."""
+Columns are scaled to a unit diagonal of the Hessian H. The weight is split into X, which minimises the error, and D,
+which is sparse. A multiplier V and a rising penalty rho draw both together, until the support of D, the largest |X + V
+/ rho|, settles."""
 
 import torch
 
@@ -11,17 +11,18 @@ from hf_efficient.pruning.mask import Sparsity
 
 
 NEEDS = ("hessian",)
-_RHO, _GROWTH, _STEPS, _STEPS_A_RHO = 0.1, 1.3, 30, 3
+_RHO, _GROWTH = 0.1, 1.3  # the first penalty, and the factor by which it grows
+_STEPS, _STEPS_A_RHO = 30, 3  # of ADMM in all, and with one penalty
 _CONJUGATE_STEPS = 10
 
 
 def prune(
     weight: torch.Tensor, target: Sparsity, inputs=None, damping: float = 0.01, steps: int = _STEPS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [N, K] -> (pruned weight, mask bool [N, K], True = kept).
+    """See `hf_efficient.pruning`.
 
     Args:
-        inputs: `LinearInputs` with `hessian` float32 [K, K].
+        inputs: `hessian` float32 [K, K] is read.
         damping: added to the diagonal of the Hessian, in units of its mean.
         steps: of ADMM.
     """
@@ -37,6 +38,7 @@ def prune(
 
 
 def _support(dense: torch.Tensor, hessian: torch.Tensor, target: Sparsity, steps: int) -> torch.Tensor:
+    """The mask bool [N, K] that ADMM finds."""
     wanted, mask = dense @ hessian, target.mask(dense.abs())
     identity = torch.eye(len(hessian), device=hessian.device)
     sparse, multiplier, rho = dense.where(mask, 0), torch.zeros_like(dense), _RHO
@@ -45,9 +47,9 @@ def _support(dense: torch.Tensor, hessian: torch.Tensor, target: Sparsity, steps
             rho *= _GROWTH if step else 1
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(torch.add(hessian, identity, alpha=rho)))
         free = (wanted - multiplier).add_(sparse, alpha=rho) @ inverse
-        place = free.add(multiplier, alpha=1 / rho)
-        mask = target.mask(place.abs())
-        sparse = place.where(mask, 0)
+        shifted = free.add(multiplier, alpha=1 / rho)
+        mask = target.mask(shifted.abs())
+        sparse = shifted.where(mask, 0)
         multiplier.add_(free.sub_(sparse), alpha=rho)
     return mask
 
@@ -55,8 +57,8 @@ def _support(dense: torch.Tensor, hessian: torch.Tensor, target: Sparsity, steps
 def least_squares(
     start: torch.Tensor, dense: torch.Tensor, hessian: torch.Tensor, mask: torch.Tensor, steps: int = _CONJUGATE_STEPS
 ) -> torch.Tensor:
-    """Conjugate gradients from `start` [N, K] for min tr((dense - X) H (dense - X)^T) over X that is zero outside `mask`; the
-    diagonal of `hessian` is 1. No row's error rises."""
+    """Conjugate gradients for min tr((dense - X) H (dense - X)^T) over X [N, K] that is zero outside `mask`, from
+    `start`. The diagonal of `hessian` is 1. No row's error rises."""
     result = start.clone()
     residual = ((dense - start) @ hessian).where(mask, 0)
     direction, norm = residual.clone(), residual.square().sum(1, keepdim=True)

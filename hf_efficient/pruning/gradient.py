@@ -1,4 +1,4 @@
-"""First-order saliency (https://arxiv.org/abs/1906.10771, with the gradients' absolute values over samples as in
+"""First-order saliency (https://arxiv.org/abs/1906.10771; absolute values of the gradients of samples as in
 https://arxiv.org/abs/2311.04902): the weights go whose removal changes the loss least to first order, |w g|."""
 
 import torch
@@ -10,10 +10,6 @@ NEEDS = ("gradient",)
 
 
 def prune(weight: torch.Tensor, target: Sparsity, inputs=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [N, K] -> (pruned weight, mask bool [N, K], True = kept).
-
-    Args:
-        inputs: `LinearGradients` with `gradient` float32 [N, K].
-    """
+    """See `hf_efficient.pruning`. inputs: `gradient` float32 [N, K] is read."""
     mask = target.mask(weight.float().abs() * inputs.gradient.to(weight.device))
     return weight.where(mask, 0), mask

@@ -1,4 +1,4 @@
-"""The weights of least magnitude are zeroed (https://arxiv.org/abs/1506.02626)."""
+"""Magnitude pruning (https://arxiv.org/abs/1506.02626): the weights of the least magnitude go."""
 
 import torch
 
@@ -9,6 +9,6 @@ NEEDS = ()
 
 
 def prune(weight: torch.Tensor, target: Sparsity, inputs=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [N, K] -> (pruned weight, mask bool [N, K], True = kept)."""
+    """See `hf_efficient.pruning`; `inputs` is not read."""
     mask = target.mask(weight.abs())
     return weight.where(mask, 0), mask

@@ -1,4 +1,4 @@
-"""How many weights of a matrix are kept, and among which neighbours they compete."""
+"""How many weights of a matrix are kept, and which of them compete."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ GROUPS = ("row", "layer")
 
 @dataclass(frozen=True)
 class Sparsity:
-    """What a pruned weight [N, K] is to look like.
+    """The zeros that a pruned weight [N, K] has.
 
     Attributes:
         sparsity: fraction of zeros, 0 <= sparsity < 1; 1 - n/m for a pattern.
         pattern: (n, m) keeps n of every m neighbours along in_features, 0 < n < m; None: unstructured.
-        group: what competes where there is no pattern: the weights of a "row" (each output keeps the same number) or of the
-            "layer".
+        group: which weights compete where there is no pattern: those of a "row" (each output keeps the same number) or
+            of the "layer".
 
     Raises:
         ValueError: for other values; names the field, the value and what is allowed.
@@ -27,24 +27,23 @@ class Sparsity:
     group: str = "row"
 
     def __post_init__(self):
-        if error := sparsity_error(self.sparsity) or (self.pattern and pattern_error(self.pattern)):
-            raise ValueError(error)
-        if self.group not in GROUPS or (self.pattern and self.group != "row"):
-            allowed = "'row' with a pattern" if self.pattern else f"one of {GROUPS}"
-            raise ValueError(f"group={self.group!r} is not supported: it must be {allowed}")
-        if self.pattern and self.sparsity != 1 - self.pattern[0] / self.pattern[1]:
-            n, m = self.pattern
-            raise ValueError(f"sparsity={self.sparsity!r} is not supported: it must be {1 - n / m} for pattern {n}:{m}")
+        check_sparsity(self.sparsity)
+        if self.pattern is None:
+            _require(self.group in GROUPS, "group", self.group, f"one of {GROUPS}")
+            return
+        n, m = self.pattern
+        _check_pattern(n, m)
+        _require(self.group == "row", "group", self.group, "'row' with a pattern")
+        _require(self.sparsity == 1 - n / m, "sparsity", self.sparsity, f"{1 - n / m} for pattern {n}:{m}")
 
     @classmethod
     def of_pattern(cls, n: int, m: int) -> "Sparsity":
         """n kept of every m."""
-        if error := pattern_error((n, m)):
-            raise ValueError(error)
+        _check_pattern(n, m)
         return cls(1 - n / m, (n, m))
 
     def competitors(self, out_features: int, in_features: int) -> tuple[int, int]:
-        """(how many weights compete with one another, how many of them are kept) in a weight [out_features, in_features].
+        """(number of weights in a group that compete, number of them kept), for a weight [out_features, in_features].
 
         Raises:
             ValueError: the pattern does not divide in_features.
@@ -63,8 +62,8 @@ class Sparsity:
         return out_features * in_features // count * kept
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
-        """scores [N, K], of any real dtype and without NaN, the more important the larger -> bool [N, K], True = kept. Of
-        equal scores the first in the matrix are kept."""
+        """bool [N, K], True = kept: the largest scores [N, K] of each group, the first of equal ones. Scores have any
+        real dtype and no NaN."""
         count, kept = self.competitors(*scores.shape)
         return keep_largest(scores.reshape(-1, count), kept).view(scores.shape)
 
@@ -81,16 +80,17 @@ def keep_largest(scores: torch.Tensor, kept: int) -> torch.Tensor:
     return above | equal
 
 
-def sparsity_error(sparsity) -> str | None:
-    """What is wrong with a fraction of zeros, or None."""
-    if type(sparsity) not in (int, float) or not 0 <= sparsity < 1:
-        return f"sparsity={sparsity!r} is not supported: it must be a number of at least 0 and below 1"
-    return None
+def check_sparsity(sparsity) -> None:
+    """Raises ValueError unless `sparsity` is a fraction of zeros."""
+    is_share = type(sparsity) in (int, float) and 0 <= sparsity < 1
+    _require(is_share, "sparsity", sparsity, "a number of at least 0 and below 1")
 
 
-def pattern_error(pattern: tuple[int, int]) -> str | None:
-    """What is wrong with (n, m), or None."""
-    n, m = pattern
-    if type(n) is not int or type(m) is not int or not 0 < n < m:
-        return f"pattern={pattern!r} is not supported: it must be (n, m), n kept of every m neighbours, 0 < n < m"
-    return None
+def _check_pattern(n: int, m: int) -> None:
+    is_pattern = type(n) is int and type(m) is int and 0 < n < m
+    _require(is_pattern, "pattern", (n, m), "(n, m), n kept of every m neighbours, 0 < n < m")
+
+
+def _require(is_allowed: bool, field: str, value, allowed: str) -> None:
+    if not is_allowed:
+        raise ValueError(f"{field}={value!r} is not supported: it must be {allowed}")

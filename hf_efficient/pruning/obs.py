@@ -1,6 +1,7 @@
-"""Optimal Brain Surgeon, exact (https://papers.nips.cc/paper/1992/hash/303ed4c69846ab36c2904d3ba8573050-Abstract.html; row
-by row as in https://arxiv.org/abs/2208.11580): one weight at a time is removed, the one whose loss costs the output least
-once all weights left are at their least squares again. For small layers, and the truth that other methods are held to."""
+"""Optimal Brain Surgeon, exact (https://papers.nips.cc/paper/1992/hash/303ed4c69846ab36c2904d3ba8573050-Abstract.html;
+row by row as in https://arxiv.org/abs/2208.11580): weights are removed one at a time, each time the one whose removal
+costs the output least after all weights left take their least squares. For small layers, and as the reference for other
+methods."""
 
 import torch
 
@@ -8,16 +9,16 @@ from hf_efficient.pruning.mask import Sparsity
 
 
 NEEDS = ("hessian",)
-MOST_ELEMENTS = 1 << 27  # of the inverse Hessians of all rows, in float64: 1 GiB
+MOST_ELEMENTS = 1 << 27  # of the inverse Hessians of all rows: 1 GiB in float64
 
 
 def prune(
     weight: torch.Tensor, target: Sparsity, inputs=None, damping: float = 1e-4
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [N, K] -> (pruned weight, mask bool [N, K], True = kept), computed in float64.
+    """See `hf_efficient.pruning`; computed in float64.
 
     Args:
-        inputs: `LinearInputs` with `hessian` float32 [K, K].
+        inputs: `hessian` float32 [K, K] is read.
         damping: added to the diagonal of the Hessian, in units of its mean.
 
     Raises:
@@ -38,15 +39,13 @@ def prune(
     inverse = torch.cholesky_inverse(factor).repeat(rows, 1, 1)
     pruned, mask = weight.double().clone(), torch.ones_like(weight, dtype=torch.bool)
     count, kept = target.competitors(rows, columns)
-    quota = torch.full(
-        (rows * columns // count,), count - kept, device=weight.device
-    )  # still to be removed of each group
+    quota = torch.full((rows * columns // count,), count - kept, device=weight.device)  # left to remove, per group
     while quota.any():
         open = mask & (quota > 0).repeat_interleave(count).view_as(mask)
         cost = (pruned.square() / inverse.diagonal(dim1=1, dim2=2)).masked_fill_(~open, torch.inf)
         if target.pattern is None and target.group == "layer":
             chosen = cost.argmin()[None]
-        else:  # rows do not depend on one another: one weight of each
+        else:  # rows are independent: one weight of each row
             chosen = cost.argmin(1) + torch.arange(rows, device=weight.device) * columns
         _remove(pruned, inverse, chosen // columns, chosen % columns)
         mask.view(-1)[chosen] = False
@@ -55,11 +54,11 @@ def prune(
 
 
 def _remove(weight: torch.Tensor, inverse: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
-    """Takes the weight `columns[i]` from row `rows[i]`, the others of the row follow: weight [N, K] and the inverses of the
-    Hessians of the columns left, [N, K, K], in place."""
+    """Removes weight `columns[i]` of row `rows[i]` and updates the others of the row, in place. weight: [N, K];
+    inverse: [N, K, K], for each row the inverse Hessian of the columns left."""
     line = inverse[rows, columns]
     pivot = line.gather(1, columns[:, None])
     weight[rows] -= weight[rows, columns][:, None] / pivot * line
     inverse[rows] -= (line / pivot)[:, :, None] * line[:, None, :]
     inverse[rows, columns] = inverse[rows, :, columns] = 0
-    inverse[rows, columns, columns] = 1  # no division by zero; never chosen again
+    inverse[rows, columns, columns] = 1  # avoids division by zero; a removed weight is not chosen again

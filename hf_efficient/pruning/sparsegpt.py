@@ -1,34 +1,34 @@
-"""SparseGPT (https://arxiv.org/abs/2301.00774): columns are pruned from left to right, and what that did to the output is
-taken back by the columns still to come.
+"""SparseGPT (https://arxiv.org/abs/2301.00774): columns are pruned from left to right, and the columns still to come
+make up for what that did to the output.
 
-The weights that a block of columns keeps are chosen when the block is reached, by what zeroing each would cost after that:
-w^2 / [U]_kk^2, H^-1 = U^T U. In a block of 128 the weights compete with one another ("layer", as in the paper) or each row's
-("row"); with n:m the m neighbours do."""
+Which weights of a block of columns stay is decided when the block is reached, by the error that zeroing each causes
+after that: w^2 / [U]_kk^2, H^-1 = U^T U. In a block of 128 columns all weights compete ("layer", as in the paper) or
+those of each row ("row"); with an n:m pattern the m neighbours do."""
 
 import torch
 
-from hf_efficient.methods._feedback import Feedback
+from hf_efficient.methods._error_feedback import Feedback
 from hf_efficient.pruning.mask import Sparsity, keep_largest
 
 
 NEEDS = ("hessian",)
 GROUP = "layer"
-_BLOCK = 128
+_BLOCK = 128  # columns
 
 
 def prune(weight: torch.Tensor, target: Sparsity, inputs, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [N, K] -> (pruned weight in its dtype, mask bool [N, K], True = kept).
+    """See `hf_efficient.pruning`.
 
     Args:
-        inputs: `LinearInputs` with `hessian` float32 [K, K].
+        inputs: `hessian` float32 [K, K] is read.
         damping: added to the diagonal of the Hessian, in units of its mean; see `Feedback`.
 
     Raises:
-        ValueError: for NaN or infinite values in the Hessian.
+        ValueError: NaN or infinite values in the Hessian.
     """
     hessian = inputs.hessian.to(weight.device)
     feedback = Feedback(hessian, damping, act_order=False)
-    importance = feedback.importance.where(hessian.diagonal() > 0, 0)  # what no input reaches goes first
+    importance = feedback.importance.where(hessian.diagonal() > 0, 0)  # weights of inputs that are always 0 go first
     rows, columns = weight.shape
     mask = torch.empty(columns, rows, dtype=torch.bool, device=weight.device)
     per_group = target.competitors(rows, columns)[1]

@@ -1,4 +1,4 @@
-"""Wanda (https://arxiv.org/abs/2306.11695): a weight counts as much as its magnitude times the norm of its input."""
+"""Wanda (https://arxiv.org/abs/2306.11695): the score of a weight is its magnitude times the norm of its input."""
 
 import torch
 
@@ -9,6 +9,6 @@ NEEDS = ("mean_square",)
 
 
 def prune(weight: torch.Tensor, target: Sparsity, inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [N, K] -> (pruned weight, mask bool [N, K], True = kept). inputs: `LinearInputs` with `mean_square` float32 [K]."""
+    """See `hf_efficient.pruning`. inputs: `mean_square` float32 [K] is read."""
     mask = target.mask(weight.float().abs() * inputs.mean_square.sqrt().to(weight.device))
     return weight.where(mask, 0), mask

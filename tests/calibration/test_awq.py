@@ -5,11 +5,13 @@ import torch
 from helpers import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_folding import find, first_block, make, outputs
+from sample_blocks import first_block, make, outputs, state_of
+from test_folding import find
 
 from hf_efficient import methods
 from hf_efficient.calibration.awq import ALPHAS, candidate_scales, output_error, search_scale, transform
-from hf_efficient.calibration.folding import Folding, weight_of
+from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.calibration.folding import Folding
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.formats import AffineFormat
 from hf_efficient.observers.linear_inputs import LinearInputs
@@ -69,12 +71,9 @@ def test_linears_that_share_inputs_share_the_loss():
     together = output_error([weight, other], [format] * 2, inputs.hessian, inputs.mean_abs)
     each = [output_error([w], [format], inputs.hessian, inputs.mean_abs) for w in (weight, other)]
     assert together == pytest.approx(sum(each), rel=1e-6)
-    found = search_scale([weight, other], [format] * 2, inputs)
-    losses = [
-        output_error([weight, other], [format] * 2, inputs.hessian, s)
-        for s in candidate_scales([weight, other], [format] * 2, inputs)
-    ]
-    assert output_error([weight, other], [format] * 2, inputs.hessian, found) == min(losses)
+    both = [weight, other], [format] * 2
+    losses = [output_error(*both, inputs.hessian, s) for s in candidate_scales(*both, inputs)]
+    assert output_error(*both, inputs.hessian, search_scale(*both, inputs)) == min(losses)
 
 
 FORMATS = st.builds(AffineFormat, st.sampled_from([2, 3, 4, 8]), st.sampled_from([8, 16, 24, -1, None]), st.booleans())
@@ -99,10 +98,9 @@ def test_clipping_never_errs_more_than_round_to_nearest(format, seed, dtype, out
 def test_scales_never_err_more_than_round_to_nearest(format, seed):
     x, inputs, weight = layer(seed=seed)
     scale = search_scale([weight], [format], inputs)
-    plain, scaled = (
-        format.dequantize(methods.quantize(weight * s, format, "rtn"), 40, torch.float32) / s for s in (1, scale)
-    )
-    assert error(x, weight, scaled) <= error(x, weight, plain) * (1 + 1e-3)
+    tensors = [methods.quantize(weight * s, format, "rtn") for s in (1, scale)]
+    plain, scaled = (format.dequantize(own, 40, torch.float32) for own in tensors)
+    assert error(x, weight, scaled / scale) <= error(x, weight, plain) * (1 + 1e-3)
 
 
 def test_clipping_takes_the_best_candidate_of_a_single_group():
@@ -136,9 +134,8 @@ def test_dead_channels_and_zero_groups():
     format = AffineFormat(4, 16, False)
     scale = search_scale([weight], [format], inputs)
     assert scale.isfinite().all() and (scale > 0).all() and torch.equal(scale[[0, 7]], torch.ones(2))
-    rounded = format.dequantize(
-        methods.quantize(weight * scale, format, "awq", inputs.scaled(1 / scale)), 40, torch.float32
-    )
+    tensors = methods.quantize(weight * scale, format, "awq", inputs.scaled(1 / scale))
+    rounded = format.dequantize(tensors, 40, torch.float32)
     assert rounded.isfinite().all() and not rounded[3].any() and not rounded[:, 16:32].any()
     dead = LinearInputs(40)
     dead.update(torch.zeros(4, 40))
@@ -157,11 +154,8 @@ def test_the_transform_changes_nothing_before_rounding(name):
     allowed = {"gpt2": {"c_proj"}, "bert": {n.split(".", 2)[-1] for n in block.linears}}.get(name, set())
     assert kept <= allowed
     assert any(not torch.equal(weight_of(block.linears[n]), weights[n]) for n in weights)
-    sites = Folding(block).sites()
-    for names in sites:
-        if not any(
-            n.endswith("v_proj") or n.endswith("up_proj") or n.endswith(("c_attn", "fc1", "value")) for n in names
-        ):
+    for names in Folding(block).sites():
+        if not any(n.endswith(("v_proj", "up_proj", "c_attn", "fc1", "value")) for n in names):
             after = sum(loss(block, n, config) for n in names)
             assert after <= sum(plain[n] for n in names) * 1.001, "linears that produce nothing gain by the search"
 
@@ -176,15 +170,14 @@ def loss(block, name, config) -> float:
 def test_heads_of_a_group_get_one_scale():
     block = first_block(make("llama"), WeightOnlyConfig(bits=3, group_size=32, method="awq"))
     names, producer = find(block, Folding(block), "o_proj")
-    scale = search_scale(
-        [weight_of(block.linears[names[0]])], [block.formats[names[0]]], block.statistics[names[0]], producer
-    )
+    own = [weight_of(block.linears[names[0]])], [block.formats[names[0]]], block.statistics[names[0]]
+    scale = search_scale(*own, producer)
     heads = scale.view(2, 2, 16)
     assert torch.equal(heads[:, 0], heads[:, 1]) and scale.unique().numel() > 16
 
 
 def test_other_methods_are_left_alone():
     block = first_block(make("llama"))
-    before = {name: tensor.clone() for name, tensor in block.module.state_dict().items()}
+    before = state_of(block.module)
     transform(block)
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.module.state_dict().items())

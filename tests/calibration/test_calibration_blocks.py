@@ -9,6 +9,14 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.calibration import blocks, model_chains
 from hf_efficient.experts import is_fused_experts
+from hf_efficient.observers.hooks import watching_outputs
+
+
+SMALL = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48, vocab_size=128)
+ENCODER_DECODER = dict(
+    **dict(d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=128, encoder_layers=2, decoder_layers=2),
+    **dict(encoder_attention_heads=2, decoder_attention_heads=2),
+)
 
 
 def random_model(cls: type, config_class: str, **arguments):
@@ -17,27 +25,23 @@ def random_model(cls: type, config_class: str, **arguments):
 
 
 def bert():
-    small = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48, vocab_size=128)
-    return random_model(transformers.BertForSequenceClassification, "BertConfig", **small)
+    return random_model(transformers.BertForSequenceClassification, "BertConfig", **SMALL)
 
 
 def t5():
     small = dict(d_model=32, d_kv=16, num_heads=2, d_ff=48, num_layers=3, num_decoder_layers=2, vocab_size=128)
-    model = random_model(transformers.T5ForConditionalGeneration, "T5Config", **small, decoder_start_token_id=0)
-    return model
+    return random_model(transformers.T5ForConditionalGeneration, "T5Config", **small, decoder_start_token_id=0)
 
 
 def bart():
-    layers = dict(encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2)
-    small = dict(d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=128)
-    return random_model(transformers.BartForConditionalGeneration, "BartConfig", **layers, **small)
+    return random_model(transformers.BartForConditionalGeneration, "BartConfig", **ENCODER_DECODER)
 
 
 def whisper():
-    layers = dict(encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2)
-    small = dict(d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=128, num_mel_bins=8)
-    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, max_source_positions=20)
-    return random_model(transformers.WhisperForConditionalGeneration, "WhisperConfig", **layers, **small, **tokens)
+    audio = dict(num_mel_bins=8, max_source_positions=20)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+    config = {**ENCODER_DECODER, **audio, **tokens}
+    return random_model(transformers.WhisperForConditionalGeneration, "WhisperConfig", **config)
 
 
 OTHERS = {"bert": bert, "t5": t5, "bart": bart, "whisper": whisper}
@@ -60,17 +64,13 @@ def targets_of(model) -> list[str]:
 
 def own_hidden_states(model, batch, names) -> dict[str, torch.Tensor]:
     found = {}
-    handles = [
-        model.get_submodule(name).register_forward_hook(
-            lambda module, args, output, name=name: found.update({name: blocks.first_tensor(output)})
-        )
-        for name in names
-    ]
-    with torch.no_grad():
-        output = model(**batch)
-    for handle in handles:
-        handle.remove()
-    return {**found, "output": blocks.first_tensor(output)}
+
+    def see(name, args, kwargs, output):
+        found[name] = blocks.first_tensor(output)
+
+    with torch.no_grad(), watching_outputs({"output": model, **{n: model.get_submodule(n) for n in names}}, see):
+        model(**batch)
+    return found
 
 
 @pytest.mark.parametrize("name", [*TINY_MODELS, *OTHERS])
@@ -111,9 +111,7 @@ def test_arguments_that_blocks_and_batches_share_are_kept_once():
 
 
 def test_a_model_that_calls_a_block_again_is_left_to_passes_of_the_whole():
-    small = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48, vocab_size=128)
-    model = random_model(transformers.AlbertModel, "AlbertConfig", **small, embedding_size=16)
-    followed = model_chains.BlockwiseModel(
-        model, [dict(input_ids=torch.ones(1, 8, dtype=torch.long))], targets_of(model)
-    )
+    model = random_model(transformers.AlbertModel, "AlbertConfig", **SMALL, embedding_size=16)
+    batch = dict(input_ids=torch.ones(1, 8, dtype=torch.long))
+    followed = model_chains.BlockwiseModel(model, [batch], targets_of(model))
     assert followed.chains == [] and set(followed.outside) == set(targets_of(model))

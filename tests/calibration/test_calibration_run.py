@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 from helpers import assert_close, tiny_model
+from sample_blocks import state_of
 from test_calibration_blocks import own_hidden_states, t5, targets_of
 
 from hf_efficient.calibration.run import calibrate
@@ -38,7 +39,7 @@ class Scheme(WeightOnlyConfig):
         return "noting"
 
 
-def plan_of(model, **scheme):
+def configs_of(model, **scheme):
     return {name: Scheme(bits=4, group_size=16, **scheme) for name in targets_of(model)}
 
 
@@ -52,18 +53,17 @@ def batches():
 
 def test_every_linear_sees_what_the_compressed_model_feeds_its_block(method):
     model = tiny_model("llama", num_hidden_layers=3)
-    plan, inputs = plan_of(model), {}
-    decided = calibrate(model, plan, config(), None, [lambda block: inputs.update({block.name: block.inputs})])
-    assert list(inputs) == ["model.layers.0", "model.layers.1", "model.layers.2"] and set(decided) == set(plan)
-    assert all(isinstance(model.get_submodule(name), EfficientLinear) for name in plan)
+    configs, inputs = configs_of(model), {}
+    decided = calibrate(model, configs, config(), None, [lambda block: inputs.update({block.name: block.inputs})])
+    assert list(inputs) == ["model.layers.0", "model.layers.1", "model.layers.2"] and set(decided) == set(configs)
+    assert all(isinstance(model.get_submodule(name), EfficientLinear) for name in configs)
     for number, batch in enumerate(batches()):
         states = own_hidden_states(model, batch, ["model.layers.0", "model.layers.1", "model.norm"])
         assert torch.equal(inputs["model.layers.1"][number], states["model.layers.0"])
         assert torch.equal(inputs["model.layers.2"][number], states["model.layers.1"])
     head = method.seen[-1]  # of the output embedding, which lies outside the blocks: it comes last
-    normed = torch.cat([own_hidden_states(model, batch, ["model.norm"])["model.norm"] for batch in batches()]).flatten(
-        0, 1
-    )
+    normed = [own_hidden_states(model, batch, ["model.norm"])["model.norm"] for batch in batches()]
+    normed = torch.cat(normed).flatten(0, 1)
     assert head.name == "lm_head" and head.count == TOKENS.numel()
     assert_close(head.hessian, normed.t() @ normed, 1e-5, 0.1, "the same rows, summed in another order")
 
@@ -71,7 +71,7 @@ def test_every_linear_sees_what_the_compressed_model_feeds_its_block(method):
 def test_original_outputs_are_handed_to_refinement(method):
     model = tiny_model("llama")
     original = [own_hidden_states(model, batch, ["model.layers.0", "model.layers.1"]) for batch in batches()]
-    plan, seen = plan_of(model, refine=True), []
+    configs, seen = configs_of(model, refine=True), []
 
     def refine(block, targets):
         assert set(block.tensors) == set(block.linears)
@@ -81,11 +81,11 @@ def test_original_outputs_are_handed_to_refinement(method):
             tensors["scale"] = torch.ones_like(tensors["scale"])
         seen.append(block.name)
 
-    calibrate(model, plan, config(), None, refine=refine)
+    calibrate(model, configs, config(), None, refine=refine)
     assert seen == ["model.layers.0", "model.layers.1"]
     assert torch.all(model.model.layers[0].self_attn.q_proj.canonical()["scale"] == 1)
     with pytest.raises(ValueError, match="refine=True is asked for"):
-        calibrate(tiny_model("llama"), plan, config(), None)
+        calibrate(tiny_model("llama"), configs, config(), None)
 
 
 def scaling(block) -> None:
@@ -100,33 +100,10 @@ def scaling(block) -> None:
 
 def test_what_transforms_decide_is_reported(method):
     model = tiny_model("llama", num_hidden_layers=1)
-    decided = calibrate(model, plan_of(model), config(), None, [scaling])
+    decided = calibrate(model, configs_of(model), config(), None, [scaling])
     assert decided["model.layers.0.self_attn.o_proj"]["input_scale"] is True
     assert decided["model.layers.0.self_attn.q_proj"] == Scheme(bits=4, group_size=16).scheme()
     assert torch.equal(model.model.layers[0].self_attn.o_proj.canonical()["input_scale"], torch.linspace(0.5, 2, 64))
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_sequential_methods_see_the_rounding_within_the_block(method, name):
-    method.SEQUENTIAL = True
-    model = tiny_model(name, num_hidden_layers=1)
-    plan = {n: scheme for n, scheme in plan_of(model).items() if n != "lm_head" and "experts" not in n}
-    calibrate(model, plan, config(), None)
-    given = {inputs.name: inputs for inputs in method.seen}
-    linear = "model.layers.0.self_attn.o_proj" if name == "mixtral" else "model.layers.0.mlp.down_proj"
-    rows = []
-    handle = model.get_submodule(linear).register_forward_pre_hook(
-        lambda module, args: rows.append(args[0].flatten(0, 1))
-    )
-    for batch in batches():
-        model(**batch)
-    handle.remove()
-    rows = torch.cat(rows)
-    assert_close(given[linear].hessian, rows.t() @ rows, 1e-4, 1e-2 * rows.square().sum(0).max().item(), "float32 sums")
-
-
-def state_of(model) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("name, stop_after", [("llama", 9), ("llama", 16), ("t5", 9), ("t5", 30), ("mixtral", 14)])
@@ -136,8 +113,8 @@ def test_an_interrupted_run_resumes_to_the_same_bits(method, tmp_path, name, sto
 
     folder = tmp_path / "progress"
     transforms = [scaling] if name == "llama" else []
-    uninterrupted, decided = make(), None
-    decided = calibrate(uninterrupted, plan_of(uninterrupted), config(), None, transforms)
+    uninterrupted = make()
+    decided = calibrate(uninterrupted, configs_of(uninterrupted), config(), None, transforms)
     total, method.seen = len(method.seen), []
     normal = method.quantize
 
@@ -149,20 +126,15 @@ def test_an_interrupted_run_resumes_to_the_same_bits(method, tmp_path, name, sto
     method.quantize = interrupted
     model = make()
     with pytest.raises(KeyboardInterrupt):
-        calibrate(model, plan_of(model), config(checkpoint_dir=folder), None, transforms)
+        calibrate(model, configs_of(model), config(checkpoint_dir=folder), None, transforms)
     method.quantize, method.seen = normal, []
     with pytest.raises(ValueError, match=r"progress of another calibration \(schemes differ\)"):
-        calibrate(make(), plan_of(make(), symmetric=True), config(checkpoint_dir=folder), None, transforms)
+        calibrate(make(), configs_of(make(), symmetric=True), config(checkpoint_dir=folder), None, transforms)
+    other = CalibrationConfig(tokens=TOKENS.flip(0), batch_size=2, checkpoint_dir=folder)
     with pytest.raises(ValueError, match=r"\(tokens differ\)"):
-        calibrate(
-            make(),
-            plan_of(make()),
-            CalibrationConfig(tokens=TOKENS.flip(0), batch_size=2, checkpoint_dir=folder),
-            None,
-            transforms,
-        )
+        calibrate(make(), configs_of(make()), other, None, transforms)
     model = make()
-    assert calibrate(model, plan_of(model), config(checkpoint_dir=folder), None, transforms) == decided
+    assert calibrate(model, configs_of(model), config(checkpoint_dir=folder), None, transforms) == decided
     assert 0 < len(method.seen) < total  # something was restored, and something was left to do
     expected, state = state_of(uninterrupted), state_of(model)
     assert set(expected) == set(state)
@@ -172,12 +144,14 @@ def test_an_interrupted_run_resumes_to_the_same_bits(method, tmp_path, name, sto
 
 def test_one_block_at_a_time_is_moved_to_the_device_and_back(method, monkeypatch):
     model = tiny_model("llama", num_hidden_layers=3)
-    names, moves = {module: name for name, module in model.named_modules()}, []
-    to = torch.nn.Module.to
-    monkeypatch.setattr(
-        torch.nn.Module, "to", lambda self, device: moves.append((names[self], str(device))) or to(self, device)
-    )
-    calibrate(model, plan_of(model), config(device="cpu:0"), None)  # another name of the same device
+    names, moves, to = {module: name for name, module in model.named_modules()}, [], torch.nn.Module.to
+
+    def moved(self, device):
+        moves.append((names[self], str(device)))
+        return to(self, device)
+
+    monkeypatch.setattr(torch.nn.Module, "to", moved)
+    calibrate(model, configs_of(model), config(device="cpu:0"), None)  # another name of the same device
     expected = [(f"model.layers.{index}", device) for index in range(3) for device in ("cpu:0", "cpu")]
     assert moves == expected
 
@@ -185,13 +159,13 @@ def test_one_block_at_a_time_is_moved_to_the_device_and_back(method, monkeypatch
 @pytest.mark.gpu
 def test_on_a_gpu_one_block_is_resident(method):
     on_cpu, model = tiny_model("llama", num_hidden_layers=3), tiny_model("llama", num_hidden_layers=3)
-    calibrate(on_cpu, plan_of(on_cpu), config(device="cpu"), None)
+    calibrate(on_cpu, configs_of(on_cpu), config(device="cpu"), None)
     resident = []
 
     def note(block):
         resident.append({".".join(n.split(".")[:3]) for n, p in model.named_parameters() if p.is_cuda})
 
-    calibrate(model, plan_of(model), config(device="cuda"), None, [note])
+    calibrate(model, configs_of(model), config(device="cuda"), None, [note])
     assert resident == [{f"model.layers.{index}"} for index in range(3)]
     assert not any(parameter.is_cuda for parameter in model.parameters())
     for inputs in method.seen:
@@ -205,21 +179,21 @@ def test_errors_name_the_layer(method):
     model = tiny_model("llama")
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
     with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj: the weight has 1 values"):
-        calibrate(model, {n: s for n, s in plan_of(model).items() if "layers.1.mlp.up" in n}, config(), None)
+        calibrate(model, {n: s for n, s in configs_of(model).items() if "layers.1.mlp.up" in n}, config(), None)
     model = tiny_model("llama")
     model.model.layers[1].input_layernorm.weight.data[7] = float("inf")
     with pytest.raises(ValueError, match=r"model.layers.1.self_attn.q_proj: NaN or infinity in its inputs"):
-        calibrate(model, plan_of(model), config(), None)
+        calibrate(model, configs_of(model), config(), None)
 
 
 def test_modules_that_are_not_there_or_never_called(method):
     model = tiny_model("llama")
-    with pytest.raises(ValueError, match=r"plan names modules that LlamaForCausalLM does not have.*model.layers.9"):
+    with pytest.raises(ValueError, match=r"configs names modules that LlamaForCausalLM does not have.*model.layers.9"):
         calibrate(model, {"model.layers.9": Scheme()}, config(), None)
     model.spare = torch.nn.Linear(64, 64)
     with pytest.raises(ValueError, match=r"never reaches 1 modules, for example \['spare'\]"):
-        calibrate(model, plan_of(model), config(), None)
+        calibrate(model, configs_of(model), config(), None)
     with torch.device("meta"):
         model.spare = torch.nn.Linear(64, 64)
     with pytest.raises(ValueError, match=r"2 are offloaded, for example \['spare.weight'"):
-        calibrate(model, plan_of(model), config(), None)
+        calibrate(model, configs_of(model), config(), None)

@@ -8,17 +8,14 @@ from helpers import assert_close, tiny_model
 from torch import nn
 
 from hf_efficient.calibration.collect import collect
+from hf_efficient.observers.hooks import watching_inputs
 from hf_efficient.observers.linear_inputs import LinearInputs
 
 
 def direct(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     rows = rows.double().flatten(0, -2)
-    return dict(
-        hessian=rows.t() @ rows,
-        absmax=rows.abs().amax(0),
-        mean_abs=rows.abs().mean(0),
-        mean_square=rows.square().mean(0),
-    )
+    means = dict(mean_abs=rows.abs().mean(0), mean_square=rows.square().mean(0))
+    return dict(hessian=rows.t() @ rows, absmax=rows.abs().amax(0), **means)
 
 
 def check(inputs: LinearInputs, rows: torch.Tensor, **expected) -> None:
@@ -32,11 +29,7 @@ def check(inputs: LinearInputs, rows: torch.Tensor, **expected) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [24, 520])  # 520: two panels of the hessian
 def test_updates_add_up(dtype, columns):
-    batches = [
-        torch.randn(2, 300, columns).to(dtype),
-        torch.randn(7, columns).to(dtype),
-        torch.randn(0, columns).to(dtype),
-    ]
+    batches = [torch.randn(*rows, columns).to(dtype) for rows in ((2, 300), (7,), (0,))]
     inputs, rest = LinearInputs(columns), LinearInputs(columns)
     for number, batch in enumerate(batches):
         (inputs if number == 0 else rest).update(batch)
@@ -85,18 +78,12 @@ def test_linears_of_a_block_and_what_they_share():
     batches = torch.randint(3, 128, (3, 2, 20))
     linears = linears_of(model, "model.layers.1")
     seen = {name: [] for name in linears}
-    hooks = [m.register_forward_pre_hook(lambda m, args, n=n: seen[n].append(args[0])) for n, m in linears.items()]
-    statistics = collect(lambda batch: model(batches[batch], use_cache=False), 3, linears)
-    for hook in hooks:
-        hook.remove()
+    with watching_inputs(linears, lambda name, x: seen[name].append(x)):
+        statistics = collect(lambda batch: model(batches[batch], use_cache=False), 3, linears)
     assert [len(rows) for rows in seen.values()] == [3] * 7
     for name, rows in seen.items():
         check(statistics[name], torch.cat(rows))
-    objects = [
-        id(statistics[f"model.layers.1.{name}"])
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    ]
-    assert len(set(objects)) == 1
+    assert len({id(statistics[f"model.layers.1.self_attn.{name}_proj"]) for name in "qkv"}) == 1
     assert statistics["model.layers.1.mlp.gate_proj"] is statistics["model.layers.1.mlp.up_proj"]
     assert len({id(inputs) for inputs in statistics.values()}) == 4
     assert list(statistics)[-1] == "model.layers.1.mlp.down_proj"  # in the order of calls
@@ -137,8 +124,9 @@ def test_fused_experts_each_from_its_own_rows(name, caplog):
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
+        shapes = dict(w1=(8, 6), w2=(6, 8), w3=(8, 6))
         self.experts = nn.ModuleList(
-            nn.ModuleDict(dict(w1=nn.Linear(8, 6), w2=nn.Linear(6, 8), w3=nn.Linear(8, 6))) for _ in range(3)
+            nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()}) for _ in range(3)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

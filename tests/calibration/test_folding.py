@@ -1,33 +1,15 @@
-"""Scales between linears and what feeds them: found on every architecture, exact, and refused where they would not be."""
+"""Scales between linears and their producers: found on every architecture, exact, refused where they would not be."""
 
 import pytest
 import torch
-import transformers
-from helpers import TINY_MODELS, assert_close, tiny_model
-from torch import nn
-from transformers.pytorch_utils import Conv1D
+from helpers import assert_close
+from sample_blocks import first_block, make, outputs, state_of
 
-from hf_efficient.calibration.blocks import Block
+from hf_efficient.calibration.blocks import Block, weight_of
 from hf_efficient.calibration.collect import collect
-from hf_efficient.calibration.folding import Folding, weight_of
-from hf_efficient.calibration.model_chains import BlockwiseModel
-from hf_efficient.configs import WeightOnlyConfig
+from hf_efficient.calibration.folding import Folding
 
 
-SMALL = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
-MLP = dict(intermediate_size=128)
-FALCON = dict(new_decoder_architecture=True, num_kv_heads=2)
-MLA = dict(
-    q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, v_head_dim=16, qk_nope_head_dim=8, first_k_dense_replace=2
-)
-OTHERS = {
-    "bert": ("BertModel", dict(**SMALL, **MLP)),
-    "phi3": ("Phi3Model", dict(**SMALL, **MLP, num_key_value_heads=2, pad_token_id=0)),
-    "gpt_neox": ("GPTNeoXModel", dict(**SMALL, **MLP)),
-    "falcon": ("FalconModel", dict(**SMALL, **FALCON)),
-    "deepseek_v3": ("DeepseekV3Model", dict(**SMALL, **MLP, **MLA)),
-    "t5": ("T5EncoderModel", dict(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, vocab_size=128)),
-}
 LLAMA = {
     "q_proj": "input_layernorm",
     "o_proj": "v_proj",
@@ -73,43 +55,6 @@ FOLDS = {
     },
     "t5": {"q": "layer_norm", "o": "v", "wi": "layer_norm", "wo": "wi"},
 }
-
-
-def make(name: str, dtype=torch.float64, **overrides):
-    if name in TINY_MODELS:
-        model = tiny_model(name, dtype, **overrides)
-        if "num_local_experts" in TINY_MODELS[name][1]:
-            model.set_experts_implementation("eager")  # the others know no float64
-    else:
-        class_name, arguments = OTHERS[name]
-        cls = getattr(transformers, class_name)
-        torch.manual_seed(0)
-        model = cls(cls.config_class(**{**arguments, **overrides})).to(dtype).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms that are not all ones, biases that are not all zeros
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
-def first_block(model, config=None) -> Block:
-    """The first block with its statistics, as `calibrate` hands it to a transform."""
-    generator = torch.Generator().manual_seed(2)
-    batches = [dict(input_ids=torch.randint(3, 128, (2, 24), generator=generator)) for _ in range(2)]
-    names = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    chain = (followed := BlockwiseModel(model, batches, names)).chains[0]
-    linears = {name: model.get_submodule(name) for name in chain.linears[0]}
-    block = Block(chain.names[0], chain.modules[0], linears, {}, chain, 0, followed.record(chain))
-    block.schemes = dict.fromkeys(linears, config or WeightOnlyConfig(group_size=32))
-    block.formats = {name: scheme.format() for name, scheme in block.schemes.items()}
-    block.statistics = collect(block.run, len(batches), linears)
-    return block
-
-
-@torch.no_grad()
-def outputs(block: Block) -> torch.Tensor:
-    return torch.cat([block.run(batch) for batch in range(len(block.inputs))])
 
 
 def scales(block: Block, names: list[str], producer, spread: float = 1.0, seed: int = 0) -> torch.Tensor:
@@ -170,9 +115,8 @@ def test_grouped_heads_share_a_scale():
     pooled = producer.pool(torch.arange(64.0), "mean").view(2, 2, 16)  # key-value head, head in its group, channel
     assert torch.equal(pooled[:, 0], pooled[:, 1])
     assert torch.equal(pooled[:, 0], torch.arange(64.0).view(2, 2, 16).mean(1))
-    assert torch.equal(
-        producer.pool(torch.arange(64.0), "amax").view(2, 2, 16)[:, 0], torch.arange(64.0).view(2, 2, 16)[:, 1]
-    )
+    largest = producer.pool(torch.arange(64.0), "amax").view(2, 2, 16)
+    assert torch.equal(largest[:, 0], torch.arange(64.0).view(2, 2, 16)[:, 1])
 
 
 def test_gelu_is_not_homogeneous_and_relu_is():
@@ -187,8 +131,7 @@ def test_a_second_reader_that_is_not_scaled_forbids_the_fold():
     left_out = next(name for name in block.linears if name.endswith("up_proj"))
     for part in (block.linears, block.statistics, block.formats):
         del part[left_out]
-    before = {name: tensor.clone() for name, tensor in block.module.state_dict().items()}
-    folding = Folding(block)
+    before, folding = state_of(block.module), Folding(block)
     assert find(block, folding, "gate_proj")[1] is None
     assert find(block, folding, "down_proj")[1] is not None, "what is not quantized can still take a scale"
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.module.state_dict().items())
@@ -196,7 +139,7 @@ def test_a_second_reader_that_is_not_scaled_forbids_the_fold():
 
 def test_a_fold_that_overflows_is_undone():
     block = first_block(make("llama", torch.float16))
-    before, state = outputs(block), {name: t.clone() for name, t in block.module.state_dict().items()}
+    before, state = outputs(block), state_of(block.module)
     folding = Folding(block)
     names, producer = find(block, folding, "q_proj")
     scale = torch.ones(64)

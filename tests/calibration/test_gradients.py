@@ -1,8 +1,10 @@
 """Gradients of the loss for single weights against autograd, and the methods that prune by them."""
 
 import torch
+from test_sensitivity import language_loss
 
 from hf_efficient.calibration.gradients import gradients
+from hf_efficient.observers.hooks import watching_outputs
 from hf_efficient.pruning import prune
 from hf_efficient.pruning.mask import Sparsity
 from tests.helpers import assert_close, tiny_model
@@ -18,18 +20,15 @@ def test_against_autograd():
     module = model.get_submodule(NAME)
     gradient, fisher = torch.zeros(module.weight.shape), torch.zeros(module.weight.shape)
     for window in TOKENS:
-        seen = {}
-        hook = module.register_forward_hook(lambda module, args, y, seen=seen: seen.update(inputs=args[0], outputs=y))
-        logits = model(window[None]).logits[0, :-1]
-        hook.remove()
-        loss = torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum")
-        delta, whole = torch.autograd.grad(loss, [seen["outputs"], module.weight])
+        seen = []
+        with watching_outputs({NAME: module}, lambda name, args, kwargs, y, seen=seen: seen.extend((args[0], y))):
+            loss = language_loss(model, window)
+        delta, whole = torch.autograd.grad(loss, [seen[1], module.weight])
         gradient += whole.abs()
-        for row, change in zip(seen["inputs"][0], delta[0]):
+        for row, change in zip(seen[0][0], delta[0]):
             fisher += torch.outer(change, row).square().detach()
-    reason = "float32 sums in another order"
-    assert_close(found.gradient, gradient, rms=1e-5, maximum=1e-4 * gradient.max().item(), reason=reason)
-    assert_close(found.fisher, fisher, rms=1e-5, maximum=1e-4 * fisher.max().item(), reason=reason)
+    for ours, expected in ((found.gradient, gradient), (found.fisher, fisher)):
+        assert_close(ours, expected, 1e-5, 1e-4 * expected.max().item(), "float32 sums in another order")
 
     weight, target = module.weight.detach(), Sparsity(0.5, group="layer")
     for method, saliency in (("gradient", weight.abs() * gradient), ("obd", weight.square() * fisher / 2)):

@@ -1,53 +1,29 @@
 """Refinement lowers the error of a block's outputs on the calibration set, and never raises it."""
 
-import copy
-
 import pytest
 import torch
 from helpers import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_blocks import first_block, stored, stored_error
 
 from hf_efficient import methods
 from hf_efficient.calibration import refine
-from hf_efficient.calibration.blocks import Block
-from hf_efficient.calibration.model_chains import find_chains
-from hf_efficient.calibration.refine import _FakeQuantize, _TunedWeight, mean_loss, refine_block
+from hf_efficient.calibration.blocks import Block, weight_of
+from hf_efficient.calibration.refine import _AffineWeight, _FakeQuantize, refine_block
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.codebook import CodebookFormat
 
 
 def _block(name: str, method: str = "rtn", dtype=torch.float32, batches: int = 8, **scheme) -> tuple[Block, list]:
-    """The first block of a tiny model with the numbers of `method`, and its original outputs."""
-    model = tiny_model(name, dtype).eval().requires_grad_(False)
+    """The first block of a tiny model with the codes and scales of `method`, and its original outputs."""
     config = WeightOnlyConfig(**{"bits": 3, "group_size": 32, "refine": True, **scheme})
-    linears = [n for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D") and "lm_head" not in n]
-    tokens = torch.randint(3, 128, (batches, 2, 16), generator=torch.Generator().manual_seed(1))
-    chain = find_chains(model, linears, lambda: model(tokens[0], use_cache=False))[0][0]
-    inputs = chain.record(lambda batch: model(tokens[batch], use_cache=False), batches)
-    modules = {name: model.get_submodule(name) for name in chain.linears[0]}
-    block = Block(chain.names[0], chain.modules[0], modules, {}, chain, 0, inputs)
-    block.schemes = dict.fromkeys(modules, config)
-    block.formats = dict.fromkeys(modules, config.format())
-    for linear, module in modules.items():
-        matrix = module.weight if isinstance(module, torch.nn.Linear) else module.weight.t()
-        block.tensors[linear] = methods.quantize(matrix, config.format(), method)
+    block = first_block(tiny_model(name, dtype), config, batches, statistics=False)
+    for linear, module in block.linears.items():
+        block.tensors[linear] = methods.quantize(weight_of(module), config.format(), method)
     with torch.no_grad():
         return block, [block.run(batch) for batch in range(batches)]
-
-
-def _error(block: Block, targets: list) -> float:
-    """The loss of the block as it will be stored: with the dequantized weights in the place of its own."""
-    kept = copy.deepcopy(block.module.state_dict())
-    for name, module in block.linears.items():
-        is_linear = isinstance(module, torch.nn.Linear)
-        columns = module.weight.shape[1 if is_linear else 0]
-        weight = block.formats[name].dequantize(block.tensors[name], columns, module.weight.dtype)
-        module.weight.copy_(weight if is_linear else weight.t())
-    loss = mean_loss(block, targets)
-    block.module.load_state_dict(kept)
-    return loss
 
 
 @pytest.mark.parametrize(
@@ -62,35 +38,34 @@ def _error(block: Block, targets: list) -> float:
         ("opt", {}),
     ],
 )
-def test_the_stored_numbers_have_a_lower_error(name, scheme):
+def test_the_stored_tensors_have_a_lower_error(name, scheme):
     block, targets = _block(name, **scheme)
-    before, weights = _error(block, targets), {n: m.weight.clone() for n, m in block.linears.items()}
-    stored = {n: dict(tensors) for n, tensors in block.tensors.items()}
+    before, weights = stored_error(block, targets), {n: m.weight.clone() for n, m in block.linears.items()}
+    start = stored(block)
     refine_block(block, targets, epochs=8)
-    assert _error(block, targets) < 0.9 * before  # with a few steps; the real model's is halved
+    assert stored_error(block, targets) < 0.9 * before  # with a few steps; the real model's is halved
     for name, module in block.linears.items():
         assert torch.equal(module.weight, weights[name]) and module.weight.grad is None
         assert "forward" not in vars(module)
         for key, tensor in block.tensors[name].items():
-            assert tensor.dtype == stored[name][key].dtype and tensor.shape == stored[name][key].shape
+            assert tensor.dtype == start[name][key].dtype and tensor.shape == start[name][key].shape
 
 
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 1000), rate=st.sampled_from([1e-3, 0.1, 10.0]), bits=st.sampled_from([2, 4]))
 def test_the_error_is_never_above_the_start(seed, rate, bits):
     block, targets = _block("llama", bits=bits, batches=3)
-    before, start = _error(block, targets), block.tensors
-    start = {name: dict(tensors) for name, tensors in start.items()}
+    before, start = stored_error(block, targets), stored(block)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CODE_RATE", "SCALE_RATE"):
             patch.setattr(refine, name, rate)
         refine_block(block, targets, epochs=1, seed=seed)
-    after = _error(block, targets)
+    after = stored_error(block, targets)
     unchanged = all(torch.equal(block.tensors[n][k], start[n][k]) for n in start for k in start[n])
     assert after < before or unchanged
 
 
-def test_same_seed_same_numbers():
+def test_same_seed_same_tensors():
     first, second = (_block("llama") for _ in range(2))
     for block, targets in (first, second):
         refine_block(block, targets, seed=3)
@@ -98,7 +73,7 @@ def test_same_seed_same_numbers():
         assert all(torch.equal(tensor, second[0].tensors[name][key]) for key, tensor in tensors.items())
 
 
-def test_others_keep_their_numbers():
+def test_others_keep_their_tensors():
     """Where refine is not asked for, and in formats without a grid."""
     block, targets = _block("llama")
     names = list(block.linears)
@@ -114,12 +89,12 @@ def test_others_keep_their_numbers():
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_starts_from_the_methods_numbers(symmetric):
+def test_starts_from_the_methods_codes_and_scales(symmetric):
     generator, format = torch.Generator().manual_seed(0), AffineFormat(3, 32, symmetric)
     linear = torch.nn.Linear(80, 24, bias=False).requires_grad_(False)
     linear.weight.copy_(torch.randn(24, 80, generator=generator))
     tensors = methods.quantize(linear.weight, format, "mse")  # clips: some weights lie beyond the range
-    for key, tensor in _TunedWeight(linear, format, tensors).tensors().items():
+    for key, tensor in _AffineWeight(linear, format, tensors).tensors().items():
         assert torch.equal(tensor, tensors[key])
 
 

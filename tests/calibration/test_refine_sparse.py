@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import tiny_model
+from sample_blocks import first_block, stored, stored_error
 from transformers import AutoModelForCausalLM
 
 from hf_efficient import SparseConfig, WeightOnlyConfig
 from hf_efficient.calibration import refine_sparse
-from hf_efficient.calibration.blocks import Block, replaced_forwards, weight_of
-from hf_efficient.calibration.model_chains import find_chains
-from hf_efficient.calibration.refine import mean_loss
+from hf_efficient.calibration.blocks import Block, weight_of
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
 from hf_efficient.layers import EfficientLinear
@@ -21,31 +20,12 @@ from hf_efficient.pruning.mask import Sparsity
 
 def _block(name: str, format, target: Sparsity, dtype=torch.float32) -> tuple[Block, list]:
     """The first block of a tiny model pruned by magnitude, and its original outputs."""
-    model = tiny_model(name, dtype).eval().requires_grad_(False)
-    linears = [n for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D") and "lm_head" not in n]
-    tokens = torch.randint(3, 128, (8, 2, 16), generator=torch.Generator().manual_seed(1))
-    chain = find_chains(model, linears, lambda: model(tokens[0], use_cache=False))[0][0]
-    inputs = chain.record(lambda batch: model(tokens[batch], use_cache=False), len(tokens))
-    modules = {name: model.get_submodule(name) for name in chain.linears[0]}
-    block = Block(chain.names[0], chain.modules[0], modules, {}, chain, 0, inputs)
-    block.schemes = dict.fromkeys(modules, SimpleNamespace(refine=True))
-    block.formats = dict.fromkeys(modules, format)
-    for linear, module in modules.items():
+    config = SimpleNamespace(refine=True, format=lambda: format)
+    block = first_block(tiny_model(name, dtype), config, 8, statistics=False)
+    for linear, module in block.linears.items():
         block.tensors[linear] = format.pack(*prune(weight_of(module), "magnitude", target))
     with torch.no_grad():
-        return block, [block.run(batch) for batch in range(len(tokens))]
-
-
-def _error(block: Block, targets: list) -> float:
-    """The loss of the block as it will be stored."""
-
-    def forward(index):
-        name, module = list(block.linears.items())[index]
-        weight = block.formats[name].dequantize(block.tensors[name], weight_of(module).shape[1], module.weight.dtype)
-        return lambda x: torch.nn.functional.linear(x, weight, module.bias)
-
-    with replaced_forwards(block.linears.values(), forward):
-        return mean_loss(block, targets)
+        return block, [block.run(batch) for batch in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +39,10 @@ def test_kept_weights_fit_better_and_zeros_stay(name, format, target, dtype):
     block, targets = _block(name, format, target, dtype)
     untouched, *others = block.linears
     block.schemes[untouched] = SimpleNamespace(refine=False)
-    before, start = _error(block, targets), {name: dict(tensors) for name, tensors in block.tensors.items()}
+    before, start = stored_error(block, targets), stored(block)
     weights = {n: m.weight.clone() for n, m in block.linears.items()}
     refine_sparse.refine_sparse_block(block, targets, epochs=8)
-    assert _error(block, targets) < 0.85 * before
+    assert stored_error(block, targets) < 0.85 * before
     for linear, module in block.linears.items():
         assert torch.equal(module.weight, weights[linear]) and "forward" not in vars(module)
         for key, tensor in block.tensors[linear].items():
@@ -72,7 +52,7 @@ def test_kept_weights_fit_better_and_zeros_stay(name, format, target, dtype):
 
 def test_values_that_only_get_worse_are_not_taken(monkeypatch):
     block, targets = _block("llama", Sparse24Format(), Sparsity.of_pattern(2, 4))
-    start = {name: dict(tensors) for name, tensors in block.tensors.items()}
+    start = stored(block)
     monkeypatch.setattr(refine_sparse, "RATE", 10.0)
     refine_sparse.refine_sparse_block(block, targets)
     assert all(torch.equal(block.tensors[n][key], start[n][key]) for n in start for key in start[n])
@@ -86,9 +66,8 @@ def test_kept_weights_are_refined_before_they_become_codes(name, tmp_path):
     error = {}
     for refine in (False, True):
         weights = WeightOnlyConfig(bits=4, group_size=32, method="gptq")
-        config = SparseConfig(
-            pattern="2:4", method="alps", refine=refine, weights=weights, calibration={"tokens": tokens}
-        )
+        scheme = dict(pattern="2:4", method="alps", refine=refine, weights=weights)
+        config = SparseConfig(**scheme, calibration={"tokens": tokens})
         model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
         for module in model.modules():
             if isinstance(module, EfficientLinear):

@@ -1,19 +1,17 @@
-"""Hadamard transforms of any size are orthonormal and spread outliers; rotated formats and folded heads change nothing."""
+"""Hadamard transforms of any size are orthonormal and spread outliers; folded rotations change nothing."""
 
 import dataclasses
 
 import pytest
 import torch
 from helpers import assert_close, tiny_model
-from torch import nn
-from transformers.pytorch_utils import Conv1D
+from sample_blocks import first_block
 
-from hf_efficient.calibration import blocks, model_chains
+from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.collect import collect
-from hf_efficient.calibration.folding import weight_of
 from hf_efficient.calibration.rotation import rotate_block
+from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.formats import AffineFormat
-from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.kernels.hadamard import factors, random_signs, rotate, unrotate_weight
 
 
@@ -40,26 +38,25 @@ def test_large_rotations_keep_products_and_have_an_inverse(columns):
     assert_close(rotated @ rotate(y, signs).t(), x @ y.t(), rms=1e-12, maximum=1e-9, reason="float64 products")
 
 
+def unit_row(columns: int, index: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.tensor([index]), columns).float()
+
+
 @pytest.mark.parametrize("columns", [12, 20, 28, 36, 576, 768, 1536, 2048, 4864, 14336])
 def test_where_a_hadamard_matrix_exists_every_entry_has_the_same_size(columns):
-    unit = torch.zeros(1, columns)
-    unit[0, columns // 3] = 1
-    spread = rotate(unit, random_signs(columns)).abs() * columns**0.5
+    spread = rotate(unit_row(columns, columns // 3), random_signs(columns)).abs() * columns**0.5
     assert spread.min() > 1 - 1e-5 and spread.max() < 1 + 1e-5
 
 
 @pytest.mark.parametrize("columns", [3, 17, 100, 172, 1000, 11008])
 def test_elsewhere_no_entry_is_larger_than_sqrt2(columns):
-    unit = torch.zeros(1, columns)
-    unit[0, columns // 3] = 1
-    assert rotate(unit, random_signs(columns)).abs().max() * columns**0.5 < 2**0.5 + 1e-5
+    rotated = rotate(unit_row(columns, columns // 3), random_signs(columns))
+    assert rotated.abs().max() * columns**0.5 < 2**0.5 + 1e-5
 
 
 def test_an_odd_part_too_large_is_left_in_blocks():
     assert factors(4 * 515) == (515, (4,))
-    unit = torch.zeros(1, 2060)
-    unit[0, 6] = 1
-    rotated = rotate(unit, random_signs(2060))
+    rotated = rotate(unit_row(2060, 6), random_signs(2060))
     assert rotated[0, 4:8].abs().tolist() == [0.5] * 4 and rotated.count_nonzero() == 4
 
 
@@ -101,20 +98,9 @@ def test_outliers_are_spread():
     assert incoherence(rotate(weight, random_signs(576))) < 10
 
 
-def first_block(name: str) -> blocks.Block:
-    """Block 0 of a tiny float64 model with statistics, every linear to be rotated online."""
-    model = tiny_model(name).double()
-    tokens = torch.randint(3, 128, (2, 2, 24), generator=torch.Generator().manual_seed(0))
-    targets = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)]
-    with blocks.without_cache(model):
-        chain = model_chains.find_chains(model, targets, lambda: model(tokens[0]))[0][0]
-        inputs = chain.record(lambda batch: model(tokens[batch]), 2)
-    linears = {n: model.get_submodule(n) for n in chain.linears[0]}
-    block = blocks.Block(chain.names[0], chain.modules[0], linears, {}, chain, 0, inputs)
-    block.formats = {n: TransformedFormat(AffineFormat(4, 32, False), rotation=True) for n in linears}
-    with torch.no_grad():
-        block.statistics = collect(block.run, 2, linears)
-    return block
+def rotated_block(name: str):
+    """Block 0 of a tiny float64 model, every linear to be rotated online."""
+    return first_block(tiny_model(name).double(), WeightOnlyConfig(group_size=32, rotate=True))
 
 
 READERS = {
@@ -129,7 +115,7 @@ READERS = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", READERS)
 def test_folded_heads_change_nothing_but_the_weights(name):
-    block = first_block(name)
+    block = rotated_block(name)
     reader = f"{block.name}.{READERS[name]}"
     outputs = [block.run(batch) for batch in range(2)]
     weights = {n: weight_of(m).clone() for n, m in block.linears.items()}
@@ -149,7 +135,7 @@ def test_folded_heads_change_nothing_but_the_weights(name):
 
 @torch.no_grad()
 def test_what_does_not_ask_for_rotation_stays():
-    block = first_block("llama")
+    block = rotated_block("llama")
     block.formats = {name: AffineFormat(4, 32, False) for name in block.linears}
     weights = {n: m.weight.clone() for n, m in block.linears.items()}
     rotate_block(block)

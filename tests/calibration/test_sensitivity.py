@@ -8,15 +8,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import FalconConfig, FalconForCausalLM
+from transformers import BertConfig, BertModel, FalconConfig, FalconForCausalLM
 
+from hf_efficient import methods
 from hf_efficient.calibration.sensitivity import Sensitivity, allocate, choose_bits, sensitivities
 from hf_efficient.formats import AffineFormat
+from hf_efficient.observers.hooks import watching_inputs, watching_outputs
 from tests.helpers import assert_close, tiny_model
 
 
 WIDTHS = (2, 3, 4, 8)
+SHAPE = dict(vocab_size=128, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
 TOKENS = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def language_loss(model, window) -> torch.Tensor:
+    logits = model(window[None]).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum")
 
 
 def brute_force(losses, sizes, budget) -> float:
@@ -68,10 +76,8 @@ def test_totals_too_many_to_tell_apart_stay_within_the_budget():
     generator = torch.Generator().manual_seed(0)
     losses, sizes = {}, {}
     for index in range(40):  # sizes without a common divisor
-        rise, parameters = (
-            float(torch.rand((), generator=generator)),
-            int(torch.randint(10**6, 10**7, (), generator=generator)) * 2 + 1,
-        )
+        rise = torch.rand((), generator=generator).item()
+        parameters = torch.randint(10**6, 10**7, (), generator=generator).item() * 2 + 1
         losses[str(index)] = {w: rise * 4.0**-w for w in WIDTHS}
         sizes[str(index)] = {w: parameters * w + index for w in WIDTHS}
     budget = sum(by_width[3] for by_width in sizes.values())
@@ -94,16 +100,14 @@ def test_one_backward_pass_sees_squared_inputs_and_gradients(name, recomputed):
     found = sensitivities(model, [target], TOKENS, blocks if recomputed else ())[target]
     inputs, gradients = [], []
 
-    def keep(module, args, output):
+    def keep(name, args, kwargs, output):
         output.retain_grad()
         inputs.append(args[0].detach())
         gradients.append(output)
 
-    hook = model.get_submodule(target).register_forward_hook(keep)
-    for window in TOKENS:
-        logits = model(window[None]).logits[0, :-1]
-        torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").backward()
-    hook.remove()
+    with watching_outputs({target: model.get_submodule(target)}, keep):
+        for window in TOKENS:
+            language_loss(model, window).backward()
     reason = "float32 sums in another order"
     expected = torch.cat([y.grad for y in gradients]).double().square().sum((0, 1))
     assert_close(found.outputs, expected.float(), rms=1e-5, maximum=1e-4 * expected.max().item(), reason=reason)
@@ -115,8 +119,8 @@ def test_one_backward_pass_sees_squared_inputs_and_gradients(name, recomputed):
 def test_only_one_block_keeps_its_activations(monkeypatch):
     model, alive, counts = tiny_model("llama"), [], []
 
-    def seen(module, args):
-        alive.append(StorageWeakRef(args[0].untyped_storage()))
+    def seen(name, x):
+        alive.append(StorageWeakRef(x.untyped_storage()))
 
     def loss(*args, **kwargs):
         gc.collect()
@@ -126,31 +130,24 @@ def test_only_one_block_keeps_its_activations(monkeypatch):
     cross_entropy = torch.nn.functional.cross_entropy
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", loss)
     names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
-    hooks = [model.get_submodule(name).register_forward_pre_hook(seen) for name in names]
-    for blocks, kept in (((), len(names)), (model.model.layers, 0)):
-        alive.clear()
-        sensitivities(model, names, TOKENS[:1], blocks)
-        assert counts.pop() == kept
-    for hook in hooks:
-        hook.remove()
+    with watching_inputs({name: model.get_submodule(name) for name in names}, seen):
+        for blocks, kept in (((), len(names)), (model.model.layers, 0)):
+            alive.clear()
+            sensitivities(model, names, TOKENS[:1], blocks)
+            assert counts.pop() == kept
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_models_that_change_outputs_in_place(recomputed):
-    shape = dict(vocab_size=128, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
-    model = FalconForCausalLM(FalconConfig(**shape)).eval()  # adds the attention to what its last linear gave
+    model = FalconForCausalLM(FalconConfig(**SHAPE)).eval()  # adds the attention to what its last linear gave
     blocks, target = model.transformer.h, "transformer.h.0.mlp.dense_4h_to_h"
     found = sensitivities(model, [target], TOKENS[:1], blocks if recomputed else ())[target]
     weight = model.get_submodule(target).weight
     bias = torch.zeros(TOKENS.shape[1], len(weight), requires_grad=True)
-    hook = model.get_submodule(target).register_forward_hook(lambda module, args, output: output + bias)
-    logits = model(TOKENS[:1]).logits[0, :-1]
-    hook.remove()
-    torch.nn.functional.cross_entropy(logits, TOKENS[0, 1:], reduction="sum").backward()
+    with watching_outputs({target: model.get_submodule(target)}, lambda name, args, kwargs, y: y + bias):
+        language_loss(model, TOKENS[0]).backward()
     expected = bias.grad.square().sum(0)
-    assert_close(
-        found.outputs, expected, rms=1e-5, maximum=1e-4 * expected.max().item(), reason="sums in another order"
-    )
+    assert_close(found.outputs, expected, 1e-5, 1e-4 * expected.max().item(), "sums in another order")
 
 
 def test_the_model_is_left_as_it_was():
@@ -160,17 +157,15 @@ def test_the_model_is_left_as_it_was():
     sensitivities(model, ["model.layers.0.mlp.up_proj"], TOKENS, model.model.layers)
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
     assert all(p.grad is None for p in model.parameters())
-    modules = [*model.modules()]
-    assert not any(module._forward_hooks or "forward" in module.__dict__ for module in modules)
+    assert not any(module._forward_hooks or "forward" in module.__dict__ for module in model.modules())
 
 
 def test_the_expected_loss_is_the_weighted_squared_error():
     generator = torch.Generator().manual_seed(0)
     x, g, error = (torch.randn(shape, generator=generator) for shape in ((50, 6), (50, 4), (4, 6)))
     found = Sensitivity(x.square().sum(0), g.square().sum(0), 50).loss(error)
-    explicit = sum(
-        0.5 * (g[:, n] ** 2).mean() * error[n, k] ** 2 * (x[:, k] ** 2).mean() for n in range(4) for k in range(6)
-    )
+    pairs = itertools.product(range(4), range(6))
+    explicit = sum(0.5 * (g[:, n] ** 2).mean() * error[n, k] ** 2 * (x[:, k] ** 2).mean() for n, k in pairs)
     assert found == pytest.approx(explicit.item(), rel=1e-5)
 
 
@@ -184,11 +179,9 @@ def test_bits_are_chosen_within_the_size_of_the_uniform_formats():
     bits = choose_bits(model, formats, TOKENS, model.model.layers)
 
     def size(widths):
+        formats = {name: AffineFormat(widths[name], 32, False) for name in names}
         weights = {name: model.get_submodule(name).weight for name in names}
-        return sum(
-            AffineFormat(widths[n], 32, False).bits_per_weight(*w.shape, w.dtype) * w.numel()
-            for n, w in weights.items()
-        )
+        return sum(formats[n].bits_per_weight(*w.shape, w.dtype) * w.numel() for n, w in weights.items())
 
     assert set(bits) == set(names) and set(bits.values()) <= set(WIDTHS)
     assert size(bits) <= size(dict.fromkeys(names, 3))
@@ -198,24 +191,17 @@ def test_bits_are_chosen_within_the_size_of_the_uniform_formats():
 
 
 def test_more_bits_lose_less():
-    from hf_efficient import methods
-
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     sensitivity = Sensitivity(torch.rand(64) + 0.1, torch.rand(32) + 0.1, 1)
     losses = []
     for bits in WIDTHS:
         format = AffineFormat(bits, 32, False)
-        losses.append(
-            sensitivity.loss(weight - format.dequantize(methods.quantize(weight, format, "rtn"), 64, weight.dtype))
-        )
+        restored = format.dequantize(methods.quantize(weight, format, "rtn"), 64, weight.dtype)
+        losses.append(sensitivity.loss(weight - restored))
     assert losses == sorted(losses, reverse=True) and losses[-1] > 0
 
 
 def test_a_model_without_next_token_logits_is_refused():
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
-        vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
+    config = BertConfig(**SHAPE, intermediate_size=32)
     with pytest.raises(ValueError, match="need a causal language model, not BertModel"):
         sensitivities(BertModel(config).eval(), [], TOKENS)

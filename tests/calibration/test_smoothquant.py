@@ -5,18 +5,13 @@ import torch
 from helpers import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_folding import first_block, make, outputs
+from sample_blocks import first_block, make, outputs, state_of
 
+from hf_efficient.calibration import smoothquant
 from hf_efficient.calibration.folding import Folding
-from hf_efficient.calibration.smoothquant import (
-    ALPHAS,
-    candidate_scales,
-    output_error,
-    sample_rows,
-    search_scale,
-    transform,
-)
+from hf_efficient.calibration.smoothquant import candidate_scales, output_error, sample_rows, search_scale
 from hf_efficient.configs import W8A8Config
+from hf_efficient.observers.hooks import watching_inputs
 from hf_efficient.observers.linear_inputs import LinearInputs
 
 
@@ -34,7 +29,7 @@ def layer(seed=0, rows=24, columns=64, tokens=96, outlier=40.0):
 
 
 def int8_outputs(x, weight):
-    """The outputs of int8 arithmetic in float64: tokens on grids that span their range, rows of the weight symmetric."""
+    """Outputs of int8 arithmetic in float64: tokens on grids that span their range, rows of the weight symmetric."""
     low, high = x.amin(1, keepdim=True).clamp_max(0), x.amax(1, keepdim=True).clamp_min(0)
     scale = (high - low) / 255
     zero = (-low / scale).round()
@@ -48,7 +43,7 @@ def test_the_scale_is_the_best_of_the_papers_grid(seed):
     x, inputs, weight = layer(seed)
     exact = x.double() @ weight.double().T
     grid = [torch.ones(64, dtype=torch.float64)]
-    grid += [x.double().abs().amax(0) ** a / weight.double().abs().amax(0) ** (1 - a) for a in ALPHAS]
+    grid += [x.double().abs().amax(0) ** a / weight.double().abs().amax(0) ** (1 - a) for a in smoothquant.ALPHAS]
     losses = []
     for s, ours in zip(grid, candidate_scales([weight], inputs), strict=True):
         s = s / (s.max() * s.min()).sqrt()
@@ -82,11 +77,10 @@ def test_smoothing_never_errs_more_on_the_sample(seed, config, outlier):
 def test_the_transform_changes_nothing_before_rounding(name):
     block = first_block(make(name), SMOOTH)
     before = outputs(block)
-    weights = {name: tensor.clone() for name, tensor in block.module.state_dict().items()}
-    transform(block)
-    assert_close(
-        outputs(block), before, 1e-12 if name in ("opt", "gpt2", "bert") else 1e-6, 1e-4, "exact in real numbers"
-    )
+    weights = state_of(block.module)
+    smoothquant.transform(block)
+    rms = 1e-12 if name in ("opt", "gpt2", "bert") else 1e-6
+    assert_close(outputs(block), before, rms, 1e-4, "exact in real numbers")
     assert any(not torch.equal(tensor, weights[name]) for name, tensor in block.module.state_dict().items())
     for linear, tensors in block.transforms.items():
         assert name in ("gpt2", "bert") and block.formats[linear].input_scale and list(tensors) == ["input_scale"]
@@ -96,9 +90,8 @@ def test_the_sample_is_rows_of_the_inputs():
     block = first_block(make("llama"), SMOOTH)
     names = [names[0] for names in Folding(block).sites()]
     seen = {}
-    hook = block.linears[names[0]].register_forward_pre_hook(lambda _, args: seen.setdefault("x", args[0]))
-    outputs(block)
-    hook.remove()
+    with watching_inputs({"x": block.linears[names[0]]}, seen.setdefault):
+        outputs(block)
     rows = sample_rows(block, names)
     assert [r.shape for r in rows] == [(96, 64), (96, 64), (96, 64), (96, 96)]
     assert torch.equal(rows[0][:48], seen["x"].reshape(-1, 64).float())

@@ -1,4 +1,4 @@
-"""Training after pruning: masks hold at every step and come out as they went in, and the loss is the one that is meant."""
+"""Training after pruning: masks hold at every step and come out as they went in, and the loss is its definition."""
 
 import copy
 
@@ -7,8 +7,10 @@ import torch
 from helpers import tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.pytorch_utils import Conv1D
 
 from hf_efficient import KeepMasks, SparseConfig, recover
+from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.cli import main
 from hf_efficient.compression import recovery
 from hf_efficient.compression.recovery import masked_linear
@@ -26,13 +28,12 @@ FAST = dict(steps=20, batch_size=4, learning_rate=5e-3)
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT asks for it
 
 
-def pruned(model, format, target):
+def pruned(model, format=Sparse24Format(), target=Sparsity.of_pattern(2, 4)):  # noqa: B008  both are frozen
     """A copy of `model` with every linear layer but the head in a sparse `format`, by magnitude."""
     model = copy.deepcopy(model)
-    head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if hasattr(module, "weight") and module.weight.dim() == 2 and not isinstance(module, nn.Embedding) and module is not head:  # fmt: skip
-            weight = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().t()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not model.get_output_embeddings():
+            weight = weight_of(module)
             model.set_submodule(name, compress_linear(module, format, format.pack(weight, target.mask(weight.abs()))))
     return model
 
@@ -152,7 +153,7 @@ def test_an_ordinary_model_learns_whole_and_is_saved_as_such(tmp_path):
 
 def test_an_interrupted_recovery_leaves_the_model_and_goes_on(tmp_path, monkeypatch):
     teacher = tiny_model("llama", torch.bfloat16)
-    start = pruned(teacher, Sparse24Format(), Sparsity.of_pattern(2, 4))
+    start = pruned(teacher)
     monkeypatch.setattr(recovery, "SAVE_EVERY", 8)
     whole = copy.deepcopy(start)
     recover(whole, teacher, TOKENS, **FAST)
@@ -177,12 +178,11 @@ def test_an_interrupted_recovery_leaves_the_model_and_goes_on(tmp_path, monkeypa
 
 def test_minutes_end_training_and_lower_the_rate():
     teacher = tiny_model("llama", torch.bfloat16)
-    model = pruned(teacher, Sparse24Format(), Sparsity.of_pattern(2, 4))
+    model = pruned(teacher)
     result = recover(model, teacher, TOKENS, minutes=0.01, batch_size=8)
     assert 0.6 <= result["seconds"] < 10 and result["steps"] >= 1
-    budget = recovery.Budget(seconds=100)
-    rates = []
-    for budget.gone in (0, 3, 50, 100):
+    budget, rates = recovery.Budget(seconds=100), []
+    for budget.used in (0, 3, 50, 100):
         rates.append(budget.rate(0))
     assert 0 < rates[0] < 0.2 and rates[1] > 0.99 and 0.5 < rates[2] < 0.55 and abs(rates[3] - 0.05) < 1e-6
 
@@ -214,11 +214,11 @@ def test_masks_are_kept_in_anybodys_trainer(tmp_path):
     [
         ({"steps": None}, "minutes=None, steps=None: give one of them"),
         ({"minutes": 1}, "minutes=1, steps=20: give one of them"),
-        ({"steps": 0}, "steps=0: expected an integer of at least 1"),
-        ({"learning_rate": -1.0}, "learning_rate=-1.0: expected a number above 0"),
-        ({"lora_rank": 2.5}, "lora_rank=2.5: expected an integer"),
+        ({"steps": 0}, "steps=0 is not supported: it must be an integer of at least 1"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 is not supported: it must be a number above 0"),
+        ({"lora_rank": 2.5}, "lora_rank=2.5 is not supported: it must be an integer"),
         ({"divergence": "sideways"}, "divergence='sideways' is not supported"),
-        ({"text_share": 1.5}, "text_share=1.5: expected a number from 0 to 1"),
+        ({"text_share": 1.5}, "text_share=1.5 is not supported: it must be a number from 0 to 1"),
         ({"batch_size": 9}, "the texts have only 8 windows"),
         ({"texts": "abc"}, "must be a list of texts"),
         ({"texts": ["abc"]}, "no tokenizer"),
@@ -229,7 +229,7 @@ def test_masks_are_kept_in_anybodys_trainer(tmp_path):
     ],
 )
 def test_bad_arguments_are_refused_and_nothing_changes(changes, message):
-    model = pruned(tiny_model("llama"), Sparse24Format(), Sparsity.of_pattern(2, 4))
+    model = pruned(tiny_model("llama"))
     before = dict(model.named_modules())
     arguments = {"teacher": tiny_model("llama"), "texts": TOKENS, **FAST, **changes}
     if arguments["teacher"] is None:
@@ -240,14 +240,14 @@ def test_bad_arguments_are_refused_and_nothing_changes(changes, message):
 
 
 def test_what_cannot_be_trained_is_refused():
-    model = pruned(tiny_model("llama"), Sparse24Format(), Sparsity.of_pattern(2, 4))
+    model = pruned(tiny_model("llama"))
     name, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, EfficientLinear))
     coded = Sparse24Format(AffineFormat(4, 16, True))
     model.set_submodule(name, EfficientLinear(layer.in_features, layer.out_features, False, coded))
     with pytest.raises(ValueError, match="1 sparse layers hold quantized values"):
         recover(model, tiny_model("llama"), TOKENS, steps=1)
     assert not any(isinstance(module, masked_linear.MaskedLinear) for module in model.modules())
-    model = pruned(tiny_model("llama"), Sparse24Format(), Sparsity.of_pattern(2, 4))
+    model = pruned(tiny_model("llama"))
     before = {name: parameter.clone() for name, parameter in model.state_dict().items()}
     with pytest.raises(ValueError, match="training diverged"):
         recover(model, tiny_model("llama"), TOKENS, steps=4, batch_size=4, learning_rate=1e38)

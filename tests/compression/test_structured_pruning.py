@@ -1,4 +1,4 @@
-"""Structured pruning: groups are those of the graph, what is cut is what masking says, and the result is an ordinary model."""
+"""Structured pruning: groups are those of the graph, cutting equals masking, and the result is an ordinary model."""
 
 import subprocess
 import sys
@@ -19,9 +19,8 @@ from hf_efficient.pruning.structured.shapes import Shape, read_parameters
 
 
 IDS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(1))
-CALIBRATION = hf_efficient.CalibrationConfig(
-    tokens=torch.randint(3, 128, (8, 32), generator=torch.Generator().manual_seed(0))
-)
+TEXT = torch.randint(3, 128, (8, 32), generator=torch.Generator().manual_seed(0))
+CALIBRATION = hf_efficient.CalibrationConfig(tokens=TEXT)
 BATCH = [{"input_ids": IDS}]
 
 
@@ -127,20 +126,11 @@ def test_heads_go_in_whole_groups_or_evenly_from_each():
     full = Shape(2, 4, 2, 96, 64)
     assert full.smaller(num_attention_heads=2) == Shape(2, 2, 1, 96, 64) == full.smaller(num_key_value_heads=1)
     model = tiny_model("llama")
-    each = hf_efficient.prune_structure(
-        model,
-        "shape",
-        shape={"num_attention_heads": 2, "num_key_value_heads": 2},
-        calibration=CALIBRATION,
-        repair=False,
-    )
-    columns = weight_of(model.model.layers[1].self_attn.o_proj)
-    kept = [
-        (columns == part).all(0).any().item() for part in each.model.layers[1].self_attn.o_proj.weight.T[:, :, None]
-    ]
-    assert all(kept) and each.model.layers[1].self_attn.k_proj.weight.equal(
-        model.model.layers[1].self_attn.k_proj.weight
-    )
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    small = hf_efficient.prune_structure(model, "shape", shape=heads, calibration=CALIBRATION, repair=False)
+    before, after = (own.model.layers[1].self_attn for own in (model, small))
+    assert all((before.o_proj.weight == column[:, None]).all(0).any() for column in after.o_proj.weight.T)
+    assert after.k_proj.weight.equal(before.k_proj.weight)
 
 
 def test_units_are_taken_as_brute_force_takes_them():
@@ -224,9 +214,8 @@ def test_compressed_models_and_unlike_layers_are_refused(tmp_path):
     quantized = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
     with pytest.raises(ValueError, match="compressed already"):
         hf_efficient.prune_structure(quantized, "l1", remove=0.2)
-    model.model.layers[1].mlp.up_proj = torch.nn.Linear(64, 80, bias=False)
-    model.model.layers[1].mlp.gate_proj = torch.nn.Linear(64, 80, bias=False)
-    model.model.layers[1].mlp.down_proj = torch.nn.Linear(80, 64, bias=False)
+    for name, sizes in (("up_proj", (64, 80)), ("gate_proj", (64, 80)), ("down_proj", (80, 64))):
+        setattr(model.model.layers[1].mlp, name, torch.nn.Linear(*sizes, bias=False))
     with pytest.raises(ValueError, match="model.layers.1 is not like model.layers.0"):
         hf_efficient.prune_structure(model, "l1", remove=0.2)
 

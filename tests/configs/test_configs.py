@@ -1,3 +1,5 @@
+"""`WeightOnlyConfig`: what it refuses, its overrides and its round trip through JSON."""
+
 import json
 
 import pytest
@@ -5,7 +7,7 @@ import transformers.modeling_utils  # noqa: F401  (registers)
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_efficient import WeightOnlyConfig
-from hf_efficient.configs import available_methods, module_matches
+from hf_efficient.configs import module_matches
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,3 @@ def test_overrides_first_match_counts_and_inherits():
 )
 def test_patterns(pattern, name, expected):
     assert module_matches(pattern, name) is expected
-
-
-def test_methods_are_found_without_importing_them():
-    assert "rtn" in available_methods()

@@ -49,7 +49,7 @@ def quantized(weight, format, x):
     """Canonical tensors; static inputs span what x spans."""
     inputs = LinearInputs(weight.shape[1], hessian=False)
     inputs.update(x)
-    tensors = methods.quantize(weight, format, "_w8a8", inputs)
+    tensors = methods.quantize(weight, format, "_w8a8_weights", inputs)
     if format.static:
         tensors.update(activation_tensors(x.float().amin()[None], x.float().amax()[None], format))
     return tensors
@@ -156,7 +156,7 @@ def test_known_inputs_lower_the_error(name):
     for hessian in (False, True):
         inputs = LinearInputs(150, hessian=hessian)
         inputs.update(x)
-        tensors = methods.quantize(weight, format, "_w8a8", inputs)
+        tensors = methods.quantize(weight, format, "_w8a8_weights", inputs)
         assert {part: tuple(t.shape) for part, t in tensors.items()} == format.shapes(20, 150)
         back = format.dequantize(tensors, 150, torch.float64)
         errors.append(((back - weight.double()) @ x.double().t()).square().sum(1))
@@ -168,7 +168,7 @@ def test_kept_columns_of_float8_take_back_what_they_can():
     format, weight, x = FORMATS["fp8, columns"], torch.randn(20, 150), correlated()
     inputs = LinearInputs(150)
     inputs.update(x)
-    tensors = methods.quantize(weight, format, "_w8a8", inputs)
+    tensors = methods.quantize(weight, format, "_w8a8_weights", inputs)
     columns, x = tensors["outlier_columns"].long(), x.double()
     error = x @ (weight.double() - format.dequantize(tensors, 150, torch.float64)).t()
     left = torch.linalg.lstsq(x[:, columns], error).solution
@@ -183,7 +183,7 @@ def test_inputs_that_are_all_zero_leave_the_weight(columns):
     format, weight = Float8Format(outlier_columns=columns), torch.randn(20, 150)
     inputs = LinearInputs(150)
     inputs.update(torch.zeros(8, 150))
-    tensors = methods.quantize(weight, format, "_w8a8", inputs)
+    tensors = methods.quantize(weight, format, "_w8a8_weights", inputs)
     kept = tensors["outlier_columns"].long()
     assert torch.equal(tensors["outlier_weight"], weight[:, kept])
     assert (format.dequantize(tensors, 150, torch.float32) - weight).abs().max() < weight.abs().max() / 16
@@ -194,9 +194,9 @@ def test_scales_of_float8_lie_where_the_codes_err_least(weights):
     """All weights are 1.0625 times a power of two: halfway between two codes if the scale is one, exact on others."""
     format, weight = Float8Format(weights), 1.0625 * 2.0 ** torch.randint(-4, 4, (20, 150)).float()
     weight[:, 0] = weight[0, 128] = 448 / 32
-    plain, inputs = methods.quantize(weight, format, "_w8a8"), LinearInputs(150)
+    plain, inputs = methods.quantize(weight, format, "_w8a8_weights"), LinearInputs(150)
     inputs.update(torch.randn(400, 150))
-    moved = methods.quantize(weight, format, "_w8a8", inputs)
+    moved = methods.quantize(weight, format, "_w8a8_weights", inputs)
     ratio = moved["scale"] / plain["scale"]
     assert (ratio >= 1).all() and (ratio < 2).all() and (ratio > 1).any()
     errors = [(format.dequantize(t, 150, torch.float32) - weight).square().sum() for t in (plain, moved)]
@@ -210,7 +210,7 @@ def test_integer_products_are_exact():
     weight[1, ::2], weight[2, 0] = -127.0, 126.0
     x = torch.full((2, columns), 127.0)
     x[1, 5] = 1.0
-    tensors = methods.quantize(weight, format, "_w8a8")
+    tensors = methods.quantize(weight, format, "_w8a8_weights")
     assert (tensors["scale"] == 1).all()
     y = format.layout(tensors, columns, torch.float32).matmul(x)
     assert torch.equal(y.double(), (x.double() @ weight.double().t()).float().double())
@@ -219,7 +219,7 @@ def test_integer_products_are_exact():
 def test_llm_int8_is_the_decomposition_of_the_paper():
     """Equation 8: the sum of the product of outlier columns and the rescaled int8 product of the others."""
     x, weight = sample()
-    tensors = methods.quantize(weight, Int8Format(outlier_threshold=6.0), "_w8a8")
+    tensors = methods.quantize(weight, Int8Format(outlier_threshold=6.0), "_w8a8_weights")
     outliers = (x.abs() >= 6.0).any(0)
     assert outliers.nonzero().flatten().tolist() == [17, 200]
     codes, row = tensors["qweight"].double(), tensors["scale"].double()
@@ -379,11 +379,11 @@ def test_config_refuses(arguments, message):
 
 def test_outlier_columns_need_inputs():
     with pytest.raises(ValueError, match="outlier_columns=4 are chosen by calibration"):
-        methods.quantize(torch.randn(8, 16), Int8Format(outlier_columns=4), "_w8a8")
+        methods.quantize(torch.randn(8, 16), Int8Format(outlier_columns=4), "_w8a8_weights")
     with pytest.raises(ValueError, match="NaN or infinite"):
-        methods.quantize(torch.full((8, 16), torch.nan), Int8Format(), "_w8a8")
+        methods.quantize(torch.full((8, 16), torch.nan), Int8Format(), "_w8a8_weights")
     inputs = LinearInputs(16, hessian=False)
     inputs.update(torch.randn(3, 16))
-    every = methods.quantize(torch.randn(8, 16), Int8Format(outlier_columns=32), "_w8a8", inputs)
+    every = methods.quantize(torch.randn(8, 16), Int8Format(outlier_columns=32), "_w8a8_weights", inputs)
     assert every["outlier_columns"].tolist() == list(range(16)), "no more columns than there are"
     assert {part: tuple(t.shape) for part, t in every.items()} == Int8Format(outlier_columns=32).shapes(8, 16)

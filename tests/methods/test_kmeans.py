@@ -1,4 +1,6 @@
-"""k-means tables: near the exact optimum, never worse than round to nearest, and sound where there is little to cluster."""
+"""k-means tables: near the exact optimum, never worse than round to nearest, sound where there is little to cluster."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,16 +10,12 @@ from hypothesis import strategies as st
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.codebook import CodebookFormat
-from hf_efficient.methods import _codebook, kmeans, rtn
-
-
-class Inputs:
-    def __init__(self, mean_square=None, hessian=None):
-        self.mean_square, self.hessian = mean_square, hessian
+from hf_efficient.methods import _gptq_codebook, kmeans, rtn
 
 
 def least_error(values, weights, entries) -> float:
     """Exact weighted k-means of sorted values in one dimension: dynamic programming over all borders, in float64."""
+    values, weights = values.double().numpy(), weights.double().numpy()
     moments = [np.concatenate([[0], np.cumsum(weights * values**power)]) for power in range(3)]
     mass, first, second = (moment[None] - moment[:, None] for moment in moments)
     cost = np.where(mass > 0, second - first**2 / np.where(mass > 0, mass, 1), 0)
@@ -41,10 +39,7 @@ def test_near_the_exact_optimum(entries, heavy_tails):
         values /= torch.rand(12, 300).sqrt()
     values, weights = values.sort().values, torch.rand(12, 300) ** 2
     found = error(values, kmeans.cluster(values, weights, entries), weights)
-    exact = torch.tensor(
-        [least_error(v.double().numpy(), w.double().numpy(), entries) for v, w in zip(values, weights)]
-    )
-    ratio = found / exact
+    ratio = found / torch.tensor([least_error(*row, entries) for row in zip(values, weights)])
     assert ratio.min() > 1 - 1e-6 and ratio.mean() < 1.02
 
 
@@ -53,28 +48,32 @@ def weighted_error(format, tensors, weight, importance):
     return (difference.square() * importance).sum()
 
 
+KINDS = {
+    "normal": lambda weight: weight,
+    "positive": lambda weight: weight.abs() + 1,
+    "rounded": lambda weight: (2 * weight).round(),
+    "outlier": lambda weight: torch.cat([torch.full((1,), 100.0), weight.flatten()[1:]]).view_as(weight),
+}
+
+
 @given(
     rows=st.integers(1, 5),
     columns=st.integers(1, 70),
     bits=st.sampled_from([2, 3, 4]),
     group_size=st.sampled_from([-1, None]),
-    kind=st.sampled_from(["normal", "positive", "rounded", "outlier"]),
+    kind=st.sampled_from(list(KINDS)),
     weighted=st.booleans(),
     seed=st.integers(0, 999),
 )
 @settings(max_examples=60, deadline=None)
 def test_never_worse_than_round_to_nearest(rows, columns, bits, group_size, kind, weighted, seed):
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, columns, generator=generator)
-    if kind == "positive":
-        weight = weight.abs() + 1
-    elif kind == "rounded":
-        weight = (2 * weight).round()
-    elif kind == "outlier":
-        weight[0, 0] = 100
+    weight = KINDS[kind](torch.randn(rows, columns, generator=generator))
     importance = torch.rand(columns, generator=generator) + 0.01 if weighted else torch.ones(columns)
     format, grid = CodebookFormat("kmeans", bits, group_size), AffineFormat(bits, group_size, False)
-    ours = weighted_error(format, kmeans.quantize(weight, format, Inputs(importance)), weight, importance)
+    ours = weighted_error(
+        format, kmeans.quantize(weight, format, SimpleNamespace(mean_square=importance)), weight, importance
+    )
     theirs = weighted_error(grid, rtn.quantize(weight, grid), weight, importance)
     slack = 1e-10 * weight.abs().max() ** 2 * weight.numel()
     if group_size is None:  # weights are counted in 2^14 bins
@@ -96,7 +95,7 @@ def test_empty_clusters_find_work():
     values = torch.cat([torch.linspace(0, 1e-3, 200), torch.tensor([1e4])])[None]
     weights = torch.ones_like(values)
     found = error(values, kmeans.cluster(values, weights, 16), weights)
-    assert found < 2 * least_error(values[0].double().numpy(), weights[0].double().numpy(), 16)
+    assert found < 2 * least_error(values[0], weights[0], 16)
 
 
 @pytest.mark.parametrize("format", [CodebookFormat("kmeans", 3, group) for group in (-1, 32, None)], ids=str)
@@ -106,7 +105,7 @@ def test_weights_of_inputs_move_the_table(format):
     importance = torch.rand(128) ** 4 * 1e6
     importance[5] = 0  # an input that is always 0
     plain = weighted_error(format, kmeans.quantize(weight, format), weight, importance)
-    aware = kmeans.quantize(weight, format, Inputs(importance))
+    aware = kmeans.quantize(weight, format, SimpleNamespace(mean_square=importance))
     assert weighted_error(format, aware, weight, importance) < 0.95 * plain
     assert format.dequantize(aware, 128, torch.float32).isfinite().all()
 
@@ -151,11 +150,9 @@ def test_feedback_lowers_the_output_error(format):
     weight = torch.randn(24, 80)
     x = torch.randn(200, 80) @ torch.randn(80, 80) / 9
     hessian = x.t() @ x
-    tensors = _codebook.quantize(weight, format, Inputs(hessian=hessian))
+    tensors = _gptq_codebook.quantize(weight, format, SimpleNamespace(hessian=hessian))
     codes = format.nearest(weight, format.scale(tensors), format.table(tensors))
     nearest = {**tensors, "qweight": format.pack(codes)}
-    errors = []
-    for chosen in (tensors, nearest):
-        difference = (format.dequantize(chosen, 80, torch.float64) - weight.double()) @ x.t().double()
-        errors.append(difference.square().sum(1))
-    assert errors[0].sum() < 0.8 * errors[1].sum() and (errors[0] <= 1.0001 * errors[1]).all()
+    differences = (format.dequantize(chosen, 80, torch.float64) - weight.double() for chosen in (tensors, nearest))
+    ours, theirs = ((difference @ x.t().double()).square().sum(1) for difference in differences)
+    assert ours.sum() < 0.8 * theirs.sum() and (ours <= 1.0001 * theirs).all()

@@ -10,21 +10,19 @@ from hypothesis import strategies as st
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.methods import hqq, mse, rtn
-from hf_efficient.methods._grid import covering_grid, decode, round_to
+from hf_efficient.methods._affine_grid import covering_grid, decode, round_to
 from tests.helpers import assert_close
 
 
 def random_weight(rows: int, columns: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
     """Heavy tails, rows of unlike size."""
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, columns, generator=generator) * (
-        0.2 + torch.randn(rows, columns, generator=generator) ** 2
-    )
-    return (weight * torch.rand(rows, 1, generator=generator)).to(dtype)
+    first, second = torch.randn(2, rows, columns, generator=generator)
+    return (first * (0.2 + second**2) * torch.rand(rows, 1, generator=generator)).to(dtype)
 
 
 def change(method, weight, format, inputs=None) -> torch.Tensor:
-    """w - q by group, float64 [N, G, width] with zeros where a short last group is padded ([1, 1, N * K] for a tensor)."""
+    """w - q by group, float64 [N, G, width], zeros where a short last group is padded ([1, 1, N * K] for a tensor)."""
     back = format.dequantize(method.quantize(weight, format, inputs), weight.shape[1], torch.float32)
     error = weight.double() - back.double()
     if format.group_size is None:
@@ -87,9 +85,8 @@ def test_hqq_is_the_half_quadratic_iteration(bits, zero_point):
         found = [zero]
         for round_ in range(20):
             error = values - restored(values, scale, zero)
-            split = error.sign() * (error.abs() - error.abs().clamp_min(1e-8) ** -0.3 / (10 * 1.01**round_)).clamp_min(
-                0
-            )
+            shrunk = error.abs() - error.abs().clamp_min(1e-8) ** -0.3 / (10 * 1.01**round_)
+            split = error.sign() * shrunk.clamp_min(0)
             codes = (values / scale + zero).round().clamp(0, levels)
             zero = (codes - (values - split) / scale).mean()
             found += [zero] if zero_point == "float" else [zero.floor().clamp(0, levels), zero.ceil().clamp(0, levels)]
@@ -128,10 +125,7 @@ METHODS = pytest.mark.parametrize("method", [rtn, mse, hqq], ids=["rtn", "mse", 
 @pytest.mark.parametrize("bits, group, symmetric", [(2, 64, False), (3, 128, True), (4, -1, False), (8, None, False)])
 def test_tensors_are_the_formats(method, bits, group, symmetric, dtype):
     symmetric = symmetric and method is not hqq
-    weight, format = (
-        random_weight(5, 144, dtype=dtype),
-        AffineFormat(bits, group, symmetric),
-    )  # 144: a short last group
+    weight, format = random_weight(5, 144, dtype=dtype), AffineFormat(bits, group, symmetric)  # a short last group
     tensors = method.quantize(weight, format)
     assert {name: tuple(t.shape) for name, t in tensors.items()} == format.shapes(5, 144)
     assert {name: t.dtype for name, t in tensors.items()} == format.dtypes(dtype)
@@ -170,5 +164,5 @@ def test_large_weights_are_taken_in_pieces(method, monkeypatch):
     whole = change(method, weight, format).square().sum()
     monkeypatch.setattr(method, "_ELEMENTS_AT_ONCE", 40 * 7)
     pieces = change(method, weight, format).square().sum()
-    # sums over a group are ordered by the shape of the piece, so candidates that are equal but for that may change places
+    # sums over a group are ordered by the shape of the piece, which decides between candidates of equal error
     assert abs(pieces / whole - 1) < 1e-3

@@ -45,9 +45,9 @@ def test_the_kernel_computes_exactly_the_chosen_neurons(rows, rank):
         return torch.randn(shape, generator=generator).bfloat16()
 
     x, gate, up, down = random(rows, 70), random(37, 70) / 8, random(37, 70) / 8, random(37, 70) / 6
-    choice = [random(rank, 70) / 8, random(37, rank) / 4, random(37, rank) / 4, random(37).abs(), random(37).abs()]
-    if not rank:
-        choice = [None, None, None, random(37).abs() / 2, None]
+    choice = [None, None, None, random(37).abs() / 2, None]
+    if rank:
+        choice = [random(rank, 70) / 8, random(37, rank) / 4, random(37, rank) / 4, random(37).abs(), random(37).abs()]
     arguments = (x, *choice, gate, None, up, None, down, None, "silu")
     mask = contextual_mlp.choose(*arguments[:8], "silu")
     assert 0.1 < mask.float().mean() < 0.9
@@ -127,9 +127,8 @@ def test_saved_beside_the_dense_model_and_loaded_again(tmp_path):
     context.save_pretrained(tmp_path / "context")
     model.save_pretrained(tmp_path / "model")
     loaded = type(model).from_pretrained(tmp_path / "model")
-    assert all(
-        torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), tiny_model("llama").state_dict().values())
-    )
+    dense = tiny_model("llama").state_dict()
+    assert all(torch.equal(tensor, dense[name]) for name, tensor in loaded.state_dict().items())
     again = hf_efficient.ContextualSparsity.from_pretrained(tmp_path / "context")
     assert again.layers == context.layers and again.options == {"keep": 0.5, "recall": None, "rank": 8}
     again.apply(loaded)
@@ -167,7 +166,7 @@ def test_recorded_decoding_writes_the_same_tokens():
         ("llama", dict(recall=0), "recall=0 is not supported"),
         ("llama", dict(rank=65), "rank=65 is not supported: it must be at most 64"),
         ("llama", dict(rank=0.5), "must be an integer"),
-        ("llama", dict(calibration={}), "give a CalibrationConfig with text"),
+        ("llama", dict(calibration={}), "must be a CalibrationConfig with text"),
         ("llama", dict(calibration=dict(tokens=TOKENS, device="cpu")), "runs where the model is"),
         ("llama", dict(hidden_act="quick_gelu"), "its activation is none of relu, relu2"),
         ("gpt2", {}, "no feed-forward layer|plain weights"),

@@ -95,10 +95,7 @@ def test_models_that_cannot_be_pruned(tmp_path):
         (SparseConfig(sparsity=0.5, method="magnitude", allocation="owl"), "calibration=None .* allocation='owl'"),
         (SparseConfig(pattern="5:10", method="magnitude"), r"q_proj: pattern 5:10 does not divide in_features=64"),
         (SparseConfig(pattern="5:10", calibration={"tokens": TOKENS}), "q_proj: pattern 5:10 does not divide"),
-        (
-            SparseConfig(sparsity=0.5, method="magnitude", quantize_lm_head=True),
-            "quantize_lm_head=True .* tied to the input embedding",
-        ),
+        (SparseConfig(sparsity=0.5, method="magnitude", quantize_lm_head=True), "quantize_lm_head=True .* tied to the"),
     ):
         with pytest.raises(ValueError, match=match):
             load(tmp_path / "tied", config)
@@ -108,15 +105,10 @@ def test_a_compressed_model_is_not_pruned(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "dense")
     magnitude = SparseConfig(sparsity=0.5, method="magnitude")
     again = SparseConfig(sparsity=0.6, method="magnitude")
-    for config, match in (
-        (
-            WeightOnlyConfig(group_size=32),
-            "compressed already .*efficient_weight_only.* cannot be pruned again .SparseConfig.sparsity=0.6",
-        ),
-        (magnitude, "the checkpoint is compressed already .*0.5.* cannot be pruned again .*0.6"),
-    ):
+    again_is_refused = "compressed already .*{}.* cannot be pruned again .*0.6"
+    for config, match in ((WeightOnlyConfig(group_size=32), "efficient_weight_only"), (magnitude, "0.5")):
         load(tmp_path / "dense", config).save_pretrained(tmp_path / config.name)
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(ValueError, match=again_is_refused.format(match)):
             load(tmp_path / config.name, again)
     again.dequantize = True
     dense = load(tmp_path / "efficient_sparse", again).model.layers[0].mlp.up_proj

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import assert_close
+from sample_layers import damped, layer
 
 from hf_efficient import methods
 from hf_efficient.formats import AffineFormat
@@ -12,17 +13,6 @@ from hf_efficient.pruning.mask import Sparsity
 
 
 TARGETS = (Sparsity(0.5), Sparsity(0.7, group="layer"), Sparsity.of_pattern(2, 4), Sparsity.of_pattern(3, 5))
-
-
-def layer(rows: int, columns: int, seed: int = 0):
-    """(weight, correlated inputs of very different size, their statistics)."""
-    generator = torch.Generator().manual_seed(seed)
-    mix = torch.randn(columns, columns, generator=generator) + 2 * torch.eye(columns)
-    sizes = torch.rand(columns, generator=generator).mul_(3).exp_()
-    x = torch.randn(4 * columns, columns, generator=generator) @ mix * sizes
-    inputs = LinearInputs(columns)
-    inputs.update(x)
-    return torch.randn(rows, columns, generator=generator), x, inputs
 
 
 def best(scores: list[float], kept: int) -> list[int]:
@@ -40,11 +30,11 @@ def test_wanda_keeps_what_weighs_most_times_the_norm_of_its_input(target):
     assert torch.equal(pruned, torch.where(mask, weight, 0))
 
 
-def definition_of_sparsegpt(weight, hessian, target: Sparsity, block: int):
+def definition_of_sparsegpt(weight, inputs, target: Sparsity, block: int):
     """Columns from left to right; after each, those to come are at their least squares given all before."""
     rows, columns = weight.shape
     dense, mask = weight.double(), torch.zeros_like(weight, dtype=torch.bool)
-    hessian = hessian.double() + 0.01 * hessian.double().diagonal().mean() * torch.eye(columns)
+    hessian = damped(inputs, 0.01)
     costs = torch.stack([torch.linalg.inv(hessian[k:, k:])[0, 0] for k in range(columns)])
     result = dense.clone()
     for k in range(columns):
@@ -73,7 +63,7 @@ def test_sparsegpt_is_its_definition(target, monkeypatch):
     weight, _, inputs = layer(6, 60)
     pruned, mask = prune(weight, "sparsegpt", target, inputs)
     block = target.pattern[1] if target.pattern else 16
-    expected, expected_mask = definition_of_sparsegpt(weight, inputs.hessian, target, block)
+    expected, expected_mask = definition_of_sparsegpt(weight, inputs, target, block)
     assert torch.equal(mask, expected_mask) and mask.sum() == target.kept(6, 60)
     assert_close(pruned, expected, 1e-4, 1e-2, "float32 sums and a Cholesky factor instead of 60 inversions")
     assert (pruned[~mask] == 0).all()

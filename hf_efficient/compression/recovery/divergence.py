@@ -1,11 +1,12 @@
-"""How far a student's next-token distributions are from a teacher's, and from the text."""
+"""The loss of recovery: the divergence of a student's next-token distributions from a teacher's, and the text's
+entropy."""
 
 import torch
 
 
 DIVERGENCES = ("forward", "reverse", "both")
-_ROWS = 16  # tokens computed at a time: in float32 they stay in a core's cache
-_IGNORED = -100
+_ROWS = 16  # tokens computed at a time: their float32 distributions fit a core's cache
+_IGNORED = -100  # label of a token that is not known
 
 
 def distillation_loss(
@@ -18,14 +19,18 @@ def distillation_loss(
     """(1 - text_share) * divergence + text_share * cross entropy, in nats a token.
 
     Args:
-        student: logits [..., V] of q, which get a gradient.
-        teacher: logits [..., V] of p.
-        labels: int64 [...], the tokens that follow, -100 where unknown; needed with a text_share.
+        student: logits [..., V] of the distributions q; they get a gradient.
+        teacher: logits [..., V] of the distributions p.
+        labels: int64 [...], the next tokens, -100 where unknown; needed where text_share is not 0.
         divergence: "forward", KL(p || q) (https://arxiv.org/abs/1503.02531), "reverse", KL(q || p)
             (https://arxiv.org/abs/2306.08543), or "both", the mean of the two.
 
-    Returns the mean over all tokens (cross entropy: over those with a label), computed in float32, float64 for logits in it.
-    Raises ValueError for logits of different shapes or another divergence.
+    Returns:
+        the mean over all tokens (cross entropy: over those with a label), a scalar in float32, in float64 for float64
+            logits.
+
+    Raises:
+        ValueError: logits of different shapes, or an unknown divergence.
     """
     if divergence not in DIVERGENCES:
         raise ValueError(f"divergence={divergence!r} is not supported: it must be one of {DIVERGENCES}")
@@ -36,7 +41,8 @@ def distillation_loss(
 
 
 class _Distillation(torch.autograd.Function):
-    """The gradient is made along with the loss, a few rows at a time, so that no distribution is held in float32."""
+    """Computes the gradient along with the loss, `_ROWS` tokens at a time, so that no [tokens, V] distribution is held
+    in float32."""
 
     @staticmethod
     def forward(ctx, student, teacher, labels, divergence, text_share):
@@ -46,7 +52,9 @@ class _Distillation(torch.autograd.Function):
         forward, reverse = ((1 - text_share) * share / tokens for share in (forward, reverse))
         gradient = torch.empty_like(student)
         total = torch.zeros((), dtype=dtype, device=student.device)
-        scratch = student.new_empty((4, min(_ROWS, tokens), student.shape[-1]), dtype=dtype)  # new memory costs more
+        scratch = student.new_empty(
+            (4, min(_ROWS, tokens), student.shape[-1]), dtype=dtype
+        )  # allocating per row block is slower
         for start in range(0, tokens, _ROWS):
             rows = slice(start, min(start + _ROWS, tokens))
             log_q, log_p, q, p = scratch[:, : rows.stop - start]
@@ -82,5 +90,5 @@ class _Distillation(torch.autograd.Function):
 
 
 def _row_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Two [T, V] -> [T, 1]"""
+    """Two matrices [T, V] -> the products of their rows [T, 1]."""
     return torch.bmm(a[:, None], b[:, :, None])[:, 0]

@@ -1,4 +1,5 @@
-"""LoRA under a mask: the adapter changes only weights that are kept, so that merging it changes nothing that was trained."""
+"""LoRA under a mask: an adapter changes only kept weights, so that merging it does not change what the model
+computes."""
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,8 @@ from hf_efficient.compression.recovery.masked_linear import MaskedLinear
 
 
 class MaskedLora(Linear):
-    """An adapter (https://arxiv.org/abs/2106.09685) on a `MaskedLinear`: computes with W + mask * (scaling * B @ A), the sum
-    that merging writes into W. Without dropout, and one batch has the same adapters for all rows."""
+    """An adapter (https://arxiv.org/abs/2106.09685) on a `MaskedLinear`: computes with W + mask * (scaling * B @ A),
+    which is what merging writes into W. It has no dropout, and all sequences of a batch have the same adapters."""
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         """mask * scaling * B @ A, float32 [N, K]."""
@@ -29,10 +30,11 @@ class MaskedLora(Linear):
 
 
 def with_adapters(model, rank: int, seed: int = 0):
-    """The `PeftModel` of `model` (see `unpack`) with adapters of `rank` on every `MaskedLinear`; they alone are trained."""
+    """The `PeftModel` of a `model` that was unpacked, with adapters of `rank` on every `MaskedLinear`; only they
+    learn."""
     names = [name for name, module in model.named_modules() if isinstance(module, MaskedLinear)]
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=names, task_type="CAUSAL_LM")
-    config._register_custom_module({MaskedLinear: MaskedLora})  # PEFT's way for layers of others
+    config._register_custom_module({MaskedLinear: MaskedLora})  # PEFT has no public way to add a layer class
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return get_peft_model(model, config)

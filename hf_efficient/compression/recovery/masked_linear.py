@@ -1,4 +1,4 @@
-"""Linear layers while they are trained after pruning: float32 weights whose pruned places stay zero."""
+"""Linear layers while they are trained after pruning: float32 weights whose pruned entries stay zero."""
 
 import copy
 from collections import Counter
@@ -12,19 +12,22 @@ from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
+# attributes that make `save_pretrained` and Trainer treat a model as quantized
 _OF_A_QUANTIZED_MODEL = ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained", "push_to_hub")
 
 
 class MaskedLinear(nn.Linear):
-    """Stands for a linear layer while it is trained. Computes in the dtype of its input with a float32 weight [N, K].
+    """Takes the place of a linear layer while it is trained. Computes in the dtype of its input.
 
-    `mask` [N, K] in the dtype of the layer, 1 = kept and 0 = pruned, or None: the weight is 0 there and gets no gradient, so
-    that an optimizer that works element by element leaves it 0.
+    Attributes:
+        weight: float32 [N, K], 0 where pruned.
+        mask: [N, K] in the dtype of the layer, 1 = kept and 0 = pruned; None for a dense layer. Pruned entries get no
+            gradient, so an optimizer that works element by element leaves them 0.
     """
 
     def __init__(self, origin: nn.Module):
         nn.Module.__init__(self)
-        self._origin = (origin,)  # in a tuple it is no submodule
+        self._origin = (origin,)  # a tuple, so that it does not become a submodule
         self.transposed = isinstance(origin, Conv1D) or getattr(origin, "transposed", False)
         sparse = isinstance(origin, EfficientLinear)
         mask = origin.format.mask(origin.canonical(), origin.in_features).to(self.dtype()) if sparse else None
@@ -40,7 +43,7 @@ class MaskedLinear(nn.Linear):
         return F.linear(x, masked_cast(self.weight, self.mask, x.dtype), self.bias)
 
     def dtype(self) -> torch.dtype:
-        """Of the weight before and after training."""
+        """Dtype of the weight before and after training."""
         return self._origin[0].weight.dtype
 
     @torch.no_grad()
@@ -77,8 +80,9 @@ class _MaskedCast(torch.autograd.Function):
 
 
 def unpack(model) -> None:
-    """Makes the linear layers of `model` trainable in place: every sparse layer and every plain one becomes a `MaskedLinear`;
-    all other parameters, the output embedding, tied weights and quantized layers are frozen. `pack` undoes it.
+    """Makes the linear layers of `model` trainable in place: every sparse layer and every plain one becomes a
+    `MaskedLinear`. Everything else is frozen: the output embedding, tied weights, quantized layers and all other
+    parameters. `pack` and `discard` undo it.
 
     Raises:
         ValueError: nothing to train, or sparse layers that hold codes.
@@ -95,10 +99,10 @@ def unpack(model) -> None:
     coded = [n for n, m in found.items() if isinstance(m, EfficientLinear) and m.format.weights is not None]
     if coded:
         raise ValueError(
-            f"{len(coded)} sparse layers hold quantized values, for example {coded[:2]}: recover the model with weights=None "
-            "in its SparseConfig, and quantize what comes out"
+            f"{len(coded)} sparse layers hold quantized values, for example {coded[:2]}: recover the model with "
+            "weights=None in its SparseConfig, and quantize what comes out"
         )
-    if any(isinstance(module, MaskedLinear) for module in model.modules()):
+    if _masked_linears(model):
         raise ValueError("the model is being trained already: pack(model) ends that")
     if not found:
         raise ValueError(f"{type(model).__name__} has no linear layer to train: all are quantized, tied or outputs")
@@ -108,17 +112,17 @@ def unpack(model) -> None:
         model.set_submodule(name, MaskedLinear(module))
     state = {key: model.__dict__.pop(key) for key in _OF_A_QUANTIZED_MODEL if key in model.__dict__}
     model._before_training = state, model.config, learned
-    model.config = copy.copy(model.config)  # a checkpoint in the middle of training is no compressed one
+    model.config = copy.copy(model.config)  # checkpoints of the training hold dense weights
     model.config.__dict__.pop("quantization_config", None)
 
 
 def pack(model) -> None:
-    """Puts the layers of `unpack` back, with what was trained; masks are the same as before.
+    """Puts the layers of before `unpack` back, with the trained weights and the same masks.
 
     Raises:
         ValueError: a weight is NaN or infinite; the model stays as it is.
     """
-    trained = {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
+    trained = _masked_linears(model)
     broken = [name for name, module in trained.items() if not module.weight.isfinite().all()]
     if broken:
         raise ValueError(f"training diverged: {len(broken)} weights are NaN or infinite, for example {broken[:2]}")
@@ -126,16 +130,20 @@ def pack(model) -> None:
 
 
 def discard(model) -> None:
-    """Puts the layers of `unpack` back as they were before it."""
-    trained = {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
+    """Puts the layers of before `unpack` back, with the weights they had."""
+    trained = _masked_linears(model)
     _restore(model, {name: module._origin[0].to(module.weight.device) for name, module in trained.items()})
+
+
+def _masked_linears(model) -> dict[str, MaskedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
 
 
 def _restore(model, layers: dict[str, nn.Module]) -> None:
     for name, layer in layers.items():
         model.set_submodule(name, layer)
     state, model.config, learned = model.__dict__.pop("_before_training")
-    model.__dict__.pop("_is_accelerate_prepared", None)  # what Trainer leaves
+    model.__dict__.pop("_is_accelerate_prepared", None)  # accelerate sets it in Trainer
     model.__dict__.update(state)
     for parameter in learned:
         parameter.requires_grad_(True)

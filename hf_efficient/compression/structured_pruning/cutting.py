@@ -1,15 +1,19 @@
-"""Builds the smaller model: an ordinary one of the same class, filled block by block with what is kept of the dense one."""
+"""Builds the smaller model: an ordinary one of the same class, filled block by block with what stays of the dense
+one."""
 
 import torch
 from torch import nn
 from transformers import initialization
 
 from hf_efficient.compression.structured_pruning.anatomy import Anatomy, input_axis, norms_before
-from hf_efficient.pruning.structured.basis import Basis, rms_gain
+from hf_efficient.integrations.transformers_compat import model_from_config
+from hf_efficient.pruning.structured.basis import rms_gain
 
 
 def cut_units(anatomy: Anatomy, name: str, value: torch.Tensor, kept: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The parameter `name` of a block without the units that go. kept: reader -> bool [G, R]."""
+    """The parameter `name` of a block (or one value for each row of it) without the units that go.
+
+    kept: reader -> bool [G, R] of the units that stay."""
     linear = name.rpartition(".")[0]
     if linear not in anatomy.linears:
         return value
@@ -24,15 +28,21 @@ def cut_units(anatomy: Anatomy, name: str, value: torch.Tensor, kept: dict[str, 
 
 
 def check_shapes(anatomy: Anatomy, small: nn.Module, kept: dict[str, torch.Tensor], axes: dict, hidden: int) -> None:
-    """small: the smaller model, on the meta device; kept: of a block; axes: of the residual stream, which becomes `hidden` wide.
+    """Compares the parameters of the smaller model with what is left of the dense one.
+
+    Args:
+        small: the smaller model, on the meta device.
+        kept: reader -> bool [G, R] of the units that stay in a block.
+        axes: key of a parameter -> its axes along the residual stream.
+        hidden: new width of the residual stream.
 
     Raises:
-        ValueError: where its class makes something else of its config than what is left of the dense model.
+        ValueError: the class of the model makes parameters of other shapes from its config.
     """
     block = anatomy.chain.names[0] + "."
     for name, parameter in small.named_parameters():
         if anatomy.key(name) != name and not name.startswith(block):
-            continue
+            continue  # the first block stands for all
         value = anatomy.model.get_parameter(name).data.to("meta")
         value = cut_units(anatomy, name.removeprefix(block), value, kept) if name.startswith(block) else value
         sizes = [hidden if axis in axes.get(anatomy.key(name), ()) else size for axis, size in enumerate(value.shape)]
@@ -44,25 +54,27 @@ def check_shapes(anatomy: Anatomy, small: nn.Module, kept: dict[str, torch.Tenso
 
 
 class Cutter:
-    """Fills the smaller model, `small`; its blocks are `blocks`.
+    """Fills the smaller model.
 
     Args:
-        config: of the smaller model.
-        layers: the layers that stay, ascending.
+        pruning_plan: its `config`, `layers`, `basis` and `axes` are read.
+
+    Attributes:
+        small: the smaller model, on the device and in the dtype of the dense one.
+        blocks: its blocks; `layers` says which dense layers they are.
         basis: of the residual stream; None where it stays as it is.
-        axes: of `Anatomy.hidden_axes`; needed for a basis.
 
     Raises:
-        ValueError: norms that a rotation cannot pass.
+        ValueError: norms that a rotation of the residual stream cannot pass.
     """
 
-    def __init__(self, anatomy: Anatomy, config, layers: list[int], basis: Basis | None = None, axes=None):
-        self.anatomy, self.layers, self.model = anatomy, layers, anatomy.model
-        self.basis, self.axes = basis, axes or {}
-        self.norm_of = norms_before(anatomy, axes) if basis is not None and basis.rotates else {}
+    def __init__(self, anatomy: Anatomy, pruning_plan):
+        self.anatomy, self.layers, self.model = anatomy, pruning_plan.layers, anatomy.model
+        self.basis, self.axes = pruning_plan.basis, pruning_plan.axes
+        self.norm_of = norms_before(anatomy, self.axes) if self.basis is not None and self.basis.rotates else {}
         with initialization.no_init_weights():
-            small = type(self.model)._from_config(config, dtype=self.model.dtype)
-        small.tie_weights()  # left out with the initial weights
+            small = model_from_config(type(self.model), pruning_plan.config, dtype=self.model.dtype)
+        small.tie_weights()  # `no_init_weights` leaves that out too
         self.small = small.to(self.model.device).eval().requires_grad_(False)
         if self.model.generation_config is not None:
             self.small.generation_config = self.model.generation_config
@@ -70,27 +82,34 @@ class Cutter:
         self.blocks = list(self.small.get_submodule(self.prefix[:-1]))
 
     def fill_around(self) -> None:
-        """Everything outside the blocks."""
+        """Copies everything outside the blocks."""
         for name, parameter in self.small.named_parameters():
             if not name.startswith(self.prefix):
                 self._put(parameter, name, self.model.get_parameter(name).data, self.anatomy.chain.modules[0])
 
     def fill_block(self, position: int, kept: dict[str, torch.Tensor]) -> None:
-        """Block `position` of the smaller model, from its layer of the dense one. kept: reader -> bool [G, R]."""
+        """Copies what stays of a dense layer into block `position`. kept: reader -> bool [G, R] of the units that
+        stay."""
         dense = self.anatomy.chain.modules[self.layers[position]]
         for name, parameter in self.blocks[position].named_parameters():
             value = cut_units(self.anatomy, name, dense.get_parameter(name).data, kept)
             self._put(parameter, f"*.{name}", value, dense)
 
     def _put(self, parameter: nn.Parameter, key: str, value: torch.Tensor, dense: nn.Module) -> None:
-        """dense: the block that `key` is meant in."""
-        owner, axes = key.rpartition(".")[0], self.axes.get(key, ()) if self.basis is not None else ()
+        """Writes the dense `value` of the parameter `key`, with the residual stream cut along its axes. dense: the
+        block in which keys are looked up."""
+        if self.basis is None:
+            parameter.data.copy_(value)
+            return
+        owner, axes = key.rpartition(".")[0], self.axes.get(key, ())
         module = self.anatomy.module(owner, dense)
         if axes and value.ndim == 1 and (gain := rms_gain(module)) is not None:
-            offset = (gain - value.float()).mean().round()  # of (1 + weight)
+            offset = (gain - value.float()).mean().round()  # 1 for norms that multiply by (1 + weight), else 0
             gain = torch.ones(parameter.shape) if self.basis.rotates else self.basis.cut(gain, 0) * self.basis.scale
             value, axes = gain - offset.to(gain), ()
-        if owner in self.norm_of and value.ndim == 2:
+        if (
+            owner in self.norm_of and value.ndim == 2
+        ):  # the gain of its norm is folded in, so that rotations pass the norm
             gain = rms_gain(self.anatomy.module(self.norm_of[owner], dense)) * self.basis.scale
             value = value.to(torch.promote_types(value.dtype, gain.dtype))
             value = value * (gain if input_axis(module) else gain[:, None])

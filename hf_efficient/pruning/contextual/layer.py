@@ -1,4 +1,4 @@
-"""A feed-forward layer that computes few rows with the neurons they call for, and many rows whole."""
+"""A feed-forward layer that computes few rows with the neurons they need, and many rows whole."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +11,9 @@ from torch import nn
 from hf_efficient.kernels.linear.contextual_mlp import ACTIVATIONS, choose
 
 
-MOST_ROWS = 8  # beyond, together they call for most neurons and the whole layer is no slower
-CHOICE = ("project", "score", "score_up", "limit", "spread")
+MOST_ROWS = 8  # more rows together need most neurons, and the whole layer is no slower
+CHOICE = ("project", "score", "score_up", "limit", "spread")  # the tensors that choose neurons, see `predictor`
+# names of the linears of a feed-forward layer
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _PLAIN = (("up_proj", "down_proj"), ("fc1", "fc2"), ("dense_h_to_4h", "dense_4h_to_h"))
 _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
@@ -20,10 +21,15 @@ _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
 
 @dataclass(frozen=True)
 class Place:
-    """A feed-forward layer of a model.
+    """Where a feed-forward layer is in a model.
 
-    name: of the module that becomes a `ContextualMLP`: the layer's own, or the first linear where its parts stand among others.
-    linears: names of the parts in `parent`, gate (or the only first one), up (where there is one) and down.
+    Attributes:
+        name: full name of the module that becomes a `ContextualMLP`: the layer, or its first linear where the linears
+            are children of a whole decoder block.
+        parent: full name of the module whose children the linears are.
+        linears: names of the linears in `parent`: gate (or the only first one), up (where there is one) and down.
+        activation_name: attribute of `parent` that holds the activation.
+        activation: its name in `ACTIVATIONS`.
     """
 
     name: str
@@ -34,6 +40,7 @@ class Place:
 
     @property
     def is_alone(self) -> bool:
+        """Whether the linears have a module of their own."""
         return self.name == self.parent
 
 
@@ -41,7 +48,7 @@ def find_places(model: nn.Module) -> list[Place]:
     """The feed-forward layers of `model`, in order.
 
     Raises:
-        ValueError: there is none, or one has weights or an activation that are not served.
+        ValueError: there is none, or one has weights or an activation that are not supported.
     """
     places, refused = [], None
     for name, module in model.named_modules():
@@ -54,8 +61,8 @@ def find_places(model: nn.Module) -> list[Place]:
         types = {part: type(children[part]).__name__ for part in linears if type(children[part]) is not nn.Linear}
         if types:
             raise ValueError(
-                f"{name}: contextual sparsity reads rows of plain weights (nn.Linear), its parts are {types}: take the model "
-                "before it is compressed or given adapters"
+                f"{name}: contextual sparsity reads rows of plain weights (nn.Linear), its parts are {types}: take the "
+                "model before it is compressed or given adapters"
             )
         acting = next((key for key in _ACTIVATION_NAMES if callable(getattr(module, key, None))), None)
         activation = acting and _name_of(getattr(module, acting))
@@ -69,39 +76,43 @@ def find_places(model: nn.Module) -> list[Place]:
             continue
         places.append(Place(name if alone else f"{name}.{linears[0]}", name, linears, acting, activation))
     if refused or not places:
-        raise ValueError(
-            refused
-            or f"{type(model).__name__} has no feed-forward layer of linears named {_GATED} or {' or '.join(map(str, _PLAIN))}"
-        )
+        names = " or ".join(map(str, (_GATED, *_PLAIN)))
+        raise ValueError(refused or f"{type(model).__name__} has no feed-forward layer of linears named {names}")
     return places
 
 
 def _name_of(activation) -> str | None:
+    """The name in `ACTIVATIONS` of a function that gives the same values."""
     x = torch.linspace(-6, 6, 97)
     return next((name for name, f in ACTIVATIONS.items() if torch.allclose(activation(x), f(x), atol=1e-5)), None)
 
 
 class ContextualMLP(nn.Module):
-    """Takes the place of a feed-forward layer, with its parameters under their names: what `save_pretrained` writes is the
+    """Takes the place of a feed-forward layer, with its parameters under their names, so `save_pretrained` writes the
     dense model.
 
-    Up to `most_rows` rows of x get the neurons that a predictor names, everything else is computed whole: prompts, training,
-    and layers whose linears have been replaced, by adapters for instance. The weight of the last linear keeps its shape but
-    lies transposed in memory, so that a neuron is a row.
+    Up to `most_rows` rows of x get the neurons that the predictor chooses. Everything else is computed whole: prompts,
+    training, and layers whose linears were replaced, by adapters for example. The weight of the last linear keeps its
+    shape but is transposed in memory, so that the weights of a neuron are contiguous.
+
+    Args:
+        host: the module whose parameters and children this one takes over.
+        down: the last linear, where it is no child of `host`.
+        choice: name in `CHOICE` -> tensor.
 
     Attributes:
-        most_rows: rows of x [..., hidden] together that are computed sparsely. The neurons of a row do not depend on the others.
-        project [rank, hidden], score and score_up [neurons, rank], limit and spread [neurons]: the choice, see
-            `predictor.py`; not saved with the model.
+        most_rows: largest number of rows of x [..., hidden] that are computed sparsely. The neurons of a row do not
+            depend on other rows.
+        project [rank, hidden], score and score_up [neurons, rank], limit and spread [neurons]: choose the neurons, see
+            `predictor`; not saved with the model.
     """
 
     def __init__(self, host: nn.Module, place: Place, down: nn.Module | None, choice: dict[str, torch.Tensor]):
-        """host: the module whose parameters and children this one takes over; down: the last linear, where it is no child."""
         super().__init__()
         self._parameters.update(host._parameters)
         self._modules.update(host._modules)
         self.place, self.most_rows = place, MOST_ROWS
-        self._down = (down,)  # in a tuple, so that it does not become a part of this module
+        self._down = (down,)  # a tuple, so that it does not become a submodule
         self.train(host.training)
         weight = self._parts()[-1].weight
         weight.data = weight.data.t().contiguous().t()
@@ -122,15 +133,18 @@ class ContextualMLP(nn.Module):
         return torch.ops.hf_efficient.contextual_mlp(x, *self._arguments(parts))
 
     def chosen(self, x: torch.Tensor) -> torch.Tensor:
-        """The neurons that the rows of x [rows, hidden] call for: bool [rows, neurons]."""
-        arguments = self._arguments(self._parts())
-        return choose(x, *arguments[:7], arguments[-1])
+        """The neurons that are computed for the rows of x [rows, hidden]: bool [rows, neurons]."""
+        first = self._parts()[0]
+        return choose(x, *self._choice(), first.weight, first.bias, self.place.activation)
+
+    def _choice(self) -> tuple:
+        return self.project, self.score, self.score_up, self.limit, self.spread
 
     def _arguments(self, parts) -> tuple:
+        """The arguments of the op `contextual_mlp` after x."""
         gate, *up, down = parts
         up = (up[0].weight, up[0].bias) if up else (None, None)
-        choice = (self.project, self.score, self.score_up, self.limit, self.spread)
-        return *choice, gate.weight, gate.bias, *up, down.weight.t(), down.bias, self.place.activation
+        return *self._choice(), gate.weight, gate.bias, *up, down.weight.t(), down.bias, self.place.activation
 
     def _is_plain(self, parts, x: torch.Tensor) -> bool:
         if torch.is_grad_enabled() and (x.requires_grad or any(part.weight.requires_grad for part in parts)):
@@ -147,7 +161,7 @@ class ContextualMLP(nn.Module):
 
 
 class Passed(nn.Module):
-    """Keeps the parameters of a linear that a `ContextualMLP` computes with, and hands on what that gave."""
+    """Holds the parameters of a linear that a `ContextualMLP` computes with; its forward is the identity."""
 
     def __init__(self, host: nn.Module):
         super().__init__()
@@ -158,7 +172,7 @@ class Passed(nn.Module):
 
 
 def put(model: nn.Module, place: Place, choice: dict[str, torch.Tensor]) -> ContextualMLP:
-    """Puts a `ContextualMLP` with the tensors `choice` (see `CHOICE`; None where a choice has none) at `place`."""
+    """Puts a `ContextualMLP` with the tensors `choice` (name in `CHOICE` -> tensor) at `place`."""
     parent, down = model.get_submodule(place.parent), None
     if not place.is_alone:
         down = Passed(getattr(parent, place.linears[-1]))
@@ -170,13 +184,13 @@ def put(model: nn.Module, place: Place, choice: dict[str, torch.Tensor]) -> Cont
 
 
 def layers_of(model: nn.Module) -> dict[str, ContextualMLP]:
-    """name -> layer."""
+    """Full name -> layer."""
     return {name: module for name, module in model.named_modules() if isinstance(module, ContextualMLP)}
 
 
 @contextmanager
 def every_row(model: nn.Module) -> Iterator[None]:
-    """Inside, prompts too are computed sparsely, as by a model that reads them token by token: for measuring what is lost."""
+    """Inside, prompts are computed sparsely too, as when tokens are read one by one, to measure what sparsity loses."""
     layers = layers_of(model).values()
     before = [layer.most_rows for layer in layers]
     for layer in layers:

@@ -1,14 +1,15 @@
-"""Which neurons does a token call for: low-rank predictors by reduced-rank regression on the layer's own inputs, or the gate
-itself, and the threshold that keeps the share, or the contribution, asked for.
+"""Chooses the neurons that a token needs: low-rank predictors by reduced-rank regression on the layer's own inputs, or
+the gate itself, with a threshold that keeps a given share of the neurons or of their contributions.
 
 A neuron contributes act(gate) * up times its column of the last linear; its importance is the norm of that. Chosen are
+the neurons with
 
-- rank 0: |act(gate x)| > limit. The gate is computed whole, rows of up and down are skipped; importance is estimated with the
-  mean of |up| (Lee et al. 2024, "CATS", https://arxiv.org/abs/2404.08763, has the same threshold for all neurons). In layers
-  without a gate the first linear is computed whole, and with ReLU only what is zero anyway is skipped where recall is 1.
-- rank r, no gate: score (project x) > limit, the predicted first product less its bias, in units of how far it is usually off.
-- rank r, gated: (act(score (project x))^2 + spread) * ((score_up (project x))^2 + limit) > 1, the predicted importance squared;
-  spread and limit stand for the part of both products that low rank cannot predict.
+- rank 0: |act(gate x)| > limit. The gate is computed whole; rows of up and down are skipped. The limit of a neuron
+  contains the mean of its |up| (CATS, https://arxiv.org/abs/2404.08763, has one threshold for all neurons). Layers
+  without a gate compute the first linear whole; with ReLU and recall 1 only products that are 0 are skipped.
+- rank r, no gate: score (project x) > limit: the predicted first product without its bias, in units of its usual error.
+- rank r, gated: (act(score (project x))^2 + spread) * ((score_up (project x))^2 + limit) > 1: the squared predicted
+  importance, where spread and limit are the mean squares of what low rank cannot predict.
 """
 
 import torch
@@ -17,13 +18,20 @@ import torch.nn.functional as F
 from hf_efficient.kernels.linear.contextual_mlp import ACTIVATIONS
 
 
-_RIDGE = 1e-4  # of the mean variance of an input
-_SMALL = 1e-12
+_RIDGE = 1e-4  # added to the covariance, in units of its mean diagonal
+_SMALL = 1e-12  # avoids divisions by zero
 
 
 class Predictor:
-    """Fitted on inputs x [rows, hidden] of a feed-forward layer with weights gate [neurons, hidden], up (or None) and down
-    [hidden, neurons]; all float32."""
+    """Predicts the importance of the neurons of one feed-forward layer.
+
+    Args:
+        x: float32 [rows, hidden], inputs of the layer to fit on.
+        gate, up: float32 [neurons, hidden]; up is None without a gate, and `gate` then the first linear. With their
+            biases [neurons] or None.
+        down: float32 [hidden, neurons].
+        rank: of the prediction; 0: the gate itself is computed.
+    """
 
     def __init__(self, x, gate, gate_bias, up, up_bias, down, activation: str, rank: int):
         self.act, self.up = ACTIVATIONS[activation], up
@@ -37,7 +45,7 @@ class Predictor:
             self._fit(x, first, second, rank)
 
     def _fit(self, x, first, second, rank: int) -> None:
-        """The best maps of this rank from x to the products, errors weighed by what they cost (`scales`)."""
+        """The best maps of this rank from x to both products, with errors weighed by their effect on the output."""
         scales = [self.weight] if second is None else [self.weight, self.act(first).abs().mean(0) * self.norms]
         scale = torch.cat(scales).clamp_min(_SMALL)[:, None]
         weight = self.gate if second is None else torch.cat([self.gate, self.up])
@@ -57,14 +65,14 @@ class Predictor:
             self.spread_up = (second - guesses[1]).square().mean(0) + _SMALL
 
     def importance(self, x: torch.Tensor) -> torch.Tensor:
-        """What each neuron really contributes: [rows, neurons], >= 0."""
+        """The norm of the contribution of each neuron: [rows, neurons]."""
         values = self.act(F.linear(x, self.gate, self.gate_bias))
         if self.up is not None:
             values = values * F.linear(x, self.up, self.up_bias)
         return values.abs() * self.norms
 
     def predicted(self, x: torch.Tensor) -> torch.Tensor:
-        """What is compared with the threshold: [rows, neurons]."""
+        """The prediction that is compared with the threshold: [rows, neurons]."""
         if self.project is None:
             return self.act(F.linear(x, self.gate, self.gate_bias)).abs() * self.weight
         first, *second = (F.linear(x @ self.project.T, score) for score in self.scores)
@@ -73,7 +81,7 @@ class Predictor:
         return (self.act(first).square() + self.spread) * (second[0].square() + self.spread_up) * self.norms.square()
 
     def choice(self, threshold: float) -> dict[str, torch.Tensor]:
-        """The tensors of a `ContextualMLP` that choose what is predicted to be more than `threshold`."""
+        """The tensors (see `CHOICE` in `layer`) that choose the neurons with a prediction above `threshold`."""
         if self.project is None:
             return {"limit": threshold / self.weight.clamp_min(_SMALL)}
         if self.up is None:
@@ -90,19 +98,19 @@ class Predictor:
 
 
 def threshold_of_share(predicted: torch.Tensor, keep: float) -> float:
-    """The smallest threshold that at most the share `keep` of `predicted` exceeds."""
+    """The smallest threshold that at most a share `keep` of `predicted` exceeds."""
     values = predicted.flatten().sort(descending=True).values
     return values[int(keep * len(values))].item()
 
 
 def threshold_of_recall(predicted: torch.Tensor, importance: torch.Tensor, recall: float) -> float:
-    """The largest threshold above which lies, on average over the rows, the share `recall` of the squared importance (both
-    [rows, neurons])."""
+    """The largest threshold such that the neurons above it hold, on average over the rows, a share `recall` of the
+    squared importance. Both tensors are [rows, neurons]."""
     squares = importance.square()
     shares = squares / squares.sum(1, keepdim=True).clamp_min(_SMALL)
     shares, predicted = shares / shares.sum(), predicted.flatten()
     order = predicted.argsort(descending=True)
     reached = shares.flatten()[order].double().cumsum(0)
-    enough = (reached < recall * reached[-1] - 1e-9).sum().item()  # the first place at which it is
+    enough = (reached < recall * reached[-1] - 1e-9).sum().item()  # first position that reaches the recall
     value = predicted[order[enough]]
     return torch.nextafter(value, torch.full_like(value, -torch.inf)).item()

@@ -1,4 +1,4 @@
-"""Predictors of contextual sparsity as files, beside the dense model they were trained for."""
+"""The predictors of contextual sparsity as files, next to the dense model they were trained for."""
 
 import torch
 from safetensors import SafetensorError
@@ -15,16 +15,18 @@ CONFIG, WEIGHTS = f"{NAME}.json", f"{NAME}.safetensors"
 
 
 class ContextualSparsity(PushToHubMixin):
-    """What `sparsify_context` trained. `save_pretrained(folder)` writes `contextual_sparsity.json` and
-    `contextual_sparsity.safetensors`, `push_to_hub(repo)` publishes them, `from_pretrained(folder_or_repo)` reads them and
-    `apply(model)` gives them to the dense model again.
+    """The predictors that `sparsify_context` trained.
+
+    `save_pretrained(folder)` writes `contextual_sparsity.json` and `contextual_sparsity.safetensors`,
+    `push_to_hub(repo)` publishes them, `from_pretrained(folder_or_repo)` reads them, and `apply(model)` gives them to
+    the dense model again.
 
     Attributes:
         target: name, model_type, hidden_size and num_hidden_layers of the model they belong to.
         options: keep, recall and rank they were trained with.
-        layers: name of a layer -> {"kept": share of its neurons computed, "recall": share of the squared contributions},
-            both means over the text that set the thresholds, which the predictors were not trained on.
-        tensors: "layer.tensor" -> tensor, see `hf_efficient.pruning.contextual.layer.ContextualMLP`.
+        layers: full name of a layer -> {"kept": share of its neurons computed, "recall": share of the squared
+            contributions}, means over text that set the thresholds and was not trained on.
+        tensors: "<layer>.<tensor>" -> tensor, see `hf_efficient.pruning.contextual.layer.ContextualMLP`.
     """
 
     def __init__(
@@ -34,23 +36,24 @@ class ContextualSparsity(PushToHubMixin):
 
     @classmethod
     def of(cls, model, options: dict) -> "ContextualSparsity":
-        """Without any layers yet."""
+        """Without layers, for `model`."""
         return cls(_describe(model), options, {}, {})
 
     def add(self, name: str, layer: ContextualMLP, kept: float, recall: float) -> None:
+        """Adds the predictor of a layer."""
         self.layers[name] = {"kept": round(kept, 4), "recall": round(recall, 4)}
         self.tensors |= {f"{name}.{part}": getattr(layer, part) for part in CHOICE if getattr(layer, part) is not None}
 
     @property
     def kept(self) -> float:
-        """Share of the neurons computed, mean over the layers."""
+        """Share of the neurons that are computed, mean over the layers."""
         return sum(layer["kept"] for layer in self.layers.values()) / len(self.layers)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Makes the feed-forward layers of the dense `model` contextually sparse, in place, and returns it.
 
         Raises:
-            ValueError: it is not the model they were trained for; it is then unchanged.
+            ValueError: it is not the model they were trained for. The model is then unchanged.
         """
         ours = _describe(model)
         for field, value in ours.items():
@@ -75,7 +78,7 @@ class ContextualSparsity(PushToHubMixin):
         return {part: self.tensors[f"{name}.{part}"] for part in CHOICE if f"{name}.{part}" in self.tensors}
 
     def save_pretrained(self, save_directory, **_) -> None:
-        """Writes the two files, each beside and renamed."""
+        """Writes the two files, atomically."""
         config = {"target": self.target, "options": self.options, "layers": self.layers}
         adapter_files.write(save_directory, NAME, config, self.tensors)
 
@@ -85,8 +88,8 @@ class ContextualSparsity(PushToHubMixin):
         `transformers.utils.cached_file`.
 
         Raises:
-            OSError: the files are not there (only safetensors are read).
-            ValueError: they are not what they say.
+            OSError: the files do not exist (only safetensors are read).
+            ValueError: files that cannot be read or have other contents.
         """
         config_path, weights_path = (cached_file(folder_or_repo, name, **hub_options) for name in (CONFIG, WEIGHTS))
         config = adapter_files.read_config(config_path, {"target": dict, "options": dict, "layers": dict})
@@ -100,11 +103,11 @@ class ContextualSparsity(PushToHubMixin):
 def _describe(model) -> dict:
     config = model.config.get_text_config(decoder=True)
     names = ("model_type", "hidden_size", "num_hidden_layers")
-    return {"name": model.config._name_or_path, **{name: getattr(config, name) for name in names}}
+    return {"name": model.config.name_or_path, **{name: getattr(config, name) for name in names}}
 
 
 def _check(name: str, choice: dict[str, torch.Tensor], neurons: int, hidden: int, gated: bool) -> None:
-    """Raises ValueError unless the tensors of a layer are those of one of the ways to choose (see `predictor.py`)."""
+    """Raises ValueError unless the tensors fit a layer and one way to choose its neurons (see `predictor`)."""
     rank = len(choice["project"]) if "project" in choice else 0
     wanted = {"limit": (neurons,)}
     if rank:

@@ -1,4 +1,5 @@
-"""What is left of the residual stream: x becomes x P, for P [d, d'] with orthonormal columns, the same in all layers."""
+"""The part of the residual stream that stays: x [d] becomes x P, with orthonormal columns P [d, d'], the same in all
+layers."""
 
 from dataclasses import dataclass
 
@@ -8,10 +9,13 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Basis:
-    """matrix: P, float32 or float64 [d, d'].
-    scale: of what a norm of d' channels gives, for what a norm of all d gave in these directions: sqrt(d / d' * the share of
-        the norm that P keeps). 1 where nothing is cut.
-    rotates: whether P mixes channels, so that weights of norms have to be folded into the linears behind them.
+    """The matrix P.
+
+    Attributes:
+        matrix: P, float32 or float64 [d, d'].
+        scale: factor for the output of a norm of d' channels that makes up for the lost ones: sqrt(d / d' * the share
+            of the squared norm that P keeps). 1 where nothing is cut.
+        rotates: whether P mixes channels, so that the weights of norms must be folded into the linears behind them.
     """
 
     matrix: torch.Tensor
@@ -20,23 +24,25 @@ class Basis:
 
     @classmethod
     def selecting(cls, moments: torch.Tensor, importance: torch.Tensor, size: int) -> "Basis":
-        """The `size` channels of the largest importance [d], in order. moments: mean squares [d] of normalized tokens."""
+        """Keeps the `size` channels of the largest importance [d]. moments: [d], mean squares of normalized tokens."""
         kept = importance.topk(size).indices.sort().values
         share = (moments[kept].sum() / moments.sum()).item()
         matrix = torch.eye(len(importance), device=moments.device)[:, kept]
         return cls(matrix, (len(importance) / size * share) ** 0.5, False)
 
     def cut(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """P applied to one axis of `tensor`, in its dtype."""
+        """`tensor` with P applied along one axis, in its dtype."""
         matrix = self.matrix.to(tensor.device)
         wide = tensor.to(torch.promote_types(tensor.dtype, matrix.dtype)).movedim(axis, -1)
         return (wide @ matrix.to(wide.dtype)).movedim(-1, axis).to(tensor.dtype)
 
 
 class Moments:
-    """Sums over tokens x [..., d], each divided by its root mean square: how the norms of a model see its residual stream.
+    """Second moments of tokens x [..., d], each divided by its root mean square, as norms divide the residual stream.
 
-    covariance: whether to sum x^T x, not only its diagonal."""
+    Args:
+        covariance: whether to sum x^T x [d, d], not only its diagonal.
+    """
 
     def __init__(self, width: int, covariance: bool, device=None):
         self.covariance = torch.zeros(width, width, device=device) if covariance else None
@@ -56,8 +62,8 @@ class Moments:
 
 
 def rms_gain(norm: nn.Module) -> torch.Tensor | None:
-    """The vector [d] that an RMSNorm multiplies a token of root mean square 1 with, found by running it, so that (1 + weight)
-    shows; None for a module that does something else, as a LayerNorm."""
+    """The vector [d] by which an RMSNorm multiplies a token of root mean square 1, found by running it, because some
+    norms multiply by (1 + weight). None for a module that computes something else, as LayerNorm does."""
     width = len(norm.weight)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(8, width, generator=generator).add_(0.5)

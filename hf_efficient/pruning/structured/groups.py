@@ -1,11 +1,10 @@
 """Coupled groups of a block, found from its graph (LLM-Pruner, https://arxiv.org/abs/2305.11627).
 
-An input channel of a linear can go when everything that feeds it and nothing else goes too: row j of `gate_proj` and of
-`up_proj` with column j of `down_proj`; the queries, keys and values of a head with its columns of `o_proj`; grouped query heads
-with the keys and values they share. Who feeds whom is read from autograd, never from names: the block runs with a random leaf
-in place of the output of every linear, and the gradient of one input channel says which rows it comes from. Channels and rows
-that hang together are a group. Fused projections need nothing special.
-"""
+An input channel of a linear can go together with exactly the rows that produce it: row j of `gate_proj` and `up_proj`
+with column j of `down_proj`; the queries, keys and values of a head with its columns of `o_proj`; grouped query heads
+with the keys and values they share. Dependencies are read from autograd, never from names: the block runs with a random
+leaf in place of the output of every linear, and the gradient of an input channel shows which rows it depends on.
+Connected channels and rows are a group. Fused projections need nothing special."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,18 +13,22 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_efficient.observers.hooks import replaced_forwards
 
-_PROBES = 4  # at most: a neuron whose activation is flat (ReLU) at all tokens of one is seen in another
+
+_PROBES = 4  # at most; a neuron whose ReLU is 0 for all tokens of one probe is found in another
 
 
 @dataclass(frozen=True)
 class Groups:
-    """G groups of R units (query heads that share keys and values; one for neurons) of C input channels of one linear.
+    """G groups of R units of C input channels of one linear, the reader. A unit is a query head, a group the query
+    heads that share keys and values; for neurons R = C = 1.
 
-    reader: name of that linear in the block.
-    columns: its input channels, int64 [G, R, C].
-    own: name of a linear -> its output rows that belong to a unit, int64 [G, R, r].
-    shared: name of a linear -> its output rows that belong to all units of a group, int64 [G, r].
+    Attributes:
+        reader: name of the linear in the block.
+        columns: its input channels, int64 [G, R, C].
+        own: name of a linear -> its output rows that belong to one unit, int64 [G, R, r].
+        shared: name of a linear -> its output rows that belong to all units of a group, int64 [G, r].
     """
 
     reader: str
@@ -35,7 +38,7 @@ class Groups:
 
     @property
     def is_heads(self) -> bool:
-        """Whether a unit is a head of attention: several channels that belong together."""
+        """Whether a unit is an attention head: several channels."""
         return self.columns.shape[2] > 1
 
     def first(self, groups: int, units: int) -> torch.Tensor:
@@ -49,7 +52,8 @@ class Groups:
         return self.columns[kept].flatten().sort().values
 
     def kept_rows(self, kept: torch.Tensor, linear: str, rows: int) -> torch.Tensor:
-        """kept: bool [G, R] -> which of `rows` rows of `linear` stay, bool [rows]; a group without units goes as a whole."""
+        """kept: bool [G, R] -> which of `rows` rows of `linear` stay, bool [rows]; shared rows go with the last
+        unit."""
         stay = torch.ones(rows, dtype=torch.bool)
         if linear in self.own:
             stay[self.own[linear][~kept].flatten()] = False
@@ -59,7 +63,8 @@ class Groups:
 
 
 def best_units(group_scores: torch.Tensor, unit_scores: torch.Tensor, keep: tuple[int, int]) -> torch.Tensor:
-    """The keep[0] groups of the largest scores [G] with their keep[1] units of the largest scores [G, R]: bool [G, R]."""
+    """bool [G, R]: the keep[0] groups of the largest scores [G], in each the keep[1] units of the largest scores [G,
+    R]."""
     kept = torch.zeros_like(unit_scores, dtype=torch.bool)
     groups = group_scores.topk(keep[0]).indices
     kept[groups[:, None], unit_scores[groups].topk(keep[1], dim=1).indices] = True
@@ -67,14 +72,14 @@ def best_units(group_scores: torch.Tensor, unit_scores: torch.Tensor, keep: tupl
 
 
 def find_groups(linears: dict[str, nn.Module], run: Callable[[], object]) -> list[Groups]:
-    """The groups of a block, heads first; the reader of each has more than one.
+    """The groups of a block, heads first, of readers that have more than one group.
 
     Args:
         linears: name -> nn.Linear or Conv1D, all of the block.
-        run: runs the block on a few tokens (16 or so).
+        run: runs the block on about 16 tokens.
 
     Raises:
-        ValueError: groups of one linear that are not of one size.
+        ValueError: groups of one linear that differ in size.
     """
     depends: dict[str, dict[str, torch.Tensor]] = {}
     for seed in range(_PROBES):
@@ -83,36 +88,30 @@ def find_groups(linears: dict[str, nn.Module], run: Callable[[], object]) -> lis
             for name, pattern in found.items():
                 known[name] = known[name] | pattern if name in known else pattern
         if all(pattern.any(0).all() for known in depends.values() for pattern in known.values()):
-            break  # every row was seen to matter
+            break  # every row has a reader
     found = [groups for reader, patterns in depends.items() if (groups := _groups(reader, patterns)) is not None]
     return sorted(found, key=lambda groups: not groups.is_heads)
 
 
 def _probe(linears: dict[str, nn.Module], run: Callable[[], object], seed: int) -> dict[str, dict[str, torch.Tensor]]:
-    """reader -> producer -> bool [channels of the reader, rows of the producer], of readers that some rows do not reach."""
+    """Reader -> producer -> bool [channels of the reader, rows of the producer], for readers whose channels depend on
+    some rows only."""
     generator = torch.Generator().manual_seed(seed)
-    inputs, leaves, names = {}, {}, {id(module): name for name, module in linears.items()}
+    inputs, leaves, names = {}, {}, list(linears)
 
-    def stand_in(module):
+    def stand_in(index: int):
+        module = linears[names[index]]
+        width = module.nf if isinstance(module, Conv1D) else module.out_features
+
         def forward(x, *args):
-            width = module.nf if isinstance(module, Conv1D) else module.out_features
             leaf = torch.randn(*x.shape[:-1], width, generator=generator).to(x.device, x.dtype).requires_grad_()
-            inputs[names[id(module)]], leaves[names[id(module)]] = x, leaf
+            inputs[names[index]], leaves[names[index]] = x, leaf
             return leaf
 
         return forward
 
-    own = {module: module.__dict__.get("forward") for module in linears.values()}
-    try:
-        for module in own:
-            module.forward = stand_in(module)
-        with torch.enable_grad():
-            run()
-    finally:
-        for module, forward in own.items():
-            del module.forward
-            if forward is not None:
-                module.forward = forward
+    with replaced_forwards(linears.values(), stand_in), torch.enable_grad():
+        run()
     patterns = {}
     for reader, x in inputs.items():
         earlier = [name for name in leaves if name != reader]
@@ -126,7 +125,7 @@ def _probe(linears: dict[str, nn.Module], run: Callable[[], object], seed: int) 
 
         first = rows_of(0)
         if all(rows.all() for rows in first.values()):
-            continue  # behind a norm
+            continue  # behind a norm, which mixes all channels
         each = [first, *(rows_of(channel) for channel in range(1, x.shape[-1]))]
         patterns[reader] = {name: torch.stack([rows[name] for rows in each]) for name in first}
     return patterns
@@ -162,7 +161,8 @@ def _groups(reader: str, patterns: dict[str, torch.Tensor]) -> Groups | None:
 
 
 def _components(pattern: torch.Tensor) -> torch.Tensor:
-    """bool [channels, rows] -> for each channel the number of what it hangs together with, in order: int64 [channels]."""
+    """Connected components of bool [channels, rows]: the number of each channel's component, int64 [channels], in
+    order."""
     labels = torch.arange(len(pattern))
     while True:
         by_row = torch.where(pattern, labels[:, None], len(pattern)).amin(0)
@@ -173,7 +173,7 @@ def _components(pattern: torch.Tensor) -> torch.Tensor:
 
 
 def _runs(pattern: torch.Tensor) -> int | None:
-    """How many neighbouring channels share a row of their own (the queries of a head); None where none do."""
+    """How many neighbouring channels share a row that no others read (the queries of a head); None where none do."""
     counts = pattern.sum(0)
     positions = torch.arange(len(pattern))[:, None]
     first = torch.where(pattern, positions, len(pattern)).amin(0)

@@ -1,21 +1,22 @@
-"""What the weights that stay should be: least squares against what the dense model gives on calibration data (as OBC and ZipLM
-update them, https://arxiv.org/abs/2302.04089, but with the inputs that the pruned model computes)."""
+"""The best values of weights that stay: least squares towards the outputs of the dense model on calibration data (as
+OBC and ZipLM, https://arxiv.org/abs/2302.04089, but for the inputs that the pruned model computes)."""
 
 import torch
 
 
-DAMPING = 0.01  # of the mean of the diagonal: pulls towards the weights as cut
+DAMPING = 0.01  # of the mean of the diagonal; pulls towards the weights before the correction
 
 
 class Correction:
-    """Sums for one linear of `rows` outputs and `columns` inputs; float32, or float64 for such rows."""
+    """The correction of the weight [N, K] of one linear, in the dtype of the errors: float32 or float64."""
 
     def __init__(self):
         self.products: torch.Tensor | None = None
         self.errors: torch.Tensor | None = None
 
     def update(self, x: torch.Tensor, error: torch.Tensor, weight: torch.Tensor) -> None:
-        """x: inputs [T, K]; error: what its outputs lack [T, N]; weight: of the squared error of each row [T]."""
+        """x: inputs [T, K]; error: wanted minus actual outputs [T, N]; weight: weights of the squared errors of rows
+        [T]."""
         x = x.to(error.dtype)
         weighted = x * weight[:, None]
         products, errors = weighted.T @ x, error.T @ weighted
@@ -23,7 +24,8 @@ class Correction:
         self.errors = errors if self.errors is None else self.errors.add_(errors)
 
     def solve(self) -> torch.Tensor:
-        """What to add to the weight, [N, K]: the minimum of the weighted squared error, with `DAMPING` of the change."""
+        """What to add to the weight, [N, K]: minimises the weighted squared error plus `DAMPING` times the squared
+        change."""
         damping = DAMPING * self.products.diagonal().mean().clamp_min(torch.finfo(self.products.dtype).tiny)
         system = self.products + damping * torch.eye(len(self.products), dtype=self.products.dtype).to(self.products)
         return torch.cholesky_solve(self.errors.T, torch.linalg.cholesky(system)).T

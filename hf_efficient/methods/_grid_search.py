@@ -1,20 +1,21 @@
-"""Keeps, group by group, the best of the grids offered."""
+"""Keeps the best of the grids offered for each group of a weight."""
 
 import torch
 
 from hf_efficient.formats import AffineFormat
-from hf_efficient.methods._grid import Grid, covering_grid, group_importance, group_width, grouped, stored
+from hf_efficient.methods._affine_grid import Grid, covering_grid, group_importance, group_width, grouped, stored
 
 
 class GridSearch:
-    """Minimises sum importance |w - q|^power over each group of weight [N, K], from the covering grid on.
+    """Minimises sum importance |w - q|^power over each group of weight [N, K], starting with the grid that covers it.
 
-    Inside, weights are laid out [width, groups] so that operations run along groups; grids have their usual shape.
+    Args:
+        importance: float [K], weights of the columns; None: all equal.
 
     Attributes:
-        scale, zero, error: the best grid so far and its error, [N, G] ([1, 1] for a format with one scale a tensor).
-        values: float32 [width, groups].
-        importance: of the columns (float [K] or None: alike), float32 [width, groups], 0 for padding; None: all alike.
+        scale, zero, error: the best grid so far and its error, [N, G] ([1, 1] for a format with one scale per tensor).
+        values: the weight, float32 [width, groups], so that operations run along groups.
+        importance: float32 [width, groups], 0 for padding; None: all equal.
     """
 
     def __init__(self, weight: torch.Tensor, format: AffineFormat, importance: torch.Tensor | None, power: float = 2.0):
@@ -46,15 +47,17 @@ class GridSearch:
         return error.sum(0).view(scale.shape)
 
     def offer(self, scale: torch.Tensor, zero: torch.Tensor) -> None:
-        """Takes the grid where it errs less."""
+        """Takes the grid for the groups whose error it lowers."""
         error = self.error_of(scale, zero)
         better = error < self.error
         self.scale, self.zero = torch.where(better, scale, self.scale), torch.where(better, zero, self.zero)
         self.error = torch.where(better, error, self.error)
 
     def best(self) -> Grid:
+        """The best grid."""
         return self.scale, self.zero
 
     def as_stored(self, scale: torch.Tensor) -> torch.Tensor:
-        """Scales [groups] as the format holds them; where there is no positive one, the best so far."""
+        """Scales [groups] as the format stores them, shaped as `scale`; those that are not positive become the best so
+        far."""
         return stored(torch.where(scale > 0, scale, self.scale.reshape(-1)).view(self.scale.shape), self.dtype)

@@ -1,4 +1,4 @@
-"""GPTQ's rounding to the entries of a codebook."""
+"""GPTQ (https://arxiv.org/abs/2210.17323) with a codebook in place of a grid."""
 
 from types import SimpleNamespace
 
@@ -6,13 +6,15 @@ import torch
 
 from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.methods import kmeans
-from hf_efficient.methods._feedback import Feedback, output_error
+from hf_efficient.methods._error_feedback import Feedback, output_error
 
 
 def quantize(weight: torch.Tensor, format: CodebookFormat, inputs, damping: float = 0.01) -> dict[str, torch.Tensor]:
-    """weight [N, K] -> canonical tensors: tables and scales as kmeans chooses them for the errors that GPTQ cannot take back
-    (a fixed table: the largest magnitudes for scales), codes with feedback and one descent, for `inputs.hessian` [K, K].
-    On rows where that is worse than the nearest entries, those."""
+    """The canonical tensors of weight [N, K] for the inputs' `hessian` [K, K].
+
+    Learned tables and scales are those of `kmeans`, with columns weighed by the errors that GPTQ cannot make up for;
+    with a fixed table the scales are the largest magnitudes. Codes come from error feedback and one descent. Rows where
+    that is worse than the nearest entries get those."""
     hessian = inputs.hessian.to(weight.device)
     feedback = Feedback(hessian, damping)
     if format.codebook == "kmeans":
@@ -29,7 +31,7 @@ def quantize(weight: torch.Tensor, format: CodebookFormat, inputs, damping: floa
 
 
 def _columns(scale: torch.Tensor, table: torch.Tensor, format: CodebookFormat):
-    """Rounds one column to the nearest entries, for `Feedback`."""
+    """A `QuantizeColumn` for `Feedback` that rounds to the nearest entries of the table."""
     entries = table.sort().values
     between = (entries[:, 1:] + entries[:, :-1]) / 2
     scales = scale.t().contiguous().unbind()
@@ -41,7 +43,7 @@ def _columns(scale: torch.Tensor, table: torch.Tensor, format: CodebookFormat):
         normal = values * inverses[group]
         if len(table) == 1:
             return entries[0, torch.searchsorted(between[0], normal)] * scales[group]
-        places = torch.searchsorted(between, normal[:, None])
-        return entries.gather(1, places)[:, 0] * scales[group]
+        nearest = torch.searchsorted(between, normal[:, None])
+        return entries.gather(1, nearest)[:, 0] * scales[group]
 
     return quantize_column

@@ -1,12 +1,12 @@
-"""Rounding a linear column by column so that its output changes least: errors fed forward (GPTQ), and descent.
+"""Rounds a linear column by column so that its output changes least: error feedback (GPTQ) and coordinate descent.
 
-Both minimise tr((W - Q) H (W - Q)^T), H = X^T X, for any grid or codebook: `quantize_column(values float32 [N], column) ->
-dequantized float32 [N]` rounds one column (numbered as in W) wherever it stands by then.
+Both minimise tr((W - Q) H (W - Q)^T), H = X^T X, for any grid or codebook: `quantize_column(values float32 [N], column)
+-> dequantized float32 [N]` rounds the values that a column (numbered as in W) has by then.
 
-GPTQ (https://arxiv.org/abs/2210.17323) propagates the error of a column with the Cholesky factor of the inverse Hessian,
-H^-1 = U^T U. The same codes come without an inversion (LDLQ, https://arxiv.org/abs/2307.13304): H = M M^T, M upper
-triangular, so U = M^-1, and column k is rounded at w_k + sum_{j<k} (w_j - q_j) M_jk / M_kk, w being the weights given.
-What remains is sum_k M_kk^2 |rounding error of column k|^2: `importance`."""
+GPTQ (https://arxiv.org/abs/2210.17323) propagates the error of a column with the Cholesky factor of the inverse
+Hessian, H^-1 = U^T U. The same codes follow without an inversion (LDLQ, https://arxiv.org/abs/2307.13304): with H = M
+M^T, M upper triangular, U = M^-1, and column k is rounded at w_k + sum_{j<k} (w_j - q_j) M_jk / M_kk. The error that
+remains is sum_k M_kk^2 |rounding error of column k|^2; M_kk^2 is `importance`."""
 
 import warnings
 from collections.abc import Callable
@@ -17,22 +17,23 @@ import torch
 QuantizeColumn = Callable[[torch.Tensor, int], torch.Tensor]
 LookAhead = Callable[[torch.Tensor, int], None]
 _BLOCK = 128  # columns between two products with the whole Hessian
-_MOST_DAMPING = 1e4
+_MOST_DAMPING = 1e4  # in units of the mean diagonal
 
 
 class Feedback:
     """Factorizes `hessian` (float [K, K], not changed) once for any number of weights.
 
     Args:
-        damping: added to the diagonal, in units of its mean. Raised tenfold, with a warning, while the Hessian is not
+        damping: added to the diagonal, in units of its mean. Raised tenfold, with a warning, until the Hessian is
             positive definite.
-        act_order: whether columns are visited by falling diagonal, else from left to right.
+        act_order: whether columns are visited by falling diagonal, otherwise from left to right.
 
     Raises:
-        ValueError: where `hessian` is not finite or damping does not make it positive definite.
+        ValueError: `hessian` is not finite, or no damping makes it positive definite.
 
     Attributes:
-        importance: float32 [K], what the squared rounding error of each column weighs in the end.
+        importance: float32 [K], the weight of the squared rounding error of each column in the output error that
+            remains.
     """
 
     def __init__(self, hessian: torch.Tensor, damping: float = 0.01, act_order: bool = True):
@@ -45,7 +46,7 @@ class Feedback:
         factor = damped_factor(hessian, damping)
         self.importance = factor.diagonal().square()[self._inverse]
         self._forward = factor / factor.diagonal()
-        # a column of zero weight (no input, no damping) is rounded to nearest
+        # 1 for a column of zero diagonal (no input, no damping): it is rounded to nearest
         self._descent = hessian / torch.where(hessian.diagonal() > 0, hessian.diagonal(), 1)
         self._descent.fill_diagonal_(0)
 
@@ -58,21 +59,22 @@ class Feedback:
     ) -> torch.Tensor:
         """GPTQ: weight [N, K] -> dequantized float32 [N, K].
 
-        look_ahead: called before each `every` columns in the order of visit with (values float32 [N, `every` or what is left],
-            the first of the columns): their least squares by then, were all columns to come free."""
+        look_ahead: called before each `every` columns, in the order of the visit, with (values float32 [N, up to
+            `every`], position of the first of them): their least squares if all columns to come were free."""
         weight = weight.float().T[self._order]
         ahead = None if look_ahead is None else (look_ahead, every)
         return self._visit(weight, weight.clone(), self._forward, quantize_column, True, ahead)
 
     def descend(self, weight: torch.Tensor, rounded: torch.Tensor, quantize_column: QuantizeColumn) -> torch.Tensor:
-        """Coordinate descent: rounds each column once more at its best place among all others (`rounded` float32 [N, K]).
-        On a grid that holds `rounded` no row's damped loss rises (https://arxiv.org/abs/2309.01885)."""
+        """Coordinate descent (https://arxiv.org/abs/2309.01885): rounds each column of `rounded` (float32 [N, K]) once
+        more, at its least squares given all others. If `rounded` is on the grid, no row's damped loss rises."""
         weight = weight.float().T[self._order]
         return self._visit(weight, rounded.T[self._order], self._descent, quantize_column, False)
 
     def _visit(self, weight, rounded, coupling, quantize_column, causal: bool, ahead=None) -> torch.Tensor:
-        """Rounds column k at w_k + sum_j error_j coupling_jk, the errors being those of the moment. Weights are transposed
-        ([K, N]) and in visiting order; `rounded` is updated in place. Causal: the errors of columns to come are 0."""
+        """Rounds column k at w_k + sum_j error_j coupling_jk, with the errors as they are by then. Weights are
+        transposed ([K, N]) and in visiting order; `rounded` is updated in place. causal: the errors of columns to come
+        are 0."""
         error, block = weight - rounded, _BLOCK
         if ahead:
             look, every = ahead
@@ -103,15 +105,15 @@ class Feedback:
 
 
 def output_error(weight: torch.Tensor, rounded: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """Squared change of each output summed over the rows seen: float32 [N]."""
+    """float32 [N]: the squared change of each output, summed over the observed rows."""
     error = weight.float() - rounded
     return (error @ hessian.float()).mul_(error).sum(1)
 
 
 def damped_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
-    """Damps `hessian` in place and returns the upper triangular M of M M^T."""
+    """Damps `hessian` in place; returns the upper triangular M with M M^T = hessian."""
     undamped = hessian.diagonal().clone()
-    if not undamped.any():  # no input at all
+    if not undamped.any():  # the inputs are all 0
         undamped += 1
     mean = undamped.mean()
     share = damping

@@ -1,30 +1,33 @@
-"""Weights of `W8A8Config`: the largest magnitude (or the range) of a row, a tensor or a block spans the grid, and every weight
-takes its nearest point: absmax, zero-point and vector-wise quantization of LLM.int8() (https://arxiv.org/abs/2208.07339,
-section 2). Where the inputs are known, columns are rounded one after another as in GPTQ (https://arxiv.org/abs/2210.17323).
-For floating-point grids, whose weights err several times more than int8's (where none of this showed), the grid is moved within an
-octave (a scale twice as large rounds alike) to where the weights lie nearest, codes are rounded once more among all others, and
-columns that stay in 16 bits take back what they can."""
+"""The weights of `W8A8Config`: absmax, zero-point and vector-wise quantization of LLM.int8()
+(https://arxiv.org/abs/2208.07339, section 2).
+
+The largest magnitude (or the range) of a row, a tensor or a block spans the grid, and every weight takes the nearest
+point. Where inputs were observed, columns are rounded one after another as in GPTQ (https://arxiv.org/abs/2210.17323).
+
+float8 weights err several times more than int8 weights, so three more steps pay for them (with int8 none of them
+showed). The scale is moved within an octave (twice the scale rounds alike) to the least rounding error, codes are
+rounded once more among all others, and columns that stay in 16 bits make up for errors of the others."""
 
 import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats.w8a8 import BLOCK, Float8Format, Int8Format, expand_blocks
-from hf_efficient.methods._feedback import Feedback, damped_factor, output_error
+from hf_efficient.methods._error_feedback import Feedback, damped_factor, output_error
 
 
 FORMATS = (Int8Format, Float8Format)
 NEEDS = ("hessian",)
-_ELEMENTS_AT_ONCE = 1 << 20  # bounds the float32 copies
-_STEPS_IN_OCTAVE, _DAMPING = 16, 1e-3
+_ELEMENTS_AT_ONCE = 1 << 20  # weights at a time: bounds the float32 copies
+_STEPS_IN_OCTAVE = 16  # scales tried for float8
+_DAMPING = 1e-3  # of the Hessian of outlier columns, in units of its mean diagonal
 
 
 def quantize(weight: torch.Tensor, format: Int8Format | Float8Format, inputs=None) -> dict[str, torch.Tensor]:
-    """weight [N, K] (float16, bfloat16 or float32) -> canonical tensors of `format`, but for those of static inputs, which
-    `hf_efficient.calibration.static_ranges` observes.
+    """See `hf_efficient.methods`. The tensors of static inputs are added by `hf_efficient.calibration.static_ranges`.
 
     Args:
-        inputs: `LinearInputs`; None: the nearest codes. A format with outlier columns takes those of the largest mean square, of
-            floating-point codes (whose errors grow with the numbers) those of the largest share in the output.
+        inputs: None: every weight takes the nearest code. The outlier columns of a format are those of the largest mean
+            square; for float8, whose errors grow with the values, those of the largest share in the output.
 
     Raises:
         ValueError: outlier columns without inputs."""
@@ -49,7 +52,7 @@ def quantize(weight: torch.Tensor, format: Int8Format | Float8Format, inputs=Non
             kept_only, hessian = hessian[outliers][:, outliers], hessian[rest][:, rest]
             if isinstance(format, Float8Format):
                 coupling = _coupling(kept_only, across)
-                hessian = hessian - across.T @ coupling  # what the kept columns leave
+                hessian = hessian - across.T @ coupling  # of the others, once the kept columns make up for their errors
         tensors = _round(weight[:, rest], format, hessian)
         codes = torch.zeros_like(weight, dtype=tensors["qweight"].dtype)
         codes[:, rest] = tensors["qweight"]
@@ -62,8 +65,8 @@ def quantize(weight: torch.Tensor, format: Int8Format | Float8Format, inputs=Non
 
 
 def _coupling(kept: torch.Tensor, between: torch.Tensor) -> torch.Tensor:
-    """[n, K - n]: the least-squares change of n columns for a unit error of each other one, from the Hessian's [n, n] and
-    [n, K - n]."""
+    """[n, K - n]: the least-squares change of the n kept columns for a unit error of each other column. kept, between:
+    the Hessian's parts [n, n] and [n, K - n]."""
     spread = kept.diagonal().sqrt()
     spread = torch.where(spread > 0, spread, 1)[:, None]
     factor = damped_factor(kept / spread / spread.T, _DAMPING)
@@ -84,14 +87,14 @@ def _round(weight, format, hessian) -> dict[str, torch.Tensor]:
 
 
 def _by_weight(scale, weight, format) -> torch.Tensor:
-    """[N, 1], or [N, K] where blocks have scales."""
+    """The scale of each weight: [N, 1], or [N, K] where blocks have scales."""
     if getattr(format, "weights", None) == "block":
         return expand_blocks(scale, *weight.shape)
     return scale.expand(len(weight), 1)
 
 
 def _grid(weight, format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale as it is stored and zero point, float32 [N, 1] or [1, 1] (zeros for a symmetric grid)."""
+    """(scale as it is stored, zero point), float32 [N, 1] or [1, 1]; the zero points of a symmetric grid are 0."""
     if not getattr(format, "zero_point", False):
         scale = _positive(_sharing_a_scale(weight.abs(), format, torch.amax).float() / format.largest)
         return scale, scale.new_zeros(1, 1)
@@ -102,7 +105,7 @@ def _grid(weight, format) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sharing_a_scale(values, format, reduce) -> torch.Tensor:
-    """`reduce`, whose 0 is that of the values, over what has one scale: [N, K] -> the shape of the scales."""
+    """`reduce` (amax or sum) over the values that share a scale: [N, K] -> the shape of the scales."""
     if getattr(format, "weights", None) == "block":
         padded = F.pad(values, (0, -values.shape[1] % BLOCK, 0, -values.shape[0] % BLOCK))
         return reduce(padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), (1, 3))
@@ -119,8 +122,8 @@ def _encode(values, scale, zero, format) -> torch.Tensor:
 
 
 def _with_feedback(weight, hessian, scale, zero, format) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [N, K] on the grid and the scale: as GPTQ rounds, or the nearest where that changes the output less, a row at
-    a time where rows have scales of their own."""
+    """(weight on the grid, float32 [N, K]; scale): rounded as by GPTQ, or to nearest where that changes the output
+    less. The choice is made per row where rows have scales of their own."""
     zeros = zero.expand(len(weight), 1)
     feedback = Feedback(hessian)
     moved = _moved_scale(weight, scale, format, feedback.importance) if isinstance(format, Float8Format) else scale
@@ -141,12 +144,12 @@ def _with_feedback(weight, hessian, scale, zero, format) -> tuple[torch.Tensor, 
 
 
 def _nearest(values, scale, zero, format) -> torch.Tensor:
-    """float32 values -> the nearest ones of the grid."""
+    """float32 values -> the nearest points of the grid."""
     return _encode(values, scale, zero, format).float().sub_(zero).mul_(scale)
 
 
 def _moved_scale(weight, scale, format, importance) -> torch.Tensor:
-    """Up to twice `scale`, where the rounding errors, weighed by `importance` [K], are least."""
+    """`scale` times a factor from 1 to 2: that of the least rounding errors, weighed by `importance` [K]."""
     best, least = scale, None
     for step in range(_STEPS_IN_OCTAVE):
         tried = scale * 2 ** (step / _STEPS_IN_OCTAVE)
@@ -159,5 +162,5 @@ def _moved_scale(weight, scale, format, importance) -> torch.Tensor:
 
 
 def _positive(scale: torch.Tensor) -> torch.Tensor:
-    """1 for what is all zeros, and for what is so small that it divides nothing."""
+    """The scale, with 1 in place of values too small to divide by."""
     return torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)

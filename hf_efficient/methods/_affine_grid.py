@@ -1,7 +1,8 @@
-"""What the affine methods share: the grid that covers a range, and the codes of weights on a grid.
+"""Affine grids: the grid that covers a range, and the codes of weights on a grid.
 
-A grid is (scale [N, G] as it is stored, in the weight's dtype; zero point float32 [N, G], its values integers or, for formats with
-zero_point="float", as they are stored, in the weight's dtype), [1, 1] for a format with one scale a tensor. Codes are always chosen against the stored scale."""
+A grid is (scale, zero point), each [N, G], or [1, 1] for a format with one scale per tensor. The scale is in the
+weight's dtype, as it is stored, because codes are chosen for the stored scale. The zero point is float32 and holds
+integers, or, for formats with zero_point="float", values of the weight's dtype."""
 
 from collections.abc import Callable
 
@@ -15,12 +16,12 @@ Grid = tuple[torch.Tensor, torch.Tensor]
 
 
 def group_width(format: AffineFormat, in_features: int) -> int:
-    """Neighbours of a row that share a scale."""
+    """Number of neighbours in a row that share a scale."""
     return in_features if format.group_size in (None, -1) else min(format.group_size, in_features)
 
 
 def grouped(weight: torch.Tensor, width: int) -> torch.Tensor:
-    """[N, K] -> float32 [N, G, width]; a short last group repeats its last column, which widens no range."""
+    """[N, K] -> float32 [N, G, width]. A short last group repeats its last column, which changes no range."""
     weight = weight.float()
     if weight.shape[1] % width:
         weight = F.pad(weight[None], (0, -weight.shape[1] % width), mode="replicate")[0]
@@ -28,8 +29,8 @@ def grouped(weight: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def group_importance(importance: torch.Tensor | None, format: AffineFormat, in_features: int) -> torch.Tensor | None:
-    """What the squared error of each column weighs, float [K] or None (alike) -> float32 [G, width], 0 where a short last
-    group is padded; None where every column weighs the same."""
+    """Weights of the squared errors of the columns, float [K] or None (all equal) -> float32 [G, width], 0 where a
+    short last group is padded; None where all are equal."""
     width = group_width(format, in_features)
     if importance is None:
         if in_features % width == 0:
@@ -39,7 +40,7 @@ def group_importance(importance: torch.Tensor | None, format: AffineFormat, in_f
 
 
 def covering_grid(weight: torch.Tensor, format: AffineFormat) -> Grid:
-    """The grid from the smallest to the largest weight of each group (and zero); see `grid_of_range`."""
+    """The grid that spans the smallest and the largest weight of each group and zero."""
     if format.group_size is None:
         low, high = (limit.float().view(1, 1) for limit in weight.aminmax())
     else:
@@ -49,10 +50,10 @@ def covering_grid(weight: torch.Tensor, format: AffineFormat) -> Grid:
 
 
 def grid_of_range(low: torch.Tensor, high: torch.Tensor, format: AffineFormat, dtype: torch.dtype) -> Grid:
-    """The grid from `low` to `high` (float32, one value a group); a symmetric one reaches the larger of both.
+    """The grid from `low` to `high`, float32 [N, G] each; a symmetric grid reaches the larger magnitude of both.
 
     Raises:
-        ValueError: where a range is not finite, so where a weight is not."""
+        ValueError: a range that is not finite, because a weight is not."""
     if format.symmetric:
         scale = torch.maximum(-low, high) / (format.levels / 2)
     else:
@@ -67,13 +68,13 @@ def grid_of_range(low: torch.Tensor, high: torch.Tensor, format: AffineFormat, d
 
 
 def stored(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A scale as `dtype` holds it; 1 for a group of zeros."""
+    """A scale rounded to `dtype`; 1 for a group of zeros."""
     scale = scale.to(dtype)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def round_to(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, format: AffineFormat) -> torch.Tensor:
-    """Nearest points of a grid: weight [N, K] -> uint8 codes [N, K]."""
+    """weight [N, K] -> uint8 codes [N, K] of the nearest points of the grid."""
     values = grouped(weight, group_width(format, weight.shape[1]))
     codes = values / scale.float()[..., None]
     if format.zero_point == "float":
@@ -101,8 +102,8 @@ def canonical(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, form
 def grid_by_rows(
     weight: torch.Tensor, format: AffineFormat, grid: Callable[[torch.Tensor], Grid], elements_at_once: int
 ) -> Grid:
-    """`grid(rows [n, K])` of `elements_at_once` weights at a time; a format with one scale a tensor asks once, with the
-    whole weight."""
+    """The grid of weight [N, K], from `grid(rows [n, K])` called with `elements_at_once` weights at a time; once with
+    the whole weight where the format has one scale per tensor."""
     if format.group_size is None:
         return grid(weight)
     parts = [grid(rows) for rows in weight.split(max(1, elements_at_once // weight.shape[1]))]
@@ -113,7 +114,7 @@ def grid_by_rows(
 def quantize_rows(
     weight: torch.Tensor, format: AffineFormat, grid: Callable[[torch.Tensor], Grid], elements_at_once: int
 ) -> dict[str, torch.Tensor]:
-    """Rounds weight [N, K] to `grid(rows [n, K])`, taken as in `grid_by_rows`; codes are packed piece by piece."""
+    """The canonical tensors of weight [N, K] rounded to the grid of `grid_by_rows`, a piece at a time."""
     shared = grid(weight) if format.group_size is None else None
     parts = []
     for rows in weight.split(max(1, elements_at_once // weight.shape[1])):

@@ -1,0 +1,118 @@
+"""Tunes weights of a block by gradient on what the block computes: the loop that all refinements share."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.utils import logging
+
+from hf_efficient.calibration.blocks import Block, weight_of
+from hf_efficient.observers.hooks import replaced_forwards
+
+
+logger = logging.get_logger(__name__)
+
+
+class TunedWeight:
+    """The weight of one linear as a function of parameters. Called: the weight [N, K] in its dtype that acts on the
+    plain input."""
+
+    cached: torch.Tensor | None = None  # what a call returns while no parameter changes
+
+    def __call__(self) -> torch.Tensor:
+        return self.compute() if self.cached is None else self.cached
+
+    def compute(self) -> torch.Tensor:
+        """The weight [N, K], with gradients to the parameters."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The canonical tensors of the weight."""
+        raise NotImplementedError
+
+
+def refine_linears(
+    block: Block,
+    targets: list[torch.Tensor],
+    tuned: Mapping[str, TunedWeight],
+    parameters: list[dict],
+    epochs: float,
+    seed: int,
+) -> None:
+    """Tunes `tuned` and writes their tensors to `block.tensors`, unless the loss over all batches is not lower than
+    before. The other linears compute with the tensors they have, fused experts with their original weights.
+
+    Args:
+        targets: outputs of the original model after the block, [B, T, H] for each batch.
+        tuned: name of a linear -> its weight.
+        parameters: groups of parameters for Adam.
+        epochs: passes over the batches, one step a batch.
+        seed: seed of the order of the batches.
+    """
+    names = list(block.linears)
+
+    def forward(index: int):
+        name, module = names[index], block.linears[names[index]]
+        if name in tuned:
+            return lambda x: F.linear(x, tuned[name](), module.bias)
+        return quantized_forward(module, block.formats[name], block.tensors[name])
+
+    with replaced_forwards(block.linears.values(), forward):
+        before = mean_loss(block, targets, tuned.values())
+        _tune(block, targets, parameters, epochs, seed)
+        after = mean_loss(block, targets, tuned.values())
+    if after < before:
+        block.tensors.update({name: weight.tensors() for name, weight in tuned.items()})
+    else:
+        logger.warning(f"{block.name}: refinement found nothing better (relative error {before:.3g}), kept as it was")
+
+
+def quantized_forward(module: nn.Module, format, tensors: dict[str, torch.Tensor]):
+    """A forward for the linear `module` that computes with the weight in `tensors`."""
+    weight = format.dequantize(tensors, weight_of(module).shape[1], module.weight.dtype)
+    return lambda x: F.linear(x, weight, module.bias)
+
+
+def _tune(block: Block, targets: list[torch.Tensor], parameters: list[dict], epochs: float, seed: int) -> None:
+    """Adam with a warmup and a cosine schedule, a step a batch."""
+    batches = len(targets)
+    steps = max(1, round(epochs * batches))
+    optimizer = torch.optim.Adam(parameters, betas=(0.9, 0.95), fused=True)
+    warmup = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
+    )
+    generator, order = torch.Generator().manual_seed(seed), []
+    for _ in logging.tqdm(range(steps), desc=f"{block.name}: refinement", leave=False):
+        order = order or torch.randperm(batches, generator=generator).tolist()
+        batch = order.pop()
+        with torch.enable_grad():
+            loss = _loss(block.run(batch), targets[batch])
+            (loss * targets[batch].numel()).backward()  # gradients near 1 do not underflow in float16
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Squared error relative to each token's mean square, because the next block normalizes what it reads, and a few
+    tokens are hundreds of times larger than the others."""
+    target = target.to(output.device).float()
+    error = (output.float() - target).square().mean(-1)
+    return (error / target.square().mean(-1).clamp_min(1e-12)).mean()
+
+
+@torch.no_grad()
+def mean_loss(block: Block, targets: list[torch.Tensor], weights=()) -> float:
+    """The loss over all batches. weights: `TunedWeight`s, which are computed once for all batches."""
+    rows = [target[..., 0].numel() for target in targets]
+    for weight in weights:
+        weight.cached = weight()
+    try:
+        total = sum(_loss(block.run(batch), target).item() * n for batch, (target, n) in enumerate(zip(targets, rows)))
+    finally:
+        for weight in weights:
+            weight.cached = None
+    return total / sum(rows)
