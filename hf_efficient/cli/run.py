@@ -12,18 +12,19 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from hf_efficient.cli.compression import add_dtype_argument, check_dense
-from hf_efficient.cli.config_argument import HELP, PRESETS, check_text_given, config_name, make_config, parse_arguments
-from hf_efficient.cli.paths import check_folder, check_model, check_text_file, check_tokenizer, is_there
+from hf_efficient.cli.config_option import HELP, PRESETS, check_text_given, config_name, make_config, parse_arguments
+from hf_efficient.cli.models import check_model, check_tokenizer, check_uncompressed
+from hf_efficient.cli.options import add_dtype_argument, check_at_least
+from hf_efficient.cli.path_checks import check_folder, check_text_file, is_there
 
 
-WINDOW_LENGTH = 1024
+WINDOW_LENGTH = 1024  # tokens of a perplexity window
 PROMPTS = [
     "What is the capital of France, and what is it known for?",
     "Write a Python function that returns the n-th Fibonacci number. Then write it again with comments.",
     "Repeat this sentence three times: The river runs past the old mill, past the bridge and into the sea.",
-    "Here is a note: 'Anna meets Bruno at the station on Monday. Bruno brings the tickets, Anna brings the map. Carla joins "
-    "them on Tuesday with the tent.' List every name in the note with what that person brings.",
+    "Here is a note: 'Anna meets Bruno at the station on Monday. Bruno brings the tickets, Anna brings the map. Carla "
+    "joins them on Tuesday with the tent.' List every name in the note with what that person brings.",
 ]
 
 
@@ -31,10 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient run`."""
     command.add_argument("--model", required=True, help="Hub id or local folder")
     command.add_argument(
-        "--config",
-        action="append",
-        required=True,
-        help=f"{HELP.removeprefix('none, ')}; or the folder of a compressed model; may be repeated",
+        "--config", action="append", required=True, help=f"{HELP}; or the folder of a compressed model; may be repeated"
     )
     command.add_argument("--assistant", help="draft model for speculation (default: prompt lookup, no draft)")
     command.add_argument("--prompts", help="text file with one prompt a line (default: four built-in prompts)")
@@ -119,16 +117,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _plain(name: str) -> str:
-    """`name` with hyphens for what a card's title may not hold, such as the colon of 2:4 and spaces."""
+    """`name` with hyphens in place of characters that a card's title cannot have, such as spaces and colons."""
     return re.sub(r"[^\w.+]+", "-", name).strip("-.+")[:96].strip("-.+")
 
 
 def _check(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that are not allowed and models that are not there."""
     from hf_efficient.integrations import model_card
 
-    for name, least in (("new_tokens", 2), ("repeats", 1), ("windows", 2)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is too small: at least {least}")
+    check_at_least(options, new_tokens=2, repeats=1, windows=2)
     check_folder("--output", options.output)
     if options.model is not None:
         found = check_model("--model", options.model, causal=True)
@@ -136,29 +133,26 @@ def _check(options: argparse.Namespace) -> None:
         if Path(options.model).exists():
             model_card.check_name("--model", Path(options.model).absolute().name)  # the card tells it
         asked = [f"--config {given}" for given in getattr(options, "config", None) or PRESETS]
-        check_dense("--model", options.model, found, " ".join(asked))
+        check_uncompressed("--model", options.model, found, " ".join(asked))
     if getattr(options, "assistant", None) is not None:
         check_model("--assistant", options.assistant, causal=True)
 
 
 def _quantization(given: str) -> dict:
-    """`{"name", "quantization", "arguments"}` for a preset's name, JSON or a JSON file: what a table calls it, the config as a
-    report tells it, and the arguments that make it. For the folder of a compressed model where it is and the hash of its
-    weights instead of the arguments."""
+    """What a value of --config adds to a variant: `name` (in tables), `quantization` (the config, for the report), and
+    either `arguments` of the config or, for a compressed folder, `checkpoint` and `weights_sha256`."""
     if given not in PRESETS and is_there(given, Path.is_dir):
         from hf_efficient.integrations import hub, model_card
 
         check_model("--config", given)
         folder = Path(given).absolute()
-        scheme = hub.read_folder(folder)[1].to_dict()
-        name = model_card.check_name("--config", folder.name)
         return {
-            "name": name,
-            "quantization": scheme,
+            "name": model_card.check_name("--config", folder.name),
+            "quantization": hub.read_folder(folder)[1].to_dict(),
             "checkpoint": str(folder),
             "weights_sha256": hub.weights_sha256(folder),
         }
-    arguments = parse_arguments(given, tuple(sorted(PRESETS)))
+    arguments = parse_arguments(given)
     config = make_config(arguments)
     check_text_given(config)
     arguments["quant_method"] = config.name
@@ -173,6 +167,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _tokenize(model: str, text: str, count: int, folder: str) -> str:
+    """Path of a safetensors file in `folder` with `count` windows of `text`: int64 [count, WINDOW_LENGTH]."""
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
@@ -184,7 +179,7 @@ def _tokenize(model: str, text: str, count: int, folder: str) -> str:
     return path
 
 
-# Ctrl-C reaches this process and its parent, which says so: this one just ends, also while it imports
+# Ctrl-C reaches this process and its parent: the parent prints the message, this one ends silently, also on import
 _MEASURING = """
 import signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -194,6 +189,7 @@ runpy.run_module("hf_efficient.cli.measure", run_name="__main__", alter_sys=True
 
 
 def _measure(variant: dict, folder: str) -> dict:
+    """What `measure.measure` returns for `variant`, from a process of its own that writes into `folder`."""
     result = Path(folder) / "result.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-c", _MEASURING, str(result)]
