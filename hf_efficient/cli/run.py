@@ -4,21 +4,18 @@ import argparse
 import importlib.util
 import json
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from hf_efficient.cli.config_option import HELP, PRESETS, check_text_given, config_name, make_config, parse_arguments
+from hf_efficient.cli import variants
+from hf_efficient.cli.config_option import HELP, PRESETS
 from hf_efficient.cli.models import check_model, check_tokenizer, check_uncompressed
 from hf_efficient.cli.options import add_dtype_argument, check_at_least
-from hf_efficient.cli.path_checks import check_folder, check_text_file, is_there
+from hf_efficient.cli.path_checks import check_folder, check_text_file
 
 
-WINDOW_LENGTH = 1024  # tokens of a perplexity window
 PROMPTS = [
     "What is the capital of France, and what is it known for?",
     "Write a Python function that returns the n-th Fibonacci number. Then write it again with comments.",
@@ -61,12 +58,10 @@ def run(options: argparse.Namespace) -> None:
         if importlib.util.find_spec(package) is None:
             raise RuntimeError(f"the report needs the package {package!r}: pip install 'hf_efficient[demo]'")
     _check(options)
-    configs = getattr(options, "config", None) or list(PRESETS)
-    variants = [{"name": "transformers", "quantization": None, "efficient": False}]
-    variants += [{**_quantization(config), "efficient": True} for config in configs]
-    prompts = _lines(options.prompts) if getattr(options, "prompts", None) else PROMPTS
-    text_file = getattr(options, "text", None)
-    text = check_text_file("--text", text_file) if text_file else None
+    compared = [{"name": "transformers", "quantization": None, "efficient": False}]
+    compared += [{**variants.variant_of(config), "efficient": True} for config in options.config or PRESETS]
+    prompts = _lines(options.prompts) if options.prompts else PROMPTS
+    text = check_text_file("--text", options.text) if options.text else None
 
     from hf_efficient.evaluation import environment, report, samples
     from hf_efficient.integrations import model_card
@@ -78,26 +73,26 @@ def run(options: argparse.Namespace) -> None:
     shared = {
         "model": model,
         "model_dtype": options.dtype,
-        "assistant": getattr(options, "assistant", None),
+        "assistant": options.assistant,
         "prompts": prompts,
         "new_tokens": options.new_tokens,
         "repeats": options.repeats,
         "progress": not options.json,
     }
     with tempfile.TemporaryDirectory() as scratch:
-        shared["tokens"] = _tokenize(model, text, options.windows, scratch)
-        bar = tqdm(variants, desc="variants", disable=options.json)
-        results = [_measure({**shared, **variant}, scratch) for variant in bar]
+        shared["tokens"] = variants.tokenize(model, text, options.windows, scratch)
+        bar = tqdm(compared, desc="variants", disable=options.json)
+        results = [variants.measure({**shared, **variant}, scratch) for variant in bar]
     content = {
         "model": samples.SAMPLE_MODEL if is_sample else model,
         "model_source": samples.SAMPLE_MODEL_SOURCE if is_sample else None,
-        "text": text_file or "Wikipedia articles of gensim's test data",
-        "windows": [options.windows, WINDOW_LENGTH],
+        "text": options.text or "Wikipedia articles of gensim's test data",
+        "windows": [options.windows, variants.WINDOW_LENGTH],
         "prompts": len(prompts),
         "new_tokens": options.new_tokens,
-        "assistant": shared["assistant"],
+        "assistant": options.assistant,
         "environment": environment.describe(),
-        "variants": report.compare(results, variants),
+        "variants": report.compare(results, compared),
     }
     smallest = content["variants"][-1]
     card = model_card.render(
@@ -132,31 +127,10 @@ def _check(options: argparse.Namespace) -> None:
         check_tokenizer("--model", options.model)
         if Path(options.model).exists():
             model_card.check_name("--model", Path(options.model).absolute().name)  # the card tells it
-        asked = [f"--config {given}" for given in getattr(options, "config", None) or PRESETS]
+        asked = [f"--config {given}" for given in options.config or PRESETS]
         check_uncompressed("--model", options.model, found, " ".join(asked))
-    if getattr(options, "assistant", None) is not None:
+    if options.assistant is not None:
         check_model("--assistant", options.assistant, causal=True)
-
-
-def _quantization(given: str) -> dict:
-    """What a value of --config adds to a variant: `name` (in tables), `quantization` (the config, for the report), and
-    either `arguments` of the config or, for a compressed folder, `checkpoint` and `weights_sha256`."""
-    if given not in PRESETS and is_there(given, Path.is_dir):
-        from hf_efficient.integrations import hub, model_card
-
-        check_model("--config", given)
-        folder = Path(given).absolute()
-        return {
-            "name": model_card.check_name("--config", folder.name),
-            "quantization": hub.read_folder(folder)[1].to_dict(),
-            "checkpoint": str(folder),
-            "weights_sha256": hub.weights_sha256(folder),
-        }
-    arguments = parse_arguments(given)
-    config = make_config(arguments)
-    check_text_given(config)
-    arguments["quant_method"] = config.name
-    return {"name": config_name(config), "quantization": config.to_dict(), "arguments": arguments}
 
 
 def _lines(path: str) -> list[str]:
@@ -164,41 +138,3 @@ def _lines(path: str) -> list[str]:
     if not lines:
         raise ValueError(f"--prompts {path} holds no prompt")
     return lines
-
-
-def _tokenize(model: str, text: str, count: int, folder: str) -> str:
-    """Path of a safetensors file in `folder` with `count` windows of `text`: int64 [count, WINDOW_LENGTH]."""
-    from safetensors.torch import save_file
-    from transformers import AutoTokenizer
-
-    from hf_efficient.evaluation import perplexity
-
-    windows = perplexity.windows(AutoTokenizer.from_pretrained(model), text, count, WINDOW_LENGTH)
-    path = str(Path(folder) / "tokens.safetensors")
-    save_file({"windows": windows.contiguous()}, path)
-    return path
-
-
-# Ctrl-C reaches this process and its parent: the parent prints the message, this one ends silently, also on import
-_MEASURING = """
-import signal
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-import runpy
-runpy.run_module("hf_efficient.cli.measure", run_name="__main__", alter_sys=True)
-"""
-
-
-def _measure(variant: dict, folder: str) -> dict:
-    """What `measure.measure` returns for `variant`, from a process of its own that writes into `folder`."""
-    result = Path(folder) / "result.json"
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-c", _MEASURING, str(result)]
-    process = subprocess.run(
-        command, input=json.dumps(variant), text=True, stderr=None if variant["progress"] else subprocess.PIPE
-    )
-    if process.returncode == -signal.SIGINT:
-        raise KeyboardInterrupt
-    if process.returncode or not result.exists():
-        reason = (process.stderr or "").strip().splitlines()[-1:] or ["see above"]
-        raise RuntimeError(f"{variant['name']} could not be measured: {reason[0]}")
-    return json.loads(result.read_text())

@@ -1,4 +1,4 @@
-"""What `hf-efficient` makes is what it was asked for: the config and dtype given, and a card that names the base model."""
+"""`hf-efficient` makes what it was asked for: the given config and dtype, and a card that names the base model."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
-from hf_efficient.cli import main, measure
+from hf_efficient.cli import main, measure, variants
 from hf_efficient.cli import run as run_command
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.w8a8 import Int8Format
@@ -59,8 +59,8 @@ def test_run_measures_the_config_that_is_given(made, tmp_path, monkeypatch, caps
         if variant["efficient"]:
             raise RuntimeError("measured enough")
 
-    monkeypatch.setattr(run_command, "_measure", keep)
-    monkeypatch.setattr(run_command, "WINDOW_LENGTH", 16)
+    monkeypatch.setattr(variants, "measure", keep)
+    monkeypatch.setattr(variants, "WINDOW_LENGTH", 16)
     config = '{"quant_method": "efficient_w8a8", "method": "zeropoint"}'
     words = ["run", "--model", "tiny", "--text", "text.txt", "--output", str(tmp_path / "out"), "--config", config]
     assert main([*words, "--windows", "2", "--new-tokens", "2", "--repeats", "1", "--dtype", "bfloat16"]) == 1
@@ -90,7 +90,7 @@ def test_run_measures_the_config_that_is_given(made, tmp_path, monkeypatch, caps
 )
 def test_every_config_has_a_name_that_a_card_takes(config):
     """The card is written after hours of measuring."""
-    name = run_command._plain(f"tiny-{run_command._quantization(config)['name']}")
+    name = run_command._plain(f"tiny-{variants.variant_of(config)['name']}")
     assert model_card.check_name("name", name).startswith("tiny-")
 
 
