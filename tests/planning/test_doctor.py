@@ -237,7 +237,7 @@ def test_disk(monkeypatch, tmp_path):
 
 
 def test_environment(environment):
-    assert doctor.check_environment() == []
+    assert [*doctor.check_environment()] == []
     environment.setenv("HF_HUB_OFFLINE", "1")
     environment.setenv("TRITON_INTERPRET", "1")
     environment.setenv("ATEN_CPU_CAPABILITY", "default")
