@@ -24,7 +24,25 @@ class Inside:
     releases: str = ">=5.23,<6"
 
 
-INSIDES: tuple[Inside, ...] = ()
+INSIDES: tuple[Inside, ...] = (
+    Inside("transformers.modeling_utils:PreTrainedModel._from_config", "integrations/transformers_compat.py"),
+    Inside("transformers.integrations.moe:_default_apply_gate", "integrations/transformers_compat.py"),
+)
+
+
+def model_from_config(model_class: type, config, dtype=None, attention: str | None = None):
+    """A model of `model_class` with new weights.
+
+    Args:
+        dtype, attention: dtype of the weights and name of the attention implementation; None for those of `config`.
+    """
+    options = {"dtype": dtype, "attn_implementation": attention}
+    return model_class._from_config(config, **{name: value for name, value in options.items() if value is not None})
+
+
+def apply_gate(experts, projected):
+    """The gated activation of transformers' experts: their first product [..., 2 * width] -> [..., width]."""
+    return experts._apply_gate(projected)
 
 
 def find(inside: Inside) -> object:

@@ -67,11 +67,11 @@ def run(options: argparse.Namespace) -> None:
 
 def _is_compressed(model) -> bool:
     from hf_efficient.integrations.model_card import check_form
-    from hf_efficient.planning.meta_model import own_quantization, read_config
+    from hf_efficient.planning.model_config import pop_quantization, read_config
 
     config = read_config(model)
     check_form(f"model {model}", config.architectures, getattr(config, "quantization_config", None))
-    return own_quantization(config) is not None
+    return pop_quantization(config) is not None
 
 
 def table(estimates: list, names: list[str]) -> str:
