@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_model, tiny_tokenizer
+from helpers import TEXT, tiny_tokenizer
 from hub_directory import serving
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
@@ -24,12 +24,11 @@ CONNECTION_ERROR = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory, saved_llama):
     """A folder with a model, called "tiny", and a text."""
     folder = tmp_path_factory.mktemp("command_results")
-    tiny_model("llama", eos_token_id=None, max_position_embeddings=256).save_pretrained(folder / "tiny")
-    tiny_tokenizer().save_pretrained(folder / "tiny")
-    (folder / "text.txt").write_text("The river runs past the old mill, past the bridge and into the sea. " * 60)
+    (folder / "tiny").symlink_to(saved_llama)
+    (folder / "text.txt").write_text(TEXT * 60)
     return folder
 
 
@@ -69,11 +68,8 @@ def test_run_measures_the_config_that_is_given(made, tmp_path, monkeypatch, caps
     assert variant["name"] == "int8 activations, zeropoint" and variant["quantization"]["method"] == "zeropoint"
 
     loaded, load = [], AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM,
-        "from_pretrained",
-        lambda *args, **kwargs: loaded.append(load(*args, **kwargs)) or loaded[-1],
-    )
+    keeping = lambda *args, **kwargs: loaded.append(load(*args, **kwargs)) or loaded[-1]  # noqa: E731
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", keeping)
     assert measure.measure(variant, False)["weight_bytes"] > 0
     format = loaded[0].model.layers[0].mlp.up_proj.format
     assert isinstance(format, Int8Format) and format.zero_point and loaded[0].dtype == torch.bfloat16
@@ -123,7 +119,6 @@ def test_a_better_card_is_not_replaced(made, tmp_path, capsys):
 
 
 def test_a_better_card_on_the_hub_is_not_replaced(made, tmp_path, monkeypatch, capsys):
-
     folder = quantized(made, tmp_path)
     (folder / "README.md").unlink()
     with serving(tmp_path / "repos", monkeypatch) as server:
