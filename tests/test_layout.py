@@ -103,5 +103,5 @@ print(type(model).__mro__[1].__name__, model.config._attn_implementation, type(o
 
 
 def test_tests_and_benchmarks_share_no_module_name():
-    """Both folders stand on sys.path while a benchmark is tested: whichever is imported first would be taken for the other."""
+    """Both folders are on sys.path while a benchmark is tested, so one module would hide the other."""
     assert not {p.stem for p in (ROOT / "tests").glob("*.py")} & {p.stem for p in (ROOT / "benchmarks").glob("*.py")}

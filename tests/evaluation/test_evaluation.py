@@ -70,7 +70,7 @@ def test_environment_names_versions_and_hardware():
 
 
 WIKITEXT = """{{Infobox|a={{nested}}}}<!-- hidden -->
-'''Anarchism''' is a [[political philosophy|philosophy]] for [[self-governance]].<ref name="x">cited</ref> It &amp; others.
+'''Anarchism''' is a [[political theory|philosophy]] for [[self-governance]].<ref name="x">cited</ref> It &amp; others.
 {| class="wikitable"
 |-
 | cell
