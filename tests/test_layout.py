@@ -89,11 +89,10 @@ def test_a_model_that_does_not_ask_is_not_changed():
     code = """
 import sys
 if {plugin}: import hf_efficient
-import torch, transformers
-torch.manual_seed(0)
-config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                  num_attention_heads=2, num_key_value_heads=1)
-model = transformers.AutoModelForCausalLM.from_config(config).eval()
+import torch
+sys.path.append("tests")
+from helpers import tiny_model
+model = tiny_model("llama")
 ids = torch.arange(1, 9)[None]
 out = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_logits=True)
 print(type(model).__mro__[1].__name__, model.config._attn_implementation, type(out.past_key_values).__name__,
