@@ -2,9 +2,10 @@
 
     [PYTHONPATH=.] python benchmarks/attention.py [--quick] [--output benchmarks/results/gpu_attention.json]
 
-Prefill: batch * length = 16k tokens, hidden size 2048, as in the figures of FlashAttention-3. Decode: Llama-3-8B's heads
-over caches of 134 MB to 2 GB, in pages and contiguous, of equal and of very unequal lengths, and quantized. Peers, in the
-same process: torch SDPA by backend, FlexAttention (compiled), flash-attn where it imports. See gpu_timing.py for how.
+Prefill: batch * length = 16k tokens, hidden size 2048, as in the figures of FlashAttention-3. Decode: Llama-3-8B's
+heads over caches of 134 MB to 2 GB, in pages and contiguous, of equal and of very unequal lengths, and quantized.
+Peers, in the same process: torch SDPA by backend, FlexAttention (compiled), flash-attn where it imports. See
+gpu_timing.py for how.
 """
 
 import functools
@@ -85,10 +86,8 @@ def prefill(bench: Benchmark, length: int, batch: int, dim: int, causal: bool) -
     work = 8 * batch * length * heads * dim, 4 * batch * heads * length**2 * dim * (0.5 if causal else 1)
     bench.record(dict(kernel="flash_paged prefill", ours=True, **case), attend, len(data), *work, check)
     for name, attention in peers(bench, causal, length).items():
-        bench.record(
-            dict(kernel=f"{name} prefill", ours=False, **case),
-            lambda i, attention=attention: attention(*data[i]), len(data), *work,
-        )  # fmt: skip
+        peer = dict(kernel=f"{name} prefill", ours=False, **case)
+        bench.record(peer, lambda i, attention=attention: attention(*data[i]), len(data), *work)
 
 
 def checked(out, tensors, causal) -> float:
@@ -104,7 +103,7 @@ def checked(out, tensors, causal) -> float:
 
 
 def hopper_prefill(bench: Benchmark, length: int, batch: int, dim: int, causal: bool) -> None:
-    """The variants that no table chooses yet. Last, because they have never run: one may hang."""
+    """The variants that no table chooses yet. They run last because they have never run: one may hang."""
     heads = 2 if bench.tiny else HIDDEN // dim
     copies = bench.copies_of(6 * batch * length * heads * dim)
     data = [[bench.random(batch, length, heads, dim) for _ in range(3)] for _ in range(copies)]
@@ -124,9 +123,8 @@ def hopper_prefill(bench: Benchmark, length: int, batch: int, dim: int, causal: 
 
 def packed_prefill(bench: Benchmark, lengths: list[int], dim: int = 128) -> None:
     """A padded batch of which half is padding: packed here, masked in SDPA; and the same over pages."""
-    heads, kv_heads, total, longest = (2, 1, sum(lengths), max(lengths)) if bench.tiny else (
-        32, KV_HEADS, sum(lengths), max(lengths),
-    )  # fmt: skip
+    heads, kv_heads = (2, 1) if bench.tiny else (32, KV_HEADS)
+    total, longest = sum(lengths), max(lengths)
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=bench.device)
     q, k, v = bench.random(total, heads, dim), *(bench.random(total, kv_heads, dim) for _ in range(2))
     arguments = (bounds, bounds, longest, longest)
@@ -153,8 +151,7 @@ def packed_prefill(bench: Benchmark, lengths: list[int], dim: int = 128) -> None
     block = 16
     blocks = [-(-length // block) for length in lengths]
     table = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int32, device=bench.device)
-    order = torch.randperm(sum(blocks), device=bench.device).to(torch.int32).split(blocks)
-    for row, pages in enumerate(order):
+    for row, pages in enumerate(torch.randperm(sum(blocks), device=bench.device).to(torch.int32).split(blocks)):
         table[row, : len(pages)] = pages
     k_pages, v_pages = (bench.random(sum(blocks), block, kv_heads, dim) for _ in range(2))
 
@@ -168,7 +165,7 @@ def packed_prefill(bench: Benchmark, lengths: list[int], dim: int = 128) -> None
 
 
 class Pages:
-    """A random cache of `batch` rows in shuffled pages; with a format, quantized by the kernels' own write functions."""
+    """A random cache of a batch in shuffled pages; with a format, quantized by the kernels' own write functions."""
 
     def __init__(self, bench, lengths: list[int], block: int, kv_heads: int, dim: int, kv_format: str | None):
         self.blocks = [-(-length // block) for length in lengths]
@@ -197,10 +194,8 @@ class Pages:
         groups = torch.arange(count, device=bench.device)
         flash_paged.quantize_and_cache(k, v, self.k, self.v, *keys, *values, groups)
         tails = [bench.random(len(lengths), block, kv_heads, dim) for _ in range(2)]
-        self.extra = dict(
-            k_scale=keys[0], k_min=keys[1], v_scale=values[0], v_min=values[1], k_tail=tails[0], v_tail=tails[1],
-            quantized_seqlens=self.seqlens // block * block,
-        )  # fmt: skip
+        self.extra = dict(k_scale=keys[0], k_min=keys[1], v_scale=values[0], v_min=values[1])
+        self.extra |= dict(k_tail=tails[0], v_tail=tails[1], quantized_seqlens=self.seqlens // block * block)
 
     def bytes(self) -> int:
         """What a step reads: every page with its scales."""
@@ -256,10 +251,8 @@ def contiguous_decode(bench: Benchmark, caches: list[Pages], q, lengths: list[in
     case = {**case, "block": None}
     bench.record(dict(kernel="flash_paged decode", ours=True, **case), attend, len(dense), *work, check)
     for name, attention in peers(bench, False, 1).items():
-        bench.record(
-            dict(kernel=f"{name} decode", ours=False, **case),
-            lambda i, attention=attention: attention(q, *dense[i]), len(dense), *work,
-        )  # fmt: skip
+        peer = dict(kernel=f"{name} decode", ours=False, **case)
+        bench.record(peer, lambda i, attention=attention: attention(q, *dense[i]), len(dense), *work)
 
 
 def cache_writes(bench: Benchmark, tokens: int, dim: int = 128) -> None:
@@ -291,45 +284,51 @@ def ragged(batch: int, longest: int) -> list[int]:
     return [max(1, round(longest * 0.1 ** (row / max(1, batch - 1)))) for row in range(batch)]
 
 
-def goals(bench: Benchmark) -> list[dict]:
-    """Those of shared/PERFORMANCE.md, sections 1 and 2, from this run's lines."""
-    full, causal = (dict(kernel="flash_paged prefill", D=128, S=16384, causal=flag) for flag in (False, True))
-    plain = dict(kernel="flash_paged decode", format=None, lengths="equal", group=4)
-    large = [line for line in bench.find(**plain) if line["B"] * line["context"] * KV_HEADS * 512 >= 256e6]
-    same = ("B", "context", "block", "group")
-    quantized = {name: bench.find(kernel="flash_paged decode", format=name) for name in FORMATS}
-    plain_lines = bench.find(kernel="flash_paged decode", format=None, lengths="equal")
+def goals(bench: Benchmark) -> list[tuple]:
+    """What this run is to reach, as `harness.goals` takes it."""
+    full, causal = (
+        lowest(bench.find(kernel="flash_paged prefill", D=128, S=16384, causal=flag), "of_matmul")
+        for flag in (False, True)
+    )
+    from_1k = [line for line in bench.find(kernel="flash_paged prefill") if line["D"] <= 128 and line["S"] >= 1024]
+    packed, masked = (
+        bench.find(kernel=name) for name in ("flash_paged packed prefill", "SDPA with a mask, padded prefill")
+    )
+    decoded = dict(kernel="flash_paged decode", format=None, lengths="equal")
+    in_bf16, groups_of_4 = bench.find(**decoded), bench.find(**decoded, group=4)
+    contiguous = [line for line in groups_of_4 if line["block"] is None]
+    paged = [line for line in groups_of_4 if line["block"]]
+    large = [line for line in groups_of_4 if line["B"] * line["context"] * KV_HEADS * 512 >= 256e6]
+    longest = [line for line in large if line["block"] == 16 and (line["B"], line["context"]) == DECODE[-1]]
     uneven = bench.find(kernel="flash_paged decode", format=None, lengths="ragged")
-    prefill_same = ("D", "S", "causal")
-    ours = [line for line in bench.find(kernel="flash_paged prefill") if line["D"] <= 128 and line["S"] >= 1024]
-    contiguous = bench.find(**plain, block=None)
+    of_equal = (lowest(uneven, "gb_s") or 0) / (lowest(longest, "gb_s") or float("inf")) if uneven else None
+
+    def times_bf16(name):
+        lines = [x for x in bench.find(kernel="flash_paged decode", format=name) if x["B"] * x["context"] >= 512e3]
+        return speedup(lines, in_bf16, ("B", "context", "block", "group"))
+
+    def times_peer(lines, name, same):
+        return speedup(lines, bench.find(kernel=name), same)
+
+    shape, cache = ("D", "S", "causal"), ("B", "context", "group")
     return [
-        dict(goal="prefill d128 full 16k, of the matrix rate", at_least=0.70, measured=lowest(bench.find(**full), "of_matmul")),
-        dict(goal="prefill d128 full 16k, on the way to", at_least=0.84, measured=lowest(bench.find(**full), "of_matmul")),
-        dict(goal="prefill d128 causal 16k, of the matrix rate", at_least=0.80, measured=lowest(bench.find(**causal), "of_matmul")),
+        ("prefill d128 full 16k, of the matrix rate", 0.70, full),
+        ("prefill d128 full 16k, on the way to", 0.84, full),
+        ("prefill d128 causal 16k, of the matrix rate", 0.80, causal),
         *(
-            dict(goal=f"prefill from 1k, d64 and d128, times {name}", at_least=1.05,
-                 measured=speedup(ours, bench.find(kernel=f"{name} prefill"), prefill_same))
+            (f"prefill from 1k, d64 and d128, times {name}", 1.05, times_peer(from_1k, f"{name} prefill", shape))
             for name in (*SDPA, "FlexAttention")
         ),
-        dict(goal="packed prefill, times SDPA with a mask", at_least=1.9,
-             measured=speedup(bench.find(kernel="flash_paged packed prefill"), bench.find(kernel="SDPA with a mask, padded prefill"), ("B",))),
-        dict(goal="decode, cache of 256 MB and more, of copy bandwidth", at_least=0.93, measured=lowest(large, "of_copy")),
-        dict(goal="paged decode, times contiguous", at_least=0.97,
-             measured=speedup([line for line in bench.find(**plain) if line["block"]], contiguous, ("B", "context", "group"))),
+        ("packed prefill, times SDPA with a mask", 1.9, speedup(packed, masked, ("B",))),
+        ("decode, cache of 256 MB and more, of copy bandwidth", 0.93, lowest(large, "of_copy")),
+        ("paged decode, times contiguous", 0.97, speedup(paged, contiguous, cache)),
+        *((f"decode, times {name}", 1.0, times_peer(contiguous, f"{name} decode", cache)) for name in SDPA),
         *(
-            dict(goal=f"decode, times {name}", at_least=1.0,
-                 measured=speedup(contiguous, bench.find(kernel=f"{name} decode"), ("B", "context", "group")))
-            for name in SDPA
+            (f"{name} decode at 512k tokens, times our bf16", least, times_bf16(name))
+            for name, least in (("int8", 1.85), ("fp8", 1.85), ("int4", 3.3), ("int2", 5.0))
         ),
-        *(
-            dict(goal=f"{name} decode at 512k tokens, times our bf16", at_least=goal,
-                 measured=speedup([line for line in quantized[name] if line["B"] * line["context"] >= 512e3], plain_lines, same))
-            for name, goal in (("int8", 1.85), ("fp8", 1.85), ("int4", 3.3), ("int2", 5.0))
-        ),
-        dict(goal="ragged decode, of the bandwidth of equal lengths", at_least=0.90,
-             measured=(lowest(uneven, "gb_s") or 0) / (lowest([line for line in large if line["block"] == 16 and (line["B"], line["context"]) == DECODE[-1]], "gb_s") or float("inf")) if uneven else None),
-    ]  # fmt: skip
+        ("ragged decode, of the bandwidth of equal lengths", 0.90, of_equal),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,25 +1,23 @@
-"""How fast a model decodes over each kind of cache, and how many bytes the cache takes, on a GPU. Writes
+"""How fast does a model decode over each kind of cache on a GPU, and how many bytes does the cache take? Writes
 benchmarks/results/gpu_cache.json.
 
     [PYTHONPATH=.] python benchmarks/cache.py [--quick] [--output FILE]
 
-A random model of the sizes of Llama-3.2-1B in bf16 reads a random context in chunks, then decodes greedily. Each cache runs as
-its users would run it: DynamicCache in a plain loop, the others with a compiled forward whose CUDA graph is replayed
-(`mode="reduce-overhead"`), PagedCache with `num_blocks` and `decode_step()`; and PagedCache in a plain loop too, beside
-DynamicCache. Tokens/s are of all rows, the median of `REPEATS` stretches of `TOKENS` steps, by CUDA events, after as many to warm
-up and compile; the smallest and the largest stand beside it. Bytes are those of all tensors that the cache reaches, after the
-last step, and bytes per token of context. What a build does not have, or fails, is recorded as such.
+A random model of the sizes of Llama-3.2-1B in bf16 reads a random context in chunks, then decodes greedily. Each cache
+runs as its users would run it: DynamicCache in a plain loop, the others with a compiled forward whose CUDA graph is
+replayed (`mode="reduce-overhead"`), PagedCache with `num_blocks` and `decode_step()`, and also in a plain loop.
+Tokens/s are of all sequences: median, smallest and largest of `REPEATS` stretches of `TOKENS` steps, by CUDA events,
+after a stretch that warms up and compiles. Bytes are those of all tensors that the cache reaches after the last step.
+What a build does not have, or fails, is in the record with the reason.
 
-`--tiny` runs the same code on small sizes without a GPU: it tests the script, its times mean nothing, and the record says so.
+`--tiny` runs the same code on small sizes without a GPU: it tests the script, its times mean nothing, and the record
+says so.
 """
 
-import argparse
-import json
-import statistics
 import sys
 import time
-from pathlib import Path
 
+import harness
 import torch
 from cache_memory import held_bytes
 from transformers import DynamicCache, LlamaConfig, StaticCache
@@ -30,7 +28,6 @@ from hf_efficient import PagedCache
 from hf_efficient.evaluation import environment
 
 
-RESULTS = Path(__file__).parent / "results"
 CONTEXTS = [(8, 4096), (1, 32768), (8, 32768)]  # batch, tokens
 TOKENS, REPEATS, CHUNK = 64, 5, 2048
 KV_FORMATS = ("auto", "int8", "fp8", "int4", "int2")
@@ -100,26 +97,18 @@ def measure(model, ids: torch.Tensor, implementation: str, compiled: bool, make_
         token.copy_(logits[:, -1:].argmax(-1))
 
     times = [stretch(TOKENS, step) for _ in range(REPEATS + 1)][1:]
-    tokens, bytes_ = len(ids) * TOKENS, held_bytes(cache)
-    return {
-        "tokens_per_s": {
-            "median": tokens / statistics.median(times), "min": tokens / max(times), "max": tokens / min(times)
-        },
-        "bytes": bytes_,
-        "bytes_per_token": bytes_ / ids.numel(),
-    }  # fmt: skip
+    speeds, bytes_ = [len(ids) * TOKENS / seconds for seconds in times], held_bytes(cache)
+    return {"tokens_per_s": harness.spread(speeds), "bytes": bytes_, "bytes_per_token": bytes_ / ids.numel()}
 
 
 def main() -> int:
     global TOKENS, CHUNK
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "gpu_cache.json")
     parser.add_argument("--quick", action="store_true", help="the smallest context only")
     parser.add_argument("--tiny", action="store_true", help="small sizes without a GPU: tests the script")
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_cache.json")
     options = parser.parse_args()
-    if not options.tiny and not torch.cuda.is_available():
-        print("cache.py needs a CUDA or ROCm device, and torch sees none: nothing was measured.", file=sys.stderr)
-        return 2
+    if not options.tiny:
+        harness.need_gpu("cache")
     torch.manual_seed(0)
     sizes = dict(
         vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
@@ -148,7 +137,7 @@ def main() -> int:
     report = {"environment": environment.describe(), "results": results}
     if options.tiny:
         report["warning"] = "tiny sizes without a GPU: no time here means anything"
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    harness.write(options.output, report)
     return int(failed > 0)
 
 

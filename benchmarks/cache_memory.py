@@ -1,21 +1,18 @@
-"""How many bytes a PagedCache holds beside a DynamicCache: a ragged batch, beam search, layers with a window. Writes
+"""Bytes that a PagedCache holds beside a DynamicCache: a ragged batch, beam search, layers with a window. Writes
 benchmarks/results/cache_memory.json.
 
-Bytes are those of all tensors that the cache object reaches, each storage once (`held_bytes`), allocated and not just used.
-They depend on lengths and number of heads alone, so the model is small and random; the ratios are those of any model. They
-are taken after every forward: `mean`, `highest` and `last` of a generation.
-
-`ratio` compares with the live tokens: what their keys and values alone take, padding and copies left out. `saving` is the part
-of DynamicCache's bytes that are not taken.
-
     python benchmarks/cache_memory.py [--quick] [--output FILE]
+
+Bytes are those of the storages of all tensors that the cache object reaches (`held_bytes`): allocated, not just used.
+They depend on lengths and number of heads alone, so the model is small and random. They are taken after every forward:
+`mean`, `highest` and `last` of a generation. `ratio` is to the bytes of the keys and values of the live tokens alone,
+without padding and copies. `saving` is the share of DynamicCache's bytes that PagedCache does not take.
 """
 
-import argparse
 import json
 import statistics
-from pathlib import Path
 
+import harness
 import torch
 from transformers import DynamicCache, Gemma2Config, LlamaConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
@@ -25,11 +22,9 @@ from hf_efficient import PagedCache
 from hf_efficient.evaluation import environment
 
 
-ROOT = Path(__file__).resolve().parents[1]
-SIZES = dict(
-    vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=16, max_position_embeddings=1 << 16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+SIZES = dict(vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=1 << 16)
+SIZES |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 def held_bytes(cache) -> int:
@@ -61,7 +56,7 @@ def live_bytes(model, tokens: int) -> int:
 
 
 class Sampler(StoppingCriteria):
-    """Writes down a number after every forward, and stops nothing."""
+    """Keeps what `measure` returns after every forward, and stops nothing."""
 
     def __init__(self, measure):
         self.measure, self.samples = measure, []
@@ -107,13 +102,14 @@ def ragged(model, rows: int, shortest: int, longest: int, new_tokens: int) -> di
     }
 
 
+def prompt_of(tokens: int) -> dict:
+    return {"input_ids": torch.randint(3, 256, (1, tokens)), "attention_mask": torch.ones(1, tokens).long()}
+
+
 def beams(model, number: int, prompt: int, new_tokens: int) -> dict:
-    """Beam search: by `generate()` alone, which runs and stores the prompt once for every beam before they fork, and with the
-    prompt run once by the caller and `batch_repeat_interleave`."""
-    inputs = {
-        "input_ids": torch.randint(3, 256, (1, prompt)),
-        "attention_mask": torch.ones(1, prompt, dtype=torch.long),
-    }
+    """Beam search: by `generate()` alone, which runs and stores the prompt once for every beam before they fork, and
+    with the prompt run once by the caller and `batch_repeat_interleave`."""
+    inputs = prompt_of(prompt)
     options = dict(max_new_tokens=new_tokens, num_beams=number)
     padded = DynamicCache(config=model.config)
     expected, beside = generate(model, padded, lambda: held_bytes(padded), inputs, **options)
@@ -139,10 +135,7 @@ def beams(model, number: int, prompt: int, new_tokens: int) -> dict:
 
 def windows(model, prompt: int, new_tokens: int) -> dict:
     """Every other layer sees `sliding_window` tokens."""
-    inputs = {
-        "input_ids": torch.randint(3, 256, (1, prompt)),
-        "attention_mask": torch.ones(1, prompt, dtype=torch.long),
-    }
+    inputs = prompt_of(prompt)
     options = dict(max_new_tokens=new_tokens, prefill_chunk_size=512)
     paged, padded = PagedCache(model.config), DynamicCache(config=model.config)
     tokens, samples = generate(model, paged, lambda: held_bytes(paged), inputs, **options)
@@ -158,9 +151,8 @@ def windows(model, prompt: int, new_tokens: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "cache_memory.json")
     parser.add_argument("--quick", action="store_true", help="small sizes: tests the script")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "cache_memory.json")
     options = parser.parse_args()
     torch.manual_seed(0)
     llama = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16).eval()
@@ -176,7 +168,7 @@ def main() -> None:
         record["arguments of the cases"][name] = numbers
         record[name] = measure(model, *numbers)
         print(name, json.dumps(record[name], indent=1), flush=True)
-    options.output.write_text(json.dumps(record, indent=1) + "\n")
+    harness.write(options.output, record)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""What do time and memory of calibration come to on a model of another size? A random Llama with the shapes of a 1B model.
+"""Time and memory of calibration on a larger model: a random Llama with the shapes of a 1B model.
 
-    python benchmarks/calibrate_1b.py [--method gptq] [--windows 16] [--blocks 16] [--output benchmarks/results/calibrate_1b.json]
+    python benchmarks/calibrate_1b.py [--method gptq] [--windows 16] [--blocks 16] [--output FILE]
 
 The weights are random, so nothing is said about quality; the code path is that of `from_pretrained` with calibration.
 """
 
-import argparse
 import json
 import tempfile
 import time
 from pathlib import Path
 
+import harness
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -20,12 +20,11 @@ from hf_efficient.evaluation import environment, memory
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "calibrate_1b.json")
     parser.add_argument("--method", default="gptq")
     parser.add_argument("--refine", action="store_true")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=16)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "calibrate_1b.json")
     options = parser.parse_args()
     shape = dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
     config = LlamaConfig(**shape, num_hidden_layers=options.blocks, vocab_size=32000, tie_word_embeddings=True)
@@ -41,10 +40,10 @@ def main() -> None:
         del model
         transformers.logging.set_verbosity_error()
         start = time.perf_counter()
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantization)
+        model = harness.load(folder, quantization_config=quantization)
         seconds = time.perf_counter() - start
         model.save_pretrained(Path(folder) / "quantized")
-        again = AutoModelForCausalLM.from_pretrained(Path(folder) / "quantized", dtype=torch.bfloat16)
+        again = harness.load(Path(folder) / "quantized")
         same = torch.equal(model(tokens[:1, :8]).logits, again(tokens[:1, :8]).logits)
     result = {
         "environment": environment.describe(),
@@ -56,7 +55,7 @@ def main() -> None:
         "weight_bytes": memory.weight_bytes(model),
         "reloads_to_the_same_logits": same,
     }
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write(options.output, result)
     print(json.dumps(result, indent=1))
 
 

@@ -1,37 +1,40 @@
-"""How much faster does a CPU decode when feed-forward layers compute only the neurons a token calls for, and what is lost?
+"""How much faster does a CPU decode when feed-forward layers compute only the neurons that a token needs; what is lost?
 
-    python benchmarks/contextual_sparsity.py quality [--tokens FILE] [--calibration-tokens FILE] [--rows GLOB ...] [--windows 4]
+    python benchmarks/contextual_sparsity.py quality [--tokens FILE] [--calibration-tokens FILE] [--rows GLOB ...]
+        [--windows 4]
     python benchmarks/contextual_sparsity.py speed [--rows GLOB ...] [--batch 1] [--threads 2] [--relu]
     python benchmarks/contextual_sparsity.py table
 
-SmolLM2-135M-Instruct in bfloat16, whose feed-forward layers have SiLU and hold 80 of its 135 million weights.
-`quality` trains the predictors of every row (16 windows of 512 tokens) and measures them on `--windows` windows of 1,024 tokens of
-other articles, every token of them computed sparsely (`every_row`): perplexity, the difference to dense paired by window, and the
-share of the neurons that was computed there. It keeps the predictors in `--predictors` for `speed`, which times `generate()` in
-turns in one process: greedy, a prompt of 32 tokens, 64 new ones, the median time of a token after the first and the best of three
-runs; "dense" is the same model through the same recorded forwards (`enable_speculation`), "stock" is transformers without this
-package; a prompt of 512 tokens is timed apart (best of three). The ReLU model (768 x 3072, 12 layers, OPT) has random weights: half of its neurons are zero by chance and nothing was
-learned, so it shows only that what is skipped costs nothing: `difference` is that of its logits to dense, relative.
+SmolLM2-135M-Instruct in bfloat16: its feed-forward layers have SiLU and hold 80 of its 135 million weights.
+
+`quality` trains the predictors of every row (16 windows of 512 tokens), keeps them in `--predictors`, and measures them
+on `--windows` windows of 1,024 tokens of other articles, with every token computed sparsely (`every_row`): perplexity,
+the difference to dense paired by window, and the share of the neurons that was computed.
+
+`speed` times `generate()`, the models taking turns in one process: greedy, a prompt of 32 tokens, 64 new ones; the
+median time of a token after the first, best of three runs. "dense" is the same model through the same captured forwards
+(`enable_speculation`), "stock" is transformers without this package. The prefill of 512 tokens is timed apart (best of
+three). With --relu also an OPT (768 x 3072, 12 layers) with random weights: half of its neurons are zero by chance, so
+it only shows that skipping costs nothing; `difference` is the relative difference of its logits to dense.
+
 FILE: int64 [rows, length] as in quality.py; without it the windows come from `sample_text()`.
 """
 
-import argparse
-import fnmatch
 import json
 import statistics
 import time
 from pathlib import Path
 
+import harness
 import torch
-from quality import read_tokens
+from harness import load
 
 import hf_efficient
-from hf_efficient.evaluation import environment, perplexity, samples
+from hf_efficient.evaluation import environment, perplexity
 from hf_efficient.evaluation.bench import TokenClock
 from hf_efficient.pruning.contextual.layer import every_row, layers_of
 
 
-RESULTS = Path(__file__).parent / "results" / "contextual_sparsity.json"
 PROMPT, NEW, REPEATS = 32, 64, 3
 
 
@@ -45,33 +48,18 @@ def rows() -> dict[str, dict]:
     return table
 
 
-def load(folder=None):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder or samples.sample_model(), dtype=torch.bfloat16).eval()
-
-
-def windows(file: str | None, split: str, count: int, length: int) -> torch.Tensor:
-    if file:
-        return read_tokens(file)[:count, :length]
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(samples.sample_model())
-    return perplexity.windows(tokenizer, samples.sample_text(split), count, length)
-
-
 def evaluation_tokens(options, count: int) -> torch.Tensor:
-    return windows(options.tokens, "evaluation", count, 1024)
+    return harness.windows(options.tokens, "evaluation", count, 1024)
 
 
 def quality(options) -> None:
     tokens = evaluation_tokens(options, options.windows)
-    calibration = windows(options.calibration_tokens, "calibration", 16, 512)
+    calibration = harness.windows(options.calibration_tokens, "calibration", 16, 512)
     dense = perplexity.negative_log_likelihood(load(), tokens)
     report("dense", {"perplexity": perplexity.perplexity(dense), "kept": 1.0, "windows": len(tokens)}, options)
-    for name, arguments in chosen(rows(), options):
+    for name in harness.matching(rows(), options.rows):
         model = load()
-        context = hf_efficient.sparsify_context(model, dict(tokens=calibration, batch_size=4), **arguments)
+        context = hf_efficient.sparsify_context(model, dict(tokens=calibration, batch_size=4), **rows()[name])
         context.save_pretrained(folder_of(options, name))
         shares = []
 
@@ -84,10 +72,8 @@ def quality(options) -> None:
             nll = perplexity.negative_log_likelihood(model, tokens)
         difference, error = perplexity.paired_difference(nll, dense)
         row = {"perplexity": perplexity.perplexity(nll), "difference_nat": difference, "standard_error_nat": error}
-        row |= {
-            "kept": statistics.fmean(shares),
-            "kept_of_layers": [layer["kept"] for layer in context.layers.values()],
-        }
+        row["kept"] = statistics.fmean(shares)
+        row["kept_of_layers"] = [layer["kept"] for layer in context.layers.values()]
         report(name, row | {"windows": len(tokens)}, options)
 
 
@@ -103,14 +89,13 @@ def speed(options) -> None:
     torch.set_num_threads(options.threads)
     dense = hf_efficient.enable_speculation(load())
     models = {"stock": load(), "dense": dense}
-    for name, _ in chosen(rows(), options):
+    for name in harness.matching(rows(), options.rows):
         sparse = hf_efficient.ContextualSparsity.from_pretrained(folder_of(options, name)).apply(load())
         models[name] = hf_efficient.enable_speculation(sparse)
     text = evaluation_tokens(options, 1)[:, :512]
     for name, model in models.items():
-        report(
-            name, {f"prompt_tokens_per_s, {options.threads} threads": prompt_tokens_per_second(model, text)}, options
-        )
+        rate = prompt_tokens_per_second(model, text)
+        report(name, {f"prompt_tokens_per_s, {options.threads} threads": rate}, options)
     ids = text[:, :PROMPT]
     for batch in options.batch:
         measured(models, ids.expand(batch, -1), f"tokens_per_s, batch {batch}", options)
@@ -131,7 +116,7 @@ def prompt_tokens_per_second(model, ids: torch.Tensor) -> float:
 def measured(models: dict, ids: torch.Tensor, field: str, options) -> None:
     best = dict.fromkeys(models, 0.0)
     for model in models.values():
-        model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)  # records
+        model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)  # captures the forwards
     for _ in range(REPEATS):
         for name, model in models.items():
             best[name] = max(best[name], tokens_per_second(model, ids))
@@ -160,22 +145,18 @@ def relu_models() -> dict:
     return {name: hf_efficient.enable_speculation(model) for name, model in models.items()}
 
 
-def chosen(table: dict, options) -> list:
-    return [(name, row) for name, row in table.items() if any(fnmatch.fnmatch(name, glob) for glob in options.rows)]
-
-
 def folder_of(options, name: str) -> Path:
     return Path(options.predictors) / name.replace(",", "").replace(" ", "-").replace("%", "")
 
 
 def report(name: str, row: dict, options) -> None:
     """Adds `row` to the results of `name`, with what it was measured with."""
-    results = json.loads(options.output.read_text()) if options.output.exists() else {"rows": {}}
+    results = harness.read(options.output, {"rows": {}})
     results["rows"][name] = results["rows"].get(name, {}) | {
         key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()
     }
     results[options.command] = environment.describe()
-    options.output.write_text(json.dumps(results, indent=1) + "\n")
+    harness.write(options.output, results)
     print(name, row, flush=True)
 
 
@@ -186,17 +167,14 @@ def table(options) -> None:
     print("|" + "---|" * (4 + len(speeds)))
     for name, row in found.items():
         loss = f"{row['difference_nat']:+.3f} ({row['standard_error_nat']:.3f})" if "difference_nat" in row else ""
-        cells = [
-            f"{row['kept']:.0%}" if "kept" in row else "",
-            f"{row['perplexity']:.2f}" if "perplexity" in row else "",
-            loss,
-        ]
+        kept = f"{row['kept']:.0%}" if "kept" in row else ""
+        cells = [kept, f"{row['perplexity']:.2f}" if "perplexity" in row else "", loss]
         cells += [f"{row[speed]:.1f}" if speed in row else "" for speed in speeds]
-        print("|", name, "|", " | ".join(cells), "|")
+        print(harness.row([name, *cells]))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "contextual_sparsity.json")
     parser.add_argument("command", choices=("quality", "speed", "table"))
     parser.add_argument("--tokens", help="evaluation windows")
     parser.add_argument("--calibration-tokens", help="calibration windows")
@@ -206,6 +184,5 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--relu", action="store_true", help="`speed` of the random ReLU model too")
     parser.add_argument("--predictors", default="contextual-predictors", help="folder of the trained predictors")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
     {"quality": quality, "speed": speed, "table": table}[given.command](given)

@@ -1,23 +1,25 @@
-"""Decode attention over scattered pages on CPU, in full precision and in every quantized format, beside gathering the pages for
-SDPA and beside SDPA over keys that are contiguous already. Writes benchmarks/results/cpu_attention.json.
-
-All run in turn, many times, each over as many caches as take 64 MB, one after the other, as the layers of a model find theirs:
-not in the processor's cache. Pages hold 16 tokens, of int4 64 and of int2 32, as those of `PagedCache` do, and int4 and int2 keep
-their last tokens in rings. A record has the median, the fastest and the quartiles of each in milliseconds, GB/s of keys and values
-beside the read bandwidth measured in the same process, and how many times as fast as SDPA over contiguous keys each is, by the
-medians and by the fastest. Ragged batches have lengths from 1/16 to all of the tokens, and SDPA pads them.
+"""Decode attention over scattered pages on a CPU, in full precision and in every quantized format, beside gathering the
+pages for SDPA and beside SDPA over contiguous keys. Writes benchmarks/results/cpu_attention.json.
 
     python benchmarks/cpu_attention.py [--threads 1 2] [--batch 1 8] [--tokens 4096] [--repeats 15] [--output FILE]
+
+All take turns. Each call is made over as many caches as take 64 MB, one after the other, so that keys and values are
+not in the processor's cache, as for the layers of a model. Pages hold 16 tokens, of int4 64 and of int2 32, as those of
+`PagedCache`; int4 and int2 keep their last tokens in rings. Ragged batches have lengths from 1/16 to all of the tokens,
+which SDPA pads.
+
+A record has of each the median, the fastest and the quartiles in milliseconds; GB/s of keys and values, to be compared
+with the read bandwidth measured in the same process; and the speedup over SDPA over contiguous keys, by the medians and
+by the fastest.
 """
 
-import argparse
 import functools
 import json
 import os
 import statistics
 import time
-from pathlib import Path
 
+import harness
 import torch
 import torch.nn.functional as F
 
@@ -26,7 +28,6 @@ from hf_efficient.evaluation import environment
 from hf_efficient.kernels.attention import api, masks
 
 
-ROOT = Path(__file__).resolve().parents[1]
 MODELS = {"SmolLM2-135M": (9, 3, 64), "Llama-3-8B": (32, 8, 128)}  # query heads, key heads, head dim
 DTYPES = (torch.bfloat16, torch.float32)
 PAGE = 16
@@ -46,12 +47,6 @@ def interleaved(calls: dict, repeats: int) -> dict[str, list[float]]:
                 if round_:
                     times[name].append(time.perf_counter() - start)
     return times
-
-
-def read_bandwidth(repeats: int) -> float:
-    """GB/s of a sum over 512 MB, the best of `repeats`."""
-    numbers = torch.ones(1 << 27)
-    return numbers.nbytes / min(interleaved({"sum": (numbers.sum, [{}])}, repeats)["sum"]) / 1e9
 
 
 def copies(tensors: dict) -> list[dict]:
@@ -134,19 +129,12 @@ def measure(model: str, dtype: torch.dtype, lengths: list[int], repeats: int) ->
         "threads": torch.get_num_threads(),
         "batch": batch,
         "lengths": "equal" if mask is None else "ragged",
-        "milliseconds": {name: round(value * 1e3, 3) for name, value in median.items()},
-        "fastest": {name: round(value * 1e3, 3) for name, value in fastest.items()},
-        "quartiles": {
-            name: [round(value * 1e3, 3) for value in statistics.quantiles(values)[::2]]
-            for name, values in times.items()
-        },
+        "milliseconds": harness.milliseconds(times, statistics.median),
+        "fastest": harness.milliseconds(times, min),
+        "quartiles": harness.milliseconds(times, harness.quartiles),
         "gigabytes_per_second": {name: round(size[name] / median[name] / 1e9, 2) for name in formats},
-        "speedup_over_contiguous_sdpa": {
-            name: round(median["contiguous_sdpa"] / value, 2) for name, value in median.items()
-        },
-        "speedup_of_the_fastest": {
-            name: round(fastest["contiguous_sdpa"] / value, 2) for name, value in fastest.items()
-        },
+        "speedup_over_contiguous_sdpa": over_sdpa(median),
+        "speedup_of_the_fastest": over_sdpa(fastest),
         "error": errors,
         "load_average": os.getloadavg()[0],
     }
@@ -154,13 +142,16 @@ def measure(model: str, dtype: torch.dtype, lengths: list[int], repeats: int) ->
     return record
 
 
+def over_sdpa(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(seconds["contiguous_sdpa"] / value, 2) for name, value in seconds.items()}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "cpu_attention.json")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/cpu_attention.json")
     options = parser.parse_args()
     torch.manual_seed(0)
     shortest, batches = options.tokens // 16, []
@@ -172,7 +163,7 @@ def main() -> None:
     records, bandwidth = [], {}
     for threads in options.threads:
         torch.set_num_threads(threads)
-        bandwidth[threads] = round(read_bandwidth(options.repeats), 1)
+        bandwidth[threads] = round(harness.read_bandwidth(options.repeats), 1)
         records += [
             measure(model, dtype, lengths, options.repeats)
             for model in MODELS
@@ -187,8 +178,7 @@ def main() -> None:
         "read_bandwidth_gigabytes_per_second": bandwidth,
         "records": records,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write(options.output, result)
 
 
 if __name__ == "__main__":

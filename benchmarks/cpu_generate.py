@@ -1,32 +1,36 @@
 """How fast is generate() on a CPU: ours beside stock transformers, other quantizations and llama.cpp.
 
     python benchmarks/cpu_generate.py [--quick] [--models smollm2 1b] [--batch 1 8] [--prompt 32 512 1024 copying fresh]
-                                      [--ways GLOB ...] [--repeats 3] [--patience 2] [--threads 2] [--output FILE]
+        [--ways GLOB ...] [--repeats 3] [--patience 2] [--threads 2] [--output FILE]
     python benchmarks/cpu_generate.py --table [--output FILE]         # what has been measured, as Markdown
 
-SmolLM2-135M-Instruct and a random Llama of a 1B model's shape; greedy, fixed length, no end of sequence. Every way (`WAYS`)
-lives in a process of its own that loads the model once and answers one measurement at a time; the ways take turns, and those
-that do not run stand in the results with the reason. A call gives the time to the first token (what `prefill_tokens_per_s`
-divides the prompt by) and the tokens/s of the rows together after it, both from a stopping criterion that notes when tokens
-come: it costs ours a little more than others. The criterion ends a call `--patience` seconds after its first token, so slow
-ways have fewer than 128 `new_tokens`. A call of 8 tokens warms each case up (compiles, records; `warming_s`) before
-`--repeats` calls, or as many as fit into 3 times the patience (peers: 2). `peak_memory_bytes` is the process's resident peak
-in the case's calls, a mapped checkpoint among it; `anonymous_bytes` what of it is no file's, afterwards; `loading_peak_bytes` the
-peak of loading. A way is left out where its prompt would take 10 times the patience
-(peers: 2) by what it did before; so is batch 8, prompt 1,024 of the 1B model: `--models 1b --batch 8 --prompt 1024
---patience 10` measures it. The 1B model has fewer ways unless `--ways` says which.
+SmolLM2-135M-Instruct and a random Llama of a 1B model's shape; greedy, fixed length, no end of sequence. Every way
+(`WAYS`) has a process of its own, which loads the model once and answers one measurement at a time. The ways take
+turns. Those that fail are in the results with the reason.
 
-- `--prompt`: tokens of Wikipedia, 512 for the first token only. "copying": four of the prompts of speculation.py that ask for
-  parts of themselves, one by one up to the end of sequence; a call is all four.
-- "fresh process": seconds from the start of a process (imports, loading, on a warm file cache) to the first token of 32, and to
-  the last. "saved" loads a checkpoint that was quantized before; "cold" has an empty `$HF_HOME`, so the kernels are compiled.
-- "stock compiled" is transformers' static cache and its own compilation, which it does on a CPU only with a private flag.
-- "int8 inputs" is `int8_on_cpu`, which llama.cpp's products do too. torchao's int4 has no path on a CPU.
-- llama.cpp: llama-cpp-python on the GGUF that the sample model was made from (Q4_1 layers, Q8_0 embedding and head), its
-  low-level calls and numpy's argmax, batch 1. "int4, int8 head" is its like; "int4" leaves the head in bfloat16; "the GGUF" is
-  that file adopted, with its own numbers, so that it writes what llama.cpp writes, and a head in bfloat16.
+A call measures the time to the first token (from which `prefill_tokens_per_s` follows) and the tokens/s of all
+sequences after it, with a stopping criterion that records when tokens come; ours loses a little more time to it than
+others. The criterion ends a call `--patience` seconds after its first token, so slow ways have fewer than 128
+`new_tokens`. A call of 8 tokens warms each case up (`warming_s`: compilation, capture). Then come `--repeats` calls, or
+as many as fit into 3 times the patience (peers: 2). A way is left out where its prefill would take 10 times the
+patience (peers: 2), estimated from its earlier prompts. So is batch 8, prompt 1,024 of the 1B model: `--models 1b
+--batch 8 --prompt 1024 --patience 10` measures it. The 1B model has fewer ways unless `--ways` says which.
 
-Peers may stand in a folder of their own on PYTHONPATH (pip install --target FOLDER --no-deps bitsandbytes torchao
+Memory: `peak_memory_bytes` is the process's resident peak in the case's calls, with a mapped checkpoint;
+`anonymous_bytes` the part that is no file's, afterwards; `loading_peak_bytes` the peak of loading.
+
+- `--prompt`: tokens of Wikipedia; 512 measures the first token only. "copying": four of the copying prompts of
+  speculation.py, one by one up to the end of sequence; a call is all four.
+- "fresh process": seconds from the start of a process (imports, loading, on a warm file cache) to the first token of
+  32, and to the last. "saved" loads a checkpoint that was quantized before; "cold" has an empty `$HF_HOME`, so the
+  kernels are compiled.
+- "stock compiled": transformers' static cache and its own compilation, which needs a private flag on a CPU.
+- "int8 inputs": `int8_on_cpu`; llama.cpp's products round inputs to int8, too. torchao's int4 has no CPU path.
+- llama.cpp: llama-cpp-python on the GGUF of the sample model (Q4_1 layers, Q8_0 embedding and head), by its low-level
+  calls and numpy's argmax, batch 1. "int4, int8 head" has the same sizes; "int4" leaves the head in bfloat16; "the
+  GGUF" is that file adopted, with its weights as they are and a head in bfloat16, so it generates what llama.cpp does.
+
+Peers may be installed in a folder on PYTHONPATH (pip install --target FOLDER --no-deps bitsandbytes torchao
 optimum-quanto). llama.cpp is built from source for this CPU, which takes ten minutes on two cores:
 
     CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_OPENSSL=OFF" \\
@@ -34,7 +38,6 @@ optimum-quanto). llama.cpp is built from source for this CPU, which takes ten mi
     pip install --target FOLDER --no-deps diskcache
 """
 
-import argparse
 import fnmatch
 import importlib.metadata
 import json
@@ -42,17 +45,16 @@ import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
+import harness
 import torch
 from cpu_generate_models import MODELS, Texts, folder_of
 from cpu_generate_ways import COMPILED, STOCK, WAYS, Worker
-from speculation import rounded
+from harness import rounded
 
 from hf_efficient.evaluation import environment
 
 
-RESULTS = Path(__file__).parent / "results" / "cpu_generate.json"
 NEW, WARM = 128, 8
 FRESH_TOKENS, FRESH_CALLS = 32, 2
 PEERS = ("llama-cpp-python", "bitsandbytes", "torchao", "optimum-quanto")
@@ -78,9 +80,8 @@ class Benchmark:
     def measure(self, model: str, folder: str) -> None:
         options = self.options
         globs = options.ways or (OF_1B if model == "1b" else ["*"])
-        ways = [way for way in WAYS if any(fnmatch.fnmatch(way, glob) for glob in globs)]
         workers = {}
-        for way in ways:
+        for way in harness.matching(WAYS, globs):
             workers[way] = worker = Worker(way, folder, options.threads)
             worker.loading = worker.read()
             if "failed" in worker.loading:
@@ -197,9 +198,8 @@ class Benchmark:
         }
         if options.quick:
             result["warning"] = "a quick run: too few tokens and calls for its times to mean anything"
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         partial = options.output.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1) + "\n")
+        harness.write(partial, result)
         partial.replace(options.output)
 
 
@@ -226,7 +226,7 @@ def spread(values: list[float], best=max) -> dict:
 
 
 def agreeing(row: list[int], right: list[int]) -> int:
-    """How many tokens are the same from the beginning."""
+    """The length of the common beginning."""
     return next((i for i, (a, b) in enumerate(zip(row, right)) if a != b), min(len(row), len(right)))
 
 
@@ -267,22 +267,9 @@ def goals(rows: list[dict], quick: bool) -> list[dict]:
         ("decode with prompt lookup over plain llama.cpp, copying", 2.5, ours / theirs if ours and theirs else None)
     )
     fresh = [found.get((way, 1, "fresh process"), {}).get("first_token_s", {}).get("median") for way in (STOCK, LIKE)]
-    reached.append(
-        (
-            "seconds to the first token of a fresh process below stock's + 4",
-            0.0,
-            fresh[0] + 4 - fresh[1] if all(fresh) else None,
-        )
-    )
-    return [
-        {
-            "goal": goal,
-            "at_least": least,
-            "measured": rounded(value),
-            "reached": None if quick or value is None else value >= least,
-        }
-        for goal, least, value in reached
-    ]
+    goal = "seconds to the first token of a fresh process below stock's + 4"
+    reached.append((goal, 0.0, fresh[0] + 4 - fresh[1] if all(fresh) else None))
+    return rounded(harness.goals(reached, not quick))
 
 
 def table(result: dict) -> str:
@@ -299,19 +286,15 @@ def table(result: dict) -> str:
         return f"{part['median'] * scale:,.{digits}f} ({low} to {high})"
 
     for (model, batch, prompt), rows in groups.items():
-        lines += [
-            "",
-            f"{model}, batch {batch}, {prompt if isinstance(prompt, str) else f'prompt of {prompt} tokens'}",
-            "",
-        ]
+        shown = prompt if isinstance(prompt, str) else f"prompt of {prompt} tokens"
+        lines += ["", f"{model}, batch {batch}, {shown}", ""]
         if prompt == "fresh process":
             key = f"{FRESH_TOKENS}_tokens_s"
             lines += [f"| way | first token, s | {FRESH_TOKENS} tokens, s |", "|---|---|---|"]
             lines += [f"| {r['way']} | {cell(r, 'first_token_s', digits=1)} | {cell(r, key, digits=1)} |" for r in rows]
             continue
-        lines.append(
-            "| way | first token, ms | prefill, tokens/s | decode, tokens/s | over stock | over llama.cpp | peak, MB | anonymous, MB |"
-        )
+        heads = ("way", "first token, ms", "prefill, tokens/s", "decode, tokens/s", "over stock", "over llama.cpp")
+        lines.append(harness.row([*heads, "peak, MB", "anonymous, MB"]))
         lines.append("|---" * 8 + "|")
         rate = "decode_tokens_per_s" if any("decode_tokens_per_s" in row for row in rows) else "prefill_tokens_per_s"
         speed = {row["way"]: row[rate]["median"] for row in rows if rate in row}
@@ -332,7 +315,7 @@ def table(result: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "cpu_generate.json")
     parser.add_argument(
         "--quick", action="store_true", help="SmolLM2, batch 1, short prompts, 16 tokens, once: tests the script"
     )
@@ -343,7 +326,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--patience", type=float, default=2.0, help="seconds of decoding a call")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:

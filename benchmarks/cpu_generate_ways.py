@@ -161,8 +161,8 @@ WAYS = {
 
 
 class Clock:
-    """A stopping criterion that notes when the first and the last token came and ends a call after `stop` tokens, or `patience`
-    seconds after the first."""
+    """A stopping criterion that notes when the first and the last token came and ends a call after `stop` tokens, or
+    `patience` seconds after the first."""
 
     def __init__(self, stop: int, patience: float):
         self.stop, self.patience, self.tokens, self.first = stop, patience, 0, None

@@ -1,18 +1,18 @@
-"""How fast are linear layers on a CPU, beside bf16, torchao and bitsandbytes, and where does each of our ways end?
+"""How fast are linear layers on a CPU, beside bf16, torchao and bitsandbytes; where does each of our operators win?
 
-    python benchmarks/cpu_linear.py [--threads 2] [--shapes 576x576,4096x4096] [--contenders bf16,2:4]
-        [--output benchmarks/results/cpu_linear.json]
+    python benchmarks/cpu_linear.py [--threads 2] [--shapes 576x576,4096x4096] [--contenders bf16,2:4] [--output FILE]
 
-Layers of SmolLM2-135M and of an 8B model in bfloat16, 1 to 1024 tokens. Every contender rotates over copies of its weight
-that do not fit the last-level cache together, and the contenders take turns, so that a change of the machine's speed meets
-all of them. Times are medians with quartiles in microseconds; GB/s are bytes of the weight over the median, beside the
-bandwidth at which all threads read memory, measured first. "int4" and "int8" are what a layer uses: C++ kernels where they
-can be compiled; "int4 torch" and "int8 torch" are what it uses elsewhere, from torch's operators. `INT4_NATIVE_ROWS` and
-`INT8_NATIVE_ROWS` of hf_efficient.kernels.linear.torch_cpu follow from the crossings reported at the end. "50 %" and "2:4" are pruned
-bfloat16 weights, stored sparse; "bf16 recorded" is our own dense product, which recorded forwards use.
+Layers of SmolLM2-135M and of an 8B model in bfloat16, 1 to 1024 tokens. Every contender rotates over copies of its
+weight that together do not fit the last-level cache, and the contenders take turns, so that changes of the machine's
+speed hit all of them. Times are medians with quartiles in microseconds; GB/s are bytes of the weight over the median,
+beside the bandwidth at which all threads read memory.
+
+"int4" and "int8" are what a layer uses where C++ kernels can be compiled; "int4 torch" and "int8 torch" are what it
+uses elsewhere, torch's operators. `INT4_NATIVE_ROWS` and `INT8_NATIVE_ROWS` of hf_efficient.kernels.linear.torch_cpu
+follow from the crossings reported at the end. "50 %" and "2:4" are pruned bfloat16 weights, stored sparse. "bf16
+recorded" is our own dense product, which captured forwards use.
 """
 
-import argparse
 import ctypes
 import functools
 import importlib.metadata
@@ -20,8 +20,8 @@ import json
 import os
 import statistics
 import time
-from pathlib import Path
 
+import harness
 import torch
 import torch.nn.functional as F
 
@@ -35,23 +35,11 @@ from hf_efficient.kernels.linear.weight_only import device_layout
 from hf_efficient.kernels.replay import instructions, recorder
 
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAPES = [(576, 576), (1536, 576), (576, 1536), (4096, 4096)]  # out_features, in_features
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 256, 512, 1024)
 ROTATE_BYTES = 128e6  # four times the last-level cache of most machines that are not servers
 SECONDS_A_CASE = 0.3
 GROUP = 64
-
-
-def read_bandwidth() -> float:
-    """GB/s of all threads reading 512 MB: the best of ten sums."""
-    data = torch.ones(2**27)
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        data.sum()
-        times.append(time.perf_counter() - start)
-    return data.nbytes / min(times) / 1e9
 
 
 def compiled(bits: int):
@@ -142,17 +130,8 @@ def bitsandbytes_nf4(n: int, k: int):
     return layer.to(torch.bfloat16).to("cpu")
 
 
-BYTES_A_WEIGHT = {
-    "bf16": 2,
-    "bf16 recorded": 2,
-    "50 %": 9 / 8,
-    "2:4": 9 / 8,
-    "int8": 1,
-    "w8a8": 1,
-    "torchao int8": 1,
-    "torchao w8a8": 1,
-    "int8 torch": 1,
-}
+BYTES_A_WEIGHT = {"bf16": 2, "bf16 recorded": 2, "50 %": 9 / 8, "2:4": 9 / 8}
+BYTES_A_WEIGHT |= dict.fromkeys(("int8", "w8a8", "torchao int8", "torchao w8a8", "int8 torch"), 1)
 BYTES_A_WEIGHT |= {f"int{bits}": bits / 8 + 3 / GROUP for bits in (2, 3, 4)}
 INT4_BYTES = 0.5 + 4 / GROUP  # torch's operators
 CONTENDERS = {  # name -> (make, method of the object to time; None: the object itself)
@@ -184,7 +163,8 @@ def bytes_of(name: str, n: int, k: int) -> float:
 
 
 def contenders(n: int, k: int, names: list[str]) -> dict:
-    """name -> list of calls of x, one a copy of the weight. Peers that do not import or run are left out, with a line."""
+    """name -> list of calls of x, one a copy of the weight. Peers that do not import or run are left out, with a
+    line."""
     calls, made = {}, {}
     for name in names:
         make, method = CONTENDERS[name]
@@ -248,14 +228,13 @@ def crossing(records: list[dict], name: str) -> dict[str, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "cpu_linear.json")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES), help="out_features x in_features")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="names of CONTENDERS, bf16 among them")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/cpu_linear.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    bandwidth = read_bandwidth()
+    bandwidth = harness.read_bandwidth(10)
     print(f"read bandwidth {bandwidth:.1f} GB/s")
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     names = options.contenders.split(",")
@@ -274,8 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
         "native_up_to_rows": {name: crossing(records, f"{name} torch") for name in crossings},
         "results": records,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write(options.output, result)
     print(json.dumps(result["native_up_to_rows"], indent=1))
     return 0
 

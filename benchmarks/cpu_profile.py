@@ -2,32 +2,30 @@
 
     python benchmarks/cpu_profile.py [--prompt 32 1024] [--tokens 128] [--threads 2] [--ways NAME ...] [--output FILE]
 
-SmolLM2-135M-Instruct, batch 1, greedy; medians over the tokens after the first ones, in microseconds a token. Writes
+SmolLM2-135M-Instruct, batch 1, greedy; medians over the tokens after the first ones, in microseconds per token. Writes
 benchmarks/results/cpu_profile.json and prints the tables.
 
-Ours is timed at the borders of the loop > `RaggedModel` > `CapturedForward` > replay. Every other token's replay goes in pieces, runs
-of instructions of one kind, with a clock between them; what an empty piece takes is subtracted, and the other tokens tell what
-a whole replay takes. Weights are read from where they are in a real token, so matrix products cost what they cost. The
-pieces' sum stands beside the whole replay: the rest is what the clocks disturb. Stock: one generation timed at the borders of
-the model's forward, another under torch.profiler, whose times of operators (their own, children not counted) are grouped; the
-forward's remainder is Python and dispatch.
+Ours is timed at the borders of the loop > `RaggedModel` > `CapturedForward` > replay. At every other token the replay
+runs in pieces (runs of instructions of one kind) with a clock between them; the time of an empty piece is subtracted,
+and the other tokens give the time of a whole replay. Weights are read from where a real token finds them. The rest
+between the pieces' sum and the whole replay is the disturbance by the clocks.
+
+Stock: one generation is timed at the borders of the model's forward. Another runs under torch.profiler, whose times of
+operators (without their children) are grouped; the remainder of the forward is Python and dispatch.
 """
 
-import argparse
 import ctypes
 import functools
 import itertools
-import json
 import os
 import statistics
 import time
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
+import harness
 import torch
 from cpu_generate_ways import STOCK, WAYS
-from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicLayer
 
 from hf_efficient.evaluation import environment, samples
@@ -38,8 +36,7 @@ from hf_efficient.kernels.replay.instructions import OPS, Instruction
 from hf_efficient.kernels.replay.recorder import Capture
 
 
-RESULTS = Path(__file__).parent / "results" / "cpu_profile.json"
-FIRST = 16  # tokens that are not counted: forwards are recorded among them
+FIRST = 16  # tokens that are not counted: the forwards are captured while they are generated
 PROFILED = 16  # tokens under torch.profiler
 OURS = ("ours int4", "ours int4, int8 head", "ours int4, int8 head, int8 inputs")
 NAMES = {number: name for name, number in OPS.items()}
@@ -104,7 +101,7 @@ def generate(model, ids: torch.Tensor, new: int, tokens: Tokens) -> None:
 
 
 def pieces_of(step) -> list[tuple[str, int, int]]:
-    """(kind, address, count) of the runs of instructions of one kind in a step of a tape."""
+    """(kind, address, count) of the runs of instructions of one kind in a step of a capture."""
     (instructions,) = step.args
     address, names = ctypes.addressof(instructions), [NAMES[instruction.op] for instruction in instructions]
     last_product = max((place for place, name in enumerate(names) if name in PRODUCTS), default=None)
@@ -154,7 +151,7 @@ def in_pieces(tokens: Tokens):
 
 def profile_ours(model, ids: torch.Tensor, new: int) -> dict[str, float]:
     """Microseconds of a token by what they go to."""
-    generate(model, ids, new, Tokens())  # records
+    generate(model, ids, new, Tokens())  # captures
     tokens = Tokens()
     borders = {
         "captured": (CapturedForward, "__call__"),
@@ -254,18 +251,17 @@ def table(records: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "cpu_profile.json")
     parser.add_argument("--prompt", type=int, nargs="+", default=[32, 1024])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ways", nargs="+", default=[STOCK, *OURS], choices=[STOCK, *OURS])
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.tokens <= FIRST + 1:
         parser.error(f"--tokens {options.tokens}: the first {FIRST} are not counted, it takes more than {FIRST + 1}")
     torch.set_num_threads(options.threads)
     folder, records = samples.sample_model(), []
-    text = AutoTokenizer.from_pretrained(folder)(samples.sample_text()[:20_000], return_tensors="pt")["input_ids"]
+    text = harness.tokenizer()(samples.sample_text()[:20_000], return_tensors="pt")["input_ids"]
     for way in options.ways:
         model = WAYS[way](folder)
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
@@ -281,8 +277,7 @@ def main() -> None:
         "load_average": os.getloadavg(),
         "results": records,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write(options.output, result)
     print(table(records))
 
 

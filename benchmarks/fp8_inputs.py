@@ -2,23 +2,18 @@
 
     python benchmarks/fp8_inputs.py [--tokens FILE] [--calibration-tokens FILE] [--output FILE]
 
-What a choice of fp8 weights starts from: SmolLM2-135M-Instruct in bfloat16, all linears but the head, a scale a
-token, and 0, 64 or 128 columns of the inputs left in 16 bits, those of the largest share in the output on four windows of the
+What a choice of fp8 weights starts from: SmolLM2-135M-Instruct in bfloat16, all linears but the head, a scale a token,
+and 0, 64 or 128 columns of the inputs left in 16 bits, those of the largest share in the output on four windows of the
 calibration text. Texts and figures as in quality.py.
 """
 
-import argparse
-import json
-from pathlib import Path
-
+import harness
 import torch
-from quality import LENGTH, WINDOWS, read_tokens
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from quality import LENGTH, WINDOWS
 
-from hf_efficient.evaluation import environment, perplexity, samples
+from hf_efficient.evaluation import environment, perplexity
 
 
-RESULTS = Path(__file__).parent / "results" / "fp8_inputs.json"
 COLUMNS, CALIBRATION_WINDOWS = (0, 64, 128), 4
 
 
@@ -45,20 +40,13 @@ def mean_squares(linears: dict, model, windows: torch.Tensor) -> dict[str, torch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "fp8_inputs.json")
     parser.add_argument("--tokens")
     parser.add_argument("--calibration-tokens")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(samples.sample_model())
-    windows, calibration = (
-        read_tokens(path)[:count] if path else perplexity.windows(tokenizer, samples.sample_text(split), count, length)
-        for path, split, count, length in (
-            (options.tokens, "evaluation", WINDOWS["wikipedia"], LENGTH),
-            (options.calibration_tokens, "calibration", CALIBRATION_WINDOWS, 512),
-        )
-    )
-    model = AutoModelForCausalLM.from_pretrained(samples.sample_model(), dtype=torch.bfloat16)
+    windows = harness.windows(options.tokens, "evaluation", WINDOWS["wikipedia"], LENGTH)
+    calibration = harness.windows(options.calibration_tokens, "calibration", CALIBRATION_WINDOWS, 512)
+    model = harness.load()
     linears = {
         name: module
         for name, module in model.named_modules()
@@ -81,15 +69,10 @@ def main() -> None:
         nll = perplexity.negative_log_likelihood(model, windows)
         for hook in hooks:
             hook.remove()
-        difference, error = perplexity.paired_difference(nll, base)
-        rows[f"{count} columns in 16 bits"] = {
-            "perplexity": perplexity.perplexity(nll),
-            "nll_difference": difference,
-            "nll_difference_standard_error": error,
-        }
+        rows[f"{count} columns in 16 bits"] = harness.score(nll, base)
         print(count, rows[f"{count} columns in 16 bits"], flush=True)
     result = {"question": " ".join(__doc__.split("\n")[0].split()), "environment": environment.describe(), "rows": rows}
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write(options.output, result)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,43 @@
 """What the benchmarks of GPU kernels share: timing by CUDA graph replay, the limits of the machine, and the record.
 
-Every case of ours is first checked against the reference, then timed by replaying a CUDA graph of calls that rotate over
-copies of their data of more than 200 MB together, so that nothing is found in the L2 cache; data is random. Times are the
-median, the smallest and the largest of 15 replays, in microseconds a call. In the same run: the bandwidth of a device
-copy (bytes read plus bytes written) and the rate of a bf16 matrix product 8192^3, beside which GB/s and TFLOP/s are to
-be read. A case that fails or is wrong is recorded as such. Lines are also appended to the record's name with `.jsonl` as they
-come, for runs that are cut off.
+Every case of ours is first checked against the reference. It is timed by replaying a CUDA graph of calls that rotate
+over copies of random data of more than 200 MB together, so that nothing is found in the L2 cache. Times are the median,
+the smallest and the largest of 15 replays, in microseconds per call. The same run measures the limits to compare GB/s
+and TFLOP/s with: the bandwidth of a device copy (bytes read plus written) and the rate of a bf16 matrix product 8192^3.
+A case that fails or is wrong is in the record as such. Each line is appended to a `.jsonl` file as it comes, for runs
+that are cut off.
 
 `--tiny` runs the same code on small sizes under the Triton interpreter where there is no GPU: it tests the script, its
 times mean nothing, and the record says so.
 """
 
-import argparse
 import contextlib
 import json
-import statistics
-import sys
 import time
-from pathlib import Path
 
+import harness
 import torch
 
 from hf_efficient.evaluation import environment
 
 
-ROTATE_BYTES = 200e6
+ROTATE_BYTES = 200e6  # of data that the calls rotate over: more than any L2 cache
 REPLAYS = 15
-RESULTS = Path(__file__).parent / "results"
 
 
 class Benchmark:
     """One run: `record` its cases, then `finish` with the goals."""
 
     def __init__(self, name: str, doc: str, arguments: list[str] | None = None):
-        parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser = harness.parser(doc, f"gpu_{name}.json")
         parser.add_argument("--quick", action="store_true", help="one shape of each kind")
         parser.add_argument(
             "--tiny", action="store_true", help="small sizes under TRITON_INTERPRET=1: tests the script"
         )
-        parser.add_argument("--output", type=Path, default=RESULTS / f"gpu_{name}.json")
         options = parser.parse_args(arguments)
         self.quick, self.tiny, self.output = options.quick, options.tiny, options.output
-        if not self.tiny and not torch.cuda.is_available():
-            print(f"{name}.py needs a CUDA or ROCm device, and torch sees none: nothing was measured.", file=sys.stderr)
-            sys.exit(2)
+        if not self.tiny:
+            harness.need_gpu(name)
         self.device = "cpu" if self.tiny else "cuda"
         self.dtype = torch.float16 if self.tiny else torch.bfloat16  # the interpreter's bf16 products are wrong
         self.results: list[dict] = []
@@ -65,8 +59,7 @@ class Benchmark:
         if self.tiny:
             start = time.perf_counter()
             call(0)
-            once = (time.perf_counter() - start) * 1e6
-            return {"median": once, "min": once, "max": once}
+            return harness.spread([(time.perf_counter() - start) * 1e6])
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -87,7 +80,7 @@ class Benchmark:
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1e3 / len(order))
-        return {"median": statistics.median(times), "min": min(times), "max": max(times)}
+        return harness.spread(times)
 
     def _limits(self) -> dict:
         """Device copy in GB/s (read plus written) and the matrix product in TFLOP/s."""
@@ -142,19 +135,16 @@ class Benchmark:
             if "us" in line and line.get("correct", True) and all(line.get(key) == case[key] for key in case)
         ]
 
-    def finish(self, goals: list[dict]) -> int:
-        """Writes the record. goals: {goal, at_least, measured} (None: not measured in this run). Returns the exit
-        status: 1 when a kernel of ours failed or was wrong."""
+    def finish(self, goals: list[tuple]) -> int:
+        """Writes the record; goals as in `harness.goals`. Returns the exit status: 1 when a kernel of ours failed or
+        was wrong."""
         wrong = [line for line in self.results if line["ours"] and ("failed" in line or not line.get("correct", True))]
-        for goal in goals:
-            measured = goal["measured"]
-            goal["without_cases_that_failed"] = len(wrong)
-            goal["reached"] = None if measured is None or self.tiny else measured >= goal["at_least"]
-            print(f"{goal['goal']:72s} at least {goal['at_least']}: {measured and round(measured, 3)}")
+        goals = [goal | {"without_cases_that_failed": len(wrong)} for goal in harness.goals(goals, not self.tiny)]
+        harness.print_goals(goals)
         report = {"environment": environment.describe(), "limits": self.limits, "goals": goals, "results": self.results}
         if self.tiny:
             report["warning"] = "tiny sizes under the Triton interpreter: no time here means anything"
-        self.output.write_text(json.dumps(report, indent=1) + "\n")
+        harness.write(self.output, report)
         self.lines.unlink()
         print(f"written to {self.output}")
         return int(bool(wrong))

@@ -1,28 +1,29 @@
-"""What does evicting tokens from the cache cost SmolLM2-135M-Instruct in perplexity and in retrieval, and what does it save?
+"""What does evicting tokens from the cache cost SmolLM2-135M-Instruct in perplexity and retrieval; what does it save?
 
-    python benchmarks/kv_eviction.py --tokens FOLDER [--only perplexity|retrieval|stream|decode] [--scorers SnapKV TOVA ...]
-        [--evicted 0.5 0.75] [--output benchmarks/results/kv_eviction.json]
+    python benchmarks/kv_eviction.py --tokens FOLDER [--only perplexity|retrieval|stream|decode]
+        [--scorers SnapKV TOVA ...] [--evicted 0.5 0.75] [--output FILE]
 
 FOLDER has wiki_long.pt (int64 [16, 2048]) and wiki_eval.pt (int64 [64, 1024]): tokens of sample_text().
-perplexity: 8 prompts of 1,024 tokens that lose 50 or 75 % after the prefill, and the 511 tokens that follow each.
-retrieval: 20 such prompts of the same text for each kind of kv_retrieval.py, asked after the eviction; from a seed that no
-scorer was chosen with; "interval" is that of Wilson at 95 %, as are the figures of both kinds together.
-stream: perplexity of 20,480 tokens of text in chunks of 256, in a budget of 1,024 tokens and in a cache that keeps all.
-decode: milliseconds of a decode step at 4,096 tokens, as a mean over 128 steps and their evictions, of every format of pages
-and every scorer, in turns; the least of three.
+
+- perplexity: 8 prompts of 1,024 tokens that lose 50 or 75 % after the prefill, and the 511 tokens after each.
+- retrieval: for each kind of kv_retrieval.py, 20 such prompts, asked after the eviction; the seed is one that no scorer
+  was chosen with. "interval" is Wilson's at 95 %; "both" counts the prompts of both kinds.
+- stream: perplexity of 20,480 tokens of text in chunks of 256, with a budget of 1,024 tokens and with none.
+- decode: milliseconds of a decode step at 4,096 tokens, for every KV format and scorer: the mean over 128 steps with
+  their evictions, and the least of three such means, taken in turns.
+
 An existing output file keeps what is not measured again.
 """
 
-import argparse
 import json
 import math
 import statistics
 import time
 from pathlib import Path
 
+import harness
 import torch
 from kv_retrieval import KINDS, questions
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_efficient
 from hf_efficient import AdaKV, EvictionPolicy, PagedCache, SinkWindow
@@ -30,7 +31,7 @@ from hf_efficient.cache.page_handle import PAGES, PageHandle
 from hf_efficient.cache.stores.full_precision import PageStore
 from hf_efficient.cache.stores.kv_formats import KV_FORMATS
 from hf_efficient.cache.stores.quantized import QuantizedStore
-from hf_efficient.evaluation import environment, perplexity, samples
+from hf_efficient.evaluation import environment
 
 
 SCORERS = {
@@ -111,17 +112,8 @@ def measure_perplexity(model, tokens: torch.Tensor, policies: dict) -> list[dict
         print({key: round(math.exp(statistics.mean(nll)), 3) for key, nll in losses.items()}, flush=True)
     records, reference = [], torch.tensor(losses["none", 0.0], dtype=torch.float64)
     for (name, share), values in losses.items():
-        nll = torch.tensor(values, dtype=torch.float64)
-        difference, error = perplexity.paired_difference(nll, reference)
-        records.append(
-            {
-                "scorer": name,
-                "evicted": share,
-                "perplexity": perplexity.perplexity(nll),
-                "nll_difference": difference,
-                "nll_difference_standard_error": error,
-            }
-        )
+        found = harness.score(torch.tensor(values, dtype=torch.float64), reference)
+        records.append({"scorer": name, "evicted": share, **found})
         if share <= 0.5 and name in PEERS:
             records[-1]["peer"] = PEERS[name][0]
     return records
@@ -168,10 +160,10 @@ def stream(model, tokens: torch.Tensor, budget: int | None, total: int = 20480, 
         known = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
         losses.append(torch.nn.functional.cross_entropy(known, part[-len(known) :], reduction="none"))
         last = logits[-1:]
-        stored = max(
-            stored,
-            cache.layers[0].store.capacity * cache.block_size // (model.config.num_key_value_heads if budget else 1),
-        )
+        heads = (
+            model.config.num_key_value_heads if budget else 1
+        )  # an evicting layer keeps its own tokens for each head
+        stored = max(stored, cache.layers[0].store.capacity * cache.block_size // heads)
     losses = torch.cat(losses).double()
     record = {
         "budget": budget,
@@ -193,9 +185,8 @@ def decode(model, tokens, scorers: list[str], context: int = 4096, steps: int = 
             caches[f"{name}, {when} {budget}"] = PagedCache(model.config, eviction=policy)
     policy = EvictionPolicy(SCORERS["SnapKV"](), 2 * context, "always")
     caches["SnapKV, always, nothing to evict"] = PagedCache(model.config, eviction=policy)
-    caches["int8, SnapKV, prefill 0.5"] = PagedCache(
-        model.config, kv_format="int8", eviction=EvictionPolicy(SCORERS["SnapKV"](), 0.5)
-    )
+    policy = EvictionPolicy(SCORERS["SnapKV"](), 0.5)
+    caches["int8, SnapKV, prefill 0.5"] = PagedCache(model.config, kv_format="int8", eviction=policy)
     for cache in caches.values():
         fill(cache, calls)
     means, slowest = {name: [] for name in caches}, dict.fromkeys(caches, 0.0)
@@ -222,30 +213,27 @@ def decode(model, tokens, scorers: list[str], context: int = 4096, steps: int = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "kv_eviction.json")
     parser.add_argument("--tokens", required=True)
     parser.add_argument("--only", choices=("perplexity", "retrieval", "stream", "decode"))
     parser.add_argument("--scorers", nargs="+", choices=SCORERS, default=list(SCORERS))
     parser.add_argument("--evicted", nargs="+", type=float, default=[0.5, 0.75])
-    parser.add_argument("--output", default="benchmarks/results/kv_eviction.json")
     options = parser.parse_args()
-
-    path, output = samples.sample_model(), Path(options.output)
     long, text = (
         torch.load(Path(options.tokens) / f"{name}.pt", weights_only=True) for name in ("wiki_long", "wiki_eval")
     )
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="flash_paged").eval()
-    content = json.loads(output.read_text()) if output.exists() else {}
+    model = harness.load(attn_implementation="flash_paged")
+    content = harness.read(options.output, {})
     chosen = policies(options.scorers, options.evicted)
     measure = {
         "perplexity": lambda: measure_perplexity(model, long, chosen),
-        "retrieval": lambda: measure_retrieval(model, AutoTokenizer.from_pretrained(path), long, chosen),
+        "retrieval": lambda: measure_retrieval(model, harness.tokenizer(), long, chosen),
         "stream": lambda: [stream(model, text, budget) for budget in (1024, None)],
         "decode": lambda: decode(model, text, options.scorers),
     }
     for name in [options.only] if options.only else measure:
         content[name] = {"environment": environment.describe(), "records": measure[name]()}
-        output.write_text(json.dumps(content, indent=1) + "\n")
+        harness.write(options.output, content)
 
 
 if __name__ == "__main__":

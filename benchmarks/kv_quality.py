@@ -3,26 +3,26 @@
     python benchmarks/kv_quality.py [--formats int8 int4 ...] [--tokens FILE] [--windows 4] [--output FILE]
     python benchmarks/kv_quality.py --table        # the table of what has been measured, beside the peers
 
-SmolLM2-135M-Instruct in bfloat16 under attn_implementation="flash_paged": windows of 1,280 tokens of Wikipedia articles, fed in
-chunks of 256 through the cache, scored on the predictions made after the first chunk. Every format sees the same windows as
-kv_format="auto", whose next-token distributions are what KL and top-1 agreement are taken against. Bytes of a token are
-those of its slots in all layers, scales included; what a row keeps beside its blocks (int4 and int2) stands apart.
-FILE: int64 [rows, length], .safetensors or .pt; without it the windows come from `sample_text()`.
+SmolLM2-135M-Instruct in bfloat16 under attn_implementation="flash_paged": windows of 1,280 tokens of Wikipedia
+articles, fed in chunks of 256 through the cache, scored on the predictions made after the first chunk. Every format
+sees the same windows as kv_format="auto", whose next-token distributions are what KL and top-1 agreement are taken
+against. Bytes of a token are those of its slots in all layers, scales included; what a row keeps beside its blocks
+(int4 and int2) stands apart. FILE: int64 [rows, length], .safetensors or .pt; without it the windows come from
+`sample_text()`.
 """
 
-import argparse
 import json
 import math
 from pathlib import Path
 
+import harness
 import torch
 
 
-RESULTS = Path(__file__).parent / "results" / "kv_quality.json"
 LENGTH, CHUNK = 1280, 256
 FORMATS = ("auto", "int8", "fp8", "int4", "int2")
 
-# QUALITY.md's protocol, measured by us earlier with the peers' own packages: name -> (bits, perplexity, KL, top-1 %)
+# measured earlier with the peers' own packages: name -> (bits, perplexity, KL, top-1 %)
 PEERS = {
     "hqq int8 g64, residual 128": (8, 19.036, 0.0017, 97.9),
     "transformers fp8 per tensor": (8, 19.177, 0.0106, 93.7),
@@ -79,34 +79,25 @@ def measure(model, windows: torch.Tensor, kv_formats: list[str]) -> dict[str, di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "kv_quality.json")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--tokens")
     parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
         return write_table(options.output)
 
-    from quality import read_tokens
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     import hf_efficient
-    from hf_efficient.evaluation import environment, perplexity, samples
+    from hf_efficient.evaluation import environment
 
     hf_efficient.register()
-    folder = samples.sample_model()
-    if options.tokens:
-        windows = read_tokens(options.tokens)[: options.windows, :LENGTH]
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        windows = perplexity.windows(tokenizer, samples.sample_text("evaluation"), options.windows, LENGTH)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="flash_paged").eval()
-    done = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    windows = harness.windows(options.tokens, "evaluation", options.windows, LENGTH)
+    model = harness.load(attn_implementation="flash_paged")
+    done = harness.read(options.output, {})
     for name, row in measure(model, windows, options.formats).items():
         done[name] = {**row, "environment": environment.describe()}
-    options.output.write_text(json.dumps(done, indent=1) + "\n")
+    harness.write(options.output, done)
     return write_table(options.output)
 
 
@@ -132,8 +123,7 @@ def write_table(path: Path) -> None:
     ]
     lines += ["| peer | bits | perplexity | KL to bf16 | top-1 agreement |", "|---|" + "---:|" * 4]
     lines += [f"| {name} | {bits} | {value:.3f} | {kl} | {top} % |" for name, (bits, value, kl, top) in PEERS.items()]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    harness.write_table(path, lines)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Retrieval from a prompt by a key: what a cache that has lost tokens must still find.
 
-A Wikipedia text with one sentence between two others, at depths spread evenly over the prompts. The question comes only after
-the prompt, so that whatever is evicted is chosen without it, and the answer must be the greedy one, token by token.
-"word": "The secret word of river is anchor.", one to three tokens to find, most of which the text itself makes plausible.
-"code": "The code of river is 48213.", six tokens, none of which can be guessed.
+A sentence stands between two others of a Wikipedia text, at depths spread evenly over the prompts. The question comes
+after the prompt, so evictions cannot depend on it, and the greedy answer must be right token by token.
+
+- "word": "The secret word of river is anchor.": one to three tokens, most of which the text itself makes plausible.
+- "code": "The code of river is 48213.": six tokens, none of which can be guessed.
 """
 
 import random
@@ -22,8 +23,8 @@ KINDS = {"word": "The secret word of", "code": "The code of"}
 def questions(
     tokenizer, tokens: torch.Tensor, number: int, kind: str = "word", length: int = 1024, seed: int = 0
 ) -> Iterator[tuple[torch.Tensor, list[int], list[int]]]:
-    """`number` times (prompt int64 [length], question, answer: token ids). tokens: int64 [rows, at least length], text; kind:
-    of `KINDS`."""
+    """`number` times (prompt int64 [length], question, answer: token ids). tokens: int64 [rows, at least length], text;
+    kind: of `KINDS`."""
     for index in range(number):
         generator = random.Random(index + 1000 * seed)
         key, value = generator.sample(WORDS, 2)

@@ -1,6 +1,8 @@
-"""The linear layers that benchmarks/linear.py is measured beside: torch's own products, bitsandbytes and gemlite; timed only.
+"""The linear layers that benchmarks/linear.py is measured beside: torch's own products, bitsandbytes and gemlite; timed
+only.
 
-Each function gives name -> (call of (x, i), copies of the weight, bytes of one), and raises where its package is missing.
+Each function gives name -> (call of (x, i), copies of the weight, bytes of one), and raises where its package is
+missing.
 """
 
 import torch
@@ -34,13 +36,14 @@ def torch_peers(bench: Benchmark, n: int, k: int) -> dict:
         options = dict(out_dtype=bench.dtype, use_fast_accum=False)
         return torch._scaled_mm(codes, float8[i].t(), scale, int8[0]["w_scale"].t().contiguous(), **options)
 
+    def int4pack(x, i):
+        return torch._weight_int4pack_mm(x, int4[i], 64, scales)
+
     return {
-        "torch int4pack g64": (
-            lambda x, i: torch._weight_int4pack_mm(x, int4[i], 64, scales), count4, n * k // 2 + scales.nbytes,
-        ),
+        "torch int4pack g64": (int4pack, count4, n * k // 2 + scales.nbytes),
         "torch _int_mm, dynamic": (int_mm, count8, n * k),
         "torch _scaled_mm, dynamic": (scaled_mm, count8, n * k),
-    }  # fmt: skip
+    }
 
 
 def bitsandbytes_peer(bench: Benchmark, n: int, k: int) -> dict:

@@ -1,33 +1,31 @@
-"""Time to the first token of a prompt that shares its beginning with one seen before, on SmolLM2-135M-Instruct. Writes
+"""Time to the first token of a prompt whose beginning was seen before, on SmolLM2-135M-Instruct. Writes
 benchmarks/results/prefix_cache.json.
 
-Every repeat takes two prompts of new text that share `--shared` of `--tokens` tokens, and runs in turn
-  second_without    the second, without a prefix cache (an empty PagedCache)
-  second_dynamic    the second, with transformers' DynamicCache and sdpa
-  first             the first, which the PrefixCache has not seen; stores its blocks
-  second            the second: restores what it shares
-each as generate(max_new_tokens=1). A record has of each the median in milliseconds, the quartiles, the fastest, and the
-median of the processor's time (all threads), which other work on the machine disturbs least. `speedup` is that of `second`
-over `second_without`: of the medians, of the fastest, and of the processor's time.
-
     python benchmarks/prefix_cache.py [--threads 2] [--tokens 1000 1024] [--shared 960] [--repeats 9] [--output FILE]
+
+Every repeat takes two prompts of new text that share `--shared` of `--tokens` tokens, and runs in turn, each as
+generate(max_new_tokens=1):
+- second_without: the second, without a prefix cache (an empty PagedCache);
+- second_dynamic: the second, with transformers' DynamicCache and sdpa;
+- first: the first, which the PrefixCache has not seen; stores its blocks;
+- second: the second, which restores the shared blocks.
+
+A record has of each the median in milliseconds, the quartiles, the fastest, and the median CPU time of all threads,
+which other work on the machine disturbs least. `speedup` is `second_without` over `second`: of the medians, of the
+fastest, and of the CPU times.
 """
 
-import argparse
 import json
 import os
 import statistics
 import time
-from pathlib import Path
 
+import harness
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 import hf_efficient
 from hf_efficient.evaluation import environment, samples
-
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def first_token(model, implementation: str, ids: torch.Tensor, cache) -> tuple[int, float, float]:
@@ -41,10 +39,8 @@ def first_token(model, implementation: str, ids: torch.Tensor, cache) -> tuple[i
 
 def measure(dtype: torch.dtype, tokens: int, shared: int, repeats: int) -> dict:
     """One record."""
-    folder = samples.sample_model()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = tokenizer(samples.sample_text(), return_tensors="pt")["input_ids"]
+    model = harness.load(dtype=dtype)
+    text = harness.tokenizer()(samples.sample_text(), return_tensors="pt")["input_ids"]
     prefix = hf_efficient.PrefixCache(model, num_blocks=4 * tokens // 16)  # soon full
     times = {name: [] for name in ("second_without", "second_dynamic", "first", "second")}
     cpu_times = {name: [] for name in times}
@@ -70,18 +66,13 @@ def measure(dtype: torch.dtype, tokens: int, shared: int, repeats: int) -> dict:
                 cpu_times[name].append(cpu_seconds)
         assert prefix.stats()["skipped_tokens"] - skipped == shared // 16 * 16
         same += found["second"] == found["second_without"]
-    median, fastest, cpu = (
-        {name: round(of(values) * 1e3, 1) for name, values in each.items()}
-        for of, each in ((statistics.median, times), (min, times), (statistics.median, cpu_times))
-    )
+    median, cpu = (harness.milliseconds(each, statistics.median, 1) for each in (times, cpu_times))
+    fastest = harness.milliseconds(times, min, 1)
     record = {
         "dtype": str(dtype)[6:],
         "tokens": tokens,
         "milliseconds": median,
-        "quartiles": {
-            name: [round(value * 1e3, 1) for value in statistics.quantiles(values)[::2]]
-            for name, values in times.items()
-        },
+        "quartiles": harness.milliseconds(times, harness.quartiles, 1),
         "fastest": fastest,
         "processor_milliseconds": cpu,
         "speedup": {
@@ -95,12 +86,11 @@ def measure(dtype: torch.dtype, tokens: int, shared: int, repeats: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "prefix_cache.json")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 1024])
     parser.add_argument("--shared", type=int, default=960)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/prefix_cache.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     records = [
@@ -117,8 +107,7 @@ def main() -> None:
         "repeats": options.repeats,
         "records": records,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write(options.output, result)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,18 @@
     python benchmarks/pruning.py [--rows GLOB ...] [--tokens FILE] [--calibration-tokens FILE] [--output FILE]
     python benchmarks/pruning.py --table          # the table of what has been measured, beside the peers
 
-Model, texts, processes, options and files are those of `benchmarks/quality.py`. Stored is everything that a pruned linear
-keeps on disk (values or codes, scales, masks) as a share of bf16. The peers' figures are of 32 windows of calibration: rows
-named after them are made with `--calibration-windows 32`, the others with all 128.
+Model, texts, processes, options and files are those of `benchmarks/quality.py`. Stored is everything that a pruned
+linear keeps on disk (values or codes, scales, masks) as a share of bf16. The peers' figures are of 32 windows of
+calibration: rows named after them are made with `--calibration-windows 32`, the others with all 128.
 """
 
 import json
 from pathlib import Path
 
-from quality import main
+import harness
+from quality import cells_of, main
 
 
-RESULTS = Path(__file__).parent / "results" / "pruning.json"
 BEST = dict(method="alps", refine=True)
 
 
@@ -39,7 +39,7 @@ def rows() -> dict[str, dict | None]:
     return table
 
 
-# shared protocol, measured by us earlier with the peers' own packages, 32 windows of calibration: name -> perplexity
+# measured earlier with the peers' own packages, 32 windows of calibration: name -> perplexity
 PEERS = {
     "llm-compressor SparseGPT 50 %": 39.25,
     "llm-compressor SparseGPT 2:4": 79.77,
@@ -61,24 +61,14 @@ def write_table(path: Path) -> None:
     for name in rows():
         if name not in done:
             continue
-        row = done[name]
-        cells = [name, f"{row['bits_per_weight'] / 16:.3f}"]
-        for text in ("wikipedia", "news"):
-            own = row[text]
-            cells.append(f"{own['perplexity']:.2f}")
-            cells.append(f"{own['nll_difference']:+.4f} ({own['nll_difference_standard_error']:.4f})")
-            if text == "wikipedia":
-                cells.append(f"{row['kl_to_bf16']:.4f}" if "kl_to_bf16" in row else "")
-        cells += [f"{row['seconds']:.0f}", f"{row['peak_memory_bytes'] / 1e9:.2f}", str(row["calibration_windows"])]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(harness.row([name, f"{done[name]['bits_per_weight'] / 16:.3f}", *cells_of(done[name])]))
     environment = list(done.values())[-1]["environment"]
     parts = {"commit": environment["commit"], **environment["hardware"], **environment["versions"]}
     lines += ["", "Last measured: " + ", ".join(f"{name} {value}" for name, value in parts.items() if value) + "."]
     lines += ["", "Peers on the same windows, with their own packages, 32 windows of calibration:", ""]
     lines += ["| peer | perplexity |", "|---|---:|", *(f"| {name} | {value:g} |" for name, value in PEERS.items())]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    harness.write_table(path, lines)
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, RESULTS, rows, write_table)
+    main(__file__, __doc__, "pruning.json", rows, write_table)

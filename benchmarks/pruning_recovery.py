@@ -1,33 +1,30 @@
 """How much of what pruning cost do ten minutes of training give back?
 
-    python benchmarks/pruning_recovery.py [--rows GLOB ...] [--tokens FILE] [--calibration-tokens FILE] [--starts FOLDER]
-        [--minutes 10 | --steps N] [--output FILE]
+    python benchmarks/pruning_recovery.py [--rows GLOB ...] [--tokens FILE] [--calibration-tokens FILE]
+        [--starts FOLDER] [--minutes 10 | --steps N] [--output FILE]
 
-Model and measured texts are those of `benchmarks/quality.py`; a row prunes as the row of `benchmarks/pruning.py` of that name
-does (the models are kept in FOLDER, and taken from there where they are) and calls `recover` with the dense model as teacher.
-Trained on: the Wikipedia articles of gensim's test data without those that share passages with the measured windows (more
-than ten runs of 13 tokens). The time is that of the call, the teacher's and the packing included.
+Model and measured texts are those of `benchmarks/quality.py`; a row prunes as the row of `benchmarks/pruning.py` of
+that name does (the models are kept in FOLDER, and taken from there where they are) and calls `recover` with the dense
+model as teacher. Trained on: the Wikipedia articles of gensim's test data without those that share passages with the
+measured windows (more than ten runs of 13 tokens). The time is that of the call, the teacher's and the packing
+included.
 """
 
-import argparse
-import fnmatch
-import json
 import os
 import tempfile
 import time
 from pathlib import Path
 
+import harness
 import torch
 from pruning import rows as one_shot
-from quality import LENGTH, WINDOWS, read_tokens
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from quality import texts
 
 import hf_efficient
 from hf_efficient.evaluation import environment, memory, perplexity, samples
 from hf_efficient.layers import EfficientLinear
 
 
-RESULTS = Path(__file__).parent / "results" / "pruning_recovery.json"
 RUN, CHANCE = 13, 10  # tokens of a passage; an article with more of them in common is left out
 
 # name -> (row of benchmarks/pruning.py, arguments of recover)
@@ -66,11 +63,8 @@ def pruned(name: str, calibration: torch.Tensor, folder: Path):
         arguments = dict(one_shot()[name])
         arguments.pop("quant_method")
         config = hf_efficient.SparseConfig(**arguments, calibration={"tokens": calibration})
-        model = AutoModelForCausalLM.from_pretrained(
-            samples.sample_model(), dtype=torch.bfloat16, quantization_config=config
-        )
-        model.save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        harness.load(quantization_config=config).save_pretrained(folder)
+    return harness.load(folder)
 
 
 def masks(model) -> dict[str, torch.Tensor]:
@@ -78,23 +72,23 @@ def masks(model) -> dict[str, torch.Tensor]:
     return {name: module.format.mask(module.canonical(), module.in_features) for name, module in layers.items()}
 
 
+def score(model, texts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: perplexity.negative_log_likelihood(model, windows) for name, windows in texts.items()}
+
+
 def measure(name: str, teacher, dense: dict, calibration, texts: dict, training, starts: Path, budget: dict) -> dict:
     """One row: perplexities before and after, and what the training took. dense: what `teacher` scores on `texts`."""
     start, options = ROWS[name]
     model = pruned(start, calibration, starts / start.replace(" ", "-").replace("%", "percent").replace(":", "of"))
     result = {"start": start, "recover": {**options, **budget}}
-    before, kept = (
-        {text: perplexity.negative_log_likelihood(model, windows) for text, windows in texts.items()},
-        masks(model),
-    )
+    before, kept = score(model, texts), masks(model)
     began, spent = time.perf_counter(), time.process_time()
     done = hf_efficient.recover(model, teacher, training, **options, **budget)
     result |= {**done, "wall_seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - spent}
     result["peak_memory_bytes"] = memory.peak_memory_bytes(torch.device("cpu"))
     result["masks_are_the_same"] = all(torch.equal(kept[key], mask) for key, mask in masks(model).items())
     result["share_of_zeros"] = 1 - sum(m.sum().item() for m in kept.values()) / sum(m.numel() for m in kept.values())
-    for text, windows in texts.items():
-        after = perplexity.negative_log_likelihood(model, windows)
+    for text, after in score(model, texts).items():
         difference, error = perplexity.paired_difference(after, dense[text])
         result[text] = {
             "perplexity_before": perplexity.perplexity(before[text]),
@@ -109,43 +103,30 @@ def measure(name: str, teacher, dense: dict, calibration, texts: dict, training,
 
 def main() -> None:
     """Measures the rows in turn; each is in the results when it is done."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "pruning_recovery.json")
     parser.add_argument("--rows", nargs="*", default=["*"], help="globs of row names")
     parser.add_argument("--tokens")
     parser.add_argument("--calibration-tokens")
     parser.add_argument("--starts", type=Path, help="folder of one-shot models (default: a temporary one)")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--steps", type=int, help="instead of minutes")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(samples.sample_model())
-    own = {name: samples.sample_text(split) for name, split in (("wikipedia", "evaluation"), ("news", "news"))}
-    texts = {name: perplexity.windows(tokenizer, text, WINDOWS[name], LENGTH) for name, text in own.items()}
-    calibration = perplexity.windows(tokenizer, samples.sample_text("calibration"), 128, 512)
-    measured = texts["wikipedia"]
-    if options.tokens:
-        measured = read_tokens(options.tokens)
-        texts["wikipedia"] = measured[: WINDOWS["wikipedia"]]
-    if options.calibration_tokens:
-        calibration = read_tokens(options.calibration_tokens)
-    training = training_tokens(tokenizer, measured)
+    scored = texts(options.tokens)
+    calibration = harness.windows(options.calibration_tokens, "calibration", 128, 512)
+    measured = harness.read_tokens(options.tokens) if options.tokens else scored["wikipedia"]
+    training = training_tokens(harness.tokenizer(), measured)
     budget = {"minutes": options.minutes} if options.steps is None else {"steps": options.steps}
-    teacher = AutoModelForCausalLM.from_pretrained(samples.sample_model(), dtype=torch.bfloat16)
-    dense = {name: perplexity.negative_log_likelihood(teacher, windows) for name, windows in texts.items()}
-    done = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    teacher = harness.load()
+    dense, done = score(teacher, scored), harness.read(options.output, {})
     with tempfile.TemporaryDirectory() as scratch:
-        for name in ROWS:
-            if any(fnmatch.fnmatch(name, pattern) for pattern in options.rows):
-                load = os.getloadavg()[1]
-                starts = options.starts or Path(scratch)
-                row = measure(name, teacher, dense, calibration, texts, training, starts, budget)
-                row |= {"training_windows": list(training.shape), "load_average_before": load}
-                done[name] = {**row, "environment": environment.describe()}
-                options.output.write_text(json.dumps(done, indent=1) + "\n")
-                was, now = row["wikipedia"]["perplexity_before"], row["wikipedia"]["perplexity"]
-                print(
-                    f"{name}: {was:.2f} -> {now:.2f} in {row['wall_seconds']:.0f} s, {row['tokens']} tokens", flush=True
-                )
+        for name in harness.matching(ROWS, options.rows):
+            load, starts = os.getloadavg()[1], options.starts or Path(scratch)
+            row = measure(name, teacher, dense, calibration, scored, training, starts, budget)
+            row |= {"training_windows": list(training.shape), "load_average_before": load}
+            done[name] = {**row, "environment": environment.describe()}
+            harness.write(options.output, done)
+            was, now = row["wikipedia"]["perplexity_before"], row["wikipedia"]["perplexity"]
+            print(f"{name}: {was:.2f} -> {now:.2f} in {row['wall_seconds']:.0f} s, {row['tokens']} tokens", flush=True)
 
 
 if __name__ == "__main__":

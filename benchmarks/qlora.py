@@ -1,18 +1,15 @@
-"""Does training adapters over 4-bit weights learn? SmolLM2 in int4 and NF4, LoRA on every linear layer, 50 steps on a CPU.
+"""Does training adapters over 4-bit weights learn? SmolLM2 in int4 and NF4, LoRA on every linear, 50 steps on a CPU.
 
-python benchmarks/qlora.py --output benchmarks/results/qlora_cpu.json
+python benchmarks/qlora.py [--only NAME] [--output FILE]
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
+import harness
 import peft
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_efficient
 from hf_efficient.evaluation import environment, memory, perplexity, samples
@@ -25,11 +22,11 @@ CONFIGS = {
 STEPS, BATCH, LENGTH, RATE, RANK, HELD_OUT = 50, 2, 256, 5e-4, 16, 8
 
 
-def measure(name: str, folder: Path, text: torch.Tensor, held_out: torch.Tensor) -> dict:
-    """Trains on `text` [STEPS * BATCH, LENGTH] and scores `held_out` [windows, length] before, after, and with the adapter
-    saved and reloaded; both int64."""
+def measure(name: str, text: torch.Tensor, held_out: torch.Tensor) -> dict:
+    """Trains on `text` [STEPS * BATCH, LENGTH] and scores `held_out` [windows, length] before, after, and with the
+    adapter saved and reloaded; both int64."""
     torch.manual_seed(0)
-    model = load(name, folder)
+    model = load(name)
     before = perplexity.negative_log_likelihood(model, held_out, False).mean().item()
     lora = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(peft.prepare_model_for_kbit_training(model), lora)
@@ -48,7 +45,7 @@ def measure(name: str, folder: Path, text: torch.Tensor, held_out: torch.Tensor)
     after = perplexity.negative_log_likelihood(model, held_out, False).mean().item()
     with tempfile.TemporaryDirectory() as adapter, torch.no_grad():
         model.save_pretrained(adapter)
-        again = peft.PeftModel.from_pretrained(peft.prepare_model_for_kbit_training(load(name, folder)), adapter)
+        again = peft.PeftModel.from_pretrained(peft.prepare_model_for_kbit_training(load(name)), adapter)
         same = torch.equal(again.eval()(held_out[:1]).logits, model(held_out[:1]).logits)
     return {
         "name": name,
@@ -63,22 +60,18 @@ def measure(name: str, folder: Path, text: torch.Tensor, held_out: torch.Tensor)
     }
 
 
-def load(name: str, folder: Path):
+def load(name: str):
     """The compressed model."""
     config = hf_efficient.WeightOnlyConfig(**CONFIGS[name])
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    return harness.load(quantization_config=config)
 
 
 def main() -> None:
     """Measures every config in turn and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", required=True)
+    parser = harness.parser(__doc__, "qlora_cpu.json")
     parser.add_argument("--only", choices=CONFIGS, help="one config instead of all")
     options = parser.parse_args()
-    folder = samples.sample_model()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    news = samples.sample_text("news")
-    windows = perplexity.windows(tokenizer, news, STEPS * BATCH + HELD_OUT, LENGTH)
+    windows = harness.windows(None, "news", STEPS * BATCH + HELD_OUT, LENGTH)
     names = [options.only] if options.only else list(CONFIGS)
     content = {
         "model": samples.SAMPLE_MODEL,
@@ -88,9 +81,9 @@ def main() -> None:
         "rank": RANK,
         "learning_rate": RATE,
         "environment": environment.describe(),
-        "results": [measure(name, folder, windows[:-HELD_OUT], windows[-HELD_OUT:]) for name in names],
+        "results": [measure(name, windows[:-HELD_OUT], windows[-HELD_OUT:]) for name in names],
     }
-    Path(options.output).write_text(json.dumps(content, indent=2) + "\n")
+    harness.write(options.output, content)
 
 
 if __name__ == "__main__":

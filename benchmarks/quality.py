@@ -3,16 +3,16 @@
     python benchmarks/quality.py [--rows GLOB ...] [--tokens FILE] [--calibration-tokens FILE] [--output FILE]
     python benchmarks/quality.py --table          # the table and the plot of what has been measured, beside the peers
 
-SmolLM2-135M-Instruct, all linears but the head, 24 windows of 1,024 tokens of Wikipedia articles, and 12 of news stories
-that no method was calibrated on. Calibration, for every method that can use it: windows of 512 tokens of other articles.
-Every row is made and measured in a process of its own (time and peak memory are those of `from_pretrained`), and stands in
-the results when it is done: a run can be repeated row by row. Differences to bf16 are paired by window, their standard
-errors stand beside them. Bits of a weight count codes, scales, zero points and whatever else is stored. FILE: int64
-[rows, length], .safetensors or .pt (read without unpickling objects); without it the windows come from `sample_text()`.
+SmolLM2-135M-Instruct, all linears but the head, 24 windows of 1,024 tokens of Wikipedia articles, and 12 of news
+stories that no method was calibrated on. Calibration, for every method that can use it: windows of 512 tokens of other
+articles. Every row is made and measured in a process of its own (time and peak memory are those of `from_pretrained`),
+and stands in the results when it is done: a run can be repeated row by row. Differences to bf16 are paired by window,
+their standard errors stand beside them. Bits of a weight count codes, scales, zero points and whatever else is stored.
+FILE: int64 [rows, length], .safetensors or .pt (read without unpickling objects); without it the windows come from
+`sample_text()`.
 """
 
 import argparse
-import fnmatch
 import hashlib
 import json
 import os
@@ -22,10 +22,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import harness
 import torch
 
 
-RESULTS = Path(__file__).parent / "results" / "quality.json"
 WINDOWS, LENGTH, KL_WINDOWS = {"wikipedia": 24, "news": 12}, 1024, 4
 
 
@@ -83,7 +83,7 @@ def rows() -> dict[str, dict | None]:
     return table
 
 
-# shared protocol, measured by us earlier with the peers' own packages: name -> (bits of a weight, perplexity)
+# measured earlier with the peers' own packages: name -> (bits of a weight, perplexity)
 PEERS = {
     "quanto int8": (8, 19.61),
     "torchao int8": (8, 19.62),
@@ -101,22 +101,13 @@ PEERS = {
 }
 
 
-def read_tokens(path: str) -> torch.Tensor:
-    if path.endswith(".safetensors"):
-        from safetensors.torch import load_file
-
-        return next(iter(load_file(path).values()))
-    return torch.load(path, weights_only=True)
-
-
 def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration: torch.Tensor) -> dict:
     """One row: makes the model through `from_pretrained` and measures it on every text."""
     import transformers
-    from transformers import AutoModelForCausalLM
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     import hf_efficient
-    from hf_efficient.evaluation import memory, perplexity, samples
+    from hf_efficient.evaluation import memory, perplexity
     from hf_efficient.layers import EfficientLinear
 
     transformers.logging.set_verbosity_error()
@@ -128,7 +119,7 @@ def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration:
         config = options["quantization_config"] = kind(**arguments, calibration={"tokens": calibration})
     torch.manual_seed(0)
     start = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(samples.sample_model(), dtype=torch.bfloat16, **options)
+    model = harness.load(**options)
     result = {
         "seconds": time.perf_counter() - start,
         "peak_memory_bytes": memory.peak_memory_bytes(torch.device("cpu")),
@@ -148,20 +139,38 @@ def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration:
             "nll": nll.tolist(),
         }
     if config is not None:
-        base = AutoModelForCausalLM.from_pretrained(samples.sample_model(), dtype=torch.bfloat16)
+        base = harness.load()
         divergence = [perplexity.kl_divergence(base, model, window) for window in texts["wikipedia"][:KL_WINDOWS]]
         result["kl_to_bf16"] = sum(divergence) / len(divergence)
     return result
 
 
-def main(script: str, description: str, results: Path, rows, write_table) -> None:
+def texts(wikipedia: str | None) -> dict[str, torch.Tensor]:
+    """name -> int64 [windows, LENGTH] that rows are measured on; `wikipedia`: a file for the first."""
+    splits = {"wikipedia": (wikipedia, "evaluation"), "news": (None, "news")}
+    return {name: harness.windows(*splits[name], count, LENGTH) for name, count in WINDOWS.items()}
+
+
+def cells_of(row: dict) -> list[str]:
+    """The cells of a table of a row's perplexities, divergence, seconds, GB and calibration windows."""
+    cells = []
+    for text in WINDOWS:
+        own = row[text]
+        cells.append(f"{own['perplexity']:.2f}")
+        cells.append(f"{own['nll_difference']:+.4f} ({own['nll_difference_standard_error']:.4f})")
+        if text == "wikipedia":
+            cells.append(f"{row['kl_to_bf16']:.4f}" if "kl_to_bf16" in row else "")
+    seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
+    return [*cells, seconds, f"{row['peak_memory_bytes'] / 1e9:.2f}", str(row.get("calibration_windows", ""))]
+
+
+def main(script: str, description: str, output: str, rows, write_table) -> None:
     """Runs `script` for each of its rows; `benchmarks/pruning.py` shares it."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(description, output)
     parser.add_argument("--rows", nargs="*", default=["*"], help="globs of row names")
     parser.add_argument("--tokens")
     parser.add_argument("--calibration-tokens")
     parser.add_argument("--calibration-windows", type=int, default=128)
-    parser.add_argument("--output", type=Path, default=results)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--missing", action="store_true", help="only rows that the output does not hold")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -170,28 +179,22 @@ def main(script: str, description: str, results: Path, rows, write_table) -> Non
         return write_table(options.output)
 
     from safetensors.torch import load_file, save_file
-    from transformers import AutoTokenizer
 
-    from hf_efficient.evaluation import environment, perplexity, samples
+    from hf_efficient.evaluation import environment
 
     if options.one:
         tensors = load_file(options.tokens)
         calibration = tensors.pop("calibration")
         options.output.write_text(json.dumps(measure(rows()[options.one], tensors, calibration)))
         return None
-    tokenizer = AutoTokenizer.from_pretrained(samples.sample_model())
-    own = {name: samples.sample_text(split) for name, split in (("wikipedia", "evaluation"), ("news", "news"))}
-    tensors = {name: perplexity.windows(tokenizer, text, WINDOWS[name], LENGTH) for name, text in own.items()}
-    tensors["calibration"] = perplexity.windows(tokenizer, samples.sample_text("calibration"), 128, 512)
-    for name, path in (("wikipedia", options.tokens), ("calibration", options.calibration_tokens)):
-        if path:
-            tensors[name] = read_tokens(path)[: WINDOWS.get(name)]
-    tensors["calibration"] = tensors["calibration"][: options.calibration_windows]
+    tensors = texts(options.tokens)
+    count = options.calibration_windows
+    tensors["calibration"] = harness.windows(options.calibration_tokens, "calibration", count, 512)
     digests = {name: hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()[:16] for name in WINDOWS}
-    done = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    done = harness.read(options.output, {})
     if any(row["texts"] != digests for row in done.values()):
         sys.exit(f"{options.output} was measured on other texts: give --tokens as then, or another --output")
-    chosen = [name for name in rows() if any(fnmatch.fnmatch(name, pattern) for pattern in options.rows)]
+    chosen = harness.matching(rows(), options.rows)
     if "bf16" not in done and "bf16" not in chosen:
         chosen.insert(0, "bf16")
     with tempfile.TemporaryDirectory() as folder:
@@ -206,12 +209,11 @@ def main(script: str, description: str, results: Path, rows, write_table) -> Non
             row = {"config": rows()[name], "calibration_windows": len(tensors["calibration"]), "texts": digests}
             row["load_average"] = os.getloadavg()[1]  # of 2 cores: time taken on a busy machine is longer
             row |= json.loads(result.read_text())
-            for text in ("wikipedia", "news"):
+            for text in WINDOWS:
                 base = torch.tensor((row if name == "bf16" else done["bf16"])[text]["nll"]).double()
-                difference = perplexity.paired_difference(torch.tensor(row[text]["nll"]).double(), base)
-                row[text]["nll_difference"], row[text]["nll_difference_standard_error"] = difference
+                row[text] |= harness.score(torch.tensor(row[text]["nll"]).double(), base)
             done[name] = {**row, "environment": environment.describe()}
-            options.output.write_text(json.dumps(done, indent=1) + "\n")
+            harness.write(options.output, done)
             shown = [f"{text} {row[text]['perplexity']:.3f}" for text in ("wikipedia", "news")]
             print(name, *shown, f"{row['bits_per_weight']:.3f} bits {row['seconds']:.0f} s", flush=True)
     return None
@@ -228,20 +230,11 @@ def write_table(path: Path) -> None:
     for name, row in sorted(
         done.items(), key=lambda item: (-item[1]["bits_per_weight"], item[1]["wikipedia"]["perplexity"])
     ):
-        cells = [name, f"{row['bits_per_weight']:.3f}"]
-        for text in ("wikipedia", "news"):
-            own = row[text]
-            cells.append(f"{own['perplexity']:.2f}")
-            cells.append(f"{own['nll_difference']:+.4f} ({own['nll_difference_standard_error']:.4f})")
-            if text == "wikipedia":
-                cells.append(f"{row['kl_to_bf16']:.4f}" if "kl_to_bf16" in row else "")
-        seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
-        cells += [seconds, f"{row['peak_memory_bytes'] / 1e9:.2f}", str(row.get("calibration_windows", ""))]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(harness.row([name, f"{row['bits_per_weight']:.3f}", *cells_of(row)]))
     lines += ["", "Peers on the same windows, with their own packages:", "", "| peer | bits of a weight | perplexity |"]
     lines.append("|---|---:|---:|")
     lines += [f"| {name} | {bits:g} | {value} |" for name, (bits, value) in PEERS.items()]
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    harness.write_table(path, lines)
 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -272,8 +265,7 @@ def write_table(path: Path) -> None:
     axis.legend()
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path.with_suffix(".png"), dpi=120)
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, RESULTS, rows, write_table)
+    main(__file__, __doc__, "quality.json", rows, write_table)

@@ -1,35 +1,36 @@
-"""Speculative against plain decoding of SmolLM2-135M-Instruct on CPU, on prompts whose answers copy from them (summarise,
-rewrite, edit code) and on open chat. Writes benchmarks/results/speculation_cpu.json.
-
-The copying prompts were chosen by what plain decoding answers, before anything was timed: at least half of the tokens of each
-answer stand in the prompt within 8 tokens in a row (`copied`). `ceiling` is what no lookup can exceed: tokens per step when
-after each token the longest of all texts of at least 3 tokens that stood there before and are right is drafted whole.
-
-Every repeat takes the prompts in turn, and with each all ways to generate, so that what else the machine does falls on all of
-them; before the first repeat our ways run once, and those of transformers with the first prompt, which is not counted. Batch 1 is the prompts one by one, batch 8 all of a kind at once. Greedy,
-bf16 or, with --bits 4, weight-only int4 with an int8 output head and inputs rounded to int8, the same model everywhere; whole
-calls of generate(), the prompt included:
-  generate         generate() without a drafter
-  transformers     plain generate() of a model that hf_efficient has not touched (sdpa, DynamicCache)
-  transformers prompt_lookup, transformers assistant   its own speculation (batch 1)
-  transformers prompt_lookup N   its own with prompt_lookup_num_tokens=N; goals are against the faster
-  others           our drafters; `both` is the best of prompt lookup and token recycling, and `assistant` drafts with the same
-                   4-bit model as transformers' assistant (not with --bits 4, where it would be the target); `heads` are
-                   those of --heads, by `hf-efficient train-draft`
-A record has tokens/s (of the median of each prompt's seconds; the slowest and the fastest repeat stand beside it) and their
-ratio to `generate` and `transformers`; `decoding_ratio`, to `generate` by the time after the prompt; tokens per step;
-acceptance by position (a mean over prompts); seconds of draft, verification and host; and `host_share`, the share of all these
-spent neither in the drafter nor in the target's forward (the cache's bookkeeping around a forward counts as forward). Nearly
-equal logits fall differently in bf16 when several tokens are computed at once, so `identical` counts the rows whose tokens are
-those of plain generation (of `generate`, or of `transformers` for its own), and nothing is asserted.
+"""Speculative against plain decoding of SmolLM2-135M-Instruct on a CPU, on prompts whose answers copy from them
+(summarise, rewrite, edit code) and on open chat. Writes benchmarks/results/speculation_cpu.json.
 
     python benchmarks/speculation.py [--quick] [--bits 4] [--threads 2] [--repeats 5] [--prompts 8] [--heads FOLDER]
         [--parts copying-1 copying-8 chat-1 chat-8] [--ways NAME ...] [--output FILE]
 
-With --parts the others stay as they are in the file, if they are of the same commit, model and prompts.
+Prompts: the copying ones were chosen by the answers of plain decoding, before anything was timed: at least half of the
+tokens of each answer stand in the prompt within 8 tokens in a row (`copied`). `ceiling` bounds the tokens per step of
+any lookup: after each token it drafts whole the longest right continuation of at least 3 tokens that stands anywhere in
+the text so far. Batch 1 runs the prompts one by one, batch 8 all of a kind at once.
+
+Ways to generate, greedy, whole calls of generate() with the prefill:
+- generate: without a drafter.
+- transformers: plain generate() of a model that this package has not touched (sdpa, DynamicCache).
+- transformers prompt_lookup N, transformers assistant: its own speculation (batch 1); goals compare with the faster N.
+- the others: our drafters. `both` is the best of prompt lookup and token recycling; `assistant` drafts with the same
+  4-bit model as transformers' assistant; `heads` are those of --heads, trained by `hf-efficient train-draft`.
+The model is in bf16. With --bits 4 it has int4 weights, an int8 output head and inputs rounded to int8 (then there is
+no assistant: it would be the target).
+
+Every repeat takes the prompts in turn, and each prompt all ways, so that other work on the machine hits all of them.
+Before the first repeat our ways run once, and transformers' ways on the first prompt; these runs are not counted.
+
+A record has tokens/s (of the median of each prompt's seconds; beside it the slowest and fastest repeat) and their ratio
+to `generate` and `transformers`; `decoding_ratio`, to `generate` without the prefill; tokens per step; acceptance by
+position (mean over prompts); seconds of draft, verification and host; `host_share`: the share of these seconds spent
+neither in the drafter nor in the target's forward (bookkeeping of the cache around a forward counts as forward).
+`identical` counts the answers with the tokens of plain decoding (`generate`, or `transformers` for its own): in bf16
+nearly equal logits may fall differently when several tokens are computed at once, so nothing is asserted.
+
+With --parts the other parts stay in the file, if they are of the same commit, model and prompts.
 """
 
-import argparse
 import colorsys
 import copy
 import functools
@@ -43,8 +44,9 @@ import textwrap
 import time
 from pathlib import Path
 
+import harness
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from harness import load, rounded
 
 import hf_efficient
 from hf_efficient.evaluation import environment, samples
@@ -52,7 +54,6 @@ from hf_efficient.generation.output import SpeculativeOutput, Statistics
 from hf_efficient.generation.ragged_model import RaggedModel
 
 
-ROOT = Path(__file__).resolve().parents[1]
 GUESSES, THEIRS = 32, (10, 32)  # prompt_lookup_num_tokens: as many as we may, and what transformers always takes
 NEW = {"copying": 256, "chat": 128}  # tokens at most
 PARTS = ("copying-1", "copying-8", "chat-1", "chat-8")
@@ -110,7 +111,8 @@ def ceiling(prompt: list[int], answer: list[int]) -> int:
 
 
 def noting(model) -> tuple[list[float], list[SpeculativeOutput]]:
-    """From now on: the seconds of each forward of `model` after its prompt, where our loop runs it, and what the loop counts."""
+    """From now on: the seconds of each forward of `model` after its prompt, where our loop runs it, and what the loop
+    counts."""
     seconds, counts, forward, log = [], [], RaggedModel.__call__, Statistics.log
 
     @functools.wraps(forward)
@@ -129,20 +131,18 @@ def noting(model) -> tuple[list[float], list[SpeculativeOutput]]:
     return seconds, counts
 
 
-def ways_to_generate(folder: Path, heads: Path | None, bits: int) -> tuple[dict, tuple]:
-    """name -> (plain way whose tokens are the right ones, largest batch, generate(**inputs)); and what `noting` notes of our
-    model."""
+def ways_to_generate(heads: Path | None, bits: int) -> tuple[dict, tuple]:
+    """name -> (plain way whose tokens are the right ones, largest batch, generate(**inputs)); and what `noting` notes
+    of our model."""
     quantized = {}
     if bits == 4:
         head = {"quantize_lm_head": True, "overrides": {"lm_head": {"bits": 8}}}
         int4 = hf_efficient.WeightOnlyConfig(bits=4, **head, int8_on_cpu=True)
         quantized = {"quantization_config": int4}
-    ours, theirs = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **quantized).eval() for _ in range(2)
-    )
+    ours, theirs = (load(**quantized) for _ in range(2))
     hf_efficient.enable_speculation(ours).set_attn_implementation("flash_paged")
     four_bits = hf_efficient.WeightOnlyConfig(bits=4, group_size=32)
-    draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=four_bits).eval()
+    draft = load(quantization_config=four_bits)
     settings = draft.generation_config
     itself = hf_efficient.SelfSpeculation(bits=4)
 
@@ -185,7 +185,8 @@ def ways_to_generate(folder: Path, heads: Path | None, bits: int) -> tuple[dict,
 
 
 def about_heads(folder: Path) -> dict:
-    """Of draft heads: what they are, and how often the likeliest guess of each depth was right on answers not trained on."""
+    """Of draft heads: what they are, and how often the likeliest guess of each depth was right on answers not trained
+    on."""
     heads = hf_efficient.DraftHeads.from_pretrained(folder)
     return {
         "kind": heads.kind,
@@ -196,8 +197,8 @@ def about_heads(folder: Path) -> dict:
 
 
 def measure(found: dict, noted: tuple, batches: list[dict], new: int, repeats: int) -> dict:
-    """name -> seconds [repeats][batches], and of the last repeat ids [batches], what our loop counted [batches], and the seconds
-    of its forwards [batches][...]."""
+    """name -> seconds [repeats][batches], and of the last repeat ids [batches], what our loop counted [batches], and
+    the seconds of its forwards [batches][...]."""
     forwards, counts = noted
     options = dict(max_new_tokens=new, do_sample=False)
     seconds = {name: [[] for _ in range(repeats)] for name in found}
@@ -229,17 +230,13 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
     rows = [row for output, inputs in zip(outputs, batches) for row in rows_of(output, inputs, end)]
     expected = [row for output, inputs in zip(measured[right][1], batches) for row in rows_of(output, inputs, end)]
     tokens = sum(map(len, rows))
-    median = sum(map(statistics.median, zip(*seconds)))
+    median, sums = sum(map(statistics.median, zip(*seconds))), [*map(sum, seconds)]
     line = {
         "prompts": kind,
         "batch": size,
         "way": name,
         "repeats": len(seconds),
-        "tokens_per_s": {
-            "median": tokens / median,
-            "min": tokens / max(map(sum, seconds)),
-            "max": tokens / min(map(sum, seconds)),
-        },
+        "tokens_per_s": {"median": tokens / median, "min": tokens / max(sums), "max": tokens / min(sums)},
         "identical": f"{sum(a == b for a, b in zip(rows, expected))} of {len(rows)}",
     }
     if None not in counted:
@@ -257,7 +254,8 @@ def record(kind: str, size: int, name: str, measured: dict, right: str, batches:
     return line
 
 
-def goals(lines: list[dict]) -> list[dict]:
+def goals(lines: list[dict]) -> list[tuple]:
+    """What the records are to reach, as `harness.goals` takes it."""
     found = {(line["prompts"], line["batch"], line["way"]): line for line in lines}
 
     def ratio(kind, size, ours, *others):
@@ -285,15 +283,7 @@ def goals(lines: list[dict]) -> list[dict]:
     rows.append(
         ("share of a step that is not the host's, batch 8, the worst way", 0.95, 1 - max(host) if host else None)
     )
-    return [dict(goal=goal, at_least=at_least, measured=measured) for goal, at_least, measured in rows]
-
-
-def rounded(value):
-    if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [rounded(part) for part in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return rows
 
 
 def traits_of(batches: list[dict], outputs: list, end: int) -> dict:
@@ -309,10 +299,8 @@ def traits_of(batches: list[dict], outputs: list, end: int) -> dict:
 
 def others(output: Path, settings: dict, about: dict, parts: list[str]) -> tuple[list[dict], dict]:
     """The records and answers of the other parts that `output` holds from before."""
-    if not output.exists():
-        return [], {}
-    before = json.loads(output.read_text())
-    same = before["environment"].get("commit") == about.get("commit")
+    before = harness.read(output, {})
+    same = bool(before) and before["environment"].get("commit") == about.get("commit")
     if not same or any(before.get(name) != value for name, value in settings.items()):
         return [], {}
     records = [r for r in before["records"] if f"{r['prompts']}-{1 if r['batch'] == 1 else 8}" not in parts]
@@ -320,7 +308,7 @@ def others(output: Path, settings: dict, about: dict, parts: list[str]) -> tuple
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="three prompts, 16 tokens, once: tests the script")
     parser.add_argument("--bits", type=int, choices=(4, 16), default=16, help="of the weights")
     parser.add_argument("--threads", type=int, default=2)
@@ -333,15 +321,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     repeats = 1 if options.quick else options.repeats
-    output = options.output
-    if output is None:
-        output = ROOT / f"benchmarks/results/speculation_cpu{'_int4' if options.bits == 4 else ''}.json"
+    output = options.output or harness.RESULTS / f"speculation_cpu{'_int4' if options.bits == 4 else ''}.json"
     settings = {"bits": options.bits, "prompts_at_batch_1": options.prompts}
     about = environment.describe()
     lines, traits = others(output, settings, about, options.parts)
-    folder = samples.sample_model()
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    found, noted = ways_to_generate(folder, options.heads, options.bits)
+    tokenizer = harness.tokenizer(padding_side="left")
+    found, noted = ways_to_generate(options.heads, options.bits)
     if options.ways:
         found = {name: way for name, way in found.items() if name in (*options.ways, "generate", "transformers")}
     for part in options.parts:
@@ -368,10 +353,8 @@ def main() -> None:
         lines += some
         traits[part] = traits_of(batches, measured["generate"][1], end)
         print(part, json.dumps(rounded(traits[part])), flush=True)
-    reached = goals(lines)
-    for goal in reached:
-        goal["reached"] = None if options.quick or goal["measured"] is None else goal["measured"] >= goal["at_least"]
-        print(f"{goal['goal']:72s} at least {goal['at_least']}: {rounded(goal['measured'])}")
+    reached = harness.goals(goals(lines), not options.quick)
+    harness.print_goals(reached)
     result = {
         "question": "tokens/s of generate() with and without speculation on CPU",
         "model": samples.SAMPLE_MODEL,
@@ -386,8 +369,7 @@ def main() -> None:
     }
     if options.quick:
         result["warning"] = "a quick run: too few tokens and repeats for its times to mean anything"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write(output, result)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,35 @@
-"""Speculative decoding on a GPU against what its acceptance and the costs of its parts allow, for models of the sizes of
-Llama-3.1-8B and Llama-3.2-1B with random weights. Writes benchmarks/results/speculation_gpu.json.
+"""Speculative decoding on a GPU against what acceptance and the costs of its parts allow, for random models of the
+sizes of Llama-3.1-8B and Llama-3.2-1B. Writes benchmarks/results/speculation_gpu.json.
 
     python benchmarks/speculation_gpu.py [--quick] [--output FILE]
 
-Acceptance is forced by the weights: attention and MLP add next to nothing to the residual stream (they cost what they cost),
-and the output head answers token i with token next[i], far from any tie. The draft's head answers as the target's for a share
-`a` of the tokens, so a drafted token is right with probability a, whatever the others are: greedy output is known, and every
-run is checked against it. `oracle` drafts cost nothing, `1B` drafts are the draft model's.
+The weights force the acceptance: attention and MLP add next to nothing to the residual stream (their cost is real), and
+the output head answers token i with token next[i], far from any tie. The draft's head answers like the target's for a
+share `a` of the tokens, so each drafted token is right with probability a, independently. Greedy output is known, and
+every run is checked against it. `oracle` drafts cost nothing, `1B` drafts come from the draft model.
 
-For each a, g (drafted tokens) and batch: tokens/s of the steps in which every row had room for g drafts, over that of the loop
-without a drafter (`speedup`) and of a plain decode step replayed as a CUDA graph (`speedup_over_graph`). `allowed` is
-E / (v + g c): E tokens a step as they fell in this run (`expected` is theory), v the time of the target's forward on g + 1
-tokens, c that of the draft's on one, in plain steps of the target, each measured alone; `of_allowed` is the share of it
-that was reached. Of `REPEATS` runs the median counts. `never right` rows have a draft that is always wrong and adapts: what that
-costs. `transformers` is its own assisted generation, whole calls at batch 1, beside ours.
+For each a, g (drafted tokens) and batch, the median of `REPEATS` runs: tokens/s of the steps in which every sequence
+had room for g drafts, over those of the loop without a drafter (`speedup`), and over a plain decode step replayed as a
+CUDA graph (`speedup_over_graph`). `allowed` is E / (v + g c): E the tokens per step of this run (`expected`: in
+theory), v the time of the target's forward on g + 1 tokens and c that of the draft's on one token, both in plain steps
+of the target, each measured alone. `of_allowed` is the share of it that is reached. `never right` rows have an adaptive
+draft that is always wrong: the overhead. `beside transformers`: its assisted generation, whole calls at batch 1, beside
+ours.
 
-`--tiny` runs the same code on small sizes without a GPU: it tests the script, its times mean nothing, and the record says so.
+`--tiny` runs the same code on small sizes without a GPU: it tests the script, its times mean nothing, and the record
+says so.
 """
 
-import argparse
 import copy
 import itertools
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
 
+import harness
 import torch
+from harness import spread
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_efficient import PagedCache, Speculation, enable_speculation, speculative_generate
@@ -36,8 +38,7 @@ from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.generation.drafters.base import Drafter
 
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from oracle import Oracle  # noqa: E402
 
 
@@ -109,8 +110,8 @@ def synchronized() -> float:
 
 @torch.no_grad()
 def forward_seconds(model, prompts: torch.Tensor, width: int, graph: bool = False) -> float:
-    """Of one forward of `width` tokens a row after the prompts: the median of `REPEATS` times 20. graph: compiled, and its CUDA
-    graph replayed."""
+    """Of one forward of `width` tokens a row after the prompts: the median of `REPEATS` times 20. graph: compiled, and
+    its CUDA graph replayed."""
     rows, steps = len(prompts), 20
     blocks = rows * -(-(prompts.shape[1] + (REPEATS + 1) * steps * width) // 16)
     cache = PagedCache(model.config, num_blocks=blocks)
@@ -125,10 +126,6 @@ def forward_seconds(model, prompts: torch.Tensor, width: int, graph: bool = Fals
                 forward(tokens, position_ids=position_ids, past_key_values=cache)
         times.append((synchronized() - start) / steps)
     return statistics.median(times[1:])
-
-
-def spread(values: list[float]) -> dict:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 class Bench:
@@ -170,14 +167,8 @@ class Bench:
         expected = self.expected(batch)
         prompts = expected[:, :PROMPT]
         start = synchronized()
-        output = model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=NEW,
-            do_sample=False,
-            return_dict_in_generate=True,
-            **options,
-        )
+        options |= dict(max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+        output = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
         return output, torch.equal(output.sequences, expected), synchronized() - start
 
     def cost(self, model, batch: int, width: int, graph: bool = False) -> float:
@@ -311,22 +302,14 @@ class Bench:
                 )
             ),
         ]
-        return [
-            dict(
-                goal=goal,
-                at_least=least,
-                measured=found,
-                reached=None if self.options.tiny or found is None else found >= least,
-            )
-            for goal, least, found in rows
-        ]
+        return harness.goals(rows, not self.options.tiny)
 
     def write(self) -> None:
         report = {"environment": environment.describe(), "prompt": PROMPT, "new_tokens": NEW, "repeats": REPEATS}
         if self.options.tiny:
             report["warning"] = "tiny sizes without a GPU: no time here means anything"
         report |= {"goals": self.goals(), "results": self.results}
-        self.options.output.write_text(json.dumps(report, indent=1) + "\n")
+        harness.write(self.options.output, report)
 
     def run(self) -> int:
         accepted, depths, batches = ACCEPTANCE, DEPTHS, BATCHES
@@ -343,8 +326,7 @@ class Bench:
         self.set_acceptance(0.0)
         for batch in batches:
             self.record(dict(draft="never right", batch=batch), lambda batch=batch: self.never_right(batch))
-        for goal in self.goals():
-            print(f"{goal['goal']:72s} at least {goal['at_least']}: {goal['measured']}")
+        harness.print_goals(self.goals())
         return int(any("failed" in line or not line["correct"] for line in self.results))
 
 
@@ -355,20 +337,14 @@ def seconds_of(output) -> float:
 
 def main() -> int:
     global PROMPT, NEW, REPEATS
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "speculation_gpu.json")
     parser.add_argument("--quick", action="store_true", help="a = 0.8, g = 5, batches of 1, 8 and 32")
     parser.add_argument("--tiny", action="store_true", help="small sizes without a GPU: tests the script")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/speculation_gpu.json")
     options = parser.parse_args()
-    if not options.tiny and not torch.cuda.is_available():
-        print(
-            "speculation_gpu.py needs a CUDA or ROCm device, and torch sees none: nothing was measured.",
-            file=sys.stderr,
-        )
-        return 2
     if options.tiny:
         PROMPT, NEW, REPEATS = 12, 24, 1
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        harness.need_gpu("speculation_gpu")
     torch.manual_seed(0)
     return Bench(options).run()
 

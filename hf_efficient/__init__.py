@@ -73,7 +73,7 @@ def __dir__() -> list[str]:
 
 
 def register() -> None:
-    """Registers the quantizers and attention implementations with transformers. Idempotent; runs by itself on import."""
+    """Registers the quantizers and attention implementations with transformers. Idempotent; import calls it."""
     for name in ("integrations.transformers_quantizer", "integrations.transformers_attention", "checkpoints.adopt"):
         importlib.import_module(f"hf_efficient.{name}").register()
 

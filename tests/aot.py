@@ -27,14 +27,13 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel compiled for one GPU. `local_bytes` counts memory used because registers did not suffice (stack and
-    spills, bytes a thread; on gfx942 the private segment plus 4 bytes a spilled register); `shared` is bytes a block."""
+    """One kernel compiled for one GPU."""
 
     target: str
     asm: dict = field(repr=False)
     registers: int | None
-    local_bytes: int
-    shared: int
+    local_bytes: int  # stack and spills, bytes a thread; on gfx942 the private segment plus 4 bytes a spilled register
+    shared: int  # bytes a block
     machine_code: str = field(repr=False)
 
     def count(self, instruction: str) -> int:
@@ -56,10 +55,10 @@ def compile_kernel(
     """Compiles `jit_function` (which must stand in a file) for `target`, one of `TARGETS`.
 
     signature: type of every run-time argument by name: "*bf16", "*i32", "i32", "fp32" ...
-    constexprs: value of every `tl.constexpr` argument by name; also of run-time arguments that are None or 1, as a launch
-        would specialise them.
-    aligned: names of integer arguments (strides, sizes) divisible by 16; every pointer is taken to be, as torch
-        allocates them, and without it loads are not vectorised as in a real launch.
+    constexprs: value of every `tl.constexpr` argument by name; also of run-time arguments that are None or 1, which a
+        launch specialises.
+    aligned: names of integer arguments (strides, sizes) that are divisible by 16, so that loads are vectorised as in a
+        real launch; every pointer is taken to be, as torch allocates them.
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -6,7 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from helpers import threads, tiny_model  # noqa: E402
+from helpers import save_tiny, threads, tiny_model  # noqa: E402
 
 import hf_efficient  # noqa: E402, F401
 
@@ -50,7 +50,7 @@ def fresh_compiler():
 
 @pytest.fixture(autouse=True)
 def transformers_loop(request, monkeypatch):
-    """Without a drafter `generate()` runs transformers' own loop, which ours is compared with, but in tests marked own_loop."""
+    """Without a drafter `generate()` runs transformers' loop, the reference for ours; not in tests marked own_loop."""
     from hf_efficient.generation import served
 
     if "own_loop" not in request.keywords:
@@ -79,6 +79,12 @@ def endless_llama():
 def shallow_llama():
     """As `llama`, with one layer."""
     return tiny_model("llama", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
+def saved_llama(tmp_path_factory):
+    """Folder of `endless_llama` with its tokenizer. For all tests of a process: nothing may be written into it."""
+    return save_tiny(tmp_path_factory.mktemp("saved") / "tiny", eos_token_id=None)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What the tests of speculation share: targets, drafts of them, and what plain greedy generation says."""
+"""Targets, drafts of them, and the plain greedy output, for the tests of speculation."""
 
 import copy
 import functools

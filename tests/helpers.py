@@ -111,6 +111,16 @@ def left_padded_batch(lengths=(5, 11, 8), vocab_size: int = 128, seed: int = 0) 
     return {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask}
 
 
+TEXT = "The river runs past the old mill, past the bridge and into the sea. "  # for `tiny_tokenizer`: 68 tokens
+
+
+def save_tiny(folder, name: str = "llama", dtype: torch.dtype = torch.float32, **overrides):
+    """Writes `tiny_model` and `tiny_tokenizer` to `folder`; returns it."""
+    tiny_model(name, dtype, **overrides).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
 def tiny_tokenizer():
     """One token a printable ASCII character, for the vocabulary of 128 of the tiny models."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers

@@ -1,4 +1,4 @@
-"""What the tests of quantized pages share."""
+"""Formats, routes and a model for the tests of quantized pages."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A drafter that knows what the target will say and is right as often as it is told to be."""
+"""A drafter with a given acceptance rate, from the known output of the target."""
 
 import torch
 
@@ -6,16 +6,17 @@ from hf_efficient.generation.drafters.base import Drafter, Proposal
 
 
 class Oracle(Drafter):
-    """Drafts the target's own greedy output, each token right with probability `acceptance` whatever the others are, so a
-    step that drafts g tokens deep gives (1 - acceptance**(g + 1)) / (1 - acceptance) tokens on average.
+    """Drafts the target's own greedy output, each token right with probability `acceptance`, independently.
+
+    A step that drafts g tokens deep then gives (1 - acceptance**(g + 1)) / (1 - acceptance) tokens on average.
 
     Args:
         outputs: int64 [batch, length], prompts and greedy continuations.
         acceptance: 0..1.
         max_tokens: g.
         vocabulary: the target's; wrong tokens are the ones after the right one.
-        siblings: 1 drafts one continuation. More draft a tree with so many tokens at every depth, all children of one of
-            those before, among them the right one, if it is there, at random.
+        siblings: 1 drafts one continuation. More draft a tree with so many tokens at every depth, all children of one
+            token of the depth before; one of them, at random, is the right one where its parent is right.
     """
 
     def __init__(self, outputs: torch.Tensor, acceptance: float, max_tokens: int, vocabulary: int, siblings: int = 1):

@@ -16,8 +16,8 @@ CONFIGS = {
     "int4_tensor": dict(bits=4, group_size=None, symmetric=True),
 }
 
-# name -> quant_method and arguments of every quantization method and format; test_methods_matrix.py crosses them with loading,
-# generating, saving, dequantizing and training adapters over decoders, encoders and encoder-decoders
+# name -> quant_method and arguments of every quantization method and format; test_methods_matrix.py crosses them with
+# loading, generating, saving, dequantizing and training adapters over decoders, encoders and encoder-decoders
 _WEIGHT_ONLY = {"quant_method": "efficient_weight_only", "group_size": 32}
 _SPARSE = {"quant_method": "efficient_sparse"}
 METHODS = {

@@ -89,11 +89,10 @@ def test_a_model_that_does_not_ask_is_not_changed():
     code = """
 import sys
 if {plugin}: import hf_efficient
-import torch, transformers
-torch.manual_seed(0)
-config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                  num_attention_heads=2, num_key_value_heads=1)
-model = transformers.AutoModelForCausalLM.from_config(config).eval()
+import torch
+sys.path.append("tests")
+from helpers import tiny_model
+model = tiny_model("llama")
 ids = torch.arange(1, 9)[None]
 out = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_logits=True)
 print(type(model).__mro__[1].__name__, model.config._attn_implementation, type(out.past_key_values).__name__,
@@ -103,5 +102,5 @@ print(type(model).__mro__[1].__name__, model.config._attn_implementation, type(o
 
 
 def test_tests_and_benchmarks_share_no_module_name():
-    """Both folders stand on sys.path while a benchmark is tested: whichever is imported first would be taken for the other."""
+    """Both folders are on sys.path while a benchmark is tested, so one module would hide the other."""
     assert not {p.stem for p in (ROOT / "tests").glob("*.py")} & {p.stem for p in (ROOT / "benchmarks").glob("*.py")}

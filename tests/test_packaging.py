@@ -23,12 +23,8 @@ def distributions(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("distributions")
     source = folder / "source"
     source.mkdir()
-    files = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     for name in files.stdout.decode().split("\0"):
         if name and (ROOT / name).is_file():
             target = source / name
@@ -83,14 +79,10 @@ def test_wheel_imports_everything_outside_the_checkout(distributions, tmp_path):
     )
     absent = {module for module, needs in OPTIONAL.items() if not is_installed(needs)}
     modules = [module for module in modules if module not in absent]
-    code = f"import importlib, hf_efficient\nfor name in {modules}: importlib.import_module(name)\nprint(hf_efficient.__file__)"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
-    )
+    code = f"import importlib, hf_efficient\nfor name in {modules}: importlib.import_module(name)\n"
+    command = [sys.executable, "-c", code + "print(hf_efficient.__file__)"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(tmp_path / "hf_efficient" / "__init__.py")
 
@@ -98,10 +90,6 @@ def test_wheel_imports_everything_outside_the_checkout(distributions, tmp_path):
 def test_setup_cfg_lists_every_package():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    listed = set(config["options"]["packages"].split()) - {
-        "optimum.commands.register"
-    }  # without __init__.py, as optimum asks
-    present = {
-        name.removesuffix("/__init__.py").replace("/", ".") for name in package_files() if name.endswith("/__init__.py")
-    }
-    assert listed == present
+    listed = set(config["options"]["packages"].split()) - {"optimum.commands.register"}  # it has no __init__.py
+    present = {name.removesuffix("/__init__.py") for name in package_files() if name.endswith("/__init__.py")}
+    assert listed == {name.replace("/", ".") for name in present}

@@ -5,7 +5,7 @@ import importlib
 import sys
 
 
-COMMANDS = {  # name -> what it does; the file that does it has the name with underscores
+COMMANDS = {  # name -> what it does; the module has the name with underscores
     "demo": "quantize and measure a small real model beside stock transformers",
     "run": "the same for your own model and configs",
     "quantize": "compress a model and save it",
@@ -24,7 +24,11 @@ COMMANDS = {  # name -> what it does; the file that does it has the name with un
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point of `hf-efficient`; returns the exit status (0 done, 1 failed, 2 bad arguments, 130 interrupted)."""
+    """Runs `hf-efficient`; returns the exit status (0 done, 1 failed, 2 bad arguments, 130 interrupted).
+
+    A command is a module with `add_arguments(parser)` and `run(options)`. Its optional `OPTION_OF` maps arguments of
+    the Python interface to its options, for error messages.
+    """
     import hf_efficient
 
     parser = argparse.ArgumentParser(
@@ -37,17 +41,20 @@ def main(arguments: list[str] | None = None) -> int:
         module.add_arguments(subparsers.add_parser(name, help=COMMANDS[name]))
     options = parser.parse_args(arguments)
     module = modules[options.command]
-    result, message = call(lambda: module.run(options))
+    result, message = catch_errors(lambda: module.run(options))
     if message is not None:
-        from hf_efficient.cli.words import in_words
+        from hf_efficient.cli.error_messages import in_option_names
 
-        print(f"hf-efficient: {in_words(message, options, getattr(module, 'WORDS', {}))}", file=sys.stderr)
-    return (result() or 0) if callable(result) else result  # another program: what it raises is its own
+        message = in_option_names(message, options, getattr(module, "OPTION_OF", {}))
+        print(f"hf-efficient: {message}", file=sys.stderr)
+    return (result() or 0) if callable(result) else result  # `exec` returns the other program: its errors are its own
 
 
-def call(command):
-    """Calls `command()`; returns (what it returns or 0, None), or (the exit status, a message) where it raises an error that
-    was foreseen or is interrupted. An error that was not foreseen is a fault of ours, and raised."""
+def catch_errors(command) -> tuple:
+    """Calls `command()`. Returns (its result or 0, None), or (exit status, message) after an expected error or Ctrl-C.
+
+    Other exceptions are bugs of this package and propagate.
+    """
     from safetensors import SafetensorError
 
     try:

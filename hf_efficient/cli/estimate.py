@@ -3,20 +3,22 @@
 import argparse
 import json
 
-from hf_efficient.cli.config_argument import HELP, config_name, parse_config
-from hf_efficient.cli.paths import check_path
+from hf_efficient.cli.config_option import HELP, config_name, parse_config
+from hf_efficient.cli.path_checks import check_path
 
 
-WORDS = {"batch_size": "--batch", "price_per_hour": "--price"}
+OPTION_OF = {"batch_size": "--batch", "price_per_hour": "--price"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient estimate`."""
     command.add_argument("model", help="Hub id, folder or config.json; only the config is read")
     command.add_argument(
-        "--config", action="append", help=f"{HELP}; may be repeated (default: none, int8 and int4, or the checkpoint's)"
+        "--config",
+        action="append",
+        help=f"none, {HELP}; may be repeated (default: none, int8 and int4, or the checkpoint's)",
     )
-    command.add_argument("--batch", type=int, default=1, help="rows (default 1)")
+    command.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
     command.add_argument("--prompt-tokens", type=int, default=512, help="tokens of a prompt (default 512)")
     command.add_argument("--new-tokens", type=int, default=128, help="tokens generated for each (default 128)")
     command.add_argument(
@@ -65,11 +67,11 @@ def run(options: argparse.Namespace) -> None:
 
 def _is_compressed(model) -> bool:
     from hf_efficient.integrations.model_card import check_form
-    from hf_efficient.planning.meta_model import own_quantization, read_config
+    from hf_efficient.planning.model_config import pop_quantization, read_config
 
     config = read_config(model)
     check_form(f"model {model}", config.architectures, getattr(config, "quantization_config", None))
-    return own_quantization(config) is not None
+    return pop_quantization(config) is not None
 
 
 def table(estimates: list, names: list[str]) -> str:
@@ -103,7 +105,7 @@ def _megabytes(count) -> str | None:
 
 
 def _phase(name: str, show):
-    """`show` of a phase and its bound, where there are both."""
+    """The cell of a column: `show(bound)` of the phase `name`; None where the phase or its bound is unknown."""
 
     def cell(estimate):
         work, limits = getattr(estimate, name), getattr(estimate, f"{name}_bound")
@@ -113,6 +115,7 @@ def _phase(name: str, show):
 
 
 def _work(name: str, show):
+    """The cell of a column: `show(work)` of the phase `name`."""
     return lambda estimate: None if getattr(estimate, name) is None else show(getattr(estimate, name))
 
 

@@ -2,7 +2,8 @@
 
 import argparse
 
-from hf_efficient.cli.paths import check_model, check_output, check_path
+from hf_efficient.cli.models import check_model
+from hf_efficient.cli.path_checks import check_output, check_path
 
 
 FORMATS = ("compressed-tensors", "gptq", "awq", "gguf")
@@ -35,12 +36,8 @@ def run(options: argparse.Namespace) -> None:
     check_model("model", options.model)
 
     report = export(options.model, options.output, options.format)
-    exact = (
-        "weights unchanged"
-        if report.rounding == 0
-        else f"weights changed by at most {report.rounding:.1e} of the largest"
-    )
+    exact = "unchanged" if report.rounding == 0 else f"changed by at most {report.rounding:.1e} of the largest"
     print(
-        f"{report.path}: {report.nbytes / 1e6:.1f} MB, {report.quantized_layers} compressed layers, {exact}; read by "
-        + ", ".join(report.engines)
+        f"{report.path}: {report.nbytes / 1e6:.1f} MB, {report.quantized_layers} compressed layers, weights {exact}; "
+        f"read by {', '.join(report.engines)}"
     )

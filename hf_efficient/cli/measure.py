@@ -12,22 +12,25 @@ import torch
 from safetensors.torch import load_file
 from tqdm.auto import tqdm
 
-from hf_efficient.cli import call
+from hf_efficient.cli import catch_errors
 from hf_efficient.evaluation import latency, memory, perplexity
 
 
-DRAFT_TOKENS = 3  # drafted by prompt lookup per step and row
+DRAFT_TOKENS = 3  # by prompt lookup, per step and sequence
 
 
 def measure(variant: dict, progress: bool) -> dict:
     """Loads `variant["model"]` and measures it.
 
     Args:
-        variant: `name`; `model`, its `model_dtype` and optional `assistant` (folders or Hub ids); optional `arguments` of a
-            quantization config, with `quant_method`; or optional `checkpoint` (a compressed folder, loaded instead of
-            `model`); `efficient` (whether to use flash_paged, PagedCache and
-            speculation, or stock transformers); `prompts` (list of str); `new_tokens`; `repeats`; `tokens` (a safetensors
-            file with int64 `windows` [count, length]).
+        variant: a dict of
+            `name`: of the result;
+            `model`, optional `assistant` (draft model): folders or Hub ids, loaded in `model_dtype`;
+            optional `arguments` of a quantization config with `quant_method`, or optional `checkpoint`: a compressed
+            folder, loaded instead of `model`;
+            `efficient`: True for flash_paged, PagedCache and speculation, False for stock transformers;
+            `prompts` (list of str), `new_tokens` for each, `repeats` (timed runs);
+            `tokens`: a safetensors file with int64 `windows` [count, length] for the perplexity.
         progress: whether to show progress bars.
 
     Returns:
@@ -118,7 +121,9 @@ if __name__ == "__main__":
     if not spec["progress"]:
         transformers.logging.disable_progress_bar()
     tqdm.write(f"measuring {spec['name']}", file=sys.stderr) if spec["progress"] else None
-    status, message = call(lambda: Path(sys.argv[1]).write_text(json.dumps(measure(spec, spec["progress"]))) and 0)
+    status, message = catch_errors(
+        lambda: Path(sys.argv[1]).write_text(json.dumps(measure(spec, spec["progress"]))) and 0
+    )
     if message is not None:
         print(message, file=sys.stderr)
     sys.exit(status)

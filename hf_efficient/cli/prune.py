@@ -4,10 +4,12 @@ import argparse
 import json
 from pathlib import Path
 
-from hf_efficient.cli import calibration_text, compression
+from hf_efficient.cli import calibration_options
+from hf_efficient.cli.compress import compress_and_save
+from hf_efficient.cli.options import add_loading_arguments, add_output_argument, given_options
 
 
-WORDS = calibration_text.WORDS
+OPTION_OF = calibration_options.OPTION_OF
 REPORT = "sparsity.json"
 SCHEME = ("sparsity", "pattern", "method", "group", "allocation", "refine")
 
@@ -15,7 +17,7 @@ SCHEME = ("sparsity", "pattern", "method", "group", "allocation", "refine")
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient prune`."""
     command.add_argument("model", help="Hub id or local folder")
-    command.add_argument("--output", required=True, help="folder to write; must not exist or be empty")
+    add_output_argument(command)
     command.add_argument("--sparsity", type=float, help="fraction of zeros, 0 to 1 (1 not allowed)")
     command.add_argument("--pattern", help="instead: n:m, as 2:4, n kept of every m neighbours")
     command.add_argument(
@@ -27,8 +29,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--allocation", help="uniform, or owl: layers with more outliers keep more (default uniform)")
     command.add_argument("--refine", action="store_true", default=None, help="tune the kept weights on block outputs")
     command.add_argument("--weights", help='arguments of WeightOnlyConfig for the kept weights as JSON: {"bits": 4}')
-    compression.add_loading_arguments(command)
-    calibration_text.add_calibration_arguments(command)
+    add_loading_arguments(command)
+    calibration_options.add_calibration_arguments(command)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -39,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     """
     import hf_efficient
 
-    given = {field: getattr(options, field) for field in SCHEME if getattr(options, field) is not None}
+    given = given_options(options, SCHEME)
     if options.weights is not None:
         try:
             given["weights"] = json.loads(options.weights)
@@ -49,13 +51,13 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--weights {options.weights!r}: expected a JSON object of arguments")
     if options.sparsity is None and options.pattern is None:
         raise ValueError("give exactly one of --sparsity FRACTION and --pattern N:M")
-    given |= {"modules_to_not_convert": options.modules_to_not_convert}
-    config = hf_efficient.SparseConfig(**given, **calibration_text.calibration_arguments(options))
-    compression.compress_and_save(options.model, config, options.output, "prune", options.dtype, _report)
+    given["modules_to_not_convert"] = options.modules_to_not_convert
+    config = hf_efficient.SparseConfig(**given, **calibration_options.calibration_arguments(options))
+    compress_and_save(options.model, config, options.output, "prune", options.dtype, _report)
 
 
 def _report(model, folder: Path) -> None:
-    """Prints the share of zeros of each kind of layer, and writes that of each."""
+    """Writes the share of zeros of each layer, and prints the least and the largest of each kind of layer."""
     from hf_efficient.evaluation.sparsity import weight_sparsity
 
     found = weight_sparsity(model)

@@ -3,7 +3,7 @@
 import argparse
 
 
-WORDS = {"base_model": "--base-model"}
+OPTION_OF = {"base_model": "--base-model"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -4,26 +4,24 @@ import argparse
 import importlib.util
 import json
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from hf_efficient.cli.compression import add_dtype_argument, check_dense
-from hf_efficient.cli.config_argument import HELP, PRESETS, check_text_given, config_name, make_config, parse_arguments
-from hf_efficient.cli.paths import check_folder, check_model, check_text_file, check_tokenizer, is_there
+from hf_efficient.cli import variants
+from hf_efficient.cli.config_option import HELP, PRESETS
+from hf_efficient.cli.models import check_model, check_tokenizer, check_uncompressed
+from hf_efficient.cli.options import add_dtype_argument, check_at_least
+from hf_efficient.cli.path_checks import check_folder, check_text_file
 
 
-WINDOW_LENGTH = 1024
 PROMPTS = [
     "What is the capital of France, and what is it known for?",
     "Write a Python function that returns the n-th Fibonacci number. Then write it again with comments.",
     "Repeat this sentence three times: The river runs past the old mill, past the bridge and into the sea.",
-    "Here is a note: 'Anna meets Bruno at the station on Monday. Bruno brings the tickets, Anna brings the map. Carla joins "
-    "them on Tuesday with the tent.' List every name in the note with what that person brings.",
+    "Here is a note: 'Anna meets Bruno at the station on Monday. Bruno brings the tickets, Anna brings the map. Carla "
+    "joins them on Tuesday with the tent.' List every name in the note with what that person brings.",
 ]
 
 
@@ -31,10 +29,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient run`."""
     command.add_argument("--model", required=True, help="Hub id or local folder")
     command.add_argument(
-        "--config",
-        action="append",
-        required=True,
-        help=f"{HELP.removeprefix('none, ')}; or the folder of a compressed model; may be repeated",
+        "--config", action="append", required=True, help=f"{HELP}; or the folder of a compressed model; may be repeated"
     )
     command.add_argument("--assistant", help="draft model for speculation (default: prompt lookup, no draft)")
     command.add_argument("--prompts", help="text file with one prompt a line (default: four built-in prompts)")
@@ -63,12 +58,10 @@ def run(options: argparse.Namespace) -> None:
         if importlib.util.find_spec(package) is None:
             raise RuntimeError(f"the report needs the package {package!r}: pip install 'hf_efficient[demo]'")
     _check(options)
-    configs = getattr(options, "config", None) or list(PRESETS)
-    variants = [{"name": "transformers", "quantization": None, "efficient": False}]
-    variants += [{**_quantization(config), "efficient": True} for config in configs]
-    prompts = _lines(options.prompts) if getattr(options, "prompts", None) else PROMPTS
-    text_file = getattr(options, "text", None)
-    text = check_text_file("--text", text_file) if text_file else None
+    compared = [{"name": "transformers", "quantization": None, "efficient": False}]
+    compared += [{**variants.variant_of(config), "efficient": True} for config in options.config or PRESETS]
+    prompts = _lines(options.prompts) if options.prompts else PROMPTS
+    text = check_text_file("--text", options.text) if options.text else None
 
     from hf_efficient.evaluation import environment, report, samples
     from hf_efficient.integrations import model_card
@@ -80,26 +73,26 @@ def run(options: argparse.Namespace) -> None:
     shared = {
         "model": model,
         "model_dtype": options.dtype,
-        "assistant": getattr(options, "assistant", None),
+        "assistant": options.assistant,
         "prompts": prompts,
         "new_tokens": options.new_tokens,
         "repeats": options.repeats,
         "progress": not options.json,
     }
     with tempfile.TemporaryDirectory() as scratch:
-        shared["tokens"] = _tokenize(model, text, options.windows, scratch)
-        bar = tqdm(variants, desc="variants", disable=options.json)
-        results = [_measure({**shared, **variant}, scratch) for variant in bar]
+        shared["tokens"] = variants.tokenize(model, text, options.windows, scratch)
+        bar = tqdm(compared, desc="variants", disable=options.json)
+        results = [variants.measure({**shared, **variant}, scratch) for variant in bar]
     content = {
         "model": samples.SAMPLE_MODEL if is_sample else model,
         "model_source": samples.SAMPLE_MODEL_SOURCE if is_sample else None,
-        "text": text_file or "Wikipedia articles of gensim's test data",
-        "windows": [options.windows, WINDOW_LENGTH],
+        "text": options.text or "Wikipedia articles of gensim's test data",
+        "windows": [options.windows, variants.WINDOW_LENGTH],
         "prompts": len(prompts),
         "new_tokens": options.new_tokens,
-        "assistant": shared["assistant"],
+        "assistant": options.assistant,
         "environment": environment.describe(),
-        "variants": report.compare(results, variants),
+        "variants": report.compare(results, compared),
     }
     smallest = content["variants"][-1]
     card = model_card.render(
@@ -119,50 +112,25 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _plain(name: str) -> str:
-    """`name` with hyphens for what a card's title may not hold, such as the colon of 2:4 and spaces."""
+    """`name` with hyphens in place of characters that a card's title cannot have, such as spaces and colons."""
     return re.sub(r"[^\w.+]+", "-", name).strip("-.+")[:96].strip("-.+")
 
 
 def _check(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that are not allowed and models that are not there."""
     from hf_efficient.integrations import model_card
 
-    for name, least in (("new_tokens", 2), ("repeats", 1), ("windows", 2)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is too small: at least {least}")
+    check_at_least(options, new_tokens=2, repeats=1, windows=2)
     check_folder("--output", options.output)
     if options.model is not None:
         found = check_model("--model", options.model, causal=True)
         check_tokenizer("--model", options.model)
         if Path(options.model).exists():
             model_card.check_name("--model", Path(options.model).absolute().name)  # the card tells it
-        asked = [f"--config {given}" for given in getattr(options, "config", None) or PRESETS]
-        check_dense("--model", options.model, found, " ".join(asked))
-    if getattr(options, "assistant", None) is not None:
+        asked = [f"--config {given}" for given in options.config or PRESETS]
+        check_uncompressed("--model", options.model, found, " ".join(asked))
+    if options.assistant is not None:
         check_model("--assistant", options.assistant, causal=True)
-
-
-def _quantization(given: str) -> dict:
-    """`{"name", "quantization", "arguments"}` for a preset's name, JSON or a JSON file: what a table calls it, the config as a
-    report tells it, and the arguments that make it. For the folder of a compressed model where it is and the hash of its
-    weights instead of the arguments."""
-    if given not in PRESETS and is_there(given, Path.is_dir):
-        from hf_efficient.integrations import hub, model_card
-
-        check_model("--config", given)
-        folder = Path(given).absolute()
-        scheme = hub.read_folder(folder)[1].to_dict()
-        name = model_card.check_name("--config", folder.name)
-        return {
-            "name": name,
-            "quantization": scheme,
-            "checkpoint": str(folder),
-            "weights_sha256": hub.weights_sha256(folder),
-        }
-    arguments = parse_arguments(given, tuple(sorted(PRESETS)))
-    config = make_config(arguments)
-    check_text_given(config)
-    arguments["quant_method"] = config.name
-    return {"name": config_name(config), "quantization": config.to_dict(), "arguments": arguments}
 
 
 def _lines(path: str) -> list[str]:
@@ -170,39 +138,3 @@ def _lines(path: str) -> list[str]:
     if not lines:
         raise ValueError(f"--prompts {path} holds no prompt")
     return lines
-
-
-def _tokenize(model: str, text: str, count: int, folder: str) -> str:
-    from safetensors.torch import save_file
-    from transformers import AutoTokenizer
-
-    from hf_efficient.evaluation import perplexity
-
-    windows = perplexity.windows(AutoTokenizer.from_pretrained(model), text, count, WINDOW_LENGTH)
-    path = str(Path(folder) / "tokens.safetensors")
-    save_file({"windows": windows.contiguous()}, path)
-    return path
-
-
-# Ctrl-C reaches this process and its parent, which says so: this one just ends, also while it imports
-_MEASURING = """
-import signal
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-import runpy
-runpy.run_module("hf_efficient.cli.measure", run_name="__main__", alter_sys=True)
-"""
-
-
-def _measure(variant: dict, folder: str) -> dict:
-    result = Path(folder) / "result.json"
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-c", _MEASURING, str(result)]
-    process = subprocess.run(
-        command, input=json.dumps(variant), text=True, stderr=None if variant["progress"] else subprocess.PIPE
-    )
-    if process.returncode == -signal.SIGINT:
-        raise KeyboardInterrupt
-    if process.returncode or not result.exists():
-        reason = (process.stderr or "").strip().splitlines()[-1:] or ["see above"]
-        raise RuntimeError(f"{variant['name']} could not be measured: {reason[0]}")
-    return json.loads(result.read_text())

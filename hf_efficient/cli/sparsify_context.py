@@ -1,26 +1,23 @@
-"""`hf-efficient sparsify-context`: trains what tells a model's feed-forward layers which neurons a token calls for."""
+"""`hf-efficient sparsify-context`: trains predictors of the feed-forward neurons that each token needs."""
 
 import argparse
 
-from hf_efficient.cli.calibration_text import WORDS as TEXT_WORDS
-from hf_efficient.cli.calibration_text import check_calibration
-from hf_efficient.cli.compression import check_dense
-from hf_efficient.cli.numbers import at_least, share
-from hf_efficient.cli.paths import check_model, check_output
+from hf_efficient.cli import calibration_options
+from hf_efficient.cli.models import check_model, check_uncompressed
+from hf_efficient.cli.option_types import at_least, share
+from hf_efficient.cli.options import add_output_argument
+from hf_efficient.cli.path_checks import check_output
 
 
-WORDS = TEXT_WORDS
+OPTION_OF = calibration_options.OPTION_OF
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient sparsify-context`."""
     command.add_argument("model", help="Hub id or local folder of a model with plain weights")
-    command.add_argument("--output", required=True, help="folder for the predictors; must not exist or be empty")
-    command.add_argument(
-        "--calibration", required=True, metavar="FILE", help=".txt or .jsonl file, or a dataset of the Hub"
-    )
-    command.add_argument("--num-samples", type=at_least(1), default=32, help="windows of text (default 32)")
-    command.add_argument("--sequence-length", type=at_least(1), default=512, help="tokens of a window (default 512)")
+    add_output_argument(command, "folder for the predictors")
+    help = ".txt or .jsonl file, or a dataset of the Hub"
+    calibration_options.add_text_arguments(command, num_samples=32, required=True, help=help)
     kept = command.add_mutually_exclusive_group()
     kept.add_argument("--keep", type=share("(0, 1)"), help="share of the neurons to compute (default 0.5)")
     kept.add_argument(
@@ -37,18 +34,17 @@ def run(options: argparse.Namespace) -> None:
     """
     output = check_output("--output", options.output, replaced=False)
     found = check_model("model", options.model, causal=True)
-    check_dense("model", options.model, found, "sparsify-context")
+    check_uncompressed("model", options.model, found, "sparsify-context")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from hf_efficient import CalibrationConfig, sparsify_context
 
-    text = dict(dataset=options.calibration, num_samples=options.num_samples, sequence_length=options.sequence_length)
-    calibration = CalibrationConfig(**text)
-    check_calibration(calibration, found, options.model)
+    calibration = CalibrationConfig(**calibration_options.calibration_arguments(options)["calibration"])
+    calibration_options.check_calibration(calibration, found, options.model)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
-    given = dict(keep=options.keep, recall=options.recall, rank=options.rank)
-    context = sparsify_context(model, calibration, tokenizer, **given)
+    chosen = dict(keep=options.keep, recall=options.recall, rank=options.rank)
+    context = sparsify_context(model, calibration, tokenizer, **chosen)
     context.save_pretrained(output)
     print(f"{output}: {context.kept:.1%} of the neurons")

@@ -1,11 +1,13 @@
-"""`hf-efficient train-draft`: trains draft heads for a model on text it writes itself."""
+"""`hf-efficient train-draft`: trains draft heads for a model on text that the model generates."""
 
 import argparse
 import json
 from pathlib import Path
 
-from hf_efficient.cli.numbers import at_least, positive
-from hf_efficient.cli.paths import check_folder, check_model, check_output, check_text_file, check_tokenizer
+from hf_efficient.cli.models import check_model, check_tokenizer, load_causal_lm
+from hf_efficient.cli.option_types import at_least, positive
+from hf_efficient.cli.options import add_output_argument, given_options
+from hf_efficient.cli.path_checks import check_folder, check_output, check_text_file
 
 
 TRAINING = ("num_tokens", "epochs", "minutes", "draft_tokens", "max_new_tokens", "batch_size", "learning_rate", "seed")
@@ -14,15 +16,16 @@ TRAINING = ("num_tokens", "epochs", "minutes", "draft_tokens", "max_new_tokens",
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient train-draft`."""
     command.add_argument("model", help="Hub id or local folder of the target")
-    command.add_argument("--output", required=True, help="folder for the heads; must not exist or be empty")
+    add_output_argument(command, "folder for the heads")
     command.add_argument("--kind", choices=("eagle", "medusa"), default="eagle", help="default eagle")
     command.add_argument(
         "--prompts",
-        help='file with one prompt a line, or .jsonl with "prompt" or "text" in each line (default: built in, and what the model asks itself)',
+        help='file with one prompt a line, or .jsonl with "prompt" or "text" in each line (default: built in, and '
+        "questions that the model generates)",
     )
     command.add_argument("--num-tokens", type=at_least(1), help="tokens of answers to learn from (default 300000)")
     command.add_argument("--epochs", type=at_least(1), help="times each answer is seen (default 5)")
-    command.add_argument("--minutes", type=positive, help="end after about so long, half of it for the text")
+    command.add_argument("--minutes", type=positive, help="end after about so many minutes, half of them for the text")
     command.add_argument(
         "--draft-tokens", type=at_least(1), help="frequent tokens that the heads guess from (default 4096)"
     )
@@ -36,7 +39,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Trains and saves the heads, and prints how often they are right.
+    """Trains and saves the heads, and prints the accuracy of their guesses.
 
     Raises:
         ValueError: for arguments that are not allowed, before the model is loaded where they show.
@@ -47,21 +50,16 @@ def run(options: argparse.Namespace) -> None:
     check_model("model", options.model, causal=True)
     prompts = None if options.prompts is None else _read_prompts(Path(options.prompts))
 
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from hf_efficient import train_draft
 
     tokenizer = check_tokenizer("model", options.model)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    device_map = "cuda" if torch.cuda.is_available() else None
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto", device_map=device_map)
-    given = {name: getattr(options, name) for name in TRAINING if getattr(options, name) is not None}
-    heads = train_draft(model, tokenizer, output, kind=options.kind, prompts=prompts, cache=options.cache, **given)
+    model, training = load_causal_lm(options.model), given_options(options, TRAINING)
+    heads = train_draft(model, tokenizer, output, kind=options.kind, prompts=prompts, cache=options.cache, **training)
     print(f"{output}: {sum(p.numel() for p in heads.parameters()) / 1e6:.1f} million parameters")
-    for depth, rights in enumerate(heads.accuracies, 1):
-        print(f"guess {depth}: right {rights[0]:.1%} of the time, among the first {len(rights)} {sum(rights):.1%}")
+    for depth, shares in enumerate(heads.accuracies, 1):
+        print(f"guess {depth}: right {shares[0]:.1%} of the time, among the first {len(shares)} {sum(shares):.1%}")
 
 
 def _read_prompts(path: Path) -> list[str]:

@@ -1,14 +1,12 @@
-"""What users of a model wait for: the first token, each next one, the whole answer; and how many can be served at once.
+"""Latency and throughput of `generate()`: time to first token, between tokens, of a request; requests per second.
 
-Requests are served in batches: those of a batch come and end together, so the latency of a request is the time of its
-batch. Queries per second at a latency bound are those of the batch size that serves most among the sizes whose 95th
-percentile of that latency keeps the bound; a queue in front of it, and requests of unequal length, come on top.
+Requests of a batch start and end together, so the latency of a request is the time of its batch. Queries per second at
+a latency bound are those of the fastest batch size whose 95th percentile of latency keeps the bound. Waiting in a queue
+and requests of unequal length are not modelled.
 """
 
 import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,13 +15,17 @@ import torch
 from tqdm.auto import tqdm
 from transformers import StoppingCriteria
 
+from hf_efficient.evaluation.output_files import replace_files
+
 
 PERCENTILES = (50, 95, 99)
 
 
 class TokenClock(StoppingCriteria):
-    """Passed to `generate(stopping_criteria=[...])`, notes when each token of the batch was chosen, and stops nothing.
-    Unlike a streamer it leaves the decoding loop what it is."""
+    """A criterion for `generate(stopping_criteria=[...])` that records when each token was chosen and stops nothing.
+
+    A streamer could record the same, but makes `generate()` take another decoding loop.
+    """
 
     def __init__(self):
         self.start, self.times = time.perf_counter(), {}
@@ -33,7 +35,7 @@ class TokenClock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def seconds(self) -> list[float]:
-        """From the start to each token, ascending."""
+        """Seconds from the start to each token, ascending."""
         return [moment - self.start for _, moment in sorted(self.times.items())]
 
 
@@ -47,13 +49,14 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 def measure_batch(
     generate: Callable[[TokenClock], object], batch_size: int, new_tokens: int, repeats: int, progress: bool = True
 ) -> dict:
-    """Runs `generate(clock)`, which must give each of `batch_size` rows exactly `new_tokens` tokens, once uncounted and then
-    `repeats` times.
+    """Times `repeats` runs of `generate(clock)` after one that is not counted.
+
+    Each run must give each of `batch_size` sequences exactly `new_tokens` tokens.
 
     Returns:
-        percentiles, in seconds, of `time_to_first_token`, `inter_token_latency` (between neighbouring tokens, of all runs)
-        and `request_latency`; `tokens_per_second` (new ones, prompts included in the time) and `requests_per_second`, of
-        the mean latency; `batch_size` and `runs`.
+        percentiles, in seconds, of `time_to_first_token`, `inter_token_latency` (between neighbouring tokens, of all
+        runs) and `request_latency`; `tokens_per_second` (new tokens over the whole time, prefill included) and
+        `requests_per_second`, both from the mean latency; `batch_size` and `runs`.
 
     Raises:
         RuntimeError: a run gave another number of tokens.
@@ -88,23 +91,19 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 def at_latency_bound(batches: list[dict], bound: float) -> dict | None:
-    """The measured batch that serves most requests per second within `bound` seconds (95th percentile); None for none."""
+    """The batch with most requests per second whose 95th percentile of latency is within `bound` seconds, or None."""
     within = [batch for batch in batches if batch["request_latency"]["p95"] <= bound]
     return max(within, key=lambda batch: batch["requests_per_second"], default=None)
 
 
 def write(content: dict, folder: Path, plotted: bool) -> list[Path]:
-    """Writes bench.json and, when `plotted`, bench.png into `folder`; each is written beside and then renamed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as scratch:
-        scratch = Path(scratch)
+    """Writes bench.json and, when `plotted`, bench.png into `folder`, atomically. Returns their paths."""
+    written = []
+    with replace_files(folder, written) as scratch:
         (scratch / "bench.json").write_text(json.dumps(content, indent=2) + "\n")
         if plotted:
             plot(content, scratch / "bench.png")
-        names = sorted(path.name for path in scratch.iterdir())
-        for name in names:
-            os.replace(scratch / name, folder / name)
-    return [folder / name for name in names]
+    return written
 
 
 def plot(content: dict, path: Path) -> None:
@@ -157,9 +156,7 @@ def table(content: dict) -> str:
         )
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     if content["latency_bound"] is not None:
-        best, within = content["at_latency_bound"], f"within {content['latency_bound']:g} s (p95 of a request): "
-        lines += [
-            "",
-            within + (f"{best['requests_per_second']:.2f} queries/s, batch {best['batch_size']}" if best else "none"),
-        ]
+        best = content["at_latency_bound"]
+        best = f"{best['requests_per_second']:.2f} queries/s, batch {best['batch_size']}" if best else "none"
+        lines += ["", f"within {content['latency_bound']:g} s (p95 of a request): {best}"]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What machines can do at best, as their makers say or as measured here."""
+"""Peak rates of devices: bandwidth, operations per second and memory, from data sheets or measured here."""
 
 import time
 from dataclasses import dataclass
@@ -9,38 +9,36 @@ import torch
 from hf_efficient.evaluation.environment import describe
 
 
-MATRIX = 16384, 8192  # of float32: half a gigabyte, which no cache holds
-SQUARE = 1024  # rows and columns of the products of a CPU; a GPU's have eight times as many
+MATRIX = 16384, 8192  # shape in float32: 0.5 GB, larger than any CPU's or GPU's cache
+SQUARE = 1024  # rows and columns of the matrix products that are timed on a CPU; 8 times as many on a GPU
 
 
 @dataclass(frozen=True)
 class Device:
-    """kind: "cpu" or "accelerator". memory_bytes: None where machines of the name differ. bandwidth: bytes per second of its
-    memory. operations: per second, of dense matrix products, by the dtype of their inputs; a multiplication and an addition
-    count as two. source: where the figures come from."""
+    """The rates of a device."""
 
     name: str
-    kind: str
-    memory_bytes: int | None
-    bandwidth: float
-    operations: dict[str, float]
-    source: str
+    kind: str  # "cpu" or "accelerator"
+    memory_bytes: int | None  # None where machines of this name differ
+    bandwidth: float  # of its memory, bytes per second
+    operations: dict[str, float]  # dtype of the inputs -> multiplications and additions per second in dense products
+    source: str  # where the figures come from
 
     def rate(self, dtype: str, fallback: str) -> float:
-        """Operations per second on inputs of `dtype`; as on `fallback`, else on float32, where the device has no such ones."""
+        """Operations per second on inputs of `dtype`, else of `fallback`, else of float32: the first that it has."""
         return next(self.operations[name] for name in (dtype, fallback, "float32") if name in self.operations)
 
 
 def _accelerator(name, gigabytes, bandwidth, float32, bfloat16, int8, fp8, source) -> Device:
-    """bandwidth in GB/s, operations in TFLOP/s or TOP/s; fp8 None where there is none."""
+    """bandwidth in GB/s, operations in TFLOP/s or TOP/s; fp8 is None where the device has none."""
     operations = {"float32": float32, "bfloat16": bfloat16, "float16": bfloat16, "int8": int8, "fp8": fp8}
     operations = {dtype: rate * 1e12 for dtype, rate in operations.items() if rate}
     return Device(name, "accelerator", int(gigabytes * 1e9), bandwidth * 1e9, operations, source)
 
 
 def _laptop(name, bandwidth, float32, bfloat16, source) -> Device:
-    """bandwidth in GB/s; float32 in GFLOP/s: cores x floats in two FMA registers x 2 x highest clock; bfloat16 as a multiple
-    of it, int8 (VNNI) four times as fast."""
+    """bandwidth in GB/s; float32 in GFLOP/s: cores x floats in two FMA registers x 2 x highest clock in GHz; bfloat16
+    as a multiple of float32; int8 (VNNI) is four times as fast."""
     operations = {"float32": float32 * 1e9, "bfloat16": bfloat16 * float32 * 1e9, "int8": 4 * float32 * 1e9}
     return Device(name, "cpu", None, bandwidth * 1e9, operations, source)
 
@@ -75,7 +73,7 @@ DEVICES = {
 
 
 def find_device(name: str) -> Device:
-    """The device of the table called `name` (case, spaces, `-` and `_` do not count), or with "measured" this machine's.
+    """The device `name` of the table (case, spaces, `-` and `_` do not count); "measured" measures this machine.
 
     Raises ValueError for any other name."""
     if not isinstance(name, str):
@@ -93,8 +91,11 @@ def find_device(name: str) -> Device:
 
 
 def measure_device(seconds: float = 1.0) -> Device:
-    """This machine, or its GPU: memory bandwidth from matrix-vector products with a matrix that no cache holds, operations
-    from square products of each dtype. The best of several runs each; about `seconds` for each of them."""
+    """The rates of this machine, or of its GPU, as the best of several runs; each rate takes about `seconds`.
+
+    Bandwidth is that of matrix-vector products with a matrix that no cache holds, operations are those of square
+    products of each dtype.
+    """
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if is_gpu else "cpu")
     hardware = describe()["hardware"]
@@ -119,7 +120,7 @@ def measure_device(seconds: float = 1.0) -> Device:
 
 
 def available_memory() -> int:
-    """Bytes of memory that this process may still take, by the system and its control group."""
+    """Bytes of memory that this process may still allocate, by the system and its control group."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -136,7 +137,7 @@ def available_memory() -> int:
 
 
 def _best(run, seconds: float, synchronize: bool) -> float:
-    """The shortest time of `run`, tried for about `seconds` and at least three times, after one that is not counted."""
+    """The shortest time of `run` over about `seconds` and at least three runs, after one that is not counted."""
     run()
     times: list[float] = []
     while len(times) < 3 or sum(times) < seconds:

@@ -1,4 +1,4 @@
-"""What a measurement was made with: hardware, versions, commit and command. Every committed result carries it."""
+"""Hardware, versions, commit and command of a measurement; every committed result has them."""
 
 import importlib.metadata
 import os
@@ -12,8 +12,10 @@ import torch
 
 
 def describe() -> dict:
-    """Hardware, versions of the stack, git commit (None outside a checkout; "-dirty" when other files than results are
-    changed), command line and UTC time."""
+    """Hardware, versions of the stack, git commit, command line and UTC time.
+
+    The commit is None outside a checkout, and ends in "-dirty" when tracked files other than results are changed.
+    """
     packages = ("hf_efficient", "torch", "triton", "transformers", "accelerate", "safetensors", "huggingface_hub")
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -42,7 +44,7 @@ def _commit() -> str | None:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    results = ":(exclude,top)benchmarks/results"  # which a script writes while it measures
+    results = ":(exclude,top)benchmarks/results"  # scripts write them while they measure
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", results)
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")

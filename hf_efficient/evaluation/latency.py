@@ -11,14 +11,14 @@ from tqdm.auto import tqdm
 def generation_speed(
     generate: Callable[[int], object], batch_size: int, new_tokens: int, repeats: int = 3, progress: bool = True
 ) -> dict:
-    """Times `generate(n)`, which must produce exactly n new tokens for every one of `batch_size` rows.
+    """Times `generate(n)`, which must produce exactly n new tokens for each of `batch_size` sequences.
 
-    One call with n = 1 gives the time to the first token; a call with n = `new_tokens`, less that time, gives the decoded
-    tokens per second, summed over the rows. One uncounted call of each length comes first: it compiles and records.
+    A call with n = 1 gives the time to the first token. A call with n = `new_tokens`, less that time, gives the decoded
+    tokens per second of all sequences. One call of each length comes first, uncounted: it compiles and captures.
 
     Returns:
-        `time_to_first_token_s` and `tokens_per_second`, each {median, min, max, runs}, and `result`: what the last long
-        call returned.
+        `time_to_first_token_s` and `tokens_per_second`, each {median, min, max, runs}, and `result` of the last long
+        call.
     """
     for tokens in (1, new_tokens):
         generate(tokens)

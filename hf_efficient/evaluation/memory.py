@@ -1,4 +1,4 @@
-"""What a model and a process really hold in memory."""
+"""Bytes that a model and a process hold in memory."""
 
 import resource
 import sys
@@ -10,7 +10,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
     """Bytes allocated for the model's parameters and buffers, every storage counted once (tied weights share one)."""
     storages = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_mkldnn:  # opaque: codes in the order that oneDNN wants
+        if tensor.is_mkldnn:  # opaque: oneDNN's own layout has no storage
             storages[id(tensor)] = tensor.nbytes
         else:
             storage = tensor.untyped_storage()

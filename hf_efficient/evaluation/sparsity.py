@@ -1,12 +1,11 @@
-"""How many weights of a model are zero."""
+"""Shares of zeros in the weights of a compressed model."""
 
 import torch
 
 
 @torch.no_grad()
 def weight_sparsity(model: torch.nn.Module) -> dict[str, float]:
-    """Full name of each compressed linear, and of each weight of compressed experts -> the share of it that is zero, counted
-    on what it dequantizes to."""
+    """Name of each compressed linear and each weight of compressed experts -> the share of zeros in it, dequantized."""
     found = {}
     for name, module in model.named_modules():
         for weight in getattr(module, "compressed_weights", list)():

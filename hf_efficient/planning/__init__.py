@@ -1,1 +1,1 @@
-"""What a model will need, before it is loaded."""
+"""What a model will need, computed before it is loaded, and what this machine can do."""

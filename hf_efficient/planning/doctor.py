@@ -1,4 +1,7 @@
-"""What this machine can do for hf_efficient, and what is off: the findings of `hf-efficient doctor`."""
+"""What this machine can do for hf_efficient, and what is off: the findings of `hf-efficient doctor`.
+
+Each check is a generator of findings.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -6,7 +9,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +21,12 @@ from hf_efficient import methods
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.evaluation.devices import available_memory
 from hf_efficient.kernels.native import build as cpu_build
+from hf_efficient.planning.cpu_limits import cpu_quota, physical_cores, usable_cpus
 
 
 GIGABYTE = 10**9
-LEAST_MEMORY, LEAST_DISK = 2 * GIGABYTE, 5 * GIGABYTE  # below these even a small model or its download may fail
-ROUNDING = 0.02  # of a product in bfloat16 whose sums are in float32: far above what rounding gives, far below garbage
+LEAST_MEMORY, LEAST_DISK = 2 * GIGABYTE, 5 * GIGABYTE  # with less even a small model or its download may fail
+MOST_ERROR = 0.02  # relative RMS: rounding to bfloat16 gives about 0.003, a wrong kernel about 1
 OPTIONAL = {
     "matplotlib": "plots of run and bench (extra demo)",
     "jinja2": "model cards (extra demo)",
@@ -60,37 +64,29 @@ HARMFUL = {  # variable -> value (None: any) -> what it does
 
 @dataclass(frozen=True)
 class Finding:
-    """status: "ok", "off" (works, but slower or with less than it could) or "broken". why: what it means for models; do: what
-    helps. Both are empty where there is nothing to do."""
+    """One line of the doctor's report."""
 
     name: str
-    status: str
+    status: str  # "ok", "off" (works, but slower or with less than it could) or "broken"
     what: str
-    why: str = ""
-    do: str = ""
+    why: str = ""  # what it means for models; empty where there is nothing to do
+    do: str = ""  # what helps; empty likewise
 
 
 def examine() -> list[Finding]:
-    """Every finding on this machine, in the order of `CHECKS`. A check that fails itself is a finding, too."""
+    """Every finding on this machine, in the order of `CHECKS`. A check that raises is a finding, too."""
     findings = []
     for check in CHECKS:
         try:
-            findings += check()
+            findings += [*check()]
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            findings.append(
-                Finding(_name(check), "broken", what, "this check itself failed", "report it with this line")
-            )
+            name, what = check.__name__.removeprefix("check_").replace("_", " "), f"{type(error).__name__}: {error}"
+            findings.append(Finding(name, "broken", what, "this check itself failed", "report it with this line"))
     return findings
 
 
-def _name(check: Callable) -> str:
-    return check.__name__.removeprefix("check_").replace("_", " ")
-
-
-def check_versions() -> list[Finding]:
-    """Every package that is required, against the range that is supported."""
-    found = []
+def check_versions() -> Iterator[Finding]:
+    """Every required package against its supported range."""
     for line in importlib.metadata.requires("hf_efficient") or ():
         needed = Requirement(line)
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
@@ -98,13 +94,12 @@ def check_versions() -> list[Finding]:
         version, supported = installed_version(needed.name), str(needed.specifier) or "any version"
         help = f"pip install '{needed.name}{needed.specifier}'"
         if version is None:
-            found.append(Finding(needed.name, "broken", "not installed", "hf_efficient requires it", help))
+            yield Finding(needed.name, "broken", "not installed", "hf_efficient requires it", help)
         elif not needed.specifier.contains(version, prereleases=True):
             why = f"supported is {supported}: what it touches in the package may have moved"
-            found.append(Finding(needed.name, "broken", version, why, help))
+            yield Finding(needed.name, "broken", version, why, help)
         else:
-            found.append(Finding(needed.name, "ok", f"{version} ({supported})"))
-    return found
+            yield Finding(needed.name, "ok", f"{version} ({supported})")
 
 
 def installed_version(package: str) -> str | None:
@@ -115,28 +110,31 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def check_optional_packages() -> list[Finding]:
-    """Packages that something optional needs; being absent is nothing wrong."""
+def check_optional_packages() -> Iterator[Finding]:
+    """Packages of optional features; their absence is no fault."""
     absent = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
     present = [f"{name} {installed_version(name)}" for name in OPTIONAL if name not in absent]
-    found = [Finding("optional packages", "ok", ", ".join(present) or "none")]
-    return found + [Finding(name, "ok", "not installed", f"needed for {OPTIONAL[name]}") for name in absent]
+    yield Finding("optional packages", "ok", ", ".join(present) or "none")
+    yield from (Finding(name, "ok", "not installed", f"needed for {OPTIONAL[name]}") for name in absent)
 
 
-def check_registration() -> list[Finding]:
-    """Whether transformers took the quantizers and the attention."""
+def check_registration() -> Iterator[Finding]:
+    """Whether the quantizers and the attention can be registered with transformers."""
     import hf_efficient
 
-    help = "install a supported transformers, see above"
     try:
         hf_efficient.register()
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        return [Finding("registration", "broken", what, "from_pretrained() does not know this package's configs", help)]
-    return [Finding("registration", "ok", "quantizers and attention are registered with transformers")]
+        why, help = (
+            "from_pretrained() does not know this package's configs",
+            "install a supported transformers, see above",
+        )
+        yield Finding("registration", "broken", f"{type(error).__name__}: {error}", why, help)
+    else:
+        yield Finding("registration", "ok", "quantizers and attention are registered with transformers")
 
 
-def check_cpu() -> list[Finding]:
+def check_cpu() -> Iterator[Finding]:
     """The instructions of the CPU."""
     features = cpu_build.cpu_features()
     has = {
@@ -154,136 +152,84 @@ def check_cpu() -> list[Finding]:
     missing = sorted(cpu_build.FEATURES - features)
     if missing:
         why = f"without {', '.join(missing)} the C++ kernels are not used, but torch's operators, which are slower"
-        return [
-            Finding(
-                "cpu", "off", what, why, "a CPU with AVX-512 bf16 and VNNI (AMD Zen 4, Intel Sapphire Rapids) or a GPU"
-            )
-        ]
-    return [Finding("cpu", "ok", what)]
+        help = "a CPU with AVX-512 bf16 and VNNI (AMD Zen 4, Intel Sapphire Rapids) or a GPU"
+        yield Finding("cpu", "off", what, why, help)
+    else:
+        yield Finding("cpu", "ok", what)
 
 
-def check_threads() -> list[Finding]:
-    """Threads against the CPUs that this process may use."""
+def check_threads() -> Iterator[Finding]:
+    """The number of torch's threads against the CPUs that this process may use."""
     threads, allowed, quota = torch.get_num_threads(), usable_cpus(), cpu_quota()
     what = f"{threads} threads, {allowed} CPUs allowed" + (f", a quota of {quota:g} CPUs" if quota is not None else "")
     most = allowed if quota is None else min(allowed, max(1, int(quota)))
     if threads > most:
         why = "threads wait for each other's CPU: often several times slower than with fewer"
-        return [Finding("threads", "off", what, why, f"OMP_NUM_THREADS={most}, or torch.set_num_threads({most})")]
-    physical = min(most, physical_cores() or most)
-    if threads < physical:
+        yield Finding("threads", "off", what, why, f"OMP_NUM_THREADS={most}, or torch.set_num_threads({most})")
+    elif threads < (physical := min(most, physical_cores() or most)):
         why = f"{physical - threads} of {physical} cores are not used"
-        return [Finding("threads", "off", what, why, f"OMP_NUM_THREADS={physical}, or leave it unset")]
-    return [Finding("threads", "ok", what)]
+        yield Finding("threads", "off", what, why, f"OMP_NUM_THREADS={physical}, or leave it unset")
+    else:
+        yield Finding("threads", "ok", what)
 
 
-def usable_cpus() -> int:
-    """CPUs that this process may run on by its affinity."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def physical_cores() -> int | None:
-    """Cores of the machine, without the second threads of each."""
-    import psutil
-
-    return psutil.cpu_count(logical=False)
-
-
-def cpu_quota(root: str = "/") -> float | None:
-    """CPUs whose time this process's control group may use, the least of it and those around it; None for no limit. Reads
-    cpu.max of version 2 and cpu.cfs_quota_us of version 1."""
-    quotas = []
-    try:
-        lines = Path(root, "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = Path(root, "sys/fs/cgroup", *([] if not controllers else ["cpu"]))
-        folder = mount / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            quotas.append(_quota_v2(place) if not controllers else _quota_v1(place))
-            if place == mount:
-                break
-    return min((quota for quota in quotas if quota), default=None)
-
-
-def _quota_v2(folder: Path) -> float | None:
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
-
-
-def _quota_v1(folder: Path) -> float | None:
-    try:
-        quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        return quota / period if quota > 0 else None
-    except (OSError, ValueError):
-        return None
-
-
-def check_cpu_kernels() -> list[Finding]:
+def check_cpu_kernels() -> Iterator[Finding]:
     """Whether the C++ kernels can be compiled, or are there already."""
-    if not cpu_build.FEATURES <= cpu_build.cpu_features():
-        return [Finding("C++ kernels", "ok", "not for this CPU")]
     name, slower = "C++ kernels", "torch's operators are used, which are slower"
-    command = cpu_build.compiler()
-    if command is None:
-        given = os.environ.get("CXX")
-        if given:
-            return [Finding(name, "broken", f"CXX={given} is no program", slower, "unset CXX, or name a compiler")]
-        return [Finding(name, "off", "no C++ compiler", slower, "install g++ or clang++, or set CXX")]
+    command, given = cpu_build.compiler(), os.environ.get("CXX")
+    if not cpu_build.FEATURES <= cpu_build.cpu_features():
+        yield Finding(name, "ok", "not for this CPU")
+    elif command is None and given:
+        yield Finding(name, "broken", f"CXX={given} is no program", slower, "unset CXX, or name a compiler")
+    elif command is None:
+        yield Finding(name, "off", "no C++ compiler", slower, "install g++ or clang++, or set CXX")
+    else:
+        yield _compile(name, command, slower)
+
+
+def _compile(name: str, command: list[str], slower: str) -> Finding:
+    """The finding of compiling one library with the compiler `command`."""
     folder = Path(constants.HF_HOME) / "hf_efficient" / "cpu"
     before = set(folder.glob("*.so")) if folder.is_dir() else set()
     try:
         library = cpu_build.build("linear", [*command, *cpu_build.FLAGS, "-DBITS=4"])
     except (OSError, RuntimeError) as error:
         help = "try another compiler with CXX=..., then run this again"
-        return [Finding(name, "broken", f"{command[0]} failed: {str(error)[-300:]}", slower, help)]
+        return Finding(name, "broken", f"{command[0]} failed: {str(error)[-300:]}", slower, help)
     state = "compiled before" if library in before else "compiled now"
-    return [Finding(name, "ok", f"{command[0]}; {state}, {len(before | {library})} libraries in {folder}")]
+    return Finding(name, "ok", f"{command[0]}; {state}, {len(before | {library})} libraries in {folder}")
 
 
-def check_gpu() -> list[Finding]:
+def check_gpu() -> Iterator[Finding]:
     """The GPUs, and which kernels they run."""
-    if not torch.cuda.is_available():
-        if has_nvidia_driver() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-            build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-            what = f"there is an NVIDIA driver, but torch {torch.__version__} ({build}) sees no GPU"
-            return [
-                Finding(
-                    "gpu", "broken", what, "models run on the CPU", "install torch for the driver's CUDA: pytorch.org"
-                )
-            ]
-        return [Finding("gpu", "ok", "none: models run on the CPU")]
-    if importlib.util.find_spec("triton") is None:
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         what = f"{torch.cuda.get_device_name()}, but no triton"
-        return [Finding("gpu", "broken", what, "this package's GPU kernels cannot be compiled", "pip install triton")]
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        what = f"{properties.name}, {properties.total_memory / GIGABYTE:.0f} GB"
-        if torch.version.hip:
-            found.append(
-                Finding(f"gpu {index}", "ok", f"{what}, ROCm {torch.version.hip}: Triton kernels but those of Hopper")
-            )
-            continue
-        capability = properties.major, properties.minor
-        what += f", compute capability {capability[0]}.{capability[1]}"
-        if capability < (8, 0):
-            why = "the Triton kernels want bfloat16 and asynchronous copies, of compute capability 8.0"
-            found.append(
-                Finding(f"gpu {index}", "off", what, why, "float16 models may run, slowly; use an Ampere GPU or newer")
-            )
-        else:
-            kernels = ["attention and linear kernels", "fp8 products"][: 1 + (capability >= (8, 9))]
-            kernels += ["tiles by the tensor memory accelerator"] if capability[0] in (9, 10) else []
-            found.append(Finding(f"gpu {index}", "ok", f"{what}: {', '.join(kernels)}"))
-    return found
+        yield Finding("gpu", "broken", what, "this package's GPU kernels cannot be compiled", "pip install triton")
+    elif torch.cuda.is_available():
+        yield from map(_examine_gpu, range(torch.cuda.device_count()))
+    elif has_nvidia_driver() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+        what = f"there is an NVIDIA driver, but torch {torch.__version__} ({build}) sees no GPU"
+        yield Finding(
+            "gpu", "broken", what, "models run on the CPU", "install torch for the driver's CUDA: pytorch.org"
+        )
+    else:
+        yield Finding("gpu", "ok", "none: models run on the CPU")
+
+
+def _examine_gpu(index: int) -> Finding:
+    name, properties = f"gpu {index}", torch.cuda.get_device_properties(index)
+    what = f"{properties.name}, {properties.total_memory / GIGABYTE:.0f} GB"
+    if torch.version.hip:
+        return Finding(name, "ok", f"{what}, ROCm {torch.version.hip}: Triton kernels but those of Hopper")
+    capability = properties.major, properties.minor
+    what += f", compute capability {capability[0]}.{capability[1]}"
+    if capability < (8, 0):
+        why = "the Triton kernels want bfloat16 and asynchronous copies, of compute capability 8.0"
+        return Finding(name, "off", what, why, "float16 models may run, slowly; use an Ampere GPU or newer")
+    kernels = ["attention and linear kernels", "fp8 products"][: 1 + (capability >= (8, 9))]
+    kernels += ["tiles by the tensor memory accelerator"] if capability[0] in (9, 10) else []
+    return Finding(name, "ok", f"{what}: {', '.join(kernels)}")
 
 
 def has_nvidia_driver() -> bool:
@@ -291,40 +237,36 @@ def has_nvidia_driver() -> bool:
     return Path("/proc/driver/nvidia/version").exists()
 
 
-def check_memory() -> list[Finding]:
+def check_memory() -> Iterator[Finding]:
     """Memory that this process may still take."""
     free = available_memory()
     what = f"{free / GIGABYTE:.1f} GB available"
     if free < LEAST_MEMORY:
         why = "a model that does not fit ends the process without a message"
-        return [
-            Finding("memory", "off", what, why, "close other programs, raise the control group's limit, or fewer bits")
-        ]
-    return [Finding("memory", "ok", what)]
+        yield Finding(
+            "memory", "off", what, why, "close other programs, raise the control group's limit, or fewer bits"
+        )
+    else:
+        yield Finding("memory", "ok", what)
 
 
-def check_disk() -> list[Finding]:
-    """Whether models and compiled kernels can be kept."""
-    found = []
+def check_disk() -> Iterator[Finding]:
+    """Whether models and compiled kernels can be stored."""
     for name, folder in (("HF_HOME", Path(constants.HF_HOME)), ("model cache", Path(constants.HF_HUB_CACHE))):
         why_not = why_unwritable(folder)
         if why_not:
-            why = "downloads fail, and every process compiles the kernels anew"
-            found.append(
-                Finding(
-                    name, "broken", f"{folder} cannot be written: {why_not}", why, "set HF_HOME to a folder that can"
-                )
+            what, why = (
+                f"{folder} cannot be written: {why_not}",
+                "downloads fail, and every process compiles the kernels anew",
             )
+            yield Finding(name, "broken", what, why, "set HF_HOME to a folder that can")
             continue
         free = shutil.disk_usage(existing_parent(folder)).free
         what = f"{folder}, {free / GIGABYTE:.0f} GB free"
         if free < LEAST_DISK:
-            found.append(
-                Finding(name, "off", what, "downloads may fail halfway", "free some, or set HF_HOME to another disk")
-            )
+            yield Finding(name, "off", what, "downloads may fail halfway", "free some, or set HF_HOME to another disk")
         else:
-            found.append(Finding(name, "ok", what))
-    return found
+            yield Finding(name, "ok", what)
 
 
 def existing_parent(folder: Path) -> Path:
@@ -333,7 +275,7 @@ def existing_parent(folder: Path) -> Path:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Why no file can be made in `folder`, or where it is to be made; None where one can."""
+    """Why no file can be made in `folder` (or in its nearest existing parent); None where one can."""
     try:
         with tempfile.TemporaryFile(dir=existing_parent(folder)):
             return None
@@ -341,20 +283,18 @@ def why_unwritable(folder: Path) -> str | None:
         return error.strerror or str(error)
 
 
-def check_environment() -> list[Finding]:
+def check_environment() -> Iterator[Finding]:
     """Environment variables that change what happens."""
-    found = []
     for name, meaning in VARIABLES.items():
         if name in os.environ:
-            found.append(Finding(name, "ok", f"{os.environ[name]!r}: {meaning}"))
+            yield Finding(name, "ok", f"{os.environ[name]!r}: {meaning}")
     for name, (value, harm) in HARMFUL.items():
         if os.environ.get(name) is not None and value in (None, os.environ[name]):
-            found.append(Finding(name, "off", repr(os.environ[name]), harm, f"unset {name}, unless you mean it"))
-    return found
+            yield Finding(name, "off", repr(os.environ[name]), harm, f"unset {name}, unless you mean it")
 
 
-def check_product() -> list[Finding]:
-    """One product with a 4-bit weight, as models compute it here, against float64."""
+def check_product() -> Iterator[Finding]:
+    """One product with a 4-bit weight by the layout that models use on this machine, against float64."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 256, generator=generator).to(device, torch.bfloat16) for rows in (128, 4))
@@ -365,25 +305,15 @@ def check_product() -> list[Finding]:
     actual = layout(x).double()
     error = ((actual - expected).square().mean() / expected.square().mean()).sqrt().item()
     what = f"int4 on {device} by {type(layout).__name__}: relative error {error:.2g}"
-    if not error <= ROUNDING:
+    if not error <= MOST_ERROR:
+        why = f"more than {MOST_ERROR} of rounding: models would answer nonsense"
         help = "remove the compiled kernels in HF_HOME/hf_efficient; if it stays, report it with this output"
-        return [
-            Finding(
-                "self-test", "broken", what, f"more than {ROUNDING} of rounding: models would answer nonsense", help
-            )
-        ]
-    return [Finding("self-test", "ok", what)]
+        yield Finding("self-test", "broken", what, why, help)
+    else:
+        yield Finding("self-test", "ok", what)
 
 
 CHECKS = (
-    *(
-        check_versions,
-        check_registration,
-        check_optional_packages,
-        check_cpu,
-        check_threads,
-        check_cpu_kernels,
-        check_gpu,
-    ),
-    *(check_memory, check_disk, check_environment, check_product),
+    *(check_versions, check_registration, check_optional_packages, check_cpu, check_threads, check_cpu_kernels),
+    *(check_gpu, check_memory, check_disk, check_environment, check_product),
 )

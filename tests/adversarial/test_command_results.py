@@ -1,18 +1,18 @@
-"""What `hf-efficient` makes is what it was asked for: the config and dtype given, and a card that names the base model."""
+"""`hf-efficient` makes what it was asked for: the given config and dtype, and a card that names the base model."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_model, tiny_tokenizer
+from helpers import TEXT, tiny_tokenizer
 from hub_directory import serving
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
-from hf_efficient.cli import main, measure
+from hf_efficient.cli import main, measure, variants
 from hf_efficient.cli import run as run_command
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.w8a8 import Int8Format
@@ -24,12 +24,11 @@ CONNECTION_ERROR = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory, saved_llama):
     """A folder with a model, called "tiny", and a text."""
     folder = tmp_path_factory.mktemp("command_results")
-    tiny_model("llama", eos_token_id=None, max_position_embeddings=256).save_pretrained(folder / "tiny")
-    tiny_tokenizer().save_pretrained(folder / "tiny")
-    (folder / "text.txt").write_text("The river runs past the old mill, past the bridge and into the sea. " * 60)
+    (folder / "tiny").symlink_to(saved_llama)
+    (folder / "text.txt").write_text(TEXT * 60)
     return folder
 
 
@@ -59,8 +58,8 @@ def test_run_measures_the_config_that_is_given(made, tmp_path, monkeypatch, caps
         if variant["efficient"]:
             raise RuntimeError("measured enough")
 
-    monkeypatch.setattr(run_command, "_measure", keep)
-    monkeypatch.setattr(run_command, "WINDOW_LENGTH", 16)
+    monkeypatch.setattr(variants, "measure", keep)
+    monkeypatch.setattr(variants, "WINDOW_LENGTH", 16)
     config = '{"quant_method": "efficient_w8a8", "method": "zeropoint"}'
     words = ["run", "--model", "tiny", "--text", "text.txt", "--output", str(tmp_path / "out"), "--config", config]
     assert main([*words, "--windows", "2", "--new-tokens", "2", "--repeats", "1", "--dtype", "bfloat16"]) == 1
@@ -69,11 +68,8 @@ def test_run_measures_the_config_that_is_given(made, tmp_path, monkeypatch, caps
     assert variant["name"] == "int8 activations, zeropoint" and variant["quantization"]["method"] == "zeropoint"
 
     loaded, load = [], AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM,
-        "from_pretrained",
-        lambda *args, **kwargs: loaded.append(load(*args, **kwargs)) or loaded[-1],
-    )
+    keeping = lambda *args, **kwargs: loaded.append(load(*args, **kwargs)) or loaded[-1]  # noqa: E731
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", keeping)
     assert measure.measure(variant, False)["weight_bytes"] > 0
     format = loaded[0].model.layers[0].mlp.up_proj.format
     assert isinstance(format, Int8Format) and format.zero_point and loaded[0].dtype == torch.bfloat16
@@ -90,7 +86,7 @@ def test_run_measures_the_config_that_is_given(made, tmp_path, monkeypatch, caps
 )
 def test_every_config_has_a_name_that_a_card_takes(config):
     """The card is written after hours of measuring."""
-    name = run_command._plain(f"tiny-{run_command._quantization(config)['name']}")
+    name = run_command._plain(f"tiny-{variants.variant_of(config)['name']}")
     assert model_card.check_name("name", name).startswith("tiny-")
 
 
@@ -123,7 +119,6 @@ def test_a_better_card_is_not_replaced(made, tmp_path, capsys):
 
 
 def test_a_better_card_on_the_hub_is_not_replaced(made, tmp_path, monkeypatch, capsys):
-
     folder = quantized(made, tmp_path)
     (folder / "README.md").unlink()
     with serving(tmp_path / "repos", monkeypatch) as server:

@@ -1,4 +1,4 @@
-"""Native instructions follow no index beyond what it points into: they refuse, with transformers' exception where it has one."""
+"""Native instructions refuse an index out of range, with transformers' exception where it has one."""
 
 import os
 import subprocess
@@ -28,40 +28,39 @@ LIMIT = {"gpt2": "n_positions", "opt": "max_position_embeddings"}
 @pytest.mark.parametrize("place", [0, 4])
 def test_a_look_up_beyond_the_table(bad, place):
     weight, index = torch.randn(7, 40), torch.tensor([0, 6, 3, 2, 1])
-    tape = Capture(lambda: F.embedding(index, weight))
-    assert [step.func for step in tape._steps] == [_interpret], "an instruction and no call of torch"
-    before = tape.replay().clone()
+    capture = Capture(lambda: F.embedding(index, weight))
+    assert [step.func for step in capture._steps] == [_interpret], "an instruction and no call of torch"
+    before = capture.replay().clone()
     index[place] = bad
     with pytest.raises(IndexError) as torchs:
         F.embedding(index, weight)
     with pytest.raises(IndexError) as ours:
-        tape.replay()
-    assert str(ours.value) == str(torchs.value) and torch.equal(tape.output, before), "nothing is written"
+        capture.replay()
+    assert str(ours.value) == str(torchs.value) and torch.equal(capture.output, before), "nothing is written"
     index[place] = 5
-    assert torch.equal(tape.replay(), weight[index])
+    assert torch.equal(capture.replay(), weight[index])
 
 
 def test_look_ups_of_other_forms():
     """int32 indices, and tables and indices that are not contiguous."""
     weight, index = torch.randn(7, 40), torch.tensor([[0, 6], [3, 2]])
     narrow = index.int()
-    tape = Capture(
-        lambda: (F.embedding(narrow, weight), F.embedding(index.t(), weight), F.embedding(index, weight.t()))
-    )
+    looked_up = (narrow, weight), (index.t(), weight), (index, weight.t())
+    capture = Capture(lambda: tuple(F.embedding(*each) for each in looked_up))
     index[1, 0], narrow[1, 0] = 5, 4
     expected = weight[narrow.long()], weight[index.t()], weight.t()[index]
-    assert all(map(torch.equal, tape.replay(), expected))
+    assert all(map(torch.equal, capture.replay(), expected))
     narrow[0, 1] = 7
     with pytest.raises(IndexError):
-        tape.replay()
+        capture.replay()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bias_that_is_broadcast(dtype):
     x, weight, bias = torch.randn(3, 64).to(dtype), torch.randn(24, 64).to(dtype), torch.randn(1).to(dtype)
-    tape = Capture(lambda: torch.addmm(bias, x, weight.t()))
+    capture = Capture(lambda: torch.addmm(bias, x, weight.t()))
     bias.fill_(5)
-    torch.testing.assert_close(tape.replay(), torch.addmm(bias, x, weight.t()), rtol=2**-7, atol=0.1)
+    torch.testing.assert_close(capture.replay(), torch.addmm(bias, x, weight.t()), rtol=2**-7, atol=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,12 +101,11 @@ def test_blocks_and_lengths_beyond_the_pages(what):
     q, new_keys, new_values = torch.randn(2, 1, 4, 32), *torch.randn(2, 2, 1, 2, 32)
 
     def attend():
-        return api.flash_attn_with_kvcache(
-            q, keys, values, new_keys, new_values, cache_seqlens=lengths, block_table=table, causal=True
-        )
+        where = dict(cache_seqlens=lengths, block_table=table, causal=True)
+        return api.flash_attn_with_kvcache(q, keys, values, new_keys, new_values, **where)
 
-    tape = Capture(attend)
-    assert [step.func for step in tape._steps] == [_interpret]
+    capture = Capture(attend)
+    assert [step.func for step in capture._steps] == [_interpret]
     before = keys.clone(), values.clone()
     if what == "block":
         table[1, 1] = 6
@@ -116,7 +114,7 @@ def test_blocks_and_lengths_beyond_the_pages(what):
     else:
         lengths[0] = 32  # the new token has no block
     with pytest.raises(RuntimeError, match="lengths or blocks beyond the pages"):
-        tape.replay()
+        capture.replay()
     assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
 
 
@@ -153,8 +151,7 @@ interpreter()(ctypes.addressof(one), 1)
     ],
 )
 def test_the_sanitizers_see_an_overrun(sizes, words):
-    """What shows that `make sanitize` can fail: an instruction that reads one number too many, and one whose arithmetic
-    overflows."""
+    """`make sanitize` can fail: an instruction that reads one number too many, and one whose arithmetic overflows."""
     result = subprocess.run([sys.executable, "-c", OVERRUN.format(**sizes)], capture_output=True, text=True)
     assert result.returncode and words in result.stderr, result.stderr[-2000:]
     fine = subprocess.run([sys.executable, "-c", OVERRUN.format(rows=1, count=100, stride=0)], capture_output=True)

@@ -1,23 +1,17 @@
+"""`hf-efficient run`, `quantize` and `prune`: what they write, and what they refuse before work starts."""
+
 import json
 import subprocess
 import sys
 
 import pytest
-from helpers import tiny_model, tiny_tokenizer
+from helpers import TEXT
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_efficient.cli import main
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
-
-
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cli") / "tiny"
-    tiny_model("llama", eos_token_id=None).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -33,8 +27,8 @@ def tiny_folder(tmp_path_factory):
         (["--config", "int4", "--output", __file__], "is a file; give a folder"),
     ],
 )
-def test_bad_arguments_are_named_before_work_starts(arguments, message, tiny_folder, capsys):
-    assert main(["run", "--model", str(tiny_folder), *arguments]) == 1
+def test_bad_arguments_are_named_before_work_starts(arguments, message, saved_llama, capsys):
+    assert main(["run", "--model", str(saved_llama), *arguments]) == 1
     assert message in capsys.readouterr().err
 
 
@@ -49,15 +43,15 @@ def test_missing_arguments_exit_with_2():
     assert exit_.value.code == 2
 
 
-def test_run_prints_only_json_and_writes_the_report_that_push_makes_a_card_of(tiny_folder, tmp_path, capsys):
+def test_run_prints_only_json_and_writes_the_report_that_push_makes_a_card_of(saved_llama, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 60)
     (tmp_path / "prompts.txt").write_text("abcabc\nThe river runs past the mill\n")
     config = tmp_path / "config.json"
     config.write_text('{"bits": 8, "group_size": 32}')
     output, small = tmp_path / "out", tmp_path / "small"
-    assert main(["quantize", str(tiny_folder), "--output", str(small), "--group-size", "32"]) == 0
+    assert main(["quantize", str(saved_llama), "--output", str(small), "--group-size", "32"]) == 0
     command = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())", "run"]
-    command += ["--model", str(tiny_folder), "--config", str(config), "--config", str(small)]
+    command += ["--model", str(saved_llama), "--config", str(config), "--config", str(small)]
     command += ["--text", str(tmp_path / "text.txt")]
     command += ["--prompts", str(tmp_path / "prompts.txt"), "--windows", "2", "--new-tokens", "6", "--repeats", "1"]
     result = subprocess.run([*command, "--json", "--output", str(output)], capture_output=True, text=True)
@@ -80,11 +74,11 @@ def test_run_prints_only_json_and_writes_the_report_that_push_makes_a_card_of(ti
     assert [figure.metric_value for figure in figures[:2]] == [saved["perplexity"], saved["nll_difference"]]
 
 
-def test_quantize_saves_what_from_pretrained_loads(tiny_folder, tmp_path, capsys):
+def test_quantize_saves_what_from_pretrained_loads(saved_llama, tmp_path, capsys):
     text = tmp_path / "text.txt"
-    text.write_text("The river runs past the old mill, past the bridge and into the sea. " * 30)
+    text.write_text(TEXT * 30)
     output = tmp_path / "quantized"
-    command = ["quantize", str(tiny_folder), "--output", str(output), "--bits", "4", "--group-size", "32"]
+    command = ["quantize", str(saved_llama), "--output", str(output), "--bits", "4", "--group-size", "32"]
     command += ["--method", "awq", "--calibration", str(text), "--num-samples", "4", "--sequence-length", "32"]
     assert main(command) == 0, capsys.readouterr().err
     assert "MB of weights" in capsys.readouterr().out
@@ -96,11 +90,11 @@ def test_quantize_saves_what_from_pretrained_loads(tiny_folder, tmp_path, capsys
     assert main(command) == 1 and "exists already" in capsys.readouterr().err
 
 
-def test_prune_saves_a_sparse_model_and_says_how_sparse(tiny_folder, tmp_path, capsys):
+def test_prune_saves_a_sparse_model_and_says_how_sparse(saved_llama, tmp_path, capsys):
     text = tmp_path / "text.txt"
-    text.write_text("The river runs past the old mill, past the bridge and into the sea. " * 30)
+    text.write_text(TEXT * 30)
     output = tmp_path / "pruned"
-    command = ["prune", str(tiny_folder), "--output", str(output), "--pattern", "2:4", "--method", "sparsegpt"]
+    command = ["prune", str(saved_llama), "--output", str(output), "--pattern", "2:4", "--method", "sparsegpt"]
     command += ["--weights", '{"bits": 4, "group_size": 32, "method": "gptq"}', "--calibration", str(text)]
     command += ["--num-samples", "4", "--sequence-length", "32"]
     assert main(command) == 0, capsys.readouterr().err
@@ -118,7 +112,7 @@ def test_prune_saves_a_sparse_model_and_says_how_sparse(tiny_folder, tmp_path, c
         (["--sparsity", "0.5", "--weights", "int4"], "--weights 'int4' is not JSON"),
         (["--sparsity", "0.5"], "--method wanda needs calibration text"),
     ):
-        assert main(["prune", str(tiny_folder), "--output", str(tmp_path / "again"), *arguments]) == 1
+        assert main(["prune", str(saved_llama), "--output", str(tmp_path / "again"), *arguments]) == 1
         assert message in capsys.readouterr().err and not (tmp_path / "again").exists()
 
 
@@ -134,7 +128,7 @@ def test_prune_saves_a_sparse_model_and_says_how_sparse(tiny_folder, tmp_path, c
         (["--method", "gptq", "--calibration", "no/such.txt"], "--calibration no/such.txt: there is no such file"),
     ],
 )
-def test_quantize_names_bad_arguments_and_writes_nothing(arguments, message, tiny_folder, tmp_path, capsys):
-    assert main(["quantize", str(tiny_folder), "--output", str(tmp_path / "out"), *arguments]) == 1
+def test_quantize_names_bad_arguments_and_writes_nothing(arguments, message, saved_llama, tmp_path, capsys):
+    assert main(["quantize", str(saved_llama), "--output", str(tmp_path / "out"), *arguments]) == 1
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Other packages' commands with the plugin in their process: `hf-efficient exec`, optimum-cli, lm-evaluation-harness."""
+"""Other packages' commands with the plugin in their process: `hf-efficient exec`, optimum-cli, lm_eval."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import is_installed, tiny_model, tiny_tokenizer
+from helpers import is_installed, save_tiny
 
 from hf_efficient.cli import main
 
@@ -62,10 +62,7 @@ def test_optimum_cli_has_the_command(tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exec") / "tiny"
-    tiny_model("llama", max_position_embeddings=512).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("exec") / "tiny", max_position_embeddings=512)
 
 
 @pytest.mark.slow

@@ -3,18 +3,9 @@ import json
 
 import pytest
 import torch
-from helpers import tiny_model, tiny_tokenizer
 
 from hf_efficient.cli import main
 from hf_efficient.evaluation import bench
-
-
-@pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bench") / "tiny"
-    tiny_model("llama", torch.bfloat16).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def test_percentiles_of_known_values():
@@ -62,9 +53,9 @@ SMALL = ["--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "2", "--batch
 
 
 @pytest.mark.own_loop
-def test_the_command_measures_plots_and_writes(tiny_folder, tmp_path, capsys):
+def test_the_command_measures_plots_and_writes(saved_llama, tmp_path, capsys):
     output = tmp_path / "out"
-    command = ["bench", str(tiny_folder), *SMALL, "--config", "int4", "--latency-bound", "60", "--output", str(output)]
+    command = ["bench", str(saved_llama), *SMALL, "--config", "int4", "--latency-bound", "60", "--output", str(output)]
     assert main([*command, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content == json.loads((output / "bench.json").read_text())
@@ -80,10 +71,10 @@ def test_the_command_measures_plots_and_writes(tiny_folder, tmp_path, capsys):
         assert key in content["environment"]
 
 
-def test_without_matplotlib_the_result_comes_with_a_message(tiny_folder, tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_the_result_comes_with_a_message(saved_llama, tmp_path, monkeypatch, capsys):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else real(name, *a))
-    assert main(["bench", str(tiny_folder), *SMALL, "--kv-format", "int8", "--output", str(tmp_path)]) == 0
+    assert main(["bench", str(saved_llama), *SMALL, "--kv-format", "int8", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert "pip install 'hf_efficient[demo]'" in printed.err and "queries/s" in printed.out
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
@@ -116,7 +107,7 @@ def test_an_interrupted_plot_leaves_the_earlier_result(tmp_path, monkeypatch):
         (["--output", __file__], "is a file; give a folder"),
     ],
 )
-def test_bad_arguments_are_named_before_the_model_is_loaded(arguments, message, tiny_folder, tmp_path, capsys):
-    assert main(["bench", str(tiny_folder), "--output", str(tmp_path / "out"), *arguments]) == 1
+def test_bad_arguments_are_named_before_the_model_is_loaded(arguments, message, saved_llama, tmp_path, capsys):
+    assert main(["bench", str(saved_llama), "--output", str(tmp_path / "out"), *arguments]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -70,7 +70,7 @@ def test_environment_names_versions_and_hardware():
 
 
 WIKITEXT = """{{Infobox|a={{nested}}}}<!-- hidden -->
-'''Anarchism''' is a [[political philosophy|philosophy]] that advocates [[self-governance]].<ref name="x">cited</ref> It &amp; others.
+'''Anarchism''' is a [[political theory|philosophy]] for [[self-governance]].<ref name="x">cited</ref> It &amp; others.
 {| class="wikitable"
 |-
 | cell
@@ -81,7 +81,7 @@ WIKITEXT = """{{Infobox|a={{nested}}}}<!-- hidden -->
 
 def test_wikitext_becomes_plain_text():
     lines = [line for line in samples._plain_text(WIKITEXT).split("\n") if line.strip()]
-    assert lines == ["Anarchism is a philosophy that advocates self-governance. It & others.", "See the site."]
+    assert lines == ["Anarchism is a philosophy for self-governance. It & others.", "See the site."]
 
 
 def test_sample_text_refuses_an_unknown_split():

@@ -1,4 +1,4 @@
-"""The GPU benchmark of speculation on a machine without a GPU: it says what it needs, and runs through on tiny sizes."""
+"""The GPU benchmark of speculation without a GPU: it says what it needs, and runs through on tiny sizes."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def test_says_that_it_needs_a_device(tmp_path):
 
 
 def test_runs_through_on_tiny_sizes(tmp_path):
-    """Every case is run, its tokens are the known ones and its acceptance the forced one; goals are named, none is claimed."""
+    """Every case has the known tokens and the forced acceptance; goals are named, none is claimed."""
     result = run("--tiny", "--output", tmp_path / "result.json")
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     report = json.loads((tmp_path / "result.json").read_text())

@@ -7,12 +7,12 @@ import pytest
 import table
 import torch
 import transformers
-from helpers import TINY_MODELS, threads, tiny_model
+from helpers import TINY_MODELS, save_tiny, threads
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import hf_efficient
 from hf_efficient.cli import main
+from hf_efficient.cli.config_option import make_config
 from hf_efficient.evaluation import devices, memory, roofline
 
 
@@ -207,27 +207,18 @@ def test_flops_are_those_that_torch_counts_less_what_masks_hide(name, folders):
         assert estimate.decode.flops == pytest.approx(step, rel=1e-3)
 
 
-def quantization_of(arguments: dict):
-    hf_efficient.register()
-    return AUTO_QUANTIZATION_CONFIG_MAPPING[arguments["quant_method"]](
-        **{name: value for name, value in arguments.items() if name != "quant_method"}
-    )
-
-
 # what loads without data in tests/table.py; the rest has the same formats
-FORMATS = [name for name, row in table.METHODS.items() if not quantization_of(row).needs_calibration()]
+FORMATS = [name for name, row in table.METHODS.items() if not make_config(row).needs_calibration()]
 
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_model("llama", torch.bfloat16).save_pretrained(folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("tiny"), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_has_its_size(name, tiny_folder, tmp_path):
-    quantization = quantization_of(table.METHODS[name])
+    quantization = make_config(table.METHODS[name])
     estimate = hf_efficient.estimate(tiny_folder, quantization, device=HERE, prompt_tokens=8, new_tokens=2)
     model = load(tiny_folder, quantization)
     model.save_pretrained(tmp_path)
@@ -239,16 +230,13 @@ def test_every_format_has_its_size(name, tiny_folder, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(set(table.METHODS) - set(FORMATS)))
 def test_methods_that_need_data_are_estimated_without(name, tiny_folder):
-    quantization = quantization_of(table.METHODS[name])
+    quantization = make_config(table.METHODS[name])
     estimate = hf_efficient.estimate(tiny_folder, quantization, prompt_tokens=8, new_tokens=2)
     assert estimate.checkpoint_bytes < 0.8 * hf_efficient.estimate(tiny_folder).checkpoint_bytes
 
 
 def test_awq_as_saved(tiny_folder, tmp_path):
     calibration = {"texts": ["abcdefgh " * 40] * 4, "num_samples": 4, "sequence_length": 32}
-    from helpers import tiny_tokenizer
-
-    tiny_tokenizer().save_pretrained(tiny_folder)
     quantization = hf_efficient.WeightOnlyConfig(bits=4, group_size=32, method="awq", calibration=calibration)
     load(tiny_folder, quantization).save_pretrained(tmp_path)
     estimate = hf_efficient.estimate(tiny_folder, quantization)
@@ -301,10 +289,8 @@ def test_few_tokens_read_few_experts(folders):
         hf_efficient.estimate(folders("mixture"), batch_size=batch, prompt_tokens=8, new_tokens=2) for batch in (1, 64)
     )
     experts = 3 * 4 * 3 * 128 * 192 * 2  # bytes of all of them
-    cache = [each.batch_size * 8 * each.kv_token_bytes for each in (few, many)]
-    assert many.decode.bytes_moved - cache[1] - (few.decode.bytes_moved - cache[0]) == pytest.approx(
-        experts / 2, rel=1e-3
-    )
+    read = [each.decode.bytes_moved - each.batch_size * 8 * each.kv_token_bytes for each in (few, many)]
+    assert read[1] - read[0] == pytest.approx(experts / 2, rel=1e-3)
     assert few.parameters - few.active_parameters == 512 * 128 + experts // 2 // 2
 
 

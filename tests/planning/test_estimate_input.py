@@ -1,14 +1,14 @@
 """What `estimate` takes, and what it refuses with which words."""
 
 import pytest
-import transformers
 
 import hf_efficient
 
 
-SHAPE = dict(vocab_size=512, hidden_size=128, num_hidden_layers=3, num_attention_heads=8, max_position_embeddings=2048)
 INT4 = hf_efficient.WeightOnlyConfig(bits=4, group_size=32)
-LLAMA = dict(SHAPE, model_type="llama", intermediate_size=352, num_key_value_heads=2)
+LLAMA = dict(model_type="llama", vocab_size=512, hidden_size=128, num_hidden_layers=3, num_attention_heads=8)
+LLAMA |= dict(intermediate_size=352, num_key_value_heads=2)
+NO_MODULE = hf_efficient.WeightOnlyConfig(modules_to_not_convert=["nowhere"])
 
 
 @pytest.mark.parametrize(
@@ -17,11 +17,7 @@ LLAMA = dict(SHAPE, model_type="llama", intermediate_size=352, num_key_value_hea
         ({**LLAMA, "model_type": "no_such"}, {}, "model_type='no_such' is not known to transformers"),
         ({**LLAMA, "model_type": "x", "auto_map": {"AutoConfig": "a.B"}}, {}, "its own code is not run"),
         ({"hidden_size": 8}, {}, "no model_type"),
-        (
-            {k: v for k, v in LLAMA.items() if k != "hidden_size"},
-            {},
-            "no hidden_size: a LlamaConfig would take a default",
-        ),
+        ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, {}, "no hidden_size: a LlamaConfig would take a def"),
         ({**LLAMA, "hidden_size": -128}, {}, "hidden_size=-128 must be a positive integer"),
         ({**LLAMA, "vocab_size": "many"}, {}, "vocab_size='many' must be a positive integer"),
         ({**LLAMA, "num_hidden_layers": 10**9}, {}, "num_hidden_layers=1000000000 is more than"),
@@ -40,11 +36,7 @@ LLAMA = dict(SHAPE, model_type="llama", intermediate_size=352, num_key_value_hea
         (LLAMA, {"price_per_hour": 1}, "price_per_hour needs a device"),
         (LLAMA, {"memory": "lots", "device": "h100"}, "memory='lots'"),
         (LLAMA, {"quantization": "int4"}, "quantization=str"),
-        (
-            LLAMA,
-            {"quantization": hf_efficient.WeightOnlyConfig(modules_to_not_convert=["nowhere"])},
-            "'nowhere' matches no",
-        ),
+        (LLAMA, {"quantization": NO_MODULE}, "'nowhere' matches no"),
     ],
 )
 def test_bad_input_is_named(model, arguments, message):
@@ -53,8 +45,8 @@ def test_bad_input_is_named(model, arguments, message):
     assert message in str(raised.value)
 
 
-def test_only_the_config_is_needed_in_whatever_form(tmp_path):
-    config = transformers.LlamaConfig(**SHAPE, intermediate_size=352, num_key_value_heads=2, dtype="bfloat16")
+def test_only_the_config_is_needed_in_whatever_form(llama, tmp_path):
+    config = llama.config
     config.save_pretrained(tmp_path)
     before = config.to_dict()
     forms = (config, config.to_dict(), tmp_path, str(tmp_path), tmp_path / "config.json")
@@ -63,7 +55,7 @@ def test_only_the_config_is_needed_in_whatever_form(tmp_path):
     assert config.to_dict() == before, "the caller's config stays as it is"
 
 
-def test_a_compressed_checkpoint_takes_no_second_config(tmp_path):
-    config = transformers.LlamaConfig(**SHAPE, quantization_config=INT4.to_dict())
+def test_a_compressed_checkpoint_takes_no_second_config(llama):
+    llama.config.quantization_config = INT4.to_dict()
     with pytest.raises(ValueError, match="compressed already"):
-        hf_efficient.estimate(config, hf_efficient.W8A8Config())
+        hf_efficient.estimate(llama.config, hf_efficient.W8A8Config())

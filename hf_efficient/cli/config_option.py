@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_efficient.cli.paths import is_there
+from hf_efficient.cli.path_checks import is_there
 
 
 PRESETS = {
@@ -12,18 +12,18 @@ PRESETS = {
     "int4": {"bits": 4, "group_size": 64, "symmetric": False},
 }
 HELP = (
-    "none, int8, int4, or arguments of a config as JSON or a JSON file, with "
-    '"quant_method" for another class than WeightOnlyConfig'
+    'int8, int4, or arguments of a config as JSON or a JSON file, with "quant_method" for another class than '
+    "WeightOnlyConfig"
 )
 
 
-def parse_arguments(given: str, presets: tuple[str, ...] = ("none", *PRESETS)) -> dict[str, Any] | None:
-    """The arguments that `--config` describes, None for "none".
+def parse_arguments(given: str, none: bool = False) -> dict[str, Any] | None:
+    """The config arguments that `--config` describes; None for "none" where `none` allows it.
 
     Raises:
         ValueError: no preset, file or JSON object.
     """
-    if given == "none" and given in presets:
+    if given == "none" and none:
         return None
     if given in PRESETS:
         return dict(PRESETS[given])
@@ -31,8 +31,9 @@ def parse_arguments(given: str, presets: tuple[str, ...] = ("none", *PRESETS)) -
         arguments = json.loads(Path(given).read_text(encoding="utf-8") if is_there(given, Path.is_file) else given)
     except ValueError as error:  # also text that is not UTF-8
         shown = given if len(given) < 80 else f"{given[:77]}..."
+        presets = ["none", *PRESETS] if none else sorted(PRESETS)
         raise ValueError(
-            f"--config {shown!r} is neither one of {list(presets)}, nor a JSON file, nor JSON: {error}"
+            f"--config {shown!r} is neither one of {presets}, nor a JSON file, nor JSON: {error}"
         ) from None
     if not isinstance(arguments, dict):
         raise ValueError(f"--config {given!r}: expected a JSON object of arguments")
@@ -59,7 +60,7 @@ def make_config(arguments: dict[str, Any]):
 
 def parse_config(given: str):
     """The config that `--config` describes, None for "none". Raises ValueError as the two above do."""
-    arguments = parse_arguments(given)
+    arguments = parse_arguments(given, none=True)
     return None if arguments is None else make_config(arguments)
 
 
@@ -74,7 +75,7 @@ def check_text_given(config) -> None:
 
 
 def config_name(config) -> str:
-    """What tables call a config."""
+    """The name of a config in tables."""
     if config is None:
         return "none"
     if config.name == "efficient_w8a8":

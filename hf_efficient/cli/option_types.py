@@ -1,11 +1,11 @@
-"""Types of numeric options: what is out of range is refused when the command line is read."""
+"""Types of numeric options: argparse refuses what is out of range when it reads the command line."""
 
 import argparse
 import math
 
 
 def at_least(least: int):
-    """The type of an integer option of at least `least`."""
+    """The type of an integer of at least `least`."""
 
     def integer(given: str) -> int:
         try:
@@ -28,7 +28,7 @@ def positive(given: str) -> float:
 
 
 def share(interval: str):
-    """The type of a number in `interval`: "(0, 1)", with square brackets where an end belongs to it."""
+    """The type of a number in `interval`, such as "(0, 1]": a square bracket includes the end, a round one does not."""
 
     def number(given: str) -> float:
         value = _number(given)

@@ -1,0 +1,63 @@
+"""Paths given to commands, checked before anything is loaded."""
+
+import tempfile
+from pathlib import Path
+
+
+def check_output(option: str, given: str, replaced: bool = True) -> Path:
+    """The path of a folder that the command makes; checks that it can be written.
+
+    Args:
+        replaced: True: an empty folder of that name is replaced (`files.new_folder`). False: it is written into.
+
+    Raises:
+        ValueError: it holds something, or cannot be made.
+    """
+    from hf_efficient.files import why_not_new
+
+    path = check_path(option, given)
+    if not replaced and is_there(given, Path.is_dir) and not any(path.iterdir()):
+        return check_folder(option, given)
+    if reason := why_not_new(path):
+        raise ValueError(f"{option} {given} {reason}")
+    return path
+
+
+def check_folder(option: str, given: str) -> Path:
+    """The path of a folder that may hold files already. Raises ValueError where no others can be written there."""
+    from hf_efficient.files import nearest_folder
+
+    path = check_path(option, given)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{option} {given} is a file; give a folder")
+    try:
+        tempfile.TemporaryFile(dir=nearest_folder(path / "file")).close()
+    except OSError as error:
+        raise ValueError(f"{option} {given} cannot be written: {error.strerror}; give another folder") from None
+    return path
+
+
+def check_text_file(option: str, given: str) -> str:
+    """The content of a text file. Raises ValueError where there is none, or it is not UTF-8."""
+    path = check_path(option, given)
+    if not path.is_file():
+        raise ValueError(f"{option} {given}: there is no such file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {given} is no text in UTF-8: {error}") from None
+
+
+def check_path(option: str, given: str) -> Path:
+    """`given` as a path. Raises ValueError for an empty one and for one with a zero byte."""
+    if not given or "\0" in given:
+        raise ValueError(f"{option} {given!r} is no path")
+    return Path(given)
+
+
+def is_there(given: str, kind) -> bool:
+    """Whether `kind` (Path.is_file or Path.is_dir) holds for the path `given`."""
+    try:
+        return kind(Path(given))
+    except (OSError, ValueError):  # too long for a path, or with a zero byte
+        return False

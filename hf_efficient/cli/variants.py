@@ -1,0 +1,73 @@
+"""The variants of a model that `hf-efficient run` compares, made from --config; each is measured in its own process."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from hf_efficient.cli.config_option import PRESETS, check_text_given, config_name, make_config, parse_arguments
+from hf_efficient.cli.models import check_model
+from hf_efficient.cli.path_checks import is_there
+
+
+WINDOW_LENGTH = 1024  # tokens of a perplexity window
+
+
+def variant_of(given: str) -> dict:
+    """What a value of --config adds to a variant: `name` (in tables), `quantization` (the config, for the report), and
+    either `arguments` of the config or, for a compressed folder, `checkpoint` and `weights_sha256`."""
+    if given not in PRESETS and is_there(given, Path.is_dir):
+        from hf_efficient.integrations import hub, model_card
+
+        check_model("--config", given)
+        folder = Path(given).absolute()
+        return {
+            "name": model_card.check_name("--config", folder.name),
+            "quantization": hub.read_folder(folder)[1].to_dict(),
+            "checkpoint": str(folder),
+            "weights_sha256": hub.weights_sha256(folder),
+        }
+    arguments = parse_arguments(given)
+    config = make_config(arguments)
+    check_text_given(config)
+    arguments["quant_method"] = config.name
+    return {"name": config_name(config), "quantization": config.to_dict(), "arguments": arguments}
+
+
+def tokenize(model: str, text: str, count: int, folder: str) -> str:
+    """Path of a safetensors file in `folder` with `count` windows of `text`: int64 [count, WINDOW_LENGTH]."""
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer
+
+    from hf_efficient.evaluation import perplexity
+
+    windows = perplexity.windows(AutoTokenizer.from_pretrained(model), text, count, WINDOW_LENGTH)
+    path = str(Path(folder) / "tokens.safetensors")
+    save_file({"windows": windows.contiguous()}, path)
+    return path
+
+
+# Ctrl-C reaches this process and its parent: the parent prints the message, this one ends silently, also on import
+_MEASURING = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+import runpy
+runpy.run_module("hf_efficient.cli.measure", run_name="__main__", alter_sys=True)
+"""
+
+
+def measure(variant: dict, folder: str) -> dict:
+    """What `measure.measure` returns for `variant`, from a process of its own that writes into `folder`."""
+    result = Path(folder) / "result.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-c", _MEASURING, str(result)]
+    process = subprocess.run(
+        command, input=json.dumps(variant), text=True, stderr=None if variant["progress"] else subprocess.PIPE
+    )
+    if process.returncode == -signal.SIGINT:
+        raise KeyboardInterrupt
+    if process.returncode or not result.exists():
+        reason = (process.stderr or "").strip().splitlines()[-1:] or ["see above"]
+        raise RuntimeError(f"{variant['name']} could not be measured: {reason[0]}")
+    return json.loads(result.read_text())

@@ -1,0 +1,100 @@
+"""Bytes of the weights of a model on the meta device: on disk, and in the layouts that a device's kernels read."""
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hf_efficient.formats import Format
+from hf_efficient.formats.masked import MaskedFormat
+from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule
+
+
+_ROWS = 64  # layouts pad rows (output features) to blocks of at most 64
+
+
+def checkpoint_bytes(model: nn.Module) -> int:
+    """Bytes of the tensors that `save_pretrained` writes; tied tensors count once."""
+    persistent = set(model.state_dict(keep_vars=True))
+    tensors = {t.untyped_storage()._cdata: t.nbytes for name, t in _named_tensors(model) if name in persistent}
+    return sum(tensors.values())
+
+
+def bytes_by_module(model: nn.Module, kind: str | None) -> dict[nn.Module, dict]:
+    """Module -> {allocation: bytes} of its own parameters and buffers in memory.
+
+    Args:
+        kind: compressed weights are counted in the layouts of this machine's CPU for "cpu", in those of the Triton
+            kernels for "accelerator", as in the checkpoint for None.
+    """
+    found, layouts = {}, {}
+    for module in model.modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        found[module] = {t.untyped_storage()._cdata: t.nbytes for t in tensors}
+        if kind is not None and isinstance(module, CompressedModule):
+            dtype = next(p.dtype for p in module.parameters(recurse=False) if p.shape == PLACEHOLDER_SHAPE)
+            for weight in module.compressed_weights():
+                key = weight.format, weight.out_features, weight.in_features, dtype
+                if key not in layouts:
+                    layouts[key] = _weight_growth(*key, kind)
+                found[module][module, weight.prefix] = (weight.experts or 1) * layouts[key]
+    return found
+
+
+def _weight_growth(format: Format, out_features: int, in_features: int, dtype: torch.dtype, kind: str) -> int:
+    """Bytes that a weight's layout takes beside its canonical tensors.
+
+    A layout consists of equal blocks of rows, so the layouts of two small weights give the size of a large one.
+    """
+    rows = out_features % _ROWS + _ROWS
+    small = _layout_weight_growth(format, min(rows, out_features), in_features, dtype, kind)
+    if out_features <= rows:
+        return small
+    block = _layout_weight_growth(format, rows + _ROWS, in_features, dtype, kind) - small
+    return small + (out_features - rows) // _ROWS * block
+
+
+def _layout_weight_growth(format: Format, out_features: int, in_features: int, dtype: torch.dtype, kind: str) -> int:
+    dtypes, shapes = format.dtypes(dtype), format.shapes(out_features, in_features)
+    tensors = {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}  # canonical
+    if isinstance(format, MaskedFormat):
+        tensors[format.mask_name] = format.pack_mask(_even_mask(format, out_features, in_features))
+    if kind == "accelerator":
+        tensors = {name: tensor.as_subclass(_Accelerated) for name, tensor in tensors.items()}
+        with _AllocateOnCPU():
+            layout = format.layout(tensors, in_features, dtype)
+    else:
+        layout = format.layout(tensors, in_features, dtype)
+    replaced = tensors["qweight"].nbytes if layout.replaces_qweight else 0
+    return sum(map(_allocated, layout.tensors.values())) - replaced
+
+
+def _even_mask(format: MaskedFormat, out_features: int, in_features: int) -> torch.Tensor:
+    """A mask bool [out_features, in_features] of a pruned weight, with the kept weights at even distances."""
+    count = out_features * in_features
+    kept = torch.Size(format.kept_shape(out_features, in_features)).numel()
+    return (torch.arange(count + 1) * kept // count).diff().bool().view(out_features, in_features)
+
+
+def _allocated(tensor: torch.Tensor) -> int:
+    """Bytes of the allocation that `tensor` is a part of; an opaque oneDNN tensor tells only its own."""
+    return tensor.nbytes if tensor.is_mkldnn else tensor.untyped_storage().nbytes()
+
+
+class _Accelerated(torch.Tensor):
+    """A CPU tensor that claims to be on an accelerator, so that a format derives the accelerator's layout."""
+
+    is_cuda = True
+    device = torch.device("cuda")
+
+
+class _AllocateOnCPU(TorchFunctionMode):
+    """Allocates on the CPU what a layout asks for on the device of an `_Accelerated`."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        return function(*args, **(kwargs | {"device": "cpu"} if kwargs.get("device") is not None else kwargs))
+
+
+def _named_tensors(model: nn.Module):
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

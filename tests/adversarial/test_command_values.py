@@ -1,0 +1,138 @@
+"""Values of `hf-efficient`'s options that are not allowed: numbers, names, configs, calibration text."""
+
+import importlib.util
+
+import pytest
+from command_lines import WANTED, with_option
+
+from hf_efficient.cli import main
+
+
+NUMBERS = {
+    "quantize": ("--num-samples", "--sequence-length"),
+    "prune": ("--num-samples", "--sequence-length"),
+    "prune-structure": ("--layers", "--heads", "--hidden-size", "--num-samples", "--remove"),
+    "train-draft": ("--num-tokens", "--epochs", "--minutes", "--draft-tokens", "--max-new-tokens", "--learning-rate"),
+    "recover": ("--minutes", "--steps", "--batch-size", "--learning-rate", "--lora-rank", "--text-share"),
+    "sparsify-context": ("--num-samples", "--sequence-length", "--keep", "--recall", "--rank"),
+    "estimate": ("--batch", "--prompt-tokens", "--new-tokens"),
+    "bench": ("--batch", "--prompt-tokens", "--new-tokens", "--repeats", "--latency-bound"),
+    "run": ("--new-tokens", "--repeats", "--windows"),
+}
+
+
+@pytest.mark.parametrize(("command", "option"), [(name, option) for name in NUMBERS for option in NUMBERS[name]])
+@pytest.mark.parametrize("value", ["-1", "nan", "many"])
+def test_numbers_out_of_range(command, option, value, call_command):
+    status, printed = call_command(*with_option(command, option, value))
+    assert status in (1, 2) and option in printed and (value in printed or f"{value}.0" in printed)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("sparsify-context", "--keep", "1"),
+        ("sparsify-context", "--recall", "0"),
+        ("prune-structure", "--remove", "1"),
+        ("recover", "--text-share", "1.5"),
+        ("train-draft", "--max-new-tokens", "2"),
+        ("recover", "--divergence", "sideways"),
+        ("prune", "--sparsity", "1"),
+        ("prune", "--group", "column"),
+        ("quantize", "--method", "magic"),
+        ("quantize", "--codebook", "nf5"),
+        ("quantize", "--group-size", "7"),
+        ("quantize", "--dtype", "int8"),
+        ("prune-structure", "--method", "magic"),
+        ("bench", "--kv-format", "int5"),
+        ("estimate", "--dtype", "int8"),
+        ("estimate", "--device", "toaster"),
+        ("estimate", "--memory", "24GB"),
+        ("estimate", "--price", "1"),
+    ],
+)
+def test_values_are_refused_in_the_words_of_the_command(command, option, value, call_command):
+    status, printed = call_command(*with_option(command, option, value))
+    name = option.removeprefix("--").replace("-", "_")
+    assert status in (1, 2) and option in printed and f"{name}=" not in printed
+
+
+TEXTS = {  # commands that look at text
+    "quantize": ["quantize", *WANTED["quantize"], "--method", "gptq"],
+    "prune": ["prune", "tiny", "--output", "out", "--sparsity", "0.5"],
+    "prune-structure": ["prune-structure", "tiny", "--output", "out", "--remove", "0.2"],
+    "sparsify-context": ["sparsify-context", "tiny", "--output", "out"],
+}
+
+
+@pytest.mark.parametrize("command", TEXTS)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no/such.txt", "--calibration no/such.txt: there is no such file"),
+        ("text.tx", "--calibration text.tx: there is no such file, and a dataset of the Hub needs the package 'datas"),
+        ("owner/name:subset", "--calibration owner/name:subset: there is no such file, and a dataset of the Hub needs"),
+        ("../no/such/name", "--calibration ../no/such/name: there is no such file"),
+        ("full", "--calibration full is neither a .txt nor a .jsonl file"),
+        ("binary.txt", "binary.txt is no text in UTF-8"),
+        ("bad.jsonl", "bad.jsonl:1 is not a JSON object with the field 'text'"),
+        ("short.txt", "--num-samples 2 windows of --sequence-length 16 need 32"),
+    ],
+)
+def test_calibration_text_that_cannot_serve(command, text, message, refused, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "datasets" else find(name, *rest)
+    )
+    words = [*TEXTS[command], "--calibration", text, "--num-samples", "2", "--sequence-length", "16"]
+    assert "CalibrationConfig" not in refused(words, message)
+
+
+@pytest.mark.parametrize("command", TEXTS)
+def test_windows_longer_than_the_model(command, refused):
+    words = [*TEXTS[command], "--calibration", "text.txt", "--num-samples", "1", "--sequence-length", "300"]
+    refused(words, "--sequence-length 300 is more than the 256 positions of the model")
+
+
+def test_a_method_that_needs_text_and_has_none(command_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(command_folder)
+    for words, reason in (
+        (["quantize", "tiny", "--method", "gptq"], "--method gptq needs calibration text"),
+        (["quantize", "tiny", "--refine"], "--method rtn, --refine needs calibration text"),
+        (["prune", "tiny", "--sparsity", "0.5"], "--method wanda needs calibration text"),
+        (["quantize", "tiny", "--config", '{"overrides": {"*": {"method": "awq"}}}'], "method='awq' needs"),
+        (["prune-structure", "tiny", "--remove", "0.1"], "--method llm_pruner looks at activations: give"),
+    ):
+        assert main([*words, "--output", str(tmp_path / "out")]) == 1
+        printed = capsys.readouterr().err
+        assert reason in printed and "--calibration FILE" in printed and "CalibrationConfig" not in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["quantize", "estimate", "bench", "run"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"scheme": 1}', "WeightOnlyConfig has no argument 'scheme'"),
+        ('{"self": 1}', "WeightOnlyConfig has no argument 'self'"),
+        ('{"quant_method": ["efficient_w8a8"]}', "quant_method=['efficient_w8a8'] is not supported"),
+        ('{"quant_method": "gptq"}', "quant_method='gptq' is not supported"),
+        ('{"bits": "4"}', "bits='4' is not supported"),
+        ('{"modules_to_not_convert": 5}', "modules_to_not_convert=5 is not supported"),
+        ('{"calibration": {"dataset": 5}}', "dataset=5 is not supported"),
+        ("[1]", "expected a JSON object"),
+        ("{", "nor a JSON file, nor JSON"),
+        ("int3", "nor a JSON file, nor JSON"),
+        ("no/such.json", "nor a JSON file, nor JSON"),
+        ("binary.txt", "nor a JSON file, nor JSON"),
+        ("[" * 100_000, ""),
+        ("x" * 5000, "nor a JSON file, nor JSON"),
+    ],
+)
+def test_configs_that_are_none(command, config, message, refused):
+    assert len(refused(with_option(command, "--config", config), message)) < 1000
+
+
+@pytest.mark.parametrize("command", ["bench", "run"])
+def test_a_config_without_its_text(command, refused):
+    refused(with_option(command, "--config", '{"method": "gptq"}'), '"calibration": {"dataset": "FILE"}')
