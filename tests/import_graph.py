@@ -40,12 +40,20 @@ ROOMS = {
     "cache.bookkeeping": "kernels.attention",
     "cache.eviction": "",
     "cache.stores": "cache.bookkeeping cache.eviction kernels.attention",
-    "generation": "cache cache.bookkeeping cache.stores configs methods layers kernels.attention kernels.replay",
+    "generation": "cache cache.bookkeeping kernels.attention generation.speculation generation.replay",
+    "generation.speculation": "",
+    "generation.replay": "cache cache.bookkeeping cache.stores kernels.replay",
+    "generation.drafters": "generation generation.speculation generation.replay cache.bookkeeping configs methods layers "
+    "kernels.replay",
+    "generation.speculation.options": "generation.speculation generation.drafters",
+    "generation.decode": "generation generation.speculation generation.speculation.options generation.replay "
+    "generation.drafters cache",
+    "generation.training": "generation generation.speculation.options generation.drafters generation.decode",
     "planning.model_trace": "layers",
     "checkpoints": "configs layers",
     "targets": "configs layers planning.model_trace checkpoints",
-    "integrations": "configs layers formats kernels.attention kernels.native calibration cache generation targets "
-    "checkpoints",
+    "integrations": "configs layers formats kernels.attention kernels.native calibration cache generation "
+    "generation.decode generation.speculation.options targets checkpoints",
     "integrations.model_card": "configs evaluation",
     "integrations.optimum_command": "cli",
     "checkpoints.adopt": "configs layers formats kernels.linear checkpoints integrations",
@@ -58,6 +66,7 @@ ROOMS = {
     "integrations.model_card",
 }
 _IN_LAYERS = ("layers", "linear_classes", "experts", "bit_linear", "adapter_files")
+_IN_DECODE = ("generation.request", "generation.served", "generation.loop")  # they know drafters, the files beside do not
 
 
 @functools.cache
@@ -79,6 +88,8 @@ def room_of(module: str) -> str | None:
     """The room of a module; None where it stands in none."""
     if module.split(".")[0] in _IN_LAYERS:
         return "layers"
+    if module in _IN_DECODE:
+        return "generation.decode"
     parts = module.split(".")
     names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((name for name in names if name in ROOMS), None)

@@ -20,7 +20,7 @@ from hf_efficient.kernels.replay.recorder import interpreter
 
 
 pytestmark = [
-    pytest.mark.own_loop,
+    pytest.mark.native_loop,
     pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
 ]
 MODELS = ("llama", "mistral", "gemma3", "gpt2", "opt", "qwen3_moe")
@@ -140,7 +140,7 @@ def test_what_was_recorded_is_replayed_until_something_changes():
 
     run(session, prepare)
     assert states[0] is states[1] is states[2] is not states[3]
-    assert len(states[2].kept) == 1 and states[3].kept
+    assert len(states[2].pool.entries) == 1 and states[3].pool.entries
 
 
 @pytest.mark.parametrize("points_back", [False, True])

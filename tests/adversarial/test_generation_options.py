@@ -16,7 +16,7 @@ from hf_efficient.kernels.replay.recorder import interpreter
 
 
 pytestmark = [
-    pytest.mark.own_loop,
+    pytest.mark.native_loop,
     pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
 ]
 OPTIONS = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)

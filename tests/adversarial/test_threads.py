@@ -13,7 +13,7 @@ from hf_efficient.kernels.replay.recorder import interpreter
 
 
 pytestmark = [
-    pytest.mark.own_loop,
+    pytest.mark.native_loop,
     pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
 ]
 THREADS, CALLS = 8, 200

@@ -15,16 +15,16 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, pipe
 
 from hf_efficient import BitNetConfig, TokenRecycling, W8A8Config, WeightOnlyConfig, enable_speculation
 from hf_efficient.generation import served
-from hf_efficient.generation.decode import AutomaticGenerationMixin, SpeculativeGenerationMixin
 from hf_efficient.generation.output import SpeculativeOutput
 from hf_efficient.generation.replay import captured_forward
 from hf_efficient.generation.replay.captured_forward import EAGER_FORWARDS, CapturedForward
 from hf_efficient.integrations.peft import merge_and_unload
+from hf_efficient.integrations.transformers_generation import AutomaticGenerationMixin, SpeculativeGenerationMixin
 from hf_efficient.kernels.replay.recorder import Capture, interpreter
 
 
 pytestmark = [
-    pytest.mark.own_loop,
+    pytest.mark.native_loop,
     pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
 ]
 CONFIGS = {

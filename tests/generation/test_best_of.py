@@ -7,7 +7,7 @@ import torch
 from draft_models import NEW, models
 
 from hf_efficient import BestOf, Drafter, PromptLookup, Speculation, TokenRecycling, speculative_generate
-from hf_efficient.generation.drafters.row_trees import RowTree, proposal_of, trees_of
+from hf_efficient.generation.speculation.token_tree import RowTree, proposal_of, trees_of
 
 
 class Says(Drafter):

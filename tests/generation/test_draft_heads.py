@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_efficient import EagleHead, MedusaHeads, Speculation, WeightOnlyConfig, enable_speculation
 from hf_efficient.generation.drafters import eagle, eagle_cache
-from hf_efficient.generation.drafters.draft_heads import best_first
 from hf_efficient.generation.drafters.medusa import static_tree
+from hf_efficient.generation.speculation.token_tree import best_first
 from hf_efficient.generation.training import distill as training
-from hf_efficient.generation.training.text import Row
+from hf_efficient.generation.training.rows import Row
 from hf_efficient.kernels.replay import function, recorder
 
 
@@ -298,7 +298,7 @@ def test_best_first_keeps_parents_before_children():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_lowers_the_loss_and_goes_on_after_an_interruption(kind, target, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "KEEP_EVERY", 4)
+    monkeypatch.setattr(training, "CHECKPOINT_STEPS", 4)
     rows = text[2] * 3  # three batches an epoch
 
     def run(folder, steps=10):

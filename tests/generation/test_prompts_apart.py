@@ -6,11 +6,11 @@ from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
 
 from hf_efficient import PagedCache, Speculation, enable_speculation, speculative_generate
 from hf_efficient.generation import ragged_model, served
-from hf_efficient.generation.training.recorder import Recorder
+from hf_efficient.generation.training.text import Recorder
 from hf_efficient.kernels.replay.recorder import interpreter
 
 
-pytestmark = pytest.mark.own_loop
+pytestmark = pytest.mark.native_loop
 LENGTHS = (23, 4, 40, 6, 21, 38)
 
 
@@ -34,7 +34,7 @@ def test_tokens_are_those_of_one_forward(name, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(served, "serves", lambda *args: False)
         expected = model.generate(**batch, **options)
-    monkeypatch.setattr(ragged_model, "TOGETHER", 41)
+    monkeypatch.setattr(ragged_model, "GROUP_TOKENS", 41)
     shapes = noting_prefills(model, monkeypatch)
     for lookup in (None, 4):
         assert torch.equal(model.generate(**batch, **options, prompt_lookup_num_tokens=lookup), expected)
@@ -49,7 +49,7 @@ def test_what_has_little_padding_or_a_mask_with_holes_is_run_at_once(lengths, ho
     model.set_attn_implementation("flash_paged")
     if hole:
         batch["attention_mask"][:, 36] = 0
-    monkeypatch.setattr(ragged_model, "TOGETHER", 41)
+    monkeypatch.setattr(ragged_model, "GROUP_TOKENS", 41)
     shapes = noting_prefills(model, monkeypatch)
     model.generate(**batch, max_new_tokens=4)
     assert shapes == [(len(lengths), 40)]
@@ -60,7 +60,7 @@ def test_hidden_states_stand_where_the_prompts_do(monkeypatch):
     model.set_attn_implementation("flash_paged")
     states = []
     for together in (10**9, 41):
-        monkeypatch.setattr(ragged_model, "TOGETHER", together)
+        monkeypatch.setattr(ragged_model, "GROUP_TOKENS", together)
         recorder = Recorder((0,))
         options = dict(custom_generate=speculative_generate, draft_model=Speculation(recorder, adaptive=False))
         model.generate(**batch, **options, max_new_tokens=5, eos_token_id=None)

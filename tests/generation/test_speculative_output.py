@@ -75,7 +75,7 @@ def test_a_returned_cache_is_the_callers(attention, llama):
     cache = output.past_key_values
     assert cache.cache_seqlens == [output.sequences.shape[1] - 1]
     if interpreter() is not None:
-        assert [kept.captured is not None for kept in model_state.latest(target).kept] == [True], (
+        assert [kept.captured is not None for kept in model_state.latest(target).pool.entries] == [True], (
             "and are replayed by the next call"
         )
     target.generate(ids, **options, max_new_tokens=NEW, repetition_penalty=2.0)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hf_efficient.generation.drafters.base import Proposal
-from hf_efficient.generation.speculation.verification import _draw, largest, verify
+from hf_efficient.generation.speculation.sampling import argmax, draw
+from hf_efficient.generation.speculation.verification import verify
 
 
 def chi_square_excess(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -43,16 +44,16 @@ def test_the_largest_score_is_the_first(vocabulary):
     scores = torch.randint(-3, 4, (3, 5, vocabulary)).float()
     scores[0, 0] = float("-inf")
     scores[1, 2, vocabulary // 2 :: 7] = float("nan")
-    assert torch.equal(largest(scores), scores.argmax(-1))
+    assert torch.equal(argmax(scores), scores.argmax(-1))
     scores = scores.bfloat16()
-    assert torch.equal(largest(scores), scores.argmax(-1)) and torch.equal(
-        largest(-scores.abs()), (-scores.abs()).argmax(-1)
+    assert torch.equal(argmax(scores), scores.argmax(-1)) and torch.equal(
+        argmax(-scores.abs()), (-scores.abs()).argmax(-1)
     )
     ordered = torch.arange(-32768, 32768).to(torch.int16).view(torch.bfloat16)
     ordered = (
         ordered[~ordered.isnan() & (ordered != 0)].repeat(2)[torch.randperm(2 * 65022)][:vocabulary].expand(3, 5, -1)
     )
-    assert torch.equal(largest(ordered), ordered.float().argmax(-1)), "every number there is, one at a time or twice"
+    assert torch.equal(argmax(ordered), ordered.float().argmax(-1)), "every number there is, one at a time or twice"
 
 
 @pytest.mark.parametrize("vocabulary", (1, 3, 256, 257, 5000))
@@ -63,14 +64,14 @@ def test_a_token_is_drawn_where_its_running_sum_passes_the_number(vocabulary):
     probabilities /= probabilities.sum(-1, keepdim=True)
     uniforms = torch.rand(40, 2, dtype=torch.float64)
     sums = probabilities.cumsum(-1, dtype=torch.float64)
-    drawn = _draw(probabilities, uniforms)
+    drawn = draw(probabilities, uniforms)
     wanted = (uniforms * sums[..., -1])[..., None]
     # a number within what sums of float32 are off by may belong to a neighbour
     at, before = (sums.gather(-1, (drawn - back)[..., None].clamp(min=0)) for back in (0, 1))
     before = torch.where(drawn[..., None] == 0, 0.0, before)
     assert ((wanted <= at + 1e-6) & (wanted >= before - 1e-6)).all()
     for extreme in (torch.zeros_like(uniforms), torch.full_like(uniforms, 1 - 2.0**-53), uniforms):
-        assert (probabilities.gather(-1, _draw(probabilities, extreme)[..., None]) > 0).all(), (
+        assert (probabilities.gather(-1, draw(probabilities, extreme)[..., None]) > 0).all(), (
             "never one of probability 0"
         )
 

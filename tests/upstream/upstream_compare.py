@@ -99,7 +99,7 @@ def _compare_caches(expected, actual, name, mask) -> None:
         raise Difference("past_key_values: None")
     if expected.get_seq_length() != actual.get_seq_length():
         raise Difference(f"past_key_values: {actual.get_seq_length()} tokens instead of {expected.get_seq_length()}")
-    if not name.startswith("own loop") or not hasattr(expected, "layers"):
+    if not name.startswith("native loop") or not hasattr(expected, "layers"):
         return
     if type(expected) is not type(actual):
         raise Difference(f"past_key_values: {type(actual).__name__} instead of {type(expected).__name__}")

@@ -27,7 +27,7 @@ from upstream_compare import Difference, compare, compare_models, is_tie
 
 import hf_efficient
 from hf_efficient import PagedCache, enable_speculation
-from hf_efficient.generation import decode as speculative
+from hf_efficient.generation import decode
 from hf_efficient.generation.replay import captured_forward
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
@@ -57,7 +57,7 @@ def install(record) -> None:
     tests generate few tokens."""
     captured_forward.EAGER_FORWARDS = 0
     original, state, counter = GenerationMixin.generate, threading.local(), iter(range(10**9))
-    speculative._decode = _noting(speculative._decode)
+    decode.run = _noting(decode.run)
 
     @functools.wraps(original)
     def generate(self, *args, **kwargs):
@@ -186,7 +186,7 @@ class Call:
         return "equal", ""
 
 
-def own_loop(model, arguments):
+def native_loop(model, arguments):
     enable_speculation(model)
 
 
@@ -216,12 +216,12 @@ def self_draft(model, arguments):
 
 
 TWINS = {
-    "own loop": own_loop,
+    "native loop": native_loop,
     "PagedCache": paged,
     "PagedCache, flash_paged": paged_flash,
     "lookup": lookup,
     "self-draft": self_draft,
-    "own loop again": own_loop,
+    "native loop again": native_loop,
 }
 FREE = ("lookup", "self-draft")  # equal in distribution when sampling
 

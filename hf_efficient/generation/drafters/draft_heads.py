@@ -2,7 +2,6 @@
 
 import importlib
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -10,7 +9,7 @@ from transformers.utils import PushToHubMixin, cached_file
 
 from hf_efficient import adapter_files
 from hf_efficient.cache.bookkeeping.model_key import version_of
-from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
+from hf_efficient.generation.drafters.base import Drafter
 
 
 NAME = "draft_heads"
@@ -146,28 +145,6 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         heads.temperatures, heads.accuracies = config["temperatures"], config["accuracies"]
         heads.load_state_dict(_read_weights(weights_path, heads.state_dict(), heads.target["vocab_size"]), assign=True)
         return heads.requires_grad_(False).eval()
-
-
-def best_first(
-    tokens: np.ndarray, confidence: np.ndarray, parents: np.ndarray, depths: np.ndarray, limits, nodes: int, device
-) -> Proposal | None:
-    """The `nodes` most probable of the candidates, per row, as a tree whose nodes stand best first, on `device`.
-
-    Args: tokens int64 [rows, candidates]; confidence float [rows, candidates], that of a node at most its parent's;
-    parents int64 [rows, candidates], before their children; depths int64 [candidates], from 1; limits: deepest
-    allowed, a row.
-    """
-    if not any(limits):
-        return None
-    confidence = np.where(depths > np.array(limits)[:, None], np.float32(-1), confidence)
-    row, order = np.arange(len(tokens))[:, None], (-confidence).argsort(1, kind="stable")
-    rank = order.argsort(1)
-    order = order[:, : min(nodes, MAX_NODES)]
-    confidence, above = confidence[row, order], parents[row, order]
-    above = np.where(above < 0, -1, rank[row, above])
-    found = tokens[row, order], (confidence >= 0).sum(1), above, confidence.clip(0)
-    tokens, counts, above, confidence = (torch.from_numpy(values).to(device) for values in found)
-    return Proposal(tokens, counts, None, above, confidence)
 
 
 def _rows_of(output, tokens: torch.Tensor, target: dict, model) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -4,9 +4,10 @@ import numpy as np
 import torch
 from torch.nn.functional import linear, pad, silu
 
-from hf_efficient.generation.drafters.base import Proposal
-from hf_efficient.generation.drafters.draft_heads import DraftHeads, best_first
+from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.drafters.eagle_cache import EagleCache
+from hf_efficient.generation.speculation.proposal import Proposal
+from hf_efficient.generation.speculation.token_tree import best_first
 
 
 BRANCHES = 8  # children of a node that are considered

@@ -9,8 +9,8 @@ import re
 
 from torch import nn
 
-from hf_efficient.generation.decoder_layers import decoder_layers
 from hf_efficient.generation.drafters.weight_sharing import rebuilt, view_of
+from hf_efficient.generation.model_traits import decoder_layers
 
 
 def skippable_layers(model) -> tuple[str, nn.ModuleList]:

@@ -5,8 +5,9 @@ import functools
 import numpy as np
 import torch
 
-from hf_efficient.generation.drafters.base import MAX_NODES, Proposal
-from hf_efficient.generation.drafters.draft_heads import DraftHeads, best_first
+from hf_efficient.generation.drafters.draft_heads import DraftHeads
+from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
+from hf_efficient.generation.speculation.token_tree import best_first
 from hf_efficient.kernels.replay.function import CapturedFunction
 
 

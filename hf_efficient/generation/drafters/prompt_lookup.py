@@ -2,10 +2,11 @@
 
 from heapq import heappop, heappush
 
-from hf_efficient.generation.drafters.base import Drafter, Proposal
-from hf_efficient.generation.drafters.row_trees import RowTree, proposal_of
+from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.drafters.suffix_automaton import SuffixAutomaton
 from hf_efficient.generation.sequences import Sequences
+from hf_efficient.generation.speculation.proposal import Proposal
+from hf_efficient.generation.speculation.token_tree import RowTree, proposal_of
 
 
 # How often one of the continuations seen was the right one, by the bucket of the matched length (`_bucket`): SmolLM2-135M

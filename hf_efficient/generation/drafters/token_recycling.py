@@ -4,8 +4,9 @@ from heapq import heappop, heappush
 
 import torch
 
-from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
+from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.sequences import Sequences
+from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
 
 
 # How often the candidate of each rank was the right one after a right parent: SmolLM2-135M on summaries, rewriting, code

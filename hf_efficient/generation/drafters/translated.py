@@ -2,12 +2,12 @@
 
 import torch
 
-from hf_efficient.generation.drafters.assistant import UNKNOWN, AssistantDrafter, first_difference
-from hf_efficient.generation.drafters.base import Proposal
+from hf_efficient.generation.drafters.assistant import UNLIMITED, AssistantDrafter
+from hf_efficient.generation.drafters.draft_model import check_draft, first_difference
 from hf_efficient.generation.drafters.translation import Translation
-from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import Sequences
-from hf_efficient.generation.speculation.verification import largest
+from hf_efficient.generation.speculation.proposal import Proposal
+from hf_efficient.generation.speculation.sampling import argmax
 
 
 ENOUGH = 0.5  # of the smaller vocabulary: with so many tokens in common they are drafted one by one
@@ -45,7 +45,7 @@ class TranslatedDrafter(AssistantDrafter):
         self.tokenizers, self.method = (tokenizer, assistant_tokenizer), method
 
     def check(self, model) -> None:
-        RaggedModel.check(self.model, 1, "assistant_model")
+        check_draft(self.model)
         target, draft = (m.config.get_text_config(decoder=True).vocab_size for m in (model, self.model))
         self.translation = translation = Translation(*self.tokenizers, target, draft)
         if translation.overlap == 0 and self.method != "text":
@@ -69,7 +69,7 @@ class TranslatedDrafter(AssistantDrafter):
         begin = [[0] * (width - len(prompt)) for prompt in prompts]
         ids = torch.tensor([pad + prompt for pad, prompt in zip(begin, prompts)])
         mask = torch.tensor([pad + [1] * len(prompt) for pad, prompt in zip(begin, prompts)])
-        self._read_prompts(ids, None if mask.all() else mask, UNKNOWN)
+        self._read_prompts(ids, None if mask.all() else mask, UNLIMITED)
         self.last = [prompt[-1] for prompt in prompts]
         self.before = [prompt[-Translation.CONTEXT :] for prompt, _ in rows]  # the target's last tokens of each row
         self.rows: list[list[int]] = [[] for _ in rows]  # what each row has generated, in the draft's tokens
@@ -127,7 +127,7 @@ class TranslatedDrafter(AssistantDrafter):
                 distributions.append(log_probabilities.exp())
                 token = torch.multinomial(distributions[-1], 1)
             else:
-                token = largest(scores)[:, None]
+                token = argmax(scores)[:, None]
             going = going & possible
             tokens.append(token)
             counts += going
@@ -168,7 +168,7 @@ class TranslatedDrafter(AssistantDrafter):
         for b, new in enumerate(tokens):
             self.rows[b] = self.translation.extend(self.rows[b], self.before[b], new, self.by_tokens)
             self.before[b] = (self.before[b] + new)[-Translation.CONTEXT :]
-        self._end_with_the_rows()
+        self._release_if_finished()
 
     def select(self, rows: list[int]) -> None:
         for name in ("last", "before", "rows", "held"):
