@@ -1,8 +1,8 @@
 """Every inside of transformers that this package touches: private names, patched functions, signatures that have moved.
 
 The registries and classes of transformers' documentation are used where they are needed. Everything else stands in
-`integrations/transformers_*.py`, and each piece of it is a row of `INSIDES`. Other rooms reach such a piece through a function of
-this file, which imports nothing of ours.
+`integrations/transformers_*.py`, and each piece of it is a row of `INSIDES`. Other rooms reach such a piece through a
+function of this file, which imports nothing of ours.
 """
 
 import importlib
@@ -45,7 +45,9 @@ INSIDES: tuple[Inside, ...] = (
     Inside(_MODEL + "_check_and_adjust_attn_implementation", "integrations/transformers_compat.py"),
     Inside(_MODEL + "_keep_in_fp32_modules", "integrations/transformers_compat.py"),
     Inside(_MODEL + "_keep_in_fp32_modules_strict", "integrations/transformers_compat.py"),
-    Inside("transformers.configuration_utils:PreTrainedConfig._attn_implementation", "integrations/transformers_compat.py"),
+    Inside(
+        "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "integrations/transformers_compat.py"
+    ),
     Inside("transformers.utils.output_capturing:_active_collector", "integrations/transformers_compat.py"),
 )
 
@@ -59,7 +61,9 @@ def find(inside: Inside) -> object:
     return found
 
 
-attention_of = attrgetter("_attn_implementation")  # config -> the name of its attention; as fast as the attribute itself
+attention_of = attrgetter(
+    "_attn_implementation"
+)  # config -> the name of its attention; as fast as the attribute itself
 
 # The methods of `GenerationMixin` that a step of its decoding loop consists of.
 LOOP_STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
@@ -120,8 +124,8 @@ def collects_hidden_states() -> bool:
 
 
 def is_collector_hook(hook) -> bool:
-    """Whether a forward hook is transformers' collector of hidden states. It stays after the forward that asked for them,
-    and does nothing in a context without a collector."""
+    """Whether a forward hook is transformers' collector of hidden states. It stays after the forward that asked for
+    them, and does nothing in a context without a collector."""
     from transformers.utils import output_capturing
 
     collects = getattr(hook, "__qualname__", "").endswith("<locals>.output_capturing_hook")

@@ -61,8 +61,8 @@ class SpeculativeGenerationMixin:
 
 
 class AutomaticGenerationMixin(SpeculativeGenerationMixin):
-    """What a quantized model on a CPU has from loading on: as `SpeculativeGenerationMixin`, but calls that it refuses and
-    transformers takes are left to transformers."""
+    """What a quantized model on a CPU has from loading on: as `SpeculativeGenerationMixin`, but calls that it refuses
+    and transformers takes are left to transformers."""
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         is_left = served.is_transformers_draft(generation_mode_kwargs.get("assistant_model")) and served.raises(
@@ -83,8 +83,8 @@ def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
     `architectures`. Doing it twice changes nothing. Models wrapped by PEFT are reached through
     `model.get_base_model()`.
 
-    Raises TypeError for anything that is not a transformers model with `generate()`, ValueError for a model that several
-    processes share (tensor parallelism).
+    Raises TypeError for anything that is not a transformers model with `generate()`, ValueError for a model that
+    several processes share (tensor parallelism).
     """
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise TypeError(
@@ -102,8 +102,8 @@ def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def enable_automatic(model: PreTrainedModel) -> None:
-    """Gives `model` the `AutomaticGenerationMixin`, in place, when it can generate, runs on a CPU and is of a kind that this
-    package's loop takes."""
+    """Gives `model` the `AutomaticGenerationMixin`, in place, when it can generate, runs on a CPU and is of a kind that
+    this package's loop takes."""
     if (
         not isinstance(model, GenerationMixin)
         or isinstance(model, SpeculativeGenerationMixin)

@@ -27,13 +27,13 @@ def speculative_generate(
     """Speculative generation for a model without the mixin: `model.generate(..., custom_generate=speculative_generate,
     draft_model=draft)`, or with `prompt_lookup_num_tokens=n` and no draft. With neither it decodes token by token.
 
-    draft_model: a model, a `Drafter`, or a `Speculation` around one. `generate()` passes no tokenizers, so a draft model
-        must have the target's `vocab_size`.
+    draft_model: a model, a `Drafter`, or a `Speculation` around one. `generate()` passes no tokenizers, so a draft
+        model must have the target's `vocab_size`.
     token_streamer: a streamer. `generate()` keeps `streamer=` to itself: it would get the prompt and nothing else, and
         its reader would wait forever.
 
-    Returns int64 [batch, length], or `SpeculativeOutput` under `return_dict_in_generate=True`. Raises ValueError, before
-    any forward, for what speculation cannot do.
+    Returns int64 [batch, length], or `SpeculativeOutput` under `return_dict_in_generate=True`. Raises ValueError,
+    before any forward, for what speculation cannot do.
     """
     if token_streamer is not None and len(input_ids) == 1:
         token_streamer.put(input_ids.cpu())

@@ -1,4 +1,4 @@
-"""The loop of speculative generation: draft, verify all sequences in one forward, accept per sequence, rewind lengths."""
+"""The loop of speculative generation: draft, verify all sequences in one forward, accept and rewind each."""
 
 from time import perf_counter
 
@@ -15,8 +15,8 @@ from hf_efficient.generation.speculation.token_tree import ancestors
 from hf_efficient.generation.speculation.verification import verify
 
 
-# Tokens that the others may still get for finished sequences to leave a batch whose smaller forwards are not captured yet:
-# capturing takes 10 to 15 steps, and a step of half the sequences two thirds of the time or more.
+# Tokens that the others may still get for finished sequences to leave a batch whose smaller forwards are not captured
+# yet: capturing takes 10 to 15 steps, and a step of half the sequences two thirds of the time or more.
 MIN_TOKENS_TO_CAPTURE = 64
 
 
@@ -98,7 +98,8 @@ class SpeculativeLoop:
         return proposal
 
     def _forward(self, proposal: Proposal | None) -> torch.Tensor:
-        """The target's logits after the last token of each sequence and after each draft, [rows, width + 1, vocabulary]."""
+        """The target's logits after the last token of each sequence and after each draft, [rows, width + 1,
+        vocabulary]."""
         sequences, target, fed, tree = self.sequences, self.target, self.sequences.last(1), None
         if proposal is not None:
             fed = torch.cat([fed, proposal.tokens], 1)
@@ -164,7 +165,8 @@ class SpeculativeLoop:
             self.draft_length.update(proposal, accepted, depths, self._draft_seconds, verify_seconds, is_steady)
 
     def _select(self) -> bool:
-        """Lets finished sequences leave the batch and rewinds the cache to what is accepted. Returns whether any goes on."""
+        """Lets finished sequences leave the batch and rewinds the cache to what is accepted. Returns whether any goes
+        on."""
         sequences, target = self.sequences, self.target
         going = [row for row, b in enumerate(sequences.live) if sequences.unfinished(b)]
         self._going = list(range(len(sequences.live)))
@@ -187,7 +189,8 @@ class SpeculativeLoop:
             return False
         if self.target.captured is None:
             return True
-        # each number of sequences is a capture of its own: they are halved, and where a capture pays in the tokens to come
+        # each number of sequences is a capture of its own: they are halved, and where a capture pays in the tokens to
+        # come
         pays = max(self.sequences.limits) >= MIN_TOKENS_TO_CAPTURE or not self.target.capture_seconds(len(going), 1)
         return len(going) <= rows // 2 and pays
 

@@ -32,9 +32,9 @@ class ModelSnapshot:
     """The state of `model` when this was made; `is_unchanged` says whether a forward would still compute the same.
 
     It covers the module tree; the modules' classes with the functions of their forwards and the global names that these
-    read; attributes (numbers, strings, functions, and the contents of lists, dictionaries and plain objects); the config;
-    parameters and buffers (identity, address, and torch's counter of changes in place); and autocast. It does not see
-    changes in place through `Tensor.data`.
+    read; attributes (numbers, strings, functions, and the contents of lists, dictionaries and plain objects); the
+    config; parameters and buffers (identity, address, and torch's counter of changes in place); and autocast. It does
+    not see changes in place through `Tensor.data`.
 
     complete: False where something cannot be inspected, such as a NumPy array or an object of a C extension, and where
         the model can be reached from its own parts. In the second case this holds no references, as they would keep the
@@ -89,8 +89,8 @@ class ModelSnapshot:
 
     @staticmethod
     def _attributes(model) -> dict:
-        """The attributes of the model itself. A method bound to it is replaced by its function, as it would keep the model
-        alive."""
+        """The attributes of the model itself. A method bound to it is replaced by its function, as it would keep the
+        model alive."""
         return {
             name: value.__func__ if getattr(value, "__self__", None) is model else value
             for name, value in vars(model).items()

@@ -34,8 +34,8 @@ class ModelVersion:
         self.pool = ReplayPool(self.is_capturable, replaces_sdpa and has_pages, self.snapshot.complete)
 
     def is_current(self, model) -> bool:
-        """Whether nothing about `model` has changed. Where accelerate offloads its weights, only the attention is compared:
-        every forward makes new tensors then, and nothing is captured."""
+        """Whether nothing about `model` has changed. Where accelerate offloads its weights, only the attention is
+        compared: every forward makes new tensors then, and nothing is captured."""
         if self._functions != attention_functions(self._config):
             return False
         if any(parameter.is_meta for parameter in islice(model.parameters(), 1)):
@@ -56,7 +56,7 @@ class DrafterState:
 
 
 class ModelState:
-    """What is remembered of a model as long as it lives, whatever about it changes; `version` is replaced by changes."""
+    """What is remembered of a model as long as it lives. A change of the model replaces `version` only."""
 
     def __init__(self):
         self.latency = LatencyModel()

@@ -10,8 +10,8 @@ from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.integrations.transformers_compat import LOOP_STEPS, attention_of
 
 
-# Models whose `prepare_inputs_for_generation` recomputes the whole sequence where longrope switches its factors, and does
-# nothing else.
+# Models whose `prepare_inputs_for_generation` recomputes the whole sequence where longrope switches its factors, and
+# does nothing else.
 _SWITCH_ROPE = {
     "transformers.models.phi3.modeling_phi3": "Phi3ForCausalLM",
     "transformers.models.phimoe.modeling_phimoe": "PhimoeForCausalLM",
@@ -77,8 +77,8 @@ def unmasked_layers(config) -> str:
 
 
 def overrides_steps(model) -> str:
-    """Who overrides a step of `GenerationMixin`'s decoding loop: "transformers" for a model of its own (of images, say),
-    "user" for a subclass or the instance itself (as PEFT's prompts do), "" for nobody."""
+    """Who overrides a step of `GenerationMixin`'s decoding loop: "transformers" for a model of its own (of images,
+    say), "user" for a subclass or the instance itself (as PEFT's prompts do), "" for nobody."""
     for name in LOOP_STEPS:
         if name in vars(model):
             return "user"
@@ -93,8 +93,9 @@ def overrides_steps(model) -> str:
 
 
 def exact_length(model) -> int | None:
-    """The longest sequence, in tokens with its prompt, in which a token's keys depend only on the tokens before it and on
-    nothing else in the forward. None for no limit. Up to this length our loop gives what transformers' loop gives."""
+    """The longest sequence, in tokens with its prompt, in which a token's keys depend only on the tokens before it and
+    on nothing else in the forward. None for no limit. Up to this length our loop gives what transformers' loop
+    gives."""
     lengths = [_rope_length(model.config.get_text_config(decoder=True))]
     cls, module = _defined(model, "prepare_inputs_for_generation")
     if _SWITCH_ROPE.get(module) == cls.__name__:
@@ -110,8 +111,8 @@ def _defined(model, name: str) -> tuple[type, str | None]:
 
 
 def _rope_length(config) -> int | None:
-    """The length beyond which rotary frequencies depend on the longest sequence of the forward, so that drafts, sequences
-    that left the batch and prompts run apart would change them. None where they never do."""
+    """The length beyond which rotary frequencies depend on the longest sequence of the forward, so that drafts,
+    sequences that left the batch and prompts run apart would change them. None where they never do."""
     lengths = []
     for parameters in rope_types(config):
         kind = parameters.get("rope_type", "")

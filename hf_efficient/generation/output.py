@@ -18,8 +18,8 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """What `generate(..., return_dict_in_generate=True)` returns under speculation.
 
     `sequences`, `scores`, `logits` and `past_key_values` are those of plain generation. `scores[i]` and `logits[i]`
-    ([batch, vocabulary]) are zero for a row that ended before its i-th generated token. `past_key_values` holds only the
-    rows that had not left the batch at the end, unless the caller passed a cache: that one keeps all rows.
+    ([batch, vocabulary]) are zero for a row that ended before its i-th generated token. `past_key_values` holds only
+    the rows that had not left the batch at the end, unless the caller passed a cache: that one keeps all rows.
 
     num_steps: verification forwards of the target (each is one forward for all live rows). The prompt's forward, which
         gives every row its first token, is not counted.
@@ -31,8 +31,8 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     acceptance_by_position: entry i: of the steps in which a row had a draft deeper than i, the share that accepted its
         token i, and so all before it.
     draft_seconds, verify_seconds, host_seconds: time spent in the drafter, in the target (forward, logits processors,
-        verification) and in the rest of the loop, after the prompt. On a GPU queued work counts where the host first waits
-        for it, mostly in `verify_seconds`.
+        verification) and in the rest of the loop, after the prompt. On a GPU queued work counts where the host first
+        waits for it, mostly in `verify_seconds`.
     """
 
     num_steps: int | None = None
@@ -92,9 +92,9 @@ class Statistics:
     def log(self, generated: list[int]) -> None:
         """One line at transformers' verbosity "info"."""
         logger.info(
-            f"speculation: {sum(generated)} tokens in {self.steps} forwards, {sum(self.accepted)} of {sum(self.drafted)} "
-            f"drafted tokens accepted; draft {self.draft_seconds:.3f} s, verify {self.verify_seconds:.3f} s, host "
-            f"{self.host_seconds:.3f} s"
+            f"speculation: {sum(generated)} tokens in {self.steps} forwards, {sum(self.accepted)} of "
+            f"{sum(self.drafted)} drafted tokens accepted; draft {self.draft_seconds:.3f} s, verify "
+            f"{self.verify_seconds:.3f} s, host {self.host_seconds:.3f} s"
         )
 
 

@@ -23,8 +23,8 @@ def reads_pages(model, replaces_sdpa: bool) -> bool:
 
 
 def attention_functions(config) -> tuple:
-    """The functions that compute attention and masks over pages for this config: ours in place of transformers' "sdpa", or
-    what a user registered."""
+    """The functions that compute attention and masks over pages for this config: ours in place of transformers' "sdpa",
+    or what a user registered."""
     with over_pages():
         return tuple(registry.get(attention_of(config)) for registry in _REGISTRIES)
 

@@ -20,12 +20,12 @@ _HANDLED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "l
 
 
 class RaggedModel:
-    """Runs `model` on the next tokens of sequences of unequal length. Positions count from the first generated token: token
-    0 of a sequence is the first after its prompt.
+    """Runs `model` on the next tokens of sequences of unequal length. Positions count from the first generated token:
+    token 0 of a sequence is the first after its prompt.
 
-    An attention that reads pages needs no mask, as the cache knows the lengths. Otherwise, while all sequences are equally
-    long, the model builds its own mask. When they are not, it is given 4-D masks [rows, 1, queries, keys], one for each
-    layer type, in the layout of transformers' `create_masks_for_generate`.
+    An attention that reads pages needs no mask, as the cache knows the lengths. Otherwise, while all sequences are
+    equally long, the model builds its own mask. When they are not, it is given 4-D masks [rows, 1, queries, keys], one
+    for each layer type, in the layout of transformers' `create_masks_for_generate`.
 
     Args:
         model: a decoder-only causal LM; `model_traits.check_ragged` says which.
@@ -39,8 +39,8 @@ class RaggedModel:
             changes it between two.
 
     Attributes:
-        hidden: float [rows, columns, hidden size * (1 + layers)], of the last forward: what the output head read, and the
-            outputs of `hidden_layers`.
+        hidden: float [rows, columns, hidden size * (1 + layers)], of the last forward: what the output head read, and
+            the outputs of `hidden_layers`.
         argmax: int64 [rows, columns], of the logits of the last forward if that was a captured one; else None.
     """
 
@@ -65,7 +65,8 @@ class RaggedModel:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether a forward may read token trees: the cache can keep one path of them, and the attention takes their mask."""
+        """Whether a forward may read token trees: the cache can keep one path of them, and the attention takes their
+        mask."""
         config = self.model.config.get_text_config(decoder=True)
         takes_masks = attention_of(config) in ("sdpa", "eager") and not unmasked_layers(config)
         return self.cache.takes_trees and (self.cache.reads_pages or takes_masks)
@@ -119,8 +120,8 @@ class RaggedModel:
                 )
 
     def _groups(self, model_kwargs: dict) -> list[list[int]]:
-        """The prompts (indices into the batch) that a CPU runs together: groups of about equal length, where that leaves
-        out padding. At most one group: all are run at once."""
+        """The prompts (indices into the batch) that a CPU runs together: groups of about equal length, where that
+        leaves out padding. At most one group: all are run at once."""
         mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
         has_others = any(value is not None for key, value in model_kwargs.items() if key not in _HANDLED)
         if mask is None or has_others or mask.dim() != 2 or position_ids.shape[-2] != len(mask):

@@ -48,7 +48,7 @@ def _kind(processor) -> str:
 
 
 def longest(criteria: StoppingCriteriaList) -> int:
-    """Tokens that a sequence can reach, its prompt among them. A criterion of the caller's own replaces the config's."""
+    """Tokens that a sequence can reach, its prompt among them. The caller's own criteria count, too."""
     return min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
 
 
@@ -58,7 +58,8 @@ def is_left_padded(input_ids: torch.Tensor, model_kwargs: dict) -> bool:
 
     Args:
         input_ids: int64 [batch, length].
-        model_kwargs: `attention_mask` [batch, length], 0 at padding, or None; `position_ids` [batch or 1, length] or None.
+        model_kwargs: `attention_mask` [batch, length], 0 at padding, or None; `position_ids` [batch or 1, length] or
+            None.
     """
     mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is None:
@@ -110,8 +111,8 @@ class Sequences:
         for processor in processors:
             if isinstance(processor, STATEFUL):
                 raise ValueError(
-                    f"{type(processor).__name__} remembers its last call, so tokens drafted in vain cannot be taken back "
-                    "from it: generate without an assistant model and without prompt_lookup_num_tokens"
+                    f"{type(processor).__name__} remembers its last call, so tokens drafted in vain cannot be taken "
+                    "back from it: generate without an assistant model and without prompt_lookup_num_tokens"
                 )
         self.batch_size, self.prompt_length = input_ids.shape
         self.generation_config = generation_config or GenerationConfig(do_sample=False)
@@ -157,7 +158,8 @@ class Sequences:
         ]
 
     def _common_length(self) -> int | None:
-        """The length of all sequences where they are equally long and none has left, so that slices can replace indices."""
+        """The length of all sequences where they are equally long and none has left, so that slices can replace
+        indices."""
         generated = self.generated[0]
         if len(self.live) == self.batch_size and all(count == generated for count in self.generated):
             return self.prompt_length + generated
@@ -251,8 +253,8 @@ class Sequences:
     def extend(
         self, tokens: torch.Tensor, accepted: torch.Tensor, counts: torch.Tensor, scores=None, logits=None
     ) -> tuple[list[list[int]], list[int], list[int]]:
-        """Appends to each unfinished live sequence its first `accepted + 1` tokens, or fewer where it stops before. Takes
-        one transfer to the host, whatever the batch.
+        """Appends to each unfinished live sequence its first `accepted + 1` tokens, or fewer where it stops before.
+        Takes one transfer to the host, whatever the batch.
 
         Args:
             tokens: int64 [rows, width].
@@ -328,8 +330,8 @@ class Sequences:
         return scores
 
     def _constrain(self, processor, scores: torch.Tensor, offset: int) -> None:
-        """Applies `prefix_allowed_tokens_fn` to `scores` in place, sequence by sequence. The function may fail on ids that
-        it has excluded itself, so it is not asked what follows a drafted token that it excludes."""
+        """Applies `prefix_allowed_tokens_fn` to `scores` in place, sequence by sequence. The function may fail on ids
+        that it has excluded itself, so it is not asked what follows a drafted token that it excludes."""
         allowed = allowed_tokens_fn(processor)
         for row, (b, length) in enumerate(zip(self.live, self.lengths)):
             own = processors_of.PrefixConstrainedLogitsProcessor(lambda _, ids, b=b: allowed(b, ids), num_beams=1)
@@ -362,7 +364,8 @@ class Sequences:
             collected[step][[self.live[r] for r in row]] = values[row, position]
 
     def _apply_criteria(self, kept: list[int]) -> None:
-        """Shortens `kept` where a criterion other than length and end-of-sequence stops a sequence, and marks it stopped."""
+        """Shortens `kept` where a criterion other than length and end-of-sequence stops a sequence, and marks it
+        stopped."""
         for length, pairs in self._by_length(kept).items():
             scores = None if self.scores is None else tuple(self.scores[: length + 1 - self.prompt_length])
             stops = self.criteria(self._ids(length + 1), scores).tolist()

@@ -18,12 +18,12 @@ _CACHES = (None, "dynamic")  # values of cache_implementation that a PagedCache 
 
 
 def serves(request: GenerationRequest) -> bool:
-    """Whether the native loop replaces transformers' in a call without a drafter: on a CPU, for models whose forwards can
-    be captured, where the output is the same.
+    """Whether the native loop replaces transformers' in a call without a drafter: on a CPU, for models whose forwards
+    can be captured, where the output is the same.
 
-    Under `return_dict_in_generate` the output has scores, logits, keys and values. They are the same for one sequence, and
-    for sequences that end together. With an end-of-sequence token those of a batch end one by one, and transformers'
-    output holds what it computes for their padding.
+    Under `return_dict_in_generate` the output has scores, logits, keys and values. They are the same for one sequence,
+    and for sequences that end together. With an end-of-sequence token those of a batch end one by one, and
+    transformers' output holds what it computes for their padding.
     """
     model, config, cache = request.model, request.generation_config, request.cache
     criteria = request.stopping_criteria
@@ -77,7 +77,8 @@ def raises(check: Callable, *arguments) -> bool:
 
 
 def check(request: GenerationRequest) -> PagedCache | None:
-    """Raises ValueError, before any forward, for what speculation cannot do. Returns the caller's cache, if there is one."""
+    """Raises ValueError, before any forward, for what speculation cannot do. Returns the caller's cache, if there is
+    one."""
     check_options(request)
     speculation = request.speculation
     check_ragged(request.model, request.batch_size, "model")
@@ -93,13 +94,13 @@ def check_mode(generation_config) -> None:
     """Raises ValueError for other decoding methods than greedy search and sampling."""
     if (generation_config.num_beams or 1) > 1:
         raise ValueError(
-            f"num_beams={generation_config.num_beams}: speculation is greedy or sampled decoding, num_beams=1. Leave out "
-            "the assistant model and prompt_lookup_num_tokens to use beams"
+            f"num_beams={generation_config.num_beams}: speculation is greedy or sampled decoding, num_beams=1. Leave "
+            "out the assistant model and prompt_lookup_num_tokens to use beams"
         )
     if generation_config.assistant_ensemble_weight is not None:
         raise ValueError(
-            f"assistant_ensemble_weight={generation_config.assistant_ensemble_weight}: speculation here is lossless; only "
-            "None is allowed"
+            f"assistant_ensemble_weight={generation_config.assistant_ensemble_weight}: speculation here is lossless; "
+            "only None is allowed"
         )
 
 
@@ -110,14 +111,14 @@ def check_options(request: GenerationRequest) -> None:
     name, length, max_length = type(model).__name__, exact_length(model), request.max_length
     if overrides_steps(model) == "user":
         raise ValueError(
-            f"model={name}: it overrides a step of transformers' decoding loop (prepare_inputs_for_generation, for one), "
-            "and speculation runs a loop of its own. Leave out the assistant model and prompt_lookup_num_tokens"
+            f"model={name}: it overrides a step of transformers' decoding loop (prepare_inputs_for_generation, for "
+            "one), and speculation runs a loop of its own. Leave out the assistant model and prompt_lookup_num_tokens"
         )
     if length is not None and max_length > length:
         raise ValueError(
-            f"max_length={max_length}: beyond {length} tokens the rotary embedding of {name} follows from the longest row "
-            "of a forward, which drafts would change. Leave out the assistant model and prompt_lookup_num_tokens, or "
-            f"generate at most {length} tokens, the prompt among them"
+            f"max_length={max_length}: beyond {length} tokens the rotary embedding of {name} follows from the longest "
+            "row of a forward, which drafts would change. Leave out the assistant model and prompt_lookup_num_tokens, "
+            f"or generate at most {length} tokens, the prompt among them"
         )
     if config.use_cache is False:
         raise ValueError("use_cache=False: speculation rewinds a cache, use_cache=True is needed")
@@ -153,8 +154,8 @@ def callers_cache(request: GenerationRequest) -> PagedCache | None:
         return cache
     if cache is not None and (is_users_cache(cache) or cache.get_seq_length() > 0):
         raise ValueError(
-            f"past_key_values={type(cache).__name__}: speculation runs on a PagedCache; leave past_key_values out, or pass "
-            "past_key_values=PagedCache(model.config), filled or not"
+            f"past_key_values={type(cache).__name__}: speculation runs on a PagedCache; leave past_key_values out, or "
+            "pass past_key_values=PagedCache(model.config), filled or not"
         )
     return None
 
@@ -166,6 +167,6 @@ def _check_continuation(cache: PagedCache, attention_mask: torch.Tensor | None) 
         padding = (attention_mask[:, :columns] == 0).sum(1).tolist()
     if any(length + pads != columns for length, pads in zip(lengths, padding)):
         raise ValueError(
-            f"past_key_values holds rows of {lengths} tokens: a batch is continued only when all its rows end at the same "
-            "column. Rewind them with cache.rewind, or continue row by row"
+            f"past_key_values holds rows of {lengths} tokens: a batch is continued only when all its rows end at the "
+            "same column. Rewind them with cache.rewind, or continue row by row"
         )

@@ -148,7 +148,7 @@ class TestEagle:
         if parts:
             monkeypatch.setattr(eagle, "FEW", 2)
             monkeypatch.setattr(eagle, "PREFILL", 3)
-            monkeypatch.setattr(eagle_cache, "MOST_RECORDED", 0)
+            monkeypatch.setattr(eagle_cache, "MAX_CAPTURED_TOKENS", 0)
         heads.nodes, heads.beam = 4, 1
         for generated, drafting in ((1, False), (3, False), (3, True)):
             self.begin(heads, target, self.ROWS, generated, drafting)
@@ -169,7 +169,7 @@ class TestEagle:
 
     @torch.no_grad()
     def test_rows_do_not_touch_each_other(self, target, trained, monkeypatch):
-        monkeypatch.setattr(eagle, "REACHED", 0.0)  # the depth of all rows follows the surest one
+        monkeypatch.setattr(eagle, "MIN_REACH", 0.0)  # the depth of all rows follows the surest one
         heads = trained[EagleHead]
         heads.nodes, heads.beam = 16, 4
         self.begin(heads, target, self.ROWS, 2)
@@ -196,8 +196,8 @@ class TestEagle:
                 monkeypatch.setattr(function, "interpreter", lambda: None)
             self.begin(heads, target, self.ROWS, 2)
             proposals.append(heads.propose([3, 5, 4], 16))
-            (cache,) = heads._recorded.values()
-            kept = sum(len(each._tapes) for each in cache._recorded.values())
+            (cache,) = heads._captures.values()
+            kept = sum(len(each._tapes) for each in cache._captures.values())
             assert kept == (2 if step < 2 and recorder.interpreter() is not None else 0), (
                 "of tokens accepted, and of a depth"
             )
@@ -241,7 +241,7 @@ class TestEagle:
         heads.nodes, heads.beam = 63, 6
         sequences = self.begin(heads, target, self.ROWS, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(eagle, "REACHED", 1.0)
+            patch.setattr(eagle, "MIN_REACH", 1.0)
             assert (heads.propose([5, 1, 0], 20).parents[:, :8] == -1).all(), "nothing is sure enough to go on from"
         proposal = heads.propose([5, 1, 0], 20)
         assert proposal.tokens.shape == (3, 20) and proposal.tokens.device == sequences.device

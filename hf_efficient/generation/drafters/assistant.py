@@ -23,17 +23,18 @@ UNLIMITED = 2**31  # max_new_tokens of a draft with another tokenizer: the targe
 class AssistantDrafter(Drafter):
     """Lets `model` continue every row, over a `PagedCache` of its own. In a sampled run it draws its drafts.
 
-    As in transformers' assisted generation, `model.generation_config` says how far: `num_assistant_tokens` (20 when unset)
-    tokens, fewer after a token that the draft itself gives less probability than `assistant_confidence_threshold` (0.4
-    when unset; 0 never stops).
+    As in transformers' assisted generation, `model.generation_config` says how far: `num_assistant_tokens` (20 when
+    unset) tokens, fewer after a token that the draft itself gives less probability than
+    `assistant_confidence_threshold` (0.4 when unset; 0 never stops).
 
     Args:
         model: a decoder-only causal LM with the target's tokenizer.
-        tokenizers: the target's and the draft's, with equal vocabularies; needed where the vocabulary sizes in the configs
-            differ (padded embeddings).
-        tree: propose a tree of up to so many tokens, 1 to 63, and draw none: at each depth the 4 most probable nodes are
-            continued, and the most probable of all are proposed (Li et al. 2024, "EAGLE-2"). One continuation is proposed
-            where logits processors read the ids, or the draft's attention takes no trees. None: always one continuation.
+        tokenizers: the target's and the draft's, with equal vocabularies; needed where the vocabulary sizes in the
+            configs differ (padded embeddings).
+        tree: propose a tree of up to so many tokens, 1 to 63, and draw none: at each depth the 4 most probable nodes
+            are continued, and the most probable of all are proposed (Li et al. 2024, "EAGLE-2"). One continuation is
+            proposed where logits processors read the ids, or the draft's attention takes no trees. None: always one
+            continuation.
 
     Raises TypeError for what is no transformers model, ValueError for another `tree`.
     """
@@ -148,8 +149,9 @@ class AssistantDrafter(Drafter):
         return Proposal(torch.cat(tokens, 1), counts, probabilities, confidence=confidence)
 
     def _scores(self, fed: torch.Tensor, first: list[int], offset: int, keep: int = 1, tree=None) -> torch.Tensor:
-        """Scores after the logits processors, [rows, keep, target vocabulary], for what follows the last `keep` columns of
-        `fed`: the tokens `offset` positions behind each sequence's next one. Other arguments as in `RaggedModel`."""
+        """Scores after the logits processors, [rows, keep, target vocabulary], of what follows the last `keep` columns
+        of `fed`, which stand `offset` positions behind each sequence's last token. Other arguments as in
+        `RaggedModel`."""
         logits = self.runner(fed, first, keep=keep, tree=tree)[..., : self.vocabulary].to(self.sequences.device)
         if logits.shape[-1] < self.vocabulary:
             missing = self.vocabulary - logits.shape[-1]
@@ -157,10 +159,8 @@ class AssistantDrafter(Drafter):
         return self.sequences.process(logits, offset)
 
     def _grow(self, scores: torch.Tensor, done: list[int], limits: list[int], nodes: int) -> Proposal | None:
-        """A tree, from the scores [rows, vocabulary] of each sequence's next token.
-
-        Each depth is one forward of the sequence's last token and all nodes that are continued. The cache ends as it was.
-        """
+        """A tree, from the scores [rows, vocabulary] of each sequence's next token. Each depth is one forward of the
+        sequence's last token and all nodes that are continued. The cache ends as it was."""
         rows, device = len(done), scores.device
         branches, first = min(_BRANCHES, scores.shape[-1]), [total - 1 for total in done]
         # of the nodes that are continued: distribution of the next token, probability of the path, index among the

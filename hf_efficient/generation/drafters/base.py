@@ -12,14 +12,15 @@ class Drafter(ABC):
     """Guesses tokens for the live sequences of a `Sequences`. A drafter can only cost time, never change the output.
 
     The loop calls `begin` once before the first proposal; for drafters that read hidden states, after the target has
-    given each sequence its first token. Then, in each step: `propose` and `observe`, except in steps where drafting does
-    not pay; `accept` with the tokens that each sequence continued with; `select` when sequences have left the batch. In a
-    call in which drafting never pays, the loop calls none of them. Rows of all arguments are the live sequences, in their
-    order. One drafter serves many calls, one after the other.
+    given each sequence its first token. Then, in each step: `propose` and `observe`, except in steps where drafting
+    does not pay; `accept` with the tokens that each sequence continued with; `select` when sequences have left the
+    batch. In a call in which drafting never pays, the loop calls none of them. Rows of all arguments are the live
+    sequences, in their order. One drafter serves many calls, one after the other.
 
     max_tokens: how many tokens deep it guesses at most.
     draws: its proposals have `probabilities`.
-    relative_cost: seconds of drafting one token by those of a forward of the target, for drafters that draw: an estimate.
+    relative_cost: seconds of drafting one token by those of a forward of the target, for drafters that draw: an
+        estimate.
     reads_hidden: `begin` and `accept` are given hidden states of the target: what its output head reads, concatenated
         with the outputs of the decoder layers `reads_layers` (indices from 0).
     reads_logits: `observe` is called.
@@ -49,14 +50,14 @@ class Drafter(ABC):
     def begin(self, sequences: Sequences, hidden: torch.Tensor | None = None) -> None:
         """Reads the prompts and the tokens already generated of the live sequences.
 
-        hidden: float [rows, prompt_length, hidden size * (1 + layers)], the target's at each position of the prompts; the
-            i-th predicts token i + 1.
+        hidden: float [rows, prompt_length, hidden size * (1 + layers)], the target's at each position of the prompts;
+            the i-th predicts token i + 1.
         """
 
     @abstractmethod
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
-        """Guesses at most `limits[row]` (>= 0) tokens deep and at most `nodes` (>= 1) tokens for each sequence; None when
-        no sequence has a guess."""
+        """Guesses at most `limits[row]` (>= 0) tokens deep and at most `nodes` (>= 1) tokens for each sequence; None
+        when no sequence has a guess."""
 
     def observe(self, tokens: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor) -> None:  # noqa: B027
         """Sees the target's logits for a proposal.
@@ -69,8 +70,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def accept(self, tokens: list[list[int]], hidden: torch.Tensor | None = None) -> None:
-        """Learns the tokens each sequence continued with: its accepted guesses and one token of the target's; none for a
-        sequence that has ended.
+        """Learns the tokens each sequence continued with: its accepted guesses and one token of the target's; none for
+        a sequence that has ended.
 
         hidden: float [rows, longest, hidden size * (1 + layers)]; hidden[b, i] predicted tokens[b][i].
         """

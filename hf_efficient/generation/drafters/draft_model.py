@@ -35,4 +35,5 @@ def first_difference(target, assistant) -> str | None:
     tokens = [{index: token for token, index in vocabulary.items()} for vocabulary in (ours, theirs)]
     index = min(i for i in tokens[0].keys() | tokens[1].keys() if tokens[0].get(i) != tokens[1].get(i))
     named = [f"{part[index]!r}" if index in part else "no token" for part in tokens]
-    return f"token {index} is {named[0]} for the target ({len(ours)} tokens) and {named[1]} for the assistant ({len(theirs)})"
+    ours_said = f"{named[0]} for the target ({len(ours)} tokens)"
+    return f"token {index} is {ours_said} and {named[1]} for the assistant ({len(theirs)})"

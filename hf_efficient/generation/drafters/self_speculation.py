@@ -15,16 +15,17 @@ GROUP_SIZE = 32  # weights that share a scale: the kernels of all devices read i
 
 
 class SelfSpeculation(AssistantDrafter):
-    """Drafts with the target itself, made cheaper; the target does not change. Give `skip_layers` or `exit_layer`, `bits`,
-    or both.
+    """Drafts with the target itself, made cheaper; the target does not change. Give `skip_layers` or `exit_layer`,
+    `bits`, or both.
 
-    Skipped layers take no memory but a cache of the others. Few-bit copies of the linear layers take `bits` + 0.75 bits a
-    weight in 16-bit models; the first call with a model makes them.
+    Skipped layers take no memory but a cache of the others. Few-bit copies of the linear layers take `bits` + 0.75 bits
+    a weight in 16-bit models; the first call with a model makes them.
 
     >>> model.generate(**inputs, assistant_model=SelfSpeculation(bits=4))
 
     Args:
-        skip_layers: indices of the decoder's layers to leave out (Zhang et al. 2023, "Draft & Verify"); `search` finds some.
+        skip_layers: indices of the decoder's layers to leave out (Zhang et al. 2023, "Draft & Verify"); `search` finds
+            some.
         exit_layer: use only so many first layers, then the model's own norm and head, >= 1 (Elhoushi et al. 2024,
             "LayerSkip": good drafts need a model trained for it).
         bits: 2, 3, 4 or 8, of round-to-nearest copies in groups of 32 (as `WeightOnlyConfig` makes them).
@@ -83,7 +84,8 @@ class SelfSpeculation(AssistantDrafter):
         return state.few_bit_layers[1]
 
     def _draft_layers(self, count: int) -> list[int]:
-        """The indices of the target's `count` layers that the draft has. Raises ValueError for layers that do not exist."""
+        """The indices of the target's `count` layers that the draft has. Raises ValueError for layers that do not
+        exist."""
         if self.exit_layer is not None and self.exit_layer > count:
             raise ValueError(f"exit_layer={self.exit_layer}: the model has {count} layers")
         skipped = set(range(self.exit_layer or count, count)) if self.skip_layers is None else set(self.skip_layers)

@@ -35,8 +35,8 @@ class _Captured(NamedTuple):
 class CapturedForward:
     """`forward(tokens, positions)` of a model over `cache`, whose pool has a fixed size, captured and replayed.
 
-    A forward that cannot be captured, as it reads tensors on the host (the routing of some experts, say), makes this fall
-    back to eager forwards for good.
+    A forward that cannot be captured, as it reads tensors on the host (the routing of some experts, say), makes this
+    fall back to eager forwards for good.
 
     Attributes:
         is_steady: whether forwards like the last one take as long from now on.
@@ -142,8 +142,8 @@ def can_be_captured(model) -> bool:
 
 
 def is_watched(model) -> bool:
-    """Whether code of the user's runs in every forward of a part of the model: hooks, a replaced `forward`, or a compiled
-    module. A replay would skip it."""
+    """Whether code of the user's runs in every forward of a part of the model: hooks, a replaced `forward`, or a
+    compiled module. A replay would skip it."""
     return any(
         module._forward_pre_hooks
         or ("forward" in module.__dict__ and "_hf_hook" not in module.__dict__)

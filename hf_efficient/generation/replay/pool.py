@@ -56,8 +56,9 @@ class ReplayPool:
         self._lock = threading.Lock()
 
     def take(self, config, rows: int, tokens: int | None, hidden_layers=None, is_reusable: bool = True) -> PoolEntry:
-        """An entry with room for `rows` sequences of `tokens` tokens: one that a call has put back, else a new one. Nobody
-        else is given it before `put`. Where nothing can be captured, or `tokens` is None, its cache grows instead.
+        """An entry with room for `rows` sequences of `tokens` tokens: one that a call has put back, else a new one.
+        Nobody else is given it before `put`. Where nothing can be captured, or `tokens` is None, its cache grows
+        instead.
 
         config: of the model that runs over the cache. is_reusable: whether another call can replay what is captured.
         """
@@ -87,7 +88,7 @@ class ReplayPool:
         return entry
 
     def put(self, entry: PoolEntry, captured: CapturedForward | None) -> None:
-        """Takes an entry back after a call, with what was captured over its cache. The caller must not use it any more."""
+        """Takes an entry back after a call, with what was captured over its cache. The caller gives it up."""
         if captured is None or not entry.is_reusable or not self.keeps_entries:
             return
         if written_bytes(entry.cache) > MAX_CACHE_BYTES:

@@ -15,13 +15,14 @@ CHEAP_DRAFT = 0.03
 # But in a batch of so many sequences, while drafts do not pay, cheap drafts are made only so often that they take this
 # share of the forwards' seconds.
 PROBE_MIN_ROWS, PROBE_SHARE = 4, 0.004
-# Share of a plain forward of a batch that its slowest sequence needs anyway. Sequences that are ahead of it end earlier,
-# so their drafts have to be surer.
+# Share of a plain forward of a batch that its slowest sequence needs anyway. Sequences that are ahead of it end
+# earlier, so their drafts have to be surer.
 SLOWEST_ROW_SHARE = 0.3
 MIN_PAUSE, MAX_PAUSE = 8, 1024  # plain steps between two trials of a drafter that does not pay; doubled each time
 RETRY_FACTOR = 8  # after a trial in which every draft was accepted the next one comes this many times sooner
 # Captures must win back their seconds within the call. Exempt are the first ones of a model and those that take at most
-# this share of the seconds of all its forwards: later calls replay them. Reading prompts for trials takes no more either.
+# this share of the seconds of all its forwards: later calls replay them. Reading prompts for trials takes no more
+# either.
 INVESTED_SHARE = 0.03
 
 
@@ -74,8 +75,8 @@ class DraftLengthPolicy:
         return self.statistics.has_confidence
 
     def skips_call(self, steps: int) -> bool:
-        """Whether the drafter's pause outlasts a call of `steps` steps. It then need not read the prompts, and no draft is
-        made."""
+        """Whether the drafter's pause outlasts a call of `steps` steps. It then need not read the prompts, and no draft
+        is made."""
         self.is_off = self.timed and self.statistics.steps_to_trial > steps and not self._is_cheap(1)
         return self.is_off
 
@@ -159,7 +160,9 @@ class DraftLengthPolicy:
         for row, (hits, depth) in enumerate(zip(accepted, depths)):
             decay = DRAFT_DECAY if depth else IDLE_DECAY
             self.accepted[row] = decay * self.accepted[row] + hits
-            self.proposed[row] = decay * self.proposed[row] + min(hits + 1, depth)  # those after a rejected one: unknown
+            self.proposed[row] = decay * self.proposed[row] + min(
+                hits + 1, depth
+            )  # those after a rejected one: unknown
         if not self.is_trial:
             statistics.pause_steps = statistics.steps_to_trial = 0
         elif accepted == depths:
@@ -195,7 +198,7 @@ class DraftLengthPolicy:
         self.statistics.has_confidence = has_confidence
 
     def max_width(self, rows: int) -> int:
-        """The most drafts a sequence to try: a forward then computes at most twice the tokens that have been measured."""
+        """The most drafts a sequence to try: they at most double the tokens of the largest forward measured."""
         return max(4, 2 * (self.forward_seconds.largest // rows)) - 1 if self.timed else self.depth
 
     def _best_width(self, rows: int, gains: list[float], is_drafted: bool) -> int:
@@ -248,8 +251,8 @@ class DraftLengthPolicy:
         return 0.0 if self.latency.free_captures or seconds <= self.latency.capture_budget else seconds
 
     def _step_seconds(self, rows: int, width: int, gain: float, is_drafted: bool) -> float:
-        """Seconds of a step that verifies `width` drafts a sequence and accepts `gain` tokens in all sequences together,
-        with its share of what is paid once in this call: the capture, and reading the prompts."""
+        """Seconds of a step that verifies `width` drafts a sequence and accepts `gain` tokens in all sequences
+        together, with its share of what is paid once in this call: the capture, and reading the prompts."""
         if not self.timed:
             return 1.0 + self.draft_cost * width
         steps = self.tokens_left * self.unfinished / (self.unfinished + gain)

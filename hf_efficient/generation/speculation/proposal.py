@@ -16,8 +16,8 @@ class Proposal:
     counts: int64 [rows], how many of them are real (0..width).
     probabilities: float [rows, width, target vocabulary], the distribution q that each token was drawn from; None when
         tokens were not drawn. Siblings are drawn without replacement: q of the next one is what is left, normalised.
-    parents: int64 [rows, width], the node that each token follows, -1 for the sequence's last token (the root). A parent
-        stands before its children, and siblings differ. At most `MAX_NODES` nodes. None: one continuation a row.
+    parents: int64 [rows, width], the node that each token follows, -1 for the sequence's last token (the root). A
+        parent stands before its children, and siblings differ. At most `MAX_NODES` nodes. None: one continuation a row.
     confidence: float [rows, width], the estimated probability that the token is accepted, with all those before it. The
         loop verifies only as many leading tokens as pay by it. None: the loop estimates the acceptance itself.
     """
@@ -55,7 +55,9 @@ class Proposal:
         width = max(1, max(map(len, paths)))
         index = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=self.tokens.device)
         counts = torch.tensor([len(path) for path in paths], device=self.tokens.device)
-        tokens, confidence = (None if part is None else part.gather(1, index) for part in (self.tokens, self.confidence))
+        tokens, confidence = (
+            None if part is None else part.gather(1, index) for part in (self.tokens, self.confidence)
+        )
         probabilities = self.probabilities
         if probabilities is not None:
             probabilities = probabilities.gather(1, index[..., None].expand(-1, -1, probabilities.shape[-1]))

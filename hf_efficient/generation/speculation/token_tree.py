@@ -17,7 +17,7 @@ class RowTree(NamedTuple):
 
 
 def proposal_of(trees: list[RowTree], device) -> Proposal | None:
-    """The trees of all sequences as one proposal, without parents where each is a chain. None when no tree has a node."""
+    """The trees of all sequences as one proposal, a chain where each is one. None when no tree has a node."""
     width = max(len(tree.tokens) for tree in trees)
     if width == 0:
         return None

@@ -16,8 +16,9 @@ class TypicalAcceptance:
     """Accepts drafts that are plausible to the target instead of those it would have said (Cai et al. 2024, "Medusa",
     section 2.3.1).
 
-    A drafted token x is accepted when p(x) > min(epsilon, delta * exp(-entropy of p)), with p the target's distribution.
-    Of several such continuations the longest wins. More is accepted, and the output is **not** that of the target.
+    A drafted token x is accepted when p(x) > min(epsilon, delta * exp(-entropy of p)), with p the target's
+    distribution. Of several such continuations the longest wins. More is accepted, and the output is **not** that of
+    the target.
 
     Raises ValueError for values outside (0, 1].
     """
@@ -32,14 +33,15 @@ class TypicalAcceptance:
                 raise ValueError(f"{name}={value!r}: must be a number above 0 and at most 1")
 
     def accepts(self, p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Which of `tokens` [...] are accepted: bool [...]. p: float [..., vocabulary], the target's for each of them."""
+        """Which of `tokens` [...] are accepted: bool [...]. p: float [..., vocabulary], the target's for each."""
         entropy = torch.special.entr(p).sum(-1)
         threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
         return p.gather(-1, tokens[..., None])[..., 0] > threshold
 
 
 class Verified(NamedTuple):
-    """What each sequence continues with: `tokens[b, : accepted[b] + 1]`, its accepted drafts and one token of the target's.
+    """What each sequence continues with: `tokens[b, : accepted[b] + 1]`, its accepted drafts and one token of the
+    target's.
 
     tokens: int64 [rows, width + 1], padding after that.
     accepted: int64 [rows], 0..width.
@@ -62,17 +64,18 @@ def verify(
     """Compares drafted tokens with the target's scores and adds the target's own next token.
 
     - Greedy: a draft is accepted while it is the target's argmax.
-    - Sampling, drafts that were not drawn: the target draws its token at every node; a draft is accepted while it is that.
+    - Sampling, drafts that were not drawn: the target draws its token at every node; a draft is accepted while it is
+        that.
     - Sampling, drafts drawn from q: x is accepted with probability min(1, p(x) / q(x)). After a rejection p becomes the
       normalised positive part of p - q, for the next sibling or for the target's own token (Leviathan, Kalman, Matias
-      2023, "Fast Inference from Transformers via Speculative Decoding"; for siblings drawn without replacement Yang et al.
-      2024, "Multi-Candidate Speculative Decoding").
+      2023, "Fast Inference from Transformers via Speculative Decoding"; for siblings drawn without replacement Yang et
+      al. 2024, "Multi-Candidate Speculative Decoding").
 
     All three leave the distribution of the output exactly that of the target; `TypicalAcceptance` does not.
 
     Args:
-        scores: float [rows, width + 1, vocabulary], the target's scores after logits processors: after the sequence's last
-            token, and after each draft.
+        scores: float [rows, width + 1, vocabulary], the target's scores after logits processors: after the sequence's
+            last token, and after each draft.
         proposal: the drafts; None is plain decoding.
         uniforms: float64 [rows, width + 1] in [0, 1), what the target draws its tokens by; equal numbers at equal depth
             make its draws the same whatever was drafted. None: from torch's generator.
@@ -117,8 +120,8 @@ def _walk(proposal: Proposal, choice: torch.Tensor) -> Verified:
 
 
 def _continued(tokens: torch.Tensor, accepted: torch.Tensor, following: torch.Tensor) -> Verified:
-    """accepted: bool [rows, width], the nodes of one path from the root. following: int64 [rows, width + 1], the target's
-    own token after the root and after each node."""
+    """accepted: bool [rows, width], the nodes of one path from the root. following: int64 [rows, width + 1], the
+    target's own token after the root and after each node."""
     width = tokens.shape[1]
     order = torch.arange(width, device=tokens.device)
     path = torch.where(accepted, order, order + width).sort(1).values % width

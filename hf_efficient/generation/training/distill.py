@@ -29,9 +29,9 @@ def distill(
     `heads.trained_depth` guesses in a row (Zhou et al. 2023, "DistillSpec", on text of the target).
 
     Matrices are trained by Muon (Jordan et al. 2024, with the step size of Liu et al. 2025, "Muon is Scalable for LLM
-    Training"), other parameters by AdamW, both with a cosine schedule. Weights are float32; products run in bfloat16 where
-    the model does. Every `CHECKPOINT_STEPS` steps the state goes to `folder`. A run with the same arguments continues from
-    there, with the same result.
+    Training"), other parameters by AdamW, both with a cosine schedule. Weights are float32; products run in bfloat16
+    where the model does. Every `CHECKPOINT_STEPS` steps the state goes to `folder`. A run with the same arguments
+    continues from there, with the same result.
 
     Returns the mean loss of the last 50 steps, in nats a guess.
     """
@@ -151,9 +151,9 @@ def _loss(heads: DraftHeads, model, rows: list[Row], depth: int) -> torch.Tensor
 
 
 def _batch(rows: list[Row], device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens int64 [rows, length + 1] and hidden states [rows, length, hidden_size * (1 + layers)], padded on the right, and
-    `since` int64 [rows, length]: the index in the answer of the token at a position, below 0 in the prompt and in padding.
-    A guess of depth d (from 0) starts from an answer's token where since >= d."""
+    """Tokens int64 [rows, length + 1] and hidden states [rows, length, hidden_size * (1 + layers)], padded on the
+    right, and `since` int64 [rows, length]: the index in the answer of the token at a position, below 0 in the prompt
+    and in padding. A guess of depth d (from 0) starts from an answer's token where since >= d."""
     lengths = torch.tensor([len(row.hidden) for row in rows])
     prompts = torch.tensor([row.prompt for row in rows])
     tokens = torch.nn.utils.rnn.pad_sequence([row.tokens for row in rows], batch_first=True)
@@ -164,7 +164,7 @@ def _batch(rows: list[Row], device) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def _order(lengths: list[int], steps: int, seed: int) -> list[list[int]]:
-    """The indices of the rows of each step: all rows once before any comes again, those of a step about equally long."""
+    """The rows of each step, by index: all rows once before any comes again, those of a step about equally long."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     while len(batches) < steps:

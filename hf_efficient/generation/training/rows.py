@@ -24,7 +24,8 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
 class Row:
     """One answer with its prompt.
 
-    tokens: int64 [n]. hidden: [n - 1, hidden_size * (1 + layers)]; the i-th predicted token i + 1. prompt: how many of the
+    tokens: int64 [n]. hidden: [n - 1, hidden_size * (1 + layers)]; the i-th predicted token i + 1. prompt: how many of
+        the
     tokens are the prompt.
     """
 
@@ -33,7 +34,8 @@ class Row:
 
 
 def load_rows(files: list[Path]) -> list[Row]:
-    """All rows of the files that `text.generate_text` wrote. Hidden states stay on disk, memory-mapped, until they are used."""
+    """All rows of the files that `text.generate_text` wrote. Hidden states stay on disk, memory-mapped, until they are
+    used."""
     rows = []
     for file in files:
         shard = load_file(file)
@@ -45,7 +47,8 @@ def load_rows(files: list[Path]) -> list[Row]:
 
 
 def frequent_tokens(rows: list[Row], vocab_size: int, count: int) -> torch.Tensor:
-    """The `count` most frequent tokens of the answers, int64, most frequent first; of equally frequent ones the smaller id."""
+    """The `count` most frequent tokens of the answers, int64, most frequent first; of equally frequent ones the smaller
+    id."""
     answers = torch.cat([row.tokens[row.prompt :] for row in rows])
     return torch.bincount(answers, minlength=vocab_size).argsort(descending=True, stable=True)[:count].clone()
 

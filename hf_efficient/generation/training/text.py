@@ -1,4 +1,4 @@
-"""The text that draft heads learn from: the target's own answers to prompts, with the hidden state before every token."""
+"""The text that draft heads learn from: the target's answers to prompts, with the hidden state before every token."""
 
 from pathlib import Path
 
@@ -109,7 +109,11 @@ def own_prompts(model, tokenizer, count: int, seed: int) -> list[str]:
     turn = _as_chat(tokenizer, _MARK).partition(_MARK)[0]
     inputs = tokenizer([turn] * count, return_tensors="pt", add_special_tokens=False).to(model.device)
     settings = GenerationConfig(
-        do_sample=True, top_k=50, max_new_tokens=MAX_PROMPT_TOKENS, eos_token_id=end, pad_token_id=tokenizer.pad_token_id
+        do_sample=True,
+        top_k=50,
+        max_new_tokens=MAX_PROMPT_TOKENS,
+        eos_token_id=end,
+        pad_token_id=tokenizer.pad_token_id,
     )
     written = _generate(model, inputs, Recorder(), seed, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
     ended = torch.isin(written, torch.tensor(end, device=written.device)).any(1).tolist()
@@ -129,7 +133,8 @@ def collect_text(
 ) -> list[Path]:
     """Calls `generate_text` batch by batch until the answers have `num_tokens` tokens.
 
-    count: the number of batches of an earlier run, after which this one ends as well. is_late: without `count`, the first
+    count: the number of batches of an earlier run, after which this one ends as well. is_late: without `count`, the
+        first
     batch after which it returns True is the last.
     """
     files, answered = [], 0
@@ -161,6 +166,4 @@ def _as_chat(tokenizer, prompt: str) -> str:
 def _encode(tokenizer, prompts: list[str]):
     is_chat = tokenizer.chat_template is not None
     prompts = [_as_chat(tokenizer, prompt) for prompt in prompts] if is_chat else prompts
-    return tokenizer(
-        prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not is_chat
-    )
+    return tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not is_chat)

@@ -37,27 +37,28 @@ def train_draft(
 ) -> DraftHeads:
     """Distils draft heads from `model` and saves them in `output`; `generate(assistant_model=heads)` uses them.
 
-    The model answers the prompts, half of them greedily and half sampled, and the hidden states of every token are saved.
-    Then heads of `kind` learn the model's distributions on these answers (Zhou et al. 2023, "DistillSpec"). On disk the
-    hidden states take `3 * num_tokens * hidden_size` numbers of the model's dtype (what the output head reads, and the
-    outputs of two inner layers), and those of the prompts about a fifth of that.
+    The model answers the prompts, half of them greedily and half sampled, and the hidden states of every token are
+    saved. Then heads of `kind` learn the model's distributions on these answers (Zhou et al. 2023, "DistillSpec"). On
+    disk the hidden states take `3 * num_tokens * hidden_size` numbers of the model's dtype (what the output head reads,
+    and the outputs of two inner layers), and those of the prompts about a fifth of that.
 
     Args:
         model: a decoder-only causal LM.
         tokenizer: its tokenizer, with a padding token; its chat template, where it has one, wraps every prompt.
         output: folder for the heads.
         kind: "eagle" or "medusa".
-        prompts: what to ask; by default 7,899 everyday chat prompts and, where the tokenizer has a chat template, as many
-            again that the model writes itself.
+        prompts: what to ask; by default 7,899 everyday chat prompts and, where the tokenizer has a chat template, as
+            many again that the model writes itself.
         num_tokens: tokens of answers to learn from.
         epochs: how often each answer is seen.
-        minutes: a limit on the time: text generation ends after half of it, and training fits in the rest. None: no limit.
+        minutes: a limit on the time: text generation ends after half of it, and training fits in the rest. None: no
+            limit.
         draft_tokens: the heads guess from this many tokens, the most frequent ones of the answers.
         max_new_tokens, batch_size: of the answers.
         learning_rate: the peak of its schedule.
-        cache: folder for text and progress. An interrupted run continues from it, with the same result up to rounding in
-            text that is generated again; a run of another kind takes its text from it. By default `<output>-progress`,
-            which is deleted at the end.
+        cache: folder for text and progress. An interrupted run continues from it, with the same result up to rounding
+            in text that is generated again; a run of another kind takes its text from it. By default
+            `<output>-progress`, which is deleted at the end.
 
     Returns the heads, with accuracies measured on the answers to held-out prompts (one in twenty).
     Raises ValueError, before anything is computed, for arguments that are not allowed, or a cache of another run.
@@ -94,7 +95,9 @@ def train_draft(
 
     start = time.perf_counter()
     answers = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "seed": seed}
-    progress = _Progress(folder, {"model": _fingerprint(model), "prompts": prompts, "num_tokens": num_tokens, **answers})
+    progress = _Progress(
+        folder, {"model": _fingerprint(model), "prompts": prompts, "num_tokens": num_tokens, **answers}
+    )
     is_late = None if minutes is None else lambda: time.perf_counter() - start > 30 * minutes
     files = collect_text(model, tokenizer, prompts, folder, num_tokens, progress.get("files"), is_late, **answers)
     progress.set("files", len(files))
