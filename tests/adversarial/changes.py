@@ -1,7 +1,8 @@
-"""What users do to a loaded model between two calls. Plain torch and transformers: a process without the plugin runs it too.
+"""What users do to a loaded model between two calls. Plain torch and transformers: a process without the plugin runs it
+too.
 
-Each change is a function (model, number) -> None or a function that takes it back; `number` is drawn, and decides which layer
-and how strongly. What is patched in a class or module of transformers is taken back at the end of a session.
+Each change is a function (model, number) -> None or a function that takes it back; `number` is drawn, and decides which
+layer and how strongly. What is patched in a class or module of transformers is taken back at the end of a session.
 """
 
 import sys

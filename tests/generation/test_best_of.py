@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from draft_models import NEW, models
+from draft_models import GREEDY, NEW, models
 
 from hf_efficient import BestOf, Drafter, PromptLookup, Speculation, TokenRecycling, speculative_generate
 from hf_efficient.generation.speculation.token_tree import RowTree, proposal_of, trees_of
@@ -50,7 +50,8 @@ def test_what_two_say_is_one_node():
     best = begun(Says(first, NOTHING, NOTHING), Says(second, second, NOTHING))
     whole = best.propose([9, 9, 9], 63)
     merged, alone, none = trees_of(whole)
-    # at the root 0.8 is named, 0.2 left: 8 is 0.2 * 0.5, 5 is 0.6 + 0.2 * 0.25. After 5: 6 is 0.5 + 0.5 * 0.8, 9 is 0.5 * 0.2
+    # at the root 0.8 is named, 0.2 left: 8 is 0.2 * 0.5, 5 is 0.6 + 0.2 * 0.25. After 5: 6 is 0.5 + 0.5 * 0.8, 9 is 0.5
+    # * 0.2
     assert merged.tokens == [5, 6, 7, 8, 9] and merged.parents == [-1, 0, -1, -1, 0]
     assert merged.confidence == pytest.approx([0.65, 0.65 * 0.9, 0.2, 0.1, 0.65 * 0.1])
     assert alone.tokens == second.tokens and alone.confidence == pytest.approx(second.confidence)
@@ -106,9 +107,7 @@ def test_greedy_output_is_that_of_plain_generation(name, attention, adaptive):
     drafter = BestOf(PromptLookup(8), TokenRecycling(candidates=3, max_tokens=3))
     for _ in range(2):
         for batch, expected in zip(inputs, plain):
-            output = model.generate(
-                **batch, assistant_model=Speculation(drafter, adaptive=adaptive), max_new_tokens=NEW, do_sample=False
-            )
+            output = model.generate(**batch, assistant_model=Speculation(drafter, adaptive=adaptive), **GREEDY)
             assert torch.equal(output, expected)
 
 

@@ -118,8 +118,8 @@ def test_a_compressed_output_head_is_asked_for_its_rows(target, tmp_path):
 
 class TestEagle:
     def begin(self, heads, target, rows: list[list[int]], generated: int, drafting: bool = False):
-        """The drafter after `generated` tokens of each row were made one by one, with a draft before each or not; rows are
-        padded on the left."""
+        """The drafter after `generated` tokens of each row were made one by one, with a draft before each or not; rows
+        are padded on the left."""
         hidden = [hidden_of(target, torch.tensor([row[:-1]]))[0] for row in rows]
         width = max(map(len, rows)) - generated
         pads = [width - len(row) + generated for row in rows]
@@ -142,12 +142,12 @@ class TestEagle:
     @pytest.mark.parametrize("parts", [False, True])
     @torch.no_grad()
     def test_a_chain_is_what_training_unrolled(self, parts, target, trained, monkeypatch):
-        """Reading the cache gives what one pass over the whole text gives, guess for guess; also prompts that are read in
-        parts, and tokens that are too many to be recorded."""
+        """Reading the cache gives what one pass over the whole text gives, guess for guess; also prompts that are read
+        in parts, and tokens that are too many to be captured."""
         heads = trained[EagleHead]
         if parts:
-            monkeypatch.setattr(eagle, "FEW", 2)
-            monkeypatch.setattr(eagle, "PREFILL", 3)
+            monkeypatch.setattr(eagle, "PADDED_WIDTH", 2)
+            monkeypatch.setattr(eagle, "PREFILL_TOKENS", 3)
             monkeypatch.setattr(eagle_cache, "MAX_CAPTURED_TOKENS", 0)
         heads.nodes, heads.beam = 4, 1
         for generated, drafting in ((1, False), (3, False), (3, True)):
@@ -186,12 +186,12 @@ class TestEagle:
             assert_close(batch.confidence[b], alone.confidence[0], 1e-4, 1e-4, reason)
 
     @torch.no_grad()
-    def test_recordings_follow_the_weights_and_stay_out_of_copies(self, target, trained, monkeypatch):
+    def test_captures_follow_the_weights_and_stay_out_of_copies(self, target, trained, monkeypatch):
         heads = copy.deepcopy(trained[EagleHead])
         heads.nodes, heads.beam = 16, 4
         proposals = []
         for step in range(3):
-            if step == 2:  # the same without a recording
+            if step == 2:  # the same without a capture
                 heads = copy.deepcopy(heads)
                 monkeypatch.setattr(function, "interpreter", lambda: None)
             self.begin(heads, target, self.ROWS, 2)

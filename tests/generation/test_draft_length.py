@@ -23,7 +23,7 @@ def forward(tokens: int) -> float:
 
 
 def drafted(rows: int, width: int, acceptance: float | None = None) -> Proposal | None:
-    """A proposal of `width` tokens a row, None for no tokens. acceptance: by which the drafter states its confidence."""
+    """A proposal of `width` tokens a row, None for none. acceptance: by which the drafter states its confidence."""
     if not width:
         return None
     confidence = None if acceptance is None else torch.full((rows, width), acceptance).cumprod(1)
@@ -109,7 +109,8 @@ def test_seconds_between_and_beyond_what_was_measured():
 
 
 def test_padding_of_a_forward_is_used():
-    """Of a draft whose tokens add less and less, as many are verified as fit, and forwards are timed by what they compute."""
+    """Of a draft whose tokens add less and less, as many are verified as fit, and forwards are timed by what they
+    compute."""
     policy = DraftLengthPolicy(1, 20, padded=lambda rows, columns: -(-columns // 8) * 8)
     widths = []
     for _ in range(30):
@@ -202,7 +203,8 @@ def test_cheap_drafts_that_do_not_pay_are_made_now_and_then_in_a_batch(rows, sha
 
 
 def test_a_drafter_that_did_not_pay_goes_on_pausing_in_the_next_call():
-    """A draft that costs half a forward a token and is never right; of three calls of 100 steps the later two are plain."""
+    """A draft that costs half a forward a token and is never right; of three calls of 100 steps the later two are
+    plain."""
     remembered, widths = Remembered(), []
     for rows in (8, 8, 8, 2):
         policy = DraftLengthPolicy(rows, 4, **remembered)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
+from native_loop import CAPTURES, transformers_loop
 
 from hf_efficient import PagedCache, Speculation, enable_speculation, speculative_generate
-from hf_efficient.generation import ragged_model, served
+from hf_efficient.generation import ragged_model
 from hf_efficient.generation.training.text import Recorder
-from hf_efficient.kernels.replay.recorder import interpreter
 
 
 pytestmark = pytest.mark.native_loop
@@ -25,14 +25,13 @@ def noting_prefills(model, monkeypatch) -> list[tuple[int, int]]:
     return shapes
 
 
-@pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512")
+@CAPTURES
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_tokens_are_those_of_one_forward(name, monkeypatch):
     model, batch = enable_speculation(tiny_model(name)), left_padded_batch(LENGTHS)
     model.set_attn_implementation("flash_paged")
     options = dict(do_sample=False, max_new_tokens=12, pad_token_id=0)
-    with monkeypatch.context() as patch:
-        patch.setattr(served, "serves", lambda *args: False)
+    with transformers_loop():
         expected = model.generate(**batch, **options)
     monkeypatch.setattr(ragged_model, "GROUP_TOKENS", 41)
     shapes = noting_prefills(model, monkeypatch)
@@ -81,12 +80,8 @@ def test_rows_filled_one_after_another_are_those_filled_together():
         model(ids, attention_mask=mask, position_ids=positions, past_key_values=together)
         for rows, width in (([2], 8), ([1, 0], 11)):
             with apart.only(rows, 3):
-                model(
-                    ids[rows, -width:],
-                    attention_mask=mask[rows, -width:],
-                    position_ids=positions[rows, -width:],
-                    past_key_values=apart,
-                )
+                own = dict(attention_mask=mask[rows, -width:], position_ids=positions[rows, -width:])
+                model(ids[rows, -width:], **own, past_key_values=apart)
             assert apart.cache_seqlens == ([0, 0, 8] if rows == [2] else [5, 11, 8])
         together.rewind([5, 11, 8])
         for width in (1, 3):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draft_models import NEW, models
+from draft_models import GREEDY, NEW, fixed, models
 from helpers import tiny_model
 from test_drafters import append, sequences_of
 
@@ -146,13 +146,8 @@ def test_greedy_output_is_that_of_plain_generation(name, attention):
     for adaptive in (False, True):
         for _ in range(2):
             for batch, expected in zip(inputs, plain):
-                output = model.generate(
-                    **batch,
-                    assistant_model=Speculation(drafter, adaptive=adaptive),
-                    max_new_tokens=NEW,
-                    do_sample=False,
-                    return_dict_in_generate=True,
-                )
+                options = dict(**GREEDY, assistant_model=Speculation(drafter, adaptive=adaptive))
+                output = model.generate(**batch, **options, return_dict_in_generate=True)
                 assert torch.equal(output.sequences, expected)
                 kept.append(output.tokens_per_step)
     assert min(kept[2:4]) > 1.15, "the second run knows the tokens of the first"
@@ -164,7 +159,7 @@ def test_sampled_text_does_not_depend_on_the_guesses():
     texts, drafter = [], TokenRecycling()
     for draft in (PromptLookup(3), drafter, drafter):
         torch.manual_seed(5)
-        draft = Speculation(draft, adaptive=False)
+        draft = fixed(draft)
         output = model.generate(**options, draft_model=draft, return_dict_in_generate=True)
         texts.append(output.sequences)
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])

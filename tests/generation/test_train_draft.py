@@ -33,8 +33,8 @@ def test_default_prompts_are_many_and_the_same_every_time():
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_text_is_the_targets_own_with_its_hidden_states(number, tmp_path):
-    """Every second batch is greedy; rows end at the end-of-sequence token; the hidden states are those of one forward, at its
-    end and after two of its layers."""
+    """Every second batch is greedy; rows end at the end-of-sequence token; the hidden states are those of one forward,
+    at its end and after two of its layers."""
     model, tokenizer = tiny_model("llama", eos_token_id=None, num_hidden_layers=5), tiny_tokenizer()
     answers = dict(batch_size=4, max_new_tokens=20, seed=0)
     free = load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path, number, **answers)])
@@ -143,7 +143,7 @@ def test_trains_saves_and_drafts(kind, target, tmp_path):
 
 def test_an_interrupted_run_ends_as_if_it_had_not_been(target, tmp_path, monkeypatch):
     model, tokenizer = target
-    # recorded forwards round differently from the first ones of a process
+    # captured forwards round differently from the first ones of a process
     monkeypatch.setattr(model_state, "can_be_captured", lambda model: False)
     whole = train_draft(model, tokenizer, tmp_path / "whole", **SMALL)
     made, original = [], text.generate_text
