@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_IMPORTS = 9  # of ours, in one file
-MOST_FLOORS = {"cache": 7}  # the longest chain of imports inside a room
+MOST_FLOORS = {"cache": 7, "generation": 11}  # the longest chain of imports inside a room
 
 _SHELF = {"flash_paged": "kernels/flash-paged", "efficient_linear": "kernels/efficient-linear"}
 
@@ -43,8 +43,8 @@ ROOMS = {
     "generation": "cache cache.bookkeeping kernels.attention generation.speculation generation.replay",
     "generation.speculation": "",
     "generation.replay": "cache cache.bookkeeping cache.stores kernels.replay",
-    "generation.drafters": "generation generation.speculation generation.replay cache.bookkeeping configs methods layers "
-    "kernels.replay",
+    "generation.drafters": "generation generation.speculation generation.replay cache.bookkeeping configs methods "
+    "layers kernels.replay",
     "generation.speculation.options": "generation.speculation generation.drafters",
     "generation.decode": "generation generation.speculation generation.speculation.options generation.replay "
     "generation.drafters cache",
@@ -66,7 +66,7 @@ ROOMS = {
     "integrations.model_card",
 }
 _IN_LAYERS = ("layers", "linear_classes", "experts", "bit_linear", "adapter_files")
-_IN_DECODE = ("generation.request", "generation.served", "generation.loop")  # they know drafters, the files beside do not
+_IN_DECODE = ("generation.request", "generation.served", "generation.loop")  # they import drafters
 
 
 @functools.cache

@@ -100,9 +100,8 @@ def _run(request: GenerationRequest, entry: PoolEntry, is_unchanged=None):
     logits = target.prefill(sequences.tokens, request.generation_config, request.model_kwargs)
     collects = request.returns_dict
     keeps_finished = drafter is None and (collects or request.generation_config.do_sample)
-    loop = SpeculativeLoop(
-        request, sequences, target, _draft_length(request, target), keeps_finished or cache is request.cache
-    )
+    keeps_finished = keeps_finished or cache is request.cache
+    loop = SpeculativeLoop(request, sequences, target, _draft_length(request, target), keeps_finished)
     loop.run(logits)
     ids = sequences.finish()
     loop.statistics.log(sequences.generated)

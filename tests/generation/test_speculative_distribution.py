@@ -52,7 +52,7 @@ def transitions(everything: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 def guesses(last: torch.Tensor, draft: torch.Tensor, parents: list[int], drawn: bool) -> Proposal:
     """What follows `last` [rows] by the draft's transition probabilities: siblings drawn without replacement, or else
-    the likeliest ones."""
+    the most probable ones."""
     tokens, distributions, left = [], [], {}
     for parent in parents:
         distribution = left[parent] if parent in left else draft[last if parent < 0 else tokens[parent]]
@@ -103,13 +103,13 @@ def lossless(scores: torch.Tensor, proposal: Proposal):
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("drawn", [False, True], ids=["likeliest", "drawn"])
+@pytest.mark.parametrize("drawn", [False, True], ids=["most probable", "drawn"])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_lossless_verifications_leave_the_distribution_of_the_target(shape, drawn, cut):
     torch.manual_seed(0)
     target, draft = transitions(everything=False)
     offered = proposal(shape, drawn, draft)
-    if cut:  # rows with fewer guesses, some with none: the rest is filler
+    if cut:  # rows with fewer guesses, some with none: the rest is padding
         offered.counts = torch.arange(ROWS) % (offered.tokens.shape[1] + 1)
     counts, accepted = three_tokens(lossless, offered, target)
     assert p_value(counts, exact(target)) > RIGHT
@@ -182,7 +182,7 @@ def test_the_same_test_rejects_wrong_rules(shape):
             assert p_value(counts, exact(target)) < WRONG, name
 
 
-def test_typical_acceptance_is_lossy_for_the_likeliest_too():
+def test_typical_acceptance_is_lossy_for_the_most_probable_too():
     target, draft = transitions(everything=True)
     for shape in ("chain", "tree"):
         torch.manual_seed(0)
@@ -271,7 +271,7 @@ LONG_RUNS = {
     "tree of the assistant": lambda: fixed(AssistantDrafter(models()[1], tree=6)),
     "drawn tree": lambda: fixed(Guesses(True, False)),
     "drawn tree that is sure": lambda: Guesses(True, True),
-    "likeliest tree": lambda: fixed(Guesses(False, True)),
+    "most probable tree": lambda: fixed(Guesses(False, True)),
 }
 
 

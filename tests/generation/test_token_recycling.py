@@ -27,13 +27,13 @@ def begin(rows: list[list[int]], drafter: TokenRecycling | None = None, **argume
 
 
 def logits_that_like(candidates: torch.Tensor) -> torch.Tensor:
-    """candidates: int64 [..., k], the likeliest first."""
+    """candidates: int64 [..., k], the most probable first."""
     logits = torch.zeros(*candidates.shape[:-1], VOCABULARY)
     return logits.scatter_(-1, candidates, torch.arange(candidates.shape[-1], 0.0, -1).expand_as(candidates))
 
 
 def teach(drafter: TokenRecycling, candidates: int, tokens=range(VOCABULARY)) -> torch.Tensor:
-    """The target's likeliest tokens after each of `tokens`, int64 [vocabulary, candidates], observed by `drafter`."""
+    """The most probable tokens after each of `tokens`, int64 [vocabulary, candidates], observed by `drafter`."""
     generator = torch.Generator().manual_seed(0)
     likely = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:candidates] for _ in range(VOCABULARY)])
     tokens = torch.tensor(list(tokens))[None]
@@ -76,7 +76,7 @@ def test_the_tree_is_grown_from_the_table():
                 assert token in likely[before]
         chances = full.confidence[row].tolist()
         assert chances == sorted(chances, reverse=True) and not any(chances[len(paths) :])
-    assert paths_of(full, 0)[0] == (likely[3, 0],), "the likeliest candidate comes first"
+    assert paths_of(full, 0)[0] == (likely[3, 0],), "the most probable candidate comes first"
     part = drafter.propose([4, 2], 10)
     assert part.tokens.shape == (2, 10) and torch.equal(part.tokens[0], full.tokens[0, :10])
 
@@ -89,14 +89,14 @@ def test_unknown_tokens_have_no_children():
     assert set(paths_of(proposal, 0)) == {(7,), (8,), (7, 9), (7, 10)}
 
 
-def test_learns_from_every_token_the_target_read_but_not_from_filler():
+def test_learns_from_every_token_the_target_read_but_not_from_padding():
     drafter, _ = begin([[1, 2, 3], [4, 5, 6]], candidates=2)
     tokens = torch.tensor([[3, 20, 21], [6, 20, 22]])
     likely = torch.tensor([[[30, 31], [32, 33], [34, 35]], [[40, 41], [42, 43], [44, 45]]])
     drafter.observe(tokens, torch.tensor([2, 0]), logits_that_like(likely))
     table = drafter.table.tolist()
     assert [table[token] for token in (3, 20, 21, 6)] == [[30, 31], [32, 33], [34, 35], [40, 41]]
-    assert table[22] == [-1, -1] and table[-1] == [-1, -1], "filler"
+    assert table[22] == [-1, -1] and table[-1] == [-1, -1], "padding"
     # the same token twice in one row: the node that stands first is the likelier one
     drafter.observe(torch.tensor([[3, 3]]), torch.tensor([1]), logits_that_like(likely[:1, :2]))
     assert drafter.table[3].tolist() == [30, 31]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from draft_models import GREEDY, NEW, character_tokenizer, drafting, fixed, wrapped_tokenizer
 from helpers import left_padded_batch, tiny_model
-from test_drafters import append, sequences_of
+from test_drafters import advance, append, sequences_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
@@ -136,11 +136,7 @@ def test_drafts_the_greedy_continuation_whatever_was_accepted(attention, method)
             for token in tokens:
                 assert token == int(target(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
                 ids.append(token)
-        accepted = torch.tensor([generator.randint(0, 3) for _ in sequences.live])
-        own = torch.arange(20, 20 + len(sequences.live))
-        tokens = torch.cat([proposal.tokens, own[:, None]], 1)
-        tokens[torch.arange(len(own)), accepted] = own
-        drafter.accept(append(sequences, tokens, accepted))
+        advance(drafter, sequences, proposal, [generator.randint(0, 3) for _ in sequences.live])
         if len(kept) < len(sequences.live):
             sequences.select(kept)
             drafter.select(kept)

@@ -24,7 +24,7 @@ class Difference(Exception):
 def compare(expected, actual, exact: bool, name: str, mask=None) -> None:
     """Raises Difference. expected, actual: what `generate()` gave, a tensor or a `ModelOutput`; exact: tokens are
     equal, not only their shape; mask: [rows, columns] of the prompt, or None: keys and values of padding are not
-    compared, for this package's loop leaves zeros there (`hf_efficient.generation.served.as_transformers`)."""
+    compared, for this package's loop leaves zeros there (`hf_efficient.generation.output.as_transformers`)."""
     if isinstance(expected, ModelOutput) != isinstance(actual, ModelOutput):
         raise Difference(f"type {type(actual).__name__} instead of {type(expected).__name__}")
     if not isinstance(expected, ModelOutput):

@@ -103,10 +103,9 @@ class TokenRecycling(Drafter):
             return None
         self.drafted = tokens, real
         order = (~real).int().argsort(dim=1, stable=True)[:, :width]
-        place = torch.nn.functional.pad(
-            real.cumsum(1) - 1, (1, 0), value=-1
-        )  # index in the proposal of each node, the root's first
-        parents = place.gather(1, self.parents[order] + 1)
+        # the index of each node in the proposal, behind the root's
+        index = torch.nn.functional.pad(real.cumsum(1) - 1, (1, 0), value=-1)
+        parents = index.gather(1, self.parents[order] + 1)
         padding = ~real.gather(1, order)
         return Proposal(
             tokens.gather(1, order).masked_fill_(padding, 0),
@@ -117,12 +116,11 @@ class TokenRecycling(Drafter):
 
     def observe(self, tokens: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor) -> None:
         vocabulary = len(self.table) - 1
-        likeliest = logits[..., :vocabulary].topk(self.candidates).indices.int()
+        predicted = logits[..., :vocabulary].topk(self.candidates).indices.int()
         padding = torch.arange(tokens.shape[1], device=tokens.device) > counts[:, None]
-        # backwards, so that the first of equal tokens is written last: it is the more probable node (on a GPU any may
-        # win)
-        tokens, likeliest = tokens.masked_fill(padding, -1), likeliest.masked_fill(padding[..., None], -1)
-        self.table[tokens.flip(1)] = likeliest.flip(1)
+        # backwards, so that of equal tokens the first, more probable node is written last (on a GPU any may win)
+        tokens, predicted = tokens.masked_fill(padding, -1), predicted.masked_fill(padding[..., None], -1)
+        self.table[tokens.flip(1)] = predicted.flip(1)
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         if self.drafted is None:

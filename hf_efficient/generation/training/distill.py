@@ -85,8 +85,8 @@ def measure(heads: DraftHeads, model, rows: list[Row]) -> None:
     """
     heads.check(model)
     output, device, size = model.get_output_embeddings(), heads.draft_tokens.device, heads.target["hidden_size"]
-    place = torch.full((heads.target["vocab_size"],), -1, device=device)
-    place[heads.draft_tokens] = torch.arange(len(heads.draft_tokens), device=device)
+    index = torch.full((heads.target["vocab_size"],), -1, device=device)
+    index[heads.draft_tokens] = torch.arange(len(heads.draft_tokens), device=device)
     ranks = min(RANKS, len(heads.draft_tokens))
     hits = torch.zeros(heads.max_tokens, ranks, dtype=torch.float64)
     surprise = torch.zeros(heads.max_tokens, len(TEMPERATURES), dtype=torch.float64)
@@ -96,7 +96,7 @@ def measure(heads: DraftHeads, model, rows: list[Row]) -> None:
             tokens, hidden, since = _batch(rows[start : start + BATCH_ROWS], device)
             hidden = hidden.to(model.dtype)
             truth = torch.full(hidden.shape[:2], -1, device=device)
-            truth[since >= 0] = place[output(hidden[since >= 0][:, :size]).argmax(-1)]
+            truth[since >= 0] = index[output(hidden[since >= 0][:, :size]).argmax(-1)]
             for depth, guesses in enumerate(heads.unroll(tokens, hidden, heads.max_tokens)):
                 wanted = truth[since >= depth]
                 logits = heads.logits(guesses[since >= depth]).float()
