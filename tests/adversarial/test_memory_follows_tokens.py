@@ -80,7 +80,7 @@ def test_generate_takes_memory_for_what_it_writes(rows, lookup):
     assert 0 < written_bytes(kept.cache) < 1 << 20
 
 
-def test_a_cache_of_which_much_was_written_is_not_kept(monkeypatch):
+def test_a_cache_with_many_written_bytes_is_dropped(monkeypatch):
     model, ids = enable_speculation(tiny_model("llama", eos_token_id=None)), torch.randint(3, 128, (1, 9))
 
     def generate(number, **options):

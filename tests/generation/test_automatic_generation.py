@@ -108,7 +108,7 @@ def test_a_thousand_tokens_take_one_capture(tmp_path, monkeypatch):
             assert torch.equal(model.generate(prompts, **options), output)
 
 
-def test_what_did_not_ask_is_untouched(folder):
+def test_other_models_are_untouched(folder):
     assert type(load(folder, None)) is LlamaForCausalLM
     assert not isinstance(load(folder, cls=AutoModel), SpeculativeGenerationMixin)
     model = load(folder)
@@ -154,7 +154,7 @@ def test_adapters(folder, replays):
     assert not replays, "the prompt is put in by a method of the model that a captured forward does not call"
 
 
-def test_what_watches_forwards_sees_them(folder, replays):
+def test_hooks_and_counters_see_every_forward(folder, replays):
     model = load(folder)
     seen = []
     handles = [

@@ -44,7 +44,7 @@ def begun(*drafters: Drafter) -> BestOf:
     return best
 
 
-def test_what_two_say_is_one_node():
+def test_a_token_of_two_drafters_is_one_node():
     first = RowTree([5, 6, 7], [-1, 0, -1], [0.6, 0.3, 0.2])  # 5, 5 6, 7
     second = RowTree([8, 5, 6, 9], [-1, -1, 1, 1], [0.5, 0.25, 0.2, 0.05])  # 8, 5, 5 6, 5 9
     best = begun(Says(first, NOTHING, NOTHING), Says(second, second, NOTHING))
@@ -61,7 +61,7 @@ def test_what_two_say_is_one_node():
     assert best.propose([9], 63).tokens.tolist() == [second.tokens]
 
 
-def test_one_speaks_where_the_other_has_nothing():
+def test_one_proposes_where_the_other_has_nothing():
     tree = RowTree([5, 6], [-1, 0], [0.5, 0.25])
     for drafters in ((Says(tree), Says(NOTHING)), (Says(NOTHING), Says(tree))):
         proposal = begun(*drafters).propose([2], 63)
@@ -75,7 +75,7 @@ def test_certain_tokens_stay_behind_their_parents():
     assert tree.tokens == [5, 6, 7] and tree.parents == [-1, 0, -1] and tree.confidence == [1.0, 1.0, 0.0]
 
 
-def test_everyone_is_told_what_it_reads():
+def test_each_drafter_is_given_what_it_reads():
     plain, reader = Says(NOTHING), Says(NOTHING)
     reader.reads_hidden = True
     best = BestOf(plain, reader)

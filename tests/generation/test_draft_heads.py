@@ -79,7 +79,7 @@ def test_greedy_output_is_that_of_plain_generation(kind, nodes, target, text, tr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_end_leave_and_pages_are_read(kind, target, text, trained):
+def test_finished_sequences_leave_and_pages_are_read(kind, target, text, trained):
     batch, plain, _ = text
     single = {key: value[1:2] for key, value in batch.items()}
     end = plain[0, 11 + 5].item()
@@ -168,7 +168,7 @@ class TestEagle:
                     assert_close(proposal.confidence[b, chain[depth]], likely, 1e-4, 1e-4, reason)
 
     @torch.no_grad()
-    def test_rows_do_not_touch_each_other(self, target, trained, monkeypatch):
+    def test_sequences_do_not_touch_each_other(self, target, trained, monkeypatch):
         monkeypatch.setattr(eagle, "MIN_REACH", 0.0)  # the depth of all rows follows the surest one
         heads = trained[EagleHead]
         heads.nodes, heads.beam = 16, 4
@@ -256,7 +256,7 @@ class TestEagle:
 
 
 class TestMedusa:
-    def test_untrained_heads_say_what_the_target_said(self, target):
+    def test_untrained_heads_predict_what_the_target_predicted(self, target):
         heads = MedusaHeads.for_model(target, 128)
         heads.check(target)
         hidden = torch.randn(2, 64)

@@ -38,7 +38,7 @@ def append(sequences: Sequences, tokens: torch.Tensor, accepted=None) -> list[li
 
 class TestSuffixAutomaton:
     @pytest.mark.parametrize("vocabulary", [1, 2, 4, 12])
-    def test_knows_what_followed_every_suffix(self, vocabulary):
+    def test_holds_what_followed_every_suffix(self, vocabulary):
         """Against a search of the whole row, token by token."""
         generator = torch.Generator().manual_seed(vocabulary)
         row, automaton = [], SuffixAutomaton()
@@ -88,7 +88,7 @@ class TestPromptLookup:
         for max_ngram, first in ((1, 9), (2, 7), (3, 7)):
             assert self.begin([row], max_ngram=max_ngram).propose([10], 63).tokens[0, 0] == first
 
-    def test_rows_without_a_match_propose_nothing(self):
+    def test_sequences_without_a_match_propose_nothing(self):
         drafter = self.begin([[1, 2, 3, 4], [7, 8, 9, 7], [5, 6, 5, 6, 5]])
         proposal = drafter.propose([10, 10, 3], 63)
         assert proposal.counts.tolist() == [0, 4, 3]
@@ -210,7 +210,7 @@ class TestAssistant:
                 drafter.select(kept)
 
     @torch.no_grad()
-    def test_rows_that_have_ended_may_stay(self, model):
+    def test_finished_sequences_may_stay(self, model):
         batch, end = left_padded_batch((5, 9, 7)), EosTokenCriteria(eos_token_id=2)
         criteria = StoppingCriteriaList([MaxLengthCriteria(64), end])
         sequences = Sequences(**batch, pad_token_id=0, processors=LogitsProcessorList(), criteria=criteria)

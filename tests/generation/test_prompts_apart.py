@@ -43,7 +43,7 @@ def test_tokens_are_those_of_one_forward(name, monkeypatch):
 
 
 @pytest.mark.parametrize(("lengths", "hole"), [((40, 39, 40, 38), False), (LENGTHS, True)])
-def test_what_has_little_padding_or_a_mask_with_holes_is_run_at_once(lengths, hole, monkeypatch):
+def test_little_padding_and_masks_with_holes_are_run_at_once(lengths, hole, monkeypatch):
     model, batch = enable_speculation(tiny_model("llama")), left_padded_batch(lengths)
     model.set_attn_implementation("flash_paged")
     if hole:
@@ -70,7 +70,7 @@ def test_hidden_states_stand_where_the_prompts_do(monkeypatch):
         assert_close(apart, whole, 1e-5, 1e-4, "float32 sums in another order")
 
 
-def test_rows_filled_one_after_another_are_those_filled_together():
+def test_sequences_filled_one_after_another_are_those_filled_together():
     model, batch = tiny_model("llama"), left_padded_batch((5, 11, 8))
     model.set_attn_implementation("flash_paged")
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -101,7 +101,7 @@ def test_rows_filled_one_after_another_are_those_filled_together():
         ({"num_blocks": 12}, [1], "the rows hold .0, 4, 0. tokens"),
     ],
 )
-def test_what_cannot_be_filled_apart(cache, rows, message):
+def test_sequences_that_cannot_be_filled_apart(cache, rows, message):
     model = tiny_model("llama")
     model.set_attn_implementation("flash_paged")
     cache = PagedCache(model.config, **cache)

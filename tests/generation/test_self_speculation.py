@@ -27,7 +27,7 @@ def fixed(**options) -> Speculation:
 
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", TINY_MODELS)
-def test_the_draft_is_the_model_of_the_layers_that_are_kept(architecture):
+def test_the_draft_is_a_model_of_the_remaining_layers(architecture):
     model, kept = deep_model(architecture), [1, 2]
     types = getattr(model.config, "layer_types", None)
     reference = deep_model(architecture, 2, **({} if types is None else {"layer_types": [types[i] for i in kept]}))

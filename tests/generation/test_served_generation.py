@@ -81,7 +81,7 @@ def test_dictionaries_are_those_of_transformers(name, rows, monkeypatch):
     assert torch.equal(first, second)
 
 
-def test_rows_that_end_one_by_one_stay_with_transformers(monkeypatch):
+def test_sequences_that_end_one_by_one_stay_with_transformers(monkeypatch):
     """Their scores, logits, keys and values contain those of padding."""
     model, batch = enable_speculation(tiny_model("llama", eos_token_id=list(range(3, 20)))), left_padded_batch()
     served = noted_answers(monkeypatch)
@@ -106,7 +106,7 @@ def test_forwards_are_replayed(monkeypatch):
     assert sum(call is not None for call in calls) >= 15
 
 
-def test_what_else_is_asked_for_stays_with_transformers():
+def test_other_options_stay_with_transformers():
     model, batch = enable_speculation(tiny_model("llama")), left_padded_batch()
     cache = PagedCache(model.config)
     model.generate(**batch, past_key_values=cache, max_new_tokens=3)

@@ -113,7 +113,7 @@ POSITION_DEPENDENT = {
 
 
 @pytest.mark.parametrize("kind", POSITION_DEPENDENT)
-def test_logits_processors_see_what_they_see_in_plain_generation(kind, llama):
+def test_logits_processors_see_the_ids_of_plain_generation(kind, llama):
     target, draft, batch, plain = llama
     options = dict(**batch, **POSITION_DEPENDENT[kind], **GREEDY)
     expected = target.generate(**options)
@@ -135,7 +135,7 @@ def test_end_of_sequence_inside_a_draft(minimum, llama):
 @pytest.mark.parametrize(
     "processor", [MinLengthLogitsProcessor(8, [2, 5]), MinNewTokens(5, 3, 2), MinNewTokens(5, 3, -1)]
 )
-def test_minimum_lengths_are_those_of_each_row(processor):
+def test_minimum_lengths_are_those_of_each_sequence(processor):
     criteria = StoppingCriteriaList([MaxLengthCriteria(64)])
     sequences = Sequences(torch.ones(3, 5, dtype=torch.int64), None, 0, LogitsProcessorList([processor]), criteria)
     sequences.generated, logits = [0, 2, 9], torch.randn(3, 4, 7)

@@ -63,7 +63,7 @@ DRAFTING = {name: always(make) for name, make in SPECULATION.items() if name != 
     + [(name, 32, "eager") for name in ("mistral", "gpt2")]
     + [(name, 8, "sdpa") for name in ("llama", "mistral", "gpt2")],  # rotary, sliding windows of 8, learned positions
 )
-def test_every_row_of_a_ragged_batch(name, batch, attention):
+def test_every_sequence_of_a_ragged_batch(name, batch, attention):
     target, inputs, plain = target_and_output(name, batch)
     drafting(target).set_attn_implementation(attention)
     ended = (plain[:, -NEW:] == target.generation_config.eos_token_id).any(1).sum()

@@ -291,7 +291,7 @@ def transitions_p_value(drafter, rows: int, warpers: dict) -> float:
 
 
 @pytest.mark.parametrize("drafter", LONG_RUNS)
-def test_long_runs_have_the_transition_probabilities_of_the_target(drafter):
+def test_long_calls_have_the_transition_probabilities_of_the_target(drafter):
     """102 000 draws with the assistant, 25 500 with others."""
     rows, warpers = (3400, WARPERS["all"]) if drafter == "assistant" else (850, {"top_k": 0})
     assert transitions_p_value(LONG_RUNS[drafter](), rows, warpers) > RIGHT

@@ -32,7 +32,7 @@ def test_scores_and_logits_are_those_of_plain_generation(llama):
             assert (a[~live] == 0).all()
 
 
-def test_statistics_count_what_they_say(llama, monkeypatch):
+def test_statistics_are_the_counts_they_are_named_for(llama, monkeypatch):
     target, draft, batch, plain = llama
     shapes = counting(target, monkeypatch)
     options = dict(**GREEDY, eos_token_id=end_token(plain, 0, 3), return_dict_in_generate=True)
@@ -143,7 +143,7 @@ def test_a_paged_cache_is_used_and_continued(attention, llama):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_paged"])
-def test_a_callers_cache_keeps_all_rows_at_their_own_length(attention, llama):
+def test_a_callers_cache_keeps_all_sequences_at_their_own_length(attention, llama):
     target, draft, batch, plain = llama
     target.set_attn_implementation(attention)
     cache = PagedCache(target.config)

@@ -164,7 +164,7 @@ def test_trees_are_refused_where_a_cache_cannot_keep_one_path():
         pass
 
 
-def test_other_caches_refuse_what_is_no_row():
+def test_other_types_of_options_are_refused():
     model = enable_speculation(tiny_model("llama"))
     batch = left_padded_batch()
     with pytest.raises(TypeError, match="adaptive=1: expected True or False"):

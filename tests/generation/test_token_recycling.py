@@ -51,7 +51,7 @@ def paths_of(proposal, row: int) -> list[tuple[int, ...]]:
     return list(paths.values())[1:]
 
 
-def test_knows_nothing_but_the_prompt_at_first():
+def test_starts_from_the_prompt_alone():
     drafter, _ = begin([[1, 2, 3], [4, 5, 6]])
     assert drafter.propose([9, 9], 63) is None
     drafter, _ = begin([[1, 2, 3, 1], [4, 5, 6, 7]])

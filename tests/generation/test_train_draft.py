@@ -96,7 +96,7 @@ def test_a_chat_model_asks_itself_too(tmp_path, monkeypatch):
     assert asked(2, ["What?"]) == turns(["What?"] * 4), "one's own prompts are all that is asked"
 
 
-def test_what_a_chat_model_asks_is_what_it_says_in_the_users_place():
+def test_own_prompts_are_the_models_continuations_of_a_users_turn():
     model, tokenizer = tiny_model("llama", eos_token_id=None), chat_tokenizer()
     assert own_prompts(model, tokenizer, 8, seed=2) == [], "nothing ends"
     model.generation_config.eos_token_id = ends = [*range(40, 60), tokenizer.eos_token_id]

@@ -176,7 +176,7 @@ def test_the_end_of_a_sequence_is_translated(method):
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_rows_are_translated_as_they_grow(marked):
+def test_sequences_are_translated_as_they_grow(marked):
     target, draft = trained_tokenizer(160, marked), trained_tokenizer(220, not marked)
     translation = Translation(target, draft, 160, 220)
     assert 0.5 < translation.overlap < 1

@@ -12,7 +12,7 @@ def scores_choosing(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(tokens, vocabulary).float()
 
 
-def test_greedy_accepts_the_matching_prefix_of_each_row():
+def test_greedy_accepts_the_matching_prefix_of_each_sequence():
     target = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
     drafts = torch.tensor([[1, 2, 3], [1, 0, 3], [0, 2, 3], [1, 2, 3]])
     tokens, accepted, _ = verify(scores_choosing(target, 6), Proposal(drafts, torch.tensor([3, 3, 3, 2])))
