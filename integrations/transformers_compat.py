@@ -28,6 +28,7 @@ class Inside:
 _GENERATION = "transformers.generation.utils:GenerationMixin."
 _MODEL = "transformers.modeling_utils:PreTrainedModel."
 _CONSTRAINT = "transformers.generation.logits_process:PrefixConstrainedLogitsProcessor"
+_TRANSLATORS = "transformers.generation.candidate_generator:AssistantVocabTranslatorCache"
 _DEFAULTS = "transformers.generation.configuration_utils:GenerationConfig._get_default_generation_params"
 
 INSIDES: tuple[Inside, ...] = (
@@ -49,6 +50,9 @@ INSIDES: tuple[Inside, ...] = (
         "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "integrations/transformers_compat.py"
     ),
     Inside("transformers.utils.output_capturing:_active_collector", "integrations/transformers_compat.py"),
+    Inside(_TRANSLATORS + ".get_translator", "integrations/transformers_compat.py"),
+    Inside("transformers.models.phi3.modeling_phi3:Phi3ForCausalLM", "integrations/transformers_compat.py"),
+    Inside("transformers.models.phimoe.modeling_phimoe:PhimoeForCausalLM", "integrations/transformers_compat.py"),
 )
 
 
@@ -67,6 +71,12 @@ attention_of = attrgetter(
 
 # The methods of `GenerationMixin` that a step of its decoding loop consists of.
 LOOP_STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
+# Models, by module, whose `prepare_inputs_for_generation` recomputes the whole sequence where longrope switches its
+# factors, and does nothing else.
+SWITCH_ROPE = {
+    "transformers.models.phi3.modeling_phi3": "Phi3ForCausalLM",
+    "transformers.models.phimoe.modeling_phimoe": "PhimoeForCausalLM",
+}
 
 
 def can_use_attention(model, name: str) -> bool:
@@ -109,6 +119,14 @@ def default_of(generation_config, name: str):
 def allowed_tokens_fn(processor):
     """`prefix_allowed_tokens_fn` of a `PrefixConstrainedLogitsProcessor`."""
     return processor._prefix_allowed_tokens_fn
+
+
+def common_tokens(target, draft, target_size: int) -> dict[int, int]:
+    """Target id -> draft id of the tokens that two tokenizers have in common, as transformers' assisted generation
+    compares them. target_size: the target's `vocab_size`."""
+    from transformers.generation.candidate_generator import AssistantVocabTranslatorCache
+
+    return AssistantVocabTranslatorCache.get_translator(target, draft, target_size).target_to_assistant_input_ids
 
 
 def float32_modules(model) -> set[str]:

@@ -7,15 +7,7 @@ from transformers import GenerationMixin
 
 from hf_efficient.cache.bookkeeping.model_key import rope_types
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.integrations.transformers_compat import LOOP_STEPS, attention_of
-
-
-# Models whose `prepare_inputs_for_generation` recomputes the whole sequence where longrope switches its factors, and
-# does nothing else.
-_SWITCH_ROPE = {
-    "transformers.models.phi3.modeling_phi3": "Phi3ForCausalLM",
-    "transformers.models.phimoe.modeling_phimoe": "PhimoeForCausalLM",
-}
+from hf_efficient.integrations.transformers_compat import LOOP_STEPS, SWITCH_ROPE, attention_of
 
 
 def decoder_layers(model) -> tuple[str, nn.ModuleList]:
@@ -87,7 +79,7 @@ def overrides_steps(model) -> str:
             continue
         if not (module or "").startswith("transformers.models."):
             return "user"
-        if _SWITCH_ROPE.get(module) != cls.__name__:
+        if SWITCH_ROPE.get(module) != cls.__name__:
             return "transformers"
     return ""
 
@@ -98,7 +90,7 @@ def exact_length(model) -> int | None:
     gives."""
     lengths = [_rope_length(model.config.get_text_config(decoder=True))]
     cls, module = _defined(model, "prepare_inputs_for_generation")
-    if _SWITCH_ROPE.get(module) == cls.__name__:
+    if SWITCH_ROPE.get(module) == cls.__name__:
         lengths.append(getattr(model.config, "original_max_position_embeddings", None))
     return min((length for length in lengths if length is not None), default=None)
 

@@ -1,3 +1,5 @@
+"""Draft heads: what they propose, what they are trained on, and that the output stays the target's."""
+
 import copy
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""What prompt lookup and draft models propose, asked directly."""
+
 import pytest
 import torch
 from draft_models import perturbed

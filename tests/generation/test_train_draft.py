@@ -1,3 +1,5 @@
+"""Training of draft heads, from the text that the model writes to the saved heads."""
+
 import json
 
 import pytest

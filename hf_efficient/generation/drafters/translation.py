@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from transformers.generation.candidate_generator import AssistantVocabTranslatorCache
+from hf_efficient.integrations.transformers_compat import common_tokens
 
 
 _MAX_REWRITTEN = 16  # last draft tokens that added text may change: layers with a window cannot be rewound further
@@ -20,8 +20,7 @@ class Translation:
 
     def __init__(self, target, draft, target_size: int, draft_size: int):
         self.target, self.draft = target, draft
-        translator = AssistantVocabTranslatorCache.get_translator(target, draft, target_size)
-        pairs = translator.target_to_assistant_input_ids
+        pairs = common_tokens(target, draft, target_size)
         self.draft_of = {t: d for t, d in pairs.items() if t < target_size and d < draft_size}
         in_both = self.draft_of.keys() - set(target.all_special_ids)
         self.overlap = len(in_both) / min(len(target), len(draft))
