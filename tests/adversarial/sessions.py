@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
-from changes import CHANGES  # noqa: E402
+from adapter_changes import CHANGES  # noqa: E402
 from helpers import tiny_model  # noqa: E402
 
 

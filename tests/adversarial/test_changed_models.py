@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from changes import CHANGES
+from adapter_changes import CHANGES
 from compared import difference
 from helpers import tiny_model
 from hypothesis import HealthCheck, given, settings
