@@ -136,8 +136,7 @@ def _draft_length(request: GenerationRequest, target: RaggedModel) -> DraftLengt
 
 
 def _runs_users_code(request: GenerationRequest) -> bool:
-    """Whether a processor, criterion, streamer or drafter is the caller's own, which may change the model between two
-    forwards."""
+    """Whether a processor, criterion, streamer or drafter is the caller's own: it may change the model."""
     parts = (*request.logits_processor, *request.stopping_criteria, request.streamer, request.drafter)
     return any(map(_is_users, parts))
 

@@ -98,8 +98,7 @@ class SpeculativeLoop:
         return proposal
 
     def _forward(self, proposal: Proposal | None) -> torch.Tensor:
-        """The target's logits after the last token of each sequence and after each draft, [rows, width + 1,
-        vocabulary]."""
+        """The target's logits [rows, width + 1, vocabulary] after each sequence's last token and after each draft."""
         sequences, target, fed, tree = self.sequences, self.target, self.sequences.last(1), None
         if proposal is not None:
             fed = torch.cat([fed, proposal.tokens], 1)
@@ -165,8 +164,7 @@ class SpeculativeLoop:
             self.draft_length.update(proposal, accepted, depths, self._draft_seconds, verify_seconds, is_steady)
 
     def _select(self) -> bool:
-        """Lets finished sequences leave the batch and rewinds the cache to what is accepted. Returns whether any goes
-        on."""
+        """Lets finished sequences leave and rewinds the cache to what is accepted. Returns whether any goes on."""
         sequences, target = self.sequences, self.target
         going = [row for row, b in enumerate(sequences.live) if sequences.unfinished(b)]
         self._going = list(range(len(sequences.live)))

@@ -89,8 +89,7 @@ class ModelSnapshot:
 
     @staticmethod
     def _attributes(model) -> dict:
-        """The attributes of the model itself. A method bound to it is replaced by its function, as it would keep the
-        model alive."""
+        """The model's own attributes. Its bound methods, which keep it alive, are replaced by functions."""
         return {
             name: value.__func__ if getattr(value, "__self__", None) is model else value
             for name, value in vars(model).items()

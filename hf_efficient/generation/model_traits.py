@@ -86,8 +86,7 @@ def overrides_steps(model) -> str:
 
 def exact_length(model) -> int | None:
     """The longest sequence, in tokens with its prompt, in which a token's keys depend only on the tokens before it and
-    on nothing else in the forward. None for no limit. Up to this length our loop gives what transformers' loop
-    gives."""
+    on nothing else in the forward. None for no limit. Up to it the native loop gives what transformers' gives."""
     lengths = [_rope_length(model.config.get_text_config(decoder=True))]
     cls, module = _defined(model, "prepare_inputs_for_generation")
     if SWITCH_ROPE.get(module) == cls.__name__:

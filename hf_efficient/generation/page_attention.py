@@ -30,8 +30,7 @@ def attention_functions(config) -> tuple:
 
 
 def can_replace_sdpa(model) -> bool:
-    """Whether the model runs transformers' own "sdpa", for which ours can stand in: a text decoder that takes flash
-    attention."""
+    """Whether ours can stand in for the model's "sdpa": transformers' own, in a text decoder that takes flash."""
     config = model.config.get_text_config(decoder=True)
     if attention_of(config) != "sdpa" or model.config is not config or not can_use_attention(model, ATTENTION_NAMES[0]):
         return False

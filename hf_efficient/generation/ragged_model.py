@@ -65,8 +65,7 @@ class RaggedModel:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether a forward may read token trees: the cache can keep one path of them, and the attention takes their
-        mask."""
+        """Whether a forward may read token trees: the cache can keep one path, and the attention takes their mask."""
         config = self.model.config.get_text_config(decoder=True)
         takes_masks = attention_of(config) in ("sdpa", "eager") and not unmasked_layers(config)
         return self.cache.takes_trees and (self.cache.reads_pages or takes_masks)
@@ -108,8 +107,7 @@ class RaggedModel:
         return logits
 
     def _check_first_layers(self) -> None:
-        """Raises ValueError where the model skipped the first layer of a kind, whose length masks are made for, or all
-        layers."""
+        """Raises ValueError where the model skipped all layers, or the first of a kind, by which masks are made."""
         took_part = [layer.is_initialized for layer in self.cache._paged_layers]
         for state in self.cache.states:
             layers = [layer for layer in self.cache._paged_layers if layer.state is state]
@@ -260,8 +258,7 @@ class RaggedModel:
         self.hidden = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def rewind(self, generated: list[int]) -> None:
-        """Forgets all but the first `generated[b]` generated tokens of each sequence; -1 takes the prompt's last token,
-        too."""
+        """Keeps the first `generated[b]` generated tokens of each sequence; -1 drops the prompt's last one, too."""
         lengths = [prompt + count for prompt, count in zip(self.prompt, generated)]
         if lengths != list(self.cache.cache_seqlens):
             self.cache.rewind(lengths)

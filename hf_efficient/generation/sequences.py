@@ -58,8 +58,7 @@ def is_left_padded(input_ids: torch.Tensor, model_kwargs: dict) -> bool:
 
     Args:
         input_ids: int64 [batch, length].
-        model_kwargs: `attention_mask` [batch, length], 0 at padding, or None; `position_ids` [batch or 1, length] or
-            None.
+        model_kwargs: `attention_mask` [batch, length], 0 at padding, or None; `position_ids` [batch or 1, length].
     """
     mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is None:
@@ -158,8 +157,7 @@ class Sequences:
         ]
 
     def _common_length(self) -> int | None:
-        """The length of all sequences where they are equally long and none has left, so that slices can replace
-        indices."""
+        """The length of all sequences where it is one and none has left: slices can then replace indices."""
         generated = self.generated[0]
         if len(self.live) == self.batch_size and all(count == generated for count in self.generated):
             return self.prompt_length + generated
@@ -364,8 +362,7 @@ class Sequences:
             collected[step][[self.live[r] for r in row]] = values[row, position]
 
     def _apply_criteria(self, kept: list[int]) -> None:
-        """Shortens `kept` where a criterion other than length and end-of-sequence stops a sequence, and marks it
-        stopped."""
+        """Shortens `kept` where other criteria than length and end-of-sequence stop a sequence, and marks it."""
         for length, pairs in self._by_length(kept).items():
             scores = None if self.scores is None else tuple(self.scores[: length + 1 - self.prompt_length])
             stops = self.criteria(self._ids(length + 1), scores).tolist()

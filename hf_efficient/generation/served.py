@@ -77,8 +77,7 @@ def raises(check: Callable, *arguments) -> bool:
 
 
 def check(request: GenerationRequest) -> PagedCache | None:
-    """Raises ValueError, before any forward, for what speculation cannot do. Returns the caller's cache, if there is
-    one."""
+    """Raises ValueError, before any forward, for what speculation cannot do. Returns the caller's cache, if any."""
     check_options(request)
     speculation = request.speculation
     check_ragged(request.model, request.batch_size, "model")

@@ -33,8 +33,7 @@ class AssistantDrafter(Drafter):
             configs differ (padded embeddings).
         tree: propose a tree of up to so many tokens, 1 to 63, and draw none: at each depth the 4 most probable nodes
             are continued, and the most probable of all are proposed (Li et al. 2024, "EAGLE-2"). One continuation is
-            proposed where logits processors read the ids, or the draft's attention takes no trees. None: always one
-            continuation.
+            proposed where logits processors read the ids, or the draft's attention takes no trees; None: always.
 
     Raises TypeError for what is no transformers model, ValueError for another `tree`.
     """
@@ -150,8 +149,7 @@ class AssistantDrafter(Drafter):
 
     def _scores(self, fed: torch.Tensor, first: list[int], offset: int, keep: int = 1, tree=None) -> torch.Tensor:
         """Scores after the logits processors, [rows, keep, target vocabulary], of what follows the last `keep` columns
-        of `fed`, which stand `offset` positions behind each sequence's last token. Other arguments as in
-        `RaggedModel`."""
+        of `fed`, which stand `offset` positions behind each sequence's last token. Else as in `RaggedModel`."""
         logits = self.runner(fed, first, keep=keep, tree=tree)[..., : self.vocabulary].to(self.sequences.device)
         if logits.shape[-1] < self.vocabulary:
             missing = self.vocabulary - logits.shape[-1]

@@ -19,8 +19,7 @@ class Drafter(ABC):
 
     max_tokens: how many tokens deep it guesses at most.
     draws: its proposals have `probabilities`.
-    relative_cost: seconds of drafting one token by those of a forward of the target, for drafters that draw: an
-        estimate.
+    relative_cost: estimated seconds of drafting one token by those of a forward of the target, for drafters that draw.
     reads_hidden: `begin` and `accept` are given hidden states of the target: what its output head reads, concatenated
         with the outputs of the decoder layers `reads_layers` (indices from 0).
     reads_logits: `observe` is called.

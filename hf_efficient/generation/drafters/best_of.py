@@ -14,12 +14,10 @@ _MIN_CONFIDENCE = 0.01  # less probable guesses are left out: merging them takes
 class BestOf(Drafter):
     """Merges the proposals of several drafters into one tree, the most probable nodes first; a token that two drafters
     propose is one node. `BestOf(PromptLookup(), TokenRecycling())` copies where there is something to copy and knows
-    common continuations elsewhere (Hu et al. 2024, "SAM Decoding", fall back on another drafter when the match is
-    short).
+    common continuations elsewhere (Hu et al. 2024, "SAM Decoding", fall back so when the match is short).
 
     Say a drafter gives a token probability b after some node, the drafters before it give that token a, and all the
-    tokens they propose there s. Then the token's probability is a + (1 - s) b: a later drafter shares what earlier ones
-    leave.
+    tokens they propose there s. Then the token's probability is a + (1 - s) b: a later drafter gets what is left.
 
     Args:
         drafters: at least two, the most trustworthy first; they must say how sure they are (`Proposal.confidence`).

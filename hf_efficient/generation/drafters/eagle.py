@@ -161,8 +161,7 @@ class EagleHead(DraftHeads):
             tokens: int64 [rows, length + 1].
             hidden: [rows, length, hidden_size * (1 + layers)]; hidden[:, i] predicted tokens[:, i + 1].
         Yields `depth` tensors [rows, length, hidden_size]. Position i of the d-th (from 0) is the guess for hidden[:,
-        i] after d + 1 guesses in a row, the first from the target's own features. Its first d + 1 positions have no
-        meaning.
+        i] after d + 1 guesses in a row, the first from the target's own features. Skip its first d + 1 positions.
         """
         length = hidden.shape[1]
         embeddings = self.embed(tokens[:, 1:])
@@ -261,8 +260,7 @@ class EagleHead(DraftHeads):
 
     def _read(self, numbers, seen, reach, features, level: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
         """`EagleCache.read` of tokens that attend to the first `reach` [rows, width or 1] accepted tokens and to the
-        nodes `seen` bool [rows, width, tree]; None for no nodes. level: the depth (from 0) of the guesses that
-        follow."""
+        nodes `seen` bool [rows, width, tree]; None for no nodes. level: depth (from 0) of the next guesses."""
         cache, (_, rows, width) = self._cache, numbers.shape
         mask = np.full((rows, 1, width, cache.columns), -np.inf, np.float32)
         reached = np.arange(cache.columns - cache.tree) < np.broadcast_to(reach, (rows, width))[..., None]

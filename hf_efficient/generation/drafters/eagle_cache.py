@@ -13,8 +13,7 @@ MAX_CAPTURED_TOKENS = 128  # of all sequences: more are read eagerly
 
 
 class EagleCache:
-    """Keys and values of `rows` sequences. The first `tree` columns hold nodes of the drafted tree, the others accepted
-    tokens.
+    """Keys and values of `rows` sequences. The first `tree` columns hold drafted nodes, the others accepted tokens.
 
     Args:
         heads: the `EagleHead`, bound to its target.

@@ -120,6 +120,5 @@ class PromptLookup(Drafter):
 
 
 def _bucket(matched: int) -> int:
-    """Index into `_ACCURACIES` of a match of `matched` >= 1 tokens: 1 to 7, then 8 to 15, 16 to 31, 32 to 63, and
-    longer."""
+    """Index into `_ACCURACIES` of a match of `matched` tokens: 1 to 7, then 8 to 15, 16 to 31, 32 to 63, longer."""
     return matched - 1 if matched < 8 else min(matched.bit_length() + 3, len(_ACCURACIES) - 1)

@@ -24,8 +24,7 @@ class SelfSpeculation(AssistantDrafter):
     >>> model.generate(**inputs, assistant_model=SelfSpeculation(bits=4))
 
     Args:
-        skip_layers: indices of the decoder's layers to leave out (Zhang et al. 2023, "Draft & Verify"); `search` finds
-            some.
+        skip_layers: indices of the decoder's layers to leave out (Zhang et al. 2023, "Draft & Verify"; see `search`).
         exit_layer: use only so many first layers, then the model's own norm and head, >= 1 (Elhoushi et al. 2024,
             "LayerSkip": good drafts need a model trained for it).
         bits: 2, 3, 4 or 8, of round-to-nearest copies in groups of 32 (as `WeightOnlyConfig` makes them).
@@ -84,8 +83,7 @@ class SelfSpeculation(AssistantDrafter):
         return state.few_bit_layers[1]
 
     def _draft_layers(self, count: int) -> list[int]:
-        """The indices of the target's `count` layers that the draft has. Raises ValueError for layers that do not
-        exist."""
+        """The indices of the target's `count` layers that the draft has. Raises ValueError out of range."""
         if self.exit_layer is not None and self.exit_layer > count:
             raise ValueError(f"exit_layer={self.exit_layer}: the model has {count} layers")
         skipped = set(range(self.exit_layer or count, count)) if self.skip_layers is None else set(self.skip_layers)

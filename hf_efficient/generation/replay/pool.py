@@ -57,8 +57,7 @@ class ReplayPool:
 
     def take(self, config, rows: int, tokens: int | None, hidden_layers=None, is_reusable: bool = True) -> PoolEntry:
         """An entry with room for `rows` sequences of `tokens` tokens: one that a call has put back, else a new one.
-        Nobody else is given it before `put`. Where nothing can be captured, or `tokens` is None, its cache grows
-        instead.
+        Nobody else is given it before `put`. Where nothing can be captured, or `tokens` is None, its cache grows.
 
         config: of the model that runs over the cache. is_reusable: whether another call can replay what is captured.
         """

@@ -75,8 +75,7 @@ class DraftLengthPolicy:
         return self.statistics.has_confidence
 
     def skips_call(self, steps: int) -> bool:
-        """Whether the drafter's pause outlasts a call of `steps` steps. It then need not read the prompts, and no draft
-        is made."""
+        """Whether the drafter's pause outlasts a call of `steps` steps: no draft is made, and no prompt read for it."""
         self.is_off = self.timed and self.statistics.steps_to_trial > steps and not self._is_cheap(1)
         return self.is_off
 

@@ -15,8 +15,7 @@ class LatencyCurve:
     """Seconds by size (tokens of a forward, or depth of a draft), from measurements.
 
     The value at a measured size is the lower quartile of its last 7 measurements, as other work on the machine only
-    adds time, and at most the value of any larger size. Between two sizes it is linear. Beyond the largest size it
-    stays
+    adds time, and at most the value of any larger size. Between two sizes it is linear. Beyond the largest size it is
     constant: an optimistic guess, so that larger sizes are tried.
     """
 

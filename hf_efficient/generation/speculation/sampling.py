@@ -52,8 +52,7 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
 def draw(probabilities: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
     """One token from each distribution [rows, width, vocabulary]: int64 [rows, width].
 
-    uniforms: float64 [rows, width] in [0, 1), the point of each cumulative distribution; None draws with torch's
-        generator.
+    uniforms: float64 [rows, width] in [0, 1), the points of the cumulative distributions; None: torch's generator.
     """
     if uniforms is None:
         return torch.multinomial(probabilities.flatten(0, 1), 1).view(probabilities.shape[:2])

@@ -17,8 +17,7 @@ class TypicalAcceptance:
     section 2.3.1).
 
     A drafted token x is accepted when p(x) > min(epsilon, delta * exp(-entropy of p)), with p the target's
-    distribution. Of several such continuations the longest wins. More is accepted, and the output is **not** that of
-    the target.
+    distribution. Of several such continuations the longest wins. The output is **not** that of the target.
 
     Raises ValueError for values outside (0, 1].
     """
@@ -40,8 +39,7 @@ class TypicalAcceptance:
 
 
 class Verified(NamedTuple):
-    """What each sequence continues with: `tokens[b, : accepted[b] + 1]`, its accepted drafts and one token of the
-    target's.
+    """What each sequence continues with: `tokens[b, : accepted[b] + 1]`, accepted drafts and a token of the target's.
 
     tokens: int64 [rows, width + 1], padding after that.
     accepted: int64 [rows], 0..width.
@@ -65,7 +63,7 @@ def verify(
 
     - Greedy: a draft is accepted while it is the target's argmax.
     - Sampling, drafts that were not drawn: the target draws its token at every node; a draft is accepted while it is
-        that.
+      the drawn one.
     - Sampling, drafts drawn from q: x is accepted with probability min(1, p(x) / q(x)). After a rejection p becomes the
       normalised positive part of p - q, for the next sibling or for the target's own token (Leviathan, Kalman, Matias
       2023, "Fast Inference from Transformers via Speculative Decoding"; for siblings drawn without replacement Yang et

@@ -34,8 +34,7 @@ class Row:
 
 
 def load_rows(files: list[Path]) -> list[Row]:
-    """All rows of the files that `text.generate_text` wrote. Hidden states stay on disk, memory-mapped, until they are
-    used."""
+    """All rows of the files that `text.generate_text` wrote. Hidden states are memory-mapped."""
     rows = []
     for file in files:
         shard = load_file(file)
@@ -47,8 +46,7 @@ def load_rows(files: list[Path]) -> list[Row]:
 
 
 def frequent_tokens(rows: list[Row], vocab_size: int, count: int) -> torch.Tensor:
-    """The `count` most frequent tokens of the answers, int64, most frequent first; of equally frequent ones the smaller
-    id."""
+    """The `count` most frequent tokens of the answers, int64, most frequent first; ties by id."""
     answers = torch.cat([row.tokens[row.prompt :] for row in rows])
     return torch.bincount(answers, minlength=vocab_size).argsort(descending=True, stable=True)[:count].clone()
 
