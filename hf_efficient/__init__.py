@@ -45,7 +45,7 @@ _PUBLIC = {
     "AssistantDrafter": "hf_efficient.generation.drafters.assistant",
     "SelfSpeculation": "hf_efficient.generation.drafters.self_speculation",
     "TranslatedDrafter": "hf_efficient.generation.drafters.translated",
-    "SpeculativeGenerationMixin": "hf_efficient.generation.decode",
+    "SpeculativeGenerationMixin": "hf_efficient.integrations.transformers_generation",
     "enable_speculation": "hf_efficient.integrations.transformers_generation",
     "speculative_generate": "hf_efficient.generation.decode",
     "prune_structure": "hf_efficient.compression.structured_pruning",

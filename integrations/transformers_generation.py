@@ -1,11 +1,78 @@
-"""transformers' `generate()`: a loaded model gets speculation at any batch size, and on a CPU fast plain generation."""
+"""transformers' `generate()`: a loaded model gets speculation at any batch size, and on a CPU the native loop."""
 
 from functools import cache
 
 from transformers import GenerationMixin, PreTrainedModel
 
-from hf_efficient.generation.decode import AutomaticGenerationMixin, SpeculativeGenerationMixin
-from hf_efficient.generation.ragged_model import RaggedModel
+from hf_efficient.generation import decode, model_state, served
+from hf_efficient.generation.model_traits import check_ragged
+from hf_efficient.generation.output import as_transformers
+from hf_efficient.generation.request import GenerationRequest
+from hf_efficient.generation.speculation.options import chosen
+
+
+class SpeculativeGenerationMixin:
+    """Gives a causal LM `generate(assistant_model=draft)`, `generate(prompt_lookup_num_tokens=n)` and
+    `generate(assistant_early_exit=n)` at any batch size, greedy or sampled. The output is that of plain generation:
+    exactly when greedy, in distribution when sampled. draft: a model, a `Drafter`, or a `Speculation` around one.
+
+        class MyModel(SpeculativeGenerationMixin, LlamaForCausalLM): ...
+
+    or `enable_speculation(model)` for a model that is already loaded. Multi-token-prediction and DFlash drafting remain
+    transformers' own (batch size 1).
+    """
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        speculation = chosen(generation_mode_kwargs.get("assistant_model"), generation_config)
+        kwargs = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
+        if speculation is not None and speculation.model is not None:  # transformers knows models only
+            kwargs["assistant_model"] = speculation.model
+        super()._validate_generation_mode(generation_mode, generation_config, kwargs)
+        if speculation is not None:
+            served.check_mode(generation_config)
+
+    def _sample(self, *args, **kwargs):
+        request = GenerationRequest.of(self, *args, **kwargs)
+        if not served.serves(request):
+            return super()._sample(*args, **kwargs)
+        output = decode.run(request, model_state.latest(self))
+        return as_transformers(output, request.cache) if request.returns_dict else output
+
+    # `generate()` looks for `inputs_tensor` in the signature
+    def _assisted_decoding(
+        self, *args, inputs_tensor=None, assistant_model=None, assistant_tokenizer=None, tokenizer=None, **kwargs
+    ):
+        tokenizers = tokenizer, assistant_tokenizer
+        request = GenerationRequest.of(self, *args, draft=assistant_model, tokenizers=tokenizers, **kwargs)
+        config = request.generation_config
+        if config.use_mtp or config.speculation_type == "dflash" or self._is_left_to_transformers(request):
+            return super()._assisted_decoding(
+                *args,
+                inputs_tensor=inputs_tensor,
+                assistant_model=assistant_model,
+                assistant_tokenizer=assistant_tokenizer,
+                tokenizer=tokenizer,
+                **kwargs,
+            )
+        return decode.run(request)
+
+    def _is_left_to_transformers(self, request: GenerationRequest) -> bool:
+        return False
+
+
+class AutomaticGenerationMixin(SpeculativeGenerationMixin):
+    """What a quantized model on a CPU has from loading on: as `SpeculativeGenerationMixin`, but calls that it refuses
+    and transformers takes are left to transformers."""
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        is_left = served.is_transformers_draft(generation_mode_kwargs.get("assistant_model")) and served.raises(
+            served.check_mode, generation_config
+        )
+        cls = SpeculativeGenerationMixin if is_left else AutomaticGenerationMixin
+        super(cls, self)._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+
+    def _is_left_to_transformers(self, request: GenerationRequest) -> bool:
+        return served.refuses(request)
 
 
 def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
@@ -16,8 +83,8 @@ def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
     `architectures`. Doing it twice changes nothing. Models wrapped by PEFT are reached through
     `model.get_base_model()`.
 
-    Raises TypeError for anything that is not a transformers model with `generate()`, ValueError for a model that several
-    processes share (tensor parallelism).
+    Raises TypeError for anything that is not a transformers model with `generate()`, ValueError for a model that
+    several processes share (tensor parallelism).
     """
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise TypeError(
@@ -35,8 +102,8 @@ def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def enable_automatic(model: PreTrainedModel) -> None:
-    """Gives `model` the `AutomaticGenerationMixin`, in place, when it can generate, runs on a CPU and is of a kind that this
-    package's loop takes."""
+    """Gives `model` the `AutomaticGenerationMixin`, in place, when it can generate, runs on a CPU and is of a kind that
+    this package's loop takes."""
     if (
         not isinstance(model, GenerationMixin)
         or isinstance(model, SpeculativeGenerationMixin)
@@ -44,7 +111,7 @@ def enable_automatic(model: PreTrainedModel) -> None:
     ):
         return
     try:
-        RaggedModel.check(model, 1, "model")
+        check_ragged(model, 1, "model")
     except ValueError:
         return
     model.__class__ = _class_with(AutomaticGenerationMixin, type(model))

@@ -50,10 +50,11 @@ def fresh_compiler():
 
 @pytest.fixture(autouse=True)
 def transformers_loop(request, monkeypatch):
-    """Without a drafter `generate()` runs transformers' loop, the reference for ours; not in tests marked own_loop."""
+    """Without a drafter `generate()` runs transformers' loop, which the native loop is compared with, except in tests
+    marked native_loop."""
     from hf_efficient.generation import served
 
-    if "own_loop" not in request.keywords:
+    if "native_loop" not in request.keywords:
         monkeypatch.setattr(served, "serves", lambda *args: False)
 
 

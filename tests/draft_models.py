@@ -5,12 +5,19 @@ import functools
 
 import torch
 from helpers import left_padded_batch, tiny_model
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
-from hf_efficient import enable_speculation
+from hf_efficient import Drafter, Speculation, enable_speculation
 
 
 NEW = 14
+GREEDY = dict(max_new_tokens=NEW, do_sample=False)
+CHARACTERS = [chr(code) for code in range(32, 157)]  # tokens 3 to 127
 
 
 def perturbed(model, amount: float, seed: int = 1):
@@ -80,3 +87,35 @@ def end_token(plain: torch.Tensor, row: int, step: int) -> int:
     generated = plain[row, -NEW:].tolist()
     assert generated[step] not in generated[:step]
     return generated[step]
+
+
+class Observer(Drafter):
+    """A drafter whose guesses depend on nothing that it is told; `propose` is the test's."""
+
+    def begin(self, sequences, hidden=None):
+        self.sequences = sequences
+
+    def accept(self, tokens, hidden=None):
+        pass
+
+    def select(self, rows):
+        pass
+
+
+def fixed(draft) -> Speculation:
+    """Drafts in every step, whether it pays or not."""
+    return Speculation(draft, adaptive=False)
+
+
+def character_tokenizer(characters=CHARACTERS) -> PreTrainedTokenizerFast:
+    """Token 3 + i is the i-th of `characters`."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", *characters])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = Split(Regex("."), "isolated"), Fuse()
+    return wrapped_tokenizer(tokenizer)
+
+
+def wrapped_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )

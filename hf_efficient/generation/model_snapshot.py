@@ -1,4 +1,4 @@
-"""What the forward of a model follows from besides its inputs, remembered so that a later change is noticed."""
+"""What the forward of a model depends on besides its inputs, recorded so that a later change is noticed."""
 
 import enum
 import functools
@@ -21,36 +21,37 @@ _ATOMS = (
     torch.layout, torch.memory_format, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
 )  # fmt: skip
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_NO_PART_OF_A_FORWARD = (GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, logging.Logger, weakref.ref)
-_MOST = 100_000  # objects: beyond, looking at them all would take longer than a forward
+_UNUSED_BY_FORWARDS = (GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, logging.Logger, weakref.ref)
+_MAX_OBJECTS = 100_000  # comparing more would take longer than a forward
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _READ_BY_FORWARDS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _FOREIGN = frozenset(("torch", "numpy", "builtins", "functools", "contextlib", "collections", "typing", "logging"))
 
 
 class ModelSnapshot:
-    """The state of `model` when this was made; `holds` says whether a forward would still compute the same.
+    """The state of `model` when this was made; `is_unchanged` says whether a forward would still compute the same.
 
-    It covers the module tree, the modules' classes with the functions of their forwards and the global names that these
-    read, attributes (numbers, strings, functions, and what lists, dictionaries and plain objects hold), the config,
-    parameters and buffers (which tensor, its address, torch's count of changes in place), and autocast. It does not see
-    changes in place through `Tensor.data`.
+    It covers the module tree; the modules' classes with the functions of their forwards and the global names that these
+    read; attributes (numbers, strings, functions, and the contents of lists, dictionaries and plain objects); the
+    config; parameters and buffers (identity, address, and torch's counter of changes in place); and autocast. It does
+    not see changes in place through `Tensor.data`.
 
-    complete: False where something cannot be looked into, such as a NumPy array or an object of a C extension, and where the
-    model can be reached from its own parts: nothing is remembered of it then, as that would keep it alive, and `holds` is False.
+    complete: False where something cannot be inspected, such as a NumPy array or an object of a C extension, and where
+        the model can be reached from its own parts. In the second case this holds no references, as they would keep the
+        model alive, and `is_unchanged` is False.
     """
 
     def __init__(self, model: nn.Module):
         self.complete, self._reaches_itself = True, False
         self._model = weakref.ref(model)
         self._type = type(model)
-        self._seen: dict[int, object] = {}  # keeps the objects alive while this is made, so that no id comes twice
-        self._live, self._frozen = [], []  # containers and what they held
-        self._empty = []  # containers that held nothing
+        self._seen: dict[int, object] = {}  # holds references while this is made, so that no id is reused
+        self._live, self._frozen = [], []  # containers and copies of them
+        self._empty = []  # containers that were empty
         self._objects, self._types = [], []
-        self._places, self._held = [], []  # (container, key) of what must not be replaced by something equal
+        self._items, self._values = [], []  # (container, key) -> value that must stay the same object
         self._cells, self._contents = [], []  # of closures
-        self._names: dict[int, tuple[dict, dict]] = {}  # namespaces and the names of them that functions read
+        self._names: dict[int, tuple[dict, dict]] = {}  # id -> a namespace, and the names in it that functions read
         self._tensors: list[torch.Tensor] = []
         self._own = self._attributes(model)
         self._visit_module(model)
@@ -58,15 +59,15 @@ class ModelSnapshot:
         self._reads = [(itemgetter(*names), space, tuple(names.values())) for space, names in self._names.values()]
         try:
             self._versions = self._read_versions()
-        except RuntimeError:  # subclasses without storage of their own
+        except RuntimeError:  # tensor subclasses without storage
             self._tensors, self._versions, self.complete = [], ([], []), False
         self._settings = _settings()
         if self._reaches_itself:
-            for held in (self._live, self._frozen, self._empty, self._objects, self._places, self._held, self._cells):
+            for held in (self._live, self._frozen, self._empty, self._objects, self._items, self._values, self._cells):
                 held.clear()
             self._own, self._names, self._reads, self._contents = {}, {}, [], []
 
-    def holds(self) -> bool:
+    def is_unchanged(self) -> bool:
         model = self._model()
         if self._reaches_itself:
             return False
@@ -77,18 +78,18 @@ class ModelSnapshot:
                 and not any(self._empty)
                 and self._live == self._frozen
                 and list(map(type, self._objects)) == self._types
-                and all(space[key] is held for (space, key), held in zip(self._places, self._held))
+                and all(container[key] is value for (container, key), value in zip(self._items, self._values))
                 and all(cell.cell_contents is held for cell, held in zip(self._cells, self._contents))
                 and all(_same(read(space), values) for read, space, values in self._reads)
                 and self._read_versions() == self._versions
                 and _settings() == self._settings
             )
-        except Exception:  # a name is gone, or what took the place of a tensor cannot be compared with it
+        except Exception:  # a name is gone, or a tensor was replaced by something that cannot be compared with it
             return False
 
     @staticmethod
     def _attributes(model) -> dict:
-        """Those of the model itself, with the functions of methods bound to it, which would keep it alive."""
+        """The model's own attributes. Its bound methods, which keep it alive, are replaced by functions."""
         return {
             name: value.__func__ if getattr(value, "__self__", None) is model else value
             for name, value in vars(model).items()
@@ -98,9 +99,9 @@ class ModelSnapshot:
         return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_version, self._tensors))
 
     def _visit(self, value) -> None:
-        if isinstance(value, _ATOMS) or isinstance(value, _NO_PART_OF_A_FORWARD) or id(value) in self._seen:
+        if isinstance(value, _ATOMS) or isinstance(value, _UNUSED_BY_FORWARDS) or id(value) in self._seen:
             return
-        if value is self._model() or len(self._seen) > _MOST:
+        if value is self._model() or len(self._seen) > _MAX_OBJECTS:
             self.complete, self._reaches_itself = False, self._reaches_itself or value is self._model()
             return
         self._seen[id(value)] = value
@@ -119,7 +120,7 @@ class ModelSnapshot:
             self._visit(value.__wrapped__)
         elif isinstance(value, _CONTAINERS):
             self._hold(value)
-        elif _is_ours(value):  # layouts of weights: never changed after they are made
+        elif _is_ours(value):  # layouts of weights are immutable
             return
         elif hasattr(value, "__dict__") and not _has_state_in_c(type(value)):
             self._note_class(value)
@@ -137,14 +138,14 @@ class ModelSnapshot:
             self._frozen.append(attributes)
         for name in _READ_BY_FORWARDS:
             self._hold(attributes[name], visit=not is_compressed)
-        if is_compressed:  # its forward reads layouts, derived once, and the bias
+        if is_compressed:  # its forward reads the bias and layouts, which are derived once
             self._visit(attributes["_parameters"].get("bias"))
         for name, value in attributes.items():
             if name not in _OF_EVERY_MODULE and not (is_ours and name.startswith("_")):
-                self._hold_place(attributes if is_root else vars(module), name, value)
+                self._hold_item(attributes if is_root else vars(module), name, value)
 
     def _hold(self, container, visit: bool = True) -> None:
-        """What is in `container` must stay."""
+        """The contents of `container` must stay the same."""
         if not container:
             self._empty.append(container)
             return
@@ -157,17 +158,17 @@ class ModelSnapshot:
         else:
             items = list(container.items()) if isinstance(container, dict) else enumerate(container)
         for key, value in items:
-            self._hold_place(container, key, value)
+            self._hold_item(container, key, value)
 
-    def _hold_place(self, container, key, value) -> None:
-        if isinstance(value, _ATOMS) or isinstance(value, nn.Module):  # equal is the same, or has the same effect
+    def _hold_item(self, container, key, value) -> None:
+        if isinstance(value, _ATOMS) or isinstance(value, nn.Module):  # the comparison of the containers is enough
             self._visit(value)
             return
-        if isinstance(value, _NO_PART_OF_A_FORWARD):
+        if isinstance(value, _UNUSED_BY_FORWARDS):
             return
         if key is not None and not (isinstance(value, torch.Tensor) and value.numel() > 1):
-            self._places.append((container, key))
-            self._held.append(value)
+            self._items.append((container, key))
+            self._values.append(value)
         self._visit(value)
 
     def _note_class(self, value) -> None:
@@ -228,7 +229,7 @@ def _is_foreign(value) -> bool:
 
 @functools.cache
 def _has_state_in_c(cls: type) -> bool:
-    """Whether objects of a class hold more than their `__dict__`: slots, or what a C extension keeps."""
+    """Whether objects of a class have state outside their `__dict__`: in slots, or in a C extension."""
     return any(
         "__slots__" in vars(base) and vars(base)["__slots__"] or not base.__flags__ & (1 << 9)
         for base in cls.__mro__[:-1]

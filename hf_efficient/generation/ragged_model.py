@@ -1,6 +1,5 @@
-"""A model over a `PagedCache` whose rows hold different numbers of tokens: positions and masks for one forward of all."""
+"""A model over a `PagedCache` whose sequences have different lengths: positions and masks for one forward of all."""
 
-import inspect
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -10,39 +9,43 @@ from torch.nn.functional import pad
 
 from hf_efficient.cache.bookkeeping.forward_plan import tree_mask
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.generation.decoder_layers import decoder_layers
+from hf_efficient.generation.model_traits import decoder_layers, unmasked_layers
 from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded
+from hf_efficient.integrations.transformers_compat import attention_of, limits_logits, prefill
 
 
-TOGETHER = 256  # columns of prompts that are run together on a CPU: more gain nothing
-WORTH_APART = 0.9  # of all columns: prompts are run in groups where these have fewer
+GROUP_TOKENS = 256  # of prompts that a CPU runs together: larger groups take as long a token
+GROUPING_THRESHOLD = 0.9  # prompts are run in groups where these compute less than this share of all positions
+_HANDLED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # arguments set here
 
 
 class RaggedModel:
-    """Runs `model` on the next tokens of rows of unequal length. Everything is counted in generated tokens: token 0 of a
-    row is the first after its prompt.
+    """Runs `model` on the next tokens of sequences of unequal length. Positions count from the first generated token:
+    token 0 of a sequence is the first after its prompt.
 
-    Under an attention implementation that reads pages, rows need no mask: the cache knows their lengths. Otherwise, while
-    all rows are equally long the model builds its own mask, and when they are not it is given a 4-D one
-    ([rows, 1, queries, keys], one for each layer type, as transformers' `create_masks_for_generate` lays them out).
+    An attention that reads pages needs no mask, as the cache knows the lengths. Otherwise, while all sequences are
+    equally long, the model builds its own mask. When they are not, it is given 4-D masks [rows, 1, queries, keys], one
+    for each layer type, in the layout of transformers' `create_masks_for_generate`.
 
     Args:
-        model: a decoder-only causal LM; `check` says which.
+        model: a decoder-only causal LM; `model_traits.check_ragged` says which.
         cache: its cache; already filled when a generation is continued.
-        max_new_tokens: no row grows beyond this many; positions of filler stay below too.
+        max_new_tokens: no sequence grows beyond this many; positions of padding stay below, too.
         max_position: largest position id given to the model, None for no limit (a draft may know fewer positions).
-        hidden_of: if given, `hidden` [rows, columns, hidden size * (1 + layers)] is what the output head read in the last forward
-            and, behind it, what these decoder layers (from 0) gave.
-        captured: what was recorded over this cache before.
-        is_capturable: forwards over `cache` may be recorded (`kept_tapes.take` says so).
-        holds: whether the model is still what it was, asked before every recorded forward; None where nobody changes it.
+        hidden_layers: decoder layers (indices from 0) whose outputs are collected in `hidden`; None collects nothing.
+        captured: the forwards that were captured over this cache before.
+        is_capturable: forwards over `cache` may be captured (`PoolEntry.is_capturable`).
+        is_unchanged: whether the model is still what it was, asked before every captured forward; None where nobody
+            changes it between two.
 
     Attributes:
-        largest: int64 [rows, columns], where the logits of the last forward are largest, if it was a recorded one; else None.
+        hidden: float [rows, columns, hidden size * (1 + layers)], of the last forward: what the output head read, and
+            the outputs of `hidden_layers`.
+        argmax: int64 [rows, columns], of the logits of the last forward if that was a captured one; else None.
     """
 
     hidden: torch.Tensor | None = None
-    largest: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -50,73 +53,44 @@ class RaggedModel:
         cache: PagedCache,
         max_new_tokens: int,
         max_position: int | None = None,
-        hidden_of: tuple[int, ...] | None = None,
+        hidden_layers: tuple[int, ...] | None = None,
         captured: CapturedForward | None = None,
         is_capturable: bool = False,
-        holds: Callable[[], bool] | None = None,
+        is_unchanged: Callable[[], bool] | None = None,
     ):
-        self.is_capturable, self.holds = is_capturable, holds
-        self.model, self.cache, self.hidden_of, self.captured = model, cache, hidden_of, captured
+        self.is_capturable, self.is_unchanged = is_capturable, is_unchanged
+        self.model, self.cache, self.hidden_layers, self.captured = model, cache, hidden_layers, captured
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
-        self.limits_logits = model._supports_logits_to_keep()
+        self.limits_logits = limits_logits(model)
 
     @property
     def takes_trees(self) -> bool:
-        """Whether a forward may be of token trees: the cache can keep one path of them, and the attention takes their mask."""
+        """Whether a forward may read token trees: the cache can keep one path, and the attention takes their mask."""
         config = self.model.config.get_text_config(decoder=True)
-        takes_masks = config._attn_implementation in ("sdpa", "eager") and not _other_layers(config)
+        takes_masks = attention_of(config) in ("sdpa", "eager") and not unmasked_layers(config)
         return self.cache.takes_trees and (self.cache.reads_pages or takes_masks)
 
-    @staticmethod
-    def check(model, batch_size: int, argument: str) -> None:
-        """Raises ValueError, naming `argument`, when `model` cannot run on rows of unequal length."""
-        name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-        if model.config.is_encoder_decoder:
-            raise ValueError(f"{argument}={name} is an encoder-decoder: speculation takes decoder-only models")
-        takes = inspect.signature(model.forward).parameters
-        missing = [key for key in ("position_ids", "past_key_values") if key not in takes]
-        if missing or getattr(config, "alibi", False):
-            reason = f"its forward takes no {' and no '.join(missing)}" if missing else "its ALiBi needs a 2-D mask"
-            raise ValueError(
-                f"{argument}={name}: {reason}; speculation needs a model with position_ids and past_key_values"
-            )
-        try:
-            cache = PagedCache(model.config)
-        except ValueError as error:  # layers with a state that cannot be taken back
-            raise ValueError(f"{argument}={name}: {error}") from None
-        if batch_size > 1 and not cache.reads_pages:
-            implementation = config._attn_implementation
-            if implementation not in ("sdpa", "eager"):
-                raise ValueError(
-                    f"{argument}={name} has attn_implementation={implementation!r}: speculation on a batch of {batch_size} "
-                    "needs 'flash_paged', 'sdpa' or 'eager' (a batch of 1 takes any)"
-                )
-            if unknown := _other_layers(config):
-                raise ValueError(
-                    f"{argument}={name} has {unknown} layers: speculation on a "
-                    f"batch of {batch_size} takes full_attention and sliding_attention layers"
-                )
-
     def prefill(self, input_ids: torch.Tensor, generation_config, model_kwargs: dict) -> torch.Tensor:
-        """Runs the prompt, with `model_kwargs` as `generate()` made them. Returns the logits that follow it,
-        [rows, vocabulary]."""
+        """Runs the prompts, int64 [rows, columns], with `model_kwargs` as `generate()` made them.
+
+        Returns the logits that follow them, [rows, vocabulary]. Raises ValueError where the model skipped a layer.
+        """
         model_kwargs = {**model_kwargs, "past_key_values": self.cache, "use_cache": True}
         attention_mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
         groups = self._groups(model_kwargs)
         if len(groups) > 1:
             logits = self._prefill_groups(groups, input_ids, generation_config, model_kwargs)
         else:
-            with self._keeping_hidden(), self.cache.forward_context():
-                logits = self.model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]
+            with self._collecting_hidden(), self.cache.forward_context():
+                logits = prefill(self.model, input_ids, generation_config, model_kwargs).logits[:, -1]
         self._check_first_layers()
-        self.prompt = list(self.cache.cache_seqlens)  # tokens of each row's prompt in the cache
+        self.prompt = list(self.cache.cache_seqlens)  # tokens of each prompt in the cache
         rows = len(input_ids)
         device = self.model.device
         position = position_ids[..., -1:].to(device)
         self.position = position.expand(*position_ids.shape[:-2], rows, 1)  # of the prompt's last token
         self.mask = None if attention_mask is None or self.cache.reads_pages else attention_mask.bool().to(device)
-        handled = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-        self.extra = {key: value for key, value in model_kwargs.items() if key not in handled and value is not None}
+        self.extra = {key: value for key, value in model_kwargs.items() if key not in _HANDLED and value is not None}
         if "token_type_ids" in self.extra:
             self.extra["token_type_ids"] = self.extra["token_type_ids"][:, -1:]
         for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):  # what is generated is text
@@ -129,12 +103,11 @@ class RaggedModel:
         else:
             self.captured.forward = self._forward
         if self.captured is not None:
-            self.captured.holds = self.holds
+            self.captured.is_unchanged = self.is_unchanged
         return logits
 
     def _check_first_layers(self) -> None:
-        """Raises ValueError where the model passed over a layer whose length its masks of several columns follow from, or over
-        all of them."""
+        """Raises ValueError where the model skipped all layers, or the first of a kind, by which masks are made."""
         took_part = [layer.is_initialized for layer in self.cache._paged_layers]
         for state in self.cache.states:
             layers = [layer for layer in self.cache._paged_layers if layer.state is state]
@@ -145,33 +118,32 @@ class RaggedModel:
                 )
 
     def _groups(self, model_kwargs: dict) -> list[list[int]]:
-        """The rows whose prompts are run together on a CPU: those of about equal length, where that leaves out padding."""
+        """The prompts (indices into the batch) that a CPU runs together: groups of about equal length, where that
+        leaves out padding. At most one group: all are run at once."""
         mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
-        plain = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-        others = any(value is not None for key, value in model_kwargs.items() if key not in plain)
-        if mask is None or others or mask.dim() != 2 or position_ids.shape[-2] != len(mask) or not self._runs_apart():
+        has_others = any(value is not None for key, value in model_kwargs.items() if key not in _HANDLED)
+        if mask is None or has_others or mask.dim() != 2 or position_ids.shape[-2] != len(mask):
+            return []
+        if not self._takes_groups():
             return []
         lengths = mask.sum(1).tolist()
         groups = []
         for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-            if not groups or len(groups[-1]) * lengths[groups[-1][0]] >= TOGETHER:
+            if not groups or len(groups[-1]) * lengths[groups[-1][0]] >= GROUP_TOKENS:
                 groups.append([])
             groups[-1].append(row)
         computed = sum(len(group) * lengths[group[0]] for group in groups)
         is_left = bool((mask[:, 1:] >= mask[:, :-1]).all()) and min(lengths) > 0  # padding at the left alone
-        return groups if is_left and computed < WORTH_APART * mask.numel() else []
+        return groups if is_left and computed < GROUPING_THRESHOLD * mask.numel() else []
 
-    def _runs_apart(self) -> bool:
+    def _takes_groups(self) -> bool:
+        """Whether the cache can be filled with some sequences at a time."""
         cache = self.cache
-        if (
-            not cache.is_compileable
-            or len(cache.states) > 1
-            or cache.state.window is not None
-            or any(cache.cache_seqlens)
-        ):
+        if not cache.is_compileable or len(cache.states) > 1 or cache.state.window is not None:
             return False
-        # a caller's own cache is filled with the bits of a forward of all rows
-        return self.model.device.type == "cpu" and not any(layer.exact for layer in cache._paged_layers)
+        # a caller's own cache gets the values of one forward of all: groups round otherwise
+        is_callers = any(layer.exact for layer in cache._paged_layers)
+        return self.model.device.type == "cpu" and not is_callers and not any(cache.cache_seqlens)
 
     def _prefill_groups(self, groups, input_ids, generation_config, model_kwargs) -> torch.Tensor:
         rows, columns = input_ids.shape
@@ -182,8 +154,8 @@ class RaggedModel:
                 "attention_mask": mask[group, -width:],
                 "position_ids": model_kwargs["position_ids"][..., group, -width:],
             }
-            with self.cache.only(group, rows), self._keeping_hidden(), self.cache.forward_context():
-                outputs = self.model._prefill(input_ids[group, -width:], generation_config, {**model_kwargs, **own})
+            with self.cache.only(group, rows), self._collecting_hidden(), self.cache.forward_context():
+                outputs = prefill(self.model, input_ids[group, -width:], generation_config, {**model_kwargs, **own})
             for index, row in enumerate(group):
                 logits[row] = outputs.logits[index, -1]
                 hidden[row] = None if self.hidden is None else pad(self.hidden[index], (0, 0, columns - width, 0))
@@ -194,11 +166,15 @@ class RaggedModel:
     def __call__(
         self, tokens: torch.Tensor, first: list[int], keep: int | None = None, tree: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Appends `tokens` [rows, width] to the cache; `tokens[b, 0]` is generated token `first[b]` of its row.
+        """Runs the forward and appends `tokens` to the cache.
 
-        tree: bool [rows, width, width], when the tokens are a tree whose root is the first of them: which of them each one
-        descends from, itself included (`token_tree.ancestors`). The cache then holds all of them until `keep`.
-        Returns the logits of the last `keep` columns (all by default), [rows, keep, vocabulary]."""
+        Args:
+            tokens: int64 [rows, width]; `tokens[b, 0]` is generated token `first[b]` of its sequence.
+            keep: of how many last columns the logits are returned; None: of all.
+            tree: bool [rows, width, width], for tokens that are a tree with the first of them as its root: which token
+                descends from which, itself included (`token_tree.ancestors`). The cache holds all of them until `keep`.
+        Returns the logits, [rows, keep, vocabulary].
+        """
         width, device = tokens.shape[1], tokens.device
         columns = [prompt + index for prompt, index in zip(self.prompt, first)]
         depth = torch.arange(width, device=device) if tree is None else tree.to(device).sum(-1) - 1
@@ -206,14 +182,14 @@ class RaggedModel:
         positions = self.position + 1 + offset.clamp(max=self.max_new_tokens - 2)  # the last one is never fed
         if self.max_position is not None:
             positions = positions.clamp(max=self.max_position)
-        self._appended, self.largest = width, None
+        self._appended, self.argmax = width, None
         if self.captured is not None and not self.extra:
             outputs = self.captured(tokens, positions, None if tree is None else tree_mask(tree))
             if outputs is not None:
-                logits, self.largest, self.hidden = (None if x is None else x[:, :width] for x in outputs)
-                filler = outputs[0].shape[1] - width
-                if filler:
-                    self.cache.rewind([length - filler for length in self.cache.cache_seqlens])
+                logits, self.argmax, self.hidden = (None if x is None else x[:, :width] for x in outputs)
+                padding = outputs[0].shape[1] - width
+                if padding:
+                    self.cache.rewind([length - padding for length in self.cache.cache_seqlens])
                 return logits[:, -(keep or width) :]
         extra = {
             key: value.expand(-1, width) if key.endswith("token_type_ids") else value
@@ -222,7 +198,7 @@ class RaggedModel:
         if self.limits_logits:
             extra["logits_to_keep"] = keep or width
         is_tree = nullcontext() if tree is None else self.cache.token_tree(tree)
-        with is_tree, self._keeping_hidden(), self.cache.forward_context():
+        with is_tree, self._collecting_hidden(), self.cache.forward_context():
             inputs = self.model.prepare_inputs_for_generation(
                 tokens,
                 past_key_values=self.cache,
@@ -234,39 +210,41 @@ class RaggedModel:
             return self.model(**inputs, return_dict=True).logits[:, -(keep or width) :]
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The forward that is recorded: logits, `largest` and `hidden`."""
+        """The forward that is captured: logits, `argmax` and `hidden`."""
         inputs = dict(input_ids=tokens, position_ids=positions, past_key_values=self.cache)
-        with self._keeping_hidden(), self.cache.forward_context():
+        with self._collecting_hidden(), self.cache.forward_context():
             logits = self.model(**inputs, use_cache=True, return_dict=True).logits
         return logits, logits.argmax(-1), self.hidden
 
     @property
-    def settled(self) -> bool:
-        """Whether forwards like the last one will take as long from now on: not before they are recorded."""
-        return self.captured is None or self.captured.settled
+    def is_steady(self) -> bool:
+        """Whether forwards like the last one take as long from now on: not before they are captured."""
+        return self.captured is None or self.captured.is_steady
 
     def padded(self, rows: int, columns: int) -> int:
-        """How many columns a forward of so many computes."""
+        """How many positions a forward of `rows` sequences and `columns` positions computes."""
         return columns if self.captured is None else padded(rows, columns)
 
     def capture_seconds(self, rows: int, columns: int) -> float:
-        """What recording the next forward of so many takes, 0.0 where it is recorded or will not be."""
+        """Seconds of capturing the next forward of `rows` sequences and `columns` positions; 0.0 where it is captured
+        already or never will be."""
         return 0.0 if self.captured is None or self.extra else self.captured.capture_seconds(rows, columns)
 
     def keep(self, columns: list[list[int]]) -> None:
-        """Of the tokens of the last forward, row b keeps those numbered `columns[b]`, ascending."""
+        """Of the tokens of the last forward, sequence b keeps those with indices `columns[b]`, ascending."""
         self.cache.keep(columns, self._appended)
 
     @contextmanager
-    def _keeping_hidden(self):
-        if self.hidden_of is None:
+    def _collecting_hidden(self):
+        """Collects `hidden` from the forwards inside: a prompt may be run in chunks."""
+        if self.hidden_layers is None:
             yield
             return
-        layers = decoder_layers(self.model)[1] if self.hidden_of else ()
-        given, parts = {}, []  # a prompt may come in parts
+        layers = decoder_layers(self.model)[1] if self.hidden_layers else ()
+        given, parts = {}, []
 
         def note_end(module, inputs, outputs):
-            states = [outputs.last_hidden_state, *(given[index] for index in self.hidden_of)]
+            states = [outputs.last_hidden_state, *(given[index] for index in self.hidden_layers)]
             parts.append(torch.cat(states, -1) if len(states) > 1 else states[0])
 
         def note(index, module, inputs, outputs):
@@ -274,22 +252,22 @@ class RaggedModel:
 
         with ExitStack() as hooks:
             hooks.enter_context(self.model.get_decoder().register_forward_hook(note_end))
-            for index in self.hidden_of:
+            for index in self.hidden_layers:
                 hooks.enter_context(layers[index].register_forward_hook(partial(note, index)))
             yield
         self.hidden = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def rewind(self, generated: list[int]) -> None:
-        """Forgets all but the first `generated[b]` generated tokens of each row (-1 takes the prompt's last token too)."""
+        """Keeps the first `generated[b]` generated tokens of each sequence; -1 drops the prompt's last one, too."""
         lengths = [prompt + count for prompt, count in zip(self.prompt, generated)]
         if lengths != list(self.cache.cache_seqlens):
             self.cache.rewind(lengths)
 
     def select(self, rows: list[int]) -> None:
-        """Keeps only these rows, in the cache too."""
+        """Keeps only these sequences (indices into those so far), in the cache too."""
         index = torch.tensor(rows, device=self.position.device)
         self.cache.batch_select_indices(index)
-        self.cache.rewind(self.cache.cache_seqlens)  # get_seq_length() follows the longest row that is left
+        self.cache.rewind(self.cache.cache_seqlens)  # so that get_seq_length() follows the longest one left
         batch_size, self.prompt = len(self.prompt), [self.prompt[row] for row in rows]
         self.position = self.position.index_select(-2, index)
         self.mask = None if self.mask is None else self.mask[index]
@@ -298,11 +276,11 @@ class RaggedModel:
                 self.extra[key] = value[index.to(value.device)]
 
     def _mask(self, columns: list[int], width: int, device, tree: torch.Tensor | None):
-        """What the model takes as `attention_mask` when row b's new tokens start at column `columns[b]`."""
+        """What the model takes as `attention_mask` when the new tokens of sequence b start at column `columns[b]`."""
         if self.cache.reads_pages:
             return None
         keys = max(columns) + width
-        # generated columns are no padding; the causal bound hides what lies beyond a row's own length
+        # generated columns are no padding; the causal bound hides what lies beyond a sequence's own length
         valid = None if self.mask is None else pad(self.mask, (0, keys - self.mask.shape[1]), value=True)
         is_even = min(columns) == max(columns)
         if is_even and tree is None:
@@ -328,7 +306,7 @@ class RaggedModel:
             if window is not None and drops:  # such layers are given no more keys than they see
                 visible = visible[..., -(window - 1 + width) :]
             visible = visible[:, None]
-            if config._attn_implementation == "sdpa":
+            if attention_of(config) == "sdpa":
                 return visible
             lowest = torch.finfo(self.model.dtype).min  # eager attention adds its mask
             return torch.zeros(visible.shape, dtype=self.model.dtype, device=device).masked_fill_(~visible, lowest)
@@ -339,13 +317,3 @@ class RaggedModel:
                 kind: layer_mask(window if kind == "sliding_attention" else None) for kind in set(config.layer_types)
             }
         return layer_mask(window)
-
-
-def _other_layers(config) -> str:
-    """The kinds of layers for which no mask is made here, as text."""
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if not unknown and getattr(config, "attention_chunk_size", None):
-        return "chunked attention"
-    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo: a window in a buffer of its own
-        return "local attention"
-    return ", ".join(sorted(unknown))

@@ -1,4 +1,4 @@
-"""The token ids of a batch whose rows grow at their own pace, and what acts on them: logits processors and stopping."""
+"""The token ids of a batch whose sequences grow at their own pace, with the logits processors and stopping criteria."""
 
 from itertools import groupby
 
@@ -9,10 +9,11 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as processors_of
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from hf_efficient.generation.uniforms import Uniforms
+from hf_efficient.generation.speculation.sampling import Uniforms
+from hf_efficient.integrations.transformers_compat import allowed_tokens_fn
 
 
-# Processors that look at one row of scores and at nothing else: they act on all rows and positions in one call.
+# Processors that read one row of scores and nothing else: one call takes all sequences and positions.
 POINTWISE = (
     processors_of.TemperatureLogitsWarper,
     processors_of.TopKLogitsWarper,
@@ -26,12 +27,12 @@ POINTWISE = (
     processors_of.LogitNormalization,
     processors_of.SuppressTokensLogitsProcessor,
 )
-# Processors that forbid the end of a row which has fewer tokens than so many.
+# Processors that forbid the end-of-sequence tokens below a length; the value is that length.
 MIN_LENGTH = {
     processors_of.MinLengthLogitsProcessor: lambda own: own.min_length,
     processors_of.MinNewTokensLengthLogitsProcessor: lambda own: own.prompt_length_to_skip + own.min_new_tokens,
 }
-# Processors that remember their last call: a rejected draft cannot be taken back from them.
+# Processors that remember their last call, so that a rejected draft cannot be taken back from them.
 STATEFUL = (
     processors_of.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     processors_of.SynthIDTextWatermarkLogitsProcessor,
@@ -47,26 +48,52 @@ def _kind(processor) -> str:
 
 
 def longest(criteria: StoppingCriteriaList) -> int:
-    """How many tokens a row can reach, its prompt among them: a criterion of the caller's own replaces that of the config."""
+    """Tokens that a sequence can reach, its prompt among them. The caller's own criteria count, too."""
     return min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
 
 
-class Sequences:
-    """Prompts [batch, prompt_length] (left-padded, all rows equally wide) and their continuations of unequal length.
+def is_left_padded(input_ids: torch.Tensor, model_kwargs: dict) -> bool:
+    """Whether all padding stands before the prompts and positions count from each prompt's first token, as `generate()`
+    lays them out. A cache of pages holds no other prompts.
 
-    `live` lists the rows still decoding (indices into the batch); every other argument called rows or starts is in the
-    order of `live`. `generated[b]` counts the tokens of batch row b after its prompt. Processors and stopping criteria
-    are called once for each distinct length, with the ids of the *whole* batch cut or right-padded to that length (as
-    plain generation pads finished rows), so that they see the row indices and shapes of plain generation; what they
-    answer for rows without a token at that length is not used.
+    Args:
+        input_ids: int64 [batch, length].
+        model_kwargs: `attention_mask` [batch, length], 0 at padding, or None; `position_ids` [batch or 1, length].
+    """
+    mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if mask is None:
+        expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return position_ids is None or _are_equal(position_ids, expected)
+    if mask.shape != input_ids.shape:
+        return False
+    is_token = mask != 0
+    if not bool(is_token[:, -1].all() and (is_token[:, 1:] >= is_token[:, :-1]).all()):
+        return False
+    expected = (is_token.long().cumsum(-1) - 1).clamp(min=0)
+    return position_ids is None or _are_equal(torch.where(is_token, position_ids, 0), expected)
+
+
+def _are_equal(position_ids: torch.Tensor, expected: torch.Tensor) -> bool:
+    return position_ids.dim() == 2 and bool((position_ids == expected).all())
+
+
+class Sequences:
+    """Prompts [batch, prompt_length] (left-padded, all equally wide) and their continuations of unequal length.
+
+    `live` lists the sequences still decoding (indices into the batch). Every other argument or result with one entry a
+    row is in the order of `live`. `generated[b]` counts the tokens of sequence b of the batch after its prompt.
+
+    Processors and stopping criteria see the row indices and shapes of plain generation: they are called once for each
+    distinct length, with the ids of the *whole* batch cut or right-padded to that length. Their answers for sequences
+    without a token at that length are not used.
 
     Args:
         input_ids: int64 [batch, prompt_length].
-        attention_mask: [batch, >= prompt_length], 0 where a prompt column is padding; None when there is no padding.
-        pad_token_id: fills rows that finish early; None when the model has none.
-        processors, criteria: as `generate()` hands them to a decoding loop.
+        attention_mask: [batch, >= prompt_length], 0 at padding; None when there is none.
+        pad_token_id: fills sequences that finish early; None when the model has none.
+        processors, criteria: as `generate()` hands them to a decoding method.
         keep_scores, keep_logits: collect the scores after, the logits before the processors, for every position.
-        generation_config: of the run, for drafters; None is greedy.
+        generation_config: of the call, for drafters; None is greedy.
     """
 
     def __init__(
@@ -83,19 +110,19 @@ class Sequences:
         for processor in processors:
             if isinstance(processor, STATEFUL):
                 raise ValueError(
-                    f"{type(processor).__name__} remembers its last call, so tokens drafted in vain cannot be taken back "
-                    "from it: generate without an assistant model and without prompt_lookup_num_tokens"
+                    f"{type(processor).__name__} remembers its last call, so tokens drafted in vain cannot be taken "
+                    "back from it: generate without an assistant model and without prompt_lookup_num_tokens"
                 )
         self.batch_size, self.prompt_length = input_ids.shape
         self.generation_config = generation_config or GenerationConfig(do_sample=False)
         self.device = input_ids.device
         self.prompt_mask = None if attention_mask is None else attention_mask[:, -self.prompt_length :]
         self.padding = 0 if pad_token_id is None else pad_token_id
-        self.tokens = input_ids.long()  # as plain generation's are after its first token
+        self.tokens = input_ids.long()  # as plain generation returns them
         self.live = list(range(self.batch_size))
         self.generated = [0] * self.batch_size
-        self.newest = self.tokens[:, self.prompt_length - 1].tolist()  # the last token of each row
-        self.stopped_at: list[int | None] = [None] * self.batch_size  # length at which a row stopped
+        self.newest = self.tokens[:, self.prompt_length - 1].tolist()  # the last token of each sequence
+        self.stopped_at: list[int | None] = [None] * self.batch_size  # length at which a sequence stopped
         self._index = torch.arange(self.batch_size, device=self.device)  # `live` on the device
 
         self.processors = [(kind, list(group)) for kind, group in groupby(processors, _kind)]
@@ -105,8 +132,8 @@ class Sequences:
         self.criteria = StoppingCriteriaList(
             c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
         )
-        # without an end-of-sequence token plain generation lets a stopped row run on until all rows have stopped
-        self.rows_end = any(hasattr(c, "eos_token_id") for c in criteria)
+        # without an end-of-sequence token plain generation continues stopped sequences until all have stopped
+        self.end_one_by_one = any(hasattr(c, "eos_token_id") for c in criteria)
         self._uniforms = Uniforms()
         self.scores: list[torch.Tensor] | None = [] if keep_scores else None
         self.logits: list[torch.Tensor] | None = [] if keep_logits else None
@@ -118,35 +145,35 @@ class Sequences:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each live row, prompt columns included."""
+        """Tokens of each live sequence, with its prompt and the padding before it."""
         return [self.prompt_length + self.generated[b] for b in self.live]
 
     @property
     def limits(self) -> list[int]:
-        """How many drafts each live row can use: one less than it may still grow, as the target adds a token."""
+        """Drafts that each live sequence can use: one less than it may still grow, as the target adds a token."""
         return [
             max(self.max_length - length - 1, 0) if self.unfinished(b) else 0
             for b, length in zip(self.live, self.lengths)
         ]
 
-    def _whole(self) -> int | None:
-        """The length of all rows, where it is one and none has left: then slices do what indices do otherwise."""
+    def _common_length(self) -> int | None:
+        """The length of all sequences where it is one and none has left: slices can then replace indices."""
         generated = self.generated[0]
         if len(self.live) == self.batch_size and all(count == generated for count in self.generated):
             return self.prompt_length + generated
         return None
 
     def last(self, width: int) -> torch.Tensor:
-        """The last `width` tokens of each live row, int64 [rows, width]."""
-        if (length := self._whole()) is not None:
+        """The last `width` tokens of each live sequence, int64 [rows, width]."""
+        if (length := self._common_length()) is not None:
             return self.tokens[:, length - width : length]
-        if width == 1 and self.device.type == "cpu":  # in Python: of so few numbers operators take longer
+        if width == 1 and self.device.type == "cpu":  # torch's calls take longer on so few numbers
             return torch.tensor([[self.newest[b]] for b in self.live])
         lengths = torch.tensor(self.lengths, device=self.device)
         return self.tokens[self._index[:, None], lengths[:, None] + torch.arange(-width, 0, device=self.device)]
 
     def token_lists(self) -> list[list[int]]:
-        """The tokens of each live row without padding."""
+        """The tokens of each live sequence without padding."""
         rows = self.tokens[self._index].tolist()
         if self.prompt_mask is None:
             return [row[:length] for row, length in zip(rows, self.lengths)]
@@ -157,16 +184,19 @@ class Sequences:
         ]
 
     def uniforms(self, depth: torch.Tensor | None) -> torch.Tensor:
-        """What the tokens of each live row are drawn by: float64 [rows, width]. depth: int64 [rows, width], how many tokens
-        behind the row's end each one stands; None for the one at the end."""
-        index = np.zeros((len(self.live), 1), np.int64) if depth is None else depth.cpu().numpy()
-        positions = np.array(self.lengths)[:, None] + index
+        """The random numbers that tokens are drawn by: float64 [rows, width].
+
+        depth: int64 [rows, width], how many tokens stand between each one and the sequence's last token; None: the next
+            token of each.
+        """
+        offset = np.zeros((len(self.live), 1), np.int64) if depth is None else depth.cpu().numpy()
+        positions = np.array(self.lengths)[:, None] + offset
         return self._uniforms(self.live, positions).to(self.device)
 
     def write(self, tokens: torch.Tensor, offset: int = 0) -> None:
-        """Puts `tokens` [rows, width] after each live row's last token (`offset` columns later), without counting them."""
+        """Writes `tokens` [rows, width] behind each live sequence, `offset` positions later, without counting them."""
         needed = self._reserve(offset + tokens.shape[1])
-        if (length := self._whole()) is not None:
+        if (length := self._common_length()) is not None:
             self.tokens[:, length + offset : needed] = tokens
             return
         starts = torch.tensor(self.lengths, device=self.device) + offset
@@ -174,20 +204,23 @@ class Sequences:
         self.tokens[self._index[:, None], columns] = tokens
 
     def _reserve(self, columns: int) -> int:
-        """Makes room for so many columns after the longest row. Returns the columns that these need."""
+        """Makes room for so many columns behind the longest sequence. Returns the columns that are needed in all."""
         needed = max(self.lengths) + columns
         if needed > self.tokens.shape[1]:
             self.tokens = pad(self.tokens, (0, max(needed - self.tokens.shape[1], 64)), value=self.padding)
         return needed
 
     @property
-    def are_bare(self) -> bool:
-        """Whether logits are taken as they are."""
-        return not self.processors and not self.collects
+    def needs_scores(self) -> bool:
+        """Whether a processor changes the logits, or the output collects them. Else their argmax is enough."""
+        return bool(self.processors) or self.collects
 
     def process(self, logits: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """Scores after the processors, float32 (or what these give) [rows, width, vocabulary]. `logits[:, i]` is for the token `offset + i`
-        places after each row's last one; drafted tokens before it must have been written with `write`."""
+        """Scores after the processors: [rows, width, vocabulary] in float32, or a wider dtype that a processor returns.
+
+        `logits[:, i]` is of the token `offset + i` positions behind each sequence's last one. Drafted tokens before it
+        must have been written with `write`.
+        """
         scores = logits.float()
         for kind, group in self.processors:
             if kind == "pointwise":
@@ -205,24 +238,28 @@ class Sequences:
                 for processor in group:
                     self._constrain(processor, scores, offset)
                 continue
-            for length, places in self._places([scores.shape[1]] * len(self.live), offset).items():
-                live, position = zip(*places)
+            for length, pairs in self._by_length([scores.shape[1]] * len(self.live), offset).items():
+                live, position = zip(*pairs)
                 rows = [self.live[row] for row in live]
                 whole = before.new_zeros(self.batch_size, before.shape[-1])
                 whole[rows] = before[live, position]
                 processed = group(self._ids(length), whole)[rows]
-                scores = scores.to(torch.promote_types(scores.dtype, processed.dtype))  # a user's own may give float64
+                scores = scores.to(torch.promote_types(scores.dtype, processed.dtype))  # a user's may return float64
                 scores[live, position] = processed.to(scores.dtype)
         return scores
 
     def extend(
         self, tokens: torch.Tensor, accepted: torch.Tensor, counts: torch.Tensor, scores=None, logits=None
     ) -> tuple[list[list[int]], list[int], list[int]]:
-        """Appends to each unfinished live row its first `accepted + 1` tokens, or fewer where it stops before.
+        """Appends to each unfinished live sequence its first `accepted + 1` tokens, or fewer where it stops before.
+        Takes one transfer to the host, whatever the batch.
 
-        Args: tokens [rows, width]; accepted and counts [rows] (see `verify`); scores and logits [rows, width, vocabulary]
-        of these positions, where they are collected. One transfer to the host, whatever the batch.
-        Returns: the tokens appended to each row, and how many drafts each row had accepted and proposed."""
+        Args:
+            tokens: int64 [rows, width].
+            accepted, counts: int64 [rows], drafts accepted (see `verify`) and proposed.
+            scores, logits: [rows, width, vocabulary] of these positions, where they are collected.
+        Returns the tokens appended to each sequence, and how many drafts each had accepted and proposed.
+        """
         width = tokens.shape[1]
         host = torch.cat([accepted[:, None], counts[:, None], tokens], 1).tolist()
         kept = []
@@ -258,58 +295,58 @@ class Sequences:
         return new, [min(row[0], count) for row, count in zip(host, kept)], [row[1] for row in host]
 
     def unfinished(self, b: int) -> bool:
-        """Whether batch row b still grows."""
-        if self.rows_end:
+        """Whether sequence b of the batch still grows."""
+        if self.end_one_by_one:
             return self.stopped_at[b] is None
         length = self.prompt_length + self.generated[b]
         running = any(stop is None for stop in self.stopped_at)
         return length < self.max_length and (running or length < max(self.stopped_at))
 
     def select(self, rows: list[int]) -> None:
-        """Only these rows (indices into `live`) go on."""
+        """Only these sequences (indices into `live`) go on."""
         self.live = [self.live[row] for row in rows]
         self._index = torch.tensor(self.live, device=self.device)
 
     def finish(self) -> torch.Tensor:
-        """The finished ids, int64 [batch, longest row], padded on the right; collected scores are cut to match."""
-        longest = max(self.generated) if self.rows_end else max(self.stopped_at) - self.prompt_length
+        """The finished ids, int64 [batch, longest sequence], padded on the right; collected scores are cut to match."""
+        longest = max(self.generated) if self.end_one_by_one else max(self.stopped_at) - self.prompt_length
         for collected in (self.scores, self.logits):
             if collected is not None:
                 del collected[longest:]
         return self.tokens[:, : self.prompt_length + longest]
 
     def _without_ends(self, processor, scores: torch.Tensor, offset: int) -> torch.Tensor:
-        """`scores` [rows, width, vocabulary] without the ends of rows that are too short for them."""
+        """`scores` [rows, width, vocabulary] with -inf at the end-of-sequence tokens that come too early."""
         missing = [MIN_LENGTH[type(processor)](processor) - offset - length for length in self.lengths]
         if max(missing) <= 0:
             return scores
         short = torch.arange(scores.shape[1]) < torch.tensor(missing)[:, None]
         ends = processor.eos_token_id.flatten()
-        ends = ends[(ends >= 0) & (ends < scores.shape[-1])]  # -1: never
+        ends = ends[(ends >= 0) & (ends < scores.shape[-1])]  # an id of -1 stands for none
         scores = scores.clone()
         scores[..., ends] = scores[..., ends].masked_fill(short[..., None].to(scores.device), -torch.inf)
         return scores
 
     def _constrain(self, processor, scores: torch.Tensor, offset: int) -> None:
-        """`prefix_allowed_tokens_fn` on `scores` in place, row by row: it is asked only about ids that it allowed itself,
-        so it is not asked about what follows a drafted token that it excludes."""
-        allowed = processor._prefix_allowed_tokens_fn
+        """Applies `prefix_allowed_tokens_fn` to `scores` in place, sequence by sequence. The function may fail on ids
+        that it has excluded itself, so it is not asked what follows a drafted token that it excludes."""
+        allowed = allowed_tokens_fn(processor)
         for row, (b, length) in enumerate(zip(self.live, self.lengths)):
             own = processors_of.PrefixConstrainedLogitsProcessor(lambda _, ids, b=b: allowed(b, ids), num_beams=1)
             for position in range(scores.shape[1]) if self.unfinished(b) else ():
-                place = length + offset + position
-                scores[row, position] = own(self._ids(place)[b : b + 1], scores[row, position][None])[0]
-                drafted = self.tokens[b, place : place + 1]
+                column = length + offset + position
+                scores[row, position] = own(self._ids(column)[b : b + 1], scores[row, position][None])[0]
+                drafted = self.tokens[b, column : column + 1]
                 if scores[row, position, drafted].isneginf().any():
                     break
 
-    def _places(self, counts: list[int], offset: int = 0) -> dict[int, list[tuple[int, int]]]:
-        """length -> the (row, position) pairs whose token has that many tokens before it, shortest first."""
-        places: dict[int, list[tuple[int, int]]] = {}
+    def _by_length(self, counts: list[int], offset: int = 0) -> dict[int, list[tuple[int, int]]]:
+        """Length -> the (row, position) pairs whose token has so many tokens before it, shortest first."""
+        pairs: dict[int, list[tuple[int, int]]] = {}
         for row, (length, count) in enumerate(zip(self.lengths, counts)):
             for position in range(count):
-                places.setdefault(length + offset + position, []).append((row, position))
-        return dict(sorted(places.items()))
+                pairs.setdefault(length + offset + position, []).append((row, position))
+        return dict(sorted(pairs.items()))
 
     def _ids(self, length: int) -> torch.Tensor:
         if length > self.tokens.shape[1]:
@@ -317,21 +354,21 @@ class Sequences:
         return self.tokens[:, :length]
 
     def _collect(self, collected: list[torch.Tensor], values: torch.Tensor, kept: list[int]) -> None:
-        for length, places in self._places(kept).items():
+        for length, pairs in self._by_length(kept).items():
             step = length - self.prompt_length
             if step == len(collected):
                 collected.append(values.new_zeros(self.batch_size, values.shape[-1]))
-            row, position = zip(*places)
+            row, position = zip(*pairs)
             collected[step][[self.live[r] for r in row]] = values[row, position]
 
     def _apply_criteria(self, kept: list[int]) -> None:
-        """Shortens `kept` where a criterion other than length and end-of-sequence stops a row; marks the row stopped."""
-        for length, places in self._places(kept).items():
+        """Shortens `kept` where other criteria than length and end-of-sequence stop a sequence, and marks it."""
+        for length, pairs in self._by_length(kept).items():
             scores = None if self.scores is None else tuple(self.scores[: length + 1 - self.prompt_length])
             stops = self.criteria(self._ids(length + 1), scores).tolist()
-            for row, position in places:
+            for row, position in pairs:
                 b, end = self.live[row], length + 1
                 if stops[b] and (self.stopped_at[b] is None or self.stopped_at[b] > end):
                     self.stopped_at[b] = end
-                    if self.rows_end:
+                    if self.end_one_by_one:
                         kept[row] = position + 1

@@ -1,70 +1,171 @@
-"""Token by token on a CPU: what `generate()` runs for models whose forwards can be recorded."""
+"""Which `generate()` calls this package's loop takes, and what it answers to the others."""
+
+from collections.abc import Callable
 
 import torch
-from transformers import DynamicCache
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers import DynamicCache, PreTrainedModel
 
-from hf_efficient.cache.paged_layer import PagedLayer
+from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation import model_state
-from hf_efficient.generation.left_padding import is_left_padded
+from hf_efficient.generation.model_traits import check_ragged, exact_length, overrides_steps
 from hf_efficient.generation.replay.captured_forward import is_being_watched
-from hf_efficient.generation.sequences import STATEFUL, longest
+from hf_efficient.generation.request import GenerationRequest
+from hf_efficient.generation.sequences import STATEFUL
+from hf_efficient.integrations.transformers_compat import is_users_cache
 
 
-def serves(
-    model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
-) -> bool:
-    """Whether `generate()` is asked for what this package's loop gives as well, only faster.
+_CACHES = (None, "dynamic")  # values of cache_implementation that a PagedCache can stand for
 
-    Under `return_dict_in_generate` that is scores, logits and keys and values as transformers' loop leaves them, for one row
-    and for rows that end together: with an end-of-sequence token rows of a batch end one by one, and transformers goes on
-    with filler in them, which is in all these.
+
+def serves(request: GenerationRequest) -> bool:
+    """Whether the native loop replaces transformers' in a call without a drafter: on a CPU, for models whose forwards
+    can be captured, where the output is the same.
+
+    Under `return_dict_in_generate` the output has scores, logits, keys and values. They are the same for one sequence,
+    and for sequences that end together. With an end-of-sequence token those of a batch end one by one, and
+    transformers' output holds what it computes for their padding.
     """
-    cache = model_kwargs.get("past_key_values")
-    wants_more = generation_config.return_dict_in_generate
+    model, config, cache = request.model, request.generation_config, request.cache
+    criteria = request.stopping_criteria
     if (
         model.device.type != "cpu"
-        or synced_gpus
-        or generation_config.is_assistant
-        or (wants_more and (generation_config.output_attentions or generation_config.output_hidden_states))
-        or (wants_more and type(cache) is not DynamicCache)
-        or (wants_more and len(input_ids) > 1 and any(hasattr(c, "eos_token_id") for c in stopping_criteria))
+        or request.synced_gpus
+        or config.is_assistant
+        or (request.returns_dict and (config.output_attentions or config.output_hidden_states))
+        or (request.returns_dict and type(cache) is not DynamicCache)
+        or (request.returns_dict and request.batch_size > 1 and any(hasattr(c, "eos_token_id") for c in criteria))
         or is_being_watched()
-        or not generation_config.use_cache
-        or generation_config.cache_implementation not in (None, "dynamic")
-        or (cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()))
+        or not config.use_cache
+        or config.cache_implementation not in _CACHES
+        or (cache is not None and (is_users_cache(cache) or cache.get_seq_length()))
         or model.config is not model.config.get_text_config(decoder=True)  # images and sound have inputs of their own
-        or input_ids.dim() != 2
-        or 0 in input_ids.shape
-        or not is_left_padded(input_ids, model_kwargs)
-        or (streamer is not None and len(input_ids) > 1)
-        or any(isinstance(processor, STATEFUL) for processor in logits_processor)
+        or request.input_ids.dim() != 2
+        or 0 in request.input_ids.shape
+        or not request.is_left_padded
+        or (request.streamer is not None and request.batch_size > 1)
+        or any(isinstance(processor, STATEFUL) for processor in request.logits_processor)
     ):
         return False
-    state = model_state.current(model)
-    return state.is_capturable and (state.exact_length is None or longest(stopping_criteria) <= state.exact_length)
+    version = model_state.current(model)
+    return version.is_capturable and (version.exact_length is None or request.max_length <= version.exact_length)
 
 
-def as_transformers(output: GenerateDecoderOnlyOutput, cache: DynamicCache) -> GenerateDecoderOnlyOutput:
-    """`output` of this package's loop as transformers' loop returns it: with float32 logits, and the keys and values of
-    `output.past_key_values` in `cache`, which is empty. Zeros stand where transformers has those of padding.
-    """
-    columns = output.sequences.shape[1] - 1
-    for index, layer in enumerate(output.past_key_values.layers):
-        if isinstance(layer, PagedLayer):
-            cache.update(*_contiguous(layer, columns), index)
-    logits = output.logits and tuple(step.float() for step in output.logits)
-    return GenerateDecoderOnlyOutput(
-        sequences=output.sequences, scores=output.scores, logits=logits, past_key_values=cache
+def refuses(request: GenerationRequest) -> bool:
+    """Whether speculation refuses a call that transformers' own assisted generation takes."""
+    if not is_transformers_draft(request.draft):
+        return False
+    models = [(request.model, "model")] + ([] if request.draft is None else [(request.draft, "assistant_model")])
+    return (
+        any(isinstance(processor, STATEFUL) for processor in request.logits_processor)
+        or raises(check_options, request)
+        or raises(callers_cache, request)
+        or any(raises(check_ragged, model, request.batch_size, name) for model, name in models)
     )
 
 
-def _contiguous(layer: PagedLayer, columns: int) -> list[torch.Tensor]:
-    """The keys and values of a layer, [rows, heads, columns, head dim], each row at the right; zeros for what it dropped."""
-    pool, result = layer.state.pool, []
-    for pages in layer.store.pages.values():
-        tensor = pages.new_zeros(len(pool.lengths), columns, *pages.shape[2:])
-        for row, (number, dropped) in enumerate(zip(pool.lengths, pool.dropped)):
-            tensor[row, columns - number :] = pages.flatten(0, 1)[pool.slots(row, dropped, number)]
-        result.append(tensor.transpose(1, 2))
-    return result
+def is_transformers_draft(draft) -> bool:
+    return draft is None or isinstance(draft, PreTrainedModel)
+
+
+def raises(check: Callable, *arguments) -> bool:
+    """Whether `check` raises ValueError."""
+    try:
+        check(*arguments)
+    except ValueError:
+        return True
+    return False
+
+
+def check(request: GenerationRequest) -> PagedCache | None:
+    """Raises ValueError, before any forward, for what speculation cannot do. Returns the caller's cache, if any."""
+    check_options(request)
+    speculation = request.speculation
+    check_ragged(request.model, request.batch_size, "model")
+    cache = callers_cache(request)
+    if speculation is not None:
+        if speculation.model is not None:
+            check_ragged(speculation.model, request.batch_size, "assistant_model")
+        request.drafter.check(request.model)
+    return cache
+
+
+def check_mode(generation_config) -> None:
+    """Raises ValueError for other decoding methods than greedy search and sampling."""
+    if (generation_config.num_beams or 1) > 1:
+        raise ValueError(
+            f"num_beams={generation_config.num_beams}: speculation is greedy or sampled decoding, num_beams=1. Leave "
+            "out the assistant model and prompt_lookup_num_tokens to use beams"
+        )
+    if generation_config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            f"assistant_ensemble_weight={generation_config.assistant_ensemble_weight}: speculation here is lossless; "
+            "only None is allowed"
+        )
+
+
+def check_options(request: GenerationRequest) -> None:
+    """Raises ValueError for options, models and inputs that speculation does not take, caches and drafts aside."""
+    model, input_ids, config = request.model, request.input_ids, request.generation_config
+    check_mode(config)
+    name, length, max_length = type(model).__name__, exact_length(model), request.max_length
+    if overrides_steps(model) == "user":
+        raise ValueError(
+            f"model={name}: it overrides a step of transformers' decoding loop (prepare_inputs_for_generation, for "
+            "one), and speculation runs a loop of its own. Leave out the assistant model and prompt_lookup_num_tokens"
+        )
+    if length is not None and max_length > length:
+        raise ValueError(
+            f"max_length={max_length}: beyond {length} tokens the rotary embedding of {name} follows from the longest "
+            "row of a forward, which drafts would change. Leave out the assistant model and prompt_lookup_num_tokens, "
+            f"or generate at most {length} tokens, the prompt among them"
+        )
+    if config.use_cache is False:
+        raise ValueError("use_cache=False: speculation rewinds a cache, use_cache=True is needed")
+    if config.cache_implementation not in _CACHES:
+        raise ValueError(
+            f"cache_implementation={config.cache_implementation!r}: speculation runs on a PagedCache; leave "
+            "cache_implementation out, or pass past_key_values=PagedCache(model.config)"
+        )
+    for option in ("output_attentions", "output_hidden_states"):
+        if getattr(config, option) and config.return_dict_in_generate:
+            raise ValueError(f"{option}=True is not available under speculation; output_scores and output_logits are")
+    if request.synced_gpus:
+        raise ValueError(
+            "synced_gpus=True (FSDP, ZeRO-3): speculation takes a different number of forwards on each rank"
+        )
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        raise ValueError(
+            f"input_ids of shape {tuple(input_ids.shape)}: speculation drafts from token ids [batch, length >= 1], and "
+            "cannot start from inputs_embeds alone"
+        )
+    if request.streamer is not None and request.batch_size > 1:
+        raise ValueError(f"a streamer was given with a batch of {request.batch_size}: streaming takes a batch of 1")
+
+
+def callers_cache(request: GenerationRequest) -> PagedCache | None:
+    """The caller's PagedCache; None where there is no cache, or the empty one that `generate()` made.
+
+    Raises ValueError for a cache of another kind, and for one whose sequences end at different positions.
+    """
+    cache = request.cache
+    if isinstance(cache, PagedCache):
+        _check_continuation(cache, request.attention_mask)
+        return cache
+    if cache is not None and (is_users_cache(cache) or cache.get_seq_length() > 0):
+        raise ValueError(
+            f"past_key_values={type(cache).__name__}: speculation runs on a PagedCache; leave past_key_values out, or "
+            "pass past_key_values=PagedCache(model.config), filled or not"
+        )
+    return None
+
+
+def _check_continuation(cache: PagedCache, attention_mask: torch.Tensor | None) -> None:
+    lengths, columns = list(cache.cache_seqlens), cache.get_seq_length()
+    padding = [0] * len(lengths)
+    if cache.reads_pages and attention_mask is not None:
+        padding = (attention_mask[:, :columns] == 0).sum(1).tolist()
+    if any(length + pads != columns for length, pads in zip(lengths, padding)):
+        raise ValueError(
+            f"past_key_values holds rows of {lengths} tokens: a batch is continued only when all its rows end at the "
+            "same column. Rewind them with cache.rewind, or continue row by row"
+        )

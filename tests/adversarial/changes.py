@@ -1,7 +1,8 @@
-"""What users do to a loaded model between two calls. Plain torch and transformers: a process without the plugin runs it too.
+"""What users do to a loaded model between two calls. Plain torch and transformers: a process without the plugin runs it
+too.
 
-Each change is a function (model, number) -> None or a function that takes it back; `number` is drawn, and decides which layer
-and how strongly. What is patched in a class or module of transformers is taken back at the end of a session.
+Each change is a function (model, number) -> None or a function that takes it back; `number` is drawn, and decides which
+layer and how strongly. What is patched in a class or module of transformers is taken back at the end of a session.
 """
 
 import sys
@@ -367,41 +368,3 @@ def a_list_of_numbers(model, number):
         norm.__class__ = type("Listed", (cls,), {"forward": forward})
     else:
         norm.gains[1]["extra"] += 0.5
-
-
-@change
-def add_an_adapter(model, number):
-    import peft
-
-    if _adapted(model):
-        return
-    torch.manual_seed(number)
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "head" not in name]
-    if linears:
-        config = peft.LoraConfig(r=4, target_modules=linears[: 2 + number], init_lora_weights=False)
-        peft.inject_adapter_in_model(config, model)
-
-
-def _adapted(model) -> list[nn.Module]:
-    return [module for module in model.modules() if hasattr(module, "enable_adapters") and hasattr(module, "scaling")]
-
-
-@change
-def switch_adapters(model, number):
-    for layer in _adapted(model):
-        layer.enable_adapters(bool(number % 2))
-
-
-@change
-def scale_adapters(model, number):
-    for layer in _adapted(model):
-        layer.scaling["default"] *= 0.5 + number % 3
-
-
-@change
-def merge_adapters(model, number):
-    for layer in _adapted(model):
-        if layer.merged and number % 2:
-            layer.unmerge()
-        elif not layer.merged:
-            layer.merge()

@@ -1,4 +1,5 @@
-"""Sessions: a tiny model, then changes and calls in turn. The same session runs here and in a process without the plugin.
+"""Sessions: a tiny model, then changes and calls in turn. The same session runs here and in a process without the
+plugin.
 
 python sessions.py     reads pickled sessions from standard input and writes what each gave, with transformers alone
 """
@@ -11,7 +12,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
-from changes import CHANGES  # noqa: E402
+from adapter_changes import CHANGES  # noqa: E402
 from helpers import tiny_model  # noqa: E402
 
 
@@ -19,8 +20,8 @@ ERROR_CHARACTERS = 200
 
 
 def run(session: dict, prepare=lambda model: model, generate=None) -> list[dict]:
-    """session: model (a name of `TINY_MODELS`), steps: ("change", name, number) or ("call", options). prepare(model) before the
-    first step; generate(model, **options) in place of `model.generate`. Returns what each call gave."""
+    """session: model (a name of `TINY_MODELS`), steps: ("change", name, number) or ("call", options). prepare(model)
+    before the first step; generate(model, **options) in place of `model.generate`. Returns what each call gave."""
     model, given, undo = prepare(tiny_model(session["model"], **session.get("config", {}))), [], []
     try:
         for kind, *step in session["steps"]:

@@ -402,7 +402,7 @@ def test_prompts_are_not_merged(load):
     assert any(isinstance(module, EfficientLinear) for module in model.modules()), "nothing was dequantized"
 
 
-@pytest.mark.own_loop
+@pytest.mark.native_loop
 @pytest.mark.parametrize("name, options", [("llama", dict(use_dora=True)), ("qwen3_moe", {})])
 def test_generating_with_adapters_on_and_off(name, options, load):
     model = adapted(load(name), config_of("lora", ALL, **options))

@@ -1,4 +1,4 @@
-"""A model that is changed between two calls answers as transformers does, compared with a process without the plugin."""
+"""A model changed between two calls answers as transformers does, compared with a process without the plugin."""
 
 import functools
 import gc
@@ -7,22 +7,19 @@ import weakref
 
 import pytest
 import torch
-from changes import CHANGES
+from adapter_changes import CHANGES
 from compared import difference
 from helpers import tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from native_loop import NATIVE_LOOP
 from sessions import Reference, run
 
 from hf_efficient import PagedCache, enable_speculation
 from hf_efficient.generation import model_state
-from hf_efficient.kernels.replay.recorder import interpreter
 
 
-pytestmark = [
-    pytest.mark.own_loop,
-    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
-]
+pytestmark = NATIVE_LOOP
 MODELS = ("llama", "mistral", "gemma3", "gpt2", "opt", "qwen3_moe")
 EXAMPLES = int(os.environ.get("HF_EFFICIENT_EXAMPLES", "300"))
 PROMPT = torch.tensor([[17, 90, 45, 33, 61]])
@@ -52,7 +49,7 @@ def session_differs(reference, session: dict, way: str = "loop") -> str | None:
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_change(model, name, reference):
-    """After calls whose forwards were recorded, a change, and the same again after a second change of its kind."""
+    """After calls whose forwards were captured, a change, and the same again after a second change of its kind."""
     steps = [CALL, CALL, ("change", name, 1), CALL, ("change", name, 2), CALL, CALL]
     assert not session_differs(reference, {"model": model, "steps": steps})
 
@@ -123,8 +120,8 @@ def test_any_session(reference, session, way):
     assert not session_differs(reference, session, way)
 
 
-def test_what_was_recorded_is_replayed_until_something_changes():
-    """The other half: nothing is recorded anew without a reason."""
+def test_captured_forwards_are_replayed_until_something_changes():
+    """The other half: nothing is captured again without a reason."""
     session = {"model": "llama", "steps": []}
     states = []
 
@@ -140,7 +137,7 @@ def test_what_was_recorded_is_replayed_until_something_changes():
 
     run(session, prepare)
     assert states[0] is states[1] is states[2] is not states[3]
-    assert len(states[2].kept) == 1 and states[3].kept
+    assert len(states[2].pool.entries) == 1 and states[3].pool.entries
 
 
 @pytest.mark.parametrize("points_back", [False, True])

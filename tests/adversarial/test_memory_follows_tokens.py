@@ -15,7 +15,7 @@ from hf_efficient.generation import model_state
 from hf_efficient.generation.replay import pool
 
 
-pytestmark = pytest.mark.own_loop
+pytestmark = pytest.mark.native_loop
 needs_smaps = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/smaps")
 MANY = 1 << 18  # tokens
 A_ROW = 1 << 16  # bytes: what a row of few tokens may take of a tensor, in the few pages of memory that it touches
@@ -67,10 +67,10 @@ def test_generate_takes_memory_for_what_it_writes(rows, lookup):
     options = dict(do_sample=False, pad_token_id=0, prompt_lookup_num_tokens=lookup)
     free = model.generate(ids, max_new_tokens=17, **options)
     ends = free[:, 9:].flatten().tolist()  # some token that comes early
-    model_state.latest(model).kept.clear()
+    model_state.latest(model).pool.entries.clear()
     output = model.generate(ids, max_new_tokens=MANY, eos_token_id=ends, **options)
     assert output.shape[1] <= 9 + 17
-    kept = model_state.latest(model).kept[-1]
+    kept = model_state.latest(model).pool.entries[-1]
     pages = [x for layer in kept.cache.layers for x in layer.store.pages.values()]
     tables = kept.cache.layers[0].state.tables.values()
     assert sum(x.nbytes for x in pages) > rows * (100 << 20), "room for all of them"
@@ -80,14 +80,14 @@ def test_generate_takes_memory_for_what_it_writes(rows, lookup):
     assert 0 < written_bytes(kept.cache) < 1 << 20
 
 
-def test_a_cache_of_which_much_was_written_is_not_kept(monkeypatch):
+def test_a_cache_with_many_written_bytes_is_dropped(monkeypatch):
     model, ids = enable_speculation(tiny_model("llama", eos_token_id=None)), torch.randint(3, 128, (1, 9))
 
     def generate(number, **options):
         model.generate(ids, max_new_tokens=number, do_sample=False, pad_token_id=0, **options)
-        return model_state.latest(model).kept
+        return model_state.latest(model).pool.entries
 
     small = written_bytes(generate(20)[-1].cache)
     assert written_bytes(generate(20)[-1].cache) == small, "the same blocks again"
-    monkeypatch.setattr(pool, "MOST_BYTES", 2 * small)
+    monkeypatch.setattr(pool, "MAX_CACHE_BYTES", 2 * small)
     assert generate(20) and not generate(200)

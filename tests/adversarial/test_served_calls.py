@@ -1,20 +1,14 @@
-"""Which calls our loop answers: what keeps it equal to transformers must not quietly end it."""
+"""Which calls the native loop takes: what keeps it equal to transformers must not quietly end it."""
 
 import pytest
 import torch
-from helpers import TINY_MODELS, left_padded_batch, tiny_model
+from helpers import TINY_MODELS, left_padded_batch
+from native_loop import NATIVE_LOOP, noted_answers, served_model
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from hf_efficient import enable_speculation
-from hf_efficient.generation import served
-from hf_efficient.kernels.replay.recorder import interpreter
 
-
-pytestmark = [
-    pytest.mark.own_loop,
-    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
-]
+pytestmark = NATIVE_LOOP
 
 
 class Silent(BaseStreamer):
@@ -58,10 +52,7 @@ LEFT = {
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_served_calls(name, monkeypatch):
-    model, answers, serves = enable_speculation(tiny_model(name)), [], served.serves
-    monkeypatch.setattr(served, "serves", lambda *args: answers.append(serves(*args)) or answers[-1])
-    if model.config._attn_implementation == "eager":  # transformers offers no SDPA for this one
-        model.set_attn_implementation("flash_paged")
+    model, answers = served_model(name), noted_answers(monkeypatch)
     options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
     for calls, expected in ((SERVED, True), (LEFT, False), (SERVED, True)):
         for call, inputs in calls.items():

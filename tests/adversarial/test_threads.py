@@ -6,16 +6,13 @@ import threading
 import pytest
 import torch
 from helpers import tiny_model
+from native_loop import NATIVE_LOOP
 from transformers import TextIteratorStreamer
 
 from hf_efficient import PagedCache, enable_speculation
-from hf_efficient.kernels.replay.recorder import interpreter
 
 
-pytestmark = [
-    pytest.mark.own_loop,
-    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
-]
+pytestmark = NATIVE_LOOP
 THREADS, CALLS = 8, 200
 
 

@@ -176,7 +176,7 @@ def test_experts_that_transformers_fuses(name, architecture, tmp_path):
     assert_close(logits(model), logits(again), rounds, float("inf"), "16-bit weights there, 8-bit inputs here")
 
 
-@pytest.mark.own_loop
+@pytest.mark.native_loop
 @pytest.mark.parametrize("name", ["gptq activation order", "hqq", "torchao int4", "nf4", "w8a8"])
 def test_generates_by_the_recorded_loop(name, tmp_path):
     layout, dtype, options = LAYOUTS[name]

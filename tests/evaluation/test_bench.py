@@ -52,7 +52,7 @@ def test_the_latency_bound_chooses_the_batch_that_serves_most():
 SMALL = ["--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "2", "--batch", "2"]
 
 
-@pytest.mark.own_loop
+@pytest.mark.native_loop
 def test_the_command_measures_plots_and_writes(saved_llama, tmp_path, capsys):
     output = tmp_path / "out"
     command = ["bench", str(saved_llama), *SMALL, "--config", "int4", "--latency-bound", "60", "--output", str(output)]

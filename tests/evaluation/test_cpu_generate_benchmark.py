@@ -59,7 +59,7 @@ def model():
 IDS = torch.arange(5, 13)[None]
 
 
-@pytest.mark.own_loop
+@pytest.mark.native_loop
 @pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512")
 def test_profile_of_ours(profile, model, monkeypatch):
     seen, pieces_of = [], profile.pieces_of

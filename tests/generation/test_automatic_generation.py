@@ -8,25 +8,22 @@ import pytest
 import torch
 from draft_models import Recorder
 from helpers import TINY_MODELS, left_padded_batch, tiny_model, tiny_tokenizer
+from native_loop import NATIVE_LOOP, transformers_loop
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, pipeline
 
 from hf_efficient import BitNetConfig, TokenRecycling, W8A8Config, WeightOnlyConfig, enable_speculation
-from hf_efficient.generation import served
-from hf_efficient.generation.decode import AutomaticGenerationMixin, SpeculativeGenerationMixin
 from hf_efficient.generation.output import SpeculativeOutput
 from hf_efficient.generation.replay import captured_forward
 from hf_efficient.generation.replay.captured_forward import EAGER_FORWARDS, CapturedForward
 from hf_efficient.integrations.peft import merge_and_unload
-from hf_efficient.kernels.replay.recorder import Capture, interpreter
+from hf_efficient.integrations.transformers_generation import AutomaticGenerationMixin, SpeculativeGenerationMixin
+from hf_efficient.kernels.replay.recorder import Capture
 
 
-pytestmark = [
-    pytest.mark.own_loop,
-    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
-]
+pytestmark = NATIVE_LOOP
 CONFIGS = {
     "int4": WeightOnlyConfig(bits=4, group_size=32),
     "int8_head": WeightOnlyConfig(bits=8, group_size=-1, symmetric=True, quantize_lm_head=True),
@@ -53,7 +50,7 @@ def load(path, config="int4", cls=AutoModelForCausalLM, **options):
 
 @pytest.fixture
 def replays(monkeypatch):
-    """Whether each forward of one token was recorded or replayed."""
+    """Whether each forward of one token was captured or replayed."""
     calls, call = [], CapturedForward.__call__
 
     def wrapper(*args):
@@ -71,8 +68,7 @@ IDS = torch.randint(3, 128, (1, 7), generator=torch.Generator().manual_seed(1))
 def generated_as_transformers(model, **options):
     """What `generate()` gives, which is what transformers' loop gives."""
     output = model.generate(IDS, **GREEDY, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served, "serves", lambda *args: False)
+    with transformers_loop():
         assert torch.equal(model.generate(IDS, **GREEDY, **options), output)
     return output
 
@@ -98,22 +94,21 @@ def test_architectures(name, tmp_path, replays):
     assert replays == FORWARDS
 
 
-def test_a_thousand_tokens_are_recorded_once(tmp_path, monkeypatch):
-    """One recording for one row and one for two, and nothing is compiled."""
+def test_a_thousand_tokens_take_one_capture(tmp_path, monkeypatch):
+    """One capture for one sequence and one for two, and nothing is compiled."""
     tiny_model("llama", eos_token_id=None, max_position_embeddings=1100).save_pretrained(tmp_path)
     model, made = load(tmp_path), []
     monkeypatch.setattr(captured_forward, "Capture", lambda forward: made.append(Capture(forward)) or made[-1])
     counters.clear()
-    for prompts, recordings in ((IDS, 1), (IDS.repeat(2, 1), 2)):
+    for prompts, captures in ((IDS, 1), (IDS.repeat(2, 1), 2)):
         options = dict(max_new_tokens=1000, do_sample=False, pad_token_id=0)
         output = model.generate(prompts, **options)
-        assert len(made) == recordings and not counters, counters
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(served, "serves", lambda *args: False)
+        assert len(made) == captures and not counters, counters
+        with transformers_loop():
             assert torch.equal(model.generate(prompts, **options), output)
 
 
-def test_what_did_not_ask_is_untouched(folder):
+def test_other_models_are_untouched(folder):
     assert type(load(folder, None)) is LlamaForCausalLM
     assert not isinstance(load(folder, cls=AutoModel), SpeculativeGenerationMixin)
     model = load(folder)
@@ -156,10 +151,10 @@ def test_adapters(folder, replays):
     replays.clear()
     prompted = peft.get_peft_model(load(folder), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     prompted.eval().generate(input_ids=IDS, **GREEDY)
-    assert not replays, "the prompt is put in by a method of the model that a recorded forward does not call"
+    assert not replays, "the prompt is put in by a method of the model that a captured forward does not call"
 
 
-def test_what_watches_forwards_sees_them(folder, replays):
+def test_hooks_and_counters_see_every_forward(folder, replays):
     model = load(folder)
     seen = []
     handles = [
@@ -179,7 +174,7 @@ def test_what_watches_forwards_sees_them(folder, replays):
     assert sum(replays) == sum(FORWARDS)
 
 
-def test_a_forward_that_cannot_be_recorded_runs_as_it_is(folder, replays, monkeypatch):
+def test_a_forward_that_cannot_be_captured_runs_eagerly(folder, replays, monkeypatch):
     def fails(forward):
         forward()
         raise NotImplementedError("an operator of a kind of its own")

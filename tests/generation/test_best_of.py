@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from draft_models import NEW, models
+from draft_models import GREEDY, NEW, models
 
 from hf_efficient import BestOf, Drafter, PromptLookup, Speculation, TokenRecycling, speculative_generate
-from hf_efficient.generation.drafters.row_trees import RowTree, proposal_of, trees_of
+from hf_efficient.generation.speculation.token_tree import RowTree, proposal_of, trees_of
 
 
 class Says(Drafter):
@@ -44,13 +44,14 @@ def begun(*drafters: Drafter) -> BestOf:
     return best
 
 
-def test_what_two_say_is_one_node():
+def test_a_token_of_two_drafters_is_one_node():
     first = RowTree([5, 6, 7], [-1, 0, -1], [0.6, 0.3, 0.2])  # 5, 5 6, 7
     second = RowTree([8, 5, 6, 9], [-1, -1, 1, 1], [0.5, 0.25, 0.2, 0.05])  # 8, 5, 5 6, 5 9
     best = begun(Says(first, NOTHING, NOTHING), Says(second, second, NOTHING))
     whole = best.propose([9, 9, 9], 63)
     merged, alone, none = trees_of(whole)
-    # at the root 0.8 is named, 0.2 left: 8 is 0.2 * 0.5, 5 is 0.6 + 0.2 * 0.25. After 5: 6 is 0.5 + 0.5 * 0.8, 9 is 0.5 * 0.2
+    # at the root 0.8 is named, 0.2 left: 8 is 0.2 * 0.5, 5 is 0.6 + 0.2 * 0.25. After 5: 6 is 0.5 + 0.5 * 0.8, 9 is 0.5
+    # * 0.2
     assert merged.tokens == [5, 6, 7, 8, 9] and merged.parents == [-1, 0, -1, -1, 0]
     assert merged.confidence == pytest.approx([0.65, 0.65 * 0.9, 0.2, 0.1, 0.65 * 0.1])
     assert alone.tokens == second.tokens and alone.confidence == pytest.approx(second.confidence)
@@ -60,7 +61,7 @@ def test_what_two_say_is_one_node():
     assert best.propose([9], 63).tokens.tolist() == [second.tokens]
 
 
-def test_one_speaks_where_the_other_has_nothing():
+def test_one_proposes_where_the_other_has_nothing():
     tree = RowTree([5, 6], [-1, 0], [0.5, 0.25])
     for drafters in ((Says(tree), Says(NOTHING)), (Says(NOTHING), Says(tree))):
         proposal = begun(*drafters).propose([2], 63)
@@ -74,7 +75,7 @@ def test_certain_tokens_stay_behind_their_parents():
     assert tree.tokens == [5, 6, 7] and tree.parents == [-1, 0, -1] and tree.confidence == [1.0, 1.0, 0.0]
 
 
-def test_everyone_is_told_what_it_reads():
+def test_each_drafter_is_given_what_it_reads():
     plain, reader = Says(NOTHING), Says(NOTHING)
     reader.reads_hidden = True
     best = BestOf(plain, reader)
@@ -106,9 +107,7 @@ def test_greedy_output_is_that_of_plain_generation(name, attention, adaptive):
     drafter = BestOf(PromptLookup(8), TokenRecycling(candidates=3, max_tokens=3))
     for _ in range(2):
         for batch, expected in zip(inputs, plain):
-            output = model.generate(
-                **batch, assistant_model=Speculation(drafter, adaptive=adaptive), max_new_tokens=NEW, do_sample=False
-            )
+            output = model.generate(**batch, assistant_model=Speculation(drafter, adaptive=adaptive), **GREEDY)
             assert torch.equal(output, expected)
 
 

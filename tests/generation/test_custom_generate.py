@@ -5,7 +5,7 @@ from pathlib import Path
 import draft_models
 import pytest
 import torch
-from draft_models import NEW, Recorder
+from draft_models import GREEDY, Recorder
 from helpers import tiny_model
 
 from hf_efficient import SpeculativeGenerationMixin
@@ -19,7 +19,7 @@ llama = pytest.fixture(draft_models.llama)
 def options(tmp_path, monkeypatch):
     """Loads from the folder; transformers keeps its copy of remote code elsewhere than in the user's home."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
-    return dict(custom_generate=str(FOLDER), trust_remote_code=True, max_new_tokens=NEW, do_sample=False)
+    return dict(custom_generate=str(FOLDER), trust_remote_code=True, **GREEDY)
 
 
 def test_a_model_without_the_mixin_speculates(options, llama):
@@ -36,7 +36,7 @@ def test_a_model_without_the_mixin_speculates(options, llama):
     assert torch.equal(by_position, plain)
     single = {"inputs": batch["input_ids"][1:2], **options}
     expected, streamer = Recorder(), Recorder()
-    stock.generate(single["inputs"], max_new_tokens=NEW, do_sample=False, streamer=expected)
+    stock.generate(single["inputs"], **GREEDY, streamer=expected)
     stock.generate(**single, draft_model=draft, streamer=streamer)
     assert streamer.values == expected.values and streamer.ended == 1
 

@@ -25,10 +25,8 @@ def test_saved_heads_come_back_bit_for_bit(kind, target, tmp_path):
     heads = kind.for_model(target, 120).requires_grad_(False)
     for parameter in heads.parameters():
         parameter.normal_()
-    heads.accuracies, heads.temperatures = (
-        torch.rand(heads.max_tokens, 3).tolist(),
-        torch.rand(heads.max_tokens).tolist(),
-    )
+    heads.accuracies = torch.rand(heads.max_tokens, 3).tolist()
+    heads.temperatures = torch.rand(heads.max_tokens).tolist()
     heads.to(torch.bfloat16)
     heads.save_pretrained(tmp_path, max_shard_size="50GB")  # as push_to_hub calls it
     heads.float()

@@ -1,3 +1,5 @@
+"""Draft heads: what they propose, what they are trained on, and that the output stays the target's."""
+
 import copy
 
 import numpy as np
@@ -10,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_efficient import EagleHead, MedusaHeads, Speculation, WeightOnlyConfig, enable_speculation
 from hf_efficient.generation.drafters import eagle, eagle_cache
-from hf_efficient.generation.drafters.draft_heads import best_first
 from hf_efficient.generation.drafters.medusa import static_tree
+from hf_efficient.generation.speculation.token_tree import best_first
 from hf_efficient.generation.training import distill as training
-from hf_efficient.generation.training.text import Row
+from hf_efficient.generation.training.rows import Row
 from hf_efficient.kernels.replay import function, recorder
 
 
@@ -79,7 +81,7 @@ def test_greedy_output_is_that_of_plain_generation(kind, nodes, target, text, tr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_end_leave_and_pages_are_read(kind, target, text, trained):
+def test_finished_sequences_leave_and_pages_are_read(kind, target, text, trained):
     batch, plain, _ = text
     single = {key: value[1:2] for key, value in batch.items()}
     end = plain[0, 11 + 5].item()
@@ -118,8 +120,8 @@ def test_a_compressed_output_head_is_asked_for_its_rows(target, tmp_path):
 
 class TestEagle:
     def begin(self, heads, target, rows: list[list[int]], generated: int, drafting: bool = False):
-        """The drafter after `generated` tokens of each row were made one by one, with a draft before each or not; rows are
-        padded on the left."""
+        """The drafter after `generated` tokens of each row were made one by one, with a draft before each or not; rows
+        are padded on the left."""
         hidden = [hidden_of(target, torch.tensor([row[:-1]]))[0] for row in rows]
         width = max(map(len, rows)) - generated
         pads = [width - len(row) + generated for row in rows]
@@ -142,13 +144,13 @@ class TestEagle:
     @pytest.mark.parametrize("parts", [False, True])
     @torch.no_grad()
     def test_a_chain_is_what_training_unrolled(self, parts, target, trained, monkeypatch):
-        """Reading the cache gives what one pass over the whole text gives, guess for guess; also prompts that are read in
-        parts, and tokens that are too many to be recorded."""
+        """Reading the cache gives what one pass over the whole text gives, guess for guess; also prompts that are read
+        in parts, and tokens that are too many to be captured."""
         heads = trained[EagleHead]
         if parts:
-            monkeypatch.setattr(eagle, "FEW", 2)
-            monkeypatch.setattr(eagle, "PREFILL", 3)
-            monkeypatch.setattr(eagle_cache, "MOST_RECORDED", 0)
+            monkeypatch.setattr(eagle, "PADDED_WIDTH", 2)
+            monkeypatch.setattr(eagle, "PREFILL_TOKENS", 3)
+            monkeypatch.setattr(eagle_cache, "MAX_CAPTURED_TOKENS", 0)
         heads.nodes, heads.beam = 4, 1
         for generated, drafting in ((1, False), (3, False), (3, True)):
             self.begin(heads, target, self.ROWS, generated, drafting)
@@ -168,8 +170,8 @@ class TestEagle:
                     assert_close(proposal.confidence[b, chain[depth]], likely, 1e-4, 1e-4, reason)
 
     @torch.no_grad()
-    def test_rows_do_not_touch_each_other(self, target, trained, monkeypatch):
-        monkeypatch.setattr(eagle, "REACHED", 0.0)  # the depth of all rows follows the surest one
+    def test_sequences_do_not_touch_each_other(self, target, trained, monkeypatch):
+        monkeypatch.setattr(eagle, "MIN_REACH", 0.0)  # the depth of all rows follows the surest one
         heads = trained[EagleHead]
         heads.nodes, heads.beam = 16, 4
         self.begin(heads, target, self.ROWS, 2)
@@ -186,18 +188,18 @@ class TestEagle:
             assert_close(batch.confidence[b], alone.confidence[0], 1e-4, 1e-4, reason)
 
     @torch.no_grad()
-    def test_recordings_follow_the_weights_and_stay_out_of_copies(self, target, trained, monkeypatch):
+    def test_captures_follow_the_weights_and_stay_out_of_copies(self, target, trained, monkeypatch):
         heads = copy.deepcopy(trained[EagleHead])
         heads.nodes, heads.beam = 16, 4
         proposals = []
         for step in range(3):
-            if step == 2:  # the same without a recording
+            if step == 2:  # the same without a capture
                 heads = copy.deepcopy(heads)
                 monkeypatch.setattr(function, "interpreter", lambda: None)
             self.begin(heads, target, self.ROWS, 2)
             proposals.append(heads.propose([3, 5, 4], 16))
-            (cache,) = heads._recorded.values()
-            kept = sum(len(each._captures) for each in cache._recorded.values())
+            (cache,) = heads._captures.values()
+            kept = sum(len(each._captures) for each in cache._captures.values())
             assert kept == (2 if step < 2 and recorder.interpreter() is not None else 0), (
                 "of tokens accepted, and of a depth"
             )
@@ -241,7 +243,7 @@ class TestEagle:
         heads.nodes, heads.beam = 63, 6
         sequences = self.begin(heads, target, self.ROWS, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(eagle, "REACHED", 1.0)
+            patch.setattr(eagle, "MIN_REACH", 1.0)
             assert (heads.propose([5, 1, 0], 20).parents[:, :8] == -1).all(), "nothing is sure enough to go on from"
         proposal = heads.propose([5, 1, 0], 20)
         assert proposal.tokens.shape == (3, 20) and proposal.tokens.device == sequences.device
@@ -256,7 +258,7 @@ class TestEagle:
 
 
 class TestMedusa:
-    def test_untrained_heads_say_what_the_target_said(self, target):
+    def test_untrained_heads_predict_what_the_target_predicted(self, target):
         heads = MedusaHeads.for_model(target, 128)
         heads.check(target)
         hidden = torch.randn(2, 64)
@@ -298,7 +300,7 @@ def test_best_first_keeps_parents_before_children():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_lowers_the_loss_and_goes_on_after_an_interruption(kind, target, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "KEEP_EVERY", 4)
+    monkeypatch.setattr(training, "CHECKPOINT_STEPS", 4)
     rows = text[2] * 3  # three batches an epoch
 
     def run(folder, steps=10):

@@ -1,3 +1,5 @@
+"""What prompt lookup and draft models propose, asked directly."""
+
 import pytest
 import torch
 from draft_models import perturbed
@@ -21,6 +23,16 @@ def sequences_of(input_ids, attention_mask=None, first=None, max_length=64, do_s
     return sequences
 
 
+def advance(drafter, sequences: Sequences, proposal, accepted: list[int]) -> list[list[int]]:
+    """Each sequence continues with so many of its drafts and a token of the target's own. Returns what it got."""
+    own = torch.arange(20, 20 + len(accepted))
+    tokens = torch.cat([proposal.tokens, own[:, None]], 1)
+    tokens[torch.arange(len(own)), torch.tensor(accepted)] = own
+    new = append(sequences, tokens, torch.tensor(accepted))
+    drafter.accept(new)
+    return new
+
+
 def append(sequences: Sequences, tokens: torch.Tensor, accepted=None) -> list[list[int]]:
     accepted = torch.zeros(len(tokens), dtype=torch.int64) if accepted is None else accepted
     return sequences.extend(tokens, accepted, accepted)[0]
@@ -28,7 +40,7 @@ def append(sequences: Sequences, tokens: torch.Tensor, accepted=None) -> list[li
 
 class TestSuffixAutomaton:
     @pytest.mark.parametrize("vocabulary", [1, 2, 4, 12])
-    def test_knows_what_followed_every_suffix(self, vocabulary):
+    def test_holds_what_followed_every_suffix(self, vocabulary):
         """Against a search of the whole row, token by token."""
         generator = torch.Generator().manual_seed(vocabulary)
         row, automaton = [], SuffixAutomaton()
@@ -78,7 +90,7 @@ class TestPromptLookup:
         for max_ngram, first in ((1, 9), (2, 7), (3, 7)):
             assert self.begin([row], max_ngram=max_ngram).propose([10], 63).tokens[0, 0] == first
 
-    def test_rows_without_a_match_propose_nothing(self):
+    def test_sequences_without_a_match_propose_nothing(self):
         drafter = self.begin([[1, 2, 3, 4], [7, 8, 9, 7], [5, 6, 5, 6, 5]])
         proposal = drafter.propose([10, 10, 3], 63)
         assert proposal.counts.tolist() == [0, 4, 3]
@@ -193,20 +205,14 @@ class TestAssistant:
             assert proposal.counts.tolist() == [min(3, limit) for limit in limits]
             for got, want, limit in zip(proposal.tokens.tolist(), expected, limits):
                 assert got[:limit] == want[:limit]
-            accepted = torch.tensor(accepted)
-            own = torch.arange(20, 20 + len(rows))  # what the target says after the accepted drafts
-            tokens = torch.cat([proposal.tokens, own[:, None]], 1)
-            tokens[torch.arange(len(rows)), accepted] = own
-            new = append(sequences, tokens, accepted)
-            rows = [row + tail for row, tail in zip(rows, new)]
-            drafter.accept(new)
+            rows = [row + new for row, new in zip(rows, advance(drafter, sequences, proposal, accepted))]
             if len(kept) < len(rows):
                 rows = [rows[row] for row in kept]
                 sequences.select(kept)
                 drafter.select(kept)
 
     @torch.no_grad()
-    def test_rows_that_have_ended_may_stay(self, model):
+    def test_finished_sequences_may_stay(self, model):
         batch, end = left_padded_batch((5, 9, 7)), EosTokenCriteria(eos_token_id=2)
         criteria = StoppingCriteriaList([MaxLengthCriteria(64), end])
         sequences = Sequences(**batch, pad_token_id=0, processors=LogitsProcessorList(), criteria=criteria)
@@ -223,7 +229,7 @@ class TestAssistant:
             assert proposal.tokens[[0, 2]].tolist() == self.greedy(model, [rows[0], rows[2]], 3)
 
     @torch.no_grad()
-    def test_trees_hold_the_likeliest_nodes(self, model):
+    def test_trees_hold_the_most_probable_nodes(self, model):
         sequences = sequences_of(**left_padded_batch((5, 9, 7)), first=torch.tensor([11, 12, 13]))
         drafter = AssistantDrafter(model, tree=10)
         drafter.check(model)
@@ -246,12 +252,7 @@ class TestAssistant:
                 depth = max((len(tokens) for tokens, _ in paths), default=0)
                 assert depth <= min(3, limits[row]) and len(paths) == (0, 4, 10, 10)[min(3, limits[row])]
                 assert [chance for _, chance in paths] == sorted((chance for _, chance in paths), reverse=True)
-            choices = proposal.tokens[:, :1]
-            accepted = (proposal.counts > 0).long()
-            own = torch.tensor([[30], [31], [32]])
-            drafter.accept(
-                append(sequences, torch.where(accepted[:, None] > 0, torch.cat([choices, own], 1), own), accepted)
-            )
+            advance(drafter, sequences, proposal, (proposal.counts > 0).long().tolist())
 
     def test_bad_trees_are_refused(self, model):
         for tree in (0, 64, 4.0, True):

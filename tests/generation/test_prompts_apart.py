@@ -3,14 +3,14 @@
 import pytest
 import torch
 from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
+from native_loop import CAPTURES, transformers_loop
 
 from hf_efficient import PagedCache, Speculation, enable_speculation, speculative_generate
-from hf_efficient.generation import ragged_model, served
-from hf_efficient.generation.training.recorder import Recorder
-from hf_efficient.kernels.replay.recorder import interpreter
+from hf_efficient.generation import ragged_model
+from hf_efficient.generation.training.text import Recorder
 
 
-pytestmark = pytest.mark.own_loop
+pytestmark = pytest.mark.native_loop
 LENGTHS = (23, 4, 40, 6, 21, 38)
 
 
@@ -25,16 +25,15 @@ def noting_prefills(model, monkeypatch) -> list[tuple[int, int]]:
     return shapes
 
 
-@pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512")
+@CAPTURES
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_tokens_are_those_of_one_forward(name, monkeypatch):
     model, batch = enable_speculation(tiny_model(name)), left_padded_batch(LENGTHS)
     model.set_attn_implementation("flash_paged")
     options = dict(do_sample=False, max_new_tokens=12, pad_token_id=0)
-    with monkeypatch.context() as patch:
-        patch.setattr(served, "serves", lambda *args: False)
+    with transformers_loop():
         expected = model.generate(**batch, **options)
-    monkeypatch.setattr(ragged_model, "TOGETHER", 41)
+    monkeypatch.setattr(ragged_model, "GROUP_TOKENS", 41)
     shapes = noting_prefills(model, monkeypatch)
     for lookup in (None, 4):
         assert torch.equal(model.generate(**batch, **options, prompt_lookup_num_tokens=lookup), expected)
@@ -44,12 +43,12 @@ def test_tokens_are_those_of_one_forward(name, monkeypatch):
 
 
 @pytest.mark.parametrize(("lengths", "hole"), [((40, 39, 40, 38), False), (LENGTHS, True)])
-def test_what_has_little_padding_or_a_mask_with_holes_is_run_at_once(lengths, hole, monkeypatch):
+def test_little_padding_and_masks_with_holes_are_run_at_once(lengths, hole, monkeypatch):
     model, batch = enable_speculation(tiny_model("llama")), left_padded_batch(lengths)
     model.set_attn_implementation("flash_paged")
     if hole:
         batch["attention_mask"][:, 36] = 0
-    monkeypatch.setattr(ragged_model, "TOGETHER", 41)
+    monkeypatch.setattr(ragged_model, "GROUP_TOKENS", 41)
     shapes = noting_prefills(model, monkeypatch)
     model.generate(**batch, max_new_tokens=4)
     assert shapes == [(len(lengths), 40)]
@@ -60,7 +59,7 @@ def test_hidden_states_stand_where_the_prompts_do(monkeypatch):
     model.set_attn_implementation("flash_paged")
     states = []
     for together in (10**9, 41):
-        monkeypatch.setattr(ragged_model, "TOGETHER", together)
+        monkeypatch.setattr(ragged_model, "GROUP_TOKENS", together)
         recorder = Recorder((0,))
         options = dict(custom_generate=speculative_generate, draft_model=Speculation(recorder, adaptive=False))
         model.generate(**batch, **options, max_new_tokens=5, eos_token_id=None)
@@ -71,7 +70,7 @@ def test_hidden_states_stand_where_the_prompts_do(monkeypatch):
         assert_close(apart, whole, 1e-5, 1e-4, "float32 sums in another order")
 
 
-def test_rows_filled_one_after_another_are_those_filled_together():
+def test_sequences_filled_one_after_another_are_those_filled_together():
     model, batch = tiny_model("llama"), left_padded_batch((5, 11, 8))
     model.set_attn_implementation("flash_paged")
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -81,12 +80,8 @@ def test_rows_filled_one_after_another_are_those_filled_together():
         model(ids, attention_mask=mask, position_ids=positions, past_key_values=together)
         for rows, width in (([2], 8), ([1, 0], 11)):
             with apart.only(rows, 3):
-                model(
-                    ids[rows, -width:],
-                    attention_mask=mask[rows, -width:],
-                    position_ids=positions[rows, -width:],
-                    past_key_values=apart,
-                )
+                own = dict(attention_mask=mask[rows, -width:], position_ids=positions[rows, -width:])
+                model(ids[rows, -width:], **own, past_key_values=apart)
             assert apart.cache_seqlens == ([0, 0, 8] if rows == [2] else [5, 11, 8])
         together.rewind([5, 11, 8])
         for width in (1, 3):
@@ -106,7 +101,7 @@ def test_rows_filled_one_after_another_are_those_filled_together():
         ({"num_blocks": 12}, [1], "the rows hold .0, 4, 0. tokens"),
     ],
 )
-def test_what_cannot_be_filled_apart(cache, rows, message):
+def test_sequences_that_cannot_be_filled_apart(cache, rows, message):
     model = tiny_model("llama")
     model.set_attn_implementation("flash_paged")
     cache = PagedCache(model.config, **cache)

@@ -6,7 +6,7 @@ import re
 import accelerate
 import pytest
 import torch
-from draft_models import NEW
+from draft_models import GREEDY, NEW
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +27,7 @@ def fixed(**options) -> Speculation:
 
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", TINY_MODELS)
-def test_the_draft_is_the_model_of_the_layers_that_are_kept(architecture):
+def test_the_draft_is_a_model_of_the_remaining_layers(architecture):
     model, kept = deep_model(architecture), [1, 2]
     types = getattr(model.config, "layer_types", None)
     reference = deep_model(architecture, 2, **({} if types is None else {"layer_types": [types[i] for i in kept]}))
@@ -52,7 +52,7 @@ def test_the_draft_is_the_model_of_the_layers_that_are_kept(architecture):
 @pytest.mark.parametrize("architecture", TINY_MODELS)
 def test_greedy_output_is_that_of_plain_generation(architecture):
     model, batch = enable_speculation(deep_model(architecture)), left_padded_batch()
-    options = dict(max_new_tokens=NEW, do_sample=False)
+    options = GREEDY
     for inputs, draft in (
         (batch, {"skip_layers": [0, 2]}),
         (batch, {"skip_layers": [1], "bits": 4}),
@@ -133,7 +133,7 @@ def test_the_target_stays_as_it_is(architecture):
 def test_early_exit_of_transformers_takes_batches(attention):
     model, batch = enable_speculation(deep_model("gemma3")), left_padded_batch()
     model.set_attn_implementation(attention)
-    options = dict(max_new_tokens=NEW, do_sample=False)
+    options = GREEDY
     plain = model.generate(**batch, **options)
     output = model.generate(**batch, **options, assistant_early_exit=2, return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain) and output.num_steps > 0

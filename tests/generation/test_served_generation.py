@@ -1,4 +1,4 @@
-"""`generate()` on a CPU runs the package's own loop where it can, and says what transformers' loop says."""
+"""`generate()` on a CPU runs the native loop where it can, and says what transformers' loop says."""
 
 import threading
 
@@ -7,19 +7,15 @@ import torch
 import transformers
 from draft_models import Recorder
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
+from native_loop import NATIVE_LOOP, noted_answers, served_model, transformers_loop
 from transformers import modeling_utils
 
 from hf_efficient import PagedCache, enable_speculation
 from hf_efficient.cache.over_pages import over_pages
-from hf_efficient.generation import served as plain
 from hf_efficient.generation.replay.captured_forward import CapturedForward
-from hf_efficient.kernels.replay.recorder import interpreter
 
 
-pytestmark = [
-    pytest.mark.own_loop,
-    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
-]
+pytestmark = NATIVE_LOOP
 OPTIONS = {
     "greedy": dict(do_sample=False),
     "sampled": dict(do_sample=True, temperature=1.4, top_k=20),
@@ -30,24 +26,21 @@ OPTIONS = {
 
 
 def both(model, monkeypatch, **options):
-    """What transformers' loop generates, and ours, which must have run."""
-    runs, run = [], plain.serves
-    monkeypatch.setattr(plain, "serves", lambda *args: False)
-    torch.manual_seed(5)
-    expected = model.generate(**options)
-    monkeypatch.setattr(plain, "serves", lambda *args: runs.append(run(*args)) or runs[-1])
-    torch.manual_seed(5)
-    output = model.generate(**options)
-    monkeypatch.setattr(plain, "serves", run)
-    assert runs == [True]
+    """What transformers' loop generates, and the native loop, which must have run."""
+    with transformers_loop():
+        torch.manual_seed(5)
+        expected = model.generate(**options)
+    with monkeypatch.context() as patch:
+        answers = noted_answers(patch)
+        torch.manual_seed(5)
+        output = model.generate(**options)
+    assert answers == [True]
     return expected, output
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_tokens_are_those_of_transformers(name, monkeypatch):
-    model, batch = enable_speculation(tiny_model(name)), left_padded_batch()
-    if model.config._attn_implementation == "eager":  # transformers offers no SDPA for this one
-        model.set_attn_implementation("flash_paged")
+    model, batch = served_model(name), left_padded_batch()
     attention = model.config._attn_implementation
     for kind, options in OPTIONS.items():
         expected, output = both(model, monkeypatch, **batch, **options, max_new_tokens=12)
@@ -88,21 +81,19 @@ def test_dictionaries_are_those_of_transformers(name, rows, monkeypatch):
     assert torch.equal(first, second)
 
 
-def test_rows_that_end_one_by_one_stay_with_transformers(monkeypatch):
-    """Their scores, logits, keys and values contain what comes of filler."""
+def test_sequences_that_end_one_by_one_stay_with_transformers(monkeypatch):
+    """Their scores, logits, keys and values contain those of padding."""
     model, batch = enable_speculation(tiny_model("llama", eos_token_id=list(range(3, 20)))), left_padded_batch()
-    served, serves = [], plain.serves
-    monkeypatch.setattr(plain, "serves", lambda *args: served.append(serves(*args)) or served[-1])
+    served = noted_answers(monkeypatch)
     output = model.generate(**batch, max_new_tokens=5, return_dict_in_generate=True, output_scores=True)
     assert served == [False] and not any((scores == 0).all(-1).any() for scores in output.scores)
 
 
-def test_streams(monkeypatch):
+def test_streams():
     model, ids = enable_speculation(tiny_model("llama")), torch.randint(3, 128, (1, 7))
     streamers = Recorder(), Recorder()
-    monkeypatch.setattr(plain, "serves", lambda *args: False)
-    model.generate(ids, streamer=streamers[0], max_new_tokens=9, do_sample=False)
-    monkeypatch.undo()
+    with transformers_loop():
+        model.generate(ids, streamer=streamers[0], max_new_tokens=9, do_sample=False)
     model.generate(ids, streamer=streamers[1], max_new_tokens=9, do_sample=False)
     assert streamers[0].values == streamers[1].values and streamers[1].ended == 1
 
@@ -115,7 +106,7 @@ def test_forwards_are_replayed(monkeypatch):
     assert sum(call is not None for call in calls) >= 15
 
 
-def test_what_else_is_asked_for_stays_with_transformers():
+def test_other_options_stay_with_transformers():
     model, batch = enable_speculation(tiny_model("llama")), left_padded_batch()
     cache = PagedCache(model.config)
     model.generate(**batch, past_key_values=cache, max_new_tokens=3)
@@ -133,13 +124,11 @@ def test_what_else_is_asked_for_stays_with_transformers():
 def test_models_that_change_what_the_cache_gives_them_stay_with_transformers(name, monkeypatch):
     config = getattr(transformers, f"{name}Config")(
         **dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
-        **dict(
-            intermediate_size=96, head_dim=16, kv_channels=16, num_local_experts=2, pad_token_id=0, eos_token_id=None
-        ),
+        **dict(intermediate_size=96, head_dim=16, kv_channels=16, num_local_experts=2),
+        **dict(pad_token_id=0, eos_token_id=None),
     )
     model = enable_speculation(transformers.AutoModelForCausalLM.from_config(config).eval())
-    served, serves = [], plain.serves
-    monkeypatch.setattr(plain, "serves", lambda *args: served.append(serves(*args)) or served[-1])
+    served = noted_answers(monkeypatch)
     for _ in range(2):
         assert model.generate(torch.randint(3, 128, (1, 7)), max_new_tokens=3, do_sample=False).shape == (1, 10)
     assert served == [False] * 2 and model.config._attn_implementation == "sdpa"

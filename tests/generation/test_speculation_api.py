@@ -8,13 +8,9 @@ import draft_models
 import pytest
 import torch
 import transformers
-from draft_models import NEW, counting, drafting
+from draft_models import GREEDY, character_tokenizer, counting, drafting
 from helpers import left_padded_batch, tiny_model
-from tokenizers import Regex, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
+from transformers import DynamicCache, TextIteratorStreamer, pipeline
 
 from hf_efficient import SpeculativeGenerationMixin, enable_speculation, speculative_generate
 
@@ -26,7 +22,7 @@ def test_custom_generate_is_the_same_loop(llama):
     target, draft, batch, plain = llama
     stock = tiny_model("llama")
     assert not isinstance(stock, SpeculativeGenerationMixin)
-    options = dict(**batch, custom_generate=speculative_generate, max_new_tokens=NEW, do_sample=False)
+    options = dict(**batch, custom_generate=speculative_generate, **GREEDY)
     assert torch.equal(stock.generate(**options, draft_model=draft), plain)
     output = stock.generate(**options, prompt_lookup_num_tokens=3, return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain) and output.num_steps > 0
@@ -53,16 +49,6 @@ def test_enabling_keeps_the_class_to_the_outside(tmp_path):
         assert torch.equal(output, expected)
     with pytest.raises(TypeError, match="enable_speculation takes a transformers model"):
         enable_speculation(torch.nn.Linear(2, 2))
-
-
-def character_tokenizer():
-    characters = {"<pad>": 0, "<s>": 1, "</s>": 2, **{chr(i + 29): i for i in range(3, 128)}}
-    tokenizer = Tokenizer(WordLevel(characters, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
-    tokenizer.decoder = Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
-    )
 
 
 def test_pipeline_text_streamer_and_stop_strings(llama):
@@ -107,7 +93,7 @@ def test_differently_padded_vocabularies_need_the_tokenizers(size, llama):
     target, _, batch, plain = llama
     draft = drafting(tiny_model("llama", vocab_size=size, seed=5))
     batch = {**batch, "input_ids": batch["input_ids"] % 96}
-    options = dict(**batch, max_new_tokens=NEW, do_sample=False)
+    options = dict(**batch, **GREEDY)
     expected = target.generate(**options)
     with pytest.raises(ValueError, match="different tokenizers"):  # transformers' own words
         target.generate(**options, assistant_model=draft)

@@ -5,19 +5,19 @@ import copy
 import draft_models
 import pytest
 import torch
-from draft_models import NEW, drafting, end_token, models, perturbed
+from draft_models import GREEDY, NEW, drafting, end_token, fixed, models, perturbed
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
-from test_verification import chi_square_excess
+from test_speculative_distribution import RIGHT, p_value
 from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers import MinNewTokensLengthLogitsProcessor as MinNewTokens
 
-from hf_efficient import Speculation, enable_speculation
+from hf_efficient import enable_speculation
 from hf_efficient.generation.drafters.prompt_lookup import PromptLookup
 from hf_efficient.generation.sequences import Sequences
 
@@ -38,9 +38,7 @@ def test_greedy_output_is_that_of_plain_generation(name, attention):
     options.append(("lookup", {"prompt_lookup_num_tokens": 3}))
     for batch, expected in zip(inputs, plain):
         for kind, option in options:
-            output = target.generate(
-                **batch, **option, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True
-            )
+            output = target.generate(**batch, **option, **GREEDY, return_dict_in_generate=True)
             assert torch.equal(output.sequences, expected), (kind, len(expected))
             if kind == "itself":
                 assert output.num_steps <= -(-(NEW - 1) // 5), "4 drafts and the target's own token a step"
@@ -56,25 +54,30 @@ def test_any_model_can_draft_for_any_other(attention):
     target.set_attn_implementation(attention)
     for name, overrides in (("gpt2", dict(n_positions=16)), ("opt", dict(max_position_embeddings=12)), ("gemma3", {})):
         draft = drafting(tiny_model(name, seed=3, **overrides))
-        output = target.generate(**batch, assistant_model=draft, max_new_tokens=NEW, do_sample=False)
+        output = target.generate(**batch, assistant_model=draft, **GREEDY)
         assert torch.equal(output, expected), name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_learned_positions_are_not_overrun(name):
-    """The last tokens take the model's last positions: filler and drafts must stay inside."""
+    """The last tokens take the model's last positions: padding and drafts must stay inside."""
     batch = left_padded_batch()
     limit = {"gpt2": "n_positions", "opt": "max_position_embeddings"}[name]
     target = tiny_model(name, **{limit: 11 + NEW - 1})
-    expected = target.generate(**batch, max_new_tokens=NEW, do_sample=False)
+    expected = target.generate(**batch, **GREEDY)
     draft = perturbed(target, 0.3)
     for attention in ("sdpa", "flash_paged"):
         enable_speculation(target).set_attn_implementation(attention)
-        output = target.generate(**batch, assistant_model=draft, max_new_tokens=NEW, do_sample=False)
+        output = target.generate(**batch, assistant_model=draft, **GREEDY)
         assert torch.equal(output, expected)
 
 
 # --- what acts at every position ---
+
+
+def assert_speculation_gives(expected, target, draft, options):
+    for drafts in ({"assistant_model": draft}, {"assistant_model": target}, {"prompt_lookup_num_tokens": 3}):
+        assert torch.equal(target.generate(**options, **drafts), expected)
 
 
 class StopAfter(StoppingCriteria):
@@ -110,14 +113,13 @@ POSITION_DEPENDENT = {
 
 
 @pytest.mark.parametrize("kind", POSITION_DEPENDENT)
-def test_logits_processors_see_what_they_see_in_plain_generation(kind, llama):
+def test_logits_processors_see_the_ids_of_plain_generation(kind, llama):
     target, draft, batch, plain = llama
-    options = dict(**batch, **POSITION_DEPENDENT[kind], max_new_tokens=NEW, do_sample=False)
+    options = dict(**batch, **POSITION_DEPENDENT[kind], **GREEDY)
     expected = target.generate(**options)
     if kind not in ("forced_end", "decay"):
         assert not torch.equal(expected, plain), "the option must matter"
-    for drafts in ({"assistant_model": draft}, {"assistant_model": target}, {"prompt_lookup_num_tokens": 3}):
-        assert torch.equal(target.generate(**options, **drafts), expected)
+    assert_speculation_gives(expected, target, draft, options)
 
 
 @pytest.mark.parametrize("minimum", [{}, {"min_new_tokens": 9}, {"min_length": 17}])
@@ -125,21 +127,15 @@ def test_end_of_sequence_inside_a_draft(minimum, llama):
     target, draft, batch, plain = llama
     for row, step in ((0, 2), (1, 6), (2, 0)):
         eos = [end_token(plain, row, step), 2]
-        options = dict(**batch, **minimum, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, pad_token_id=1)
+        options = dict(**batch, **minimum, **GREEDY, eos_token_id=eos, pad_token_id=1)
         expected = target.generate(**options)
-        for drafts in ({"assistant_model": draft}, {"assistant_model": target}, {"prompt_lookup_num_tokens": 3}):
-            assert torch.equal(target.generate(**options, **drafts), expected)
+        assert_speculation_gives(expected, target, draft, options)
 
 
 @pytest.mark.parametrize(
-    "processor",
-    [
-        MinLengthLogitsProcessor(8, [2, 5]),
-        MinNewTokensLengthLogitsProcessor(5, 3, 2),
-        MinNewTokensLengthLogitsProcessor(5, 3, -1),
-    ],
+    "processor", [MinLengthLogitsProcessor(8, [2, 5]), MinNewTokens(5, 3, 2), MinNewTokens(5, 3, -1)]
 )
-def test_minimum_lengths_are_those_of_each_row(processor):
+def test_minimum_lengths_are_those_of_each_sequence(processor):
     criteria = StoppingCriteriaList([MaxLengthCriteria(64)])
     sequences = Sequences(torch.ones(3, 5, dtype=torch.int64), None, 0, LogitsProcessorList([processor]), criteria)
     sequences.generated, logits = [0, 2, 9], torch.randn(3, 4, 7)
@@ -159,11 +155,10 @@ def test_stopping_criteria_act_at_every_position(eos, llama):
     target.generation_config.eos_token_id = eos
     tokens = [end_token(plain, 0, 3), end_token(plain, 1, 8), end_token(plain, 2, 1)]
     criteria = StoppingCriteriaList([StopAfter(token) for token in tokens])
-    options = dict(**batch, max_new_tokens=NEW, do_sample=False, stopping_criteria=criteria)
+    options = dict(**batch, **GREEDY, stopping_criteria=criteria)
     expected = target.generate(**options)
     assert expected.shape[1] < plain.shape[1]
-    for drafts in ({"assistant_model": draft}, {"assistant_model": target}, {"prompt_lookup_num_tokens": 3}):
-        assert torch.equal(target.generate(**options, **drafts), expected)
+    assert_speculation_gives(expected, target, draft, options)
 
 
 def test_stopping_criteria_get_the_scores_so_far(llama):
@@ -175,14 +170,8 @@ def test_stopping_criteria_get_the_scores_so_far(llama):
             seen.append((input_ids.shape[1] - 11, len(scores), scores[-1].shape))
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    target.generate(
-        **batch,
-        assistant_model=draft,
-        max_new_tokens=5,
-        stopping_criteria=StoppingCriteriaList([Check()]),
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
+    options = dict(max_new_tokens=5, return_dict_in_generate=True, output_scores=True)
+    target.generate(**batch, **options, assistant_model=draft, stopping_criteria=StoppingCriteriaList([Check()]))
     assert {length for length, _, _ in seen} == {1, 2, 3, 4, 5}
     assert all(length == count and shape == (3, 128) for length, count, shape in seen)
 
@@ -207,7 +196,7 @@ def test_sampled_text_has_the_distribution_of_the_target(drafting_with, processo
     warpers = dict(temperature=1.7, top_k=6) if processor == "pointwise" else dict(top_k=0, repetition_penalty=1.4)
     option = {"assistant_model": perturbed(target, 0.5)} if drafting_with == "assistant" else {}
     if drafting_with == "lookup":
-        option = {"assistant_model": Speculation(PromptLookup(2, 1), adaptive=False)}
+        option = {"assistant_model": fixed(PromptLookup(2, 1))}
     probabilities, texts = torch.ones(1), prompt
     for _ in range(3):
         scores = target.generate(
@@ -222,8 +211,7 @@ def test_sampled_text_has_the_distribution_of_the_target(drafting_with, processo
     )
     assert 0 < output.accepted_tokens.sum() < output.drafted_tokens.sum(), "some accepted, some rejected"
     text = output.sequences[:, -3:] @ torch.tensor([64, 8, 1])
-    excess = chi_square_excess(torch.bincount(text, minlength=512), probabilities)
-    assert excess < 4, f"chi-square {excess:.1f} standard deviations too large"
+    assert p_value(torch.bincount(text, minlength=512), probabilities) > RIGHT
 
 
 @pytest.mark.gpu
@@ -235,11 +223,9 @@ def test_on_an_accelerator(attention):
     target.set_attn_implementation(attention)
     batch = {key: value.to("cuda") for key, value in left_padded_batch().items()}
     for options in ({}, {"repetition_penalty": 1.3}):
-        expected = target.generate(**batch, **options, max_new_tokens=NEW, do_sample=False)
+        expected = target.generate(**batch, **options, **GREEDY)
         for place in ("cuda", "cpu"):
-            output = target.generate(
-                **batch, **options, assistant_model=draft.to(place), max_new_tokens=NEW, do_sample=False
-            )
+            output = target.generate(**batch, **options, **GREEDY, assistant_model=draft.to(place))
             assert torch.equal(output, expected)
-        output = target.generate(**batch, **options, prompt_lookup_num_tokens=3, max_new_tokens=NEW, do_sample=False)
+        output = target.generate(**batch, **options, prompt_lookup_num_tokens=3, **GREEDY)
         assert torch.equal(output, expected)

@@ -1,11 +1,11 @@
-"""Greedy output under speculation is that of plain generation for every row of large ragged batches, with every drafter of the
-table and with an oracle that is right now and then, one continuation or a tree (float32)."""
+"""Greedy output under speculation is that of plain generation for every row of large ragged batches, with every drafter
+of the table and with an oracle that is right now and then, one continuation or a tree (float32)."""
 
 import functools
 
 import pytest
 import torch
-from draft_models import drafting, perturbed
+from draft_models import drafting, fixed, perturbed
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
 from oracle import Oracle
 from table import SPECULATION
@@ -27,13 +27,11 @@ def target_and_output(name: str, batch: int):
 
 
 def oracle(siblings: int, adaptive: bool):
-    return lambda target, plain: {
-        "assistant_model": Speculation(Oracle(plain, 0.7, 4, 128, siblings), adaptive=adaptive)
-    }
+    return lambda target, plain: Speculation(Oracle(plain, 0.7, 4, 128, siblings), adaptive=adaptive)
 
 
 def heads(kind):
-    return lambda target, plain: {"assistant_model": Speculation(kind.for_model(target, 64), adaptive=False)}
+    return lambda target, plain: fixed(kind.for_model(target, 64))
 
 
 def always(make):
@@ -42,20 +40,15 @@ def always(make):
     def options(target, plain):
         given = make(target)
         lookup = given.get("prompt_lookup_num_tokens")
-        drafter = given["assistant_model"] if lookup is None else PromptLookup(lookup)
-        return {"assistant_model": Speculation(drafter, adaptive=False)}
+        return fixed(given["assistant_model"] if lookup is None else PromptLookup(lookup))
 
     return options
 
 
 DRAFTING = {name: always(make) for name, make in SPECULATION.items() if name != "none"} | {
-    "perturbed": lambda target, plain: {"assistant_model": perturbed(target, 0.1)},
-    "tree of an assistant": lambda target, plain: {
-        "assistant_model": Speculation(AssistantDrafter(perturbed(target, 0.1), tree=12), adaptive=False)
-    },
-    "best of two": lambda target, plain: {
-        "assistant_model": Speculation(BestOf(PromptLookup(), TokenRecycling()), adaptive=False)
-    },
+    "perturbed": lambda target, plain: perturbed(target, 0.1),
+    "tree of an assistant": lambda target, plain: fixed(AssistantDrafter(perturbed(target, 0.1), tree=12)),
+    "best of two": lambda target, plain: fixed(BestOf(PromptLookup(), TokenRecycling())),
     "untrained Medusa heads": heads(MedusaHeads),
     "untrained EAGLE head": heads(EagleHead),
     "oracle": oracle(1, adaptive=False),
@@ -70,15 +63,14 @@ DRAFTING = {name: always(make) for name, make in SPECULATION.items() if name != 
     + [(name, 32, "eager") for name in ("mistral", "gpt2")]
     + [(name, 8, "sdpa") for name in ("llama", "mistral", "gpt2")],  # rotary, sliding windows of 8, learned positions
 )
-def test_every_row_of_a_ragged_batch(name, batch, attention):
+def test_every_sequence_of_a_ragged_batch(name, batch, attention):
     target, inputs, plain = target_and_output(name, batch)
     drafting(target).set_attn_implementation(attention)
     ended = (plain[:, -NEW:] == target.generation_config.eos_token_id).any(1).sum()
     assert 0 < ended < batch, "rows leave the batch"
     for drafter, make in DRAFTING.items():
-        output = target.generate(
-            **inputs, **make(target, plain), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True
-        )
+        options = dict(max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+        output = target.generate(**inputs, **options, assistant_model=make(target, plain))
         different = [row for row in range(batch) if not torch.equal(output.sequences[row], plain[row])]
         assert not different, (drafter, different)
         assert output.drafted_tokens.sum() > 0 or drafter == "oracle, a tree, adaptive", drafter

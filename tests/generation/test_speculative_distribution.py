@@ -1,21 +1,21 @@
-"""What comes out of every verification that claims to be lossless has the target's distribution, and the test that says so
-rejects wrong rules.
+"""What comes out of every verification that claims to be lossless has the target's distribution, and the test that says
+so rejects wrong rules.
 
-Pearson's chi-square over the joint distribution of three tokens, 100 000 rows at a fixed seed. Right: the probability of a
-statistic as large is above 1e-4 (so one in 10 000 of such tests would fail by chance; at this seed none does). Wrong: it is
-below 1e-12."""
+Pearson's chi-square over the joint distribution of three tokens, 100 000 rows at a fixed seed. Right: the probability
+of a statistic as large is above 1e-4 (so one in 10 000 of such tests would fail by chance; at this seed none does).
+Wrong: it is below 1e-12."""
 
 import functools
 import math
 
 import pytest
 import torch
-from draft_models import drafting, perturbed
+from draft_models import Observer, drafting, fixed, perturbed
 from helpers import tiny_model
 
 from hf_efficient import Speculation, enable_speculation
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
-from hf_efficient.generation.drafters.base import Drafter, Proposal
+from hf_efficient.generation.speculation.proposal import Proposal
 from hf_efficient.generation.speculation.verification import TypicalAcceptance, verify
 
 
@@ -26,8 +26,9 @@ TREES = ([-1, -1, -1, 0, 0, 1], [-1, 0, -1, 0, 2, 1])  # rows of one batch may h
 
 
 def p_value(counts: torch.Tensor, expected: torch.Tensor, constraints: int = 1) -> float:
-    """How probable a chi-square statistic at least as large is. `counts` and `expected` (any scale) over the same cells, with
-    sums fixed in `constraints` groups. Cells expected fewer than 5 times are pooled; impossible ones must be empty."""
+    """How probable a chi-square statistic at least as large is. `counts` and `expected` (any scale) over the same
+    cells, with sums fixed in `constraints` groups. Cells expected fewer than 5 times are pooled; impossible ones must
+    be empty."""
     counts, expected = counts.double(), expected.double() * (counts.sum() / expected.double().sum())
     assert counts[expected == 0].sum() == 0, "what has probability 0 was generated"
     rare = expected < 5
@@ -50,8 +51,8 @@ def transitions(everything: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def guesses(last: torch.Tensor, draft: torch.Tensor, parents: list[int], drawn: bool) -> Proposal:
-    """What follows `last` [rows] by the draft's transition probabilities: siblings drawn without replacement, or else the
-    likeliest ones."""
+    """What follows `last` [rows] by the draft's transition probabilities: siblings drawn without replacement, or else
+    the most probable ones."""
     tokens, distributions, left = [], [], {}
     for parent in parents:
         distribution = left[parent] if parent in left else draft[last if parent < 0 else tokens[parent]]
@@ -81,8 +82,8 @@ def proposal(shape: str, drawn: bool, draft: torch.Tensor) -> Proposal:
 
 
 def three_tokens(rule, proposal: Proposal, target: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Counts [VOCABULARY**3] of the first three tokens after token 0, and the accepted drafts a row. Rows that got fewer go
-    on by the target itself, as the next step would."""
+    """Counts [VOCABULARY**3] of the first three tokens after token 0, and the accepted drafts a row. Rows that got
+    fewer go on by the target itself, as the next step would."""
     fed = torch.cat([torch.zeros(ROWS, 1, dtype=torch.int64), proposal.tokens], 1)
     tokens, accepted, *_ = rule(target[fed].log(), proposal)
     text = [tokens[:, 0]]
@@ -102,13 +103,13 @@ def lossless(scores: torch.Tensor, proposal: Proposal):
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("drawn", [False, True], ids=["likeliest", "drawn"])
+@pytest.mark.parametrize("drawn", [False, True], ids=["most probable", "drawn"])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_lossless_verifications_leave_the_distribution_of_the_target(shape, drawn, cut):
     torch.manual_seed(0)
     target, draft = transitions(everything=False)
     offered = proposal(shape, drawn, draft)
-    if cut:  # rows with fewer guesses, some with none: the rest is filler
+    if cut:  # rows with fewer guesses, some with none: the rest is padding
         offered.counts = torch.arange(ROWS) % (offered.tokens.shape[1] + 1)
     counts, accepted = three_tokens(lossless, offered, target)
     assert p_value(counts, exact(target)) > RIGHT
@@ -116,8 +117,8 @@ def test_lossless_verifications_leave_the_distribution_of_the_target(shape, draw
 
 
 def by_definition(keep=lambda p, q: p / q, rest=lambda p, q: (p - q).clamp(min=0), renormalised=True):
-    """Rejection sampling written down node by node, with its parts to be exchanged: the probability to keep a draft, and
-    the distribution after a rejection."""
+    """Rejection sampling written down node by node, with its parts to be exchanged: the probability to keep a draft,
+    and the distribution after a rejection."""
 
     def rule(scores: torch.Tensor, proposal: Proposal):
         target, (rows, width) = scores.softmax(-1), proposal.tokens.shape
@@ -181,7 +182,7 @@ def test_the_same_test_rejects_wrong_rules(shape):
             assert p_value(counts, exact(target)) < WRONG, name
 
 
-def test_typical_acceptance_is_lossy_for_the_likeliest_too():
+def test_typical_acceptance_is_lossy_for_the_most_probable_too():
     target, draft = transitions(everything=True)
     for shape in ("chain", "tree"):
         torch.manual_seed(0)
@@ -225,8 +226,8 @@ def sampled(prompts: torch.Tensor, new: int, **options):
 
 @pytest.mark.parametrize("warper", WARPERS)
 def test_warpers_act_on_both_distributions(warper):
-    """Of three tokens the second is drafted: it is kept as often as the two warped distributions overlap, and the text is
-    distributed as the warped target's."""
+    """Of three tokens the second is drafted: it is kept as often as the two warped distributions overlap, and the text
+    is distributed as the warped target's."""
     (target, draft), warpers, rows = models(), WARPERS[warper], 4000
     texts, probabilities, overlap = torch.tensor([[3, 4, 5, 3, 4, 5]]), torch.ones(1), 0.0
     prompts = texts.expand(rows, -1)
@@ -245,7 +246,7 @@ def test_warpers_act_on_both_distributions(warper):
     assert abs(kept - overlap) < interval < abs(unwarped - overlap), (kept, overlap, unwarped)
 
 
-class Guesses(Drafter):
+class Guesses(Observer):
     """A tree by transition probabilities that know nothing of the target."""
 
     max_tokens = 2
@@ -253,9 +254,6 @@ class Guesses(Drafter):
     def __init__(self, draws: bool, sure: bool):
         self.draws, self.sure = draws, sure
         self.table = (torch.randn(8, 8, generator=torch.Generator().manual_seed(3)) * 1.5).softmax(-1)
-
-    def begin(self, sequences, hidden=None):
-        self.sequences = sequences
 
     def propose(self, limits, nodes):
         last = self.sequences.last(1)[:, 0]
@@ -267,24 +265,19 @@ class Guesses(Drafter):
             offered.confidence[:, 3:] *= offered.confidence.gather(1, offered.parents[:, 3:])
         return offered
 
-    def accept(self, tokens, hidden=None):
-        pass
-
-    def select(self, rows):
-        pass
-
 
 LONG_RUNS = {
     "assistant": lambda: models()[1],
-    "tree of the assistant": lambda: Speculation(AssistantDrafter(models()[1], tree=6), adaptive=False),
-    "drawn tree": lambda: Speculation(Guesses(True, False), adaptive=False),
+    "tree of the assistant": lambda: fixed(AssistantDrafter(models()[1], tree=6)),
+    "drawn tree": lambda: fixed(Guesses(True, False)),
     "drawn tree that is sure": lambda: Guesses(True, True),
-    "likeliest tree": lambda: Speculation(Guesses(False, True), adaptive=False),
+    "most probable tree": lambda: fixed(Guesses(False, True)),
 }
 
 
 def transitions_p_value(drafter, rows: int, warpers: dict) -> float:
-    """Of 30 tokens of `rows` rows. Rows run apart and end at different steps; draft lengths adapt unless told otherwise."""
+    """Of 30 tokens of `rows` rows. Rows run apart and end at different steps; draft lengths adapt unless told
+    otherwise."""
     pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))
     transition = following(models()[0], pairs, warpers)
     prompts = torch.randint(8, (rows, 4), generator=torch.Generator().manual_seed(1))
@@ -298,7 +291,7 @@ def transitions_p_value(drafter, rows: int, warpers: dict) -> float:
 
 
 @pytest.mark.parametrize("drafter", LONG_RUNS)
-def test_long_runs_have_the_transition_probabilities_of_the_target(drafter):
+def test_long_calls_have_the_transition_probabilities_of_the_target(drafter):
     """102 000 draws with the assistant, 25 500 with others."""
     rows, warpers = (3400, WARPERS["all"]) if drafter == "assistant" else (850, {"top_k": 0})
     assert transitions_p_value(LONG_RUNS[drafter](), rows, warpers) > RIGHT

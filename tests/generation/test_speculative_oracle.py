@@ -1,19 +1,20 @@
 """With a drafter whose acceptance is forced, tokens per step are what theory says they are.
 
-A step of a row that drafts g tokens and has room for them gives K tokens, P(K >= j) = a^(j - 1) for j = 1..g + 1, and steps
-do not depend on each other. The mean of n of them must lie within 3.29 standard deviations of E[K] = (1 - a^(g+1)) / (1 - a),
-an interval of 99.9 % confidence (fixed seeds: it is the same every time). Steps cut short by the end of a row are left out;
-whether a step is one of those is known before it, so the others are not biased (Wald)."""
+A step of a row that drafts g tokens and has room for them gives K tokens, P(K >= j) = a^(j - 1) for j = 1..g + 1, and
+steps do not depend on each other. The mean of n of them must lie within 3.29 standard deviations of E[K] = (1 -
+a^(g+1)) / (1 - a), an interval of 99.9 % confidence (fixed seeds: it is the same every time). Steps cut short by the
+end of a row are left out; whether a step is one of those is known before it, so the others are not biased (Wald)."""
 
 import functools
 import math
 
 import pytest
 import torch
+from draft_models import fixed
 from helpers import tiny_model
 from oracle import Oracle
 
-from hf_efficient import Speculation, enable_speculation
+from hf_efficient import enable_speculation
 
 
 NEW = {1: 320, 4: 160, 16: 80}  # batch -> tokens generated a row
@@ -56,13 +57,8 @@ def test_tokens_per_step(acceptance, depth, batch, siblings):
     target, plain = target_and_output()
     expected = plain[:batch, : 6 + NEW[batch]]
     oracle = Recording(expected, acceptance, depth, 128, siblings)
-    output = target.generate(
-        plain[:batch, :6],
-        assistant_model=Speculation(oracle, adaptive=False),
-        max_new_tokens=NEW[batch],
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
+    options = dict(max_new_tokens=NEW[batch], do_sample=False, return_dict_in_generate=True)
+    output = target.generate(plain[:batch, :6], **options, assistant_model=fixed(oracle))
     assert torch.equal(output.sequences, expected)
     assert oracle.gained == oracle.promised, "a step gives the right drafts before the first wrong one, and one token"
 
@@ -73,8 +69,7 @@ def test_tokens_per_step(acceptance, depth, batch, siblings):
     assert abs(sum(oracle.gained) / steps - mean) < interval, (steps, mean, interval)
     assert interval < 0.25 * mean, "enough steps to tell"
     for place, share in enumerate(output.acceptance_by_position, 1):
-        right = (
-            acceptance**place
-        )  # a binomial share of at least `steps` trials, within 4 standard deviations (99.994 %)
+        right = acceptance**place
+        # a binomial share of at least `steps` trials, within 4 standard deviations (99.994 %)
         assert abs(share - right) < 4 * math.sqrt(right * (1 - right) / steps), place
     assert output.tokens_per_step == pytest.approx((NEW[batch] - 1) * batch / output.row_steps.sum().item())

@@ -5,7 +5,7 @@ import copy
 import draft_models
 import pytest
 import torch
-from draft_models import NEW, Recorder, counting, drafting, end_token
+from draft_models import GREEDY, NEW, Recorder, counting, drafting, end_token
 
 from hf_efficient import PagedCache, speculative_generate
 from hf_efficient.generation import model_state
@@ -18,7 +18,7 @@ llama = pytest.fixture(draft_models.llama)
 
 def test_scores_and_logits_are_those_of_plain_generation(llama):
     target, draft, batch, plain = llama
-    options = dict(**batch, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_scores=True)
+    options = dict(**batch, **GREEDY, return_dict_in_generate=True, output_scores=True)
     options.update(output_logits=True, repetition_penalty=1.3, eos_token_id=end_token(plain, 0, 4), pad_token_id=0)
     expected = target.generate(**options)
     output = target.generate(**options, assistant_model=draft)
@@ -32,17 +32,11 @@ def test_scores_and_logits_are_those_of_plain_generation(llama):
             assert (a[~live] == 0).all()
 
 
-def test_statistics_count_what_they_say(llama, monkeypatch):
+def test_statistics_are_the_counts_they_are_named_for(llama, monkeypatch):
     target, draft, batch, plain = llama
     shapes = counting(target, monkeypatch)
-    output = target.generate(
-        **batch,
-        assistant_model=draft,
-        max_new_tokens=NEW,
-        do_sample=False,
-        eos_token_id=end_token(plain, 0, 3),
-        return_dict_in_generate=True,
-    )
+    options = dict(**GREEDY, eos_token_id=end_token(plain, 0, 3), return_dict_in_generate=True)
+    output = target.generate(**batch, **options, assistant_model=draft)
     assert isinstance(output, SpeculativeOutput)
     verifications = shapes[1:]
     assert output.num_steps == len(verifications)
@@ -61,8 +55,8 @@ def test_statistics_count_what_they_say(llama, monkeypatch):
 
 @pytest.mark.parametrize("attention", ["flash_paged", "sdpa"])
 def test_a_returned_cache_is_the_callers(attention, llama):
-    """It holds the whole text but its last token, grows, and another call does not write into it. Pages are read, and forwards
-    recorded, whatever the attention, where no prompt is padded."""
+    """It holds the whole text but its last token, grows, and another call does not write into it. Pages are read, and
+    forwards captured, whatever the attention, where no prompt is padded."""
     target, draft, batch, _ = copy.deepcopy(llama)
     target.set_attn_implementation(attention)
     options = dict(assistant_model=draft, do_sample=False, eos_token_id=None)
@@ -75,7 +69,7 @@ def test_a_returned_cache_is_the_callers(attention, llama):
     cache = output.past_key_values
     assert cache.cache_seqlens == [output.sequences.shape[1] - 1]
     if interpreter() is not None:
-        assert [kept.captured is not None for kept in model_state.latest(target).kept] == [True], (
+        assert [kept.captured is not None for kept in model_state.latest(target).pool.entries] == [True], (
             "and are replayed by the next call"
         )
     target.generate(ids, **options, max_new_tokens=NEW, repetition_penalty=2.0)
@@ -87,7 +81,7 @@ def test_fewer_forwards_than_tokens_when_the_draft_is_right(llama, monkeypatch):
     target, _, batch, plain = llama
     draft = drafting(copy.deepcopy(target))
     shapes = counting(target, monkeypatch)
-    output = target.generate(batch["input_ids"][1:2], assistant_model=draft, max_new_tokens=NEW, do_sample=False)
+    output = target.generate(batch["input_ids"][1:2], assistant_model=draft, **GREEDY)
     assert torch.equal(output, plain[1:2])
     assert shapes == [(1, 11), (1, 5), (1, 5), (1, 3)]
 
@@ -109,20 +103,14 @@ def test_streams_the_tokens_of_plain_generation(llama):
     target, draft, batch, plain = llama
     single = {"input_ids": batch["input_ids"][1:2]}
     expected = Recorder()
-    target.generate(**single, max_new_tokens=NEW, do_sample=False, streamer=expected)
+    target.generate(**single, **GREEDY, streamer=expected)
     for drafts in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}):
         streamer = Recorder()
-        target.generate(**single, **drafts, max_new_tokens=NEW, do_sample=False, streamer=streamer)
+        target.generate(**single, **drafts, **GREEDY, streamer=streamer)
         assert streamer.values == expected.values and streamer.ended == 1
     streamer = Recorder()
-    target.generate(
-        **single,
-        custom_generate=speculative_generate,
-        draft_model=draft,
-        token_streamer=streamer,
-        max_new_tokens=NEW,
-        do_sample=False,
-    )
+    custom = dict(custom_generate=speculative_generate, draft_model=draft, token_streamer=streamer)
+    target.generate(**single, **custom, **GREEDY)
     assert streamer.values == expected.values and streamer.ended == 1
 
 
@@ -155,11 +143,11 @@ def test_a_paged_cache_is_used_and_continued(attention, llama):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_paged"])
-def test_a_callers_cache_keeps_all_rows_at_their_own_length(attention, llama):
+def test_a_callers_cache_keeps_all_sequences_at_their_own_length(attention, llama):
     target, draft, batch, plain = llama
     target.set_attn_implementation(attention)
     cache = PagedCache(target.config)
-    options = dict(**batch, max_new_tokens=NEW, do_sample=False, eos_token_id=end_token(plain, 0, 3))
+    options = dict(**batch, **GREEDY, eos_token_id=end_token(plain, 0, 3))
     expected = target.generate(**options)
     output = target.generate(**options, past_key_values=cache, assistant_model=draft)
     assert torch.equal(output, expected)
@@ -171,7 +159,7 @@ def test_a_callers_cache_keeps_all_rows_at_their_own_length(attention, llama):
 
 def test_chunked_prefill(llama):
     target, draft, batch, plain = llama
-    output = target.generate(**batch, assistant_model=draft, prefill_chunk_size=4, max_new_tokens=NEW, do_sample=False)
+    output = target.generate(**batch, assistant_model=draft, prefill_chunk_size=4, **GREEDY)
     assert torch.equal(output, plain)
 
 

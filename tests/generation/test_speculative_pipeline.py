@@ -3,17 +3,15 @@
 import draft_models
 import pytest
 import torch
-from draft_models import counting, drafting
+from draft_models import character_tokenizer, counting, drafting, fixed
 from helpers import tiny_model
-from test_speculation_api import character_tokenizer
 from transformers import pipeline
-
-from hf_efficient import Speculation
 
 
 PROMPTS = [
     "To be", "or not to be, that is the question:", "Whether", "'tis nobler in the mind to suffer", "The slings", "and",
-    "arrows of outrageous fortune,", "Or to take arms against a sea of troubles", "And by opposing", "end them.", "To die",
+    "arrows of outrageous fortune,", "Or to take arms against a sea of troubles", "And by opposing", "end them.",
+    "To die",
 ]  # fmt: skip
 OPTIONS = dict(max_new_tokens=12, do_sample=False, batch_size=8)
 llama = pytest.fixture(draft_models.llama)
@@ -42,7 +40,7 @@ def test_batches_of_ragged_prompts(attention, llama, monkeypatch):
     assert texts(alone) == expected
     assert texts(alone, prompt_lookup_num_tokens=3) == expected
     shapes.clear()
-    assert texts(alone, assistant_model=Speculation(drafting(tiny_model("llama")), adaptive=False)) == expected
+    assert texts(alone, assistant_model=fixed(drafting(tiny_model("llama")))) == expected
     apart = (1, 3) in shapes  # "and" needs no padding then
     assert len(shapes) == 2 * 4 + apart, "two batches: the prompts, 5 tokens, 5 tokens, the last"
 

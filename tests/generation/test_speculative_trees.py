@@ -3,11 +3,10 @@
 import draft_models
 import pytest
 import torch
-from draft_models import NEW, models
+from draft_models import GREEDY, NEW, Observer, fixed, models
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
 
 from hf_efficient import (
-    Drafter,
     PagedCache,
     PrefixCache,
     Speculation,
@@ -15,7 +14,7 @@ from hf_efficient import (
     enable_speculation,
     speculative_generate,
 )
-from hf_efficient.generation.drafters.base import Proposal
+from hf_efficient.generation.speculation.proposal import Proposal
 from hf_efficient.generation.speculation.token_tree import ancestors
 from hf_efficient.generation.speculation.verification import verify
 
@@ -23,18 +22,18 @@ from hf_efficient.generation.speculation.verification import verify
 llama = pytest.fixture(draft_models.llama)
 
 
-class Tree(Drafter):
-    """Knows what plain generation says (`known`: int64 [batch, columns]) and hides it among wrong tokens: at every level two
-    or three siblings, the right one at a random place and sometimes missing, and each has children."""
+class Tree(Observer):
+    """Knows what plain generation says (`known`: int64 [batch, columns]) and hides it among wrong tokens: at every
+    level two or three siblings, the right one at a random place and sometimes missing, and each has children."""
 
     max_tokens = 4
 
-    def __init__(self, known: torch.Tensor, seed: int = 0):
-        self.known, self.seed = known, seed
+    def __init__(self, known: torch.Tensor):
+        self.known = torch.nn.functional.pad(known, (0, 8))
 
     def begin(self, sequences, hidden=None):
-        self.sequences, self.generator = sequences, torch.Generator().manual_seed(self.seed)
-        self.seen = 0
+        super().begin(sequences)
+        self.generator = torch.Generator().manual_seed(0)
 
     def propose(self, limits, nodes):
         rows = [
@@ -63,12 +62,6 @@ class Tree(Drafter):
             level = [level_below[i] for i in order]
         return tokens, parents
 
-    def accept(self, tokens, hidden=None):
-        self.seen += sum(map(len, tokens))
-
-    def select(self, rows):
-        pass
-
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flash_paged"])
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -78,15 +71,8 @@ def test_greedy_output_is_that_of_plain_generation(name, attention):
     target, _, inputs, plain = models(name)
     target.set_attn_implementation(attention)
     for batch, expected in zip(inputs, plain):
-        known = torch.nn.functional.pad(expected, (0, 8))
-        output = target.generate(
-            **batch,
-            assistant_model=Speculation(Tree(known), adaptive=False),
-            max_new_tokens=NEW,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
+        wanted = dict(return_dict_in_generate=True, output_scores=True)
+        output = target.generate(**batch, **GREEDY, **wanted, assistant_model=fixed(Tree(expected)))
         assert torch.equal(output.sequences, expected)
         assert output.tokens_per_step > 1.3, "paths of the tree are kept"
         for step, scores in enumerate(output.scores):
@@ -101,11 +87,8 @@ def test_caches_keep_one_path_of_a_tree(options, llama):
     target.set_attn_implementation("flash_paged")
     options = {**options, "prefix_cache": PrefixCache(target, 64)} if "prefix_cache" in options else options
     expected = target.generate(**batch, past_key_values=PagedCache(target.config, **options), max_new_tokens=NEW)
-    drafter = Tree(torch.nn.functional.pad(expected, (0, 8)))
-    cache = PagedCache(target.config, **options)
-    output = target.generate(
-        **batch, past_key_values=cache, assistant_model=Speculation(drafter, adaptive=False), max_new_tokens=NEW
-    )
+    cache, draft = PagedCache(target.config, **options), fixed(Tree(expected))
+    output = target.generate(**batch, past_key_values=cache, assistant_model=draft, max_new_tokens=NEW)
     assert torch.equal(output, expected)
     assert cache.takes_trees == (options.get("kv_format") != "int4")
 
@@ -114,15 +97,14 @@ def test_a_tree_is_a_chain_where_processors_read_ids(llama):
     target, _, batch, _ = llama
     options = dict(**batch, max_new_tokens=NEW, repetition_penalty=1.5)
     expected = target.generate(**options)
-    known = torch.nn.functional.pad(expected, (0, 8))
-    assert torch.equal(target.generate(**options, assistant_model=Speculation(Tree(known), adaptive=False)), expected)
+    assert torch.equal(target.generate(**options, assistant_model=fixed(Tree(expected))), expected)
 
 
 def test_a_seed_gives_the_same_text_whatever_is_drafted(llama):
     target, draft, batch, plain = llama
     options = dict(**batch, max_new_tokens=NEW, do_sample=True, temperature=1.3, custom_generate=speculative_generate)
     texts = []
-    for drafter in (Tree(torch.nn.functional.pad(plain, (0, 8))), Tree(torch.randint(3, 128, (3, 40)))):
+    for drafter in (Tree(plain), Tree(torch.randint(3, 128, (3, 40)))):
         for adaptive in (True, False):
             torch.manual_seed(3)
             texts.append(target.generate(**options, draft_model=Speculation(drafter, adaptive=adaptive)))
@@ -182,7 +164,7 @@ def test_trees_are_refused_where_a_cache_cannot_keep_one_path():
         pass
 
 
-def test_other_caches_refuse_what_is_no_row():
+def test_other_types_of_options_are_refused():
     model = enable_speculation(tiny_model("llama"))
     batch = left_padded_batch()
     with pytest.raises(TypeError, match="adaptive=1: expected True or False"):

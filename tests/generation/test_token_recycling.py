@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draft_models import NEW, models
+from draft_models import GREEDY, NEW, fixed, models
 from helpers import tiny_model
 from test_drafters import append, sequences_of
 
@@ -27,13 +27,13 @@ def begin(rows: list[list[int]], drafter: TokenRecycling | None = None, **argume
 
 
 def logits_that_like(candidates: torch.Tensor) -> torch.Tensor:
-    """candidates: int64 [..., k], the likeliest first."""
+    """candidates: int64 [..., k], the most probable first."""
     logits = torch.zeros(*candidates.shape[:-1], VOCABULARY)
     return logits.scatter_(-1, candidates, torch.arange(candidates.shape[-1], 0.0, -1).expand_as(candidates))
 
 
 def teach(drafter: TokenRecycling, candidates: int, tokens=range(VOCABULARY)) -> torch.Tensor:
-    """The target's likeliest tokens after each of `tokens`, int64 [vocabulary, candidates], observed by `drafter`."""
+    """The most probable tokens after each of `tokens`, int64 [vocabulary, candidates], observed by `drafter`."""
     generator = torch.Generator().manual_seed(0)
     likely = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:candidates] for _ in range(VOCABULARY)])
     tokens = torch.tensor(list(tokens))[None]
@@ -51,7 +51,7 @@ def paths_of(proposal, row: int) -> list[tuple[int, ...]]:
     return list(paths.values())[1:]
 
 
-def test_knows_nothing_but_the_prompt_at_first():
+def test_starts_from_the_prompt_alone():
     drafter, _ = begin([[1, 2, 3], [4, 5, 6]])
     assert drafter.propose([9, 9], 63) is None
     drafter, _ = begin([[1, 2, 3, 1], [4, 5, 6, 7]])
@@ -76,7 +76,7 @@ def test_the_tree_is_grown_from_the_table():
                 assert token in likely[before]
         chances = full.confidence[row].tolist()
         assert chances == sorted(chances, reverse=True) and not any(chances[len(paths) :])
-    assert paths_of(full, 0)[0] == (likely[3, 0],), "the likeliest candidate comes first"
+    assert paths_of(full, 0)[0] == (likely[3, 0],), "the most probable candidate comes first"
     part = drafter.propose([4, 2], 10)
     assert part.tokens.shape == (2, 10) and torch.equal(part.tokens[0], full.tokens[0, :10])
 
@@ -89,14 +89,14 @@ def test_unknown_tokens_have_no_children():
     assert set(paths_of(proposal, 0)) == {(7,), (8,), (7, 9), (7, 10)}
 
 
-def test_learns_from_every_token_the_target_read_but_not_from_filler():
+def test_learns_from_every_token_the_target_read_but_not_from_padding():
     drafter, _ = begin([[1, 2, 3], [4, 5, 6]], candidates=2)
     tokens = torch.tensor([[3, 20, 21], [6, 20, 22]])
     likely = torch.tensor([[[30, 31], [32, 33], [34, 35]], [[40, 41], [42, 43], [44, 45]]])
     drafter.observe(tokens, torch.tensor([2, 0]), logits_that_like(likely))
     table = drafter.table.tolist()
     assert [table[token] for token in (3, 20, 21, 6)] == [[30, 31], [32, 33], [34, 35], [40, 41]]
-    assert table[22] == [-1, -1] and table[-1] == [-1, -1], "filler"
+    assert table[22] == [-1, -1] and table[-1] == [-1, -1], "padding"
     # the same token twice in one row: the node that stands first is the likelier one
     drafter.observe(torch.tensor([[3, 3]]), torch.tensor([1]), logits_that_like(likely[:1, :2]))
     assert drafter.table[3].tolist() == [30, 31]
@@ -146,13 +146,8 @@ def test_greedy_output_is_that_of_plain_generation(name, attention):
     for adaptive in (False, True):
         for _ in range(2):
             for batch, expected in zip(inputs, plain):
-                output = model.generate(
-                    **batch,
-                    assistant_model=Speculation(drafter, adaptive=adaptive),
-                    max_new_tokens=NEW,
-                    do_sample=False,
-                    return_dict_in_generate=True,
-                )
+                options = dict(**GREEDY, assistant_model=Speculation(drafter, adaptive=adaptive))
+                output = model.generate(**batch, **options, return_dict_in_generate=True)
                 assert torch.equal(output.sequences, expected)
                 kept.append(output.tokens_per_step)
     assert min(kept[2:4]) > 1.15, "the second run knows the tokens of the first"
@@ -164,7 +159,7 @@ def test_sampled_text_does_not_depend_on_the_guesses():
     texts, drafter = [], TokenRecycling()
     for draft in (PromptLookup(3), drafter, drafter):
         torch.manual_seed(5)
-        draft = Speculation(draft, adaptive=False)
+        draft = fixed(draft)
         output = model.generate(**options, draft_model=draft, return_dict_in_generate=True)
         texts.append(output.sequences)
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])

@@ -1,3 +1,5 @@
+"""Training of draft heads, from the text that the model writes to the saved heads."""
+
 import json
 
 import pytest
@@ -9,9 +11,10 @@ from hf_efficient import DraftHeads, Speculation, enable_speculation, train_draf
 from hf_efficient.cli import main
 from hf_efficient.generation import model_state
 from hf_efficient.generation.training import text
-from hf_efficient.generation.training.own_prompts import own_prompts
 from hf_efficient.generation.training.prompts import default_prompts
-from hf_efficient.generation.training.train_draft import KINDS, _split
+from hf_efficient.generation.training.rows import Row, load_rows, split_rows
+from hf_efficient.generation.training.text import own_prompts
+from hf_efficient.generation.training.train_draft import HELD_OUT, KINDS
 
 
 PROMPTS = ["abcabc", "The river runs", "2+2=", "Once upon a time"]
@@ -32,15 +35,15 @@ def test_default_prompts_are_many_and_the_same_every_time():
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_text_is_the_targets_own_with_its_hidden_states(number, tmp_path):
-    """Every second batch is greedy; rows end at the end-of-sequence token; the hidden states are those of one forward, at its
-    end and after two of its layers."""
+    """Every second batch is greedy; rows end at the end-of-sequence token; the hidden states are those of one forward,
+    at its end and after two of its layers."""
     model, tokenizer = tiny_model("llama", eos_token_id=None, num_hidden_layers=5), tiny_tokenizer()
     answers = dict(batch_size=4, max_new_tokens=20, seed=0)
-    free = text.load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path, number, **answers)])
+    free = load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path, number, **answers)])
     model.generation_config.eos_token_id = end = free[0].tokens[free[0].prompt + 4].item()
     (tmp_path / "ended").mkdir()
     path = text.generate_text(model, tokenizer, PROMPTS, tmp_path / "ended", number, **answers)
-    rows = text.load_rows([path])
+    rows = load_rows([path])
     assert [row.prompt for row in rows] == [len(prompt) for prompt in PROMPTS]
     assert any(len(row.tokens) < row.prompt + 20 for row in rows)
     for row, prompt in zip(rows, PROMPTS):
@@ -62,10 +65,10 @@ def test_text_is_the_targets_own_with_its_hidden_states(number, tmp_path):
 def test_an_answer_of_one_token_is_left_out(target, tmp_path):
     model, tokenizer = tiny_model("llama", eos_token_id=None), tiny_tokenizer()
     answers = dict(batch_size=4, max_new_tokens=20, seed=0)
-    rows = text.load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path, 0, **answers)])
+    rows = load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path, 0, **answers)])
     model.generation_config.eos_token_id = rows[2].tokens[rows[2].prompt].item()
     (tmp_path / "ended").mkdir()
-    rows = text.load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path / "ended", 0, **answers)])
+    rows = load_rows([text.generate_text(model, tokenizer, PROMPTS, tmp_path / "ended", 0, **answers)])
     assert "2+2=" not in [tokenizer.decode(row.tokens[: row.prompt]).replace(" ", "") for row in rows]
 
 
@@ -84,7 +87,7 @@ def test_a_chat_model_asks_itself_too(tmp_path, monkeypatch):
         (tmp_path / str(prompts)).mkdir(exist_ok=True)
         answers = dict(batch_size=4, max_new_tokens=6, seed=0)
         path = text.generate_text(model, tokenizer, prompts, tmp_path / str(prompts), number, **answers)
-        return [tokenizer.decode(row.tokens[: row.prompt]) for row in text.load_rows([path])]
+        return [tokenizer.decode(row.tokens[: row.prompt]) for row in load_rows([path])]
 
     def turns(prompts):
         return [tokenizer.decode(tokenizer(f"<{prompt}>")["input_ids"]) for prompt in prompts]
@@ -95,7 +98,7 @@ def test_a_chat_model_asks_itself_too(tmp_path, monkeypatch):
     assert asked(2, ["What?"]) == turns(["What?"] * 4), "one's own prompts are all that is asked"
 
 
-def test_what_a_chat_model_asks_is_what_it_says_in_the_users_place():
+def test_own_prompts_are_the_models_continuations_of_a_users_turn():
     model, tokenizer = tiny_model("llama", eos_token_id=None), chat_tokenizer()
     assert own_prompts(model, tokenizer, 8, seed=2) == [], "nothing ends"
     model.generation_config.eos_token_id = ends = [*range(40, 60), tokenizer.eos_token_id]
@@ -112,13 +115,13 @@ def test_what_a_chat_model_asks_is_what_it_says_in_the_users_place():
 
 def test_answers_to_one_prompt_are_held_out_together():
     def row(prompt, answer):
-        return text.Row(torch.tensor([prompt, answer]), torch.zeros(1, 4), 1)
+        return Row(torch.tensor([prompt, answer]), torch.zeros(1, 4), 1)
 
     rows = [row(i % 45, i) for i in range(100)]
-    held_out, others = _split(rows)
+    held_out, others = split_rows(rows, HELD_OUT)
     assert {int(row.tokens[0]) for row in held_out} == {0, 20, 40} and len(held_out) == 7
     assert sorted(int(row.tokens[1]) for row in held_out + others) == list(range(100))
-    held_out, others = _split([row(7, i) for i in range(40)])
+    held_out, others = split_rows([row(7, i) for i in range(40)], HELD_OUT)
     assert [int(row.tokens[1]) for row in held_out] == [0, 20] and len(others) == 38
 
 
@@ -142,7 +145,7 @@ def test_trains_saves_and_drafts(kind, target, tmp_path):
 
 def test_an_interrupted_run_ends_as_if_it_had_not_been(target, tmp_path, monkeypatch):
     model, tokenizer = target
-    # recorded forwards round differently from the first ones of a process
+    # captured forwards round differently from the first ones of a process
     monkeypatch.setattr(model_state, "can_be_captured", lambda model: False)
     whole = train_draft(model, tokenizer, tmp_path / "whole", **SMALL)
     made, original = [], text.generate_text

@@ -5,16 +5,15 @@ import random
 
 import pytest
 import torch
-from draft_models import NEW, drafting
+from draft_models import GREEDY, NEW, character_tokenizer, drafting, fixed, wrapped_tokenizer
 from helpers import left_padded_batch, tiny_model
-from test_drafters import append, sequences_of
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from test_drafters import advance, append, sequences_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
 from hf_efficient import TranslatedDrafter, enable_speculation
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
 from hf_efficient.generation.drafters.translation import Translation
-from hf_efficient.generation.speculation.options import Speculation
 
 
 SPECIAL = ["<pad>", "<s>", "</s>"]
@@ -24,20 +23,6 @@ TEXT = "".join(
 )
 
 
-def wrapped(tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
-    )
-
-
-def character_tokenizer(characters) -> PreTrainedTokenizerFast:
-    """Token 3 + i is the i-th of `characters`."""
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
-    return wrapped(tokenizer)
-
-
 def trained_tokenizer(size: int, marks_words: bool) -> PreTrainedTokenizerFast:
     """BPE as in Llama 2 (a mark before each word) or as in GPT-2 (bytes)."""
     tokenizer = Tokenizer(models.BPE(unk_token=None))
@@ -45,7 +30,7 @@ def trained_tokenizer(size: int, marks_words: bool) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer, tokenizer.decoder = part, decoders.Metaspace() if marks_words else decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIAL, show_progress=False)
     tokenizer.train_from_iterator([TEXT, "".join(map(chr, range(32, 127)))], trainer)
-    return wrapped(tokenizer)
+    return wrapped_tokenizer(tokenizer)
 
 
 def permuted(seed: int = 0) -> tuple[list[str], torch.Tensor]:
@@ -67,10 +52,6 @@ def relabelled(model, draft_of: torch.Tensor):
 TARGET = character_tokenizer(CHARACTERS)
 
 
-def fixed(drafter) -> Speculation:
-    return Speculation(drafter, adaptive=False)
-
-
 @pytest.mark.parametrize("method", ["tokens", "text"])
 @pytest.mark.parametrize(
     "architecture, attention", [("llama", "eager"), ("gemma3", "sdpa"), ("mistral", "flash_paged")]
@@ -89,9 +70,8 @@ def test_the_same_model_in_another_vocabulary_is_always_right(architecture, atte
         output = target.generate(**options, do_sample=False)
         assert torch.equal(output.sequences, plain)
         assert torch.equal(output.accepted_tokens, output.drafted_tokens)
-        assert output.num_steps <= (
-            3 if method == "tokens" else 4
-        )  # a text ends at an end token that is said in passing
+        # a text ends at an end token that is said in passing
+        assert output.num_steps <= (3 if method == "tokens" else 4)
         output = target.generate(**options, do_sample=True)
         if method == "tokens":  # p and q differ by rounding alone: a rejection is not seen in this few draws
             assert torch.equal(output.accepted_tokens, output.drafted_tokens)
@@ -156,11 +136,7 @@ def test_drafts_the_greedy_continuation_whatever_was_accepted(attention, method)
             for token in tokens:
                 assert token == int(target(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
                 ids.append(token)
-        accepted = torch.tensor([generator.randint(0, 3) for _ in sequences.live])
-        own = torch.arange(20, 20 + len(sequences.live))
-        tokens = torch.cat([proposal.tokens, own[:, None]], 1)
-        tokens[torch.arange(len(own)), accepted] = own
-        drafter.accept(append(sequences, tokens, accepted))
+        advance(drafter, sequences, proposal, [generator.randint(0, 3) for _ in sequences.live])
         if len(kept) < len(sequences.live):
             sequences.select(kept)
             drafter.select(kept)
@@ -200,7 +176,7 @@ def test_the_end_of_a_sequence_is_translated(method):
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_rows_are_translated_as_they_grow(marked):
+def test_sequences_are_translated_as_they_grow(marked):
     target, draft = trained_tokenizer(160, marked), trained_tokenizer(220, not marked)
     translation = Translation(target, draft, 160, 220)
     assert 0.5 < translation.overlap < 1
@@ -253,5 +229,5 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="have no token in common"):
         target.generate(**batch, max_new_tokens=2, assistant_model=TranslatedDrafter(draft, TARGET, foreign))
     by_text = fixed(TranslatedDrafter(draft, TARGET, foreign, method="text"))
-    plain = target.generate(**batch, max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(target.generate(**batch, max_new_tokens=NEW, do_sample=False, assistant_model=by_text), plain)
+    plain = target.generate(**batch, **GREEDY)
+    assert torch.equal(target.generate(**batch, **GREEDY, assistant_model=by_text), plain)

@@ -17,7 +17,7 @@ from hf_efficient.kernels.replay.recorder import Capture, NotReplayable, _interp
 
 
 pytestmark = [
-    pytest.mark.own_loop,
+    pytest.mark.native_loop,
     pytest.mark.usefixtures("two_threads"),
     pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
 ]
@@ -276,10 +276,10 @@ def test_captured_forwards_are_kept_until_the_model_changes():
 
     def generate(ids=ids):
         output = model.generate(ids, max_new_tokens=10, do_sample=False, pad_token_id=0)
-        return output, (model_state.latest(model).kept or [None])[-1]
+        return output, (model_state.latest(model).pool.entries or [None])[-1]
 
     first, kept = generate()
-    assert kept.captured._tapes and generate()[1].cache is kept.cache
+    assert kept.captured._captures and generate()[1].cache is kept.cache
     other = torch.randint(3, 128, (2, 30))
     twin = enable_speculation(tiny_model("llama", eos_token_id=None))
     expected = twin.generate(other, max_new_tokens=10, pad_token_id=0)
@@ -287,7 +287,7 @@ def test_captured_forwards_are_kept_until_the_model_changes():
     assert torch.equal(output, expected) and after.cache is kept.cache
     alone, after = generate(ids[:1])
     assert torch.equal(alone, first[:1]) and after.cache is kept.cache, "fewer rows have room in it"
-    assert set(after.captured._tapes) == {(1, 1), (2, 1)} and torch.equal(generate()[0], first)
+    assert set(after.captured._captures) == {(1, 1), (2, 1)} and torch.equal(generate()[0], first)
     more = generate(ids.repeat(2, 1))
     assert torch.equal(more[0], first.repeat(2, 1)) and more[1].cache is not kept.cache, "and more rows have not"
     with torch.no_grad():
@@ -304,11 +304,11 @@ def test_captured_forwards_are_kept_until_the_model_changes():
     assert torch.equal(output, changed) and after.cache is kept.cache, "inference mode captures and replays the same"
 
 
-@pytest.mark.parametrize("worth_recording", [8, 64])
-def test_rows_leave_by_halves_and_captures_stay(monkeypatch, worth_recording):
-    """Forwards of rows that have ended, of what is left of the batch (where it may go on long enough), and of a whole
+@pytest.mark.parametrize("min_tokens", [8, 64])
+def test_sequences_leave_by_halves_and_captures_stay(monkeypatch, min_tokens):
+    """Forwards of sequences that have ended, of the rest of the batch where it may go on long enough, and of a whole
     batch again."""
-    monkeypatch.setattr(loop, "WORTH_RECORDING", worth_recording)
+    monkeypatch.setattr(loop, "MIN_TOKENS_TO_CAPTURE", min_tokens)
     model, ids = enable_speculation(tiny_model("llama", eos_token_id=None)), torch.randint(3, 128, (5, 9))
     longest = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)
     ends = [longest[row, 9 + 7 * row + 3].item() for row in range(5)]
@@ -324,5 +324,5 @@ def test_rows_leave_by_halves_and_captures_stay(monkeypatch, worth_recording):
             for row, right in zip(output, alone):
                 assert torch.equal(row[: len(right)], right) and (row[len(right) :] == 0).all()
             assert not (again and made and lookup is None), "everything was captured in the first call"
-    rows = {rows for rows, _ in model_state.latest(model).kept[-1].captured._tapes}
-    assert rows == ({5, 1} if worth_recording == 64 else {5, 2, 1}), "one row was captured before"
+    rows = {rows for rows, _ in model_state.latest(model).pool.entries[-1].captured._captures}
+    assert rows == ({5, 1} if min_tokens == 64 else {5, 2, 1}), "one row was captured before"

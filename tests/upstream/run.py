@@ -1,24 +1,23 @@
 """Runs transformers' own tests with and without hf_efficient, and reports what differs.
 
-The tests come with transformers' repository, not with its wheel. Take the commit or tag nearest to the installed release (any
-clone of the repository serves) and unpack its tests outside this one:
+The tests come with transformers' repository, not with its wheel. Take the commit or tag nearest to the installed
+release (any clone of the repository serves) and unpack its tests outside this one:
 
-    mkdir /tmp/upstream
-    git -C transformers archive <tag> tests conftest.py pyproject.toml | tar x -C /tmp/upstream
-    .venv/bin/pip install parameterized timeout_decorator sentencepiece datasets httpx requests scipy
-    .venv/bin/python tests/upstream/run.py /tmp/upstream --modes import forced twins --targets llama gpt2 generation
+    mkdir /tmp/upstream git -C transformers archive <tag> tests conftest.py pyproject.toml | tar x -C /tmp/upstream
+    .venv/bin/pip install parameterized timeout_decorator sentencepiece datasets httpx requests scipy .venv/bin/python
+    tests/upstream/run.py /tmp/upstream --modes import forced twins --targets llama gpt2 generation
 
 Modes:
     import: `import hf_efficient` comes first, and nothing else changes.
-    forced: models generate with this package's loop and attend with "flash_paged", wherever they can and a test does not say
-        otherwise. A difference is run again with the loop alone ("loop") and the attention alone ("attention").
+    forced: models generate with this package's loop and attend with "flash_paged", wherever they can and a test does
+        not say otherwise. A difference is run again with the loop alone ("loop") and the attention alone ("attention").
     twins: every `generate()` is repeated on copies: see `upstream_twins`.
 
-A test counts as different when its outcome with the mode is another than without hf_efficient, twice, each time in a process of
-its own. `refusals.py` lists the error messages that are documented refusals; a test that fails with one is "refused".
-Targets are folders of `tests/models` (their `test_modeling_*.py`), "generation" and "cache". `<output>/report.md` has the counts
-and every difference, `<output>/<mode>/<target>.jsonl` what the tests recorded. Records of the runs without hf_efficient are
-kept and used again. The exit status is 1 when anything differs.
+A test counts as different when its outcome with the mode is another than without hf_efficient, twice, each time in a
+process of its own. `refusals.py` lists the error messages that are documented refusals; a test that fails with one is
+"refused". Targets are folders of `tests/models` (their `test_modeling_*.py`), "generation" and "cache".
+`<output>/report.md` has the counts and every difference, `<output>/<mode>/<target>.jsonl` what the tests recorded.
+Records of the runs without hf_efficient are kept and used again. The exit status is 1 when anything differs.
 """
 
 import argparse
@@ -105,7 +104,7 @@ class Comparison:
         }
 
     def _confirmed(self, suspects: list[str], plain: dict | None, records: "Records") -> dict:
-        """Those of `suspects` that differ once more, each with its outcomes, the mode's part at fault and its message."""
+        """The `suspects` that differ once more, each with its outcomes, the mode's part at fault and its message."""
         again = Records(self._run("plain", suspects, name="again"))
         once_more = Records(self._run(self.mode, suspects, name="again"))
         parts = PARTS if self.mode == "forced" else ()
@@ -123,7 +122,7 @@ class Comparison:
         return different
 
     def _run(self, mode: str, tests, keep: bool = False, name: str = "") -> pathlib.Path:
-        """The file of what a process in `mode` recorded. A process that a test ends is started again without that test."""
+        """The file that a process in `mode` wrote. A process that a test ends is started again without that test."""
         path = (self.options.output / mode / f"{self.target}{name and '.' + name}.jsonl").resolve()
         if keep and path.exists():
             return path
@@ -196,7 +195,8 @@ class Records:
         self.calls = len({(entry["call"], entry["test"]) for entry in self.entries})
 
     def twins(self) -> dict:
-        """Counts by result and of calls that this package's loop answered ("loop"), and by message with the tests: "refused", "undocumented", "tie", "not asked" and "different"."""
+        """Counts by result and of calls that this package's loop answered ("loop"), and by message with the tests:
+        "refused", "undocumented", "tie", "not asked" and "different"."""
         result = {"counts": {}, "refused": {}, "undocumented": {}, "tie": {}, "not asked": {}, "different": []}
         for entry in self.entries:
             kind = entry["result"]

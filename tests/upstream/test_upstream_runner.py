@@ -63,7 +63,7 @@ def records(monkeypatch):
 
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(GenerationMixin, "generate", GenerationMixin.generate)
-    monkeypatch.setattr(decode, "_decode", decode._decode)
+    monkeypatch.setattr(decode, "run", decode.run)
     monkeypatch.setattr(captured_forward, "EAGER_FORWARDS", captured_forward.EAGER_FORWARDS)
     entries = []
     importlib.import_module("upstream_twins").install(entries.append)
@@ -83,7 +83,7 @@ class Favours(LogitsProcessor):
         return Favours(self.token + 1)
 
 
-@pytest.mark.own_loop
+@pytest.mark.native_loop
 def test_equal_twins(records):
     model, prompt = tiny_model("llama"), torch.tensor([[5, 6, 7, 5, 6], [0, 0, 8, 9, 8]])
     state = torch.get_rng_state()

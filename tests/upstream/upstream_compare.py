@@ -22,9 +22,9 @@ class Difference(Exception):
 
 
 def compare(expected, actual, exact: bool, name: str, mask=None) -> None:
-    """Raises Difference. expected, actual: what `generate()` gave, a tensor or a `ModelOutput`; exact: tokens are equal, not
-    only their shape; mask: [rows, columns] of the prompt, or None: keys and values of padding are not compared, for this
-    package's loop leaves zeros there (`hf_efficient.generation.served.as_transformers`)."""
+    """Raises Difference. expected, actual: what `generate()` gave, a tensor or a `ModelOutput`; exact: tokens are
+    equal, not only their shape; mask: [rows, columns] of the prompt, or None: keys and values of padding are not
+    compared, for this package's loop leaves zeros there (`hf_efficient.generation.output.as_transformers`)."""
     if isinstance(expected, ModelOutput) != isinstance(actual, ModelOutput):
         raise Difference(f"type {type(actual).__name__} instead of {type(expected).__name__}")
     if not isinstance(expected, ModelOutput):
@@ -99,7 +99,7 @@ def _compare_caches(expected, actual, name, mask) -> None:
         raise Difference("past_key_values: None")
     if expected.get_seq_length() != actual.get_seq_length():
         raise Difference(f"past_key_values: {actual.get_seq_length()} tokens instead of {expected.get_seq_length()}")
-    if not name.startswith("own loop") or not hasattr(expected, "layers"):
+    if not name.startswith("native loop") or not hasattr(expected, "layers"):
         return
     if type(expected) is not type(actual):
         raise Difference(f"past_key_values: {type(actual).__name__} instead of {type(expected).__name__}")

@@ -1,13 +1,14 @@
-"""A pytest plugin for transformers' own tests: it notes the outcome of every test, and in its modes changes what they run on.
+"""A pytest plugin for transformers' own tests: it notes the outcome of every test, and in its modes changes what they
+run on.
 
 Environment:
     UPSTREAM_MODE: "plain" (without hf_efficient), "import", "loop", "attention", "forced" (both of these) or "twins".
-    UPSTREAM_RECORD: the file to which one JSON object a line is appended: {"start": id}, {"test": id, "when", "outcome",
-        "message"} and, in the mode "twins", {"call": id, ...} as `upstream_twins` says.
+    UPSTREAM_RECORD: the file to which one JSON object a line is appended: {"start": id}, {"test": id, "when",
+        "outcome", "message"} and, in the mode "twins", {"call": id, ...} as `upstream_twins` says.
     UPSTREAM_TESTS: the folder that holds transformers' `tests`.
 
-Every test starts from the same random state, so that two runs of it compare. What the tests import from transformers and
-the installed release lacks is replaced by something that skips the test that uses it.
+Every test starts from the same random state, so that two runs of it compare. What the tests import from transformers
+and the installed release lacks is replaced by something that skips the test that uses it.
 """
 
 import os

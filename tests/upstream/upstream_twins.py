@@ -1,13 +1,13 @@
 """Every `generate()` of transformers' tests, repeated in the ways this package answers it.
 
-A twin gets copies of the model, the inputs and the random state as they were before the call, and runs after it; the test goes
-on with what transformers gave and with transformers' random state. Each twin is recorded as {"call": number, "test", "model",
-"decoding", "mask", "twin", "loop", "result", "message"}, where loop says whether this package's loop ran and result is "equal",
-"tie", "refused", "not asked" or "different".
+A twin gets copies of the model, the inputs and the random state as they were before the call, and runs after it; the
+test goes on with what transformers gave and with transformers' random state. Each twin is recorded as {"call": number,
+"test", "model", "decoding", "mask", "twin", "loop", "result", "message"}, where loop says whether this package's loop
+ran and result is "equal", "tie", "refused", "not asked" or "different".
 
-Most of these tests pass masks that have their zeros at the right or in the middle, and hardly any pads at the left, as users
-do. A call with such a mask ("holes") is followed by one with as many zeros in each row, all at the left ("moved left"), which
-transformers answers too, on a copy.
+Most of these tests pass masks that have their zeros at the right or in the middle, and hardly any pads at the left, as
+users do. A call with such a mask ("holes") is followed by one with as many zeros in each row, all at the left ("moved
+left"), which transformers answers too, on a copy.
 """
 
 import copy
@@ -27,7 +27,7 @@ from upstream_compare import Difference, compare, compare_models, is_tie
 
 import hf_efficient
 from hf_efficient import PagedCache, enable_speculation
-from hf_efficient.generation import decode as speculative
+from hf_efficient.generation import decode
 from hf_efficient.generation.replay import captured_forward
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
@@ -53,11 +53,11 @@ class NotAsked(Exception):
 
 
 def install(record) -> None:
-    """Wraps `GenerationMixin.generate`; record: called with each entry. Forwards are captured at their first run, for these
-    tests generate few tokens."""
+    """Wraps `GenerationMixin.generate`; record: called with each entry. Forwards are captured at their first run, for
+    these tests generate few tokens."""
     captured_forward.EAGER_FORWARDS = 0
     original, state, counter = GenerationMixin.generate, threading.local(), iter(range(10**9))
-    speculative._decode = _noting(speculative._decode)
+    decode.run = _noting(decode.run)
 
     @functools.wraps(original)
     def generate(self, *args, **kwargs):
@@ -186,7 +186,7 @@ class Call:
         return "equal", ""
 
 
-def own_loop(model, arguments):
+def native_loop(model, arguments):
     enable_speculation(model)
 
 
@@ -216,12 +216,12 @@ def self_draft(model, arguments):
 
 
 TWINS = {
-    "own loop": own_loop,
+    "native loop": native_loop,
     "PagedCache": paged,
     "PagedCache, flash_paged": paged_flash,
     "lookup": lookup,
     "self-draft": self_draft,
-    "own loop again": own_loop,
+    "native loop again": native_loop,
 }
 FREE = ("lookup", "self-draft")  # equal in distribution when sampling
 
@@ -276,8 +276,8 @@ def mask_of(mask) -> str:
 
 
 def copied(value, memo):
-    """A copy of an argument that shares no memory with it, except models (those in `memo` by theirs) and streamers, which
-    become None: a twin would stream twice."""
+    """A copy of an argument that shares no memory with it, except models (those in `memo` by theirs) and streamers,
+    which become None: a twin would stream twice."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, torch.nn.Module):

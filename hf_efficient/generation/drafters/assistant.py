@@ -4,41 +4,41 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation import model_state
-from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
-from hf_efficient.generation.drafters.draft_heads import best_first
-from hf_efficient.generation.left_padding import is_left_padded
+from hf_efficient.generation.drafters.base import Drafter
+from hf_efficient.generation.drafters.draft_model import check_draft, check_tree, draft_settings, first_difference
 from hf_efficient.generation.ragged_model import RaggedModel
-from hf_efficient.generation.replay import pool
-from hf_efficient.generation.sequences import Sequences
-from hf_efficient.generation.speculation.token_tree import ancestors
-from hf_efficient.generation.speculation.verification import largest
+from hf_efficient.generation.replay.pool import PoolEntry, ReplayPool
+from hf_efficient.generation.sequences import Sequences, is_left_padded
+from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
+from hf_efficient.generation.speculation.sampling import argmax
+from hf_efficient.generation.speculation.token_tree import ancestors, best_first
 
 
-_BEAM = 4  # nodes of a tree continued at each depth
-UNKNOWN = 2**31  # max_new_tokens of a draft that counts in other tokens
+_BEAM = 4  # nodes of a tree that are continued at each depth
 _BRANCHES = 4  # children of a node that are considered
+UNLIMITED = 2**31  # max_new_tokens of a draft with another tokenizer: the target's tokens say nothing about its own
 
 
 class AssistantDrafter(Drafter):
     """Lets `model` continue every row, over a `PagedCache` of its own. In a sampled run it draws its drafts.
 
-    It drafts `model.generation_config.num_assistant_tokens` tokens (20 when unset), and a row stops early after a token
-    the draft itself gave less than `assistant_confidence_threshold` probability (0.4 when unset, 0 never stops): the
-    two settings transformers' own assisted generation reads.
+    As in transformers' assisted generation, `model.generation_config` says how far: `num_assistant_tokens` (20 when
+    unset) tokens, fewer after a token that the draft itself gives less probability than
+    `assistant_confidence_threshold` (0.4 when unset; 0 never stops).
 
     Args:
         model: a decoder-only causal LM with the target's tokenizer.
-        tokenizers: the target's and the draft's, both needed where the vocabulary sizes in the configs differ (padded
-            embeddings); their vocabularies must be equal.
-        tree: propose a tree of up to so many tokens, 1 to 63, instead of one continuation, and draw none: at each depth the 4
-            most probable nodes are continued, and the most probable of all are proposed (Li et al. 2024, "EAGLE-2"). Still
-            one continuation where logits processors read the ids, or the draft's attention takes no trees (`RaggedModel`).
+        tokenizers: the target's and the draft's, with equal vocabularies; needed where the vocabulary sizes in the
+            configs differ (padded embeddings).
+        tree: propose a tree of up to so many tokens, 1 to 63, and draw none: at each depth the 4 most probable nodes
+            are continued, and the most probable of all are proposed (Li et al. 2024, "EAGLE-2"). One continuation is
+            proposed where logits processors read the ids, or the draft's attention takes no trees; None: always.
+
+    Raises TypeError for what is no transformers model, ValueError for another `tree`.
     """
 
     draws = True
-
     tree: int | None = None
 
     def __init__(self, model, tokenizers=(None, None), tree: int | None = None):
@@ -50,7 +50,7 @@ class AssistantDrafter(Drafter):
         self.max_tokens, self.threshold = draft_settings(model)
 
     def check(self, model) -> None:
-        RaggedModel.check(self.model, 1, "assistant_model")
+        check_draft(self.model)
         target, draft = (m.config.get_text_config(decoder=True).vocab_size for m in (model, self.model))
         if all(tokenizer is not None for tokenizer in self.tokenizers):
             if difference := first_difference(*self.tokenizers):
@@ -72,21 +72,23 @@ class AssistantDrafter(Drafter):
         prompts = sequences.tokens[sequences.live, : sequences.prompt_length]
         mask = None if sequences.prompt_mask is None else sequences.prompt_mask[sequences.live]
         self._read_prompts(prompts, mask, sequences.max_length - sequences.prompt_length)
-        self.cached = [0] * len(prompts)  # generated tokens of each row that the draft's cache holds
+        self.cached = [0] * len(prompts)  # generated tokens of each sequence in the draft's cache
 
     def _read_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None, max_new_tokens: int) -> None:
-        """prompts int64 [rows, columns], and their mask or None, go into a new cache of the draft."""
-        RaggedModel.check(self.model, len(prompts), "assistant_model")
+        """Runs `prompts` int64 [rows, columns], with their mask or None, over a cache of the draft's own."""
+        check_draft(self.model, len(prompts))
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         last = limit and limit - 1
-        tokens = None if max_new_tokens == UNKNOWN else prompts.shape[1] + max_new_tokens + MAX_NODES + 1
-        kwargs = {"attention_mask": mask, "position_ids": None}
-        if is_left_padded(prompts, kwargs):
-            kept = self._take(len(prompts), tokens)
+        tokens = None if max_new_tokens == UNLIMITED else prompts.shape[1] + max_new_tokens + MAX_NODES + 1
+        if is_left_padded(prompts, {"attention_mask": mask}):
+            self._pool, is_reusable = self._replay_pool()
+            entry = self._pool.take(self.model.config, len(prompts), tokens, is_reusable=is_reusable)
         else:
-            kept = pool.PoolEntry.of(PagedCache(self.model.config))
-        self._borrowed = kept
-        self.runner = RaggedModel(self.model, kept.cache, max_new_tokens, last, None, kept.captured, kept.is_capturable)
+            self._pool, entry = None, PoolEntry.growing(self.model.config)
+        self._entry = entry
+        self.runner = RaggedModel(
+            self.model, entry.cache, max_new_tokens, last, None, entry.captured, entry.is_capturable
+        )
         prompts = prompts.to(self.model.device)
         mask = None if mask is None else mask.to(self.model.device)
         ones = torch.ones_like(prompts) if mask is None else mask.long()
@@ -95,8 +97,9 @@ class AssistantDrafter(Drafter):
             kwargs["logits_to_keep"] = 1
         self.runner.prefill(prompts, self.sequences.generation_config, kwargs)
 
-    def _take(self, rows: int, tokens: int | None) -> pool.PoolEntry:
-        return pool.take(self.model, rows, tokens, None, model_state.current(self.model))
+    def _replay_pool(self) -> tuple[ReplayPool, bool]:
+        """The pool of the draft's captured forwards, and whether later calls can replay them."""
+        return model_state.current(self.model).pool, True
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         width = min(self.max_tokens, max(limits), nodes)
@@ -105,14 +108,14 @@ class AssistantDrafter(Drafter):
         sequences, device = self.sequences, self.model.device
         do_sample = self.draws and sequences.generation_config.do_sample
         done = [length - sequences.prompt_length for length in sequences.lengths]
-        # All rows feed equally many tokens the draft has not seen; one with fewer repeats some of its last.
+        # All sequences feed equally many tokens that the draft has not read; one with fewer repeats its last ones.
         pending = max(total - cached for total, cached in zip(done, self.cached))
-        first = [max(total - pending, 0) for total in done]  # a row that has ended may stay, and be shorter
+        first = [max(total - pending, 0) for total in done]  # a finished sequence may stay, and be shorter
         self.runner.rewind(first)
         fed = sequences.last(pending).to(device)
         limit = torch.tensor(limits, device=sequences.device)
         confident = torch.ones_like(limit, dtype=torch.bool)
-        counts, tokens, chances, distributions = torch.zeros_like(limit), [], [], []
+        counts, tokens, confidences, distributions = torch.zeros_like(limit), [], [], []
         for step in range(width):
             scores = self._scores(fed, first, step)[:, 0]
             if pending > min(done):
@@ -125,28 +128,28 @@ class AssistantDrafter(Drafter):
                 token = torch.multinomial(distribution, 1)
                 distributions.append(distribution)
             else:
-                token = largest(scores)[:, None]
+                token = argmax(scores)[:, None]
             tokens.append(token)
-            chances.append((scores.gather(1, token)[:, 0] - scores.logsumexp(-1)).exp())
+            confidences.append((scores.gather(1, token)[:, 0] - scores.logsumexp(-1)).exp())
             counts += confident & (limit > step)
             first = [total + step for total in done]
             fed = token.to(device)
             if step + 1 == width:
                 break
             if self.threshold > 0:
-                confident &= (chances[-1] >= self.threshold) & (limit > step + 1)
+                confident &= (confidences[-1] >= self.threshold) & (limit > step + 1)
                 if not confident.any():
                     break
             if sequences.processors_read_ids:
                 sequences.write(token, offset=step)
         self.cached = [total + len(tokens) - 1 for total in done]
         probabilities = torch.stack(distributions, 1) if do_sample else None
-        confidence = torch.stack(chances, 1).cumprod(1) if self.tree else None
+        confidence = torch.stack(confidences, 1).cumprod(1) if self.tree else None
         return Proposal(torch.cat(tokens, 1), counts, probabilities, confidence=confidence)
 
     def _scores(self, fed: torch.Tensor, first: list[int], offset: int, keep: int = 1, tree=None) -> torch.Tensor:
-        """Processed scores [rows, keep, target vocabulary] after the last `keep` columns of `fed` (as in `RaggedModel`), the
-        `offset`-th after each row's last token."""
+        """Scores after the logits processors, [rows, keep, target vocabulary], of what follows the last `keep` columns
+        of `fed`, which stand `offset` positions behind each sequence's last token. Else as in `RaggedModel`."""
         logits = self.runner(fed, first, keep=keep, tree=tree)[..., : self.vocabulary].to(self.sequences.device)
         if logits.shape[-1] < self.vocabulary:
             missing = self.vocabulary - logits.shape[-1]
@@ -154,16 +157,18 @@ class AssistantDrafter(Drafter):
         return self.sequences.process(logits, offset)
 
     def _grow(self, scores: torch.Tensor, done: list[int], limits: list[int], nodes: int) -> Proposal | None:
-        """A tree from the scores [rows, vocabulary] after each row's last token, which the cache holds, then as now. Each
-        depth is one forward of all that is continued, and of the row's last token."""
+        """A tree, from the scores [rows, vocabulary] of each sequence's next token. Each depth is one forward of the
+        sequence's last token and all nodes that are continued. The cache ends as it was."""
         rows, device = len(done), scores.device
         branches, first = min(_BRANCHES, scores.shape[-1]), [total - 1 for total in done]
-        chances, likely = scores.softmax(-1)[:, None], scores.new_ones(rows, 1)
-        above = at = torch.full((rows, 1), -1, device=device)  # what is continued: numbers as candidates, and as read
-        fed, read = self.sequences.last(1), above[:, :0]
+        # of the nodes that are continued: distribution of the next token, probability of the path, index among the
+        # candidates (`above`) and among the tokens of the forward (`at`)
+        following, likely = scores.softmax(-1)[:, None], scores.new_ones(rows, 1)
+        above = at = torch.full((rows, 1), -1, device=device)
+        fed, read = self.sequences.last(1), above[:, :0]  # the tokens of the forward, and their parents among them
         tokens, confidence, parents, depths = [], [], [], []
         for depth in range(1, min(self.max_tokens, max(limits)) + 1):
-            best, choice = chances.topk(branches, -1)
+            best, choice = following.topk(branches, -1)
             numbered = len(depths)
             tokens.append(choice.flatten(1))
             confidence.append((best * likely[..., None]).flatten(1))
@@ -177,51 +182,24 @@ class AssistantDrafter(Drafter):
             read = torch.cat([read, at.gather(1, chosen // branches)], 1)
             at = torch.arange(read.shape[1] - chosen.shape[1], read.shape[1], device=device).expand_as(chosen)
             self.runner.rewind(first)
-            here = fed.to(self.model.device)
-            chances = self._scores(here, first, depth, chosen.shape[1], ancestors(read)).softmax(-1)
+            on_device = fed.to(self.model.device)
+            following = self._scores(on_device, first, depth, chosen.shape[1], ancestors(read)).softmax(-1)
         self.runner.rewind(done)
         candidates = (torch.cat(part, 1).cpu().numpy() for part in (tokens, confidence, parents))
         return best_first(*candidates, np.array(depths), limits, nodes, self.sequences.device)
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         totals = [length - self.sequences.prompt_length for length in self.sequences.lengths]
-        # the last token of a row is the target's own and was never fed
+        # the last token of a sequence is the target's own, which the draft has not read
         self.cached = [min(cached, total - 1) for cached, total in zip(self.cached, totals)]
-        self._end_with_the_rows()
+        self._release_if_finished()
 
-    def _end_with_the_rows(self) -> None:
+    def _release_if_finished(self) -> None:
         if not any(map(self.sequences.unfinished, self.sequences.live)):
-            pool.give_back(self._borrowed, self.runner.captured)
-            self.runner = self.sequences = self._borrowed = None  # the drafter may stay, its cache need not
+            if self._pool is not None:
+                self._pool.put(self._entry, self.runner.captured)
+            self.runner = self.sequences = self._entry = self._pool = None  # the drafter outlives the call
 
     def select(self, rows: list[int]) -> None:
         self.cached = [self.cached[row] for row in rows]
         self.runner.select(rows)
-
-
-def check_tree(tree: int | None) -> None:
-    if tree is not None and (type(tree) is not int or not 1 <= tree <= MAX_NODES):
-        raise ValueError(f"tree={tree!r}: must be an integer from 1 to {MAX_NODES}, or None")
-
-
-def draft_settings(model, max_tokens: int = 20) -> tuple[int, float]:
-    """How many tokens `model` drafts at most, and below which probability of a token a row stops: what its
-    `generation_config` says, or `max_tokens`, and what transformers has by default."""
-    given = model.generation_config
-    tokens, threshold = given.num_assistant_tokens, given.assistant_confidence_threshold
-    tokens = max_tokens if tokens is None else int(tokens)
-    if tokens < 1:
-        raise ValueError(f"num_assistant_tokens={tokens} in the assistant's generation_config: expected at least 1")
-    default = given._get_default_generation_params()["assistant_confidence_threshold"]
-    return tokens, default if threshold is None else threshold
-
-
-def first_difference(target, assistant) -> str | None:
-    """In which token, the smallest by id, two tokenizers differ, as text; None when they have the same tokens."""
-    ours, theirs = target.get_vocab(), assistant.get_vocab()
-    if ours == theirs:
-        return None
-    tokens = [{index: token for token, index in vocabulary.items()} for vocabulary in (ours, theirs)]
-    index = min(i for i in tokens[0].keys() | tokens[1].keys() if tokens[0].get(i) != tokens[1].get(i))
-    named = [f"{part[index]!r}" if index in part else "no token" for part in tokens]
-    return f"token {index} is {named[0]} for the target ({len(ours)} tokens) and {named[1]} for the assistant ({len(theirs)})"

@@ -1,22 +1,23 @@
-"""The likeliest guesses of several drafters, in one tree."""
+"""The most probable guesses of several drafters, in one tree."""
 
 import torch
 
-from hf_efficient.generation.drafters.base import Drafter, Proposal
-from hf_efficient.generation.drafters.row_trees import RowTree, proposal_of, trees_of
+from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.sequences import Sequences
+from hf_efficient.generation.speculation.proposal import Proposal
+from hf_efficient.generation.speculation.token_tree import RowTree, proposal_of, trees_of
 
 
-_FLOOR = 0.01  # less probable guesses are left out: merging them costs more than they bring
+_MIN_CONFIDENCE = 0.01  # less probable guesses are left out: merging them takes more time than they save
 
 
 class BestOf(Drafter):
-    """Lets every drafter propose and merges the proposals of a row into one tree, the most probable nodes first: what two
-    drafters say is one node. `BestOf(PromptLookup(), TokenRecycling())` copies where there is something to copy and knows
-    common continuations elsewhere, as Hu et al. 2024, "SAM Decoding", fall back on another drafter when the match is short.
+    """Merges the proposals of several drafters into one tree, the most probable nodes first; a token that two drafters
+    propose is one node. `BestOf(PromptLookup(), TokenRecycling())` copies where there is something to copy and knows
+    common continuations elsewhere (Hu et al. 2024, "SAM Decoding", fall back so when the match is short).
 
-    A token that a drafter gives probability b after some node has a + (1 - s) b, where the drafters before it give that
-    token a, and all tokens they name there s: a later drafter speaks for what the earlier ones leave open.
+    Say a drafter gives a token probability b after some node, the drafters before it give that token a, and all the
+    tokens they propose there s. Then the token's probability is a + (1 - s) b: a later drafter gets what is left.
 
     Args:
         drafters: at least two, the most trustworthy first; they must say how sure they are (`Proposal.confidence`).
@@ -80,28 +81,26 @@ class BestOf(Drafter):
 def _merge(trees: tuple[RowTree, ...], nodes: int) -> RowTree:
     """The `nodes` most probable nodes of all trees."""
     found: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-    named: dict[int, float] = {}  # node -> what its children have together
-    tokens, parents, chances = [], [], []  # chances: once the parent is kept
+    total: dict[int, float] = {}  # node -> the sum of its children's probabilities
+    tokens, parents, chances = [], [], []  # chances: probability, given that the parent is accepted
     for tree in trees:
-        places, before = {-1: -1}, dict(named)
+        merged, before = {-1: -1}, dict(total)  # merged: node of this tree -> node of the merged tree
         for node, (token, parent, confidence) in enumerate(zip(*tree)):
-            if confidence < _FLOOR:  # and so are its children
+            if confidence < _MIN_CONFIDENCE:  # and so are its children
                 continue
-            above = places[parent]
+            above = merged[parent]
             chance = confidence if parent < 0 else min(confidence / tree.confidence[parent], 1.0)
             chance *= 1 - before.get(above, 0.0)
-            place = places[node] = found.setdefault((above, token), len(tokens))
-            if place == len(tokens):
+            index = merged[node] = found.setdefault((above, token), len(tokens))
+            if index == len(tokens):
                 tokens.append(token)
                 parents.append(above)
                 chances.append(0.0)
-            chances[place] += chance
-            named[above] = named.get(above, 0.0) + chance
-    for place, above in enumerate(parents):
+            chances[index] += chance
+            total[above] = total.get(above, 0.0) + chance
+    for index, above in enumerate(parents):
         if above >= 0:
-            chances[place] = min(chances[place], 1.0) * chances[above]
+            chances[index] = min(chances[index], 1.0) * chances[above]
     order = sorted(range(len(tokens)), key=chances.__getitem__, reverse=True)[:nodes]
-    at = {-1: -1} | {place: node for node, place in enumerate(order)}
-    return RowTree(
-        [tokens[place] for place in order], [at[parents[place]] for place in order], [chances[place] for place in order]
-    )
+    new = {-1: -1} | {old: node for node, old in enumerate(order)}
+    return RowTree([tokens[i] for i in order], [new[parents[i]] for i in order], [chances[i] for i in order])

@@ -1,8 +1,7 @@
-"""Draft heads: small modules that read the target's hidden states, share its embeddings, and are saved as an adapter."""
+"""Draft heads: small modules that read the target's hidden states and share its embeddings, saved as an adapter."""
 
 import importlib
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -10,7 +9,7 @@ from transformers.utils import PushToHubMixin, cached_file
 
 from hf_efficient import adapter_files
 from hf_efficient.cache.bookkeeping.model_key import version_of
-from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
+from hf_efficient.generation.drafters.base import Drafter
 
 
 NAME = "draft_heads"
@@ -20,21 +19,21 @@ KINDS = {"medusa": "MedusaHeads", "eagle": "EagleHead"}
 
 class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
     """What `MedusaHeads` and `EagleHead` share. They guess from a part of the target's vocabulary, the `draft_tokens`
-    (Zhao et al. 2025, "FR-Spec"): rows of the target's own output head, so nothing of it is stored.
+    (Zhao et al. 2025, "FR-Spec"), by the rows of the target's own output head: nothing of the target is stored.
 
     `from_pretrained(folder_or_repo)` loads either kind, `save_pretrained(folder)` writes `draft_heads.json` and
     `draft_heads.safetensors`, `push_to_hub(repo)` publishes them.
 
     Args:
-        target: `name`, `model_type`, `hidden_size`, `vocab_size` and `num_hidden_layers` of the model they belong to.
+        target: `name`, `model_type`, `hidden_size`, `vocab_size` and `num_hidden_layers` of their model.
         draft_tokens: how many tokens they guess from.
         max_tokens: how many tokens deep they guess at most, >= 1.
-        shape: further integers that the sizes of the weights follow from.
+        shape: further integers that determine the sizes of the weights.
 
     Attributes:
-        nodes: tokens guessed at most a step and row, 1 to 63; may be set any time.
-        temperatures: one a depth; softmax(logits / temperature) is how often a guess there is right (measured).
-        accuracies: one list a depth: how often the r-th likeliest guess was right, on text not trained on.
+        nodes: tokens guessed at most a step and sequence, 1 to 63; may be set any time.
+        temperatures: one a depth: softmax(logits / temperature) is the measured probability that a guess is right.
+        accuracies: one list a depth: how often the r-th most probable guess was right, on text not trained on.
     """
 
     kind: str
@@ -48,19 +47,19 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         self.accuracies = [[1.0 / draft_tokens]] * max_tokens
         self.register_buffer("draft_tokens", torch.arange(draft_tokens))
         self._bound, self._weights = None, None
-        self._recorded = {}  # what subclasses recorded of these weights and the target's
+        self._captures = {}  # of subclasses' forwards over these weights and the target's
 
     @staticmethod
     def layers_read(num_hidden_layers: int) -> tuple[int, ...]:
-        """The decoder layers (from 0) after which heads may look into the target, besides at its end: what training records."""
+        """The decoder layers (from 0) whose outputs heads may read besides the last: those that training stores."""
         return tuple(sorted({max(0, num_hidden_layers * fifths // 5 - 1) for fifths in (2, 4)}))
 
     @staticmethod
     def describe(model) -> dict:
-        """What is kept about a target: the argument `target`."""
+        """What is stored of a target: the argument `target`."""
         config = model.config.get_text_config(decoder=True)
         names = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
-        return {"name": model.config._name_or_path, **{name: getattr(config, name) for name in names}}
+        return {"name": model.config.name_or_path, **{name: getattr(config, name) for name in names}}
 
     @classmethod
     def for_model(cls, model, draft_tokens: int) -> "DraftHeads":
@@ -72,35 +71,36 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         return self.max_tokens
 
     def fit(self, examples) -> None:  # noqa: B027
-        """A better start than random weights, from tokens int64 [length + 1] and hidden [length, hidden_size * (1 + layers)]
-        of texts."""
+        """Replaces random weights by a fit. examples: pairs of tokens int64 [length + 1] and hidden states
+        [length, hidden_size * (1 + layers)] of texts."""
 
     def check(self, model) -> None:
         ours = self.describe(model)
         for field, value in ours.items():
             if field != "name" and value != self.target[field]:
                 raise ValueError(
-                    f"the draft heads were made for {self.target['name'] or 'a model'} with {field}={self.target[field]}, "
-                    f"{type(model).__name__} has {field}={value}: heads draft for the model they were trained on"
+                    f"the draft heads were made for {self.target['name'] or 'a model'} with "
+                    f"{field}={self.target[field]}, {type(model).__name__} has {field}={value}: heads draft for the "
+                    "model they were trained on"
                 )
         width = model.get_input_embeddings().weight.shape[-1]
         if width != ours["hidden_size"]:
             raise ValueError(
-                f"{type(model).__name__} embeds tokens in {width} dimensions and has hidden_size={ours['hidden_size']}: "
-                "draft heads need them to be equal"
+                f"{type(model).__name__} embeds tokens in {width} dimensions and has "
+                f"hidden_size={ours['hidden_size']}: draft heads need them to be equal"
             )
         self.to(model.dtype)
         self.bind(model)
 
     def bind(self, model) -> None:
-        """Moves to the device of `model` and reads its embeddings and output head from now on."""
+        """Moves to the device of `model`, whose embeddings and output head are read from now on."""
         self.to(model.device)
         embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
         modules = (self, embeddings, output)
         weights = [version_of(x) for module in modules for x in (*module.parameters(), *module.buffers())]
         if self._weights != weights:
-            self._weights, self._recorded = weights, {}
-            # a tuple, so that the target's modules do not become parts of this one
+            self._weights, self._captures = weights, {}
+            # a tuple, as an attribute would make the target's modules parts of this one
             self._bound = (embeddings, _rows_of(output, self.draft_tokens, self.target, model))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         )
 
     def save_pretrained(self, save_directory, **_) -> None:
-        """Writes the two files, each beside and renamed."""
+        """Writes the two files atomically."""
         config = {
             "kind": self.kind,
             "target": self.target,
@@ -148,33 +148,11 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         return heads.requires_grad_(False).eval()
 
 
-def best_first(
-    tokens: np.ndarray, confidence: np.ndarray, parents: np.ndarray, depths: np.ndarray, limits, nodes: int, device
-) -> Proposal | None:
-    """The `nodes` most probable of the candidates, per row, as a tree whose nodes stand best first, on `device`.
-
-    Args: tokens int64 [rows, candidates]; confidence float [rows, candidates], that of a node at most its parent's;
-    parents int64 [rows, candidates], before their children; depths int64 [candidates], from 1; limits: deepest
-    allowed, a row.
-    """
-    if not any(limits):
-        return None
-    confidence = np.where(depths > np.array(limits)[:, None], np.float32(-1), confidence)
-    row, order = np.arange(len(tokens))[:, None], (-confidence).argsort(1, kind="stable")
-    rank = order.argsort(1)
-    order = order[:, : min(nodes, MAX_NODES)]
-    confidence, above = confidence[row, order], parents[row, order]
-    above = np.where(above < 0, -1, rank[row, above])
-    found = tokens[row, order], (confidence >= 0).sum(1), above, confidence.clip(0)
-    tokens, counts, above, confidence = (torch.from_numpy(values).to(device) for values in found)
-    return Proposal(tokens, counts, None, above, confidence)
-
-
 def _rows_of(output, tokens: torch.Tensor, target: dict, model) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight [tokens, hidden_size] and bias [tokens] of the target's output head at `tokens`."""
     if type(output) is torch.nn.Linear:
         weight, bias = output.weight, output.bias
-    else:  # a compressed head: what it answers to unit vectors
+    else:  # a compressed head: its weight is read off from its outputs for unit vectors
         size = target["hidden_size"]
         zero = torch.zeros(1, size, device=tokens.device, dtype=model.dtype)
         bias = output(zero)[0]
@@ -214,7 +192,7 @@ def _read_config(path) -> dict:
 
 
 def _read_weights(path, expected: dict[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
-    """The tensors of `path` when their names, shapes and dtypes are the expected ones."""
+    """The tensors of `path`. Raises ValueError unless their names, shapes and dtypes are the expected ones."""
     try:
         with safe_open(path, "pt") as file:
             shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}
@@ -224,7 +202,8 @@ def _read_weights(path, expected: dict[str, torch.Tensor], vocab_size: int) -> d
     for name in sorted({*wanted, *shapes}):
         if shapes.get(name) != wanted.get(name):
             raise ValueError(
-                f"{path}: tensor {name!r} has shape {shapes.get(name)}, the configuration beside it says {wanted.get(name)}"
+                f"{path}: tensor {name!r} has shape {shapes.get(name)}, the configuration beside it says "
+                f"{wanted.get(name)}"
             )
     tensors = load_file(path)
     for name, tensor in tensors.items():

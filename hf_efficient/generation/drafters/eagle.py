@@ -4,35 +4,37 @@ import numpy as np
 import torch
 from torch.nn.functional import linear, pad, silu
 
-from hf_efficient.generation.drafters.base import Proposal
-from hf_efficient.generation.drafters.draft_heads import DraftHeads, best_first
+from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.drafters.eagle_cache import EagleCache
+from hf_efficient.generation.speculation.proposal import Proposal
+from hf_efficient.generation.speculation.token_tree import best_first
 
 
 BRANCHES = 8  # children of a node that are considered
-REACHED = 0.2  # a depth is drafted only where it is as probable as that, in some row, that the target gets there
-PREFILL = 2048  # tokens of prompts of all rows read at a time
-FEW = 16  # tokens a row: fewer are filled up to powers of two
+MIN_REACH = 0.2  # a depth is drafted only where some sequence reaches it with at least this probability
+PREFILL_TOKENS = 2048  # of all sequences, read in one forward
+PADDED_WIDTH = 16  # tokens a sequence: up to so many are padded to powers of two, for fewer captures
 TRAINED_DEPTH = 3  # guesses in a row; deeper ones are only measured
-SHALLOW = 0.5  # of the training steps, the first ones, are of one guess alone and take half the time
-MOST_CACHES = 4  # of numbers of rows, which are halved as rows end
+SHALLOW_SHARE = 0.5  # of the training steps, the first ones: they train one guess only and take half the time
+MAX_CACHES = 4  # one for each number of sequences, which is halved as they end
 
 
 class EagleHead(DraftHeads):
-    """Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty". A feature is what the target's
-    output head reads. From the feature that predicted a token, and the token, one decoder layer makes the next feature; the
-    target's own head says what that predicts; and so on from its own features. Where the target's feature is known, so is what
-    two of its inner layers gave, and the layer reads that too (as EAGLE-3 does). It keeps keys and values of every token the
-    target has accepted.
+    """An EAGLE head (Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty").
 
-    Guesses form the dynamic tree of EAGLE-2 (Li et al. 2024): at each depth the `beam` most probable nodes are continued,
-    and of all that were considered the `nodes` most probable ones are proposed.
+    A feature is what the target's output head reads. From a token and the feature that predicted it, one decoder layer
+    makes the next feature, and the target's output head turns that into probabilities of the next token; then the layer
+    continues from its own features. At accepted tokens it reads the target's features with the outputs of two of its
+    inner layers (as in EAGLE-3), and it caches its keys and values of all accepted tokens.
 
-    Args: `num_heads`, `num_key_value_heads`, `head_dim` and `intermediate_size` are those of the layer; the others see
-    `DraftHeads`.
+    Guesses form the dynamic tree of EAGLE-2 (Li et al. 2024): at each depth the `beam` most probable nodes are
+    continued, and the `nodes` most probable of all candidates are proposed.
+
+    Args: `num_heads`, `num_key_value_heads`, `head_dim` and `intermediate_size` are those of the layer; for the others
+    see `DraftHeads`.
 
     Attributes:
-        beam: nodes continued at each depth, >= 1; with `beam = nodes = 1` a step a chain. May be set any time.
+        beam: nodes continued at each depth, >= 1; `beam = nodes = 1` guesses a chain. May be set any time.
     """
 
     kind = "eagle"
@@ -78,11 +80,13 @@ class EagleHead(DraftHeads):
         return cls(cls.describe(model), draft_tokens, heads, key_value_heads, head_dim, intermediate_size)
 
     def trained_depth(self, progress: float) -> int:
-        return 1 if progress < SHALLOW else min(self.max_tokens, TRAINED_DEPTH)
+        return 1 if progress < SHALLOW_SHARE else min(self.max_tokens, TRAINED_DEPTH)
 
     def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """What the layer reads, [..., hidden_size], from tokens' embeddings and the features that predicted them: its own, or the
-        target's with those of inner layers behind them, [..., hidden_size * (1 + layers)]."""
+        """What the layer reads, [..., hidden_size], from embeddings of tokens and the features that predicted them.
+
+        features: its own [..., hidden_size], or the target's with inner layers' [..., hidden_size * (1 + layers)].
+        """
         is_own = features.shape[-1] == embeddings.shape[-1]
         norm, fuse = (self.feature_norm, self.fuse) if is_own else (self.target_norm, self.fuse_target)
         return linear(self._read_by_fuse(embeddings, features, norm), fuse)
@@ -93,15 +97,15 @@ class EagleHead(DraftHeads):
         return torch.cat([_norm(embeddings, self.embedding_norm), *parts], -1)
 
     def turns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [..., head_dim] by which queries and keys at `positions` [...] are turned."""
+        """Cosines and sines [..., head_dim] of the rotary embedding at `positions` [...]."""
         half = self.head_dim // 2
         frequency = 10000.0 ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
         angle = (positions[..., None] * frequency).repeat(*[1] * positions.dim(), 2)
         return angle.cos().to(self.fuse.dtype), angle.sin().to(self.fuse.dtype)
 
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values [rows, heads, columns, head_dim] of x [rows, columns, hidden_size]; cos and sin [...,
-        columns, head_dim] of their positions."""
+        """Queries, keys and values [rows, heads, columns, head_dim] of x [rows, columns, hidden_size]; cos and sin:
+        [..., columns, head_dim] of their positions."""
         mixed = linear(_norm(x, self.attention_norm), self.attention_in)
         mixed = mixed.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
         query, key, value = mixed.split(self.heads, dim=1)
@@ -121,8 +125,8 @@ class EagleHead(DraftHeads):
 
     @torch.no_grad()
     def fit(self, examples) -> None:
-        """Least squares: the next feature, each of its numbers scaled to a mean square of 1, as a linear function of what
-        `fuse` reads. The rest of the layer starts out silent. For heads whose norms have not been trained."""
+        """Least squares: the next feature as a linear function of what `fuse` reads, both scaled to a mean square of 1;
+        attention and MLP start at 0. For heads whose norms have not been trained."""
         size, whole = self.fuse_target.shape
         products = torch.zeros(whole, whole, dtype=torch.float64)
         targets, squares, count = torch.zeros(whole, size, dtype=torch.float64), torch.zeros(size), 0
@@ -138,25 +142,26 @@ class EagleHead(DraftHeads):
         read_scale = (products.diagonal() / max(count, 1)).sqrt().clamp(min=1e-6)
         products.diagonal().mul_(1 + 1e-4)
         self.output_norm.copy_(scale)
-        # what is read is scaled to a mean square of 1 too: steps of one size then suit all weights
+        # what is read is scaled to a mean square of 1, too, so that one learning rate suits all weights
         self.embedding_norm.copy_(1 / read_scale[:size])
         self.target_norm.copy_(1 / read_scale[size:])
         self.feature_norm.copy_(self.target_norm[:size])
         for fuse in (self.fuse, self.fuse_target):
-            read = fuse.shape[1]  # the first so many numbers of it
+            read = fuse.shape[1]  # it reads the first so many numbers
             solution = torch.linalg.solve(products[:read, :read], targets[:read] / scale)  # [read, the next feature]
             fuse.copy_((solution * read_scale[:read, None]).T)
         self.attention_out.zero_()
         self.mlp_out.zero_()
 
     def unroll(self, tokens: torch.Tensor, hidden: torch.Tensor, depth: int):
-        """Guesses at every position of known text, from features that are guesses themselves ("training-time test" of Li et
-        al. 2025, "EAGLE-3"): the d-th yielded tensor (from 0) holds at position i what was guessed for hidden[:, i] after
-        d + 1 guesses in a row, the first of them from the target's own features. Its first d + 1 positions are meaningless.
+        """Guesses at every position of known text, from features that are guesses themselves ("training-time test" of
+        Li et al. 2025, "EAGLE-3").
 
-        Args: tokens int64 [rows, length + 1]; hidden [rows, length, hidden_size * (1 + layers)], hidden[:, i] predicted
-        tokens[:, i + 1].
-        Yields `depth` tensors [rows, length, hidden_size].
+        Args:
+            tokens: int64 [rows, length + 1].
+            hidden: [rows, length, hidden_size * (1 + layers)]; hidden[:, i] predicted tokens[:, i + 1].
+        Yields `depth` tensors [rows, length, hidden_size]. Position i of the d-th (from 0) is the guess for hidden[:,
+        i] after d + 1 guesses in a row, the first from the target's own features. Skip its first d + 1 positions.
         """
         length = hidden.shape[1]
         embeddings = self.embed(tokens[:, 1:])
@@ -169,7 +174,7 @@ class EagleHead(DraftHeads):
             query, key, value = self.project(x, *turns)
             keys.append(key.repeat_interleave(repeat, 1))
             values.append(value.repeat_interleave(repeat, 1))
-            # position i sees what the target's features gave up to i - step, then one guess from each step since
+            # position i attends to the target's features up to i - step, then to one guess from each step since
             scores = (query @ keys[0].transpose(-1, -2)).float().masked_fill(distance < step, float("-inf"))
             own = [
                 (query * _later(keys[past], step - past)).sum(-1, keepdim=True).float() for past in range(1, step + 1)
@@ -187,18 +192,18 @@ class EagleHead(DraftHeads):
         real = np.ones((rows, columns), bool)
         if sequences.prompt_mask is not None:
             real = sequences.prompt_mask[sequences.live][:, -columns:].bool().cpu().numpy()
-        # what the layer has not read yet: tokens, the features that predicted them, and which of them are real
+        # not read yet: tokens, the features that predicted them, and which of them are no padding
         self._pending = [(sequences.last(columns).cpu().numpy(), hidden, real)]
-        self._names = self.draft_tokens.cpu().numpy()
+        self._token_ids = self.draft_tokens.cpu().numpy()
         self._cache = self._cache_for(rows)
 
     def _cache_for(self, rows: int) -> EagleCache:
         branches = min(BRANCHES, len(self.draft_tokens))
         kind = rows, max(1, min(self.beam, branches) * (self.max_tokens - 1))
-        cache = self._recorded.pop(kind, None) or EagleCache(self, *kind, branches)
-        self._recorded[kind] = cache  # the latest used last
-        while len(self._recorded) > MOST_CACHES:
-            del self._recorded[next(iter(self._recorded))]
+        cache = self._captures.pop(kind, None) or EagleCache(self, *kind, branches)
+        self._captures[kind] = cache  # the latest used last
+        while len(self._captures) > MAX_CACHES:
+            del self._captures[next(iter(self._captures))]
         return cache
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
@@ -222,23 +227,23 @@ class EagleHead(DraftHeads):
         if depth == 0:
             return None
         self._catch_up()
-        features, chances, places = self._root
+        features, chances, indices = self._root
         rows, beam = len(features), min(self.beam, chances.shape[-1])
         row, node = np.arange(rows)[:, None], np.arange(beam)
-        above = np.full((rows, 1), -1)  # candidates whose children are chosen now: their numbers,
-        likely = np.ones((rows, 1), np.float32)  # and the probability of the paths to them
+        above = np.full((rows, 1), -1)  # the nodes that are continued: indices among the candidates
+        likely = np.ones((rows, 1), np.float32)  # and probabilities of the paths to them
         seen = np.zeros((rows, 1, self._cache.tree), bool)
         tokens, confidence, parents, depths = [], [], [], []
         for level in range(depth):
             confidence.append((chances * likely[..., None]).reshape(rows, -1))
-            tokens.append(self._names[places].reshape(rows, -1))
+            tokens.append(self._token_ids[indices].reshape(rows, -1))
             parents.append(above.repeat(chances.shape[-1], 1))
             depths += [level + 1] * tokens[-1].shape[1]
             if level + 1 == depth:
                 break
             best = (-confidence[-1]).argsort(1, kind="stable")[:, :beam]
             likely = confidence[-1][row, best]
-            if likely.sum(1).max() < REACHED:
+            if likely.sum(1).max() < MIN_REACH:
                 break
             above, of = sum(part.shape[1] for part in confidence[:-1]) + best, best // chances.shape[-1]
             seen = seen[row, of]
@@ -249,13 +254,13 @@ class EagleHead(DraftHeads):
                 1, torch.from_numpy(of).to(features.device)[..., None].expand(-1, -1, features.shape[-1])
             )
             numbers = np.stack([tokens[-1][row, best], positions, column])
-            features, chances, places = self._read(numbers, seen, self._lengths[:, None], features, level + 1)
+            features, chances, indices = self._read(numbers, seen, self._lengths[:, None], features, level + 1)
         candidates = (np.concatenate(parts, 1) for parts in (tokens, confidence, parents))
         return best_first(*candidates, np.array(depths), limits, nodes, self._sequences.device)
 
     def _read(self, numbers, seen, reach, features, level: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        """`EagleCache.read` of tokens that see the nodes `seen` [rows, width, tree], or none, and the first `reach` [rows, width
-        or 1] accepted tokens; the guesses that follow are `level` (from 0) guesses away from what is accepted."""
+        """`EagleCache.read` of tokens that attend to the first `reach` [rows, width or 1] accepted tokens and to the
+        nodes `seen` bool [rows, width, tree]; None for no nodes. level: depth (from 0) of the next guesses."""
         cache, (_, rows, width) = self._cache, numbers.shape
         mask = np.full((rows, 1, width, cache.columns), -np.inf, np.float32)
         reached = np.arange(cache.columns - cache.tree) < np.broadcast_to(reach, (rows, width))[..., None]
@@ -264,12 +269,12 @@ class EagleHead(DraftHeads):
             mask[:, 0, :, : cache.tree][seen] = 0
         temperature = np.array([self.temperatures[level]], np.float32)
         numbers, mask, temperature = (torch.from_numpy(x).to(self.fuse.device) for x in (numbers, mask, temperature))
-        features, chances, places = cache.read(numbers, mask, features, temperature, last=seen is None)
-        return features, chances.cpu().numpy(), places.cpu().numpy()
+        features, chances, indices = cache.read(numbers, mask, features, temperature, last=seen is None)
+        return features, chances.cpu().numpy(), indices.cpu().numpy()
 
     def _catch_up(self) -> None:
-        """Reads what is pending. `_root` is then the feature that predicts the token after each row's last one, with the
-        guesses that follow: probabilities, and places among the draft tokens."""
+        """Reads the pending tokens. `_root` then holds, for each sequence: the feature that predicts the next token,
+        the probabilities of its guesses, and their indices among the draft tokens."""
         if not self._pending:
             return
         tokens, hidden, real = self._pending[0]
@@ -280,33 +285,33 @@ class EagleHead(DraftHeads):
         width = counts.max()
         if counts.min() < real.shape[1]:
             order = real.argsort(1, kind="stable")[:, -width:]  # the real ones last
-            place = torch.from_numpy(order).to(hidden.device)[..., None]
-            hidden = hidden.gather(1, place.expand(-1, -1, hidden.shape[-1]))
+            index = torch.from_numpy(order).to(hidden.device)[..., None]
+            hidden = hidden.gather(1, index.expand(-1, -1, hidden.shape[-1]))
             tokens = np.take_along_axis(tokens, order, 1)
-        filler = 0 if width > FEW else max(4, 1 << int(width - 1).bit_length()) - width  # fewer widths to record
-        if filler:
-            tokens = np.concatenate([np.zeros((len(tokens), filler), tokens.dtype), tokens], 1)
-            hidden, width = pad(hidden, (0, 0, filler, 0)), width + filler
-        places = self._lengths[:, None] + np.arange(width) - (width - counts)
+        padding = 0 if width > PADDED_WIDTH else max(4, 1 << int(width - 1).bit_length()) - width
+        if padding:
+            tokens = np.concatenate([np.zeros((len(tokens), padding), tokens.dtype), tokens], 1)
+            hidden, width = pad(hidden, (0, 0, padding, 0)), width + padding
+        positions = self._lengths[:, None] + np.arange(width) - (width - counts)
         self._cache.reserve(self._lengths.max() + width)
-        step = max(FEW, PREFILL // len(tokens))
+        step = max(PADDED_WIDTH, PREFILL_TOKENS // len(tokens))
         for start in range(0, width, step):
             part = slice(start, start + step)
-            self._append(tokens[:, part], hidden[:, part], places[:, part])
+            self._append(tokens[:, part], hidden[:, part], positions[:, part])
         self._lengths, self._pending = self._lengths + counts[:, 0], []
 
     def _append(self, tokens: np.ndarray, hidden: torch.Tensor, positions: np.ndarray) -> None:
-        """Reads tokens [rows, columns] that the target accepted; those before a row's length are filler."""
+        """Reads accepted tokens [rows, columns]; those at positions below a sequence's length are padding."""
         tree = self._cache.tree
-        filler = positions < self._lengths[:, None]
-        positions = np.where(filler, 0, positions)
-        numbers = np.stack([tokens, positions, np.where(filler, 0, tree + positions)])
-        features, chances, places = self._read(numbers, None, positions + 1, hidden, 0)
-        self._root = features.clone(), chances.copy(), places.copy()
+        is_padding = positions < self._lengths[:, None]
+        positions = np.where(is_padding, 0, positions)
+        numbers = np.stack([tokens, positions, np.where(is_padding, 0, tree + positions)])
+        features, chances, indices = self._read(numbers, None, positions + 1, hidden, 0)
+        self._root = features.clone(), chances.copy(), indices.copy()
 
 
 def _later(states: torch.Tensor, steps: int) -> torch.Tensor:
-    """states [..., columns, size], moved `steps` columns to the right; zeros come in."""
+    """states [..., columns, size] moved `steps` columns to the right, with zeros before them."""
     return pad(states[..., : states.shape[-2] - steps, :], (0, 0, steps, 0))
 
 

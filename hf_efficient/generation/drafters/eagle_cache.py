@@ -1,5 +1,4 @@
-"""Keys and values of an EAGLE layer, and the layer run over them: on a CPU recorded, as calling its operators takes longer
-than what they do."""
+"""Keys and values of an EAGLE layer, and the layer over them: captured on a CPU, where calls outlast the work."""
 
 import functools
 
@@ -9,13 +8,12 @@ from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from hf_efficient.kernels.replay.function import CapturedFunction
 
 
-ROOM = 256  # columns at first
-MOST_RECORDED = 128  # tokens of all rows: more are read as they are
+FIRST_TOKENS = 256  # room of a new cache
+MAX_CAPTURED_TOKENS = 128  # of all sequences: more are read eagerly
 
 
 class EagleCache:
-    """Of `rows` rows. The first `tree` columns are for nodes of the tree that is drafted, the others for the tokens that the
-    target has accepted.
+    """Keys and values of `rows` sequences. The first `tree` columns hold drafted nodes, the others accepted tokens.
 
     Args:
         heads: the `EagleHead`, bound to its target.
@@ -27,20 +25,20 @@ class EagleCache:
         shape = (rows, heads.heads[1], tree, heads.head_dim)
         self.keys, self.values = heads.fuse.new_zeros(shape), heads.fuse.new_zeros(shape)
         self._row = torch.arange(rows, device=heads.fuse.device)[:, None]
-        self.reserve(ROOM)
+        self.reserve(FIRST_TOKENS)
 
     @property
     def columns(self) -> int:
         return self.keys.shape[2]
 
     def reserve(self, tokens: int) -> None:
-        """Room for so many accepted tokens a row."""
+        """Makes room for so many accepted tokens a sequence."""
         if self.tree + tokens > self.columns:
             more = self.tree + (1 << int(tokens - 1).bit_length()) - self.columns
             self.keys, self.values = (pad(states, (0, 0, 0, more)) for states in (self.keys, self.values))
             self._turns = self.heads.turns(torch.arange(self.columns, device=self.keys.device))
             forward = functools.partial(self._forward, self._attend_grouped)
-            self._recorded = {last: CapturedFunction(functools.partial(forward, last)) for last in (False, True)}
+            self._captures = {last: CapturedFunction(functools.partial(forward, last)) for last in (False, True)}
 
     def copy(self, other: "EagleCache", rows: list[int]) -> None:
         """Takes over `rows` of another cache with the same `tree`."""
@@ -49,28 +47,28 @@ class EagleCache:
             own[:, :, : other.columns] = states[rows]
 
     def read(self, numbers, mask, features, temperature, last: bool):
-        """Reads tokens and the features that predicted them, and keeps their keys and values.
+        """Runs the layer on tokens, and keeps their keys and values.
 
         Args:
             numbers: int64 [3, rows, width]: the tokens, their positions, and the columns they are kept in.
-            mask: float32 [rows, 1, width, columns], -inf for the columns a token does not see.
-            features: [rows, width, hidden_size * (1, or 1 + layers)].
+            mask: float32 [rows, 1, width, columns], -inf at the columns that a token does not attend to.
+            features: [rows, width, hidden_size * (1, or 1 + layers)], that predicted the tokens.
             temperature: float [1].
-            last: only what follows the last token is asked for.
-        Returns the next features [rows, width or 1, hidden_size], and of their guesses the `branches` most probable ones:
-        probabilities float32 and places among the draft tokens int64 [rows, width or 1, branches], best first. The next
-        call may overwrite them.
+            last: return only what follows the last token.
+        Returns, for each token, the next feature [rows, width or 1, hidden_size] and its `branches` most probable
+        guesses, best first: probabilities float32 and indices among the draft tokens int64, [rows, width or 1,
+        branches]. The next call may overwrite them.
         """
-        if numbers[0].numel() > MOST_RECORDED:
+        if numbers[0].numel() > MAX_CAPTURED_TOKENS:
             return self._forward(self._attend, last, numbers, mask, features, temperature)
         mask = mask.repeat(1, 1, self.heads.heads[0] // self.heads.heads[1], 1)
-        return self._recorded[last](numbers, mask, features, temperature)
+        return self._captures[last](numbers, mask, features, temperature)
 
     def _attend(self, query, mask):
         return scaled_dot_product_attention(query, self.keys, self.values, mask.to(query.dtype), enable_gqa=True)
 
     def _attend_grouped(self, query, mask):
-        """The same in operators that can be recorded; the queries of one key head stand side by side, as `mask` is."""
+        """The same in operators that can be captured. The queries of one key head are neighbours, as in `mask`."""
         heads = self.heads
         grouped = query.reshape(len(query), heads.heads[1], -1, heads.head_dim) * heads.head_dim**-0.5
         scores = (grouped @ self.keys.transpose(-1, -2)).float() + mask

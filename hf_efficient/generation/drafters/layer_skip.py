@@ -1,7 +1,7 @@
 """A model without some of its layers, on the same weights.
 
-Zhang et al. 2023, "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding"; Elhoushi et
-al. 2024, "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding"; Xia et al. 2024, "SWIFT".
+Zhang et al. 2023, "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding"; Elhoushi
+et al. 2024, "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding"; Xia et al. 2024, "SWIFT".
 """
 
 import copy
@@ -9,12 +9,12 @@ import re
 
 from torch import nn
 
-from hf_efficient.generation.decoder_layers import decoder_layers
 from hf_efficient.generation.drafters.weight_sharing import rebuilt, view_of
+from hf_efficient.generation.model_traits import decoder_layers
 
 
 def skippable_layers(model) -> tuple[str, nn.ModuleList]:
-    """`decoder_layers` of a model whose layers can be left out. Raises ValueError for one whose layers read the keys and values
+    """`decoder_layers` of a model whose layers can be left out. Raises ValueError where layers read the keys and values
     of others, or have configs of their own."""
     found, config = decoder_layers(model), model.config.get_text_config(decoder=True)
     shares = getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None)
@@ -25,8 +25,8 @@ def skippable_layers(model) -> tuple[str, nn.ModuleList]:
 
 
 def with_layers(model, kept: list[int]):
-    """`model` with only the layers `kept` (ascending indices), numbered anew, so that a cache made for its config holds
-    just these. All tensors are those of `model`, which does not change."""
+    """A view of `model` with only the layers `kept` (ascending indices). They are numbered anew, so that a cache made
+    for its config holds just these. All tensors are those of `model`, which does not change."""
     path, layers = skippable_layers(model)
     text = model.config.get_text_config(decoder=True)
     configs = {id(text): _config_with_layers(text, kept)}

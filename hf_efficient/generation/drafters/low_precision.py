@@ -11,18 +11,19 @@ from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.experts import compress_experts, expert_weight_names, is_fused_experts
 from hf_efficient.generation.drafters.layer_skip import skippable_layers
 from hf_efficient.generation.drafters.weight_sharing import rebuilt, view_of
+from hf_efficient.integrations.transformers_compat import float32_modules
 from hf_efficient.layers import compress_linear, is_linear
 
 
 @torch.no_grad()
 def low_precision_modules(model, config: WeightOnlyConfig) -> dict[str, nn.Module]:
-    """Name -> the module that stands for it, for every linear layer and fused experts in the layers of `model`'s decoder:
-    the packed copies are all the memory this takes.
+    """Few-bit copies of every linear layer and fused experts in the layers of `model`'s decoder, by name. They take no
+    memory besides the packed weights.
 
     Raises ValueError when there is nothing to quantize, or accelerate holds weights elsewhere.
     """
     path, layers = skippable_layers(model)
-    fixed = set(model._keep_in_fp32_modules or ()) | set(model._keep_in_fp32_modules_strict or ())
+    fixed = float32_modules(model)
     modules = {}
     for name, module in layers.named_modules(prefix=path):
         if any(re.search(pattern.replace("*", ".*"), f"{name}.weight") for pattern in fixed):
@@ -43,7 +44,7 @@ def low_precision_modules(model, config: WeightOnlyConfig) -> dict[str, nn.Modul
 
 
 def with_modules(model, modules: dict[str, nn.Module]):
-    """`model` with these modules in place of its own of that name; it does not change itself."""
+    """A view of `model` with these modules in place of its own of that name."""
     return rebuilt(model, lambda name, module: modules.get(name, module))
 
 

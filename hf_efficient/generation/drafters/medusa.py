@@ -1,25 +1,27 @@
-"""Drafts from Medusa heads: from the target's last hidden state, each guesses one of the tokens to come."""
+"""Drafts from Medusa heads: from the target's last hidden state, each head guesses one of the tokens to come."""
 
 import functools
 
 import numpy as np
 import torch
 
-from hf_efficient.generation.drafters.base import MAX_NODES, Proposal
-from hf_efficient.generation.drafters.draft_heads import DraftHeads, best_first
+from hf_efficient.generation.drafters.draft_heads import DraftHeads
+from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
+from hf_efficient.generation.speculation.token_tree import best_first
 from hf_efficient.kernels.replay.function import CapturedFunction
 
 
 class MedusaHeads(DraftHeads):
-    """Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads". Head k (from 0)
-    reads h, the hidden state that predicted a row's last token, and guesses the token k + 1 places after that one:
-    softmax(W (h + silu(A_k h + b_k))) with W the target's output head. A_k and b_k start at zero, where every head
-    says what the target said.
+    """Medusa heads (Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
+    Heads").
 
-    Candidates are the static tree of the `MAX_NODES` paths that were right most often on held-out text; of these each row
-    proposes the `nodes` it finds most probable (the product of the calibrated probabilities along the path).
+    Head k (from 0) reads h, the hidden state that predicted a sequence's last token, and guesses the token k + 1
+    positions behind it: softmax(W (h + silu(A_k h + b_k))), with W the target's output head. A_k and b_k start at 0.
 
-    Args: `max_tokens` is the number of heads; the others see `DraftHeads`.
+    Candidates are a static tree: the `MAX_NODES` paths that were right most often on held-out text. Of these, the
+    `nodes` with the largest product of probabilities along the path are proposed.
+
+    Args: `max_tokens` is the number of heads; for the others see `DraftHeads`.
     """
 
     kind, shape_fields = "medusa", ()
@@ -31,13 +33,13 @@ class MedusaHeads(DraftHeads):
         self.bias = torch.nn.Parameter(torch.zeros(max_tokens, size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden_size] -> what the target's head shall read, [rows, heads, hidden_size]."""
+        """The inputs of the target's output head, [rows, heads, hidden_size], from hidden [rows, hidden_size]."""
         heads, size = self.bias.shape
         inner = torch.nn.functional.linear(hidden, self.weight.view(-1, size), self.bias.view(-1))
         return hidden[:, None] + torch.nn.functional.silu(inner).view(-1, heads, size)
 
     def unroll(self, tokens: torch.Tensor, hidden: torch.Tensor, depth: int):
-        """What training compares: as `EagleHead.unroll`."""
+        """What training compares with the target: as `EagleHead.unroll`."""
         guesses = self(hidden[..., : self.bias.shape[1]].flatten(0, 1)).view(*hidden.shape[:2], *self.bias.shape)
         for head in range(depth):
             yield torch.nn.functional.pad(guesses[:, : -(head + 1), head], (0, 0, head + 1, 0))
@@ -45,8 +47,8 @@ class MedusaHeads(DraftHeads):
     def begin(self, sequences, hidden=None) -> None:
         self._hidden, self._device = hidden[:, -1], sequences.device
         self._tree = static_tree(self.accuracies, MAX_NODES)
-        self._names = self.draft_tokens.cpu().numpy()
-        self._heat = torch.tensor(self.temperatures, device=self.bias.device)[:, None]
+        self._token_ids = self.draft_tokens.cpu().numpy()
+        self._temperatures = torch.tensor(self.temperatures, device=self.bias.device)[:, None]
 
     @torch.no_grad()
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
@@ -54,22 +56,26 @@ class MedusaHeads(DraftHeads):
             return None
         ranks, parents, depths = self._tree
         branches = int(ranks.max()) + 1
-        if branches not in self._recorded:
-            self._recorded[branches] = CapturedFunction(functools.partial(self._guess, branches))
-        likely, places = (x.cpu().numpy() for x in self._recorded[branches](self._hidden.to(self.bias), self._heat))
-        tokens, confidence = self._names[places[:, depths - 1, ranks]], likely[:, depths - 1, ranks]
+        if branches not in self._captures:
+            self._captures[branches] = CapturedFunction(functools.partial(self._guess, branches))
+        likely, indices = (
+            x.cpu().numpy() for x in self._captures[branches](self._hidden.to(self.bias), self._temperatures)
+        )
+        tokens, confidence = self._token_ids[indices[:, depths - 1, ranks]], likely[:, depths - 1, ranks]
         for depth in range(2, self.max_tokens + 1):
             of = depths == depth
             confidence[:, of] *= confidence[:, parents[of]]
         parents = np.broadcast_to(parents, tokens.shape)
         return best_first(tokens, confidence, parents, depths, limits, min(nodes, self.nodes), self._device)
 
-    def _guess(self, branches: int, hidden: torch.Tensor, heat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the guesses of each head the most probable ones: probabilities and places among the draft tokens [rows, heads,
-        branches], best first."""
+    def _guess(
+        self, branches: int, hidden: torch.Tensor, temperatures: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most probable guesses of each head, best first: probabilities and indices among the draft tokens, both
+        [rows, heads, branches]."""
         guesses = self(hidden)
         scores = self.logits(guesses.flatten(0, 1)).float().unflatten(0, guesses.shape[:2])
-        return (scores / heat).softmax(-1).topk(branches, dim=-1)
+        return (scores / temperatures).softmax(-1).topk(branches, dim=-1)
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         going = torch.tensor([len(new) for new in tokens], device=hidden.device)
@@ -81,9 +87,12 @@ class MedusaHeads(DraftHeads):
 
 
 def static_tree(accuracies: list[list[float]], nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The `nodes` paths whose product of accuracies is largest, found best first. `accuracies[k][r]`: how often the r-th
-    guess of head k is right. Returns, for each node, its rank among the guesses of its head, its parent (-1: none) and
-    its depth (from 1), all int64 [nodes]; fewer nodes where there are fewer paths of probability above 0."""
+    """The `nodes` paths with the largest product of accuracies, best first; fewer where fewer are above 0.
+
+    accuracies[k][r]: how often the r-th guess of head k is right.
+    Returns, for each node: its rank among the guesses of its head, its parent (-1: none) and its depth (from 1), all
+    int64 [nodes].
+    """
     frontier, tree = [(accuracies[0][0], -1, 0, 1)], []  # (probability, parent, rank, depth)
     while frontier and len(tree) < nodes:
         best = max(frontier, key=lambda node: node[0])

@@ -1,34 +1,36 @@
-"""Drafts copied from the row itself: what followed where its most recent tokens occurred before."""
+"""Drafts copied from the sequence itself: what followed where its last tokens occurred before."""
 
 from heapq import heappop, heappush
 
-from hf_efficient.generation.drafters.base import Drafter, Proposal
-from hf_efficient.generation.drafters.row_trees import RowTree, proposal_of
+from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.drafters.suffix_automaton import SuffixAutomaton
 from hf_efficient.generation.sequences import Sequences
+from hf_efficient.generation.speculation.proposal import Proposal
+from hf_efficient.generation.speculation.token_tree import RowTree, proposal_of
 
 
-# How often one of the continuations seen was the right one, by the bucket of the matched length (`_bucket`): SmolLM2-135M
-# on summaries, rewriting, code and open chat. `PromptLookup` starts from it and learns its own.
-_RATES = (0.33, 0.59, 0.66, 0.71, 0.79, 0.85, 0.85, 0.93, 0.96, 0.98, 0.99)
-_RATES_WEIGH = 8.0  # as many tokens of one's own
-_MEMORY = 256.0  # tokens a bucket remembers, more or less
-_RECENT = 0.3  # share of the latest continuation; the rest is shared by how often each was seen
-_FLOOR = 0.01  # less probable guesses are not made
+# Share of the continuations that were right, by the length of the match (`_bucket`): SmolLM2-135M on summaries,
+# rewriting, code and open chat. `PromptLookup` starts from these and learns its own.
+_ACCURACIES = (0.33, 0.59, 0.66, 0.71, 0.79, 0.85, 0.85, 0.93, 0.96, 0.98, 0.99)
+_PRIOR_TOKENS = 8.0  # tokens of the user's own that they weigh as much as
+_MAX_COUNT = 256.0  # matches of a bucket after which its counts are halved
+_LATEST_SHARE = 0.3  # of the probability, for the latest continuation; the rest is shared by frequency
+_MIN_CONFIDENCE = 0.01  # less probable guesses are not made
 
 
 class PromptLookup(Drafter):
-    """Finds the longest suffix of a row that occurred before in the row (prompt and output) and proposes what followed,
-    the latest and most frequent first. Where several continuations were seen the proposal is a tree of them, grown from
-    the most probable node. A copy runs on into its own output, so a repeated phrase is drafted to full length. No model,
-    no padding tokens; O(nodes) a step and row and O(1) amortised a token, on the host (Saxena 2023, "Prompt Lookup
-    Decoding"; Hu et al. 2024, "SAM Decoding").
+    """Finds the longest suffix of a sequence that occurred in it before, in prompt or output, and proposes what
+    followed (Saxena 2023, "Prompt Lookup Decoding"; Hu et al. 2024, "SAM Decoding").
 
-    `generate(prompt_lookup_num_tokens=n)` is `PromptLookup(n)`, with `max_matching_ngram_size` for `max_ngram`. How often
-    matches of each length are right is learned from every row and kept from run to run.
+    Where several continuations were seen, the proposal is a tree of them, grown from the most probable node; the latest
+    and the most frequent are the most probable. A copy continues into its own output, so a repeated phrase is drafted
+    to full length. How often matches of each length are right is learned from every sequence, for later calls too.
+    Takes no model; O(nodes) a step and sequence, and O(1) amortised a token, on the host.
+
+    `generate(prompt_lookup_num_tokens=n)` is `PromptLookup(n)`, with `max_matching_ngram_size` for `max_ngram`.
 
     Args:
-        num_tokens: how many tokens it proposes for a row at most, in one continuation or in a tree, >= 1.
+        num_tokens: how many tokens it proposes for a sequence at most, in one continuation or in a tree, >= 1.
         max_ngram: length of the longest suffix looked up, >= 1; None: any length.
     """
 
@@ -40,9 +42,9 @@ class PromptLookup(Drafter):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{spelled}={value!r} ({name} of PromptLookup): expected an integer of at least 1")
         self.max_tokens, self.max_ngram = num_tokens, max_ngram
-        self.right = [rate * _RATES_WEIGH for rate in _RATES]
-        self.matches = [_RATES_WEIGH] * len(_RATES)
-        self.rows, self._new = [], []  # and what was accepted since they were read
+        self.right = [rate * _PRIOR_TOKENS for rate in _ACCURACIES]
+        self.matches = [_PRIOR_TOKENS] * len(_ACCURACIES)
+        self.rows, self._new = [], []  # sequences, and tokens that they do not hold yet
 
     @property
     def remembered_by(self):
@@ -67,7 +69,7 @@ class PromptLookup(Drafter):
         tokens, parents, confidence, heap, pushed = [], [], [], [], 0
         state, matched, chance, level = row.match(self.max_ngram), length[row.whole], 1.0, 0
         while True:
-            while not following[state]:  # the row's end: the copy goes on where it began
+            while not following[state]:  # at the end of the sequence the copy continues where it began
                 state = link[state]
             if state and level < depth:
                 matched = min(matched, length[state], self.max_ngram or matched)
@@ -77,8 +79,8 @@ class PromptLookup(Drafter):
                 seen = sum([count[reached] for _, reached in choices])
                 newest = max([latest[reached] for _, reached in choices])
                 for token, reached in choices:
-                    share = (1 - _RECENT) * count[reached] / seen + _RECENT * (latest[reached] == newest)
-                    if chance * share > _FLOOR:
+                    share = (1 - _LATEST_SHARE) * count[reached] / seen + _LATEST_SHARE * (latest[reached] == newest)
+                    if chance * share > _MIN_CONFIDENCE:
                         pushed += 1
                         after = (token, reached, matched + 1, level + 1, len(tokens) - 1)
                         heappush(heap, (-chance * share, pushed, *after))
@@ -108,7 +110,7 @@ class PromptLookup(Drafter):
         bucket = _bucket(matched)
         self.right[bucket] += right
         self.matches[bucket] += 1
-        if self.matches[bucket] > _MEMORY:
+        if self.matches[bucket] > _MAX_COUNT:
             self.right[bucket] /= 2
             self.matches[bucket] /= 2
 
@@ -118,5 +120,5 @@ class PromptLookup(Drafter):
 
 
 def _bucket(matched: int) -> int:
-    """Index into `_RATES` of a match of `matched` >= 1 tokens: 1 to 7, then 8 to 15, 16 to 31, 32 to 63, and longer."""
-    return matched - 1 if matched < 8 else min(matched.bit_length() + 3, len(_RATES) - 1)
+    """Index into `_ACCURACIES` of a match of `matched` tokens: 1 to 7, then 8 to 15, 16 to 31, 32 to 63, longer."""
+    return matched - 1 if matched < 8 else min(matched.bit_length() + 3, len(_ACCURACIES) - 1)

@@ -1,34 +1,36 @@
 """Drafts from the target's own weights: with layers skipped, an early exit, or in few bits."""
 
-import weakref
-
 import torch
 
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.generation import model_state
-from hf_efficient.generation.drafters.assistant import AssistantDrafter, check_tree, draft_settings
+from hf_efficient.generation.drafters.assistant import AssistantDrafter
+from hf_efficient.generation.drafters.draft_model import check_tree, draft_settings
 from hf_efficient.generation.drafters.layer_skip import skippable_layers, with_layers
 from hf_efficient.generation.drafters.low_precision import low_precision_modules, with_modules
-from hf_efficient.generation.replay import pool
+from hf_efficient.generation.replay.pool import ReplayPool
 
 
-GROUP_SIZE = 32  # weights that share a scale: what the kernels of every device read, and small enough for 2 bits
+GROUP_SIZE = 32  # weights that share a scale: the kernels of all devices read it, and 2 bits need so small a group
 
 
 class SelfSpeculation(AssistantDrafter):
-    """Drafts with the target itself, made cheaper; nothing about the target changes. Layers that are skipped cost no memory
-    but a cache of the others; few-bit copies of the linear layers take `bits` + 0.75 bits a weight (in 16-bit models), and
-    the first run with a model makes them. Give `skip_layers` or `exit_layer`, `bits`, or both.
+    """Drafts with the target itself, made cheaper; the target does not change. Give `skip_layers` or `exit_layer`,
+    `bits`, or both.
+
+    Skipped layers take no memory but a cache of the others. Few-bit copies of the linear layers take `bits` + 0.75 bits
+    a weight in 16-bit models; the first call with a model makes them.
 
     >>> model.generate(**inputs, assistant_model=SelfSpeculation(bits=4))
 
     Args:
-        skip_layers: indices of the decoder's layers to leave out (Zhang et al. 2023, "Draft & Verify"; `search` finds some).
+        skip_layers: indices of the decoder's layers to leave out (Zhang et al. 2023, "Draft & Verify"; see `search`).
         exit_layer: use only so many first layers, then the model's own norm and head, >= 1 (Elhoushi et al. 2024,
             "LayerSkip": good drafts need a model trained for it).
         bits: 2, 3, 4 or 8, of round-to-nearest copies in groups of 32 (as `WeightOnlyConfig` makes them).
-        num_tokens: how many to draft at most; None: the `num_assistant_tokens` of the model's generation config, or 8. A row
-            stops early after a token of less probability than its `assistant_confidence_threshold` (0.4 when unset).
+        num_tokens: how many to draft at most; None: `num_assistant_tokens` of the model's generation config, or 8. A
+            sequence stops early after a token of less probability than `assistant_confidence_threshold` there (0.4 when
+            unset).
         tree: as in `AssistantDrafter`.
 
     Raises ValueError for other arguments, and `check` for layers that the model does not have.
@@ -54,29 +56,34 @@ class SelfSpeculation(AssistantDrafter):
                 raise ValueError(f"{name}={value!r}: must be an integer of at least 1")
         self.config = None if bits is None else WeightOnlyConfig(bits=bits, group_size=GROUP_SIZE)
         self.skip_layers, self.exit_layer = skip_layers, exit_layer
-        self._copies = weakref.WeakKeyDictionary()  # target -> (its device and dtype, few-bit modules by name)
         check_tree(tree)
         self.num_tokens, self.tokenizers, self.tree, self.draws = num_tokens, (None, None), tree, tree is None
 
     def check(self, model) -> None:
-        draft, kept = model, self._kept(len(skippable_layers(model)[1]))
+        draft, layers = model, self._draft_layers(len(skippable_layers(model)[1]))
         if self.config is not None:
-            place = model.device, model.dtype
-            if self._copies.get(model, (None,))[0] != place:
-                self._copies[model] = place, low_precision_modules(model, self.config)
-            draft = with_modules(draft, self._copies[model][1])
-        self.model = with_layers(draft, kept)
+            draft = with_modules(draft, self._few_bit_layers(model))
+        self.model = with_layers(draft, layers)
         max_tokens, self.threshold = draft_settings(model, 8)
         self.max_tokens = self.num_tokens or max_tokens
-        self._state = model_state.current(model)
+        self._target_pool = model_state.current(model).pool
         super().check(model)
         self.relative_cost = _bytes(self.model) / _bytes(model)
 
-    def _take(self, rows: int, tokens: int | None) -> pool.PoolEntry:
-        # the draft is a view of the target, made anew for every call, so nothing recorded of it would be found again
-        return pool.take(self.model, rows, tokens, None, self._state, keep=False)
+    def _replay_pool(self) -> tuple[ReplayPool, bool]:
+        # forwards of the draft can be captured where the target's can; but each call makes a new view of the target as
+        # its draft, so captures of it are of no use to later calls
+        return self._target_pool, False
 
-    def _kept(self, count: int) -> list[int]:
+    def _few_bit_layers(self, model) -> dict[str, torch.nn.Module]:
+        """The layers of `model` in few bits, by name: made once for its device and dtype."""
+        state, key = model_state.state_of(model).drafter(self), (model.device, model.dtype)
+        if state.few_bit_layers is None or state.few_bit_layers[0] != key:
+            state.few_bit_layers = key, low_precision_modules(model, self.config)
+        return state.few_bit_layers[1]
+
+    def _draft_layers(self, count: int) -> list[int]:
+        """The indices of the target's `count` layers that the draft has. Raises ValueError out of range."""
         if self.exit_layer is not None and self.exit_layer > count:
             raise ValueError(f"exit_layer={self.exit_layer}: the model has {count} layers")
         skipped = set(range(self.exit_layer or count, count)) if self.skip_layers is None else set(self.skip_layers)
@@ -92,12 +99,15 @@ class SelfSpeculation(AssistantDrafter):
     @classmethod
     @torch.no_grad()
     def search(cls, model, input_ids: torch.Tensor, number: int, **options) -> "SelfSpeculation":
-        """A drafter that skips `number` layers, chosen one by one: each time the one without which the likeliest next token
-        stays what it is in the whole model at most places of a text. Takes `number` times as many forwards of the text as
-        the model has layers.
+        """A drafter that skips `number` layers, chosen greedily: each time the layer without which the draft's most
+        probable token agrees with the whole model's at most positions of a text. Takes about `number` times as many
+        forwards of the text as the model has layers.
 
-        input_ids: int64 [batch, length], a text without padding. options: as in `SelfSpeculation`.
-        Raises ValueError when that would leave no layer.
+        Args:
+            input_ids: int64 [batch, length], a text without padding.
+            number: of layers to skip, 1 to all but one.
+            options: as in `SelfSpeculation`.
+        Raises ValueError for another number.
         """
         kept = list(range(len(skippable_layers(model)[1])))
         if type(number) is not int or not 1 <= number < len(kept):

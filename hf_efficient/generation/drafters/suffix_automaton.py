@@ -1,16 +1,18 @@
-"""All substrings of a row that grows token by token, with where and how often each of them occurred."""
+"""All substrings of a sequence that grows token by token, with where and how often each of them occurred."""
 
-_MARKED = 32  # suffixes told of each new occurrence, longest first: bounds the work on periodic rows
+_MAX_SUFFIXES = 32  # that count a new occurrence, longest first: bounds the work on periodic sequences
 
 
 class SuffixAutomaton:
-    """The suffix automaton of a list of tokens (Blumer et al. 1985; for drafts Hu et al. 2024, "SAM Decoding"), grown in
-    O(1) amortised a token.
+    """The suffix automaton of a list of tokens (Blumer et al. 1985; for drafts Hu et al. 2024, "SAM Decoding"), grown
+    in O(1) amortised a token.
 
-    A state stands for the substrings that end at the same places: `length[state]` is that of the longest, `link[state]`
-    the state of its longest suffix that ends elsewhere too, and `following[state]` maps a token to the state it leads to.
-    State 0 is the empty string. `count[state]` says how often the substring occurred and `latest[state]` where it ended
-    last; of a row's very long periods the shorter suffixes may miss the newest occurrences.
+    A state stands for the substrings that end at the same positions; state 0 is the empty string. Lists by state:
+    length: of its longest substring.
+    link: the state of its longest suffix that also ends elsewhere.
+    following: token -> the state it leads to.
+    count, latest: how often the substring occurred, and where it ended last. In very long periods the shorter suffixes
+        may miss the newest occurrences.
     """
 
     def __init__(self):
@@ -25,7 +27,7 @@ class SuffixAutomaton:
         self.link[new] = self._suffix(self.whole, token, new)
         self.whole = new
         state = self.link[new]
-        for _ in range(_MARKED):
+        for _ in range(_MAX_SUFFIXES):
             if state == 0:
                 break
             count[state] += 1
@@ -33,8 +35,8 @@ class SuffixAutomaton:
             state = self.link[state]
 
     def _suffix(self, state: int, token: int, new: int) -> int:
-        """Lets `token` lead from `state` and its suffixes to `new` where it led nowhere. Returns the state of the longest of
-        these strings with which it led somewhere."""
+        """Lets `token` lead from `state` and its suffixes to `new` where it led nowhere. Returns the state of the
+        longest of these strings with which it led somewhere."""
         following, link, length = self.following, self.link, self.length
         while state >= 0 and token not in following[state]:
             following[state][token] = new
@@ -44,7 +46,7 @@ class SuffixAutomaton:
         reached = following[state][token]
         if length[reached] == length[state] + 1:
             return reached
-        # `token` led there from longer strings, too: with `state` and its suffixes it gets a state of its own
+        # `token` led there from longer strings, too: `state` and its suffixes get a state of their own
         own = len(length)
         self._add(
             following[reached].copy(), length[state] + 1, self.count[reached], self.latest[reached], link[reached]
@@ -63,7 +65,7 @@ class SuffixAutomaton:
         self.link.append(link)
 
     def match(self, longest: int | None = None) -> int:
-        """The state of the longest suffix (of at most `longest` tokens) that occurred before; 0 when none did."""
+        """The state of the longest suffix, of at most `longest` tokens, that occurred before; 0 when none did."""
         state = max(self.link[self.whole], 0)
         while longest is not None and state and self.length[self.link[state]] >= longest:
             state = self.link[state]

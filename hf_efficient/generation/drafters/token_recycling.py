@@ -1,35 +1,36 @@
-"""Drafts from what the target itself thought likely after each token, the last time it read that token."""
+"""Drafts from the next tokens that the target found most probable when it last read each token."""
 
 from heapq import heappop, heappush
 
 import torch
 
-from hf_efficient.generation.drafters.base import MAX_NODES, Drafter, Proposal
+from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.sequences import Sequences
+from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
 
 
-# How often the candidate of each rank was the right one after a right parent: SmolLM2-135M on summaries, rewriting, code
-# and open chat. `TokenRecycling` starts from it and learns its own, rank by rank and depth by depth.
-_RATES = (0.40, 0.08, 0.05, 0.035, 0.02, 0.015, 0.01, 0.01)
-_RATES_WEIGH = 20.0  # as many tokens of one's own
-_MEMORY = 2000.0  # trials of a rank and depth that are remembered from run to run
+# Share of the candidates of each rank that were right after a right parent: SmolLM2-135M on summaries, rewriting, code
+# and open chat. `TokenRecycling` starts from these and learns its own by rank and depth.
+_ACCURACIES = (0.40, 0.08, 0.05, 0.035, 0.02, 0.015, 0.01, 0.01)
+_PRIOR_TOKENS = 20.0  # tokens of the user's own that they weigh as much as
+_MAX_COUNT = 2000.0  # trials of a rank and depth that later calls count
 
 
 class TokenRecycling(Drafter):
-    """Keeps the `candidates` likeliest next tokens of every token of the vocabulary, as the target saw them when it last
-    read the token, wrong guesses too, and proposes a tree of them: candidates of the row's last token, candidates of
-    those, and so on (Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models with
-    Token Recycling"). Tokens of a prompt that the target was never asked about have the token after them as the only
-    candidate. No model and no training; the table is int32 [vocabulary, candidates], 4 MB at 128k tokens.
+    """Keeps the `candidates` most probable next tokens of every token of the vocabulary, as the target last predicted
+    them, also after rejected drafts. It proposes a tree of them: candidates of the sequence's last token, candidates of
+    those, and so on (Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models
+    with Token Recycling"). Tokens of a prompt without a prediction have the token after them as their only candidate.
 
-    Which ranks at which depths are in the tree, and in which order, follows from how often they were right; a run keeps
-    one tree, and proposals are the first of its nodes whose token is known. The table and these rates stay for the next run.
+    Takes no model and no training; the table is int32 [vocabulary, candidates], 4 MB at 128k tokens. The ranks and
+    depths in the tree, and their order, follow from how often they were right. The tree is chosen once a call; the
+    first of its nodes whose token is known are proposed. Table and accuracies stay for later calls.
 
     Args:
         candidates: kept for each token, >= 1.
         max_tokens: how many tokens deep it proposes, >= 1.
 
-    Raises ValueError for other arguments, and where a target has another vocabulary size than the one before.
+    Raises ValueError for other arguments, and for a target with another vocabulary size than the first one.
     """
 
     reads_logits = True
@@ -39,12 +40,10 @@ class TokenRecycling(Drafter):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} (of TokenRecycling): expected an integer of at least 1")
         self.candidates, self.max_tokens = candidates, max_tokens
-        self.table: torch.Tensor | None = (
-            None  # a last row beside the vocabulary's: what follows token -1 is -1, unknown
-        )
-        first = torch.tensor([_RATES[min(rank, len(_RATES) - 1)] for rank in range(candidates)])
-        self.right = (first * _RATES_WEIGH).repeat(max_tokens, 1)
-        self.trials = torch.full_like(self.right, _RATES_WEIGH)
+        self.table: torch.Tensor | None = None  # and a last row for token -1 (unknown), whose candidates are -1
+        first = torch.tensor([_ACCURACIES[min(rank, len(_ACCURACIES) - 1)] for rank in range(candidates)])
+        self.right = (first * _PRIOR_TOKENS).repeat(max_tokens, 1)
+        self.trials = torch.full_like(self.right, _PRIOR_TOKENS)
 
     def check(self, model) -> None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -54,8 +53,8 @@ class TokenRecycling(Drafter):
             self.table = torch.full((vocabulary + 1, self.candidates), -1, dtype=torch.int32)
         elif len(self.table) != vocabulary + 1:
             raise ValueError(
-                f"this TokenRecycling has learned from a model of {len(self.table) - 1} tokens, {type(model).__name__} has "
-                f"{vocabulary}: make a new one for each model"
+                f"this TokenRecycling has learned from a model of {len(self.table) - 1} tokens, "
+                f"{type(model).__name__} has {vocabulary}: make a new one for each model"
             )
 
     def begin(self, sequences: Sequences, hidden=None) -> None:
@@ -66,14 +65,14 @@ class TokenRecycling(Drafter):
             before = row[:-1]
             unknown = self.table[before, 0] < 0
             self.table[before[unknown], 0] = row[1:][unknown].int()
-        shrink = (_MEMORY / self.trials).clamp(max=1.0)
+        shrink = (_MAX_COUNT / self.trials).clamp(max=1.0)
         self.right *= shrink
         self.trials *= shrink
         self._grow(self.right / self.trials)
         self.drafted = None
 
     def _grow(self, rates: torch.Tensor) -> None:
-        """The tree of this run: its `MAX_NODES` nodes most often right, the likeliest first."""
+        """The tree of this call: the `MAX_NODES` nodes that are right most often, best first."""
         chances, heap, nodes = rates.tolist(), [(-1.0, 0, -1, 0, 0)], []
         while heap and len(nodes) <= MAX_NODES:
             chance, _, parent, depth, rank = heappop(heap)
@@ -104,23 +103,24 @@ class TokenRecycling(Drafter):
             return None
         self.drafted = tokens, real
         order = (~real).int().argsort(dim=1, stable=True)[:, :width]
-        place = torch.nn.functional.pad(real.cumsum(1) - 1, (1, 0), value=-1)  # of each node, the root's first
-        parents = place.gather(1, self.parents[order] + 1)
-        filler = ~real.gather(1, order)
+        # the index of each node in the proposal, behind the root's
+        index = torch.nn.functional.pad(real.cumsum(1) - 1, (1, 0), value=-1)
+        parents = index.gather(1, self.parents[order] + 1)
+        padding = ~real.gather(1, order)
         return Proposal(
-            tokens.gather(1, order).masked_fill_(filler, 0),
+            tokens.gather(1, order).masked_fill_(padding, 0),
             real.sum(1),
-            parents=parents.masked_fill_(filler, -1),
-            confidence=self.confidence[order].masked_fill_(filler, 0.0),
+            parents=parents.masked_fill_(padding, -1),
+            confidence=self.confidence[order].masked_fill_(padding, 0.0),
         )
 
     def observe(self, tokens: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor) -> None:
         vocabulary = len(self.table) - 1
-        likeliest = logits[..., :vocabulary].topk(self.candidates).indices.int()
-        filler = torch.arange(tokens.shape[1], device=tokens.device) > counts[:, None]
-        # backwards: of a token that was read twice the node that stands first is the likelier one (on a GPU either may win)
-        tokens, likeliest = tokens.masked_fill(filler, -1), likeliest.masked_fill(filler[..., None], -1)
-        self.table[tokens.flip(1)] = likeliest.flip(1)
+        predicted = logits[..., :vocabulary].topk(self.candidates).indices.int()
+        padding = torch.arange(tokens.shape[1], device=tokens.device) > counts[:, None]
+        # backwards, so that of equal tokens the first, more probable node is written last (on a GPU any may win)
+        tokens, predicted = tokens.masked_fill(padding, -1), predicted.masked_fill(padding[..., None], -1)
+        self.table[tokens.flip(1)] = predicted.flip(1)
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         if self.drafted is None:
@@ -137,4 +137,4 @@ class TokenRecycling(Drafter):
             counter.view(-1).index_add_(0, cell, values.flatten().float())
 
     def select(self, rows: list[int]) -> None:
-        """Nothing is kept by row."""
+        """Nothing is kept by sequence."""

@@ -2,28 +2,27 @@
 
 import torch
 
-from hf_efficient.generation.drafters.assistant import UNKNOWN, AssistantDrafter, first_difference
-from hf_efficient.generation.drafters.base import Proposal
+from hf_efficient.generation.drafters.assistant import UNLIMITED, AssistantDrafter
+from hf_efficient.generation.drafters.draft_model import check_draft, first_difference
 from hf_efficient.generation.drafters.translation import Translation
-from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.sequences import Sequences
-from hf_efficient.generation.speculation.verification import largest
+from hf_efficient.generation.speculation.proposal import Proposal
+from hf_efficient.generation.speculation.sampling import argmax
 
 
-ENOUGH = 0.5  # of the smaller vocabulary: with so many tokens in common they are drafted one by one
-_CHUNK = 32  # columns of one forward that catches up: rows with fewer tokens are rewound by at most so many
+MIN_OVERLAP = 0.5  # share of the smaller vocabulary that must be common for drafts token by token
+_CHUNK = 32  # tokens of one forward: of layers with a window no more can be rewound where a sequence has fewer to read
 
 
 class TranslatedDrafter(AssistantDrafter):
-    """Lets a model with another tokenizer continue every row, over a cache of its own. Settings as in `AssistantDrafter`.
+    """Lets a model with another tokenizer continue every sequence, over a cache of its own. Settings as in
+    `AssistantDrafter`. Neither method changes the target's output.
 
-    - method "tokens": the draft gives its probabilities to the tokens that both vocabularies have, and drafts the target's
-      tokens one by one, drawn in sampled runs (Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative
-      Decoding Algorithms for Heterogeneous Vocabularies", token-level intersection).
-    - method "text": it says what is likeliest in its own tokens, and the target's tokenizer reads that text, also in
-      sampled runs. For vocabularies with little in common.
-
-    Both leave the output that of the target.
+    - method "tokens": the draft's probabilities are restricted to the tokens that both vocabularies have, and the
+      target's tokens are drafted one by one, drawn in sampled calls (Timor et al. 2025, "Accelerating LLM Inference
+      with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", token-level intersection).
+    - method "text": the draft continues greedily in its own tokens, and the target's tokenizer reads that text. For
+      vocabularies with little in common.
 
     Args:
         model: a decoder-only causal LM.
@@ -45,16 +44,16 @@ class TranslatedDrafter(AssistantDrafter):
         self.tokenizers, self.method = (tokenizer, assistant_tokenizer), method
 
     def check(self, model) -> None:
-        RaggedModel.check(self.model, 1, "assistant_model")
+        check_draft(self.model)
         target, draft = (m.config.get_text_config(decoder=True).vocab_size for m in (model, self.model))
         self.translation = translation = Translation(*self.tokenizers, target, draft)
         if translation.overlap == 0 and self.method != "text":
             names = [f"{t.convert_ids_to_tokens(0)!r}, {t.convert_ids_to_tokens(1)!r}, ..." for t in self.tokenizers]
             raise ValueError(
-                f"the target's tokenizer ({names[0]}) and the assistant's ({names[1]}) have no token in common: take an "
-                "assistant of the same language, or draft in text: TranslatedDrafter(..., method='text')"
+                f"the target's tokenizer ({names[0]}) and the assistant's ({names[1]}) have no token in common: "
+                "take an assistant of the same language, or draft in text: TranslatedDrafter(..., method='text')"
             )
-        self.by_tokens = self.method == "tokens" or (self.method is None and translation.overlap >= ENOUGH)
+        self.by_tokens = self.method == "tokens" or (self.method is None and translation.overlap >= MIN_OVERLAP)
         self.draws = self.by_tokens
         pairs = torch.tensor(sorted(translation.draft_of.items())).view(-1, 2)
         self.target_ids, self.draft_ids, self.vocabulary = pairs[:, 0], pairs[:, 1], target
@@ -69,11 +68,11 @@ class TranslatedDrafter(AssistantDrafter):
         begin = [[0] * (width - len(prompt)) for prompt in prompts]
         ids = torch.tensor([pad + prompt for pad, prompt in zip(begin, prompts)])
         mask = torch.tensor([pad + [1] * len(prompt) for pad, prompt in zip(begin, prompts)])
-        self._read_prompts(ids, None if mask.all() else mask, UNKNOWN)
+        self._read_prompts(ids, None if mask.all() else mask, UNLIMITED)
         self.last = [prompt[-1] for prompt in prompts]
-        self.before = [prompt[-Translation.CONTEXT :] for prompt, _ in rows]  # the target's last tokens of each row
-        self.rows: list[list[int]] = [[] for _ in rows]  # what each row has generated, in the draft's tokens
-        self.held: list[list[int]] = [[] for _ in rows]  # what its cache holds of that and of its own drafts
+        self.before = [prompt[-Translation.CONTEXT :] for prompt, _ in rows]  # the last target tokens of each sequence
+        self.rows: list[list[int]] = [[] for _ in rows]  # each answer in the draft's tokens
+        self.held: list[list[int]] = [[] for _ in rows]  # what the draft's cache holds of it, with drafts
         self.accept([new for _, new in rows])
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
@@ -83,7 +82,7 @@ class TranslatedDrafter(AssistantDrafter):
         return (self._tokens if self.by_tokens else self._text)(self._catch_up(), limits, width)
 
     def _catch_up(self) -> torch.Tensor:
-        """The draft's logits after each row, [rows, draft vocabulary]."""
+        """The draft's logits after each sequence, [rows, draft vocabulary]."""
         pending = []
         for last, row, held in zip(self.last, self.rows, self.held):
             same = next((i for i, (a, b) in enumerate(zip(row, held)) if a != b), min(len(row), len(held)))
@@ -105,7 +104,7 @@ class TranslatedDrafter(AssistantDrafter):
         return torch.stack(logits)
 
     def _feed(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
-        """Adds the drafted `tokens` [rows] of the draft's vocabulary, the `step`-th after the row, to its cache."""
+        """Adds drafted tokens [rows] of the draft's vocabulary to its cache, as the `step`-th after each sequence."""
         for held, token in zip(self.held, tokens.tolist()):
             held.append(token)
         return self.runner(tokens[:, None].to(self.model.device), [len(row) + step for row in self.rows], keep=1)[:, 0]
@@ -127,7 +126,7 @@ class TranslatedDrafter(AssistantDrafter):
                 distributions.append(log_probabilities.exp())
                 token = torch.multinomial(distributions[-1], 1)
             else:
-                token = largest(scores)[:, None]
+                token = argmax(scores)[:, None]
             going = going & possible
             tokens.append(token)
             counts += going
@@ -168,7 +167,7 @@ class TranslatedDrafter(AssistantDrafter):
         for b, new in enumerate(tokens):
             self.rows[b] = self.translation.extend(self.rows[b], self.before[b], new, self.by_tokens)
             self.before[b] = (self.before[b] + new)[-Translation.CONTEXT :]
-        self._end_with_the_rows()
+        self._release_if_finished()
 
     def select(self, rows: list[int]) -> None:
         for name in ("last", "before", "rows", "held"):

@@ -2,26 +2,25 @@
 
 from itertools import groupby
 
-from transformers.generation.candidate_generator import AssistantVocabTranslatorCache
+from hf_efficient.integrations.transformers_compat import common_tokens
 
 
-_REWRITES = 16  # draft tokens of a row that may change when text is added: no more, as layers with a window forget
+_MAX_REWRITTEN = 16  # last draft tokens that added text may change: layers with a window cannot be rewound further
 
 
 class Translation:
     """Between the token ids of a target and those of a draft.
 
-    draft_of: target id -> draft id of the tokens that both vocabularies have (the same text, as transformers'
-        `AssistantToTargetTranslator` compares it), and of the end of a sequence.
-    overlap: how many tokens of text these are, as a share of the smaller vocabulary.
+    draft_of: target id -> draft id, of the tokens that both vocabularies have (the same text, as transformers'
+        `AssistantToTargetTranslator` compares it) and of the end of a sequence.
+    overlap: the number of those that are text, by the size of the smaller vocabulary.
     """
 
-    CONTEXT = 8  # tokens read again before new ones, so that these are cut as they are in running text
+    CONTEXT = 8  # tokens before new ones that are tokenized with them, as the cut depends on what stands before
 
     def __init__(self, target, draft, target_size: int, draft_size: int):
         self.target, self.draft = target, draft
-        translator = AssistantVocabTranslatorCache.get_translator(target, draft, target_size)
-        pairs = translator.target_to_assistant_input_ids
+        pairs = common_tokens(target, draft, target_size)
         self.draft_of = {t: d for t, d in pairs.items() if t < target_size and d < draft_size}
         in_both = self.draft_of.keys() - set(target.all_special_ids)
         self.overlap = len(in_both) / min(len(target), len(draft))
@@ -45,9 +44,14 @@ class Translation:
         return translated or [begin or 0]
 
     def extend(self, row: list[int], before: list[int], new: list[int], by_tokens: bool) -> list[int]:
-        """`row`, the draft ids of a text that ends with the target ids `before`, with the target ids `new` added: with
-        `by_tokens` those that both have as they are, the others, or else all, by their text. The end of `row` changes where
-        the draft's tokenizer joins old and new text in one token."""
+        """Appends target ids to a text in draft ids.
+
+        Args:
+            row: the draft ids of the text so far. Its end changes where the draft's tokenizer joins old and new text.
+            before: the target ids that the text ends with.
+            new: the target ids to append.
+            by_tokens: tokens in both vocabularies are mapped one by one; else, and for the others, their text is read.
+        """
         for known, part in groupby(new, lambda token: by_tokens and token in self.draft_of):
             part = list(part)
             if known:
@@ -58,11 +62,11 @@ class Translation:
         return row
 
     def back(self, before: list[int], new: list[int], ends: bool) -> list[int]:
-        """The target ids of the draft ids `new` after the draft ids `before`; `ends`: with the end of the sequence."""
+        """The target ids of the draft ids `new`, which follow `before`; with the end of the sequence if it `ends`."""
         before = before[-self.CONTEXT :]
         own = _encode(self.target, _decode(self.draft, before))
         extended = _extended(self.draft, self.target, own, before, new)
-        if extended[: len(own)] != own:  # the target has said those tokens and cannot say others
+        if extended[: len(own)] != own:  # the target's earlier tokens are final
             extended = own + _encode(self.target, _decode(self.draft, new))
         end = [self.target.eos_token_id] if ends and self.target.eos_token_id is not None else []
         return extended[len(own) :] + end
@@ -73,14 +77,14 @@ def _extended(source, destination, row: list[int], before: list[int], new: list[
     without, with_new = _encode(destination, old), _encode(destination, text)
     same = next((i for i, (a, b) in enumerate(zip(without, with_new)) if a != b), min(len(without), len(with_new)))
     changed = len(without) - same
-    if changed <= min(_REWRITES, len(row)) and row[len(row) - changed :] == without[same:]:
+    if changed <= min(_MAX_REWRITTEN, len(row)) and row[len(row) - changed :] == without[same:]:
         return row[: len(row) - changed] + with_new[same:]
     return row + _encode(destination, _decode(source, new))
 
 
 def _decode(tokenizer, ids: list[int]) -> str:
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character whose bytes are not all there yet
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")  # a character of which some bytes are missing
 
 
 def _encode(tokenizer, text: str) -> list[int]:

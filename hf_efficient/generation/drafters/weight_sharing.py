@@ -24,9 +24,12 @@ def view_of(module: nn.Module) -> nn.Module:
 
 
 def rebuilt(module: nn.Module, change: Callable[[str, nn.Module], nn.Module], name: str = "") -> nn.Module:
-    """`module` with `change(name, submodule)` in place of each submodule, children first, and views of all that hold what
-    changed. `change` gives back the module it is given where nothing is to change, or a `view_of` it; a module that it is
-    given may already be a view."""
+    """`module` with `change(name, submodule)` in place of each submodule, children first. Whatever holds a changed
+    module is replaced by a view of it.
+
+    change: returns its argument where nothing is to change, else another module or a `view_of` the argument; the
+        argument may be a view already.
+    """
     prefix = f"{name}." if name else ""
     before = {key: child for key, child in module._modules.items() if child is not None}
     after = {key: rebuilt(child, change, prefix + key) for key, child in before.items()}

@@ -1,116 +1,136 @@
-"""Forwards of few tokens on a CPU, recorded once for every number of rows and of columns and then replayed."""
+"""Forwards of few tokens on a CPU, captured once for every number of sequences and positions and then replayed."""
 
 import functools
 from collections.abc import Callable
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
-from transformers.utils import logging, output_capturing
+from transformers.utils import logging
 
 from hf_efficient.cache.bookkeeping.forward_plan import tree_mask as tree_bits
 from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.integrations.transformers_compat import collects_hidden_states, is_collector_hook
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable, interpreter
 
 
 logger = logging.get_logger(__name__)
 
-EAGER_FORWARDS = 2  # forwards of a model that run as they are: recording costs about three of them
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-FEWEST = 4
-MOST_TOKENS = 128  # of all rows: beyond, a forward takes so long that what is saved does not show
-MOST_KEPT = 256 << 20  # bytes of the results of all recordings: 0.2 MB a token of SmolLM2
+EAGER_FORWARDS = 2  # the first forwards over a cache run eagerly: a capture costs about three of them
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # positions of captured forwards; others are padded to the next one
+MIN_TOKENS = 4  # of all sequences: up to so many cost what one costs, so fewer are padded
+MAX_TOKENS = 128  # of all sequences: beyond, a forward takes so long that the host's time does not show
+MAX_OUTPUT_BYTES = 256 << 20  # of all captures over one cache; a capture takes 0.2 MB a token of SmolLM2-135M
+
+
+class _Captured(NamedTuple):
+    """inputs: the tensors that the capture reads. addresses: of the cache's tensors when it was made."""
+
+    inputs: tuple[torch.Tensor, ...]
+    addresses: list[int]
+    capture: Capture
 
 
 class CapturedForward:
-    """`forward(tokens, positions)`, a forward of a model over `cache`, whose pool has a fixed size.
+    """`forward(tokens, positions)` of a model over `cache`, whose pool has a fixed size, captured and replayed.
 
-    A forward that cannot be recorded (it reads tensors on the host, such as the routing of some experts) runs as it is from
-    then on.
+    A forward that cannot be captured, as it reads tensors on the host (the routing of some experts, say), makes this
+    fall back to eager forwards for good.
+
+    Attributes:
+        is_steady: whether forwards like the last one take as long from now on.
+        is_unchanged: asked before every forward whether the model is still the one that was captured; None where no
+            code of the user's runs between forwards.
     """
 
-    settled = True  # whether forwards like the last one will take as long from now on
+    is_steady = True
 
     def __init__(self, forward: Callable, cache: PagedCache):
         self.forward, self.cache = forward, cache
-        self.holds: Callable[[], bool] | None = (
-            None  # asked before every forward, when the caller's own code runs between them
-        )
-        self._tapes: dict[tuple[int, int], tuple] = {}  # the latest used last
-        self._seen = 0
-        self._works = True
-        self._seconds_a_recording = 0.0  # the latest
+        self.is_unchanged: Callable[[], bool] | None = None
+        self._captures: dict[tuple[int, int], _Captured] = {}  # by (sequences, positions), the latest used last
+        self._calls = 0
+        self._falls_back = False  # to eager forwards, for good
+        self._last_capture_seconds = 0.0
 
     def capture_seconds(self, rows: int, columns: int) -> float:
-        """What recording the next forward of so many takes, as far as is known; 0.0 where it runs as it is or is recorded."""
+        """Seconds of capturing the next forward of `rows` sequences and `columns` positions, estimated by the latest
+        capture; 0.0 where it is captured already or runs eagerly."""
         kind = rows, padded(rows, columns)
-        return 0.0 if self._runs_as_it_is(*kind) or kind in self._tapes else self._seconds_a_recording
+        return 0.0 if self._runs_eagerly(*kind) or kind in self._captures else self._last_capture_seconds
 
-    def _runs_as_it_is(self, rows: int, width: int) -> bool:
-        return not self._works or width > WIDTHS[-1] or rows * width > MOST_TOKENS
+    def _runs_eagerly(self, rows: int, width: int) -> bool:
+        return self._falls_back or width > WIDTHS[-1] or rows * width > MAX_TOKENS
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, tree_mask: torch.Tensor | None) -> tuple | None:
-        """Appends `tokens` int64 [rows, columns] to the cache, and filler behind them up to one of `WIDTHS`, at `positions`
-        int64 of the shape that the model takes; tree_mask as in `PagedCache.decode_step`. Returns what `forward` returned, in
-        tensors that the next call overwrites; None when the forward has to run as it is."""
+        """Runs the forward and appends `tokens` to the cache, with padding behind them up to one of `WIDTHS`.
+
+        Args:
+            tokens: int64 [rows, columns].
+            positions: int64, of the shape that the model takes.
+            tree_mask: as in `PagedCache.decode_step`.
+        Returns what `forward` returned, in tensors that the next call overwrites; None when the caller has to run the
+        forward eagerly.
+        """
         rows, columns = tokens.shape
         width = padded(rows, columns)
-        self.settled = self._runs_as_it_is(rows, width)
-        if self.settled:
+        self.is_steady = self._runs_eagerly(rows, width)
+        if self.is_steady:
             return None
-        if self.holds is not None and not self.holds():
-            self._works = False
+        if self.is_unchanged is not None and not self.is_unchanged():
+            self._falls_back = True
             return None
-        self._seen += 1
-        if self._seen <= EAGER_FORWARDS:
+        self._calls += 1
+        if self._calls <= EAGER_FORWARDS:
             return None
-        if tree_mask is None and columns > 1 and self.cache.takes_trees:  # one continuation is a tree too: fewer kinds
+        if tree_mask is None and columns > 1 and self.cache.takes_trees:  # a chain as a tree: one capture serves both
             order = torch.arange(columns)
             tree_mask = tree_bits((order <= order[:, None]).expand(rows, -1, -1))
         new = (tokens, positions) if tree_mask is None else (tokens, positions, tree_mask)
         new = [torch.cat([x, x[..., -1:].expand(*x.shape[:-1], width - columns)], -1) for x in new]
-        inputs, places, tape = self._tapes.pop((rows, width), (None, None, None))
-        if inputs is None:
-            inputs = tuple(tensor.clone() for tensor in new)
+        captured = self._captures.pop((rows, width), None)
+        inputs = tuple(tensor.clone() for tensor in new) if captured is None else captured.inputs
         for static, values in zip(inputs, new):
             static.copy_(values)
         try:
             with self.cache.decode_step(width, *inputs[2:]):
-                if places == self._places():
-                    self._tapes[rows, width] = inputs, places, tape
-                    self.settled = True
-                    return tape.replay()
-                tape = self._record(inputs)
-                self._keep((rows, width), (inputs, self._places(), tape))
-                return tape.output
+                if captured is not None and captured.addresses == self._addresses():
+                    self._captures[rows, width] = captured
+                    self.is_steady = True
+                    return captured.capture.replay()
+                capture = self._capture(inputs)
+                self._keep((rows, width), _Captured(inputs, self._addresses(), capture))
+                return capture.output
         except NotReplayable:
-            self._works = False
+            self._falls_back = True
             return None
 
-    def _record(self, inputs: tuple) -> Capture:
+    def _capture(self, inputs: tuple) -> Capture:
         start = perf_counter()
         try:
             return Capture(lambda: self.forward(*inputs[:2]))
         except NotReplayable:
             raise
-        except Exception as error:  # if it is the forward's own, that shows when it runs as it is
-            logger.warning_once(f"forwards run as they are, slower, because one could not be recorded: {error}")
+        except Exception as error:  # an error of the forward's own shows again when it runs eagerly
+            logger.warning_once(f"forwards run eagerly, which is slower, because one could not be captured: {error}")
             raise NotReplayable(str(error)) from error
         finally:
-            self._seconds_a_recording = perf_counter() - start
+            self._last_capture_seconds = perf_counter() - start
 
-    def _keep(self, kind: tuple[int, int], recorded: tuple) -> None:
-        self._tapes[kind] = recorded
-        while len(self._tapes) > 1 and sum(tape.nbytes for *_, tape in self._tapes.values()) > MOST_KEPT:
-            del self._tapes[next(iter(self._tapes))]
+    def _keep(self, kind: tuple[int, int], captured: _Captured) -> None:
+        """Stores a capture; those unused for longest are dropped where all together take too much memory."""
+        self._captures[kind] = captured
+        while len(self._captures) > 1 and sum(c.capture.nbytes for c in self._captures.values()) > MAX_OUTPUT_BYTES:
+            del self._captures[next(iter(self._captures))]
 
-    def _places(self) -> list[int]:
-        """Where everything lies that the cache may replace by other tensors."""
+    def _addresses(self) -> list[int]:
+        """Of the tensors that the cache may replace by others, such as longer tables."""
         return [tensor.data_ptr() for tensor in self.cache.static_tensors()]
 
 
 def can_be_captured(model) -> bool:
-    """Whether forwards of `model` over a cache of fixed size can be recorded, as far as is known before trying."""
+    """Whether captures of forwards of `model` over a cache of fixed size are tried. A capture may still fail."""
     return (
         interpreter() is not None
         and not model.training
@@ -122,33 +142,25 @@ def can_be_captured(model) -> bool:
 
 
 def is_watched(model) -> bool:
-    """Whether something of the user's runs at every forward of a part of the model: hooks, a forward of its own, or what torch
-    compiled."""
+    """Whether code of the user's runs in every forward of a part of the model: hooks, a replaced `forward`, or a
+    compiled module. A replay would skip it."""
     return any(
         module._forward_pre_hooks
         or ("forward" in module.__dict__ and "_hf_hook" not in module.__dict__)
         or module._compiled_call_impl is not None
-        or any(map(_acts, module._forward_hooks.values()))
+        or any(not is_collector_hook(hook) for hook in module._forward_hooks.values())
         for module in model.modules()
     )
 
 
 def is_being_watched() -> bool:
-    """Whether somebody looks at every module's forward, at every operator, or collects hidden states: recorded forwards would
-    not be seen."""
-    collector = output_capturing._active_collector.get()
-    return bool(_has_any_global_hook() or torch._C._len_torch_dispatch_stack() or collector)
+    """Whether something observes the forwards of all modules, all operators, or hidden states in this context. It would
+    not see replayed forwards."""
+    return bool(_has_any_global_hook() or torch._C._len_torch_dispatch_stack() or collects_hidden_states())
 
 
 @functools.cache
 def padded(rows: int, columns: int) -> int:
-    """How many columns a forward of so many computes. Up to `FEWEST` tokens cost what one costs."""
-    fits = (width for width in WIDTHS if width >= columns and (width == 1 or rows * width >= FEWEST))
+    """How many positions a captured forward of `rows` sequences and `columns` positions computes."""
+    fits = (width for width in WIDTHS if width >= columns and (width == 1 or rows * width >= MIN_TOKENS))
     return next(fits, columns)
-
-
-def _acts(hook) -> bool:
-    """Whether a hook does something: transformers' collector of hidden states stays after a forward that was asked for
-    them, and does nothing without a collector in the current context."""
-    collects = getattr(hook, "__qualname__", "").endswith("<locals>.output_capturing_hook")
-    return not (collects and hook.__module__ == output_capturing.__name__)

@@ -1,78 +1,111 @@
-"""Recorded forwards that outlive a `generate()` call: with the cache that they read, for the next call on the model."""
+"""The replay pool: captured forwards that wait for the next `generate()` call, each with the cache that it reads."""
 
 import threading
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.stats import written_bytes
 from hf_efficient.cache.stores.kv_formats import block_size_of
-from hf_efficient.generation.model_state import ModelState
 from hf_efficient.generation.replay.captured_forward import CapturedForward
 
 
-MOST_BYTES = 256 << 20  # a cache of which more was written is not kept
-MOST = 2  # of a model: with and without what draft heads read of it
+MAX_CACHE_BYTES = 256 << 20  # written in a cache: one with more is dropped after the call
+MAX_ENTRIES = 2  # of a model: with and without the hidden states that draft heads read
+MIN_CACHE_TOKENS = 512  # of a sequence, so that short calls share a cache
 
 
-class PoolEntry(NamedTuple):
-    """A cache and what was recorded over it. state: of the model when the cache was made; None where it shall not be kept.
-    hidden_of: what is read of the model besides logits (`RaggedModel`). is_capturable: whether forwards may be recorded."""
+@dataclass(frozen=True, eq=False)
+class PoolEntry:
+    """A cache and the forwards captured over it.
 
-    state: ModelState | None
-    hidden_of: tuple[int, ...] | None
+    captured: None before the first forward that may be captured.
+    hidden_layers: the hidden states that the captured forwards return besides logits (see `RaggedModel`).
+    is_capturable: whether forwards over the cache may be captured: its pages have a fixed number.
+    is_reusable: whether the pool takes it back after the call.
+    """
+
     cache: PagedCache
-    captured: CapturedForward | None
-    is_capturable: bool
+    captured: CapturedForward | None = None
+    hidden_layers: tuple[int, ...] | None = None
+    is_capturable: bool = False
+    is_reusable: bool = False
 
     @classmethod
-    def of(cls, cache: PagedCache) -> "PoolEntry":
-        """A cache over which nothing is recorded."""
-        return cls(None, None, cache, None, False)
-
-
-_lock = threading.Lock()
-
-
-def take(
-    model, rows: int, tokens: int | None, hidden_of: tuple[int, ...] | None, state: ModelState, keep=True
-) -> PoolEntry:
-    """A cache with room for `rows` rows of `tokens` tokens, and what was recorded over it: another call's that has ended, if
-    nothing about the model has changed, else new and empty. Until `give_back` nobody else is given it. Where nothing can be
-    recorded, or `tokens` is None, it grows. state: the model's; keep: whether there will be another call."""
-    if tokens is None or not state.is_capturable:
-        cache = PagedCache(model.config)
-        if state.runs_over_pages and state.reads_pages:
+    def growing(cls, config, over_pages: bool = False) -> "PoolEntry":
+        """An empty cache that grows, so that nothing can be captured over it. over_pages: "sdpa" reads its pages."""
+        cache = PagedCache(config)
+        if over_pages:
             cache.attend_over_pages()
-        return PoolEntry.of(cache)
-    with _lock:
-        kept = next((kept for kept in state.kept if keep and kept.hidden_of == hidden_of), None)
-        if kept is not None:
-            state.kept.remove(kept)
-    blocks = rows * -(-max(512, 1 << (tokens - 1).bit_length()) // block_size_of("auto", None))
-    if kept is not None and kept.cache.state.pool.num_blocks >= blocks:
-        present = kept.cache.batch_size
-        kept.cache.rewind([0] * present)
-        if present != rows:
-            kept.cache.batch_select_indices(torch.zeros(rows, dtype=torch.int64))
-        return kept
-    cache = PagedCache(model.config, num_blocks=blocks)
-    if state.runs_over_pages:
-        cache.attend_over_pages()
-    for layer in cache.layers:
-        layer.exact = False  # nobody else sees this cache: its pages are read where they lie, prompts too
-    return PoolEntry(state if keep else None, hidden_of, cache, None, True)
+        return cls(cache)
+
+
+class ReplayPool:
+    """The entries of one model, valid as long as nothing about the model changes.
+
+    Args:
+        is_capturable: whether forwards of the model may be captured.
+        over_pages: its attention "sdpa" is run over the pages of the cache.
+        keeps_entries: whether anything is kept between calls.
+    """
+
+    def __init__(self, is_capturable: bool, over_pages: bool, keeps_entries: bool):
+        self.is_capturable, self.over_pages, self.keeps_entries = is_capturable, over_pages, keeps_entries
+        self.entries: list[PoolEntry] = []  # the latest used last
+        self._lock = threading.Lock()
+
+    def take(self, config, rows: int, tokens: int | None, hidden_layers=None, is_reusable: bool = True) -> PoolEntry:
+        """An entry with room for `rows` sequences of `tokens` tokens: one that a call has put back, else a new one.
+        Nobody else is given it before `put`. Where nothing can be captured, or `tokens` is None, its cache grows.
+
+        config: of the model that runs over the cache. is_reusable: whether another call can replay what is captured.
+        """
+        if tokens is None or not self.is_capturable:
+            return PoolEntry.growing(config, self.over_pages)
+        entry = self._pop(hidden_layers) if is_reusable else None
+        tokens = max(MIN_CACHE_TOKENS, 1 << (tokens - 1).bit_length())
+        blocks = rows * -(-tokens // block_size_of("auto", None))
+        if entry is not None and entry.cache.state.pool.num_blocks >= blocks:
+            present = entry.cache.batch_size
+            entry.cache.rewind([0] * present)
+            if present != rows:
+                entry.cache.batch_select_indices(torch.zeros(rows, dtype=torch.int64))
+            return entry
+        cache = PagedCache(config, num_blocks=blocks)
+        if self.over_pages:
+            cache.attend_over_pages()
+        for layer in cache.layers:
+            layer.exact = False  # nobody else sees this cache: attention reads its pages in place, prompts too
+        return PoolEntry(cache, None, hidden_layers, is_capturable=True, is_reusable=is_reusable)
+
+    def _pop(self, hidden_layers) -> PoolEntry | None:
+        with self._lock:
+            entry = next((entry for entry in self.entries if entry.hidden_layers == hidden_layers), None)
+            if entry is not None:
+                self.entries.remove(entry)
+        return entry
+
+    def put(self, entry: PoolEntry, captured: CapturedForward | None) -> None:
+        """Takes an entry back after a call, with what was captured over its cache. The caller gives it up."""
+        if captured is None or not entry.is_reusable or not self.keeps_entries:
+            return
+        if written_bytes(entry.cache) > MAX_CACHE_BYTES:
+            return
+        captured.forward = captured.is_unchanged = None  # they refer to the model
+        with self._lock:
+            others = [other for other in self.entries if other.hidden_layers != entry.hidden_layers]
+            self.entries = [*others, replace(entry, captured=captured)][-MAX_ENTRIES:]
 
 
 def copied(cache: PagedCache, config) -> PagedCache:
-    """What `cache`, whose pages are in the model's dtype, holds, in one that grows. config: the model's."""
+    """The contents of `cache`, whose pages are in the model's dtype, in a cache that grows. config: the model's."""
     copy = PagedCache(config)
     blocks = []
     for state, other in zip(copy.states, cache.states):
         used = list(dict.fromkeys(block for table in other.pool.tables for block in table))
-        place = {block: index for index, block in enumerate(used)}
-        tables = [[place[block] for block in table] for table in other.pool.tables]
+        new_id = {block: index for index, block in enumerate(used)}
+        tables = [[new_id[block] for block in table] for table in other.pool.tables]
         held = {**other.pool.snapshot(), "capacity": len(used), "tables": tables, "columns": other.columns}
         state.restore(held, None if other.column_mask is None else other.column_mask.clone())
         blocks.append(torch.tensor(used, dtype=torch.int64))
@@ -82,15 +115,3 @@ def copied(cache: PagedCache, config) -> PagedCache:
         for name, values in layer.store.pages.items():
             values.copy_(pages[name][blocks[copy.states.index(layer.state)]])
     return copy
-
-
-def give_back(kept: PoolEntry, captured: CapturedForward | None) -> None:
-    """After a call that nobody holds the cache of."""
-    if captured is None or kept.state is None or not kept.state.snapshot.complete:
-        return
-    if written_bytes(kept.cache) > MOST_BYTES:
-        return
-    captured.forward = captured.holds = None
-    with _lock:
-        others = [other for other in kept.state.kept if other.hidden_of != kept.hidden_of]
-        kept.state.kept = [*others, kept._replace(captured=captured)][-MOST:]

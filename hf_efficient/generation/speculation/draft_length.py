@@ -1,252 +1,274 @@
-"""How many tokens to draft, so that speculation pays: from what was accepted and from measured seconds."""
+"""How many tokens to draft, so that speculation pays: from acceptance statistics and measured seconds."""
 
 from collections.abc import Callable
 
-from hf_efficient.generation.drafters.base import Proposal
-from hf_efficient.generation.speculation.latency_model import DrafterStatistics, ModelLatency, latency_of
+from hf_efficient.generation.speculation.latency_model import AcceptanceStatistics, LatencyModel
+from hf_efficient.generation.speculation.proposal import Proposal
 
 
-# Weight of what is known of a row's acceptance after a step with a draft, and after one without, of which so many count.
-DECAY, FADE, MOST_FADED = 0.9, 0.97, 16
-PRIOR = 2.0  # tokens that what was known before counts for
-# A draft that costs less of a forward is made in every step, but while drafts do not pay in a batch of so many rows, only so
-# often that it takes that share of the seconds of all forwards.
-CHEAP, MANY, LOOKING = 0.03, 4, 0.004
-# Of the seconds of a plain forward of a batch: what its slowest row takes anyway. Rows that are ahead should not draft more than
-# they are sure of, as they will end before it.
-SUNK = 0.3
-FIRST_PAUSE, LONGEST_PAUSE = 8, 1024  # plain steps between two trials of a drafter that does not pay, over runs
-SOONER = 8  # so many times sooner comes the next trial after one in which all was right
-# Recordings have to pay in what is left of the call, but for the first ones of a model, and for those that take no more than
-# this share of the seconds of all its forwards: they pay in later calls. Reading prompts for trials takes no more either.
-INVESTED = 0.03
+# A sequence's counts of accepted and proposed tokens are multiplied by this in a step with a draft of it, and in one
+# without. After a pause they are multiplied by `IDLE_DECAY` once for each of its steps, at most `MAX_IDLE_STEPS` times.
+DRAFT_DECAY, IDLE_DECAY, MAX_IDLE_STEPS = 0.9, 0.97, 16
+PRIOR_TOKENS = 2.0  # proposed tokens that the acceptance of earlier calls weighs as much as
+# A draft that takes less than this share of a forward is made in every step; `trim` then decides how much is verified.
+CHEAP_DRAFT = 0.03
+# But in a batch of so many sequences, while drafts do not pay, cheap drafts are made only so often that they take this
+# share of the forwards' seconds.
+PROBE_MIN_ROWS, PROBE_SHARE = 4, 0.004
+# Share of a plain forward of a batch that its slowest sequence needs anyway. Sequences that are ahead of it end
+# earlier, so their drafts have to be surer.
+SLOWEST_ROW_SHARE = 0.3
+MIN_PAUSE, MAX_PAUSE = 8, 1024  # plain steps between two trials of a drafter that does not pay; doubled each time
+RETRY_FACTOR = 8  # after a trial in which every draft was accepted the next one comes this many times sooner
+# Captures must win back their seconds within the call. Exempt are the first ones of a model and those that take at most
+# this share of the seconds of all its forwards: later calls replay them. Reading prompts for trials takes no more
+# either.
+INVESTED_SHARE = 0.03
 
 
-class DraftLength:
-    """Chooses, step by step, how deep to draft and how much of a proposal to verify: what gives most tokens a second.
+class DraftLengthPolicy:
+    """Chooses step by step how deep to draft and how much of a proposal to verify: what gives most tokens a second.
 
-    What is known of the model and the drafter stays from run to run: a drafter that did not pay on as many rows goes on
-    resting. Where a row's next token is drawn from what a drawn draft leaves over, the draft's length changes which numbers
-    are drawn, so it must not depend on a clock or on earlier runs: then `timed=False`, and every forward counts as one, a
-    drafted token as `draft_cost` of one.
+    The latency model and the acceptance statistics outlive the call: a drafter that did not pay on as many sequences
+    continues its pause. With `timed=False` the choice depends on neither a clock nor earlier calls: a forward counts as
+    1, a drafted token as `draft_cost`. Sampled runs with a drafter that draws need that, as there the draft's length
+    changes which random numbers the target's tokens are drawn by.
 
     Args:
-        model: the target.
-        rows: in the batch.
-        depth: the deepest draft.
-        draft_cost: seconds of drafting one token by those of a forward, where nothing is measured.
-        padded: how many columns a forward of so many rows and columns computes.
-        recording: seconds that the next forward of so many rows and columns takes to be recorded.
-        draft: what is known of the drafter is kept with this.
+        rows: sequences in the batch.
+        depth: the deepest draft, in tokens.
+        latency: of the target.
+        statistics: sequences in the batch -> statistics of the drafter on such batches; entries are added.
+        draft_cost: seconds of drafting one token by those of a forward, for `timed=False`.
+        padded: how many positions a forward of so many sequences and positions computes.
+        capture_seconds: seconds of capturing the next forward of so many sequences and positions, 0.0 if it needs none.
     """
 
     def __init__(
         self,
-        model,
         rows: int,
         depth: int,
+        latency: LatencyModel | None = None,
+        statistics: dict[int, AcceptanceStatistics] | None = None,
         timed: bool = True,
         draft_cost: float = 0.0,
         padded: Callable[[int, int], int] = lambda rows, columns: columns,
-        recording: Callable[[int, int], float] = lambda rows, columns: 0.0,
-        draft=None,
+        capture_seconds: Callable[[int, int], float] = lambda rows, columns: 0.0,
     ):
         self.depth, self.timed, self.draft_cost = depth, timed, draft_cost
-        self.padded, self.recording = padded, recording
-        self.growing, self.left = rows, 1  # rows that have not ended, tokens that the longest may still get
-        self.known = latency_of(model) if timed else ModelLatency()
-        self.forward = self.known.forward
-        self._of_drafter = {} if draft is None else self.known.drafters.setdefault(draft, {})
-        self.drafter = self._of_drafter.setdefault(rows, DrafterStatistics())
-        self.kept, self.tried = [0.0] * rows, [0.0] * rows  # of the drafts that had only right ones before them
-        self.calibration = 1.0  # accepted tokens by those that the drafter's confidence promised
-        self.out = False  # no draft is made in this run
-        self.begun = False  # there was a draft
-        self.starting = 0.0  # seconds of reading the prompts before it
-        self.asked, self.on_trial = 0, False  # how deep to draft now, and only to see what it is worth
-        self.usual, self.promise = 0.0, 0.0  # tokens that drafts promise a step: lately, and in this step
+        self.padded, self.capture_seconds = padded, capture_seconds
+        self.latency = latency if timed and latency is not None else LatencyModel()
+        self.forward_seconds = self.latency.forward_seconds
+        self._by_rows = statistics if timed and statistics is not None else {}
+        self.statistics = self._by_rows.setdefault(rows, AcceptanceStatistics())
+        self.unfinished, self.tokens_left = rows, 1  # sequences that still grow, and tokens of the longest way to go
+        self.accepted, self.proposed = [0.0] * rows, [0.0] * rows  # decayed counts of each sequence's drafted tokens
+        self.calibration = 1.0  # accepted tokens by those that the drafter's confidence predicted
+        self.is_off = False  # no draft is made in this call
+        self.has_drafted = False  # in this call
+        self.prompt_seconds = 0.0  # of reading the prompts, where the drafter did so before its first proposal
+        self.chosen_depth, self.is_trial = 0, False  # of this step, and whether it only shows if drafts pay again
+        self.predicted, self.mean_predicted = 0.0, 0.0  # accepted tokens predicted for this step, and a running mean
 
     @property
-    def tells_itself(self) -> bool:
-        """Whether the drafter says how sure it is."""
-        return self.drafter.tells_itself
+    def has_confidence(self) -> bool:
+        return self.statistics.has_confidence
 
-    def sits_out(self, steps: int) -> bool:
-        """Whether the drafter, which rests for more steps than the run has, need not read the prompts: then no draft is made."""
-        self.out = self.timed and self.drafter.waiting > steps and not self._is_cheap(1)
-        return self.out
+    def skips_call(self, steps: int) -> bool:
+        """Whether the drafter's pause outlasts a call of `steps` steps: no draft is made, and no prompt read for it."""
+        self.is_off = self.timed and self.statistics.steps_to_trial > steps and not self._is_cheap(1)
+        return self.is_off
 
     def choose(self, limits: list[int]) -> int:
-        """How deep to draft now, 0 for a plain step."""
-        self.asked = self._depth(limits)
-        return self.asked
+        """How deep to draft now, 0 for a plain step. limits: tokens that each sequence can still use."""
+        self.chosen_depth = self._choose(limits)
+        return self.chosen_depth
 
-    def _depth(self, limits: list[int]) -> int:
-        rows, deepest = len(limits), min(self.depth, max(limits))
-        self.growing, self.left = max(1, sum(limit > 0 for limit in limits)), max(limits) + 1
-        self.promise, self.on_trial = 0.0, False
-        if deepest == 0 or (self.timed and not self.forward.largest):
-            return 0  # the first step shows what a plain one costs
-        cheap, rests = self._is_cheap(deepest), self.drafter.waiting > 1
-        if rests:
-            self.drafter.waiting -= 1
-            if not cheap or self.out or (rows >= MANY and self.drafter.waiting % self._looks_every(deepest)):
+    def _choose(self, limits: list[int]) -> int:
+        rows, deepest, statistics = len(limits), min(self.depth, max(limits)), self.statistics
+        self.unfinished, self.tokens_left = max(1, sum(limit > 0 for limit in limits)), max(limits) + 1
+        self.predicted, self.is_trial = 0.0, False
+        if deepest == 0 or (self.timed and not self.forward_seconds.largest):
+            return 0  # the first step measures a plain forward
+        is_cheap = self._is_cheap(deepest)
+        if statistics.steps_to_trial > 1:
+            statistics.steps_to_trial -= 1
+            if not is_cheap:
                 return 0
-        if self.out:
+            if rows >= PROBE_MIN_ROWS and statistics.steps_to_trial % self._steps_between_probes(deepest):
+                return 0
+        if self.is_off:
             return 0
-        if cheap:
-            return deepest  # and `cut` decides
-        if self.drafter.waiting:  # after a rest what was seen before it counts less
-            fade = FADE ** min(self.drafter.pause, MOST_FADED)
-            self.kept, self.tried = ([fade * x for x in counts] for counts in (self.kept, self.tried))
-        deepest = min(deepest, self.widest(rows))
-        all_rows = self._acceptance()
+        if is_cheap:
+            return deepest
+        if statistics.steps_to_trial:
+            decay = IDLE_DECAY ** min(statistics.pause_steps, MAX_IDLE_STEPS)
+            self.accepted, self.proposed = ([decay * x for x in counts] for counts in (self.accepted, self.proposed))
+        deepest = min(deepest, self.max_width(rows))
+        prior = self._acceptance()
         gains = [0.0] * deepest
-        for kept, tried, limit in zip(self.kept, self.tried, limits):
-            acceptance, reached = (kept + all_rows * PRIOR) / (tried + PRIOR), 1.0
+        for accepted, proposed, limit in zip(self.accepted, self.proposed, limits):
+            acceptance, reached = (accepted + prior * PRIOR_TOKENS) / (proposed + PRIOR_TOKENS), 1.0
             for depth in range(min(deepest, limit)):
                 reached *= acceptance
                 gains[depth] += reached
-        return self._best(rows, gains, drafts=True)
+        return self._best_width(rows, gains, is_drafted=False)
 
-    def cut(self, proposal: Proposal) -> Proposal | None:
+    def trim(self, proposal: Proposal) -> Proposal | None:
         """As much of the proposal as pays; None for a plain step."""
-        # cutting drawn tokens by how sure the drafter is of them would change what is drawn
-        self.drafter.tells_itself = proposal.confidence is not None and proposal.probabilities is None
-        if not self.tells_itself:
+        # trimming drawn tokens by their confidence would change the distribution of what is drawn
+        self.statistics.has_confidence = proposal.confidence is not None and proposal.probabilities is None
+        if not self.has_confidence:
             return proposal
         rows = len(proposal.counts)
-        gains = [gain * self.calibration for gain in _promised(proposal)[: self.widest(rows)]]
-        width = self._best(rows, gains, drafts=False)
-        return proposal.cut(width) if width else None
+        gains = [gain * self.calibration for gain in _predicted_gains(proposal)[: self.max_width(rows)]]
+        width = self._best_width(rows, gains, is_drafted=True)
+        return proposal.truncated(width) if width else None
 
-    def learn(
+    def update(
         self,
         proposal: Proposal | None,
         accepted: list[int],
         depths: list[int],
         draft_seconds: float,
         verify_seconds: float,
-        settled: bool = True,
+        is_steady: bool = True,
     ) -> None:
-        """After a step: accepted and depths (of the deepest draft) of each row; seconds of `propose`, and of the rest; whether
-        those are what such steps will take from now on."""
-        width = 0 if proposal is None else proposal.width
+        """Learns from a step.
+
+        Args:
+            proposal: what was verified.
+            accepted, depths: of each sequence: tokens accepted, and depth of its deepest draft.
+            draft_seconds, verify_seconds: of the drafter, and of the rest of the step.
+            is_steady: False where such steps will take less time from now on, as this one captured its forward.
+        """
+        width, statistics = 0 if proposal is None else proposal.width, self.statistics
         if self.timed:
-            tokens = self._tokens(len(accepted), width)
-            self.known.credit += INVESTED * verify_seconds
-            if settled:
-                self.forward.add(tokens, verify_seconds)
-            elif width and self.known.free:
-                self.known.free -= 1
-            elif width:
-                self.known.credit -= max(0.0, verify_seconds - self.forward.at(tokens))
-        if self.promise:
-            self.usual = DECAY * self.usual + (1 - DECAY) * self.promise
-        drafting = self.drafter.drafting
-        if self.asked and not self.begun:  # drafters may read the prompts only then
-            self.begun = True
-            self.drafter.starting = self.starting + max(0.0, draft_seconds - drafting.at(self.asked))
-            if drafting.largest:
-                draft_seconds = drafting.at(self.asked)
+            self._add_forward(self._tokens(len(accepted), width), width, verify_seconds, is_steady)
+        if self.predicted:
+            self.mean_predicted = DRAFT_DECAY * self.mean_predicted + (1 - DRAFT_DECAY) * self.predicted
+        curve = statistics.draft_seconds
+        if self.chosen_depth and not self.has_drafted:  # drafters may read the prompts in their first proposal
+            self.has_drafted = True
+            statistics.prompt_seconds = self.prompt_seconds + max(0.0, draft_seconds - curve.at(self.chosen_depth))
+            if curve.largest:
+                draft_seconds = curve.at(self.chosen_depth)
         if not width:
             return
-        drafting.add(max(depths), draft_seconds)
+        curve.add(max(depths), draft_seconds)
         for row, (hits, depth) in enumerate(zip(accepted, depths)):
-            weight = DECAY if depth else FADE
-            self.kept[row] = weight * self.kept[row] + hits
-            self.tried[row] = weight * self.tried[row] + min(hits + 1, depth)
-        if not self.on_trial:
-            self.drafter.pause = self.drafter.waiting = 0
+            decay = DRAFT_DECAY if depth else IDLE_DECAY
+            self.accepted[row] = decay * self.accepted[row] + hits
+            self.proposed[row] = decay * self.proposed[row] + min(
+                hits + 1, depth
+            )  # those after a rejected one: unknown
+        if not self.is_trial:
+            statistics.pause_steps = statistics.steps_to_trial = 0
         elif accepted == depths:
-            self.drafter.waiting = max(1, self.drafter.waiting // SOONER)
-        if self.tells_itself:
-            promised = sum(_promised(proposal))
-            ratio = min((sum(accepted) + 0.5) / (promised + 0.5), 2.0)
-            self.calibration = DECAY * self.calibration + (1 - DECAY) * ratio
+            statistics.steps_to_trial = max(1, statistics.steps_to_trial // RETRY_FACTOR)
+        if self.has_confidence:
+            ratio = min((sum(accepted) + 0.5) / (sum(_predicted_gains(proposal)) + 0.5), 2.0)
+            self.calibration = DRAFT_DECAY * self.calibration + (1 - DRAFT_DECAY) * ratio
 
-    def end(self) -> None:
-        """After the last step."""
-        drafter, plain = self.drafter, self.forward.at(len(self.kept))
-        drafter.acceptance = self._acceptance()
-        if drafter.waiting and self.begun and plain:  # the next trial takes the prompts' reading too
-            drafter.waiting = max(drafter.waiting, round(drafter.starting / (INVESTED * plain)))
+    def _add_forward(self, tokens: int, width: int, seconds: float, is_steady: bool) -> None:
+        latency = self.latency
+        latency.capture_budget += INVESTED_SHARE * seconds
+        if is_steady:
+            self.forward_seconds.add(tokens, seconds)
+        elif width and latency.free_captures:
+            latency.free_captures -= 1
+        elif width:
+            latency.capture_budget -= max(0.0, seconds - self.forward_seconds.at(tokens))
+
+    def finish(self) -> None:
+        """After the last step of a batch of this size: stores the acceptance for the next call."""
+        statistics, plain = self.statistics, self.forward_seconds.at(len(self.accepted))
+        statistics.acceptance = self._acceptance()
+        if statistics.steps_to_trial and self.has_drafted and plain:  # the next trial reads the prompts, too
+            steps = round(statistics.prompt_seconds / (INVESTED_SHARE * plain))
+            statistics.steps_to_trial = max(statistics.steps_to_trial, steps)
 
     def select(self, rows: list[int]) -> None:
-        self.end()
-        self.kept, self.tried = [self.kept[row] for row in rows], [self.tried[row] for row in rows]
-        before, self.drafter = self.drafter, self._of_drafter.setdefault(len(rows), DrafterStatistics())
-        self.drafter.tells_itself = before.tells_itself
+        """Only these sequences (indices into those so far) go on."""
+        self.finish()
+        self.accepted, self.proposed = ([counts[row] for row in rows] for counts in (self.accepted, self.proposed))
+        has_confidence = self.has_confidence
+        self.statistics = self._by_rows.setdefault(len(rows), AcceptanceStatistics())
+        self.statistics.has_confidence = has_confidence
 
-    def widest(self, rows: int) -> int:
-        """So many drafts a row are tried at most: with the token before them twice the columns that have been measured."""
-        return max(4, 2 * (self.forward.largest // rows)) - 1 if self.timed else self.depth
+    def max_width(self, rows: int) -> int:
+        """The most drafts a sequence to try: they at most double the tokens of the largest forward measured."""
+        return max(4, 2 * (self.forward_seconds.largest // rows)) - 1 if self.timed else self.depth
 
-    def _best(self, rows: int, gains: list[float], drafts: bool) -> int:
-        """The number of tokens that gives most tokens a second. gains: what each of them adds to the tokens of the step.
-        drafts: drafting them is still to be paid."""
-        self.promise = sum(gains)
-        plain = self._seconds(rows, 0, 0.0, drafts)
-        sunk = SUNK * (1 - 1 / self.growing) * plain
-        best, total, best_rate = 0, 0.0, self.growing / (plain - sunk)
+    def _best_width(self, rows: int, gains: list[float], is_drafted: bool) -> int:
+        """The width that gives most tokens a second; 1 in a trial.
+
+        gains: the expected tokens that each drafted position adds, over all sequences.
+        is_drafted: the tokens are there, so the seconds of drafting them do not count.
+        """
+        self.predicted = sum(gains)
+        plain = self._step_seconds(rows, 0, 0.0, is_drafted)
+        sunk = SLOWEST_ROW_SHARE * (1 - 1 / self.unfinished) * plain
+        best, total, best_rate = 0, 0.0, self.unfinished / (plain - sunk)
         for width, gain in enumerate(gains, 1):
             total += gain
-            if not drafts and width < len(gains) and self.padded(rows, width + 1) > width + 1:
-                continue  # the forward computes the next one anyway
-            rate = (self.growing + total) / (self._seconds(rows, width, total, drafts) - sunk)
+            if is_drafted and width < len(gains) and self.padded(rows, width + 1) > width + 1:
+                continue  # the forward is padded, so it computes the next position anyway
+            rate = (self.unfinished + total) / (self._step_seconds(rows, width, total, is_drafted) - sunk)
             if rate > best_rate:
                 best, best_rate = width, rate
-        if best or self.on_trial:
-            self.on_trial = not best
+        if best or self.is_trial:
+            self.is_trial = not best
             return best or 1
-        drafter = self.drafter
-        if drafter.waiting <= 1:
-            self.on_trial = drafter.waiting == 1 and not self._to_be_paid(rows, 1)
-            drafter.pause = drafter.waiting = min(max(FIRST_PAUSE, 2 * drafter.pause), LONGEST_PAUSE)
-        return int(self.on_trial)
+        statistics = self.statistics
+        if statistics.steps_to_trial <= 1:
+            self.is_trial = statistics.steps_to_trial == 1 and not self._unpaid_capture_seconds(rows, 1)
+            statistics.pause_steps = min(max(MIN_PAUSE, 2 * statistics.pause_steps), MAX_PAUSE)
+            statistics.steps_to_trial = statistics.pause_steps
+        return int(self.is_trial)
 
     def _acceptance(self) -> float:
-        """Of all rows."""
-        return (sum(self.kept) + self.drafter.acceptance * PRIOR) / (sum(self.tried) + PRIOR)
+        """Over all sequences."""
+        prior = self.statistics.acceptance * PRIOR_TOKENS
+        return (sum(self.accepted) + prior) / (sum(self.proposed) + PRIOR_TOKENS)
 
     def _is_cheap(self, depth: int) -> bool:
-        return self.tells_itself and self.drafter.drafting.at(depth) < CHEAP * self.forward.at(len(self.kept))
+        seconds = self.statistics.draft_seconds.at(depth)
+        return self.has_confidence and seconds < CHEAP_DRAFT * self.forward_seconds.at(len(self.accepted))
 
-    def _looks_every(self, depth: int) -> int:
-        """Steps."""
-        return max(1, round(self.drafter.drafting.at(depth) / (LOOKING * self.forward.at(len(self.kept)))))
+    def _steps_between_probes(self, depth: int) -> int:
+        plain = self.forward_seconds.at(len(self.accepted))
+        return max(1, round(self.statistics.draft_seconds.at(depth) / (PROBE_SHARE * plain)))
 
     def _tokens(self, rows: int, width: int) -> int:
-        """What a forward of `width` drafts a row computes."""
+        """Tokens that a forward of `width` drafts a sequence computes."""
         return rows * self.padded(rows, width + 1)
 
-    def _to_be_paid(self, rows: int, width: int) -> float:
-        """Seconds of recording a forward of `width` drafts a row that what is left of this call has to win."""
-        seconds = self.recording(rows, width + 1) if self.timed else 0.0
-        return 0.0 if self.known.free or seconds <= self.known.credit else seconds
+    def _unpaid_capture_seconds(self, rows: int, width: int) -> float:
+        """Seconds of capturing a forward of `width` drafts a sequence that the rest of this call has to win back."""
+        seconds = self.capture_seconds(rows, width + 1) if self.timed else 0.0
+        return 0.0 if self.latency.free_captures or seconds <= self.latency.capture_budget else seconds
 
-    def _seconds(self, rows: int, width: int, gain: float, drafts: bool) -> float:
-        """Of a step that verifies `width` drafts a row, `gain` of which are right in all rows together."""
+    def _step_seconds(self, rows: int, width: int, gain: float, is_drafted: bool) -> float:
+        """Seconds of a step that verifies `width` drafts a sequence and accepts `gain` tokens in all sequences
+        together, with its share of what is paid once in this call: the capture, and reading the prompts."""
         if not self.timed:
             return 1.0 + self.draft_cost * width
-        steps = self.left * self.growing / (self.growing + gain)
-        if gain and not drafts:  # as many as promise so much
-            steps = max(1.0, steps * min(1.0, self.usual / self.promise))
-        seconds = self._to_be_paid(rows, width) if width else 0.0
-        if drafts and width:
-            drafting, seconds = (
-                self.drafter.drafting.at(width),
-                seconds + (0.0 if self.begun else self.drafter.starting),
-            )
-        else:
-            drafting = 0.0
-        return self.forward.at(self._tokens(rows, width)) + drafting + seconds / steps
+        steps = self.tokens_left * self.unfinished / (self.unfinished + gain)
+        if gain and is_drafted:  # steps whose confidence predicts as much as this one's
+            steps = max(1.0, steps * min(1.0, self.mean_predicted / self.predicted))
+        once = self._unpaid_capture_seconds(rows, width) if width else 0.0
+        seconds = self.forward_seconds.at(self._tokens(rows, width))
+        if width and not is_drafted:
+            seconds += self.statistics.draft_seconds.at(width)
+            once += 0.0 if self.has_drafted else self.statistics.prompt_seconds
+        return seconds + once / steps
 
 
-def _promised(proposal: Proposal) -> list[float]:
-    """The tokens of all rows that each place of the proposal adds, by the drafter's confidence."""
-    promised = [0.0] * proposal.width  # in Python: of so few numbers operators take longer
+def _predicted_gains(proposal: Proposal) -> list[float]:
+    """The accepted tokens of all sequences that each position of the proposal adds, by the drafter's confidence."""
+    gains = [0.0] * proposal.width  # in Python: torch's calls take longer than the work on so few numbers
     for confidence, count in zip(proposal.confidence.tolist(), proposal.counts.tolist()):
-        for place in range(count):
-            promised[place] += confidence[place]
-    return promised
+        for position in range(count):
+            gains[position] += confidence[position]
+    return gains

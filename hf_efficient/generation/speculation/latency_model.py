@@ -1,27 +1,29 @@
-"""Measured times, and what is known from run to run of how long a model and its drafters take."""
+"""Measured seconds of a model's forwards and of its drafters, and how often the drafts are accepted."""
 
-import weakref
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 
-# Recordings have to pay in what is left of a call, but for so many first ones of a model.
-FREE_RECORDINGS = 3
-GUESS = 0.7  # the acceptance of a drafter that nothing is known of
+FREE_CAPTURES = 3  # the first captures of a model need not pay within one call: later calls replay them
+PRIOR_ACCEPTANCE = 0.7  # the acceptance rate that a new drafter starts from
+_WINDOW = 7  # latest measurements of a size that count
 
 
 class LatencyCurve:
-    """Measured times by size: the lower quartile of the last few of each size (what else the machine does only adds) and no more
-    than that of any larger size, lines between sizes, and beyond the largest size no more than there, so that larger ones are
-    tried."""
+    """Seconds by size (tokens of a forward, or depth of a draft), from measurements.
+
+    The value at a measured size is the lower quartile of its last 7 measurements, as other work on the machine only
+    adds time, and at most the value of any larger size. Between two sizes it is linear. Beyond the largest size it is
+    constant: an optimistic guess, so that larger sizes are tried.
+    """
 
     def __init__(self):
-        self._measured: dict[int, deque] = defaultdict(lambda: deque(maxlen=7))
+        self._measured: dict[int, deque] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._sizes: list[int] = []
         self._quartiles: dict[int, float] = {}
-        self._least: list[float] = []  # of each of `_sizes`
+        self._values: list[float] = []  # one for each of `_sizes`
 
     def add(self, size: int, seconds: float) -> None:
         measured = self._measured[size]
@@ -32,7 +34,7 @@ class LatencyCurve:
         if self._quartiles.get(size) != quartile:
             self._quartiles[size] = quartile
             quartiles = [self._quartiles[each] for each in reversed(self._sizes)]
-            self._least = list(accumulate(quartiles, min))[::-1]
+            self._values = list(accumulate(quartiles, min))[::-1]
 
     @property
     def largest(self) -> int:
@@ -40,49 +42,46 @@ class LatencyCurve:
         return self._sizes[-1] if self._sizes else 0
 
     def at(self, size: int) -> float:
-        """0.0 while nothing is known."""
+        """Seconds at `size`; 0.0 before the first measurement."""
         if not self._sizes:
             return 0.0
         after = bisect_left(self._sizes, size)
         if after == len(self._sizes) or after == 0 or self._sizes[after] == size:
-            return self._least[min(after, len(self._sizes) - 1)]
+            return self._values[min(after, len(self._sizes) - 1)]
         low, high = self._sizes[after - 1], self._sizes[after]
         share = (size - low) / (high - low)
-        return self._least[after - 1] + share * (self._least[after] - self._least[after - 1])
+        return self._values[after - 1] + share * (self._values[after] - self._values[after - 1])
 
 
 @dataclass
-class DrafterStatistics:
-    """Of a drafter on so many rows of a model.
+class AcceptanceStatistics:
+    """How a drafter does on batches of one size of one model.
 
-    drafting: seconds of a proposal by its depth; starting: of reading the prompts, 0.0 while unknown.
-    acceptance: how probable it is that a guess is right where those before it are.
-    tells_itself: it says how sure it is.
-    pause, waiting: plain steps between two trials, 0 while it pays, and those that are left.
+    draft_seconds: of a proposal, by its depth.
+    prompt_seconds: of reading the prompts before the first proposal of a call; 0.0 before the first measurement.
+    acceptance: probability that a drafted token is accepted, given that all before it are.
+    has_confidence: its proposals come with `Proposal.confidence`.
+    pause_steps: plain steps between two trials of a drafter that does not pay; 0 while it pays.
+    steps_to_trial: those of them that are left.
     """
 
-    drafting: LatencyCurve = field(default_factory=LatencyCurve)
-    starting: float = 0.0
-    acceptance: float = GUESS
-    tells_itself: bool = False
-    pause: int = 0
-    waiting: int = 0
+    draft_seconds: LatencyCurve = field(default_factory=LatencyCurve)
+    prompt_seconds: float = 0.0
+    acceptance: float = PRIOR_ACCEPTANCE
+    has_confidence: bool = False
+    pause_steps: int = 0
+    steps_to_trial: int = 0
 
 
 @dataclass
-class ModelLatency:
-    """forward: seconds of a forward by rows * columns. free, credit: so many recordings, and seconds of them, need not pay in
-    the same call. drafters: draft -> rows -> what is known of it."""
+class LatencyModel:
+    """How long the forwards of a model take.
 
-    forward: LatencyCurve = field(default_factory=LatencyCurve)
-    free: int = FREE_RECORDINGS
-    credit: float = 0.0
-    drafters: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary)
+    forward_seconds: of a forward, by sequences * positions.
+    free_captures: so many captures still need not pay within one call.
+    capture_budget: seconds that further captures may take without paying within one call.
+    """
 
-
-_models: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> ModelLatency
-
-
-def latency_of(model) -> ModelLatency:
-    """The same one as long as `model` lives."""
-    return _models.setdefault(model, ModelLatency())
+    forward_seconds: LatencyCurve = field(default_factory=LatencyCurve)
+    free_captures: int = FREE_CAPTURES
+    capture_budget: float = 0.0

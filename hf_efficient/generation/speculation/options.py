@@ -17,8 +17,8 @@ class Speculation:
 
     draft: a model with the target's tokenizer, or a `Drafter`.
     acceptance: None is lossless; `TypicalAcceptance()` keeps more, and changes the output.
-    adaptive: draft as many tokens as pay, none where none do; False: always as many as the draft may. A draft model whose
-        `generation_config.num_assistant_tokens_schedule` was set to "constant" never adapts.
+    adaptive: draft as many tokens as pay, none where none do; False: always as many as the draft may. A draft model
+        whose `generation_config.num_assistant_tokens_schedule` was set to "constant" never adapts.
 
     Raises TypeError for anything else.
     """

@@ -1,15 +1,83 @@
-"""Token trees: several continuations of a row in one forward, sharing their beginnings."""
+"""Token trees: several continuations of a sequence in one forward, sharing their beginnings."""
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
+
+
+class RowTree(NamedTuple):
+    """The tree of one sequence on the host: token, parent (-1: the root) and confidence of each node, parents first."""
+
+    tokens: list[int]
+    parents: list[int]
+    confidence: list[float]
+
+
+def proposal_of(trees: list[RowTree], device) -> Proposal | None:
+    """The trees of all sequences as one proposal, a chain where each is one. None when no tree has a node."""
+    width = max(len(tree.tokens) for tree in trees)
+    if width == 0:
+        return None
+    rows, confidence, is_tree = [], [], False
+    for tree in trees:
+        count = len(tree.tokens)
+        padding = width - count
+        rows.append([count, *tree.tokens, *[0] * padding, *tree.parents, *[-1] * padding])
+        confidence.append(tree.confidence + [0.0] * padding)
+        is_tree = is_tree or tree.parents != list(range(-1, count - 1))
+    whole = torch.tensor(rows, device=device)  # one transfer
+    return Proposal(
+        whole[:, 1 : width + 1],
+        whole[:, 0],
+        parents=whole[:, width + 1 :] if is_tree else None,
+        confidence=torch.tensor(confidence, dtype=torch.float32, device=device),
+    )
+
+
+def trees_of(proposal: Proposal) -> list[RowTree]:
+    """The inverse of `proposal_of`, for a proposal with confidence."""
+    chain = list(range(-1, proposal.width - 1))
+    parents = [chain] * len(proposal.counts) if proposal.parents is None else proposal.parents.tolist()
+    rows = zip(proposal.counts.tolist(), proposal.tokens.tolist(), parents, proposal.confidence.tolist())
+    return [RowTree(*(values[:count] for values in row)) for count, *row in rows]
+
+
+def best_first(
+    tokens: np.ndarray, confidence: np.ndarray, parents: np.ndarray, depths: np.ndarray, limits, nodes: int, device
+) -> Proposal | None:
+    """The `nodes` most probable candidates of each sequence as a tree on `device`, most probable node first.
+
+    Args:
+        tokens: int64 [rows, candidates].
+        confidence: float [rows, candidates], of a node at most its parent's.
+        parents: int64 [rows, candidates], each before its children.
+        depths: int64 [candidates], from 1.
+        limits: the deepest node allowed, for each row.
+    """
+    if not any(limits):
+        return None
+    confidence = np.where(depths > np.array(limits)[:, None], np.float32(-1), confidence)
+    row, order = np.arange(len(tokens))[:, None], (-confidence).argsort(1, kind="stable")
+    rank = order.argsort(1)
+    order = order[:, : min(nodes, MAX_NODES)]
+    confidence, parents = confidence[row, order], parents[row, order]
+    parents = np.where(parents < 0, -1, rank[row, parents])
+    found = tokens[row, order], (confidence >= 0).sum(1), parents, confidence.clip(0)
+    tokens, counts, parents, confidence = (torch.from_numpy(values).to(device) for values in found)
+    return Proposal(tokens, counts, None, parents, confidence)
+
 
 def ancestors(parents: torch.Tensor) -> torch.Tensor:
-    """parents: int64 [rows, width], -1 for those that follow the root, and a parent stands before its children.
+    """Which node descends from which: bool [rows, width + 1, width + 1] over the root (index 0) and the nodes.
 
-    Returns bool [rows, width + 1, width + 1] over the root and the nodes: whether each descends from the other, itself
-    included. Row i is what node i sees, and its sum is one more than the node's depth."""
-    above = parents.cpu().numpy() + 1  # bits by numpy: of so few numbers torch's operators take longer
+    Row i is true at the ancestors of node i and at itself: what it attends to. Its sum is the node's depth + 1.
+
+    parents: int64 [rows, width], as in `Proposal`.
+    """
+    above = parents.cpu().numpy() + 1  # numpy's bits: torch's calls take longer than the work on so few numbers
     seen, row = np.ones((above.shape[0], above.shape[1] + 1), np.uint64), np.arange(len(above))
     for node in range(1, seen.shape[1]):
         seen[:, node] = seen[row, above[:, node - 1]] | np.uint64(1 << node)

@@ -1,4 +1,4 @@
-"""Trains draft heads on the text of their target, resumably, and measures how often they are right."""
+"""Trains draft heads on the text of their target, resumably, and measures how often their guesses are right."""
 
 import json
 import math
@@ -7,31 +7,33 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tqdm.auto import tqdm
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
-from hf_efficient.generation.training.text import Row
+from hf_efficient.generation.training.rows import Row, save_tensors
 
 
-DEPTH_DECAY = 0.8  # a guess counts this much less than the one before it
-WARMUP = 0.05  # of the steps
-RANKS = 10  # accuracies are kept for this many guesses a depth
-TEMPERATURES = [0.6 * 1.15**i for i in range(12)]  # 0.6 to 2.8
-ROWS = 8  # answers a step
-KEEP_EVERY = 50  # steps
+DEPTH_DECAY = 0.8  # weight of a guess in the loss, relative to the guess before it
+WARMUP = 0.05  # share of the steps in which the learning rate rises
+RANKS = 10  # most probable guesses of a depth whose accuracies are measured
+TEMPERATURES = [0.6 * 1.15**i for i in range(12)]  # that are tried: 0.6 to 2.8
+BATCH_ROWS = 8  # answers a step
+CHECKPOINT_STEPS = 50  # between two checkpoints
 
 
 def distill(
     heads: DraftHeads, model, rows: list[Row], folder: Path, steps: int, learning_rate: float, seed: int
 ) -> float:
-    """Minimises the divergence KL(target || heads) over the draft tokens at every token of the answers, for up to
-    `heads.trained_depth` guesses in a row (Zhou et al. 2023, "DistillSpec", on text of the target), with a cosine schedule:
-    parameters of two dimensions by Muon (Jordan et al. 2024, with the step size of Liu et al. 2025, "Muon is Scalable for LLM Training"), the rest by AdamW.
-    Weights are float32; products run in bfloat16 where the model does.
+    """Minimises the divergence KL(target || heads) over the draft tokens, at every token of the answers and for up to
+    `heads.trained_depth` guesses in a row (Zhou et al. 2023, "DistillSpec", on text of the target).
 
-    Every `KEEP_EVERY` steps the state goes to `folder`; a run with the same arguments goes on from there and ends the same.
-    Returns the mean loss of the last 50 steps (nats a guess).
+    Matrices are trained by Muon (Jordan et al. 2024, with the step size of Liu et al. 2025, "Muon is Scalable for LLM
+    Training"), other parameters by AdamW, both with a cosine schedule. Weights are float32; products run in bfloat16
+    where the model does. Every `CHECKPOINT_STEPS` steps the state goes to `folder`. A run with the same arguments
+    continues from there, with the same result.
+
+    Returns the mean loss of the last 50 steps, in nats a guess.
     """
     heads.float().requires_grad_(True).train()
     heads.bind(model)
@@ -56,42 +58,45 @@ def distill(
             losses = [*losses[-49:], loss]
             bar.update()
             bar.set_postfix(loss=f"{sum(losses) / len(losses):.3f}")
-            if (step + 1) % KEEP_EVERY == 0:
-                _keep(folder / f"{heads.kind}.safetensors", heads, optimizers, run, step + 1, losses)
+            if (step + 1) % CHECKPOINT_STEPS == 0:
+                _checkpoint(folder / f"{heads.kind}.safetensors", heads, optimizers, run, step + 1, losses)
     heads.requires_grad_(False).eval()
     return sum(losses) / len(losses)
 
 
 def step_seconds(heads: DraftHeads, model, rows: list[Row]) -> float:
-    """What a step takes, with nothing changed."""
+    """Seconds of a training step. Changes nothing."""
     heads.float().requires_grad_(True).bind(model)
     optimizers = _optimizers(heads, 0.0)
     for _ in range(2):
         start = time.perf_counter()
         for progress in (0.0, 0.75):
-            _step(heads, model, rows[:ROWS], optimizers, 0.0, heads.trained_depth(progress))
+            _step(heads, model, rows[:BATCH_ROWS], optimizers, 0.0, heads.trained_depth(progress))
         seconds = time.perf_counter() - start
     heads.zero_grad(set_to_none=True)
     return seconds / 2
 
 
 def measure(heads: DraftHeads, model, rows: list[Row]) -> None:
-    """Sets `heads.accuracies` (against what the target says at each token of the answers, `RANKS` guesses a depth) and
-    `heads.temperatures` (those of the least negative log-likelihood) from text that was not trained on."""
+    """Sets `heads.accuracies` and `heads.temperatures` from text that was not trained on.
+
+    Accuracies compare the `RANKS` most probable guesses of each depth with the target's argmax at every token of the
+    answers. Temperatures are those of `TEMPERATURES` with the smallest negative log-likelihood.
+    """
     heads.check(model)
     output, device, size = model.get_output_embeddings(), heads.draft_tokens.device, heads.target["hidden_size"]
-    place = torch.full((heads.target["vocab_size"],), -1, device=device)
-    place[heads.draft_tokens] = torch.arange(len(heads.draft_tokens), device=device)
+    index = torch.full((heads.target["vocab_size"],), -1, device=device)
+    index[heads.draft_tokens] = torch.arange(len(heads.draft_tokens), device=device)
     ranks = min(RANKS, len(heads.draft_tokens))
     hits = torch.zeros(heads.max_tokens, ranks, dtype=torch.float64)
     surprise = torch.zeros(heads.max_tokens, len(TEMPERATURES), dtype=torch.float64)
     counts = torch.zeros(heads.max_tokens, dtype=torch.float64)
     with torch.no_grad():
-        for start in range(0, len(rows), ROWS):
-            tokens, hidden, since = _batch(rows[start : start + ROWS], device)
+        for start in range(0, len(rows), BATCH_ROWS):
+            tokens, hidden, since = _batch(rows[start : start + BATCH_ROWS], device)
             hidden = hidden.to(model.dtype)
             truth = torch.full(hidden.shape[:2], -1, device=device)
-            truth[since >= 0] = place[output(hidden[since >= 0][:, :size]).argmax(-1)]
+            truth[since >= 0] = index[output(hidden[since >= 0][:, :size]).argmax(-1)]
             for depth, guesses in enumerate(heads.unroll(tokens, hidden, heads.max_tokens)):
                 wanted = truth[since >= depth]
                 logits = heads.logits(guesses[since >= depth]).float()
@@ -115,7 +120,7 @@ def _optimizers(heads: DraftHeads, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def _step(heads: DraftHeads, model, rows: list[Row], optimizers: list, rate: float, depth: int) -> float:
-    """Returns the loss before it."""
+    """One step of the optimizers. Returns the loss before it."""
     loss = _loss(heads, model, rows, depth)
     heads.zero_grad(set_to_none=True)
     loss.backward()
@@ -128,7 +133,7 @@ def _step(heads: DraftHeads, model, rows: list[Row], optimizers: list, rate: flo
 
 
 def _loss(heads: DraftHeads, model, rows: list[Row], depth: int) -> torch.Tensor:
-    """Of the first `depth` guesses in a row."""
+    """The weighted mean divergence of the first `depth` guesses in a row."""
     tokens, hidden, since = _batch(rows, heads.draft_tokens.device)
     hidden = hidden.float()
     total, weight = 0.0, 0.0
@@ -146,9 +151,9 @@ def _loss(heads: DraftHeads, model, rows: list[Row], depth: int) -> torch.Tensor
 
 
 def _batch(rows: list[Row], device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """tokens int64 [rows, length + 1] and hidden [rows, length, hidden_size * (1 + layers)], padded on the right, and since int64 [rows,
-    length]: how many tokens the answer had before its last one where hidden predicts the next (below 0: in the prompt or
-    padding). A guess of depth d (from 0) starts from an answer's token where since >= d."""
+    """Tokens int64 [rows, length + 1] and hidden states [rows, length, hidden_size * (1 + layers)], padded on the
+    right, and `since` int64 [rows, length]: the index in the answer of the token at a position, below 0 in the prompt
+    and in padding. A guess of depth d (from 0) starts from an answer's token where since >= d."""
     lengths = torch.tensor([len(row.hidden) for row in rows])
     prompts = torch.tensor([row.prompt for row in rows])
     tokens = torch.nn.utils.rnn.pad_sequence([row.tokens for row in rows], batch_first=True)
@@ -159,32 +164,29 @@ def _batch(rows: list[Row], device) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def _order(lengths: list[int], steps: int, seed: int) -> list[list[int]]:
-    """The rows of each step: all of them once before any comes again, those of one step about equally long."""
+    """The rows of each step, by index: all rows once before any comes again, those of a step about equally long."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     while len(batches) < steps:
         shuffled, epoch = torch.randperm(len(lengths), generator=generator).tolist(), []
-        for start in range(0, len(shuffled), 16 * ROWS):
-            near = sorted(shuffled[start : start + 16 * ROWS], key=lambda row: lengths[row])
-            epoch += [near[i : i + ROWS] for i in range(0, len(near), ROWS)]
+        for start in range(0, len(shuffled), 16 * BATCH_ROWS):
+            near = sorted(shuffled[start : start + 16 * BATCH_ROWS], key=lambda row: lengths[row])
+            epoch += [near[i : i + BATCH_ROWS] for i in range(0, len(near), BATCH_ROWS)]
         batches += [epoch[i] for i in torch.randperm(len(epoch), generator=generator).tolist()]
     return batches[:steps]
 
 
-def _keep(path: Path, heads, optimizers: list, run: str, done: int, losses: list[float]) -> None:
+def _checkpoint(path: Path, heads, optimizers: list, run: str, done: int, losses: list[float]) -> None:
     tensors = {}
     for name, parameter in heads.named_parameters():
         tensors[name] = parameter.detach()
         for optimizer in optimizers:
             tensors |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-    partial = path.with_suffix(".partial")
-    metadata = {"run": run, "done": str(done), "losses": json.dumps(losses)}
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
-    partial.replace(path)
+    save_tensors(path, tensors, {"run": run, "done": str(done), "losses": json.dumps(losses)})
 
 
 def _resume(path: Path, heads, optimizers: list, run: str) -> tuple[int, list[float]]:
-    """How many steps `path` holds, and their last losses; heads and optimizers are set to them."""
+    """Sets heads and optimizers to a checkpoint. Returns its number of steps and their last losses, or 0 and none."""
     if not path.exists():
         return 0, []
     with safe_open(path, "pt") as file:
@@ -195,12 +197,12 @@ def _resume(path: Path, heads, optimizers: list, run: str) -> tuple[int, list[fl
         )
     tensors = load_file(path)
     done = int(metadata["done"])
-    of = {parameter: optimizer for optimizer in optimizers for parameter in optimizer.param_groups[0]["params"]}
+    owner = {parameter: optimizer for optimizer in optimizers for parameter in optimizer.param_groups[0]["params"]}
     with torch.no_grad():
         for name, parameter in heads.named_parameters():
             parameter.copy_(tensors.pop(name))
             own = [key for key in tensors if key.startswith(f"{name}.")]
-            of[parameter].state[parameter] = {
+            owner[parameter].state[parameter] = {
                 key.removeprefix(f"{name}."): value if value.dim() == 0 else value.to(parameter.device)
                 for key, value in ((key, tensors.pop(key)) for key in own)
             }

@@ -57,19 +57,20 @@ Tell me something surprising about {subject}.
 _SUBJECTS = """\
 photosynthesis|black holes|the water cycle|plate tectonics|vaccines|antibiotics|evolution|the human heart|sleep|memory
 gravity|electricity|magnets|nuclear energy|solar panels|wind power|batteries|lasers|quantum computers|the periodic table
-machine learning|databases|version control|recursion|sorting algorithms|computer security|the internet|programming in Python
-web design|open-source software|spreadsheets|statistics|probability|prime numbers|geometry|fractions|linear algebra|calculus
-the French Revolution|the Roman Empire|ancient Egypt|the Silk Road|the printing press|the Industrial Revolution|the Cold War
-the moon landing|the Renaissance|the Vikings|the Great Wall of China|democracy|human rights|the United Nations|elections|taxes
-inflation|personal budgeting|saving for retirement|the stock market|starting a small business|marketing|negotiation|job interviews
-leadership|teamwork|time management|remote work|public speaking|writing a resume|learning a language|reading habits|note-taking
-baking bread|cooking pasta|vegetarian food|coffee|tea|spices|cheese|chocolate|healthy breakfasts|growing tomatoes
-houseplants|composting|bees|whales|wolves|cats|dogs|birds of prey|coral reefs|rainforests|deserts|volcanoes|hurricanes
-climate change|recycling|clean water|public transport|electric cars|bicycles|trains|bridges|skyscrapers|city planning
-hiking|running a marathon|yoga|swimming|football|chess|board games|video games|camping|travelling on a budget
-Paris|Japan|India|Brazil|Kenya|the Arctic|the Pacific Ocean|the Himalayas|New York|small villages
-jazz|classical music|learning the guitar|painting with watercolours|photography|cinema|theatre|poetry|science fiction|fairy tales
-Shakespeare|Greek mythology|philosophy|ethics|meditation|friendship|raising children|moving to a new city|stress|gratitude
+machine learning|databases|version control|recursion|sorting algorithms|computer security|the internet
+programming in Python|web design|open-source software|spreadsheets|statistics|probability|prime numbers|geometry
+fractions|linear algebra|calculus|the French Revolution|the Roman Empire|ancient Egypt|the Silk Road|the printing press
+the Industrial Revolution|the Cold War|the moon landing|the Renaissance|the Vikings|the Great Wall of China|democracy
+human rights|the United Nations|elections|taxes|inflation|personal budgeting|saving for retirement|the stock market
+starting a small business|marketing|negotiation|job interviews|leadership|teamwork|time management|remote work
+public speaking|writing a resume|learning a language|reading habits|note-taking|baking bread|cooking pasta
+vegetarian food|coffee|tea|spices|cheese|chocolate|healthy breakfasts|growing tomatoes|houseplants|composting|bees
+whales|wolves|cats|dogs|birds of prey|coral reefs|rainforests|deserts|volcanoes|hurricanes|climate change|recycling
+clean water|public transport|electric cars|bicycles|trains|bridges|skyscrapers|city planning|hiking|running a marathon
+yoga|swimming|football|chess|board games|video games|camping|travelling on a budget|Paris|Japan|India|Brazil|Kenya
+the Arctic|the Pacific Ocean|the Himalayas|New York|small villages|jazz|classical music|learning the guitar
+painting with watercolours|photography|cinema|theatre|poetry|science fiction|fairy tales|Shakespeare|Greek mythology
+philosophy|ethics|meditation|friendship|raising children|moving to a new city|stress|gratitude
 """
 
 _WHOLE = """\
@@ -117,8 +118,8 @@ Turn these notes into a paragraph: meeting on Monday, budget too high, cut trave
 
 
 def default_prompts(seed: int = 0) -> list[str]:
-    """7,899 prompts in a shuffled order that depends on `seed` alone: every task with every subject, and one in eight from a
-    list of whole prompts (those repeat)."""
+    """7,899 prompts in a shuffled order that depends on `seed` alone: every task with every subject, and one in eight
+    from a list of whole prompts (those repeat)."""
     generator = random.Random(seed)
     subjects = [subject for line in _SUBJECTS.splitlines() for subject in line.split("|")]
     prompts = [

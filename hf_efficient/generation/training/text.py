@@ -1,18 +1,52 @@
-"""The text draft heads learn from: what the target itself answers to prompts, with the hidden state before every token."""
+"""The text that draft heads learn from: the target's answers to prompts, with the hidden state before every token."""
 
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
+from transformers import GenerationConfig
 
 from hf_efficient.generation.decode import speculative_generate
+from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.speculation.options import Speculation
-from hf_efficient.generation.training.own_prompts import own_prompts
 from hf_efficient.generation.training.prompts import default_prompts
-from hf_efficient.generation.training.recorder import Recorder
+from hf_efficient.generation.training.rows import save_tensors
+
+
+MAX_PROMPT_TOKENS = 64  # of a prompt that the model writes itself
+_MARK = "\N{SNOWMAN}"  # stands for the user's turn in the chat template
+
+
+class Recorder(Drafter):
+    """Proposes nothing, and keeps the target's hidden states.
+
+    states: by index in the batch, for answers of more than one token: the states that predicted its tokens, from the
+        second position of the prompt on, as a list of [positions, hidden size * (1 + layers)] in order.
+    """
+
+    reads_hidden = True
+    max_tokens = 1
+
+    def __init__(self, layers: tuple[int, ...] = ()):
+        self.reads_layers = layers
+        self.states: dict[int, list[torch.Tensor]] = {}
+
+    def begin(self, sequences, hidden=None) -> None:
+        self._sequences = sequences
+        self.states = {b: [prompt] for b, prompt in zip(sequences.live, hidden) if sequences.unfinished(b)}
+
+    def propose(self, limits, nodes):
+        return None
+
+    def accept(self, tokens, hidden=None) -> None:
+        for b, new, states in zip(self._sequences.live, tokens, hidden):
+            if b in self.states:
+                self.states[b].append(states[: len(new)])
+
+    def select(self, rows) -> None:
+        pass
 
 
 def generate_text(
@@ -25,13 +59,14 @@ def generate_text(
     max_new_tokens: int,
     seed: int,
 ) -> Path:
-    """Answers batch `number` of the prompts (which repeat when they run out): every second batch greedily, the others
-    sampled at temperature 0.8. Rows that end leave the batch. Without `prompts`, of four batches two ask `default_prompts`
-    and two what the model asks itself.
+    """Answers batch `number` of the prompts, which repeat when they run out: every second batch greedily, the others
+    sampled at temperature 0.8. Without `prompts`, of four batches two take `default_prompts` and two `own_prompts`.
 
-    Returns the path of a safetensors file of the rows, one after the other and without padding: `tokens` int64 (prompt and
-    answer), `hidden` [., hidden size * (1 + layers)] in the model's dtype (one less a row: the i-th predicted token i + 1),
-    `lengths` and `prompts` int64 [rows], the tokens of a row and of its prompt. A file that is already there is kept: the same arguments make it again.
+    Returns the path of a safetensors file of all rows, one after the other and without padding:
+        tokens: int64, prompts and answers.
+        hidden: [., hidden size * (1 + layers)] in the model's dtype, one less a row: the i-th predicted token i + 1.
+        lengths, prompts: int64 [rows], tokens of each row and of its prompt.
+    A file that exists already is kept: the same arguments make the same file.
     """
     path = folder / f"text-{number}.safetensors"
     if path.exists():
@@ -43,16 +78,8 @@ def generate_text(
     inputs = _encode(tokenizer, chosen).to(model.device)
     recorder = Recorder(DraftHeads.layers_read(model.config.get_text_config(decoder=True).num_hidden_layers))
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0} if number % 2 else {"do_sample": False}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        ids = model.generate(
-            **inputs,
-            **sampling,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id,
-            custom_generate=speculative_generate,
-            draft_model=Speculation(recorder, adaptive=False),
-        )
+    options = {**sampling, "max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    ids = _generate(model, inputs, recorder, seed, **options)
     width = inputs["input_ids"].shape[1]
     tokens, hidden, lengths, prompt_lengths = [], [], [], []
     for b, parts in recorder.states.items():
@@ -64,9 +91,34 @@ def generate_text(
         prompt_lengths.append(width - padding)
     tensors = {"tokens": torch.cat(tokens), "hidden": torch.cat(hidden).to(model.dtype)}
     tensors |= {"lengths": torch.tensor(lengths), "prompts": torch.tensor(prompt_lengths)}
-    partial = path.with_suffix(".partial")
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial)
-    return partial.replace(path)
+    save_tensors(path, tensors)
+    return path
+
+
+def own_prompts(model, tokenizer, count: int, seed: int) -> list[str]:
+    """Prompts that a chat model writes itself: its continuations of the beginning of a user's turn, sampled from its 50
+    most probable tokens. They are like those it was trained on (Xu et al. 2024, "Magpie: Alignment Data Synthesis from
+    Scratch by Prompting Aligned LLMs with Nothing").
+
+    Returns at most `count` different prompts: those of `count` that end within `MAX_PROMPT_TOKENS`. None without a chat
+    template or an end-of-turn token.
+    """
+    end = model.generation_config.eos_token_id
+    if tokenizer.chat_template is None or end is None:
+        return []
+    turn = _as_chat(tokenizer, _MARK).partition(_MARK)[0]
+    inputs = tokenizer([turn] * count, return_tensors="pt", add_special_tokens=False).to(model.device)
+    settings = GenerationConfig(
+        do_sample=True,
+        top_k=50,
+        max_new_tokens=MAX_PROMPT_TOKENS,
+        eos_token_id=end,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    written = _generate(model, inputs, Recorder(), seed, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
+    ended = torch.isin(written, torch.tensor(end, device=written.device)).any(1).tolist()
+    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+    return list(dict.fromkeys(text.strip() for text, whole in zip(texts, ended) if whole and text.strip()))
 
 
 def collect_text(
@@ -76,11 +128,15 @@ def collect_text(
     folder: Path,
     num_tokens: int,
     count: int | None = None,
-    late=None,
+    is_late=None,
     **answers,
 ) -> list[Path]:
-    """`generate_text`, batch by batch, until the answers have `num_tokens` tokens. It ends earlier after the batch at which
-    `late()` becomes true; `count`, when given, is the number of batches where it ended last time."""
+    """Calls `generate_text` batch by batch until the answers have `num_tokens` tokens.
+
+    count: the number of batches of an earlier run, after which this one ends as well. is_late: without `count`, the
+        first
+    batch after which it returns True is the last.
+    """
     files, answered = [], 0
     with tqdm(total=num_tokens, desc="generating text", unit="token") as bar:
         while answered < num_tokens:
@@ -89,48 +145,25 @@ def collect_text(
                 new = int((file.get_tensor("lengths") - file.get_tensor("prompts")).sum())
             answered += new
             bar.update(new)
-            if len(files) == count or (count is None and late is not None and late()):
+            if len(files) == count or (count is None and is_late is not None and is_late()):
                 break
     return files
 
 
-class Row:
-    """One answer: tokens int64 [n], hidden [n - 1, hidden_size * (1 + layers)], and how many of the tokens are the prompt."""
-
-    def __init__(self, tokens: torch.Tensor, hidden: torch.Tensor, prompt: int):
-        self.tokens, self.hidden, self.prompt = tokens, hidden, prompt
-
-
-def load_rows(files: list[Path]) -> list[Row]:
-    """All rows of the files; hidden states stay on disk until they are used (memory-mapped)."""
-    rows = []
-    for file in files:
-        shard = load_file(file)
-        lengths = shard["lengths"].tolist()
-        tokens = shard["tokens"].split(lengths)
-        hidden = shard["hidden"].split([length - 1 for length in lengths])
-        rows += [Row(*parts) for parts in zip(tokens, hidden, shard["prompts"].tolist())]
-    return rows
+def _generate(model, inputs, recorder: Recorder, seed: int, **options) -> torch.Tensor:
+    """Token by token, seeded. Sequences that end leave the batch, as they do with any drafter."""
+    draft = Speculation(recorder, adaptive=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return model.generate(**inputs, **options, custom_generate=speculative_generate, draft_model=draft)
 
 
-def frequent_tokens(rows: list[Row], vocab_size: int, count: int) -> torch.Tensor:
-    """The `count` tokens that the answers hold most often, int64, most frequent first; ties by number."""
-    answers = torch.cat([row.tokens[row.prompt :] for row in rows])
-    return torch.bincount(answers, minlength=vocab_size).argsort(descending=True, stable=True)[:count].clone()
+def _as_chat(tokenizer, prompt: str) -> str:
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def _encode(tokenizer, prompts: list[str]):
-    if tokenizer.chat_template is not None:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
-            for prompt in prompts
-        ]
-    return tokenizer(
-        prompts,
-        return_tensors="pt",
-        padding=True,
-        padding_side="left",
-        add_special_tokens=tokenizer.chat_template is None,
-    )
+    is_chat = tokenizer.chat_template is not None
+    prompts = [_as_chat(tokenizer, prompt) for prompt in prompts] if is_chat else prompts
+    return tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=not is_chat)

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from hf_efficient.generation.decoder_layers import decoder_layers
 from hf_efficient.generation.drafters.draft_heads import KINDS, DraftHeads, class_of
-from hf_efficient.generation.ragged_model import RaggedModel
-from hf_efficient.generation.training.distill import ROWS, distill, measure, step_seconds
-from hf_efficient.generation.training.text import Row, collect_text, frequent_tokens, load_rows
+from hf_efficient.generation.model_traits import check_ragged, decoder_layers
+from hf_efficient.generation.training.distill import BATCH_ROWS, distill, measure, step_seconds
+from hf_efficient.generation.training.rows import atomic_write, frequent_tokens, load_rows, split_rows
+from hf_efficient.generation.training.text import collect_text
 
 
-HELD_OUT = 20  # the answers to one prompt in so many are measured on instead of trained on
-FITTED = 1024  # answers that the heads start from
+HELD_OUT = 20  # the answers to one prompt in so many are held out: accuracies are measured on them
+FIT_ROWS = 1024  # answers of the least-squares fit that training starts from
 
 
 def train_draft(
@@ -37,29 +37,30 @@ def train_draft(
 ) -> DraftHeads:
     """Distils draft heads from `model` and saves them in `output`; `generate(assistant_model=heads)` uses them.
 
-    The model answers the prompts (half greedily, half sampled), every token with its hidden state; then heads of `kind`
-    learn the model's distributions on these answers (Zhou et al. 2023, "DistillSpec"). The hidden states take
-    `3 * num_tokens * hidden_size` numbers of the model's dtype on disk (what the output
-    head reads, and what two layers inside gave), those of the prompts about a fifth more.
+    The model answers the prompts, half of them greedily and half sampled, and the hidden states of every token are
+    saved. Then heads of `kind` learn the model's distributions on these answers (Zhou et al. 2023, "DistillSpec"). On
+    disk the hidden states take `3 * num_tokens * hidden_size` numbers of the model's dtype (what the output head reads,
+    and the outputs of two inner layers), and those of the prompts about a fifth of that.
 
     Args:
         model: a decoder-only causal LM.
         tokenizer: its tokenizer, with a padding token; its chat template, where it has one, wraps every prompt.
         output: folder for the heads.
         kind: "eagle" or "medusa".
-        prompts: what to ask; by default 7,899 everyday chat prompts and, where the tokenizer has a chat template, as many again
-            that the model writes itself.
-        num_tokens: how many tokens of answers to learn from.
+        prompts: what to ask; by default 7,899 everyday chat prompts and, where the tokenizer has a chat template, as
+            many again that the model writes itself.
+        num_tokens: tokens of answers to learn from.
         epochs: how often each answer is seen.
-        minutes: if given, text ends after half of them and training fits in what is left, whatever else was asked.
+        minutes: a limit on the time: text generation ends after half of it, and training fits in the rest. None: no
+            limit.
         draft_tokens: the heads guess from this many tokens, the most frequent ones of the answers.
         max_new_tokens, batch_size: of the answers.
-        learning_rate: the largest of its schedule.
-        cache: folder for text and progress: what an interrupted run goes on from, with the same result (but for roundings of the
-            text it makes again), and what a run of another kind takes its text from. By default `<output>-progress`, deleted
-            at the end.
+        learning_rate: the peak of its schedule.
+        cache: folder for text and progress. An interrupted run continues from it, with the same result up to rounding
+            in text that is generated again; a run of another kind takes its text from it. By default
+            `<output>-progress`, which is deleted at the end.
 
-    Returns the heads, with the accuracies measured on answers to prompts held out (one in twenty).
+    Returns the heads, with accuracies measured on the answers to held-out prompts (one in twenty).
     Raises ValueError, before anything is computed, for arguments that are not allowed, or a cache of another run.
     """
     config = model.config.get_text_config(decoder=True)
@@ -83,8 +84,8 @@ def train_draft(
         raise ValueError("the tokenizer has no padding token: set tokenizer.pad_token")
     if prompts is not None and not prompts:
         raise ValueError("prompts is empty: give at least one, or None for the default prompts")
-    RaggedModel.check(model, batch_size, "model")
-    decoder_layers(model)  # what training records of them
+    check_ragged(model, batch_size, "model")
+    decoder_layers(model)  # training reads hidden states of some
     output = Path(output)
     if output.is_file():
         raise ValueError(f"output={str(output)!r} is a file: give a folder")
@@ -94,11 +95,13 @@ def train_draft(
 
     start = time.perf_counter()
     answers = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "seed": seed}
-    plan = _Plan(folder, {"model": _fingerprint(model), "prompts": prompts, "num_tokens": num_tokens, **answers})
-    late = None if minutes is None else lambda: time.perf_counter() - start > 30 * minutes
-    files = collect_text(model, tokenizer, prompts, folder, num_tokens, plan.get("files"), late, **answers)
-    plan.set("files", len(files))
-    held_out, rows = _split(load_rows(files))
+    progress = _Progress(
+        folder, {"model": _fingerprint(model), "prompts": prompts, "num_tokens": num_tokens, **answers}
+    )
+    is_late = None if minutes is None else lambda: time.perf_counter() - start > 30 * minutes
+    files = collect_text(model, tokenizer, prompts, folder, num_tokens, progress.get("files"), is_late, **answers)
+    progress.set("files", len(files))
+    held_out, rows = split_rows(load_rows(files), HELD_OUT)
     if not rows:
         raise ValueError("fewer than two answers have more than one token: ask for more num_tokens, or other prompts")
 
@@ -107,13 +110,13 @@ def train_draft(
         heads = class_of(kind).for_model(model, draft_tokens)
     heads.draft_tokens.copy_(frequent_tokens(rows, config.vocab_size, draft_tokens))
     heads.bind(model)
-    heads.fit((row.tokens, row.hidden) for row in rows[:FITTED])
-    steps = epochs * -(-len(rows) // ROWS)
+    heads.fit((row.tokens, row.hidden) for row in rows[:FIT_ROWS])
+    steps = epochs * -(-len(rows) // BATCH_ROWS)
     if minutes is not None:
         left = 60 * minutes - (time.perf_counter() - start)
-        fitting = plan.get(f"{kind} steps") or int(left / step_seconds(heads, model, rows))
+        fitting = progress.get(f"{kind} steps") or int(left / step_seconds(heads, model, rows))
         steps = max(1, min(steps, fitting))
-        plan.set(f"{kind} steps", steps)
+        progress.set(f"{kind} steps", steps)
     distill(heads, model, rows, folder, steps, learning_rate, seed)
     measure(heads, model, held_out)
     heads.save_pretrained(output)
@@ -122,40 +125,29 @@ def train_draft(
     return heads
 
 
-def _split(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Rows held out, and the others. Answers to one prompt stay together, as they may be alike, unless there is but one."""
-    of = {}
-    for row in rows:
-        of.setdefault(tuple(row.tokens[: row.prompt].tolist()), []).append(row)
-    groups = list(of.values()) if len(of) > 1 else [[row] for row in rows]
-    parts = groups[::HELD_OUT], (group for i, group in enumerate(groups) if i % HELD_OUT)
-    return tuple([row for group in part for row in group] for part in parts)
-
-
-class _Plan:
+class _Progress:
     """What a run has decided so far, in `plan.json` of its folder. Raises ValueError when another run's lies there."""
 
     def __init__(self, folder: Path, run: dict):
         self._path, run = folder / "plan.json", {**run, "prompts": _hash(json.dumps(run["prompts"]).encode())}
         if self._path.exists():
-            self._plan = json.loads(self._path.read_text())
+            self._values = json.loads(self._path.read_text())
         else:
-            self._plan = {}
+            self._values = {}
             self.set("run", run)
-        other = [name for name, value in run.items() if self._plan["run"].get(name) != value]
+        other = [name for name, value in run.items() if self._values["run"].get(name) != value]
         if other:
             raise ValueError(
                 f"{folder} holds the text of another run ({', '.join(other)} differ): delete it, or give another cache"
             )
 
     def get(self, name: str) -> int | None:
-        return self._plan.get(name)
+        return self._values.get(name)
 
     def set(self, name: str, value) -> None:
-        self._plan[name] = value
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._plan, indent=2))
-        partial.replace(self._path)
+        self._values[name] = value
+        with atomic_write(self._path) as partial:
+            partial.write_text(json.dumps(self._values, indent=2))
 
 
 def _fingerprint(model) -> str:

@@ -10,12 +10,12 @@ def generate(model, input_ids=None, draft_model=None, assistant_model=None, stre
     Args:
         input_ids: int64 [batch, length], padded on the left; generate()'s first argument (`inputs`) serves too.
         draft_model: what drafts, as `hf_efficient.speculative_generate` takes it: a smaller causal LM with the same
-            tokenizer, a drafter, or a `Speculation` around one; None with `prompt_lookup_num_tokens=n`, or to decode token by
-            token. `assistant_model` is another name for it.
+            tokenizer, a drafter, or a `Speculation` around one; None with `prompt_lookup_num_tokens=n`, or to decode
+            token by token. `assistant_model` is another name for it.
         streamer: gets the tokens as they come (batch size 1).
 
-    Returns int64 [batch, length], or `SpeculativeOutput` under `return_dict_in_generate=True`. Raises ValueError, before
-    any forward, for what speculation cannot do.
+    Returns int64 [batch, length], or `SpeculativeOutput` under `return_dict_in_generate=True`. Raises ValueError,
+    before any forward, for what speculation cannot do.
     """
     if draft_model is not None and assistant_model is not None:
         raise ValueError("draft_model and assistant_model were both given: they are two names for one thing, pass one")

@@ -1,0 +1,39 @@
+"""What a draft model is asked before it drafts: how far, and whether it has the target's tokenizer."""
+
+from hf_efficient.generation.model_traits import check_ragged
+from hf_efficient.generation.speculation.proposal import MAX_NODES
+from hf_efficient.integrations.transformers_compat import default_of
+
+
+def check_draft(model, batch_size: int = 1) -> None:
+    """Raises ValueError when `model` cannot draft for a batch of sequences."""
+    check_ragged(model, batch_size, "assistant_model")
+
+
+def check_tree(tree: int | None) -> None:
+    """Raises ValueError unless `tree` is a number of nodes that a proposal may have, or None."""
+    if tree is not None and (type(tree) is not int or not 1 <= tree <= MAX_NODES):
+        raise ValueError(f"tree={tree!r}: must be an integer from 1 to {MAX_NODES}, or None")
+
+
+def draft_settings(model, max_tokens: int = 20) -> tuple[int, float]:
+    """How many tokens `model` drafts at most, and below which probability of a token it stops: what its
+    `generation_config` says, else `max_tokens` and transformers' default."""
+    given = model.generation_config
+    tokens, threshold = given.num_assistant_tokens, given.assistant_confidence_threshold
+    tokens = max_tokens if tokens is None else int(tokens)
+    if tokens < 1:
+        raise ValueError(f"num_assistant_tokens={tokens} in the assistant's generation_config: expected at least 1")
+    return tokens, default_of(given, "assistant_confidence_threshold") if threshold is None else threshold
+
+
+def first_difference(target, assistant) -> str | None:
+    """The first token by id in which two tokenizers differ, as text; None when they have the same tokens."""
+    ours, theirs = target.get_vocab(), assistant.get_vocab()
+    if ours == theirs:
+        return None
+    tokens = [{index: token for token, index in vocabulary.items()} for vocabulary in (ours, theirs)]
+    index = min(i for i in tokens[0].keys() | tokens[1].keys() if tokens[0].get(i) != tokens[1].get(i))
+    named = [f"{part[index]!r}" if index in part else "no token" for part in tokens]
+    ours_said = f"{named[0]} for the target ({len(ours)} tokens)"
+    return f"token {index} is {ours_said} and {named[1]} for the assistant ({len(theirs)})"

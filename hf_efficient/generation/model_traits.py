@@ -1,0 +1,115 @@
+"""What decoding has to know of a model's class and config."""
+
+import inspect
+
+from torch import nn
+from transformers import GenerationMixin
+
+from hf_efficient.cache.bookkeeping.model_key import rope_types
+from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.integrations.transformers_compat import LOOP_STEPS, SWITCH_ROPE, attention_of
+
+
+def decoder_layers(model) -> tuple[str, nn.ModuleList]:
+    """The list of the layers of `model`'s decoder, with its name in `model`.
+
+    Raises ValueError for a model without exactly one such list.
+    """
+    count, decoder = model.config.get_text_config(decoder=True).num_hidden_layers, model.get_decoder()
+    found = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and any(m is module for m in decoder.children())
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"model={type(model).__name__}: its decoder has {len(found)} lists of {count} layers, and 1 is needed"
+        )
+    return found[0]
+
+
+def check_ragged(model, batch_size: int, argument: str) -> None:
+    """Raises ValueError, naming `argument`, when `model` cannot run on sequences of unequal length."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{argument}={name} is an encoder-decoder: speculation takes decoder-only models")
+    takes = inspect.signature(model.forward).parameters
+    missing = [key for key in ("position_ids", "past_key_values") if key not in takes]
+    if missing or getattr(config, "alibi", False):
+        reason = f"its forward takes no {' and no '.join(missing)}" if missing else "its ALiBi needs a 2-D mask"
+        raise ValueError(
+            f"{argument}={name}: {reason}; speculation needs a model with position_ids and past_key_values"
+        )
+    try:
+        cache = PagedCache(model.config)
+    except ValueError as error:  # layers with a state that cannot be taken back
+        raise ValueError(f"{argument}={name}: {error}") from None
+    if batch_size > 1 and not cache.reads_pages:
+        implementation = attention_of(config)
+        if implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"{argument}={name} has attn_implementation={implementation!r}: speculation on a batch of {batch_size} "
+                "needs 'flash_paged', 'sdpa' or 'eager' (a batch of 1 takes any)"
+            )
+        if unknown := unmasked_layers(config):
+            raise ValueError(
+                f"{argument}={name} has {unknown} layers: speculation on a "
+                f"batch of {batch_size} takes full_attention and sliding_attention layers"
+            )
+
+
+def unmasked_layers(config) -> str:
+    """The kinds of layers for which `RaggedModel` cannot make a mask, as text; "" for none."""
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if not unknown and getattr(config, "attention_chunk_size", None):
+        return "chunked attention"
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo: a window in a buffer of its own
+        return "local attention"
+    return ", ".join(sorted(unknown))
+
+
+def overrides_steps(model) -> str:
+    """Who overrides a step of `GenerationMixin`'s decoding loop: "transformers" for a model of its own (of images,
+    say), "user" for a subclass or the instance itself (as PEFT's prompts do), "" for nobody."""
+    for name in LOOP_STEPS:
+        if name in vars(model):
+            return "user"
+        cls, module = _defined(model, name)
+        if cls is GenerationMixin and module == GenerationMixin.__module__:
+            continue
+        if not (module or "").startswith("transformers.models."):
+            return "user"
+        if SWITCH_ROPE.get(module) != cls.__name__:
+            return "transformers"
+    return ""
+
+
+def exact_length(model) -> int | None:
+    """The longest sequence, in tokens with its prompt, in which a token's keys depend only on the tokens before it and
+    on nothing else in the forward. None for no limit. Up to it the native loop gives what transformers' gives."""
+    lengths = [_rope_length(model.config.get_text_config(decoder=True))]
+    cls, module = _defined(model, "prepare_inputs_for_generation")
+    if SWITCH_ROPE.get(module) == cls.__name__:
+        lengths.append(getattr(model.config, "original_max_position_embeddings", None))
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def _defined(model, name: str) -> tuple[type, str | None]:
+    """The class that defines a step, our mixins aside, and the module of its function."""
+    defines = (cls for cls in type(model).__mro__ if name in vars(cls))
+    cls = next(cls for cls in defines if not cls.__module__.startswith("hf_efficient."))
+    return cls, getattr(vars(cls)[name], "__module__", None)
+
+
+def _rope_length(config) -> int | None:
+    """The length beyond which rotary frequencies depend on the longest sequence of the forward, so that drafts,
+    sequences that left the batch and prompts run apart would change them. None where they never do."""
+    lengths = []
+    for parameters in rope_types(config):
+        kind = parameters.get("rope_type", "")
+        if "dynamic" in kind:
+            lengths.append(config.max_position_embeddings)
+        elif kind == "longrope":
+            original = getattr(config, "original_max_position_embeddings", None)
+            lengths.append(parameters.get("original_max_position_embeddings") or original or 0)
+    return min(lengths, default=None)

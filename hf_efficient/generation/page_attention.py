@@ -1,0 +1,56 @@
+"""Whether a model's attention can read the pages of a `PagedCache`."""
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_efficient.cache.over_pages import over_pages
+from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.generation.model_traits import check_ragged
+from hf_efficient.generation.replay.captured_forward import is_watched
+from hf_efficient.integrations.transformers_compat import attention_of, can_use_attention
+from hf_efficient.kernels.attention.api import ATTENTION_NAMES
+
+
+_REGISTRIES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def reads_pages(model, replaces_sdpa: bool) -> bool:
+    """Whether the attention of `model` takes keys and values from the pages of its cache. replaces_sdpa: inside
+    `over_pages` (see `can_replace_sdpa`)."""
+    is_ours = replaces_sdpa or attention_of(model.config.get_text_config(decoder=True)) in ATTENTION_NAMES
+    return is_ours and not is_watched(model) and _passes_pages_on(model, replaces_sdpa)
+
+
+def attention_functions(config) -> tuple:
+    """The functions that compute attention and masks over pages for this config: ours in place of transformers' "sdpa",
+    or what a user registered."""
+    with over_pages():
+        return tuple(registry.get(attention_of(config)) for registry in _REGISTRIES)
+
+
+def can_replace_sdpa(model) -> bool:
+    """Whether ours can stand in for the model's "sdpa": transformers' own, in a text decoder that takes flash."""
+    config = model.config.get_text_config(decoder=True)
+    if attention_of(config) != "sdpa" or model.config is not config or not can_use_attention(model, ATTENTION_NAMES[0]):
+        return False
+    return attention_functions(config) == tuple(registry[ATTENTION_NAMES[0]] for registry in _REGISTRIES)
+
+
+def _passes_pages_on(model, replaces_sdpa: bool) -> bool:
+    """Whether the model hands what the cache returns to its attention unchanged: runs a forward of two tokens."""
+    try:
+        check_ragged(model, 1, "model")
+        positions, cache = torch.arange(2, device=model.device)[None], PagedCache(model.config)
+        windows = [state.window for state in cache.states]
+        if replaces_sdpa:
+            cache.attend_over_pages()
+        inputs = dict(input_ids=torch.zeros_like(positions), position_ids=positions, past_key_values=cache)
+        with torch.no_grad(), cache.forward_context():
+            model(**inputs, use_cache=True)
+        cache.crop(-1)
+        # the windows must be those of the config, and every layer must have taken part
+        is_as_configured = windows == [state.window for state in cache.states]
+        return is_as_configured and all(layer.is_initialized for layer in cache._paged_layers)
+    except Exception:  # an error of the model's own shows again in transformers' loop
+        return False

@@ -1,0 +1,105 @@
+"""One call of `generate()`, from its arguments to the loop."""
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from hf_efficient.generation.drafters.base import Drafter
+from hf_efficient.generation.sequences import Sequences, is_left_padded, longest
+from hf_efficient.generation.speculation.options import Speculation, chosen
+from hf_efficient.integrations.transformers_compat import pad_token_id
+
+
+@dataclass
+class GenerationRequest:
+    """What `generate()` hands to a decoding method, and what the caller drafts with.
+
+    Args:
+        model: the target.
+        input_ids: int64 [batch, prompt length].
+        logits_processor, stopping_criteria, generation_config, synced_gpus, streamer: as `generate()` prepared them.
+        model_kwargs: arguments of the prompt's forward, such as `attention_mask` and `past_key_values`.
+        draft: a draft model, a `Drafter`, or a `Speculation` around one; None for what the config says, or nothing.
+        tokenizers: the target's and the draft model's, None where not given.
+    """
+
+    model: PreTrainedModel
+    input_ids: torch.Tensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    synced_gpus: bool = False
+    streamer: object | None = None
+    draft: object | None = None
+    tokenizers: tuple = (None, None)
+    model_kwargs: dict = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        *,
+        draft=None,
+        tokenizers=(None, None),
+        **model_kwargs,
+    ) -> "GenerationRequest":
+        """From the arguments of one of transformers' decoding methods."""
+        run = logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
+        return cls(model, input_ids, *run, draft, tokenizers, model_kwargs)
+
+    @functools.cached_property
+    def speculation(self) -> Speculation | None:
+        """What to draft with. Raises ValueError where the caller named two things."""
+        return chosen(self.draft, self.generation_config)
+
+    @functools.cached_property
+    def drafter(self) -> Drafter | None:
+        return None if self.speculation is None else self.speculation.drafter(self.tokenizers)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a sequence can reach, its prompt among them."""
+        return longest(self.stopping_criteria)
+
+    @property
+    def cache(self):
+        """The cache that the caller or `generate()` made, or None."""
+        return self.model_kwargs.get("past_key_values")
+
+    @property
+    def attention_mask(self) -> torch.Tensor | None:
+        return self.model_kwargs.get("attention_mask")
+
+    @functools.cached_property
+    def is_left_padded(self) -> bool:
+        return is_left_padded(self.input_ids, self.model_kwargs)
+
+    @property
+    def returns_dict(self) -> bool:
+        return self.generation_config.return_dict_in_generate
+
+    def sequences(self) -> Sequences:
+        """The prompts, ready to grow."""
+        config = self.generation_config
+        return Sequences(
+            self.input_ids,
+            self.attention_mask,
+            pad_token_id(config),
+            self.logits_processor,
+            self.stopping_criteria,
+            keep_scores=bool(self.returns_dict and config.output_scores),
+            keep_logits=bool(self.returns_dict and config.output_logits),
+            generation_config=config,
+        )

@@ -1,0 +1,64 @@
+"""What a drafter proposes in one step, and what the verification reads."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+MAX_NODES = 63  # drafted tokens of a sequence: with the root they fill the 64 bits of the attention kernels' tree masks
+
+
+@dataclass
+class Proposal:
+    """The drafted tokens of one step, for every live sequence: one continuation, or a tree of continuations.
+
+    tokens: int64 [rows, width], width >= 1, on the device of the sequences; padding after a row's own count.
+    counts: int64 [rows], how many of them are real (0..width).
+    probabilities: float [rows, width, target vocabulary], the distribution q that each token was drawn from; None when
+        tokens were not drawn. Siblings are drawn without replacement: q of the next one is what is left, normalised.
+    parents: int64 [rows, width], the node that each token follows, -1 for the sequence's last token (the root). A
+        parent stands before its children, and siblings differ. At most `MAX_NODES` nodes. None: one continuation a row.
+    confidence: float [rows, width], the estimated probability that the token is accepted, with all those before it. The
+        loop verifies only as many leading tokens as pay by it. None: the loop estimates the acceptance itself.
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    probabilities: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
+    confidence: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    def truncated(self, width: int) -> "Proposal":
+        """Its first `width` tokens a row."""
+        if width >= self.width:
+            return self
+        parts = (self.probabilities, self.parents, self.confidence)
+        parts = (None if part is None else part[:, :width] for part in parts)
+        return Proposal(self.tokens[:, :width], self.counts.clamp(max=width), *parts)
+
+    def chain(self) -> "Proposal":
+        """The path of a tree that takes the first child everywhere, as one continuation a row."""
+        if self.parents is None:
+            return self
+        paths = []  # in Python: torch's calls take longer than the work on so few numbers
+        for parents, count in zip(self.parents.tolist(), self.counts.tolist()):
+            last, path = -1, []
+            for node in range(count):
+                if parents[node] == last:
+                    path.append(node)
+                    last = node
+            paths.append(path)
+        width = max(1, max(map(len, paths)))
+        index = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=self.tokens.device)
+        counts = torch.tensor([len(path) for path in paths], device=self.tokens.device)
+        tokens, confidence = (
+            None if part is None else part.gather(1, index) for part in (self.tokens, self.confidence)
+        )
+        probabilities = self.probabilities
+        if probabilities is not None:
+            probabilities = probabilities.gather(1, index[..., None].expand(-1, -1, probabilities.shape[-1]))
+        return Proposal(tokens, counts, probabilities, None, confidence)
