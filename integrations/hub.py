@@ -269,11 +269,11 @@ def _licence(base_model: str, network: bool) -> str | None:
 
 
 def _copy(folder: Path, files: list[str], card: str, target: Path) -> None:
-    with new_folder(target) as aside:
+    with new_folder(target) as new:
         for name in files:
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / name, aside / name)
-        (aside / CARD).write_text(card, encoding="utf-8")
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, new / name)
+        (new / CARD).write_text(card, encoding="utf-8")
 
 
 def _commit(folder, files, card, repo, private, token, revision, create_pr, message) -> str:

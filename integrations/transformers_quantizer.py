@@ -10,7 +10,7 @@ from transformers.quantizers import HfQuantizer, auto
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from hf_efficient.calibration import loading
-from hf_efficient.checkpoints import checks, saving
+from hf_efficient.checkpoints import checks
 from hf_efficient.checkpoints.adopt import bitnet
 from hf_efficient.configs import BitNetConfig, CompressionConfig, SparseConfig, W8A8Config, WeightOnlyConfig
 from hf_efficient.experts import (
@@ -21,7 +21,7 @@ from hf_efficient.experts import (
     is_sorted_experts,
     is_transposed,
 )
-from hf_efficient.integrations import transformers_sub_configs
+from hf_efficient.integrations import transformers_saving, transformers_sub_configs
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
 from hf_efficient.integrations.transformers_weight_conversions import QuantizeOnArrival, Resave, dequantizer
 from hf_efficient.kernels.native.heap import HeapTrimmer
@@ -264,7 +264,7 @@ class EfficientQuantizer(HfQuantizer):
         if is_cut:
             tensor_parallel.refuse_saving(model)
             return model
-        saving.save_aside_then_move(model)
+        transformers_saving.replace_methods(model)
         if model.can_generate():
             from hf_efficient.integrations.transformers_generation import enable_automatic
 
@@ -287,7 +287,7 @@ class EfficientQuantizer(HfQuantizer):
             elif isinstance(module, EfficientExperts):
                 decompress_experts(module, dtype or module._parameters[module._expert_names[0]].dtype)
         model._weight_conversions = (getattr(model, "_weight_conversions", None) or []) + self._expert_conversions
-        saving.restore_save(model)
+        transformers_saving.restore_methods(model)
         if model.can_generate():
             from hf_efficient.integrations.transformers_generation import disable_automatic
 

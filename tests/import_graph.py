@@ -16,11 +16,12 @@ MOST_FLOORS = {"cache": 7}  # the longest chain of imports inside a room
 
 _SHELF = {"flash_paged": "kernels/flash-paged", "efficient_linear": "kernels/efficient-linear"}
 
-LEAVES = ("files", "integrations.transformers_compat")  # imported by every room, import nothing of ours
+LEAVES = ("files", "adapter_files", "integrations.transformers_compat")  # imported by every room, import only each other
 
 # room -> the rooms it may import, besides itself and the leaves
 ROOMS = {
     "files": "",
+    "adapter_files": "",
     "integrations.transformers_compat": "",
     "kernels.flash_paged": "",
     "kernels.efficient_linear": "",
@@ -57,7 +58,7 @@ ROOMS = {
     "cli": "configs evaluation calibration checkpoints checkpoints.export compression planning integrations "
     "integrations.model_card",
 }
-_IN_LAYERS = ("layers", "linear_classes", "experts", "bit_linear", "adapter_files")
+_IN_LAYERS = ("layers", "linear_classes", "experts", "bit_linear")
 
 
 @functools.cache

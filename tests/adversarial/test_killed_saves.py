@@ -165,7 +165,7 @@ def test_killed_while_an_adapter_of_two_files_is_saved(tmp_path):
     def contents(folder):
         if not (folder / "head.json").exists():
             return None
-        config = adapter_files.read_config(folder / "head.json", {"which": int})
+        config = adapter_files.read_settings(folder / "head.json", {"which": int})
         return config["which"], load_file(folder / "head.safetensors")["t"].item()
 
     folder = tmp_path / "adapter"

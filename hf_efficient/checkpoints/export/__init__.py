@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from hf_efficient.checkpoints.export.source import open_source
-from hf_efficient.files import why_not_beside, why_not_new
+from hf_efficient.files import why_not_writable, why_not_new
 
 
 logger = logging.get_logger(__name__)
@@ -61,7 +61,7 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
             )
         if importlib.util.find_spec("gguf") is None:
             raise ValueError("format='gguf' needs the package gguf: pip install gguf")
-    if reason := why_not_beside(output) if format == "gguf" else why_not_new(output):
+    if reason := why_not_writable(output) if format == "gguf" else why_not_new(output):
         raise ValueError(f"output={str(output)!r} {reason}")
     with open_source(model, tokenizer) as source:
         if format == "gguf":

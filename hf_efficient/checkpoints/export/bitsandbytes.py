@@ -3,14 +3,15 @@
 import copy
 import json
 import os
+from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.checkpoints import saving
 from hf_efficient.checkpoints.adopt.bitsandbytes import INVERSE_127, STATE, swap_halves
+from hf_efficient.files import atomic_checkpoint
 from hf_efficient.formats.codebook import TABLES, CodebookFormat
 from hf_efficient.formats.w8a8 import Int8Format
 from hf_efficient.layers import CompressedModule, EfficientLinear
@@ -49,11 +50,11 @@ def save_as_bitsandbytes(model, folder: str | os.PathLike) -> None:
         tensors.pop(tied, None)
     config = copy.deepcopy(model.config)
     config.quantization_config = _config(model, layers, kind)
-    with saving.written_aside(os.path.abspath(os.fspath(folder))) as aside:
-        config.save_pretrained(aside)
+    with atomic_checkpoint(Path(os.path.abspath(os.fspath(folder)))) as new:
+        config.save_pretrained(new)
         if model.can_generate():
-            model.generation_config.save_pretrained(aside)
-        save_torch_state_dict(tensors, aside, metadata={"format": "pt"})
+            model.generation_config.save_pretrained(new)
+        save_torch_state_dict(tensors, new, metadata={"format": "pt"})
 
 
 def _kind(name: str, module: CompressedModule) -> str:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from hf_efficient.checkpoints.export.gguf_tokenizer import add_tokenizer
 from hf_efficient.checkpoints.export.grid import as_float16, check_layers, per_group, rounding_of, stored_zero
 from hf_efficient.checkpoints.export.source import Layer, Source
-from hf_efficient.files import beside
+from hf_efficient.files import atomic_write
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.w8a8 import Int8Format
 
@@ -49,8 +49,8 @@ def write(source: Source, output: Path) -> float:
     tensors += [_of_dense(source, name, _name(names, name), arch) for name in source.dense_names]
     if (factors := _rope_factors(config)) is not None:
         tensors.append(_plain("rope_freqs.weight", factors, lambda: factors))
-    with beside(output) as aside:
-        file = aside / output.name
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output) as file:
         writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, arch)])
         try:
             _add_metadata(writer, source, tensors)
@@ -64,7 +64,6 @@ def write(source: Source, output: Path) -> float:
                 writer.write_tensor_data(tensor.make())
         finally:
             writer.close()
-        file.replace(output)
     return max(rounding, default=0.0)
 
 
