@@ -115,7 +115,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         )
 
     def save_pretrained(self, save_directory, **_) -> None:
-        """Writes the two files, each beside and renamed."""
+        """Writes the two files, atomically."""
         config = {
             "kind": self.kind,
             "target": self.target,

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
+from hf_efficient.files import atomic_write
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.training.text import Row
 
@@ -177,10 +178,9 @@ def _keep(path: Path, heads, optimizers: list, run: str, done: int, losses: list
         tensors[name] = parameter.detach()
         for optimizer in optimizers:
             tensors |= {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-    partial = path.with_suffix(".partial")
     metadata = {"run": run, "done": str(done), "losses": json.dumps(losses)}
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
-    partial.replace(path)
+    with atomic_write(path) as partial:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata)
 
 
 def _resume(path: Path, heads, optimizers: list, run: str) -> tuple[int, list[float]]:

@@ -7,6 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
+from hf_efficient.files import atomic_write
 from hf_efficient.generation.decode import speculative_generate
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.speculation.options import Speculation
@@ -64,9 +65,9 @@ def generate_text(
         prompt_lengths.append(width - padding)
     tensors = {"tokens": torch.cat(tokens), "hidden": torch.cat(hidden).to(model.dtype)}
     tensors |= {"lengths": torch.tensor(lengths), "prompts": torch.tensor(prompt_lengths)}
-    partial = path.with_suffix(".partial")
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial)
-    return partial.replace(path)
+    with atomic_write(path) as partial:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial)
+    return path
 
 
 def collect_text(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from hf_efficient.files import atomic_write
 from hf_efficient.generation.decoder_layers import decoder_layers
 from hf_efficient.generation.drafters.draft_heads import KINDS, DraftHeads, class_of
 from hf_efficient.generation.ragged_model import RaggedModel
@@ -153,9 +154,8 @@ class _Plan:
 
     def set(self, name: str, value) -> None:
         self._plan[name] = value
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._plan, indent=2))
-        partial.replace(self._path)
+        with atomic_write(self._path) as partial:
+            partial.write_text(json.dumps(self._plan, indent=2))
 
 
 def _fingerprint(model) -> str:
