@@ -6,9 +6,7 @@ percentile of that latency keeps the bound; a queue in front of it, and requests
 """
 
 import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +14,8 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 from transformers import StoppingCriteria
+
+from hf_efficient.files import atomic_files
 
 
 PERCENTILES = (50, 95, 99)
@@ -94,16 +94,12 @@ def at_latency_bound(batches: list[dict], bound: float) -> dict | None:
 
 
 def write(content: dict, folder: Path, plotted: bool) -> list[Path]:
-    """Writes bench.json and, when `plotted`, bench.png into `folder`; each is written beside and then renamed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as scratch:
-        scratch = Path(scratch)
+    """Writes bench.json and, when `plotted`, bench.png into `folder`, atomically."""
+    with atomic_files(folder, "bench.json") as scratch:
         (scratch / "bench.json").write_text(json.dumps(content, indent=2) + "\n")
         if plotted:
             plot(content, scratch / "bench.png")
         names = sorted(path.name for path in scratch.iterdir())
-        for name in names:
-            os.replace(scratch / name, folder / name)
     return [folder / name for name in names]
 
 

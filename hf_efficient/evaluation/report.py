@@ -1,15 +1,13 @@
 """The report of a run: a table, report.json, report.md and plot.png."""
 
 import json
-import os
 import re
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 
 from hf_efficient.evaluation import perplexity
+from hf_efficient.files import atomic_files
 
 
 def compare(results: list[dict], variants: list[dict]) -> list[dict]:
@@ -84,20 +82,14 @@ def _cell(text: str) -> str:
 
 
 def write(content: dict, folder: Path, card: str) -> list[Path]:
-    """Writes report.json, report.md, plot.png and model_card.md, which holds `card`, into `folder`; each is written beside and
-    then renamed. Returns the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".report-", dir=folder))
-    try:
+    """Writes report.json, report.md, plot.png and model_card.md, which holds `card`, into `folder`, atomically.
+    Returns the paths."""
+    with atomic_files(folder, "report.json") as scratch:
         (scratch / "report.json").write_text(json.dumps(content, indent=2) + "\n")
         (scratch / "report.md").write_text(_markdown(content))
         (scratch / "model_card.md").write_text(card)
         _plot(content, scratch / "plot.png")
         names = sorted(path.name for path in scratch.iterdir())
-        for name in names:
-            os.replace(scratch / name, folder / name)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return [folder / name for name in names]
 
 

@@ -10,13 +10,14 @@ import html
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 from xml.etree import ElementTree
+
+from hf_efficient.files import new_folder
 
 
 SAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -91,19 +92,13 @@ def _download(requirement: str, folder: str) -> Path:
 
 
 def _publish(folder: Path, write) -> None:
-    """Calls `write` on a folder beside `folder`, then renames it, so that `folder` is whole or absent."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    """Makes `folder` of what `write` writes into the folder that it is given, atomically."""
     try:
-        write(partial)
-        partial.chmod(0o755)
-        try:
-            partial.rename(folder)
-        except OSError:  # another process was faster
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with new_folder(folder) as partial:
+            write(partial)
+    except OSError:  # where it is there, another process was faster
+        if not folder.is_dir():
+            raise
 
 
 def _convert_gguf(source: Path, target: Path) -> None:
