@@ -75,7 +75,7 @@ class ContextualSparsity(PushToHubMixin):
         return {part: self.tensors[f"{name}.{part}"] for part in CHOICE if f"{name}.{part}" in self.tensors}
 
     def save_pretrained(self, save_directory, **_) -> None:
-        """Writes the two files, each beside and renamed."""
+        """Writes the two files, atomically."""
         config = {"target": self.target, "options": self.options, "layers": self.layers}
         adapter_files.write(save_directory, NAME, config, self.tensors)
 
