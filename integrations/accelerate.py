@@ -4,7 +4,8 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_efficient.configs import CompressionConfig
-from hf_efficient.integrations.transformers_quantizer import CONFIGS, EfficientQuantizer
+from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
+from hf_efficient.integrations.transformers_registration import CONFIGS
 
 
 def empty_model(

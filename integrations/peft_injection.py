@@ -14,9 +14,9 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
+from hf_efficient.dense_layers import dense_linear
 from hf_efficient.experts import EfficientExperts, decompress_experts
 from hf_efficient.integrations.peft_weights import AdaptedLinear, DenseWeight, FrozenWeightError
-from hf_efficient.integrations.transformers_quantizer import dense_linear
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 

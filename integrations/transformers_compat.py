@@ -1,12 +1,23 @@
 """Every inside of transformers that this package touches: private names, patched functions, signatures that have moved.
 
 The registries and classes of transformers' documentation are used where they are needed. Everything else stands in
-`integrations/transformers_*.py`, and each piece of it is a row of `INSIDES`. Other rooms reach such a piece through a function of
-this file, which imports nothing of ours.
+`integrations/transformers_*.py`, and each piece of it is a row of `INSIDES`. Other rooms reach such a piece through a
+function of this file, which imports nothing of ours, and transformers only when a function is called.
 """
 
 import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
+
+
+RELEASES = ">=5.23,<6"  # of transformers; setup.cfg requires the same
+_SUPPORTED = "Supported: transformers 5.23 and later, before 6"
 
 
 @dataclass(frozen=True)
@@ -16,21 +27,284 @@ class Inside:
     Args:
         path: module and attributes, such as "transformers.generation.utils:GenerationMixin._sample".
         used_by: our file that touches it.
+        parameters: the names of its parameters, where they matter.
+        reads: an attribute of ours that what `path` names reads, where `path` is not the inside itself.
         releases: the releases in which it is known to hold, as a version specifier.
     """
 
     path: str
     used_by: str
-    releases: str = ">=5.23,<6"
+    parameters: tuple[str, ...] | None = None
+    reads: str | None = None
+    releases: str = RELEASES
+
+    @property
+    def name(self) -> str:
+        """The name by which our file touches it."""
+        return self.reads or self.path.rpartition(":")[2].rpartition(".")[2]
 
 
-INSIDES: tuple[Inside, ...] = ()
+def _of(used_by: str, module: str, *names: str) -> tuple[Inside, ...]:
+    return tuple(Inside(f"transformers.{module}:{name}", used_by) for name in names)
+
+
+_ATTENTION, _BATCHING = "integrations/transformers_attention.py", "integrations/transformers_continuous_batching.py"
+_COMPAT, _CONFIGS = "integrations/transformers_compat.py", "integrations/transformers_quantization_configs.py"
+_FORMATS, _PARALLEL = "integrations/transformers_paged_formats.py", "integrations/transformers_tensor_parallel.py"
+_QUANTIZER, _CONVERSIONS = "integrations/transformers_quantizer.py", "integrations/transformers_weight_conversions.py"
+_GGUF = "integrations/transformers_gguf.py"
+_CB = "generation.continuous_batching"
+
+INSIDES: tuple[Inside, ...] = (
+    *_of(_COMPAT, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *_of(_COMPAT, "conversion_mapping", "get_model_conversion_mapping"),
+    *_of(_COMPAT, "core_model_loading", "PrefixChange", "WeightConverter", "WeightRenaming", "WeightTransform"),
+    *_of(_COMPAT, "core_model_loading", "apply_renamings", "rename_source_key", "revert_weight_conversion"),
+    *_of(_COMPAT, "modeling_utils", "PreTrainedModel._from_config", "PreTrainedModel._get_dtype_plan"),
+    *_of(_COMPAT, "modeling_utils", "PreTrainedModel._keep_in_fp32_modules"),
+    *_of(_COMPAT, "modeling_utils", "PreTrainedModel._keep_in_fp32_modules_strict"),
+    *_of(_COMPAT, "modeling_utils", "PreTrainedModel._keys_to_ignore_on_load_missing"),
+    *_of(_COMPAT, "modeling_utils", "PreTrainedModel._keys_to_ignore_on_save", "PreTrainedModel._no_split_modules"),
+    *_of(_COMPAT, "quantizers.base", "get_keys_to_not_convert", "HfQuantizer.get_modules_to_not_convert"),
+    *_of(_COMPAT, "quantizers.quantizers_utils", "should_convert_module"),
+    *_of(_CONFIGS, "configuration_utils", "PreTrainedConfig.get_config_dict", "PreTrainedConfig.base_config_key"),
+    Inside(
+        "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
+        _CONFIGS,
+        parameters=("quantization_config", "quantization_config_from_args"),
+    ),
+    *_of("integrations/transformers_registration.py", "quantizers.auto", "LOADING_ATTRIBUTES_CONFIG_TYPES"),
+    *_of(_GGUF, "integrations.gguf.gguf_tokenizer_mapping", "GGUF_PRE_TOKENIZER_SPLITS"),
+    *_of(_GGUF, "integrations.gguf.utils", "is_gguf_arch_supported"),
+    *_of(_GGUF, "modeling_gguf_pytorch_utils", "TENSOR_PROCESSORS", "TensorProcessor", "get_gguf_hf_weights_map"),
+    *_of(_GGUF, "modeling_gguf_pytorch_utils", "load_gguf_checkpoint", "read_field"),
+    *_of(_QUANTIZER, "quantizers.base", "HfQuantizer._process_model_before_weight_loading"),
+    *_of(_QUANTIZER, "quantizers.base", "HfQuantizer._process_model_after_weight_loading", "HfQuantizer._dequantize"),
+    *_of(_QUANTIZER, "quantizers.base", "HfQuantizer.get_quantize_ops", "HfQuantizer.update_weight_conversions"),
+    *_of(_CONVERSIONS, "core_model_loading", "ConversionOps", "WeightConverter", "_IdentityOp"),
+    Inside(
+        "transformers.core_model_loading:WeightTransform.reverse_transform",
+        _CONVERSIONS,
+        reads="_original_source_patterns",
+    ),
+    Inside(
+        "transformers.core_model_loading:WeightTransform.reverse_transform",
+        _CONVERSIONS,
+        reads="_original_target_patterns",
+    ),
+    Inside("transformers.core_model_loading:revert_weight_conversion", _CONVERSIONS, reads="_weight_conversions"),
+    *_of(_PARALLEL, "distributed.parallel_utils", "ALL_PARALLEL_STYLES", "_get_parameter_plan"),
+    *_of(_PARALLEL, "distributed.sharding_utils", "DtensorShardOperation"),
+    *_of(_PARALLEL, "distributed.tensor_parallel", "TensorParallelLayer"),
+    Inside("transformers.distributed.tensor_parallel", _PARALLEL, reads="_hf_quantized_needs_local_tp"),
+    *_of(_ATTENTION, "modeling_flash_attention_utils", "_lazy_imports", "_flash_attention_forward"),
+    *_of(_ATTENTION, "modeling_flash_attention_utils", "_pad_input", "_unpad_input"),
+    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._check_and_adjust_attn_implementation"),
+    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._can_set_attn_implementation"),
+    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._compatible_flash_implementations"),
+    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._supports_flash_attn", "AttentionInterface.__getitem__"),
+    *_of(_ATTENTION, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *_of(_ATTENTION, "integrations.sdpa_attention", "sdpa_attention_forward"),
+    *_of(_ATTENTION, "masking_utils", "sdpa_mask", "AttentionMaskInterface.__getitem__"),
+    *_of(_ATTENTION, "utils.output_capturing", "_active_collector"),
+    *_of("integrations/transformers_compile.py", "modeling_utils", "PreTrainedModel.get_compiled_call"),
+    *_of("integrations/transformers_compile.py", "cache_utils", "Cache.is_compileable"),
+    *_of("integrations/transformers_masks.py", "masking_utils", "flash_attention_mask", "sdpa_mask"),
+    *_of(
+        "integrations/transformers_warnings.py",
+        "modeling_utils",
+        "PreTrainedModel.warn_if_padding_and_no_attention_mask",
+    ),
+    *_of("integrations/transformers_generation.py", "modeling_utils", "PreTrainedModel._tp_size"),
+    *_of(_BATCHING, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *_of(_BATCHING, f"{_CB}.initialization", "is_flash_attention_requested"),
+    *_of(_BATCHING, f"{_CB}.continuous_api", "PagedAttentionCache"),
+    *_of(_BATCHING, f"{_CB}.cache_allocators", "CacheAllocator.get_cache_for_block_table"),
+    *_of(_FORMATS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *_of(_FORMATS, f"{_CB}.continuous_api", "PagedAttentionCache", "PagedAttentionCache.update"),
+    *_of(_FORMATS, f"{_CB}.cache", "ATTN_TYPE_TO_ALLOCATOR", "FullAttentionCacheAllocator"),
+    *_of(_FORMATS, f"{_CB}.cache_allocators", "CacheAllocator._after_cache_tensor_init"),
+    *_of(_FORMATS, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.get_bytes_per_page"),
+    *_of(_FORMATS, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.layer_type"),
+    *_of(_FORMATS, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator"),
+)
 
 
 def find(inside: Inside) -> object:
-    """What `inside` names in the installed transformers. Raises ImportError or AttributeError where it is not there."""
+    """What `inside` names in the installed transformers.
+
+    Raises:
+        ImportError, AttributeError: it is not there, or not as it is used.
+    """
     module, _, attributes = inside.path.partition(":")
     found = importlib.import_module(module)
     for name in filter(None, attributes.split(".")):
         found = getattr(found, name)
+    if inside.parameters is not None:
+        if not callable(found) or tuple(inspect.signature(found).parameters) != inside.parameters:
+            raise AttributeError(f"{inside.path} does not take {inside.parameters}")
+    if inside.reads is not None and inside.reads not in inspect.getsource(found):
+        raise AttributeError(f"{inside.path} does not read {inside.reads}")
     return found
+
+
+def require(used_by: str) -> None:
+    """Looks for the insides that our file `used_by` touches.
+
+    Raises:
+        ImportError: transformers has one of them no longer. Names it and the supported releases.
+    """
+    for inside in INSIDES:
+        if inside.used_by == used_by:
+            try:
+                find(inside)
+            except (ImportError, AttributeError) as error:
+                path = inside.path.removeprefix("transformers.").replace(":", ".")
+                path += f"({', '.join(inside.parameters)})" if inside.parameters else ""
+                raise ImportError(
+                    f"hf_efficient needs {path}, which transformers {_version()} does not have. {_SUPPORTED}."
+                ) from error
+
+
+def check_release() -> None:
+    """Raises ImportError, naming the supported releases, where the installed transformers is none of them."""
+    if importlib.util.find_spec("transformers") is None:
+        return  # only the kernels are of use then
+    release = tuple(int(number) for number in re.findall(r"\d+", _version())[:2])
+    if not (5, 23) <= release < (6,):
+        raise ImportError(f"hf_efficient does not work with transformers {_version()}. {_SUPPORTED} ({RELEASES}).")
+
+
+def _version() -> str:
+    return importlib.metadata.version("transformers")
+
+
+attention_of = attrgetter("_attn_implementation")  # config -> name of its attention; as fast as the attribute itself
+
+
+def set_attention(config, name: str | None) -> None:
+    """Makes models of `config` use the attention implementation called `name`, unchecked, where they have attention."""
+    if hasattr(config, "_attn_implementation"):
+        config._attn_implementation = name
+
+
+def block_classes(model) -> set[str]:
+    """Names of the classes whose modules stay on one device: the decoder layers."""
+    return set(model._no_split_modules or ())
+
+
+def model_from_config(kind: type, config, **options):
+    """A model of class `kind` (a `PreTrainedModel`) with initial weights. options: `dtype` and others of
+    `from_config`."""
+    return kind._from_config(config, **options)
+
+
+def float32_modules(model) -> set[str]:
+    """Patterns of the names of the modules that stay in float32 when the model is loaded in 16 bits."""
+    return set(model._keep_in_fp32_modules or ()) | set(model._keep_in_fp32_modules_strict or ())
+
+
+def kept_parameters(model) -> set[str]:
+    """Names of the parameters that transformers keeps in more precision than the others.
+
+    They are those that `float32_modules` names (in whatever dtype the model is loaded: transformers' own quantizers
+    take none of them), and those declared in another dtype than most of the innermost model that holds them.
+    """
+    from transformers import PreTrainedModel
+
+    flagged = float32_modules(model)
+    usual = {}  # prefix of the names in a model -> the dtype of most of its parameters; outer models come first
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel):
+            counts = Counter(p.dtype for p in part.parameters() if p.is_floating_point())
+            usual[f"{name}." if name else ""] = counts.most_common(1)[0][0] if counts else None
+    kept = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own = next(dtype for prefix, dtype in reversed(usual.items()) if name.startswith(prefix))
+        if parameter.dtype != own or any(_matches(pattern, name) for pattern in flagged):
+            kept.add(name)
+    return kept
+
+
+def loaded_dtype(model, name: str, dtype):
+    """The dtype that `from_pretrained` gives the parameter called `name`, which is declared as `dtype`."""
+    plan = model._get_dtype_plan(model.dtype)
+    return next((kept for pattern, kept in plan.items() if _matches(pattern, name)), dtype)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """As transformers reads patterns of this kind."""
+    return re.search(pattern.replace("*", ".*"), name) is not None
+
+
+def kept_by_default(model) -> set[str]:
+    """Names of the modules that transformers' quantizers leave as they are: the output embedding and what is tied."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    return {key.removesuffix(".weight").removesuffix(".bias") for key in get_keys_to_not_convert(model)}
+
+
+def quantized_linears(model, excluded: list[str] | None) -> set[str]:
+    """Names of the `nn.Linear` modules that a quantizer of transformers takes where `excluded` is the
+    `modules_to_not_convert` of its config."""
+    from torch import nn
+    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = HfQuantizer.get_modules_to_not_convert(model, excluded, model._keep_in_fp32_modules)
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return {name for name in linears if should_convert_module(name, kept)}
+
+
+def optional_names(model) -> list[str]:
+    """Regular expressions of the names of parameters that a checkpoint of the model may lack."""
+    return [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
+
+
+def conversions_of(model) -> list:
+    """What `from_pretrained` does to the names and tensors of a checkpoint of the model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return get_model_conversion_mapping(model)
+
+
+def key_renamer(model, conversions: Iterable, known: dict, joins: bool = True) -> Callable[[str], str]:
+    """A function: key in a checkpoint -> name in the model.
+
+    Args:
+        conversions: `conversions_of(model)`.
+        known: has the names in the model as keys.
+        joins: whether a key whose tensor is joined with others gets the name of what they become.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    conversions, base = list(conversions), model.base_model_prefix
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+
+    def rename(key: str) -> str:
+        name, _ = rename_source_key(key, renamings, [], base, known)
+        if joins and name not in known:
+            joined, pattern = rename_source_key(key, renamings, converters, base, known)
+            name = joined if pattern is not None else name
+        return name
+
+    return rename
+
+
+def round_trip(model) -> Callable[[str], str]:
+    """A function: name in the model -> the name that it has when the model is saved and loaded again."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming) and not isinstance(c, PrefixChange)]
+    back = [c.reverse_transform() for c in reversed(renamings)]
+    return lambda name: apply_renamings(apply_renamings(name, back), renamings)
+
+
+def as_saved(model, tensors: dict) -> dict:
+    """Tensors by the model's names -> by the names of its checkpoints; fused ones come apart."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)

@@ -46,7 +46,8 @@ ROOMS = {
     "checkpoints": "configs layers",
     "targets": "configs layers planning.model_trace checkpoints",
     "integrations": "configs layers formats kernels.attention kernels.native calibration cache generation targets "
-    "checkpoints",
+    "checkpoints integrations.hub",
+    "integrations.hub": "integrations.model_card",
     "integrations.model_card": "configs evaluation",
     "integrations.optimum_command": "cli",
     "checkpoints.adopt": "configs layers formats kernels.linear checkpoints integrations",
@@ -56,9 +57,9 @@ ROOMS = {
     "evaluation": "",
     "model_cards": "",
     "cli": "configs evaluation calibration checkpoints checkpoints.export compression planning integrations "
-    "integrations.model_card",
+    "integrations.hub integrations.model_card",
 }
-_IN_LAYERS = ("layers", "linear_classes", "experts", "bit_linear")
+_IN_LAYERS = ("layers", "dense_layers", "linear_classes", "experts", "bit_linear")
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.calibration.data import load_tokens
+from hf_efficient.integrations.transformers_compat import block_classes
 
 
 SENSITIVITY_WINDOWS = 16  # of the calibration text, for what differs from layer to layer
@@ -194,4 +195,4 @@ def _gradients(model, plan: dict, tokens) -> dict:
 
 
 def _blocks(model) -> list:
-    return [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    return [module for module in model.modules() if type(module).__name__ in block_classes(model)]

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
+
+from hf_efficient.integrations.transformers_compat import key_renamer, optional_names
 
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of an ordinary weight, in safetensors' words
@@ -58,15 +59,10 @@ def read_headers(files) -> tuple[dict[str, Place], dict[str, dict[str, str]]]:
 def by_model_name(places: dict[str, Place], model, conversions, more_names=()) -> dict[str, Place]:
     """Full name in `model` (on any device), or one of `more_names`, -> the place of its tensor, of several that are joined
     any one. Keys that are neither keep their names."""
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    converters = [c for c in conversions if isinstance(c, WeightConverter)]
     known = dict.fromkeys((*model.state_dict(), *more_names), True)
-    found = {}
+    rename, found = key_renamer(model, conversions, known), {}
     for key, place in places.items():
-        name, _ = rename_source_key(key, renamings, [], model.base_model_prefix, known)
-        if name not in known:
-            joined, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-            name = joined if pattern is not None else name
+        name = rename(key)
         if place.dtype in FLOATS and found.get(name, place).dtype not in FLOATS:
             continue  # of several that are joined, the one that is no ordinary weight
         found[name] = place
@@ -82,7 +78,7 @@ def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: 
             checkpoint lacks a parameter of the model. The checkpoint of another class may lack whole parts: heads, poolers.
     """
     tied = {name for pair in (model.all_tied_weights_keys or {}).items() for name in pair}
-    ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
+    ignored = optional_names(model)
     is_same_class = type(model).__name__ in (model.config.architectures or ())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
@@ -101,7 +97,7 @@ def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: 
         if is_same_class or not _is_new_part(name, found, model.base_model_prefix):
             module, _, leaf = name.rpartition(".")
             is_linear = leaf == "weight" and isinstance(model.get_submodule(module), (nn.Linear, Conv1D))
-            names = [name, " or ".join(f"{module}.{part}" for part in parts if is_linear)]
+            names = [name, " or ".join(f"{module}.{part}" for part in parts if is_linear and part != leaf)]
             raise ValueError(
                 f"the checkpoint has neither {' nor '.join(filter(None, names))}: it is incomplete"
                 if all(names)

@@ -17,8 +17,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoH
 from hf_efficient.configs import CompressionConfig
 from hf_efficient.formats import Format
 from hf_efficient.formats.masked import MaskedFormat
-from hf_efficient.integrations.transformers_dtypes import loaded_dtype
-from hf_efficient.integrations.transformers_quantizer import register
+from hf_efficient.integrations.transformers_compat import loaded_dtype
+from hf_efficient.integrations.transformers_registration import register
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule
 from hf_efficient.targets import patterns
 

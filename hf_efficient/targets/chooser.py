@@ -5,10 +5,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.configs import CompressionConfig, module_matches
 from hf_efficient.experts import expert_weight_names, is_fused_experts, is_sorted_experts
-from hf_efficient.integrations import transformers_dtypes
+from hf_efficient.integrations import transformers_compat
 from hf_efficient.linear_classes import is_linear
-from hf_efficient.targets import patterns, read_weights
-from hf_efficient.targets.held_weights import held_weights, lost_when_saved
+from hf_efficient.targets import externally_read, patterns
+from hf_efficient.targets.weights_in_files import lost_when_saved, weights_in_files
 
 
 class TargetChooser:
@@ -25,7 +25,7 @@ class TargetChooser:
     def __init__(self, model, config: CompressionConfig, pre_quantized: bool, kept: set[str], files, own_files: bool):
         self.model, self.config, self.pre_quantized, self.kept = model, config, pre_quantized, kept
         self.files, self.own_files = files, own_files
-        self.kept_parameters = transformers_dtypes.kept_parameters(model) if own_files else set()
+        self.kept_parameters = transformers_compat.kept_parameters(model) if own_files else set()
         self.candidates = {name: module for name, module in model.named_modules() if _is_compressible(module)}
         self.base = model.base_model_prefix
 
@@ -43,7 +43,7 @@ class TargetChooser:
             own = {name: self._held_config(name, file_name) for name, file_name in held.items()}
             return [(name, module, own[name]) for name, module in self.candidates.items() if name in own]
         linears = [name for name, module in self.candidates.items() if isinstance(module, nn.Linear)]
-        dense = read_weights.read_elsewhere(self.model, linears)
+        dense = externally_read.read_elsewhere(self.model, linears)
         if not self.pre_quantized:
             dense |= lost_when_saved(self.model, linears)
         targets = []
@@ -59,12 +59,13 @@ class TargetChooser:
                     f"quantize; to leave them as they are, pass modules_to_not_convert=[{name.split('.')[-1]!r}]"
                 )
         if targets and not self.pre_quantized:
+            patterns.check_overrides(self.config, self.model, {name for name, _, _ in targets})
             self._check_floats([f"{name}.{weight}" for name, module, _ in targets for weight in _weights_of(module)])
         return targets
 
     def _check_floats(self, weights: list[str]) -> None:
         """Raises ValueError where the files hold one of the `weights`, which are to be compressed, as integers."""
-        held = held_weights(self.files, self.model, weights)
+        held = weights_in_files(self.files, self.model, weights)
         if held is not None and held.integers:
             raise ValueError(
                 f"the checkpoint holds {len(held.integers)} weights as integers, for example {sorted(held.integers)[:3]}: it is "
@@ -92,7 +93,7 @@ class TargetChooser:
         weights = {
             f"{name}.{weight}": name for name, module in self.candidates.items() for weight in _weights_of(module)
         }
-        held = held_weights(self.files, self.model, list(weights))
+        held = weights_in_files(self.files, self.model, list(weights))
         if held is None:
             return None
         found = {weights[weight]: module for weight, module in held.compressed.items()}
@@ -108,7 +109,7 @@ class TargetChooser:
             if name not in found and not self._is_kept(name, module) and self._config_of(name) is not None
         ]
         absent = [name for name in promised if name not in dense]
-        known = read_weights.known(self.model)
+        known = externally_read.known(self.model)
         is_own_class = type(self.model).__name__ in (getattr(self.model.config, "architectures", None) or ())
         if is_own_class or not (found or dense):
             found.update({name: name for name in absent if name not in known})

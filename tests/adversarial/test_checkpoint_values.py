@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import hf_efficient
 from hf_efficient import BitNetConfig, SparseConfig, W8A8Config, WeightOnlyConfig
-from hf_efficient.checkpoints import adopt, checks
+from hf_efficient.checkpoints import adopt, saved_tensors
 from hf_efficient.layers import EfficientLinear
 
 
@@ -346,7 +346,7 @@ def test_every_canonical_tensor_has_a_name_that_is_looked_for():
         parts |= set(config.format().shapes(96, 64))
     parts |= set(W8A8Config(method="llm_int8", outlier_columns=2).format().shapes(96, 64))
     parts |= set(SparseConfig(sparsity=0.5, method="magnitude").format().shapes(96, 64))
-    assert parts == set(checks.PARTS)
+    assert parts == set(saved_tensors.PARTS)
     model = nn.Module()
     model.layer = nn.Linear(2, 2)
-    assert set(checks.possible_names(model)) == {f"layer.{part}" for part in parts}
+    assert set(saved_tensors.possible_names(model)) == {f"layer.{part}" for part in parts}

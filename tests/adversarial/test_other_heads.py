@@ -186,9 +186,9 @@ def test_layers_that_other_checkpoints_hold_fused_are_saved_apart(tmp_path):
 
 
 def test_what_is_relied_on_in_transformers():
-    from hf_efficient.integrations import transformers_sub_configs
+    from hf_efficient.integrations import transformers_quantization_configs
 
     get = transformers.PreTrainedConfig.get_config_dict
-    transformers_sub_configs.register(())
+    transformers_quantization_configs.register(())
     assert transformers.PreTrainedConfig.get_config_dict.__func__ is get.__func__, "registering twice changes nothing"
     assert transformers.CLIPTextConfig.base_config_key == "text_config"

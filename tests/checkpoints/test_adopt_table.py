@@ -82,7 +82,7 @@ def test_row(library, layout):
     foreign = adopt._ours(method)(saved)
     config = getattr(configs, foreign.config)(**foreign.scheme(InMemory(parts, metadata), SIZE, SIZE, dtype))
     format = config.format()
-    found = foreign.convert(parts, SIZE, SIZE, format)
+    found = foreign.convert(parts, SIZE, SIZE, format, torch.float32)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == format.shapes(SIZE, SIZE)
     dense = format.dequantize(found, SIZE, dtype)
     if method == "bitsandbytes_8bit":

@@ -17,7 +17,8 @@ from transformers.core_model_loading import WeightConverter
 from transformers.quantizers import auto
 
 from hf_efficient import WeightOnlyConfig
-from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer, register
+from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
+from hf_efficient.integrations.transformers_registration import register
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 

@@ -35,7 +35,7 @@ class AWQ(Foreign):
         own = scale_dtype(stored, "scales", dtype)
         return {"bits": 4, "group_size": -1 if groups == 1 else size, "method": "awq", "scale_dtype": own}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         codes, zero = (_codes(tensors[part]).t().contiguous() for part in ("qweight", "qzeros"))
         return {"qweight": pack_codes(codes, 4), "scale": tensors["scales"].t().contiguous(), "zero_point": zero}
 

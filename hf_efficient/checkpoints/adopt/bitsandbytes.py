@@ -68,7 +68,7 @@ class BitsAndBytes4bit(Foreign):
         own = None if dtype is torch.float32 else "float32"
         return {"codebook": table, "bits": 4, "group_size": group, "scale_dtype": own}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         state = json.loads(bytes(next(t for part, t in tensors.items() if part.startswith(STATE)).tolist()))
         absmax = tensors["weight.absmax"]
         if "weight.nested_absmax" in tensors:
@@ -97,5 +97,5 @@ class BitsAndBytes8bit(Foreign):
         typed("llm_int8_threshold", threshold, (int, float), "a number, 0 or more")
         return {"method": "llm_int8", "threshold": threshold} if threshold else {"method": "absmax"}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         return {"qweight": tensors["weight"], "scale": (tensors["SCB"] * INVERSE_127).view(-1, 1)}

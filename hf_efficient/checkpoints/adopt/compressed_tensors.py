@@ -177,7 +177,7 @@ class CompressedTensors(Foreign):
         if part in stored and stored.read(part).any():
             raise ValueError(f"{stored.places[part].key} is not 0, but the quantization_config says symmetric: true")
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         if self.config == "W8A8Config":
             shape = format.shapes(out_features, in_features)["scale"]
             parts = {"qweight": tensors["weight"], "scale": tensors["weight_scale"].float().view(shape)}

@@ -51,7 +51,6 @@ class SparseCompressedTensors(Foreign):
                 )
 
     def scheme(self, stored, out_features, in_features, dtype):
-        self.dtype = dtype
         if self.layout == MARLIN24:
             return self._marlin(stored, out_features, in_features, dtype)
         stored.expect("bitmask", ["U8"], (out_features, -(-in_features // 8)))
@@ -89,10 +88,10 @@ class SparseCompressedTensors(Foreign):
             return -1
         return one_of("weights.group_size", size, (128,))
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         if self.layout == MARLIN24:
             return self._convert_marlin(tensors, out_features, in_features, format)
-        values = tensors["compressed"].to(self.dtype)
+        values = tensors["compressed"].to(dtype)
         mask = unpack_codes(tensors["bitmask"], 1, in_features).bool()
         if "row_offsets" in tensors:
             starts = mask.sum(1).cumsum(0) - mask.sum(1)

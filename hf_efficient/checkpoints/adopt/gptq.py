@@ -48,7 +48,7 @@ class GPTQ(Foreign):
             raise ValueError(f"the checkpoint has no {stored.name}.g_idx, expected one since desc_act is true")
         return {**scheme, "scale_dtype": scale_dtype(stored, "scales", dtype)}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         inner = getattr(format, "inner", format)
         bits, qzeros = inner.bits, tensors["qzeros"]
         if (

@@ -46,7 +46,7 @@ class HQQ(Foreign):
         size = -1 if group == in_features else group
         return {"bits": bits, "group_size": size, "method": "hqq", "zero_point": "float", "scale_dtype": own}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         words, bits = tensors["W_q"], format.bits
         count = IN_A_WORD[bits]
         codes = torch.cat([words >> bits * (count - 1 - i) & 2**bits - 1 for i in range(count)])

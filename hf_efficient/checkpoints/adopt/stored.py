@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.checkpoints.checks import possible_names
 from hf_efficient.checkpoints.headers import FLOATS as ORDINARY
 from hf_efficient.checkpoints.headers import Place, by_model_name, check_ordinary, read_headers
+from hf_efficient.checkpoints.saved_tensors import possible_names
 
 
 FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}  # of a scale: safetensors' name -> torch's
@@ -57,7 +57,8 @@ def stored_weights(files, model, foreign, fused, conversions) -> dict[str, Store
     places, metadata = read_headers(files)
     linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     experts = [name for weight in fused for name in weight.linears()]
-    known = {f"{name}.{part}": (name, part) for name in (*linears, *experts) for part in {*foreign.parts, "weight"}}
+    tensors = {*foreign.parts, *foreign.unchanged, "weight"}
+    known = {f"{name}.{part}": (name, part) for name in (*linears, *experts) for part in tensors}
     ours = set(possible_names(model))
     found = by_model_name(places, model, conversions, {**dict.fromkeys(ours), **known})
     if stray := sorted(ours & set(found) - set(known)):  # it would be loaded in the place of what is made of the parts

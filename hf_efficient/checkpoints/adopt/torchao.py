@@ -68,7 +68,7 @@ class TorchAO(Foreign):
         own = scale_dtype(stored, "_weight_scale", dtype)
         return {"bits": bits, "group_size": group, "symmetric": symmetric, "scale_dtype": own}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         codes, scale, zero = (tensors.get(f"_weight_{part}") for part in ("qdata", "scale", "zero_point"))
         if format.zero_point == "minimum":
             bytes_ = codes.view(torch.uint8) ^ 0x88  # codes + 8, each in its half

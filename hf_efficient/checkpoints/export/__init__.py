@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from hf_efficient.checkpoints.export.source import open_source
-from hf_efficient.files import why_not_writable, why_not_new
+from hf_efficient.files import why_not_new, why_not_writable
 
 
 logger = logging.get_logger(__name__)

@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 import gguf
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from hf_efficient.integrations.transformers_gguf import GGUF_PRE_TOKENIZER_SPLITS
 
 
 _IGNORE_MERGES = {"llama-bpe": True, "tekken": True, "qwen2": False}  # what llama.cpp does for a split called so

@@ -10,7 +10,9 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from hf_efficient.integrations.transformers_quantizer import CONFIGS, EfficientQuantizer
+from hf_efficient.integrations.transformers_compat import model_from_config
+from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
+from hf_efficient.integrations.transformers_registration import CONFIGS
 
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -34,7 +36,7 @@ def skeleton(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
             f"must be one of {ours}"
         )
     with torch.device("meta"):
-        model = kind._from_config(config, dtype=config.dtype)
+        model = model_from_config(kind, config, dtype=config.dtype)
         if saved is not None:
             own = AUTO_QUANTIZATION_CONFIG_MAPPING[saved["quant_method"]].from_dict(saved)
             EfficientQuantizer(own, pre_quantized=True).preprocess_model(model=model)

@@ -60,7 +60,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         """What is kept about a target: the argument `target`."""
         config = model.config.get_text_config(decoder=True)
         names = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
-        return {"name": model.config._name_or_path, **{name: getattr(config, name) for name in names}}
+        return {"name": model.config.name_or_path, **{name: getattr(config, name) for name in names}}
 
     @classmethod
     def for_model(cls, model, draft_tokens: int) -> "DraftHeads":

@@ -100,7 +100,7 @@ class ContextualSparsity(PushToHubMixin):
 def _describe(model) -> dict:
     config = model.config.get_text_config(decoder=True)
     names = ("model_type", "hidden_size", "num_hidden_layers")
-    return {"name": model.config._name_or_path, **{name: getattr(config, name) for name in names}}
+    return {"name": model.config.name_or_path, **{name: getattr(config, name) for name in names}}
 
 
 def _check(name: str, choice: dict[str, torch.Tensor], neurons: int, hidden: int, gated: bool) -> None:

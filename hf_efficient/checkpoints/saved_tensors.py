@@ -36,6 +36,13 @@ def part_name(name: str, weight: CompressedWeight, part: str) -> str:
     return (name.removesuffix("weight") if weight.experts is None else name + "_") + part
 
 
+def as_saved(name: str, weight: CompressedWeight, parts: dict[str, torch.Tensor], dtype) -> dict[str, torch.Tensor]:
+    """Canonical tensors of the weight called `name` -> what a checkpoint holds of it by full name, the placeholder in `dtype`
+    among them."""
+    placeholder = parts["qweight"].new_zeros(PLACEHOLDER_SHAPE, dtype=dtype)
+    return {name: placeholder, **{part_name(name, weight, part): tensor for part, tensor in parts.items()}}
+
+
 def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions, model) -> None:
     """Compares safetensors `files` with what `weights` (full name -> weight) and the rest of `model` need, before any weight
     is loaded: names, shapes and dtypes of all tensors, and the values of those that codes are computed with.

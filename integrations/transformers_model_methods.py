@@ -1,5 +1,4 @@
-"""`save_pretrained` and `push_to_hub` of a loaded compressed model: the old checkpoint is replaced by a whole new
-one."""
+"""The methods that a loaded compressed model has in the place of transformers': saving, pushing, and `generate` on a CPU."""
 
 import os
 import types
@@ -9,16 +8,24 @@ from hf_efficient.files import atomic_checkpoint
 
 
 def replace_methods(model) -> None:
-    """Makes `model.save_pretrained` write atomically (with `push_to_hub=True` it stays transformers'), and
-    `model.push_to_hub` add a card."""
+    """Makes `model.save_pretrained` write atomically (with `push_to_hub=True` it stays transformers'), `model.push_to_hub`
+    add a card, and `model.generate` take our loop where that is faster."""
     model.save_pretrained = types.MethodType(save_pretrained, model)
     model.push_to_hub = types.MethodType(push_to_hub, model)
+    if model.can_generate():
+        from hf_efficient.integrations.transformers_generation import enable_automatic
+
+        enable_automatic(model)
 
 
 def restore_methods(model) -> None:
-    """Gives the model transformers' `save_pretrained` and `push_to_hub` back."""
+    """Gives the model transformers' methods back."""
     model.__dict__.pop("save_pretrained", None)
     model.__dict__.pop("push_to_hub", None)
+    if model.can_generate():
+        from hf_efficient.integrations.transformers_generation import disable_automatic
+
+        disable_automatic(model)
 
 
 def push_to_hub(self, repo_id, **options) -> str:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_efficient.experts import is_fused_experts
+from hf_efficient.integrations.transformers_compat import set_attention
 
 
 # Class of a module -> its linear layers that are read so, for architectures whose forward does not run on the meta device
@@ -51,8 +52,7 @@ def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
     from hf_efficient.planning.model_trace import ATTENTION
 
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = ATTENTION
+        set_attention(config, ATTENTION)
         config.pad_token_id = None  # else some models look for it in input_ids
     for module in model.modules():
         if is_fused_experts(module):
