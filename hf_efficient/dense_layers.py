@@ -23,7 +23,8 @@ def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     if offloaded := [name for name, module in modules.items() if module.is_offloaded]:
         raise ValueError(
             f"dequantize() needs every weight in memory, but {len(offloaded)} modules are offloaded, for example "
-            f"{offloaded[:3]}: load with a device_map without 'disk' or cpu offload, or pass dequantize=True when loading"
+            f"{offloaded[:3]}: load with a device_map without 'disk' or cpu offload, or pass dequantize=True when "
+            "loading"
         )
     for name, module in modules.items():
         if isinstance(module, EfficientLinear):

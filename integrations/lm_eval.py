@@ -1,7 +1,7 @@
 """lm-evaluation-harness: the model `hf-efficient`, which is the harness's `hf` with the arguments of our configs.
 
-`hf-efficient exec lm_eval --model hf-efficient --model_args pretrained=MODEL,bits=4,group_size=64 --tasks TASK` compresses while
-loading; `--model hf --model_args pretrained=FOLDER` loads what was saved.
+`hf-efficient exec lm_eval --model hf-efficient --model_args pretrained=MODEL,bits=4,group_size=64 --tasks TASK`
+compresses while loading; `--model hf --model_args pretrained=FOLDER` loads what was saved.
 """
 
 from lm_eval.api.registry import register_model
@@ -15,7 +15,8 @@ CONFIGS = {config.name: config for config in (WeightOnlyConfig, W8A8Config, BitN
 
 @register_model("hf-efficient")
 class EfficientLM(HFLM):
-    """`hf` with, among its model arguments, `quant_method` (default "efficient_weight_only") and what its config takes."""
+    """`hf` with, among its model arguments, `quant_method` (default "efficient_weight_only") and what its config
+    takes."""
 
     def _create_model(self, pretrained, *args, quantization_config=None, **options):
         method = options.pop("quant_method", WeightOnlyConfig.name)

@@ -1,4 +1,5 @@
-"""The methods that a loaded compressed model has in the place of transformers': saving, pushing, and `generate` on a CPU."""
+"""The methods that a loaded compressed model has in the place of transformers': saving, pushing, and `generate` on a
+CPU."""
 
 import os
 import types
@@ -8,8 +9,8 @@ from hf_efficient.files import atomic_checkpoint
 
 
 def replace_methods(model) -> None:
-    """Makes `model.save_pretrained` write atomically (with `push_to_hub=True` it stays transformers'), `model.push_to_hub`
-    add a card, and `model.generate` take our loop where that is faster."""
+    """Makes `model.save_pretrained` write atomically (with `push_to_hub=True` it stays transformers'),
+    `model.push_to_hub` add a card, and `model.generate` take our loop where that is faster."""
     model.save_pretrained = types.MethodType(save_pretrained, model)
     model.push_to_hub = types.MethodType(push_to_hub, model)
     if model.can_generate():

@@ -1,9 +1,9 @@
 """How transformers reads the `quantization_config` of a checkpoint, and what it makes of it and the caller's.
 
-Touches the insides of transformers in two places. `PreTrainedConfig.get_config_dict`: `from_pretrained` takes the config of a
-part of a composite model (a CLIP tower) out of its dict and leaves `quantization_config`, which is the whole's.
-`AutoHfQuantizer.merge_quantization_configs`: it refuses a config of another class than the checkpoint's, ignores one of the
-same class, and has no registry.
+Touches the insides of transformers in two places. `PreTrainedConfig.get_config_dict`: `from_pretrained` takes the
+config of a part of a composite model (a CLIP tower) out of its dict and leaves `quantization_config`, which is the
+whole's. `AutoHfQuantizer.merge_quantization_configs`: it refuses a config of another class than the checkpoint's,
+ignores one of the same class, and has no registry.
 """
 
 import functools
@@ -21,8 +21,8 @@ READERS: dict[str, Callable] = {}
 
 
 def register(methods: tuple[str, ...]) -> None:
-    """Tells parts of checkpoints whose `quant_method` is one of `methods` their `quantization_config`, refuses a config of
-    ours for a checkpoint that is compressed otherwise, and asks `READERS`. Idempotent.
+    """Tells parts of checkpoints whose `quant_method` is one of `methods` their `quantization_config`, refuses a
+    config of ours for a checkpoint that is compressed otherwise, and asks `READERS`. Idempotent.
 
     Raises:
         ImportError: transformers lacks an inside that this needs. Names the supported releases.

@@ -141,8 +141,8 @@ class EfficientQuantizer(HfQuantizer):
             missing = sorted(set(filter(self.on_arrival, self.swapped.weights)) - self.arrived)
             if missing:
                 raise ValueError(
-                    f"the checkpoint has no weights for {len(missing)} of the {len(self.swapped.weights)} weights to quantize, "
-                    f"for example {missing[:3]}: is its config that of another architecture?"
+                    f"the checkpoint has no weights for {len(missing)} of the {len(self.swapped.weights)} weights to "
+                    f"quantize, for example {missing[:3]}: is its config that of another architecture?"
                 )
         if self.swapped.calibrated:
             loading.run(model, self.quantization_config, self.swapped.calibrated)

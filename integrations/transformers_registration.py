@@ -12,8 +12,9 @@ CONFIGS = (WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig)
 
 
 def register() -> None:
-    """Registers the configs and the quantizer with transformers. Lets `from_pretrained(quantization_config=...)` ask for
-    `dequantize=True` on a quantized checkpoint, which transformers allows a closed tuple of configs. Idempotent."""
+    """Registers the configs and the quantizer with transformers. Lets `from_pretrained(quantization_config=...)` ask
+    for `dequantize=True` on a quantized checkpoint, which transformers allows a closed tuple of configs.
+    Idempotent."""
     for config in CONFIGS:
         auto.AUTO_QUANTIZATION_CONFIG_MAPPING[config.name] = config
         auto.AUTO_QUANTIZER_MAPPING[config.name] = EfficientQuantizer

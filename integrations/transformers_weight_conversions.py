@@ -7,8 +7,8 @@ from hf_efficient.integrations import transformers_tensor_parallel as tensor_par
 
 
 class OnArrival(ConversionOps):
-    """A conversion of {pattern: tensor or [tensor]} while a model is loaded, for a quantizer. Nothing is undone when the
-    model is saved."""
+    """A conversion of {pattern: tensor or [tensor]} while a model is loaded, for a quantizer. Nothing is undone when
+    the model is saved."""
 
     def __init__(self, quantizer=None):
         self.hf_quantizer = quantizer
@@ -53,8 +53,8 @@ def joining(conversions, names) -> list[WeightConverter]:
 
 
 def forget(model, joined=()) -> None:
-    """Makes the model be saved with the tensors that it has: drops what was done while it was loaded and the conversions
-    `joined`, which would split what is no longer a weight."""
+    """Makes the model be saved with the tensors that it has: drops what was done while it was loaded and the
+    conversions `joined`, which would split what is no longer a weight."""
     targets = [patterns(conversion)[1] for conversion in joined]
     model._weight_conversions = [
         c

@@ -39,7 +39,8 @@ def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
 
     Raises:
         MissingText: no calibration text.
-        ValueError: too little calibration text, no tokenizer for it, or weights that would be offloaded while blocks run.
+        ValueError: too little calibration text, no tokenizer for it, or weights that would be offloaded while blocks
+            run.
         ImportError: a dataset of the Hub without the package `datasets`.
     """
     if config.calibration is None:
@@ -68,8 +69,8 @@ def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
 
 
 def check_text(calibration, config, name_or_path: str) -> None:
-    """Reads the text of `calibration`, where it is a file, as calibration will, so that what is wrong shows before a model is
-    loaded.
+    """Reads the text of `calibration`, where it is a file, as calibration will, so that what is wrong shows before a
+    model is loaded.
 
     Args:
         config: of the model `name_or_path`, where its tokenizer is.
@@ -108,7 +109,8 @@ def _check_one_device(device_map: dict) -> None:
 
 
 def run(model, config, plan: dict) -> None:
-    """Compresses the modules of `plan` in place, and writes what was decided for single modules into `config.overrides`."""
+    """Compresses the modules of `plan` in place, and writes what was decided for single modules into
+    `config.overrides`."""
     from hf_efficient.calibration.run import calibrate
 
     _check_one_device(getattr(model, "hf_device_map", None) or {})  # "auto" is known only now
@@ -129,8 +131,8 @@ def run(model, config, plan: dict) -> None:
 
 
 def _transforms(plan: dict) -> list:
-    """What changes the weights of a block without changing what it computes, before its numbers are chosen: rotations, and
-    `transform` of the file in `hf_efficient/calibration` that has the name of a method."""
+    """What changes the weights of a block without changing what it computes, before its numbers are chosen:
+    rotations, and `transform` of the file in `hf_efficient/calibration` that has the name of a method."""
     from hf_efficient.calibration.rotation import rotate_block
 
     found = [rotate_block] if any(getattr(own, "rotate", False) for own in plan.values()) else []

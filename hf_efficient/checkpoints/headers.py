@@ -14,6 +14,12 @@ from hf_efficient.integrations.transformers_compat import key_renamer, optional_
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of an ordinary weight, in safetensors' words
 
 
+def wanted(dtypes, shape=None) -> str:
+    """A dtype of `dtypes` and a shape (None: any length there) in words."""
+    sizes = "" if shape is None else f" {tuple('any' if length is None else length for length in shape)}"
+    return " or ".join(dtypes) + sizes
+
+
 @dataclass(frozen=True)
 class Place:
     """A tensor in a file; dtype in safetensors' words."""
@@ -22,6 +28,16 @@ class Place:
     key: str
     dtype: str
     shape: tuple[int, ...]
+
+    def expect(self, dtypes, shape=None, reason: str = "") -> "Place":
+        """This place. Raises ValueError, naming the tensor and what was expected, unless it has one of `dtypes` and,
+        where that is given, `shape`. reason: follows in the message."""
+        lengths = self.shape if shape is None else shape
+        fits = len(self.shape) == len(lengths) and all(n in (None, m) for n, m in zip(lengths, self.shape))
+        if self.dtype not in dtypes or not fits:
+            found = self.dtype if shape is None else f"{self.dtype} {self.shape}"
+            raise ValueError(f"{self.key} is {found}, expected {wanted(dtypes, shape)}{reason}")
+        return self
 
     def read(self) -> torch.Tensor:
         with safe_open(self.file, framework="pt") as opened:
@@ -37,8 +53,8 @@ def read_headers(files) -> tuple[dict[str, Place], dict[str, dict[str, str]]]:
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         names = [str(file).rpartition("/")[2] for file in files or ()][:3]
         raise ValueError(
-            f"hf_efficient reads quantized checkpoints from safetensors files, not from {names}: others can run code when "
-            "they are opened; save the checkpoint again with safetensors"
+            f"hf_efficient reads quantized checkpoints from safetensors files, not from {names}: others can run code "
+            "when they are opened; save the checkpoint again with safetensors"
         )
     places, metadata = {}, {}
     for file in files:
@@ -57,8 +73,8 @@ def read_headers(files) -> tuple[dict[str, Place], dict[str, dict[str, str]]]:
 
 
 def by_model_name(places: dict[str, Place], model, conversions, more_names=()) -> dict[str, Place]:
-    """Full name in `model` (on any device), or one of `more_names`, -> the place of its tensor, of several that are joined
-    any one. Keys that are neither keep their names."""
+    """Full name in `model` (on any device), or one of `more_names`, -> the place of its tensor, of several that are
+    joined any one. Keys that are neither keep their names."""
     known = dict.fromkeys((*model.state_dict(), *more_names), True)
     rename, found = key_renamer(model, conversions, known), {}
     for key, place in places.items():
@@ -70,12 +86,13 @@ def by_model_name(places: dict[str, Place], model, conversions, more_names=()) -
 
 
 def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: tuple[str, ...] = ()) -> None:
-    """Checks the tensors that are loaded as they are. found: `by_model_name`; compressed: names of the weights that are not; parts:
-    what may stand for the weight of a linear layer.
+    """Checks the tensors that are loaded as they are. found: `by_model_name`; compressed: names of the weights that
+    are not; parts: what may stand for the weight of a linear layer.
 
     Raises:
         ValueError: an integer or float8 tensor stands where the model has floats, and no scale belongs to it; or the
-            checkpoint lacks a parameter of the model. The checkpoint of another class may lack whole parts: heads, poolers.
+            checkpoint lacks a parameter of the model. The checkpoint of another class may lack whole parts: heads,
+            poolers.
     """
     tied = {name for pair in (model.all_tied_weights_keys or {}).items() for name in pair}
     ignored = optional_names(model)
@@ -106,8 +123,8 @@ def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: 
 
 
 def _is_new_part(name: str, found: dict[str, Place], base: str) -> bool:
-    """Whether `found` has nothing of what parameter `name` is a part of: its module, where that stands in the model or in its
-    base model, else the module around it."""
+    """Whether `found` has nothing of what parameter `name` is a part of: its module, where that stands in the model
+    or in its base model, else the module around it."""
     module = name.rpartition(".")[0]
     parent = module.rpartition(".")[0]
     part = module if parent in ("", base) else parent

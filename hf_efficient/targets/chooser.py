@@ -1,4 +1,5 @@
-"""Which modules of a model are compressed, and how: what the config says of a dense checkpoint, what the files hold of another."""
+"""Which modules of a model are compressed, and how: what the config says of a dense checkpoint, what the files hold
+of another."""
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -33,8 +34,8 @@ class TargetChooser:
         """(name, module, its config) of everything to compress.
 
         Raises:
-            ValueError: a pattern of a new config matches nothing; experts in a form that cannot be compressed; a checkpoint whose
-                files and config contradict each other, or that holds what no forward can use.
+            ValueError: a pattern of a new config matches nothing; experts in a form that cannot be compressed; a
+                checkpoint whose files and config contradict each other, or that holds what no forward can use.
         """
         if not self.pre_quantized:
             patterns.check_names(self.config, self.model)
@@ -55,8 +56,9 @@ class TargetChooser:
                 targets.append((name, module, own))
             elif any(p.ndim == 3 for p in module.parameters(recurse=False)) and "Experts" in type(module).__name__:
                 raise ValueError(
-                    f"{name} ({type(module).__name__}) holds expert weights in a form that {type(self.config).__name__} cannot "
-                    f"quantize; to leave them as they are, pass modules_to_not_convert=[{name.split('.')[-1]!r}]"
+                    f"{name} ({type(module).__name__}) holds expert weights in a form that "
+                    f"{type(self.config).__name__} cannot quantize; to leave them as they are, pass "
+                    f"modules_to_not_convert=[{name.split('.')[-1]!r}]"
                 )
         if targets and not self.pre_quantized:
             patterns.check_overrides(self.config, self.model, {name for name, _, _ in targets})
@@ -68,9 +70,9 @@ class TargetChooser:
         held = weights_in_files(self.files, self.model, weights)
         if held is not None and held.integers:
             raise ValueError(
-                f"the checkpoint holds {len(held.integers)} weights as integers, for example {sorted(held.integers)[:3]}: it is "
-                "quantized in a form that its config.json does not name, and cannot be quantized again; load it with the library "
-                "that wrote it"
+                f"the checkpoint holds {len(held.integers)} weights as integers, for example "
+                f"{sorted(held.integers)[:3]}: it is quantized in a form that its config.json does not name, and "
+                "cannot be quantized again; load it with the library that wrote it"
             )
 
     def _is_kept(self, name: str, module: nn.Module) -> bool:
@@ -101,8 +103,8 @@ class TargetChooser:
         return found
 
     def _settle(self, found: dict[str, str], dense: set[str]) -> None:
-        """Adds to `found` what the checkpoint has to hold and does not, so that it is said to be missing, and tells the config of
-        modules that it would compress and that a checkpoint of another class has not: a head, say."""
+        """Adds to `found` what the checkpoint has to hold and does not, so that it is said to be missing, and tells
+        the config of modules that it would compress and that a checkpoint of another class has not: a head, say."""
         promised = [
             name
             for name, module in self.candidates.items()
@@ -117,13 +119,13 @@ class TargetChooser:
             self.config.modules_to_not_convert = [*(self.config.modules_to_not_convert or ()), *new]
         if not self.config.dequantize and (unusable := sorted(known & found.keys())):
             raise ValueError(
-                f"the checkpoint holds {unusable[0]} in compressed form, but {type(self.model).__name__} reads its weight itself: "
-                "load it with dequantize=True, save it, and quantize that"
+                f"the checkpoint holds {unusable[0]} in compressed form, but {type(self.model).__name__} reads its "
+                "weight itself: load it with dequantize=True, save it, and quantize that"
             )
 
     def _held_config(self, name: str, file_name: str) -> CompressionConfig:
-        """The config of a module that the files hold in compressed form; patterns may have the names of the class that was
-        saved."""
+        """The config of a module that the files hold in compressed form; patterns may have the names of the class
+        that was saved."""
         names = (name, f"{self.base}.{name}", file_name) if self.base else (name, file_name)
         own = next((own for own in map(self.config.for_module, names) if own is not self.config), self.config)
         if own is None:

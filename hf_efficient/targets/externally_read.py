@@ -1,4 +1,5 @@
-"""Linear layers whose weight is read by other code than their own forward: a compressed weight is not there to be read."""
+"""Linear layers whose weight is read by other code than their own forward: a compressed weight is not there to be
+read."""
 
 import contextlib
 import copy
@@ -13,7 +14,7 @@ from hf_efficient.experts import is_fused_experts
 from hf_efficient.integrations.transformers_compat import set_attention
 
 
-# Class of a module -> its linear layers that are read so, for architectures whose forward does not run on the meta device
+# class of a module -> its linear layers that are read so, where the forward does not run on the meta device
 KNOWN = {
     "FalconMambaMixer": ("dt_proj",),
     "JambaMambaMixer": ("dt_proj",),
@@ -34,9 +35,9 @@ def known(model: nn.Module) -> set[str]:
 
 
 def read_elsewhere(model: nn.Module, names: list[str]) -> set[str]:
-    """Those of the linear layers called `names` whose weight is read outside their own forward: what one forward of a copy of
-    `model` (whose parameters are on the meta device) shows, and `known`. A forward that fails there shows what it has read
-    until then."""
+    """Those of the linear layers called `names` whose weight is read outside their own forward: what one forward of a
+    copy of `model` (whose parameters are on the meta device) shows, and `known`. A forward that fails there shows
+    what it has read until then."""
     found = known(model).intersection(names)
     twin = copy.deepcopy(model).eval()
     observer = _Observer(twin, names)
@@ -67,7 +68,8 @@ def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Observer(TorchDispatchMode):
-    """Notes the linear layers of `model` among `names` whose weight an operator reads while no module that holds it runs."""
+    """Notes the linear layers of `model` among `names` whose weight an operator reads while no module that holds it
+    runs."""
 
     def __init__(self, model: nn.Module, names: list[str]):
         super().__init__()

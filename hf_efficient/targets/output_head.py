@@ -8,8 +8,8 @@ def prepare(model, config: CompressionConfig, pre_quantized: bool) -> tuple[set[
     """Unties an output embedding that is to be compressed.
 
     Returns:
-        (names of the modules that stay as they are, (name of the weight that the output embedding was tied to, its own) or
-        None).
+        (names of the modules that stay as they are, (name of the weight that the output embedding was tied to, its
+        own) or None).
 
     Raises:
         ValueError: there is no output embedding, or it cannot be untied for this config.

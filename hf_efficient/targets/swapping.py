@@ -30,8 +30,8 @@ class Swapped:
 
 
 def swap(model, config: CompressionConfig, pre_quantized: bool, files, own_files: bool) -> Swapped:
-    """Swaps the modules that are compressed as they are loaded. Those that are compressed later, or dequantized while they
-    are loaded, stay.
+    """Swaps the modules that are compressed as they are loaded. Those that are compressed later, or dequantized while
+    they are loaded, stay.
 
     Args: as those of `TargetChooser`.
 
@@ -53,8 +53,8 @@ def swap(model, config: CompressionConfig, pre_quantized: bool, files, own_files
     if not targets:
         raise ValueError(
             f"{type(model).__name__} has no weight that {type(config).__name__}(modules_to_not_convert="
-            f"{config.modules_to_not_convert}, overrides={config.overrides}) would compress: it needs nn.Linear, Conv1D or "
-            "fused expert weights that are not excluded"
+            f"{config.modules_to_not_convert}, overrides={config.overrides}) would compress: it needs nn.Linear, "
+            "Conv1D or fused expert weights that are not excluded"
         )
     if getattr(config, "rms_norm_eps", None) is not None:
         if config.dequantize:
@@ -73,8 +73,8 @@ def _weights_of(name: str, module, config: CompressionConfig, is_calibrated: boo
     else:
         if is_calibrated and is_sorted_experts(module):
             raise ValueError(
-                f"{name} ({type(module).__name__}): method={config.method!r} and other choices that need calibration are not "
-                "supported for these experts; give them an override with method='rtn', or None"
+                f"{name} ({type(module).__name__}): method={config.method!r} and other choices that need calibration "
+                "are not supported for these experts; give them an override with method='rtn', or None"
             )
         transposed = is_transposed(module)
         for parameter in expert_weight_names(module):

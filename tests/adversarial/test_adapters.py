@@ -1,5 +1,5 @@
-"""PEFT's adapters on compressed models compute what they compute on the dequantized model: before and after merging, in the
-gradients, and after a reload. What needs a weight that can change is refused by name."""
+"""PEFT's adapters on compressed models compute what they compute on the dequantized model: before and after merging,
+in the gradients, and after a reload. What needs a weight that can change is refused by name."""
 
 import contextlib
 import copy
@@ -316,7 +316,8 @@ def test_training_a_compressed_layer_itself_is_refused(load):
 
 
 def test_offloaded_layers(load, tmp_path, monkeypatch):
-    """An adapter that only adds computes there, too; PEFT loads it given a device map. One that reads the weight says why not."""
+    """An adapter that only adds computes there, too; PEFT loads it given a device map. One that reads the weight says
+    why not."""
     monkeypatch.chdir(tmp_path)  # PEFT writes what it offloads to a relative path
     parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
     where = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
@@ -428,8 +429,8 @@ def test_generating_with_adapters_on_and_off(name, options, load):
 
 
 def test_peft_is_served_from_the_moment_it_is_imported():
-    """Looking for a package without importing it, as transformers does, changes nothing. Here hf_efficient came before peft;
-    the other way round it serves at once."""
+    """Looking for a package without importing it, as transformers does, changes nothing. Here hf_efficient came
+    before peft; the other way round it serves at once."""
     called = []
     finder = hf_efficient._RegisterAfterImport("this", lambda: called.append("this"))
     sys.modules.pop("this", None)

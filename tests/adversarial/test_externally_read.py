@@ -1,4 +1,5 @@
-"""Architectures whose layers are no plain `nn.Linear` called by its forward: weights that other code reads, classes of their own."""
+"""Architectures whose layers are no plain `nn.Linear` called by its forward: weights that other code reads, classes
+of their own."""
 
 import copy
 import pickle

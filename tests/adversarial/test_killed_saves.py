@@ -30,7 +30,8 @@ INT4 = WeightOnlyConfig(bits=4, group_size=32)
 
 
 class Moments:
-    """Keeps a copy of `folder` before every file-system call inside it that changes what it shows: what a kill leaves there."""
+    """Keeps a copy of `folder` before every file-system call inside it that changes what it shows: what a kill leaves
+    there."""
 
     current = None
     CALLS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate", "shutil.copyfile", "open")

@@ -1,8 +1,8 @@
-"""A changed checkpoint is refused by an error that names what is wrong, or gives the weights that a reader written from the
-definition gives.
+"""A changed checkpoint is refused by an error that names what is wrong, or gives the weights that a reader written
+from the definition gives.
 
-`python tests/adversarial/test_mutated_checkpoints.py 1000` makes so many changes and counts; a second number is the first
-seed."""
+`python tests/adversarial/test_mutated_checkpoints.py 1000` makes so many changes and counts; a second number is the
+first seed."""
 
 import collections
 import json

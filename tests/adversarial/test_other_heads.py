@@ -167,7 +167,8 @@ def test_nothing_of_the_model_in_the_files_is_refused(folders):
 
 
 def test_layers_that_other_checkpoints_hold_fused_are_saved_apart(tmp_path):
-    """transformers would concatenate the placeholders of q_proj, k_proj and v_proj, and take the codes for something else."""
+    """transformers would concatenate the placeholders of q_proj, k_proj and v_proj, and take the codes for something
+    else."""
     torch.manual_seed(0)
     config = transformers.NomicBertConfig(**{name: size for name, size in TEXT.items() if "token" not in name})
     transformers.NomicBertForMaskedLM(config).save_pretrained(tmp_path / "plain")

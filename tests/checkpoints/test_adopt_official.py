@@ -1,5 +1,5 @@
-"""The same checkpoints read by the libraries they come from, where these are installed (CI has compressed-tensors; the others
-bring compiled code)."""
+"""The same checkpoints read by the libraries they come from, where these are installed (CI has compressed-tensors;
+the others bring compiled code)."""
 
 import foreign_layouts
 import pytest

@@ -79,7 +79,7 @@ def test_row(library, layout):
     method = saved["quant_method"]
     if method == "bitsandbytes":
         method += "_8bit" if saved.get("load_in_8bit") else "_4bit"
-    foreign = adopt._ours(method)(saved)
+    foreign = adopt._METHODS[method].load_reader()(saved)
     config = getattr(configs, foreign.config)(**foreign.scheme(InMemory(parts, metadata), SIZE, SIZE, dtype))
     format = config.format()
     found = foreign.convert(parts, SIZE, SIZE, format, torch.float32)

@@ -228,13 +228,21 @@ def replaced(name, tensor):
     [
         ("bitlinear", without(UP + "weight_scale"), r"no .*up_proj.weight_scale, expected F64 .* BF16 \(1,\)"),
         ("offline", without(UP + "weight_scale"), r"no .*up_proj.weight_scale, expected F64 .* BF16 \(1,\)"),
-        ("bitlinear", replaced(UP + "weight_scale", torch.ones(96)), r"weight_scale is F32 \(96,\), expected .* \(1,\)"),
+        (
+            "bitlinear",
+            replaced(UP + "weight_scale", torch.ones(96)),
+            r"weight_scale is F32 \(96,\), expected .* \(1,\)",
+        ),
         ("online", replaced(UP + "weight_scale", torch.ones(1)), "weight_scale is there, but .* ternarised online"),
         ("bitlinear", without(UP + "weight"), r"no .*up_proj.weight, expected U8 \(24, 64\)"),
         ("online", without(UP + "weight"), "neither .*up_proj.weight nor .*up_proj.weight_scale"),
         ("bitlinear", replaced(UP + "weight", torch.ones(48, 64).byte()), r"U8 \(48, 64\), expected U8 \(24, 64\)"),
         ("bitlinear", replaced(UP + "weight", torch.ones(96, 64)), r"F32 \(96, 64\), expected U8 \(24, 64\)"),
-        ("offline packed", replaced(UP + "weight", torch.ones(24, 32).byte()), r"U8 \(24, 32\), expected U8 \(24, 64\)"),
+        (
+            "offline packed",
+            replaced(UP + "weight", torch.ones(24, 32).byte()),
+            r"U8 \(24, 32\), expected U8 \(24, 64\)",
+        ),
         ("online", replaced(UP + "weight", torch.ones(24, 64).byte()), r"U8 \(24, 64\), expected F64 .* \(96, 64\)"),
         ("offline", replaced(UP + "rms_norm.weight", torch.ones(64)), "rms_norm.weight is there, but use_rms_norm is"),
         ("bitlinear", replaced("lm_head.weight", torch.ones(32, 64).byte()), "lm_head.weight is U8 .*no scale"),
@@ -258,9 +266,17 @@ def test_missing_norms_are_refused(checkpoint, tmp_path):
     [
         ("bitlinear", replaced(UP + "weight", torch.full((24, 64), 255).byte()), "up_proj.weight: .* holds the code 3"),
         ("bitlinear", replaced(UP + "weight_scale", torch.zeros(1)), "up_proj.weight: .* weight_scale of 0"),
-        ("offline", replaced(UP + "weight_scale", torch.tensor([float("nan")])), "up_proj.weight: weight_scale holds NaN"),
+        (
+            "offline",
+            replaced(UP + "weight_scale", torch.tensor([float("nan")])),
+            "up_proj.weight: weight_scale holds NaN",
+        ),
         ("offline", replaced(UP + "weight", torch.randn(96, 64)), "up_proj.weight: .* more values than -c, 0 and c"),
-        ("online", replaced(UP + "weight", torch.full((96, 64), float("inf"))), "up_proj.weight: weight holds NaN or infinity"),
+        (
+            "online",
+            replaced(UP + "weight", torch.full((96, 64), float("inf"))),
+            "up_proj.weight: weight holds NaN or infinity",
+        ),
     ],
 )
 def test_broken_values_are_refused(kind, change, message, checkpoint, tmp_path, caplog):

@@ -1,4 +1,5 @@
-"""What holds for every target: folders and models give the same files, bad input is named, and nothing half-written is left."""
+"""What holds for every target: folders and models give the same files, bad input is named, and nothing half-written
+is left."""
 
 import filecmp
 import json

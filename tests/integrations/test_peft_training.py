@@ -1,5 +1,5 @@
-"""Training over 4-bit weights as QLoRA does it, and other ways of training few parameters: the loss falls, the compressed
-weights stay as they are, and what was trained can be saved, reloaded and, for LoRA, merged."""
+"""Training over 4-bit weights as QLoRA does it, and other ways of training few parameters: the loss falls, the
+compressed weights stay as they are, and what was trained can be saved, reloaded and, for LoRA, merged."""
 
 import pytest
 import torch
@@ -74,7 +74,8 @@ def test_qlora(quantization, folder, tmp_path):
 
 
 def test_a_model_that_peft_casts_computes_as_one_that_it_cast_before(folder, tmp_path):
-    """`prepare_model_for_kbit_training` casts the data of bfloat16 Parameters, so layouts made before it are outdated."""
+    """`prepare_model_for_kbit_training` casts the data of bfloat16 Parameters, so layouts made before it are
+    outdated."""
     base = load(folder, torch.bfloat16)
     with torch.no_grad():
         base(IDS)
@@ -89,9 +90,10 @@ def test_a_model_that_peft_casts_computes_as_one_that_it_cast_before(folder, tmp
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "IA3Config"])
 def test_prompts_and_scales(kind, folder, tmp_path):
-    options = {"task_type": "CAUSAL_LM"}
-    options |= {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]} if kind == "IA3Config" else {"num_virtual_tokens": 8}  # fmt: skip
-    model = peft.get_peft_model(load(folder), getattr(peft, kind)(**options))
+    options = {"num_virtual_tokens": 8}
+    if kind == "IA3Config":
+        options = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    model = peft.get_peft_model(load(folder), getattr(peft, kind)(task_type="CAUSAL_LM", **options))
     losses = train(model, 30, 2e-2)
     assert losses[-1] < losses[0] - 0.1, losses
     model.save_pretrained(tmp_path)

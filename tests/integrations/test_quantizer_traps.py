@@ -1,4 +1,5 @@
-"""What goes wrong with quantizers of third parties in transformers, one test (at least) a trap; T4 is in test_offload.py."""
+"""What goes wrong with quantizers of third parties in transformers, one test (at least) a trap; T4 is in
+test_offload.py."""
 
 import json
 import os

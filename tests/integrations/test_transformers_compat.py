@@ -30,7 +30,8 @@ TO_COME = tuple(f"hf_efficient/{room}/" for room in ("generation", "compression"
 
 
 def touched(path: Path) -> list[tuple[int, str]]:
-    """(line, name) of the private attributes of transformers that a file reads or sets, and of what it imports of it."""
+    """(line, name) of the private attributes of transformers that a file reads or sets, and of what it imports of
+    it."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in PRIVATE and ast.unparse(node.value) not in ("self", "cls"):
@@ -74,7 +75,9 @@ def test_an_inside_that_is_gone_is_named(monkeypatch):
     for path, options in rows.items():
         monkeypatch.setattr(compat, "INSIDES", (compat.Inside(path, "here.py", **options),))
         name = path.rpartition(".")[2].rpartition(":")[2]
-        with pytest.raises(ImportError, match=f"needs .*{name}.*, which transformers .* does not have. Supported: .* 5.23"):
+        with pytest.raises(
+            ImportError, match=f"needs .*{name}.*, which transformers .* does not have. Supported: .* 5.23"
+        ):
             compat.require("here.py")
         compat.require("there.py")
 

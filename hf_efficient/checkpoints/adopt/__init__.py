@@ -1,7 +1,7 @@
 """Checkpoints of other libraries, loaded into our layers: `hf_efficient.adopt`.
 
-The entries of transformers' registries of quantizers and configs are replaced by subclasses that choose, when a checkpoint is
-loaded, between the official quantizer and ours.
+The entries of transformers' registries of quantizers and configs are replaced by subclasses that choose, when a
+checkpoint is loaded, between the official quantizer and ours.
 """
 
 import functools
@@ -56,12 +56,13 @@ _adopted: set[str] = set()
 def adopt(*names: str) -> None:
     """Loads checkpoints of other libraries into our layers from now on.
 
-    `from_pretrained` of a model in one of these formats repacks its weights, value for value, and neither imports nor needs
-    the library. Checkpoints of a library that is not installed are loaded so in any case.
+    `from_pretrained` of a model in one of these formats repacks its weights, value for value, and neither imports nor
+    needs the library. Checkpoints of a library that is not installed are loaded so in any case.
 
     Args:
         names: of "gptq", "awq", "compressed-tensors", "bitsandbytes", "hqq", "torchao" and "gguf"; none means all. GGUF
-            files, which transformers dequantizes by itself, stay quantized only when they are adopted by name or with all.
+            files, which transformers dequantizes by itself, stay quantized only when they are adopted by name or with
+            all.
 
     Raises:
         ValueError: for another name.
@@ -91,7 +92,8 @@ def _read_bitnet(saved: dict, given):
 
 
 class _NeitherFourNorEight:
-    """What stands for a bitsandbytes config that says neither; transformers takes such a checkpoint for an ordinary one."""
+    """What stands for a bitsandbytes config that says neither; transformers takes such a checkpoint for an ordinary
+    one."""
 
     @classmethod
     def from_dict(cls, config_dict, *args, **kwargs):
@@ -136,8 +138,8 @@ def _config_choice(name: str, official: type) -> type:
     method = _METHODS[name]
 
     class AdoptedConfig(official):
-        """A config as it stands in the checkpoint. The class of the library may need the library, and may fill in values that
-        the checkpoint does not have. given: a config of ours that the caller asked for."""
+        """A config as it stands in the checkpoint. The class of the library may need the library, and may fill in
+        values that the checkpoint does not have. given: a config of ours that the caller asked for."""
 
         def __init__(self, saved, given=None):
             eight = bool(saved.get("load_in_8bit"))

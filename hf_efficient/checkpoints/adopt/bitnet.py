@@ -1,9 +1,9 @@
 """Checkpoints of transformers' `BitNetQuantConfig`, read by `from_pretrained(..., quantization_config=BitNetConfig())`.
 
 "bitlinear": `weight` uint8 [N / 4, K], four codes a byte, and `weight_scale`, one float that weights are divided by.
-"autobitlinear": `weight` alike or as floats [N, K] of three values, and `weight_scale` that they are multiplied with; in the
-mode "online" floats [N, K] alone, which every forward ternarises. With `use_rms_norm`, `rms_norm.weight` [K]. Without a config
-of ours such a checkpoint stays transformers' own.
+"autobitlinear": `weight` alike or as floats [N, K] of three values, and `weight_scale` that they are multiplied with;
+in the mode "online" floats [N, K] alone, which every forward ternarises. With `use_rms_norm`, `rms_norm.weight` [K].
+Without a config of ours such a checkpoint stays transformers' own.
 """
 
 from hf_efficient.checkpoints.adopt.foreign import Foreign
@@ -37,9 +37,13 @@ class BitNet(Foreign):
         head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
         is_ternary = head in self.ternary
         if self.ours.quantize_lm_head and not is_ternary:
-            raise ValueError("quantize_lm_head=True is not supported: the checkpoint keeps its output embedding as it is")
+            raise ValueError(
+                "quantize_lm_head=True is not supported: the checkpoint keeps its output embedding as it is"
+            )
         if is_ternary and f"{head}.weight" in model.all_tied_weights_keys:
-            raise ValueError(f"the checkpoint holds {head} in ternary form, but its config ties it to the input embedding")
+            raise ValueError(
+                f"the checkpoint holds {head} in ternary form, but its config ties it to the input embedding"
+            )
         self.ours.quantize_lm_head = is_ternary
 
     def _check_patterns(self) -> None:
@@ -98,9 +102,5 @@ class BitNet(Foreign):
         if not all(tensor.isfinite().all() for tensor in tensors.values()) or (scale is not None and not scale.all()):
             raise ValueError("NaN or infinity in the weight, or a weight_scale of 0")
         return canonical_of_bitnet(
-            tensors["weight"],
-            scale,
-            out_features=out_features,
-            linear_class=self.source["linear_class"],
-            format=format,
+            tensors["weight"], scale, out_features=out_features, linear_class=self.source["linear_class"], format=format
         )

@@ -16,8 +16,8 @@ class FusedWeight:
     Args:
         module, parameter: their names.
         prefix: what stands before the patterns in the checkpoint.
-        converter: transformers' conversion that fuses ordinary weights. Each of its sources (patterns with one expert for
-            each *) holds N / len(sources) rows.
+        converter: transformers' conversion that fuses ordinary weights. Each of its sources (patterns with one expert
+            for each *) holds N / len(sources) rows.
         shape: E, N, K.
     """
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_efficient.checkpoints.adopt.stored import FLOATS, StoredWeight
+from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES, StoredWeight
 
 
 class Foreign:
@@ -30,8 +30,8 @@ class Foreign:
         return self.parts[0] in stored
 
     def scheme(self, stored: StoredWeight, out_features: int, in_features: int, dtype: torch.dtype) -> dict:
-        """The scheme of `config` that holds this weight of a model in `dtype`. Raises ValueError, naming the tensor, what it is
-        and what was expected, unless all its tensors have the dtypes and shapes they must."""
+        """The scheme of `config` that holds this weight of a model in `dtype`. Raises ValueError, naming the tensor,
+        what it is and what was expected, unless all its tensors have the dtypes and shapes they must."""
         raise NotImplementedError
 
     def config_of(self, model, schemes: dict[str, dict]):
@@ -43,13 +43,14 @@ class Foreign:
     def convert(
         self, tensors: dict[str, torch.Tensor], out_features: int, in_features: int, format, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a weight by part -> the canonical tensors of `format`, that of `scheme`. dtype: of the model."""
+        """The tensors of a weight by part -> the canonical tensors of `format`, that of `scheme`. dtype: of the
+        model."""
         raise NotImplementedError
 
 
 def scale_dtype(stored: StoredWeight, part: str, dtype: torch.dtype) -> str | None:
     """`scale_dtype` of a scheme whose scales are the tensor `part`: None where it is the model's dtype."""
-    name = FLOATS[stored.places[part].dtype]
+    name = SCALE_DTYPES[stored.places[part].dtype]
     return None if getattr(torch, name) is dtype else name
 
 

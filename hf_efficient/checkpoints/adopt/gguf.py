@@ -1,5 +1,5 @@
-"""GGUF files, kept quantized: `adopt("gguf")` and `from_pretrained(..., gguf_file=...)`. transformers dequantizes them, all but
-three architectures, where it needs a kernel of the Hub."""
+"""GGUF files, kept quantized: `adopt("gguf")` and `from_pretrained(..., gguf_file=...)`. transformers dequantizes
+them, all but three architectures, where it needs a kernel of the Hub."""
 
 import logging
 
@@ -28,8 +28,8 @@ class GgufQuantizer(EfficientQuantizer):
         pass
 
     def read_header(self, gguf_file: str) -> None:
-        """What from_pretrained calls when it has found the file. Raises ValueError for an architecture that transformers reads
-        in another way."""
+        """What from_pretrained calls when it has found the file. Raises ValueError for an architecture that
+        transformers reads in another way."""
         from gguf import GGUFReader
 
         self._reader = GGUFReader(gguf_file)
@@ -72,8 +72,8 @@ class GgufQuantizer(EfficientQuantizer):
             )
         if not schemes:
             raise ValueError(
-                f"adopt('gguf'): no linear layer of {type(model).__name__} is of a type that is kept, {list(KINDS)}; load the "
-                "file with quantization_config=GgufConfig(dequantize=True)"
+                f"adopt('gguf'): no linear layer of {type(model).__name__} is of a type that is kept, {list(KINDS)}; "
+                "load the file with quantization_config=GgufConfig(dequantize=True)"
             )
         self.quantization_config = config_of(model, "WeightOnlyConfig", schemes)
         model.quantization_method = self.quantization_config.quant_method

@@ -19,8 +19,8 @@ from hf_efficient.integrations.transformers_weight_conversions import (
 
 
 class AdoptingQuantizer(EfficientQuantizer):
-    """Reads a checkpoint whose `quantization_config` is another library's. The model it loads is one of ours: it computes,
-    dequantizes and saves as if we had quantized it."""
+    """Reads a checkpoint whose `quantization_config` is another library's. The model it loads is one of ours: it
+    computes, dequantizes and saves as if we had quantized it."""
 
     def __init__(self, foreign: Foreign, quantization_config, **kwargs):
         super().__init__(quantization_config, **kwargs)
@@ -37,8 +37,8 @@ class AdoptingQuantizer(EfficientQuantizer):
         stored = stored_weights(files, model, foreign, fused, conversions)
         if not stored:
             raise ValueError(
-                f"the checkpoint holds no weight of {type(model).__name__} as its quantization_config says: it has none of "
-                f"{list(foreign.parts)} of a linear layer"
+                f"the checkpoint holds no weight of {type(model).__name__} as its quantization_config says: it has "
+                f"none of {list(foreign.parts)} of a linear layer"
             )
         with torch.device("cpu"):  # a model is made on the meta device, of which nothing can be read
             self._fused = [weight for weight in fused if any(name in stored for name in weight.linears())]
@@ -49,7 +49,8 @@ class AdoptingQuantizer(EfficientQuantizer):
         expected = (set(stored) - set(experts)) | {weight.module for weight in self._fused}
         if different := {name.rpartition(".")[0] for name in self.swapped.weights} ^ expected:
             raise ValueError(
-                f"{min(different)} is quantized in the checkpoint, but {type(model).__name__} keeps it in an ordinary form"
+                f"{min(different)} is quantized in the checkpoint, but {type(model).__name__} keeps it in an ordinary "
+                "form"
             )
 
     def update_weight_conversions(self, conversions, model):
@@ -65,8 +66,11 @@ class AdoptingQuantizer(EfficientQuantizer):
         kept = [c for c in conversions if not targets & set(patterns(c)[1])]
         return kept + [converter(list(operation.parts), target, operation) for target, operation in operations.items()]
 
-    def canonical(self, name: str, tensors: dict[str, torch.Tensor], format, dtype, *shape: int) -> dict[str, torch.Tensor]:
-        """{part: tensor} of the weight `name` [N, K] of a model that computes in `dtype` -> its canonical tensors, checked.
+    def canonical(
+        self, name: str, tensors: dict[str, torch.Tensor], format, dtype, *shape: int
+    ) -> dict[str, torch.Tensor]:
+        """{part: tensor} of the weight `name` [N, K] of a model that computes in `dtype` -> its canonical tensors,
+        checked.
         shape: N, K. Raises ValueError naming the weight."""
         try:
             for part, tensor in tensors.items():

@@ -13,8 +13,8 @@ from hf_efficient.integrations.transformers_compat import kept_by_default
 
 
 def describe(model, foreign, stored: dict[str, StoredWeight], fused: list[FusedWeight]):
-    """Our config for the modules `stored` of the checkpoint, which `foreign` reads: the commonest scheme, and overrides for
-    the others.
+    """Our config for the modules `stored` of the checkpoint, which `foreign` reads: the commonest scheme, and
+    overrides for the others.
 
     Raises:
         ValueError: tensors are not what the checkpoint's config says, or experts of a layer differ.
@@ -35,8 +35,8 @@ def describe(model, foreign, stored: dict[str, StoredWeight], fused: list[FusedW
                 for part, shape in format.shapes(weight.rows, weight.shape[2]).items()
             ):
                 raise ValueError(
-                    f"{name} is {format}, expected the scheme of {weight.linears()[0]}, with scales of its own for each row: "
-                    "the experts of a layer are computed together"
+                    f"{name} is {format}, expected the scheme of {weight.linears()[0]}, with scales of its own for "
+                    "each row: the experts of a layer are computed together"
                 )
     return foreign.config_of(model, schemes)
 

@@ -23,8 +23,8 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbouring columns stands i
 
 
 class Awq(FolderTarget):
-    """Codes packed along out_features, eight in a word: "qweight" int32 [K, N / 8], "qzeros" int32 [G, N / 8], "scales" float16
-    [G, N]. The layout always has zero points: those of symmetric weights are 8."""
+    """Codes packed along out_features, eight in a word: "qweight" int32 [K, N / 8], "qzeros" int32 [G, N / 8],
+    "scales" float16 [G, N]. The layout always has zero points: those of symmetric weights are 8."""
 
     def __init__(self, source: Source):
         check_layers(source, "awq", self._why_not)

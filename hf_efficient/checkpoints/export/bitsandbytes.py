@@ -21,12 +21,13 @@ BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # codes that share a scale: what
 
 
 def save_as_bitsandbytes(model, folder: str | os.PathLike) -> None:
-    """Writes `model` into `folder` as bitsandbytes would save it: config, safetensors, generation config. The files are moved
-    there when all are written.
+    """Writes `model` into `folder` as bitsandbytes would save it: config, safetensors, generation config. The files
+    are moved there when all are written.
 
-    What can be written: `WeightOnlyConfig(bits=4, codebook="nf4" or "fp4", group_size=64, 128, ... 4096)` with groups that
-    divide the rows, bit for bit the same values; and `W8A8Config` in int8 with methods "absmax" or "llm_int8" and one dynamic
-    scale a row, whose values bitsandbytes rounds once more. Scales of `double_quantization` are written in float32.
+    What can be written: `WeightOnlyConfig(bits=4, codebook="nf4" or "fp4", group_size=64, 128, ... 4096)` with groups
+    that divide the rows, bit for bit the same values; and `W8A8Config` in int8 with methods "absmax" or "llm_int8"
+    and one dynamic scale a row, whose values bitsandbytes rounds once more. Scales of `double_quantization` are
+    written in float32.
 
     Raises:
         ValueError: for a model without quantized layers, or with one of another kind; names it.
@@ -35,7 +36,8 @@ def save_as_bitsandbytes(model, folder: str | os.PathLike) -> None:
     kinds = {name: _kind(name, module) for name, module in layers.items()}
     if len(set(kinds.values())) != 1:
         raise ValueError(
-            f"a bitsandbytes checkpoint has layers of one kind, {type(model).__name__} has {sorted(set(kinds.values())) or 'none'}"
+            f"a bitsandbytes checkpoint has layers of one kind, {type(model).__name__} has "
+            f"{sorted(set(kinds.values())) or 'none'}"
         )
     kind = next(iter(kinds.values()))
     tensors = {}
@@ -70,8 +72,8 @@ def _kind(name: str, module: CompressedModule) -> str:
             return "int8"
     described = format or "experts"
     raise ValueError(
-        f"{name} is {described}, which bitsandbytes cannot hold: it holds nf4 and fp4 in groups of {BLOCKS} that divide the rows, and "
-        "int8 with one scale a row and dynamic inputs, of linear layers"
+        f"{name} is {described}, which bitsandbytes cannot hold: it holds nf4 and fp4 in groups of {BLOCKS} that "
+        "divide the rows, and int8 with one scale a row and dynamic inputs, of linear layers"
     )
 
 

@@ -28,8 +28,8 @@ class CheckpointNames:
         return next(iter(probe)).removesuffix(".weight")
 
     def experts(self, name: str, weight: CompressedWeight, read) -> dict | None:
-        """Of the fused `weight` called `name`: {name of the module of one expert: (rows, its `read`)}; None where checkpoints
-        hold it fused, too."""
+        """Of the fused `weight` called `name`: {name of the module of one expert: (rows, its `read`)}; None where
+        checkpoints hold it fused, too."""
         shape = weight.experts, weight.out_features, weight.in_features
         probe = self.revert({name: torch.empty(shape, device="meta")})
         if len(probe) < weight.experts or not all(own.endswith(".weight") for own in probe):

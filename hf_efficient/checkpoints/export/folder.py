@@ -17,8 +17,8 @@ SHARD_BYTES = 5_000_000_000
 
 
 class FolderTarget:
-    """What a layout answers. It is made of a `Source`, and raises ValueError then for layers that it cannot hold. `rounding`: see
-    `ExportReport`."""
+    """What a layout answers. It is made of a `Source`, and raises ValueError then for layers that it cannot hold.
+    `rounding`: see `ExportReport`."""
 
     rounding = 0.0
 

@@ -72,8 +72,8 @@ def _architecture(source: Source) -> str:
     config, kind = source.config, source.config.model_type
     if kind not in ARCHITECTURES or not source.architecture.endswith("ForCausalLM"):
         raise ValueError(
-            f"a {source.architecture} (model_type={kind!r}) cannot be written as gguf: it must be a causal language model of "
-            f"{tuple(ARCHITECTURES)}. Other engines read it as compressed-tensors"
+            f"a {source.architecture} (model_type={kind!r}) cannot be written as gguf: it must be a causal language "
+            f"model of {tuple(ARCHITECTURES)}. Other engines read it as compressed-tensors"
         )
     rope = _rope(config)
     for field, value, allowed in (
@@ -126,8 +126,8 @@ def _name(names: "gguf.TensorNameMap", name: str) -> str:
 
 
 def _row_order(name: str, config, arch: str) -> torch.Tensor | None:
-    """Where the rows of a query or key projection come from: llama.cpp rotates neighbouring dimensions of the Llama family,
-    transformers those half a head apart."""
+    """Where the rows of a query or key projection come from: llama.cpp rotates neighbouring dimensions of the Llama
+    family, transformers those half a head apart."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     count = heads.get(name.split(".")[-2])
     if arch != "LLAMA" or count is None:
@@ -243,7 +243,8 @@ def _add_metadata(writer: "gguf.GGUFWriter", source: Source, tensors: list[_Tens
 
 
 def _context(config) -> int:
-    """llama.cpp lets these architectures attend to the whole text: with a sliding window, it does as the model up to there."""
+    """llama.cpp lets these architectures attend to the whole text: with a sliding window, it does as the model up to
+    there."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
     return min(config.max_position_embeddings, window or config.max_position_embeddings)

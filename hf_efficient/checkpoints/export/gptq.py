@@ -1,5 +1,5 @@
-"""The layout of GPTQ checkpoints (AutoGPTQ, GPTQModel). GPTQModel and, through it, transformers read all of it; vLLM reads
-symmetric 4 and 8 bits."""
+"""The layout of GPTQ checkpoints (AutoGPTQ, GPTQModel). GPTQModel and, through it, transformers read all of it; vLLM
+reads symmetric 4 and 8 bits."""
 
 import re
 
@@ -24,9 +24,9 @@ BITS = (2, 3, 4, 8)
 
 
 class Gptq(FolderTarget):
-    """Codes packed along in_features, "qweight" int32 [K * bits / 32, N]; "qzeros" int32 [G, N * bits / 32]; "scales" float16
-    [G, N]; "g_idx" int32 [K], the group of every column. The first version of the layout stores zero points less one; where
-    one is zero, which it cannot, this is "gptq_v2"."""
+    """Codes packed along in_features, "qweight" int32 [K * bits / 32, N]; "qzeros" int32 [G, N * bits / 32]; "scales"
+    float16 [G, N]; "g_idx" int32 [K], the group of every column. The first version of the layout stores zero points
+    less one; where one is zero, which it cannot, this is "gptq_v2"."""
 
     def __init__(self, source: Source):
         self.bits = next((getattr(layer.weight.format, "bits", None) for layer in source.layers), None)

@@ -18,7 +18,8 @@ from hf_efficient.layers import CompressedModule, CompressedWeight
 
 @dataclass(frozen=True)
 class Layer:
-    """One compressed weight of a checkpoint: `name` of its module there, and `read(part)`, which gives a canonical tensor.
+    """One compressed weight of a checkpoint: `name` of its module there, and `read(part)`, which gives a canonical
+    tensor.
     `transposed`: the module is a `Conv1D`. Fused experts are a layer each, where checkpoints have them apart."""
 
     name: str
@@ -73,8 +74,8 @@ def _of_model(model: PreTrainedModel, tokenizer) -> Source:
     away = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if away:
         raise ValueError(
-            f"{len(away)} weights are not in memory, for example {away[0]}: load the model without offloading, or export the "
-            "folder it was saved to"
+            f"{len(away)} weights are not in memory, for example {away[0]}: load the model without offloading, or "
+            "export the folder it was saved to"
         )
     names = CheckpointNames(model)
     layers = [
