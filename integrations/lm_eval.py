@@ -7,10 +7,11 @@ compresses while loading; `--model hf --model_args pretrained=FOLDER` loads what
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from hf_efficient.configs import BitNetConfig, SparseConfig, W8A8Config, WeightOnlyConfig
+from hf_efficient.configs import WeightOnlyConfig
+from hf_efficient.integrations import transformers_registration
 
 
-CONFIGS = {config.name: config for config in (WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig)}
+CONFIGS = {config.name: config for config in transformers_registration.CONFIGS}
 
 
 @register_model("hf-efficient")

@@ -54,7 +54,7 @@ def origin(name: str, base_model: str, licence: str | None) -> str | None:
 
     Args:
         name: what the model is called.
-        base_model: Hub id, or a local folder, of which only the name is told.
+        base_model: Hub id, or a local folder, whose name alone is published.
         licence: identifier of the Hub; None: not known.
 
     Returns None for a base model whose name is not plain.
@@ -119,7 +119,7 @@ def render(
         config: its recipe.
         repo_id: where it will be loaded from; None: a folder of the reader's.
         architecture: class of transformers.
-        base_model: Hub id, or a local folder, of which only the name is told.
+        base_model: Hub id, or a local folder, whose name alone is published.
         licence: identifier of the Hub, such as "apache-2.0"; None: not known.
         content: a report (see `check_report`) and, of its variants, the one that measured this model.
 

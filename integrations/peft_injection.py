@@ -243,7 +243,7 @@ def _adapt_experts(target, adapter_name, config, parameter_name=None, **kwargs):
 
 
 class ParamWrapper(lora.ParamWrapper):  # PEFT finds it by this name
-    """LoRA on one weight of fused experts, as a low-rank product beside that of the compressed weight."""
+    """LoRA on one weight of fused experts, as a low-rank product that is added to that of the compressed weight."""
 
     def get_param(self):
         experts = self.get_base_layer()

@@ -1,6 +1,6 @@
-"""Tensor parallelism: transformers' plan for a weight, told for the packed tensors that stand for it.
+"""Tensor parallelism: transformers' `tp_plan`, extended to the packed tensors that stand for a weight.
 
-A layer that the plan cuts by output columns ("colwise") keeps some rows of every canonical tensor, one that it cuts
+A layer that `tp_plan` cuts by output columns ("colwise") keeps some rows of every canonical tensor, one that it cuts
 by input ("rowwise") some groups of every row, so that each process computes with codes and scales of the whole model.
 transformers reads only a process's part of a compressed checkpoint; a model that is compressed while it loads is
 compressed whole in every process, a weight at a time. After loading the parts are ordinary tensors and the layer

@@ -81,6 +81,20 @@ def shallow_llama():
     return tiny_model("llama", num_hidden_layers=1)
 
 
+@pytest.fixture
+def none_adopted(monkeypatch):
+    """`hf_efficient.adopt` was not called yet."""
+    from hf_efficient.checkpoints import adopt
+
+    monkeypatch.setattr(adopt, "_adopted", set())
+
+
+@pytest.fixture
+def all_adopted(none_adopted):
+    """Checkpoints of other libraries become ours."""
+    hf_efficient.adopt()
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

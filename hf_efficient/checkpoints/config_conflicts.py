@@ -1,4 +1,4 @@
-"""What `from_pretrained(quantization_config=...)` may ask of a checkpoint that is compressed already."""
+"""Which `from_pretrained(quantization_config=...)` a checkpoint that is compressed already allows."""
 
 from hf_efficient.configs import CompressionConfig
 

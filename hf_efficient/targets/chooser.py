@@ -1,5 +1,7 @@
-"""Which modules of a model are compressed, and how: what the config says of a dense checkpoint, what the files hold
-of another."""
+"""Which modules of a model are compressed, and how.
+
+The config says it of a dense checkpoint, the tensors in the files say it of a compressed one.
+"""
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -16,7 +18,7 @@ class TargetChooser:
     """Chooses for one load.
 
     Args:
-        config: of the load; told of modules that it would compress and that a checkpoint of another class has not.
+        config: of the load. Modules that a checkpoint of another class lacks are added to `modules_to_not_convert`.
         pre_quantized: the checkpoint is compressed already.
         kept: patterns of modules that stay as they are.
         files: of the checkpoint, or None where there is none.
@@ -83,7 +85,7 @@ class TargetChooser:
 
     def _config_of(self, name: str) -> CompressionConfig | None:
         """The config of a module by its name; None: it stays as it is."""
-        # a base model is read from the checkpoint of one with a head: names there begin so
+        # a base model loaded from the checkpoint of a model with a head: names there begin with the prefix
         is_inside = self.pre_quantized and self.base and not hasattr(self.model, self.base)
         name = f"{self.base}.{name}" if is_inside else name
         if any(module_matches(pattern, name) for pattern in self.config.modules_to_not_convert or ()):
@@ -103,8 +105,11 @@ class TargetChooser:
         return found
 
     def _settle(self, found: dict[str, str], dense: set[str]) -> None:
-        """Adds to `found` what the checkpoint has to hold and does not, so that it is said to be missing, and tells
-        the config of modules that it would compress and that a checkpoint of another class has not: a head, say."""
+        """Adds to `found` the modules that the checkpoint lacks, so that they are reported as missing.
+
+        The checkpoint of another class may lack modules that the config compresses, such as a head: the config is told
+        to leave these as they are.
+        """
         promised = [
             name
             for name, module in self.candidates.items()
@@ -124,7 +129,7 @@ class TargetChooser:
             )
 
     def _held_config(self, name: str, file_name: str) -> CompressionConfig:
-        """The config of a module that the files hold in compressed form; patterns may have the names of the class
+        """The config of a module that the files hold in compressed form. Its patterns may name modules of the class
         that was saved."""
         names = (name, f"{self.base}.{name}", file_name) if self.base else (name, file_name)
         own = next((own for own in map(self.config.for_module, names) if own is not self.config), self.config)

@@ -41,7 +41,7 @@ def read_elsewhere(model: nn.Module, names: list[str]) -> set[str]:
     found = known(model).intersection(names)
     twin = copy.deepcopy(model).eval()
     observer = _Observer(twin, names)
-    # of some models numbers decide what comes next, and there are none
+    # meta tensors have no values, and some forwards branch on values: these end in an exception
     with torch.device("meta"), torch.no_grad(), contextlib.suppress(Exception), observer:
         twin(**_inputs(twin))
     return found | observer.read

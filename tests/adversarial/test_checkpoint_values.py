@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import hf_efficient
 from hf_efficient import BitNetConfig, SparseConfig, W8A8Config, WeightOnlyConfig
-from hf_efficient.checkpoints import adopt, saved_tensors
+from hf_efficient.checkpoints import saved_tensors
 from hf_efficient.layers import EfficientLinear
 
 
@@ -22,10 +21,7 @@ UP = "model.layers.0.mlp.up_proj"
 HALF, WIDE = torch.float16, torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def adopted(monkeypatch):
-    monkeypatch.setattr(adopt, "_adopted", set())
-    hf_efficient.adopt()
+pytestmark = pytest.mark.usefixtures("all_adopted")
 
 
 def load(folder, kind=AutoModelForCausalLM, **options):

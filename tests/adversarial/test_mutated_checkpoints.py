@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.quantizers import auto  # noqa: E402
 
 import hf_efficient  # noqa: E402
-from hf_efficient.checkpoints import adopt  # noqa: E402
 from hf_efficient.layers import EfficientLinear  # noqa: E402
 
 
@@ -216,10 +215,7 @@ def bench(tmp_path_factory):
     return Bench(tmp_path_factory.mktemp("bench"))
 
 
-@pytest.fixture(autouse=True)
-def adopted(monkeypatch):
-    monkeypatch.setattr(adopt, "_adopted", set())
-    hf_efficient.adopt()
+pytestmark = pytest.mark.usefixtures("all_adopted")
 
 
 def trials(count: int, first: int = 0):

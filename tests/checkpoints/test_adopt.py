@@ -4,10 +4,10 @@ import foreign_layouts
 import pytest
 import torch
 from helpers import assert_close, tiny_model
+from saved_models import logits
 from transformers import AutoModelForCausalLM
 
 import hf_efficient
-from hf_efficient.checkpoints import adopt
 from hf_efficient.checkpoints.adopt.awq import AWQ
 from hf_efficient.checkpoints.adopt.gptq import GPTQ
 from hf_efficient.experts import EfficientExperts
@@ -65,19 +65,11 @@ SAVED = (
 )  # one a format of ours
 
 
-@pytest.fixture(autouse=True)
-def adopted(monkeypatch):
-    monkeypatch.setattr(adopt, "_adopted", set())
-    hf_efficient.adopt()
+pytestmark = pytest.mark.usefixtures("all_adopted")
 
 
 def load(folder, dtype=None, **options):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", **options)
-
-
-@torch.no_grad()
-def logits(model):
-    return model(torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(1))).logits.float()
 
 
 def dense(weights, dtype):

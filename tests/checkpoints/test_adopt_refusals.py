@@ -18,10 +18,7 @@ from hf_efficient.checkpoints.adopt.quantizer import AdoptingQuantizer
 from hf_efficient.layers import EfficientLinear
 
 
-@pytest.fixture(autouse=True)
-def adopted(monkeypatch):
-    monkeypatch.setattr(adopt, "_adopted", set())
-    hf_efficient.adopt()
+pytestmark = pytest.mark.usefixtures("all_adopted")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import assert_close, tiny_model
 from safetensors.torch import load_file, save_file
+from saved_models import logits
 from transformers import AutoModelForCausalLM, BitNetQuantConfig
 from transformers.integrations import bitnet as hub
 from transformers.quantizers import HfQuantizer, auto, quantizer_bitnet
@@ -96,11 +97,6 @@ def load(folder, dtype=torch.float32, config=None, **options):
 
 def load_theirs(folder, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-
-
-@torch.no_grad()
-def logits(model):
-    return model(torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(1))).logits
 
 
 def effective_weight(layer):

@@ -1,28 +1,17 @@
 import pytest
 import torch
-from helpers import assert_close, tiny_model
+from helpers import assert_close
+from saved_models import INT4, folder, load
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from hf_efficient import WeightOnlyConfig
 from hf_efficient.integrations.peft import merge_and_unload
 
 
 peft = pytest.importorskip("peft")
 
 
-@pytest.fixture(scope="module")
-def load(tmp_path_factory):
-    made = {}
-
-    def make(name="llama", **config):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            tiny_model(name).save_pretrained(made[name])
-        config = WeightOnlyConfig(**{"bits": 4, "group_size": 32, **config})
-        return AutoModelForCausalLM.from_pretrained(made[name], quantization_config=config, dtype=torch.float32)
-
-    return make
+def int4(name="llama"):
+    return load(folder(name), **INT4)
 
 
 TARGETS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"], "mixtral": ["q_proj", "o_proj"]}
@@ -50,8 +39,8 @@ def train(model, steps=4):
 
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_train_save_and_reload_an_adapter(name, load, tmp_path):
-    base = load(name)
+def test_train_save_and_reload_an_adapter(name, tmp_path):
+    base = int4(name)
     codes = {k: v.clone() for k, v in base.state_dict().items() if "qweight" in k}
     model = peft.get_peft_model(base, lora(name))
     losses = train(model)
@@ -64,32 +53,32 @@ def test_train_save_and_reload_an_adapter(name, load, tmp_path):
     with torch.no_grad():
         expected = model(IDS).logits
     model.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(load(name), tmp_path)
+    again = peft.PeftModel.from_pretrained(int4(name), tmp_path)
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, expected)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_merge_dequantizes_first(load):
-    model = peft.get_peft_model(load(), lora("llama"))
+def test_merge_dequantizes_first():
+    model = peft.get_peft_model(int4(), lora("llama"))
     train(model, 2)
     with torch.no_grad():
         expected = model(IDS).logits
         with pytest.raises(ValueError, match="merges into dequantized weights"):
-            peft.get_peft_model(load(), lora("llama")).merge_and_unload()
+            peft.get_peft_model(int4(), lora("llama")).merge_and_unload()
         merged = merge_and_unload(model)
         assert type(merged.model.layers[0].self_attn.q_proj) is nn.Linear
         assert_close(merged(IDS).logits, expected, 1e-4, 1e-2, "the same product, with the adapter added to the weight")
 
 
-def test_transformers_own_adapter_loading(load, tmp_path):
-    model = load()
+def test_transformers_own_adapter_loading(tmp_path):
+    model = int4()
     model.add_adapter(lora("llama"))
     train(model, 2)
     with torch.no_grad():
         expected = model(IDS).logits
     model.save_pretrained(tmp_path)
-    again = load()
+    again = int4()
     again.load_adapter(str(tmp_path))
     with torch.no_grad():
         assert_close(again(IDS).logits, expected, 1e-6, 1e-5, "the same adapter")

@@ -1,4 +1,4 @@
-"""Checkpoints in transformers' layout: safetensors in shards, configs and the tokenizer, whole or not there."""
+"""Checkpoints in transformers' layout, written atomically: safetensors in shards, configs and the tokenizer."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Weights on a regular grid, as every target takes them, and why others are not taken."""
+"""Weights on a regular grid, which every target holds, and why it does not hold others."""
 
 import math
 from collections.abc import Callable

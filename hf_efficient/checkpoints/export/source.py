@@ -122,7 +122,7 @@ def _compressed(model: PreTrainedModel) -> Iterator[tuple[str, CompressedModule,
 
 
 def _dense(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds beside the compressed weights, by the model's names, tied tensors once."""
+    """The other tensors of a checkpoint, by the model's names, tied ones once."""
     out = set(model.all_tied_weights_keys)
     for name, _, weight in _compressed(model):
         out |= {f"{name}.{leaf}" for leaf in (*weight.names().values(), weight.prefix[:-1] or "weight")}
