@@ -37,8 +37,8 @@ def push(
         folder: what `save_pretrained` or `hf-efficient quantize` wrote.
         repo: Hub id, or a folder to make: a path that begins with "/", "." or "~". A folder needs no network; it must
             not exist or be empty.
-        base_model: what was compressed, a Hub id, or a folder whose name alone is published. By default
-            what the report or the card in `folder` names, as `hf-efficient quantize` records it there.
+        base_model: what was compressed, a Hub id, or a folder whose name alone is published. By default what the
+            report or the card in `folder` names, as `hf-efficient quantize` records it there.
         licence: identifier of the Hub, such as "apache-2.0". By default that of the card in `folder`, else that of
             the base model's card, where they can be read.
         report: a report.json that measured this folder (`hf-efficient run --model BASE --config FOLDER --output

@@ -73,21 +73,25 @@ def read_headers(files) -> tuple[dict[str, Place], dict[str, dict[str, str]]]:
 
 
 def by_model_name(places: dict[str, Place], model, conversions, more_names=()) -> dict[str, Place]:
-    """Full name in `model` (on any device), or one of `more_names`, -> the place of its tensor, of several that are
-    joined any one. Keys that are neither keep their names."""
+    """Full name in `model` (on any device), or one of `more_names`, -> the place of its tensor. Where several tensors
+    are joined, one of them stands for all. Other keys keep their names."""
     known = dict.fromkeys((*model.state_dict(), *more_names), True)
     rename, found = key_renamer(model, conversions, known), {}
     for key, place in places.items():
         name = rename(key)
         if place.dtype in FLOATS and found.get(name, place).dtype not in FLOATS:
-            continue  # of several that are joined, the one that is no ordinary weight
+            continue  # of several that are joined, one that is no ordinary weight shows
         found[name] = place
     return found
 
 
 def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: tuple[str, ...] = ()) -> None:
-    """Checks the tensors that are loaded as they are. found: `by_model_name`; compressed: names of the weights that
-    are not; parts: what may stand for the weight of a linear layer.
+    """Checks the tensors that are loaded as they are.
+
+    Args:
+        found: of `by_model_name`.
+        compressed: names of the weights that are converted instead.
+        parts: names of the tensors that may stand for the weight of a linear layer.
 
     Raises:
         ValueError: an integer or float8 tensor stands where the model has floats, and no scale belongs to it; or the
@@ -123,8 +127,8 @@ def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: 
 
 
 def _is_new_part(name: str, found: dict[str, Place], base: str) -> bool:
-    """Whether `found` has nothing of what parameter `name` is a part of: its module, where that stands in the model
-    or in its base model, else the module around it."""
+    """Whether the checkpoint has no tensor of the part of the model that parameter `name` belongs to: its module where
+    that is a child of the model or of its base model, else the parent of its module."""
     module = name.rpartition(".")[0]
     parent = module.rpartition(".")[0]
     part = module if parent in ("", base) else parent

@@ -1,4 +1,4 @@
-"""Saved checkpoints of ours: what must be in one before it is read."""
+"""The tensors that a saved checkpoint of ours must hold, checked before any weight is read."""
 
 import json
 from collections import Counter
@@ -28,7 +28,7 @@ PARTS = (  # every canonical tensor of any format
     *("activation_scale", "activation_zero_point", "outlier_columns", "outlier_weight"),
     *("input_order", "input_scale", "rotation_signs", "bitmap", "places"),
 )
-_ANY_FLOAT = torch.float64  # stands for the dtype of the weight; no format stores a tensor of another dtype in it
+_ANY_FLOAT = torch.float64  # passed to a format as the dtype of the weight, to tell which tensors follow it
 
 
 def part_name(name: str, weight: CompressedWeight, part: str) -> str:
@@ -45,8 +45,7 @@ def as_saved(name: str, weight: CompressedWeight, parts: dict[str, torch.Tensor]
 
 def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions, model) -> None:
     """Compares safetensors `files` with what `weights` (full name -> weight) and the rest of `model` need, before any
-    weight
-    is loaded: names, shapes and dtypes of all tensors, and the values of those that codes are computed with.
+    weight is loaded: names, shapes and dtypes of all tensors, and the values of those that codes are computed with.
 
     Raises:
         ValueError: tensors are missing, are too many, or have another shape or dtype; or values that the format does

@@ -12,8 +12,13 @@ _INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 
 @dataclass
 class WeightsInFiles:
-    """Names of weights ("<module>.weight", "<experts>.gate_up_proj"): compressed, each with the name of its module in
-    the files; dense; and integers, those among the dense ones that are no floats."""
+    """Names of weights, such as "<module>.weight" and "<experts>.gate_up_proj".
+
+    Args:
+        compressed: each with the name of its module in the files.
+        dense: the others.
+        integers: those of `dense` that are no floats.
+    """
 
     compressed: dict[str, str] = field(default_factory=dict)
     dense: set[str] = field(default_factory=set)
@@ -44,8 +49,8 @@ def weights_in_files(files, model, names: list[str]) -> WeightsInFiles | None:
 
 
 def lost_when_saved(model, modules: list[str]) -> set[str]:
-    """Those of the linear `modules` whose codes would not be found again: transformers renames what it saves and
-    loads, and of some architectures a weight comes back under its name and its codes, named next to it, do not."""
+    """Those of the linear `modules` whose codes transformers would not find again. It renames what it saves and loads;
+    of some architectures `<module>.weight` gets its name back and `<module>.qweight` does not."""
     again = round_trip(model)
     weights = {name: f"{name}.weight" for name in modules}
     returning = [name for name, weight in weights.items() if again(weight) == weight]

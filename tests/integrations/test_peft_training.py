@@ -2,6 +2,7 @@
 compressed weights stay as they are, and what was trained can be saved, reloaded and, for LoRA, merged."""
 
 import pytest
+import saved_models
 import torch
 from helpers import assert_close, tiny_model
 from safetensors.torch import load_file, save_file
@@ -71,6 +72,32 @@ def test_qlora(quantization, folder, tmp_path):
     assert getattr(plain.config, "quantization_config", None) is None
     with torch.no_grad():
         assert torch.equal(plain(IDS).logits, merged(IDS).logits)
+
+
+@pytest.mark.parametrize("name, targets", [("gpt2", ["c_attn", "c_fc"]), ("mixtral", ["q_proj", "o_proj"])])
+def test_lora_of_other_architectures(name, targets, tmp_path):
+    base = saved_models.load(saved_models.folder(name), **saved_models.INT4)
+    before = codes_of(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(**{**LORA, "target_modules": targets}))
+    losses = train(model, 4, 1e-2)
+    assert losses[-1] < losses[0] - 0.05, losses
+    assert all(torch.equal(old, new) for old, new in zip(before, codes_of(model), strict=True))
+    model.save_pretrained(tmp_path)
+    again = saved_models.load(saved_models.folder(name), **saved_models.INT4)
+    again = peft.PeftModel.from_pretrained(again, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_transformers_own_adapter_loading(folder, tmp_path):
+    model = load(folder)
+    model.add_adapter(peft.LoraConfig(**LORA))
+    train(model, 2)
+    model.save_pretrained(tmp_path)
+    again = load(folder)
+    again.load_adapter(str(tmp_path))
+    with torch.no_grad():
+        assert_close(again(IDS).logits, model(IDS).logits, 1e-6, 1e-5, "the same adapter")
 
 
 def test_a_model_that_peft_casts_computes_as_one_that_it_cast_before(folder, tmp_path):

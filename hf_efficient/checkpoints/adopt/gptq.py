@@ -51,9 +51,7 @@ class GPTQ(Foreign):
     def convert(self, tensors, out_features, in_features, format, dtype):
         inner = getattr(format, "inner", format)
         bits, qzeros = inner.bits, tensors["qzeros"]
-        if (
-            self.less_one and bits != 3
-        ):  # carries and borrows of one word cancel where the words were made by subtracting
+        if self.less_one and bits != 3:  # in whole words, as the library subtracts: carries and borrows cancel
             qzeros = qzeros + sum(1 << shift for shift in range(0, 32, bits))
         zero = unpack_codes(stream_bytes(qzeros), bits, out_features)
         if self.less_one and bits == 3:

@@ -1,4 +1,4 @@
-"""Regular expressions of a checkpoint's config, matched in a time that does not depend on who wrote them.
+"""Regular expressions of a checkpoint's config, matched in a bounded number of steps.
 
 Python's `re` tries one way through a pattern after the other, and "(a+)+$" has exponentially many. This matcher asks,
 for each part of a pattern and each place in a name, at which places a match can end: at most once each.
