@@ -10,6 +10,8 @@ import importlib.util
 import sys
 import threading
 
+from hf_efficient.integrations import transformers_compat
+
 
 __version__ = "0.1.0"
 
@@ -74,7 +76,7 @@ def __dir__() -> list[str]:
 
 def register() -> None:
     """Registers the quantizers and attention implementations with transformers. Idempotent; import calls it."""
-    for name in ("integrations.transformers_quantizer", "integrations.transformers_attention", "checkpoints.adopt"):
+    for name in ("integrations.transformers_registration", "integrations.transformers_attention", "checkpoints.adopt"):
         importlib.import_module(f"hf_efficient.{name}").register()
 
 
@@ -111,6 +113,7 @@ class _RegisterAfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+transformers_compat.check_release()
 for _module, _register in (("transformers.modeling_utils", register), ("peft", _register_peft)):
     if _module in sys.modules:
         _register()

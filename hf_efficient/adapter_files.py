@@ -1,55 +1,45 @@
-"""What lies beside a model as an adapter of two files: settings as JSON and tensors as safetensors."""
+"""An adapter as two files beside its model: `<name>.json` with settings and `<name>.safetensors` with tensors."""
 
 import json
-import shutil
-import tempfile
+import os
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
+from hf_efficient.files import atomic_files
 
 
-VERSION = 1
+VERSION = 1  # of the settings
 
 
-def write(folder, name: str, config: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes `<name>.json` (with a version) and `<name>.safetensors` into `folder`, each beside and renamed. The old settings
-    leave first and the new ones come last: a process that is killed between leaves tensors without settings, which no reader
-    takes, never settings with the tensors of others.
+def write(folder: str | os.PathLike, name: str, settings: dict, tensors: dict) -> None:
+    """Writes both files into `folder`, in place of an adapter of the same name. A process that is killed leaves the old
+    adapter, the new one, or tensors without settings, which `read_settings` does not find.
 
-    Raises ValueError where `folder` is a file."""
+    Raises:
+        ValueError: `folder` is a file.
+    """
+    from safetensors.torch import save_file
+
     if Path(folder).is_file():
         raise ValueError(f"save_directory={folder!r} is a file: give a folder")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder))
-    try:
+    with atomic_files(Path(folder), f"{name}.json") as new:
         contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        save_file(contiguous, aside / f"{name}.safetensors", {"format": "pt"})
-        (aside / f"{name}.json").write_text(json.dumps({"version": VERSION, **config}, indent=2) + "\n")
-        settings, kept = folder / f"{name}.json", aside / "replaced.json"
-        if settings.exists():
-            settings.replace(kept)
-        try:
-            (aside / f"{name}.safetensors").replace(folder / f"{name}.safetensors")
-        except OSError:
-            if kept.exists():
-                kept.replace(settings)
-            raise
-        (aside / f"{name}.json").replace(settings)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        save_file(contiguous, new / f"{name}.safetensors", {"format": "pt"})
+        (new / f"{name}.json").write_text(json.dumps({"version": VERSION, **settings}, indent=2) + "\n")
 
 
-def read_config(path, fields: dict[str, type]) -> dict:
-    """The settings in the file `path`. Raises ValueError unless it is JSON of this version with `fields` of these types."""
+def read_settings(path: str | os.PathLike, fields: dict[str, type]) -> dict:
+    """The settings in the file `path`.
+
+    Raises:
+        ValueError: it is no JSON of this version that has `fields` of these types.
+    """
     try:
-        config = json.loads(Path(path).read_text())
+        settings = json.loads(Path(path).read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     for field, type_ in {"version": int, **fields}.items():
-        if not isinstance(config, dict) or not isinstance(config.get(field), type_):
+        if not isinstance(settings, dict) or not isinstance(settings.get(field), type_):
             raise ValueError(f"{path}: {field!r} is missing or no {type_.__name__}")
-    if config["version"] != VERSION:
-        raise ValueError(f"{path} has version {config['version']}, this hf_efficient reads version {VERSION}")
-    return config
+    if settings["version"] != VERSION:
+        raise ValueError(f"{path} has version {settings['version']}, this hf_efficient reads version {VERSION}")
+    return settings

@@ -1,10 +1,12 @@
-"""accelerate: a compressed model without weights, which its planning and dispatching functions take as they take any other."""
+"""accelerate: a compressed model without weights, which its planning and dispatching functions take as they take any
+other."""
 
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_efficient.configs import CompressionConfig
-from hf_efficient.integrations.transformers_quantizer import CONFIGS, EfficientQuantizer
+from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
+from hf_efficient.integrations.transformers_registration import CONFIGS
 
 
 def empty_model(
@@ -12,8 +14,8 @@ def empty_model(
 ) -> PreTrainedModel:
     """The model on the meta device with compressed layers in place of its linear ones: `compute_module_sizes`
     and `infer_auto_device_map` count the bytes that they will hold, and `load_checkpoint_and_dispatch` fills it
-    from the folder of a saved checkpoint (of architectures whose checkpoints name their tensors as their modules do; for the others
-    there is `from_pretrained(device_map=...)`).
+    from the folder of a saved checkpoint (of architectures whose checkpoints name their tensors as their modules do;
+    for the others there is `from_pretrained(device_map=...)`).
 
     Args:
         model: Hub id or folder; only its config.json is read.

@@ -30,28 +30,29 @@ def push(
     create_pr: bool | None = None,
     commit_message: str = "Upload a model compressed with hf_efficient",
 ) -> str:
-    """Uploads the compressed model in `folder` with a card, in one commit: before it nothing of the model can be seen, and
-    weights that the new ones replace go in the same commit. `folder` is not changed.
+    """Uploads the compressed model in `folder` with a card, in one commit, which also deletes the weights that the new
+    ones replace. `folder` is not changed.
 
     Args:
         folder: what `save_pretrained` or `hf-efficient quantize` wrote.
-        repo: Hub id, or a folder to make: a path that begins with "/", "." or "~". A folder needs no network; it must not
-            exist or be empty.
-        base_model: what was compressed, a Hub id or a folder, of which only the name is told. By default what the report or
-            the card in `folder` names, as `hf-efficient quantize` records it there.
-        licence: identifier of the Hub, such as "apache-2.0". By default that of the card in `folder`, else that of the base
-            model's card, where they can be read.
-        report: a report.json that measured this folder (`hf-efficient run --model BASE --config FOLDER --output FOLDER`), by
-            default the one in `folder`. Without one the card has no figures.
-        private, token, revision, create_pr, commit_message: as in huggingface_hub's `create_repo` and `create_commit`. The
-            token is by default the one that `hf auth login` stored or HF_TOKEN holds.
+        repo: Hub id, or a folder to make: a path that begins with "/", "." or "~". A folder needs no network; it must
+            not exist or be empty.
+        base_model: what was compressed, a Hub id, or a folder whose name alone is published. By default what the
+            report or the card in `folder` names, as `hf-efficient quantize` records it there.
+        licence: identifier of the Hub, such as "apache-2.0". By default that of the card in `folder`, else that of
+            the base model's card, where they can be read.
+        report: a report.json that measured this folder (`hf-efficient run --model BASE --config FOLDER --output
+            FOLDER`), by default the one in `folder`. Without one the card has no figures.
+        private, token, revision, create_pr, commit_message: as in huggingface_hub's `create_repo` and
+            `create_commit`. The token is by default the one that `hf auth login` stored or HF_TOKEN holds.
 
     Returns:
         The URL of the commit, or the folder.
 
     Raises:
-        ValueError: the folder is no compressed model, holds what must not be published, the report is of other weights, or
-            the card would not say what was compressed and replace one that does; before anything is written.
+        ValueError: the folder is no compressed model, holds what must not be published, the report is of other
+            weights, or the card would not say what was compressed and replace one that does; before anything is
+            written.
         OSError: the Hub cannot be reached, or refuses.
     """
     folder = Path(folder)
@@ -75,12 +76,13 @@ def push(
     if local:
         _copy(folder, files, card, target)
         return str(target)
-    return _commit(folder, files, card, repo, private, token, revision, create_pr, commit_message)
+    options = {"revision": revision, "create_pr": create_pr, "commit_message": commit_message}
+    return _commit(folder, files, card, repo, private, token, **options)
 
 
 def push_to_hub(self, repo_id, **options) -> str:
-    """`push_to_hub` of a model that this package compressed: `push` of what `save_pretrained` writes (and the tokenizer beside
-    the model, which is pushed by itself, is not in it). Takes transformers' arguments and those of `push`."""
+    """`push_to_hub` of a compressed model: `push` of what its `save_pretrained` writes, with the arguments of both
+    transformers and `push`. The tokenizer is pushed by itself."""
     max_shard_size = options.pop("max_shard_size", "50GB")
     description, tags = options.pop("commit_description", None), options.pop("tags", None)
     if description or tags:
@@ -107,8 +109,8 @@ def record_base_model(folder: Path, name: str, base_model: str) -> None:
 
 
 def recorded_base_model(folder: str | os.PathLike) -> str | None:
-    """What the card in `folder` says was compressed: a Hub id, or "path/to/" and the name of a folder; None where there is no
-    card or it does not say so."""
+    """What the card in `folder` says was compressed: a Hub id, or "path/to/" and the name of a folder; None where
+    there is no card or it does not say so."""
     card = Path(folder) / CARD
     base, name = _metadata(card, "base_model"), _metadata(card, model_card.FOLDER_FIELD)
     return base or (f"path/to/{name}" if name else None)
@@ -155,7 +157,8 @@ def _files(folder: Path) -> list[str]:
             continue
         if path.suffix not in UPLOADED or not name.isprintable():
             raise ValueError(
-                f"{folder}: {name!r} is no file that is published: allowed are {', '.join(UPLOADED)}, so neither pickles nor code"
+                f"{folder}: {name!r} is no file that is published: allowed are {', '.join(UPLOADED)}, so neither "
+                "pickles nor code"
             )
         names.append(name)
     weights = [name for name in names if name.endswith(".safetensors")]
@@ -194,7 +197,8 @@ def _card(folder: Path, name: str, repo_id, base_model, licence, report) -> tupl
 
 
 def _check_replaced(folder: Path, card: Path | None) -> None:
-    """Raises ValueError where `card` says more of a model's origin than the one that would replace it, which says nothing."""
+    """Raises ValueError where `card` says more of a model's origin than the one that would replace it, which says
+    nothing."""
     if card is None or not card.is_file():
         return
     base = _metadata(card, "base_model")
@@ -269,38 +273,35 @@ def _licence(base_model: str, network: bool) -> str | None:
 
 
 def _copy(folder: Path, files: list[str], card: str, target: Path) -> None:
-    with new_folder(target) as aside:
+    with new_folder(target) as new:
         for name in files:
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / name, aside / name)
-        (aside / CARD).write_text(card, encoding="utf-8")
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, new / name)
+        (new / CARD).write_text(card, encoding="utf-8")
 
 
-def _commit(folder, files, card, repo, private, token, revision, create_pr, message) -> str:
-    """One commit with everything in it. Raises OSError where the Hub cannot be reached, or refuses."""
+def _commit(folder: Path, files: list[str], card: str, repo: str, private, token, revision, **options) -> str:
+    """One commit with everything in it; returns its URL. options: of `create_commit`.
+
+    Raises:
+        OSError: the Hub cannot be reached, or refuses.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     # of the HTTP client, which is not the same package in every release of huggingface_hub
     connection_errors = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
     try:
-        return _one_commit(folder, files, card, repo, private, token, revision, create_pr, message)
+        api = HfApi(token=token)
+        repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        if revision is not None and not options["create_pr"]:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        operations = [CommitOperationAdd(name, os.fspath(folder / name)) for name in files]
+        operations.append(CommitOperationAdd(CARD, card.encode()))
+        replaced = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+        for name in api.list_repo_files(repo, revision=revision):
+            if "/" not in name and name.endswith(replaced) and name not in files:
+                operations.append(CommitOperationDelete(name))  # transformers might read it instead
+        return api.create_commit(repo, operations, revision=revision, **options).commit_url
     except connection_errors as error:
         raise OSError(f"the Hub did not take {repo}: {error}") from error
-
-
-def _one_commit(folder, files, card, repo, private, token, revision, create_pr, message) -> str:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-
-    api = HfApi(token=token)
-    repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
-    if revision is not None and not create_pr:
-        api.create_branch(repo, branch=revision, exist_ok=True)
-    operations = [CommitOperationAdd(name, os.fspath(folder / name)) for name in files]
-    operations.append(CommitOperationAdd(CARD, card.encode()))
-    replaced = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-    for name in api.list_repo_files(repo, revision=revision):
-        if "/" not in name and name.endswith(replaced) and name not in files:
-            operations.append(CommitOperationDelete(name))  # transformers might read it instead
-    return api.create_commit(
-        repo, operations, commit_message=message, revision=revision, create_pr=create_pr
-    ).commit_url

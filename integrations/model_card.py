@@ -1,4 +1,5 @@
-"""The card of a compressed model: where it comes from, the recipe, how to load it, and what was measured of it, if anything."""
+"""The card of a compressed model: where it comes from, the recipe, how to load it, and what was measured of it, if
+anything."""
 
 import importlib.resources
 import json
@@ -20,8 +21,8 @@ _DERIVED = ("version", "input_scale", "dequantize", "calibration")  # not what a
 
 
 def check_form(name: str, architectures: Any, quantization: Any) -> None:
-    """Raises ValueError where these fields of the config.json of `name` have another form than transformers gives them, or
-    describe a compression of this package that there is not."""
+    """Raises ValueError where these fields of the config.json of `name` have another form than transformers gives
+    them, or describe a compression of this package that there is not."""
     if architectures is not None and not (
         isinstance(architectures, list) and all(isinstance(each, str) for each in architectures)
     ):
@@ -53,7 +54,7 @@ def origin(name: str, base_model: str, licence: str | None) -> str | None:
 
     Args:
         name: what the model is called.
-        base_model: Hub id, or a local folder, of which only the name is told.
+        base_model: Hub id, or a local folder, whose name alone is published.
         licence: identifier of the Hub; None: not known.
 
     Returns None for a base model whose name is not plain.
@@ -69,14 +70,14 @@ def origin(name: str, base_model: str, licence: str | None) -> str | None:
         base = {FOLDER_FIELD: shown}
     data = ModelCardData(library_name="transformers", license=licence, tags=["hf_efficient", "quantized"], **base)
     return (
-        f"---\n{data.to_yaml()}\n---\n\n# {code_span(name)}\n\nMade from {code_span(shown)} with hf_efficient. `hf-efficient push` "
-        "writes the whole card.\n"
+        f"---\n{data.to_yaml()}\n---\n\n# {code_span(name)}\n\nMade from {code_span(shown)} with hf_efficient. "
+        "`hf-efficient push` writes the whole card.\n"
     )
 
 
 def check_report(content: Any) -> None:
-    """Raises ValueError unless `content` has the form of the report.json that `hf-efficient run` writes, so that no text
-    stands where a card shows a number."""
+    """Raises ValueError unless `content` has the form of the report.json that `hf-efficient run` writes, so that no
+    text stands where a card shows a number."""
     try:
         described, hardware = content["environment"], content["environment"]["hardware"]
         texts = [content["model"], content["text"], described["date"], described["command"], hardware["cpu"]]
@@ -110,15 +111,15 @@ def render(
     content: dict | None = None,
     variant: dict | None = None,
 ) -> str:
-    """The card as Markdown with YAML metadata. Values are data: what Jinja, YAML or Markdown would read in them is escaped
-    or refused, and every figure is one of `variant`.
+    """The card as Markdown with YAML metadata. Values are data: what Jinja, YAML or Markdown would read in them is
+    escaped or refused, and every figure is one of `variant`.
 
     Args:
         name: what the model is called.
         config: its recipe.
         repo_id: where it will be loaded from; None: a folder of the reader's.
         architecture: class of transformers.
-        base_model: Hub id, or a local folder, of which only the name is told.
+        base_model: Hub id, or a local folder, whose name alone is published.
         licence: identifier of the Hub, such as "apache-2.0"; None: not known.
         content: a report (see `check_report`) and, of its variants, the one that measured this model.
 

@@ -9,12 +9,12 @@ from hf_efficient.layers import CompressedModule
 
 
 def merge_and_unload(peft_model, dtype=None):
-    """The plain transformers model with the adapters of `peft_model` merged into dequantized weights of `dtype` (by default
-    the model's). PEFT's own `merge_and_unload` refuses: it would have to round the merged weights again.
+    """The plain transformers model with the adapters of `peft_model` merged into dequantized weights of `dtype` (by
+    default the model's). PEFT's own `merge_and_unload` refuses: it would have to round the merged weights again.
 
     Sparse layers keep their zeros: of what the adapter adds, the part in pruned places is left out, so the merged model
-    computes something else than the adapted one did. Adapters of `hf_efficient.recover(lora_rank=...)` learn under the mask
-    and lose nothing.
+    computes something else than the adapted one did. Adapters of `hf_efficient.recover(lora_rank=...)` learn under
+    the mask and lose nothing.
 
     Raises ValueError for adapters that are no part of the weights, such as prompts."""
     model = peft_model.get_base_model()

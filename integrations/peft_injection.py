@@ -1,7 +1,9 @@
-"""Adapters from PEFT on compressed layers: how they are attached, and what is refused because it needs a weight that can change.
+"""Adapters from PEFT on compressed layers: how they are attached, and what is refused because it needs a weight that
+can change.
 
 PEFT has no registry of layers that outlives one config, so importing this wraps the methods that all its tuners pass
-through: injection, merging, and the trainable copies of `modules_to_save`. It happens by itself when `peft` is imported.
+through: injection, merging, and the trainable copies of `modules_to_save`. It happens by itself when `peft` is
+    imported.
 """
 
 import contextlib
@@ -14,9 +16,9 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
+from hf_efficient.dense_layers import dense_linear
 from hf_efficient.experts import EfficientExperts, decompress_experts
 from hf_efficient.integrations.peft_weights import AdaptedLinear, DenseWeight, FrozenWeightError
-from hf_efficient.integrations.transformers_quantizer import dense_linear
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
@@ -115,13 +117,13 @@ def _create_and_replace(original, config, adapter_name, target, *args, current_k
     if isinstance(base, EfficientLinear):
         if kwargs.get("parameter_name") is not None:
             raise ValueError(
-                f"target_parameters: {current_key} is the weight of an EfficientLinear in {base.format}, which is adapted "
-                "as a layer: name it in target_modules"
+                f"target_parameters: {current_key} is the weight of an EfficientLinear in {base.format}, which is "
+                "adapted as a layer: name it in target_modules"
             )
         if isinstance(config, LNTuningConfig):
             raise ValueError(
-                f"LNTuningConfig trains the layers it names, and {current_key} ({base.format}) is compressed and frozen: name "
-                "it in modules_to_save, which trains a dense copy"
+                f"LNTuningConfig trains the layers it names, and {current_key} ({base.format}) is compressed and "
+                "frozen: name it in modules_to_save, which trains a dense copy"
             )
     try:
         original(config, adapter_name, target, *args, current_key=current_key, **kwargs)
@@ -137,8 +139,8 @@ def _create_and_replace(original, config, adapter_name, target, *args, current_k
 
 
 def _refusal(config, name: str, module: CompressedModule) -> str:
-    format = module.compressed_weights()[0].format
-    return f"{_method(config)} changes the weights that it adapts, and {name} ({format}) is compressed and frozen: {_WAY_OUT}"
+    weight = f"{name} ({module.compressed_weights()[0].format})"
+    return f"{_method(config)} changes the weights that it adapts, and {weight} is compressed and frozen: {_WAY_OUT}"
 
 
 def _method(config) -> str:
@@ -156,9 +158,9 @@ def _merging(original):
             is_compressed = isinstance(module, BaseTunerLayer) and isinstance(base_of(module), CompressedModule)
             if is_compressed or _replaces_compressed(module):
                 raise ValueError(
-                    f"{original.__name__}(): {name} is compressed, and rounding the merged weight again would change what "
-                    "the adapter learned: hf_efficient.integrations.peft.merge_and_unload(peft_model) merges into "
-                    "dequantized weights"
+                    f"{original.__name__}(): {name} is compressed, and rounding the merged weight again would change "
+                    "what the adapter learned: hf_efficient.integrations.peft.merge_and_unload(peft_model) merges "
+                    "into dequantized weights"
                 )
         return original(self, *args, **kwargs)
 
@@ -172,7 +174,8 @@ def _unloading(original):
             if _replaces_compressed(module):
                 raise ValueError(
                     f"unload(): {name} is compressed, and what modules_to_save trained would stay in its place: call "
-                    "delete_adapter() first, or keep it with hf_efficient.integrations.peft.merge_and_unload(peft_model)"
+                    "delete_adapter() first, or keep it with "
+                    "hf_efficient.integrations.peft.merge_and_unload(peft_model)"
                 )
         with _readable(self.model):
             return original(self, *args, **kwargs)
@@ -240,7 +243,7 @@ def _adapt_experts(target, adapter_name, config, parameter_name=None, **kwargs):
 
 
 class ParamWrapper(lora.ParamWrapper):  # PEFT finds it by this name
-    """LoRA on one weight of fused experts, as a low-rank product beside that of the compressed weight."""
+    """LoRA on one weight of fused experts, as a low-rank product that is added to that of the compressed weight."""
 
     def get_param(self):
         experts = self.get_base_layer()

@@ -6,9 +6,9 @@ from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule, EfficientLi
 
 
 _Tensor = torch.Tensor
-# what is known without the values
-_METADATA = {
-    *(getattr(_Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout", "requires_grad", "grad", "is_leaf")),
+_PROPERTIES = ("shape", "dtype", "ndim", "layout", "requires_grad", "grad", "is_leaf")
+_METADATA = {  # what needs no dequantized values
+    *(getattr(_Tensor, name).__get__ for name in _PROPERTIES),
     *(_Tensor.size, _Tensor.dim, _Tensor.numel, _Tensor.is_floating_point, _Tensor.is_complex),
 }  # fmt: skip
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor")} | {"__setitem__"}
@@ -19,16 +19,16 @@ class FrozenWeightError(RuntimeError):
 
 
 class DenseWeight(torch.Tensor):
-    """Stands for a weight of `module`, a `CompressedModule`: shape, dtype and device cost nothing, any operation dequantizes the
-    weight and computes with that. Passes for an `nn.Parameter` without a gradient.
+    """Stands for a weight of `module`, a `CompressedModule`: shape, dtype and device cost nothing, any operation
+    dequantizes the weight and computes with that. Passes for an `nn.Parameter` without a gradient.
 
     Raises FrozenWeightError where it, or its `data`, is written to.
     """
 
     @staticmethod
     def of(module: CompressedModule, prefix: str = "", transposed: bool = False) -> "DenseWeight":
-        """The weight [out_features, in_features] (experts in front) called `prefix`; `transposed`: its last two dimensions
-        swapped."""
+        """The weight [out_features, in_features] (experts in front) called `prefix`; `transposed`: its last two
+        dimensions swapped."""
         weight = module._compressed[prefix]
         shape = (weight.in_features, weight.out_features) if transposed else (weight.out_features, weight.in_features)
         shape = shape if weight.experts is None else (weight.experts, *shape)
@@ -77,8 +77,9 @@ def _writes(name: str) -> bool:
 
 
 class AdaptedLinear(EfficientLinear):
-    """An `EfficientLinear` under an adapter. `weight` reads as that of an `nn.Linear`; the module's parameters, and so what is
-    saved and moved, stay those of `EfficientLinear`. Where accelerate holds them elsewhere, `weight` is the placeholder."""
+    """An `EfficientLinear` under an adapter. `weight` reads as that of an `nn.Linear`; the module's parameters, and
+    so what is saved and moved, stay those of `EfficientLinear`. Where accelerate holds them elsewhere, `weight` is
+    the placeholder."""
 
     @property
     def weight(self) -> torch.Tensor:

@@ -14,13 +14,10 @@ import torch
 
 from hf_efficient.cache.over_pages import is_over_pages
 from hf_efficient.cache.page_handle import PAGES
-from hf_efficient.integrations import transformers_compile, transformers_warnings
+from hf_efficient.integrations import transformers_compat, transformers_compile, transformers_warnings
 from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
 from hf_efficient.integrations import transformers_masks as masks
 from hf_efficient.kernels.attention import api, torch_cpu
-
-
-_SUPPORTED = "transformers 5.23"
 
 
 def flash_paged_attention_forward(
@@ -199,27 +196,9 @@ def register() -> None:
     from transformers import modeling_flash_attention_utils as utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
-    from transformers.utils import output_capturing
 
-    for owner, name in (
-        (utils, "_lazy_imports"),
-        (utils, "_flash_attention_forward"),
-        (utils, "_pad_input"),
-        (utils, "_unpad_input"),
-        (PreTrainedModel, "_check_and_adjust_attn_implementation"),
-        (PreTrainedModel, "_can_set_attn_implementation"),
-        (PreTrainedModel, "_supports_flash_attn"),
-        (output_capturing, "_active_collector"),
-        *continuous_batching.insides(),
-        *transformers_compile.insides(),
-    ):
-        if not hasattr(owner, name):
-            import transformers
-
-            raise ImportError(
-                f"hf_efficient's attention needs {owner.__name__}.{name}, which transformers {transformers.__version__} "
-                f"does not have. Supported: {_SUPPORTED}."
-            )
+    for file in ("attention", "compile", "continuous_batching", "masks", "paged_formats"):
+        transformers_compat.require(f"integrations/transformers_{file}.py")
     for name in api.ATTENTION_NAMES:
         AttentionInterface.register(name, flash_paged_attention_forward)
         AttentionMaskInterface.register(name, masks.flash_paged_mask)

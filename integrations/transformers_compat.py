@@ -2,12 +2,21 @@
 
 The registries and classes of transformers' documentation are used where they are needed. Everything else stands in
 `integrations/transformers_*.py`, and each piece of it is a row of `INSIDES`. Other rooms reach such a piece through a
-function of this file, which imports nothing of ours.
+function of this file, which imports nothing of ours, and transformers only when a function is called.
 """
 
 import importlib
+import importlib.metadata
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
+
+
+RELEASES = ">=5.23,<6"  # of transformers; setup.cfg requires the same
+_SUPPORTED = "Supported: transformers 5.23 and later, before 6"
 
 
 @dataclass(frozen=True)
@@ -17,59 +26,310 @@ class Inside:
     Args:
         path: module and attributes, such as "transformers.generation.utils:GenerationMixin._sample".
         used_by: our file that touches it.
+        parameters: the names of its parameters, where they matter.
+        reads: an attribute of ours that what `path` names reads, where `path` is not the inside itself.
         releases: the releases in which it is known to hold, as a version specifier.
     """
 
     path: str
     used_by: str
-    releases: str = ">=5.23,<6"
+    parameters: tuple[str, ...] | None = None
+    reads: str | None = None
+    releases: str = RELEASES
+
+    @property
+    def name(self) -> str:
+        """The name by which our file touches it."""
+        return self.reads or self.path.rpartition(":")[2].rpartition(".")[2]
 
 
-_GENERATION = "transformers.generation.utils:GenerationMixin."
-_MODEL = "transformers.modeling_utils:PreTrainedModel."
-_CONSTRAINT = "transformers.generation.logits_process:PrefixConstrainedLogitsProcessor"
-_TRANSLATORS = "transformers.generation.candidate_generator:AssistantVocabTranslatorCache"
-_DEFAULTS = "transformers.generation.configuration_utils:GenerationConfig._get_default_generation_params"
+def _of(used_by: str, module: str, *names: str) -> tuple[Inside, ...]:
+    return tuple(Inside(f"transformers.{module}:{name}", used_by) for name in names)
+
+
+_ATTENTION, _BATCHING = "integrations/transformers_attention.py", "integrations/transformers_continuous_batching.py"
+_COMPAT, _CONFIGS = "integrations/transformers_compat.py", "integrations/transformers_quantization_configs.py"
+_FORMATS, _PARALLEL = "integrations/transformers_paged_formats.py", "integrations/transformers_tensor_parallel.py"
+_QUANTIZER, _CONVERSIONS = "integrations/transformers_quantizer.py", "integrations/transformers_weight_conversions.py"
+_GGUF, _LOOP = "integrations/transformers_gguf.py", "integrations/transformers_loop.py"
+_GENERATION = "integrations/transformers_generation.py"
+_CB = "generation.continuous_batching"
 
 INSIDES: tuple[Inside, ...] = (
-    Inside("transformers.modeling_utils:PreTrainedModel._from_config", "integrations/transformers_compat.py"),
-    Inside("transformers.integrations.moe:_default_apply_gate", "integrations/transformers_compat.py"),
-    Inside(_GENERATION + "_sample", "integrations/transformers_generation.py"),
-    Inside(_GENERATION + "_assisted_decoding", "integrations/transformers_generation.py"),
-    Inside(_GENERATION + "_validate_generation_mode", "integrations/transformers_generation.py"),
-    Inside(_GENERATION + "_update_model_kwargs_for_generation", "integrations/transformers_compat.py"),
-    Inside(_GENERATION + "_prefill", "integrations/transformers_compat.py"),
-    Inside(_GENERATION + "_supports_logits_to_keep", "integrations/transformers_compat.py"),
-    Inside(_GENERATION + "_prepare_special_tokens", "integrations/transformers_compat.py"),  # _pad_token_tensor
-    Inside(_GENERATION + "_prepare_cache_for_generation", "integrations/transformers_compat.py"),  # _is_user_defined
-    Inside(_DEFAULTS, "integrations/transformers_compat.py"),
-    Inside(_CONSTRAINT, "integrations/transformers_compat.py"),  # _prefix_allowed_tokens_fn
-    Inside(_MODEL + "_can_set_attn_implementation", "integrations/transformers_compat.py"),
-    Inside(_MODEL + "_check_and_adjust_attn_implementation", "integrations/transformers_compat.py"),
-    Inside(_MODEL + "_keep_in_fp32_modules", "integrations/transformers_compat.py"),
-    Inside(_MODEL + "_keep_in_fp32_modules_strict", "integrations/transformers_compat.py"),
+    *_of(_COMPAT, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *_of(_COMPAT, "conversion_mapping", "get_model_conversion_mapping"),
+    *_of(_COMPAT, "core_model_loading", "PrefixChange", "WeightConverter", "WeightRenaming", "WeightTransform"),
+    *_of(_COMPAT, "core_model_loading", "apply_renamings", "rename_source_key", "revert_weight_conversion"),
+    *_of(_COMPAT, "modeling_utils", "PreTrainedModel._from_config", "PreTrainedModel._get_dtype_plan"),
+    *_of(_COMPAT, "modeling_utils", "PreTrainedModel._keep_in_fp32_modules"),
+    *_of(_COMPAT, "modeling_utils", "PreTrainedModel._keep_in_fp32_modules_strict"),
+    *_of(_COMPAT, "modeling_utils", "PreTrainedModel._keys_to_ignore_on_load_missing"),
+    *_of(_COMPAT, "modeling_utils", "PreTrainedModel._keys_to_ignore_on_save", "PreTrainedModel._no_split_modules"),
+    *_of(_COMPAT, "quantizers.base", "get_keys_to_not_convert", "HfQuantizer.get_modules_to_not_convert"),
+    *_of(_COMPAT, "quantizers.quantizers_utils", "should_convert_module"),
+    *_of(_CONFIGS, "configuration_utils", "PreTrainedConfig.get_config_dict", "PreTrainedConfig.base_config_key"),
     Inside(
-        "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "integrations/transformers_compat.py"
+        "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
+        _CONFIGS,
+        parameters=("quantization_config", "quantization_config_from_args"),
     ),
-    Inside("transformers.utils.output_capturing:_active_collector", "integrations/transformers_compat.py"),
-    Inside(_TRANSLATORS + ".get_translator", "integrations/transformers_compat.py"),
-    Inside("transformers.models.phi3.modeling_phi3:Phi3ForCausalLM", "integrations/transformers_compat.py"),
-    Inside("transformers.models.phimoe.modeling_phimoe:PhimoeForCausalLM", "integrations/transformers_compat.py"),
+    *_of("integrations/transformers_registration.py", "quantizers.auto", "LOADING_ATTRIBUTES_CONFIG_TYPES"),
+    *_of(_GGUF, "integrations.gguf.gguf_tokenizer_mapping", "GGUF_PRE_TOKENIZER_SPLITS"),
+    *_of(_GGUF, "integrations.gguf.utils", "is_gguf_arch_supported"),
+    *_of(_GGUF, "modeling_gguf_pytorch_utils", "TENSOR_PROCESSORS", "TensorProcessor", "get_gguf_hf_weights_map"),
+    *_of(_GGUF, "modeling_gguf_pytorch_utils", "load_gguf_checkpoint", "read_field"),
+    *_of(_QUANTIZER, "quantizers.base", "HfQuantizer._process_model_before_weight_loading"),
+    *_of(_QUANTIZER, "quantizers.base", "HfQuantizer._process_model_after_weight_loading", "HfQuantizer._dequantize"),
+    *_of(_QUANTIZER, "quantizers.base", "HfQuantizer.get_quantize_ops", "HfQuantizer.update_weight_conversions"),
+    *_of(_CONVERSIONS, "core_model_loading", "ConversionOps", "WeightConverter", "_IdentityOp"),
+    Inside(
+        "transformers.core_model_loading:WeightTransform.reverse_transform",
+        _CONVERSIONS,
+        reads="_original_source_patterns",
+    ),
+    Inside(
+        "transformers.core_model_loading:WeightTransform.reverse_transform",
+        _CONVERSIONS,
+        reads="_original_target_patterns",
+    ),
+    Inside("transformers.core_model_loading:revert_weight_conversion", _CONVERSIONS, reads="_weight_conversions"),
+    *_of(_PARALLEL, "distributed.parallel_utils", "ALL_PARALLEL_STYLES", "_get_parameter_plan"),
+    *_of(_PARALLEL, "distributed.sharding_utils", "DtensorShardOperation"),
+    *_of(_PARALLEL, "distributed.tensor_parallel", "TensorParallelLayer"),
+    Inside("transformers.distributed.tensor_parallel", _PARALLEL, reads="_hf_quantized_needs_local_tp"),
+    *_of(_ATTENTION, "modeling_flash_attention_utils", "_lazy_imports", "_flash_attention_forward"),
+    *_of(_ATTENTION, "modeling_flash_attention_utils", "_pad_input", "_unpad_input"),
+    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._check_and_adjust_attn_implementation"),
+    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._can_set_attn_implementation"),
+    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._compatible_flash_implementations"),
+    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._supports_flash_attn", "AttentionInterface.__getitem__"),
+    *_of(_ATTENTION, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *_of(_ATTENTION, "integrations.sdpa_attention", "sdpa_attention_forward"),
+    *_of(_ATTENTION, "masking_utils", "sdpa_mask", "AttentionMaskInterface.__getitem__"),
+    *_of(_ATTENTION, "utils.output_capturing", "_active_collector"),
+    *_of("integrations/transformers_compile.py", "modeling_utils", "PreTrainedModel.get_compiled_call"),
+    *_of("integrations/transformers_compile.py", "cache_utils", "Cache.is_compileable"),
+    *_of("integrations/transformers_masks.py", "masking_utils", "flash_attention_mask", "sdpa_mask"),
+    *_of(
+        "integrations/transformers_warnings.py",
+        "modeling_utils",
+        "PreTrainedModel.warn_if_padding_and_no_attention_mask",
+    ),
+    *_of(_GENERATION, "modeling_utils", "PreTrainedModel._tp_size"),
+    *_of(_GENERATION, "generation.utils", "GenerationMixin._sample", "GenerationMixin._assisted_decoding"),
+    *_of(_GENERATION, "generation.utils", "GenerationMixin._validate_generation_mode"),
+    *_of(_LOOP, "generation.utils", "GenerationMixin._update_model_kwargs_for_generation", "GenerationMixin._prefill"),
+    *_of(_LOOP, "generation.utils", "GenerationMixin._supports_logits_to_keep"),
+    Inside("transformers.generation.utils:GenerationMixin._prepare_special_tokens", _LOOP, reads="_pad_token_tensor"),
+    Inside(
+        "transformers.generation.utils:GenerationMixin._prepare_cache_for_generation", _LOOP, reads="_is_user_defined"
+    ),
+    *_of(_LOOP, "generation.configuration_utils", "GenerationConfig._get_default_generation_params"),
+    Inside(
+        "transformers.generation.logits_process:PrefixConstrainedLogitsProcessor",
+        _LOOP,
+        reads="_prefix_allowed_tokens_fn",
+    ),
+    *_of(_LOOP, "modeling_utils", "PreTrainedModel._can_set_attn_implementation"),
+    *_of(_LOOP, "modeling_utils", "PreTrainedModel._check_and_adjust_attn_implementation"),
+    *_of(_LOOP, "utils.output_capturing", "_active_collector"),
+    *_of(_LOOP, "generation.candidate_generator", "AssistantVocabTranslatorCache.get_translator"),
+    *_of(_LOOP, "models.phi3.modeling_phi3", "Phi3ForCausalLM"),
+    *_of(_LOOP, "models.phimoe.modeling_phimoe", "PhimoeForCausalLM"),
+    *_of(_COMPAT, "integrations.moe", "_default_apply_gate"),
+    *_of(_BATCHING, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *_of(_BATCHING, f"{_CB}.initialization", "is_flash_attention_requested"),
+    *_of(_BATCHING, f"{_CB}.continuous_api", "PagedAttentionCache"),
+    *_of(_BATCHING, f"{_CB}.cache_allocators", "CacheAllocator.get_cache_for_block_table"),
+    *_of(_FORMATS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *_of(_FORMATS, f"{_CB}.continuous_api", "PagedAttentionCache", "PagedAttentionCache.update"),
+    *_of(_FORMATS, f"{_CB}.cache", "ATTN_TYPE_TO_ALLOCATOR", "FullAttentionCacheAllocator"),
+    *_of(_FORMATS, f"{_CB}.cache_allocators", "CacheAllocator._after_cache_tensor_init"),
+    *_of(_FORMATS, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.get_bytes_per_page"),
+    *_of(_FORMATS, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.layer_type"),
+    *_of(_FORMATS, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator"),
 )
 
 
 def find(inside: Inside) -> object:
-    """What `inside` names in the installed transformers. Raises ImportError or AttributeError where it is not there."""
+    """What `inside` names in the installed transformers.
+
+    Raises:
+        ImportError, AttributeError: it is not there, or not as it is used.
+    """
     module, _, attributes = inside.path.partition(":")
     found = importlib.import_module(module)
     for name in filter(None, attributes.split(".")):
         found = getattr(found, name)
+    if inside.parameters is not None:
+        if not callable(found) or tuple(inspect.signature(found).parameters) != inside.parameters:
+            raise AttributeError(f"{inside.path} does not take {inside.parameters}")
+    if inside.reads is not None and inside.reads not in inspect.getsource(found):
+        raise AttributeError(f"{inside.path} does not read {inside.reads}")
     return found
 
 
+def require(used_by: str) -> None:
+    """Looks for the insides that our file `used_by` touches.
+
+    Raises:
+        ImportError: transformers has one of them no longer. Names it and the supported releases.
+    """
+    for inside in INSIDES:
+        if inside.used_by == used_by:
+            try:
+                find(inside)
+            except (ImportError, AttributeError) as error:
+                path = inside.path.removeprefix("transformers.").replace(":", ".")
+                path += f"({', '.join(inside.parameters)})" if inside.parameters else ""
+                raise ImportError(
+                    f"hf_efficient needs {path}, which transformers {_version()} does not have. {_SUPPORTED}."
+                ) from error
+
+
+def check_release() -> None:
+    """Raises ImportError, naming the supported releases, where the installed transformers is none of them."""
+    try:
+        release = tuple(int(number) for number in re.findall(r"\d+", _version())[:2])
+    except importlib.metadata.PackageNotFoundError:  # none is installed, or it runs from its sources
+        return
+    if not (5, 23) <= release < (6,):
+        raise ImportError(f"hf_efficient does not work with transformers {_version()}. {_SUPPORTED} ({RELEASES}).")
+
+
+def _version() -> str:
+    return importlib.metadata.version("transformers")
+
+
+attention_of = attrgetter("_attn_implementation")  # config -> name of its attention; as fast as the attribute itself
+
+
+def set_attention(config, name: str | None) -> None:
+    """Makes models of `config` use the attention implementation called `name`, unchecked, where they have attention."""
+    if hasattr(config, "_attn_implementation"):
+        config._attn_implementation = name
+
+
+def block_classes(model) -> set[str]:
+    """Names of the classes whose modules stay on one device: the decoder layers."""
+    return set(model._no_split_modules or ())
+
+
 def model_from_config(kind: type, config, **options):
-    """A new model of class `kind` (a `PreTrainedModel`) for `config`. options: `dtype`, for example."""
+    """A model of class `kind` (a `PreTrainedModel`) with initial weights. options: `dtype` and others of
+    `from_config`."""
     return kind._from_config(config, **options)
+
+
+def float32_modules(model) -> set[str]:
+    """Patterns of the names of the modules that stay in float32 when the model is loaded in 16 bits."""
+    return set(model._keep_in_fp32_modules or ()) | set(model._keep_in_fp32_modules_strict or ())
+
+
+def kept_parameters(model) -> set[str]:
+    """Names of the parameters that transformers keeps in more precision than the others.
+
+    They are those that `float32_modules` names (in whatever dtype the model is loaded: transformers' own quantizers
+    take none of them), and those declared in another dtype than most of the innermost model that holds them.
+    """
+    from transformers import PreTrainedModel
+
+    flagged = float32_modules(model)
+    usual = {}  # prefix of the names in a model -> the dtype of most of its parameters; outer models come first
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel):
+            counts = Counter(p.dtype for p in part.parameters() if p.is_floating_point())
+            usual[f"{name}." if name else ""] = counts.most_common(1)[0][0] if counts else None
+    kept = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        own = next(dtype for prefix, dtype in reversed(usual.items()) if name.startswith(prefix))
+        if parameter.dtype != own or any(_matches(pattern, name) for pattern in flagged):
+            kept.add(name)
+    return kept
+
+
+def loaded_dtype(model, name: str, dtype):
+    """The dtype that `from_pretrained` gives the parameter called `name`, which is declared as `dtype`."""
+    plan = model._get_dtype_plan(model.dtype)
+    return next((kept for pattern, kept in plan.items() if _matches(pattern, name)), dtype)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """As transformers reads patterns of this kind."""
+    return re.search(pattern.replace("*", ".*"), name) is not None
+
+
+def kept_by_default(model) -> set[str]:
+    """Names of the modules that transformers' quantizers leave as they are: the output embedding and what is tied."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    return {key.removesuffix(".weight").removesuffix(".bias") for key in get_keys_to_not_convert(model)}
+
+
+def quantized_linears(model, excluded: list[str] | None) -> set[str]:
+    """Names of the `nn.Linear` modules that a quantizer of transformers takes where `excluded` is the
+    `modules_to_not_convert` of its config."""
+    from torch import nn
+    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = HfQuantizer.get_modules_to_not_convert(model, excluded, model._keep_in_fp32_modules)
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return {name for name in linears if should_convert_module(name, kept)}
+
+
+def optional_names(model) -> list[str]:
+    """Regular expressions of the names of parameters that a checkpoint of the model may lack."""
+    return [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
+
+
+def conversions_of(model) -> list:
+    """What `from_pretrained` does to the names and tensors of a checkpoint of the model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return get_model_conversion_mapping(model)
+
+
+def key_renamer(model, conversions: Iterable, known: dict, joins: bool = True) -> Callable[[str], str]:
+    """A function: key in a checkpoint -> name in the model.
+
+    Args:
+        conversions: `conversions_of(model)`.
+        known: has the names in the model as keys.
+        joins: whether a key whose tensor is joined with others gets the name of what they become.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    conversions, base = list(conversions), model.base_model_prefix
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+
+    def rename(key: str) -> str:
+        name, _ = rename_source_key(key, renamings, [], base, known)
+        if joins and name not in known:
+            joined, pattern = rename_source_key(key, renamings, converters, base, known)
+            name = joined if pattern is not None else name
+        return name
+
+    return rename
+
+
+def round_trip(model) -> Callable[[str], str]:
+    """A function: name in the model -> the name that it has when the model is saved and loaded again."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming) and not isinstance(c, PrefixChange)]
+    back = [c.reverse_transform() for c in reversed(renamings)]
+    return lambda name: apply_renamings(apply_renamings(name, back), renamings)
+
+
+def as_saved(model, tensors: dict) -> dict:
+    """Tensors by the model's names -> by the names of its checkpoints; fused ones come apart."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
 
 
 def copy_attention(source, target) -> None:
@@ -80,88 +340,3 @@ def copy_attention(source, target) -> None:
 def expert_activation(experts, projected):
     """What the activation of a fused experts module makes of the output [..., N] of its up projection."""
     return experts._apply_gate(projected) if experts.has_gate else experts.act_fn(projected)
-
-
-attention_of = attrgetter(
-    "_attn_implementation"
-)  # config -> the name of its attention; as fast as the attribute itself
-
-# The methods of `GenerationMixin` that a step of its decoding loop consists of.
-LOOP_STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
-# Models, by module, whose `prepare_inputs_for_generation` recomputes the whole sequence where longrope switches its
-# factors, and does nothing else.
-SWITCH_ROPE = {
-    "transformers.models.phi3.modeling_phi3": "Phi3ForCausalLM",
-    "transformers.models.phimoe.modeling_phimoe": "PhimoeForCausalLM",
-}
-
-
-def can_use_attention(model, name: str) -> bool:
-    """Whether `model.set_attn_implementation(name)` would be accepted."""
-    try:
-        if not model._can_set_attn_implementation():
-            return False
-        model._check_and_adjust_attn_implementation(name, is_init_check=False)
-    except ValueError:
-        return False
-    return True
-
-
-def prefill(model, input_ids, generation_config, model_kwargs: dict):
-    """Runs the prompt as `generate()` does, in chunks where the config asks for them. Returns the model's output."""
-    return model._prefill(input_ids, generation_config, model_kwargs)
-
-
-def limits_logits(model) -> bool:
-    """Whether its forward takes `logits_to_keep`."""
-    return model._supports_logits_to_keep()
-
-
-def pad_token_id(generation_config) -> int | None:
-    """The padding token of a running `generate()` call, None for none."""
-    token = generation_config._pad_token_tensor
-    return None if token is None else int(token)
-
-
-def is_users_cache(cache) -> bool:
-    """Whether the caller of `generate()` passed this cache."""
-    return getattr(cache, "_is_user_defined", False)
-
-
-def default_of(generation_config, name: str):
-    """The value that `generate()` takes where neither the call nor the model sets `name`."""
-    return generation_config._get_default_generation_params()[name]
-
-
-def allowed_tokens_fn(processor):
-    """`prefix_allowed_tokens_fn` of a `PrefixConstrainedLogitsProcessor`."""
-    return processor._prefix_allowed_tokens_fn
-
-
-def common_tokens(target, draft, target_size: int) -> dict[int, int]:
-    """Target id -> draft id of the tokens that two tokenizers have in common, as transformers' assisted generation
-    compares them. target_size: the target's `vocab_size`."""
-    from transformers.generation.candidate_generator import AssistantVocabTranslatorCache
-
-    return AssistantVocabTranslatorCache.get_translator(target, draft, target_size).target_to_assistant_input_ids
-
-
-def float32_modules(model) -> set[str]:
-    """Patterns of the names of the modules that stay in float32."""
-    return set(model._keep_in_fp32_modules or ()) | set(model._keep_in_fp32_modules_strict or ())
-
-
-def collects_hidden_states() -> bool:
-    """Whether a forward in the current context collects hidden states or attention weights."""
-    from transformers.utils import output_capturing
-
-    return bool(output_capturing._active_collector.get())
-
-
-def is_collector_hook(hook) -> bool:
-    """Whether a forward hook is transformers' collector of hidden states. It stays after the forward that asked for
-    them, and does nothing in a context without a collector."""
-    from transformers.utils import output_capturing
-
-    collects = getattr(hook, "__qualname__", "").endswith("<locals>.output_capturing_hook")
-    return collects and hook.__module__ == output_capturing.__name__

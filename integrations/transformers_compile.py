@@ -10,13 +10,6 @@ import functools
 from hf_efficient.cache.paged_cache import PagedCache
 
 
-def insides() -> tuple[tuple[object, str], ...]:
-    """What this module needs of transformers, as (owner, name)."""
-    from transformers import Cache, PreTrainedModel
-
-    return (PreTrainedModel, "get_compiled_call"), (Cache, "is_compileable")
-
-
 def register() -> None:
     """Idempotent."""
     from transformers import PreTrainedModel

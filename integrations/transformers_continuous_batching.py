@@ -89,27 +89,6 @@ def _shared(owner: torch.Tensor, is_first: bool, make):
     return made
 
 
-def insides() -> tuple[tuple[object, str], ...]:
-    """What this module needs of transformers, as (owner, name)."""
-    from transformers.generation import continuous_batching
-    from transformers.generation.continuous_batching import PagedAttentionCache, cache_allocators
-
-    base, full = cache_allocators.CacheAllocator, cache_allocators.FullAttentionCacheAllocator
-    return (
-        (continuous_batching.initialization, "is_flash_attention_requested"),
-        (continuous_batching.continuous_api, "PagedAttentionCache"),
-        (continuous_batching.cache, "ATTN_TYPE_TO_ALLOCATOR"),
-        (continuous_batching.cache, "FullAttentionCacheAllocator"),
-        (cache_allocators, "SlidingAttentionCacheAllocator"),
-        (PagedAttentionCache, "update"),
-        (base, "get_cache_for_block_table"),
-        (base, "_after_cache_tensor_init"),
-        (full, "get_bytes_per_page"),
-        (full, "supports_block_table"),
-        (full, "layer_type"),
-    )
-
-
 def register() -> None:
     """Opens transformers' decode path by block table to our names, and its cache to formats. Idempotent."""
     from transformers.generation.continuous_batching import initialization

@@ -1,9 +1,10 @@
-"""Tensor parallelism: transformers' plan for a weight, told for the packed tensors that stand for it.
+"""Tensor parallelism: transformers' `tp_plan`, extended to the packed tensors that stand for a weight.
 
-A layer that the plan cuts by output columns ("colwise") keeps some rows of every canonical tensor, one that it cuts by input
-("rowwise") some groups of every row, so that each process computes with codes and scales of the whole model. transformers reads
-only a process's part of a compressed checkpoint; a model that is compressed while it loads is compressed whole in every process,
-a weight at a time. After loading the parts are ordinary tensors and the layer computes as any other.
+A layer that `tp_plan` cuts by output columns ("colwise") keeps some rows of every canonical tensor, one that it cuts
+by input ("rowwise") some groups of every row, so that each process computes with codes and scales of the whole model.
+transformers reads only a process's part of a compressed checkpoint; a model that is compressed while it loads is
+compressed whole in every process, a weight at a time. After loading the parts are ordinary tensors and the layer
+computes as any other.
 """
 
 import dataclasses
@@ -30,8 +31,8 @@ INT8_COLUMNS = 64  # inputs that `int8_on_cpu` gives one scale
 
 
 class Cut(TensorParallelLayer):
-    """How one tensor of a module is cut where the module itself has transformers' style `base`: a canonical tensor as its
-    format says, the placeholder not at all, a tensor of an ordinary module as `base` does."""
+    """How one tensor of a module is cut where the module itself has transformers' style `base`: a canonical tensor as
+    its format says, the placeholder not at all, a tensor of an ordinary module as `base` does."""
 
     def __init__(self, base: str):
         self.base = base
@@ -60,15 +61,15 @@ def register() -> None:
 
 
 def check(model, config, pre_quantized: bool, own: bool) -> None:
-    """Raises ValueError for a `distributed_config` that compressed weights do not support, before anything is changed. `own`:
-    the checkpoint is no other library's."""
+    """Raises ValueError for a `distributed_config` that compressed weights do not support, before anything is
+    changed. `own`: the checkpoint is no other library's."""
     distributed = getattr(model.config, "distributed_config", None)
     for axis in ("ep_size", "pp_size", "fsdp_size", "dp_replicate_size"):
         if (getattr(distributed, axis, None) or 1) > 1:
             raise ValueError(
                 f"distributed_config: {axis}={getattr(distributed, axis)} shards weights over processes in a way that "
-                "compressed weights do not support: it must be 1; tp_size may be larger, and for several devices in one "
-                "process there is device_map='auto'"
+                "compressed weights do not support: it must be 1; tp_size may be larger, and for several devices in "
+                "one process there is device_map='auto'"
             )
     if _size(model) == 1:
         return
@@ -76,14 +77,16 @@ def check(model, config, pre_quantized: bool, own: bool) -> None:
         raise ValueError("distributed_config: tp_plan must be 'auto' for compressed weights, not a plan of your own")
     if not own:
         raise ValueError(
-            "tp_size > 1 is not supported for a checkpoint of another library: adopt it in one process and save it first"
+            "tp_size > 1 is not supported for a checkpoint of another library: adopt it in one process and save it "
+            "first"
         )
     if pre_quantized and config.dequantize:
         raise ValueError("dequantize=True is not supported with tp_size > 1: dequantize in one process and save")
 
 
 def update_plan(model, plan: dict[str, str], calibrated) -> None:
-    """Adds to `plan` how the tensors of compressed modules are cut. `calibrated` names modules compressed after loading.
+    """Adds to `plan` how the tensors of compressed modules are cut. `calibrated` names modules compressed after
+    loading.
 
     Raises:
         ValueError: a module's weight cannot be cut; names it, its format and why.
@@ -91,7 +94,8 @@ def update_plan(model, plan: dict[str, str], calibrated) -> None:
     size = _size(model)
     if size > 1 and calibrated:
         raise ValueError(
-            f"tp_size={size}: methods that need calibration run in one process; save what they give and load that with tp_size"
+            f"tp_size={size}: methods that need calibration run in one process; save what they give and load that "
+            "with tp_size"
         )
     for name, module in model.named_modules():
         if size == 1 or not isinstance(module, CompressedModule):
@@ -111,8 +115,8 @@ def update_plan(model, plan: dict[str, str], calibrated) -> None:
                 raise ValueError(f"tp_plan: the plan of {type(model).__name__} cuts no weight of {name}")
             if error := _error(module, weight, base, size):
                 raise ValueError(
-                    f"tp_size={size}: {name}.{own} [{weight.out_features}, {weight.in_features}] in {weight.format} cannot be "
-                    f"cut {base}: {error}"
+                    f"tp_size={size}: {name}.{own} [{weight.out_features}, {weight.in_features}] in {weight.format} "
+                    f"cannot be cut {base}: {error}"
                 )
             pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
             for parameter in (own, *weight.names().values()):
@@ -160,7 +164,8 @@ def refuse_saving(model) -> None:
 
     def refuse(*args, **kwargs):
         raise ValueError(
-            "this process holds a part of each compressed weight: save from a process that loads the model without tp_size"
+            "this process holds a part of each compressed weight: save from a process that loads the model without "
+            "tp_size"
         )
 
     model.save_pretrained = model.push_to_hub = refuse

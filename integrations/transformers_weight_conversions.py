@@ -1,38 +1,92 @@
-"""What `EfficientQuantizer` has transformers do to weights on their way into a model: compress them, expand them, or keep them."""
+"""What our quantizers have transformers do to weights on their way into a model."""
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter, _IdentityOp
-from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
 
 
-class Resave(ConversionOps):
-    """Changes nothing; its presence makes transformers write an offloaded weight anew."""
+class OnArrival(ConversionOps):
+    """A conversion of {pattern: tensor or [tensor]} while a model is loaded, for a quantizer. Nothing is undone when
+    the model is saved."""
 
-    def convert(self, input_dict, target_patterns=None, **kwargs):
-        return {target_patterns[0]: next(iter(input_dict.values()))}
+    def __init__(self, quantizer=None):
+        self.hf_quantizer = quantizer
+
+    def __deepcopy__(self, memo):
+        return self  # transformers copies it for every weight
 
     @property
     def reverse_op(self):
         return _IdentityOp()
 
 
-class QuantizeOnArrival(ConversionOps):
-    """Replaces each weight of {full name: tensor} by its quantized tensors."""
+def single(tensor: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+    """The tensor of a pattern that stands for one."""
+    return tensor[0] if isinstance(tensor, list) else tensor
 
-    def __init__(self, quantizer):
-        self.hf_quantizer = quantizer
+
+def declared_dtype(model, name: str) -> torch.dtype:
+    """The dtype that the tensor called `name` has in the model before it is loaded."""
+    module, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(module), leaf).dtype
+
+
+def converter(sources: str | list[str], target: str, operation: OnArrival) -> WeightConverter:
+    """Has transformers give the tensors whose names match `sources` to `operation`, which makes those of `target`."""
+    return WeightConverter(sources, target, [operation])
+
+
+def patterns(conversion) -> tuple[list[str], list[str]]:
+    """(source patterns, target patterns) of a conversion, as they were written."""
+    return conversion._original_source_patterns, conversion._original_target_patterns
+
+
+def joining(conversions, names) -> list[WeightConverter]:
+    """Those of `conversions` that split one of the weights called `names` when the model is saved."""
+    return [
+        c
+        for c in conversions
+        if isinstance(c, WeightConverter)
+        and any(c.reverse_transform().rename_source_key(name)[1] is not None for name in names)
+    ]
+
+
+def forget(model, joined=()) -> None:
+    """Makes the model be saved with the tensors that it has: drops what was done while it was loaded and the
+    conversions `joined`, which would split what is no longer a weight."""
+    targets = [patterns(conversion)[1] for conversion in joined]
+    model._weight_conversions = [
+        c
+        for c in model._weight_conversions or []
+        if not any(isinstance(operation, OnArrival) for operation in getattr(c, "operations", ()))
+        and not (isinstance(c, WeightConverter) and patterns(c)[1] in targets)
+    ]
+
+
+def remember(model, joined: list) -> None:
+    """Takes `forget(model, joined)` back."""
+    model._weight_conversions = (getattr(model, "_weight_conversions", None) or []) + joined
+
+
+class Resave(OnArrival):
+    """Changes nothing; its presence makes transformers write an offloaded weight anew."""
+
+    def convert(self, input_dict, target_patterns=None, **kwargs):
+        return {target_patterns[0]: next(iter(input_dict.values()))}
+
+
+class QuantizeOnArrival(OnArrival):
+    """Replaces each weight of {full name: tensor} by its quantized tensors."""
 
     @torch.no_grad()
     def convert(self, input_dict, model=None, **kwargs):
         quantizer, out = self.hf_quantizer, {}
         for name in list(input_dict):
-            tensor = input_dict.pop(name)  # and forget it: peak memory is the quantized model and one weight
-            tensor = tensor[0] if isinstance(tensor, list) else tensor
-            if quantizer._tied_head is not None and name == quantizer._tied_head[0]:
+            tensor = single(input_dict.pop(name))  # and forget it: peak memory is the quantized model and one weight
+            if quantizer.swapped.tied_head is not None and name == quantizer.swapped.tied_head[0]:
                 out[name] = tensor
-                name = quantizer._tied_head[1]
+                name = quantizer.swapped.tied_head[1]
             if quantizer.on_arrival(name):
                 config = quantizer.quantization_config.for_module(name.rpartition(".")[0])
                 out.update(tensor_parallel.own_parts(model, quantizer.quantize(name, tensor, config)))
@@ -41,39 +95,24 @@ class QuantizeOnArrival(ConversionOps):
             del tensor
         return out
 
-    @property
-    def reverse_op(self):
-        return _IdentityOp()
-
 
 def dequantizer(quantizer, leaf: str) -> WeightConverter:
     """Collects the tensors that stand for a weight called `leaf` and makes the weight of them."""
     prefix = "" if leaf == "weight" else leaf + "_"
     sources = [rf"\.{name}" for name in (leaf, *(prefix + part for part in quantizer.parts()))]
-    return WeightConverter(sources, f".{leaf}", [_DequantizeOnArrival(quantizer)])
+    return converter(sources, f".{leaf}", _DequantizeOnArrival(quantizer))
 
 
-class _DequantizeOnArrival(ConversionOps):
-    """{pattern: [tensor]} of one weight -> the weight in the dtype its parameter has."""
-
-    def __init__(self, quantizer):
-        self.hf_quantizer = quantizer
+class _DequantizeOnArrival(OnArrival):
+    """The tensors of one weight -> the weight in the dtype its parameter has."""
 
     @torch.no_grad()
-    def convert(
-        self, input_dict, source_patterns=None, target_patterns=None, full_layer_name=None, model=None, **kwargs
-    ):
-        module, leaf = get_module_from_name(model, full_layer_name)
-        dtype = getattr(module, leaf).dtype
-        parts = {pattern: t[0] if isinstance(t, list) else t for pattern, t in input_dict.items()}
-        names = {pattern.rpartition(".")[2]: tensor for pattern, tensor in parts.items()}
-        if full_layer_name not in self.hf_quantizer._weights:
-            return {target_patterns[0]: next(iter(parts.values())).to(dtype)}
-        weight, transposed = self.hf_quantizer._weights[full_layer_name]
+    def convert(self, input_dict, target_patterns=None, full_layer_name=None, model=None, **kwargs):
+        dtype, weights = declared_dtype(model, full_layer_name), self.hf_quantizer.swapped.weights
+        names = {pattern.rpartition(".")[2]: single(tensor) for pattern, tensor in input_dict.items()}
+        if full_layer_name not in weights:
+            return {target_patterns[0]: next(iter(names.values())).to(dtype)}
+        weight, transposed = weights[full_layer_name]
         found = {part: names[parameter] for part, parameter in weight.names().items()}
         dense = weight.format.dequantize(found, weight.in_features, dtype)
         return {target_patterns[0]: dense.transpose(-1, -2).contiguous() if transposed else dense}
-
-    @property
-    def reverse_op(self):
-        return _IdentityOp()

@@ -88,6 +88,20 @@ def saved_llama(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("saved") / "tiny", eos_token_id=None)
 
 
+@pytest.fixture
+def none_adopted(monkeypatch):
+    """`hf_efficient.adopt` was not called yet."""
+    from hf_efficient.checkpoints import adopt
+
+    monkeypatch.setattr(adopt, "_adopted", set())
+
+
+@pytest.fixture
+def all_adopted(none_adopted):
+    """Checkpoints of other libraries become ours."""
+    hf_efficient.adopt()
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

@@ -13,8 +13,8 @@ TOKENS = {"tokens": torch.randint(3, 128, (4, 16), generator=torch.Generator().m
 
 
 def compressed(folder, arch="llama", model_dtype=torch.float32, shape=None, **config):
-    """A tiny model of `arch`, loaded from `folder / "plain"`, with the config that `config` describes (WeightOnlyConfig unless
-    it names a quant_method)."""
+    """A tiny model of `arch`, loaded from `folder / "plain"`, with the config that `config` describes
+    (WeightOnlyConfig unless it names a quant_method)."""
     if not (folder / "plain").exists():
         tiny_model(arch, model_dtype, **(shape or {})).save_pretrained(folder / "plain")
     kind = AUTO_QUANTIZATION_CONFIG_MAPPING[config.pop("quant_method", "efficient_weight_only")]

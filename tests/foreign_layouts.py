@@ -1,5 +1,5 @@
-"""Random weights in the layouts of other libraries, written from their definitions: {part: tensor} of one module, and the
-weight [N, K] that the library makes of them."""
+"""Random weights in the layouts of other libraries, written from their definitions: {part: tensor} of one module, and
+the weight [N, K] that the library makes of them."""
 
 import json
 
@@ -151,8 +151,8 @@ def bitmask(rows, columns, dtype, pattern="2:4"):
 
 
 def marlin24(rows, columns, dtype, bits=4, size=128):
-    """compressed-tensors' "marlin-24". Its order is that of mma.m16n8k16's second operand: of 16 kept columns by 64 rows a
-    thread holds, for each of 4 x 2 strips of rows, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9."""
+    """compressed-tensors' "marlin-24". Its order is that of mma.m16n8k16's second operand: of 16 kept columns by 64
+    rows a thread holds, for each of 4 x 2 strips of rows, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9."""
     groups = 1 if size == -1 else columns // size
     codes, scale, mask = (
         random_codes(rows, columns, bits),
@@ -263,7 +263,8 @@ def torchao_int4(rows, columns, dtype, size=32):
 
 
 def write(folder, model, layout, dtype, only=lambda name: name != "lm_head", **options):
-    """Saves `model` with its linear layers (and experts) in `layout`, random, into `folder`. Returns {module: the weight it stands for}."""
+    """Saves `model` with its linear layers (and experts) in `layout`, random, into `folder`. Returns {module: the
+    weight it stands for}."""
     torch.manual_seed(0)
     model.to(dtype).save_pretrained(folder)
     tensors, weights, metadata = load_file(folder / "model.safetensors"), {}, {"format": "pt"}

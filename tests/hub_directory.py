@@ -12,8 +12,8 @@ import huggingface_hub
 
 
 class HubDirectory:
-    """`root/<owner>/<name>` is a repository. `requests` are (method, path), `headers` the Authorization of each; `fail(request)`
-    may raise to break a connection."""
+    """`root/<owner>/<name>` is a repository. `requests` are (method, path), `headers` the Authorization of each;
+    `fail(request)` may raise to break a connection."""
 
     def __init__(self, root: Path):
         self.root, self.requests, self.authorizations, self.blobs = root, [], [], {}

@@ -16,12 +16,15 @@ MOST_FLOORS = {"cache": 7, "generation": 11}  # the longest chain of imports ins
 
 _SHELF = {"flash_paged": "kernels/flash-paged", "efficient_linear": "kernels/efficient-linear"}
 
-LEAVES = ("files", "integrations.transformers_compat")  # imported by every room, import nothing of ours
+# imported by every room, import only each other
+LEAVES = ("files", "adapter_files", "integrations.transformers_compat", "integrations.transformers_loop")
 
 # room -> the rooms it may import, besides itself and the leaves
 ROOMS = {
     "files": "",
+    "adapter_files": "",
     "integrations.transformers_compat": "",
+    "integrations.transformers_loop": "",
     "kernels.flash_paged": "",
     "kernels.efficient_linear": "",
     "kernels": "",
@@ -53,7 +56,8 @@ ROOMS = {
     "checkpoints": "configs layers",
     "targets": "configs layers planning.model_trace checkpoints",
     "integrations": "configs layers formats kernels.attention kernels.native calibration cache generation "
-    "generation.decode generation.speculation.options targets checkpoints",
+    "generation.decode generation.speculation.options targets checkpoints integrations.hub",
+    "integrations.hub": "integrations.model_card",
     "integrations.model_card": "configs evaluation",
     "integrations.optimum_command": "cli",
     "checkpoints.adopt": "configs layers formats kernels.linear checkpoints integrations",
@@ -64,9 +68,9 @@ ROOMS = {
     "evaluation": "",
     "model_cards": "",
     "cli": "configs evaluation calibration checkpoints checkpoints.export compression planning integrations "
-    "integrations.model_card",
+    "integrations.hub integrations.model_card",
 }
-_IN_LAYERS = ("layers", "experts", "bit_linear", "adapter_files")
+_IN_LAYERS = ("layers", "dense_layers", "experts", "bit_linear")
 _IN_DECODE = ("generation.request", "generation.served", "generation.loop")  # they import drafters
 
 

@@ -1,5 +1,5 @@
-"""Readers of other engines' layouts, written from their descriptions and sharing nothing with the exporters: a file or folder ->
-{name of a weight: float32 [out_features, in_features]} of its compressed layers."""
+"""Readers of other engines' layouts, written from their descriptions and sharing nothing with the exporters: a file
+or folder -> {name of a weight: float32 [out_features, in_features]} of its compressed layers."""
 
 import json
 import re
@@ -86,8 +86,8 @@ def _nibbles(words: np.ndarray) -> np.ndarray:
 
 
 def gguf(file: Path, heads: dict[str, int] | None = None) -> dict[str, torch.Tensor]:
-    """All tensors by their names in the file, by the package's own dequantization. `heads`: of {"attn_q": n, "attn_k": n},
-    the rows are put back in transformers' order."""
+    """All tensors by their names in the file, by the package's own dequantization. `heads`: of {"attn_q": n,
+    "attn_k": n}, the rows are put back in transformers' order."""
     from gguf import GGUFReader, dequantize
 
     weights = {}

@@ -170,7 +170,7 @@ class PagedCache(OwnLoops, Cache):
         self.tiers.park()
 
     def save(self, path: str | os.PathLike, model: torch.nn.Module | None = None) -> None:
-        """Writes the blocks in use to one safetensors file, beside it first, so that `path` is never half a file.
+        """Writes the blocks in use to one safetensors file, atomically.
 
         model: the one that filled this cache; `load` then refuses other weights or adapters too, not only other configs.
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-from pathlib import Path
 
 import psutil
 import torch
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_efficient.cache.bookkeeping.fingerprint import config_fingerprint, weights_fingerprint
+from hf_efficient.files import atomic_write
 
 
 _FORMAT = "hf_efficient.paged_cache.1"
@@ -50,13 +50,8 @@ def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -
         for kind, rows in layer.store.rows.items():
             tensors[f"layers.{name}.rows.{kind}"] = rows.cpu().contiguous()
     text = json.dumps(header, sort_keys=True)
-    path = Path(path)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        save_file(tensors, beside, {"format": _FORMAT, "header": text, "digest": _digest(text, tensors)})
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with atomic_write(path) as partial:
+        save_file(tensors, partial, {"format": _FORMAT, "header": text, "digest": _digest(text, tensors)})
 
 
 def load(cls, path: str | os.PathLike, model, offload=None):

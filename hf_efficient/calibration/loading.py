@@ -10,9 +10,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.calibration.data import load_tokens
+from hf_efficient.integrations.transformers_compat import block_classes
 
 
-SENSITIVITY_WINDOWS = 16  # of the calibration text, for what differs from layer to layer
+SENSITIVITY_WINDOWS = 16  # windows of the calibration text that bits and sparsities of single layers are chosen with
 _LINEARS = (nn.Linear, Conv1D)
 _OF_THE_LOSS = {"gradient", "fisher"}  # fields of `LinearGradients`
 
@@ -28,21 +29,22 @@ class MissingText(ValueError):
         )
 
 
-def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
+def prepare(config, schemes: dict, device_map, name_or_path: str) -> None:
     """Refuses what cannot be calibrated and reads the text, before weights are loaded.
 
     Args:
         config: its `calibration` is replaced by a copy that holds the tokens.
-        plan: module name -> its config.
+        schemes: module name -> its config, of the modules to calibrate.
         name_or_path: of the model, where its tokenizer is.
 
     Raises:
         MissingText: no calibration text.
-        ValueError: too little calibration text, no tokenizer for it, or weights that would be offloaded while blocks run.
+        ValueError: too little calibration text, no tokenizer for it, or weights that would be offloaded while blocks
+            run.
         ImportError: a dataset of the Hub without the package `datasets`.
     """
     if config.calibration is None:
-        name, own = next(iter(plan.items()))
+        name, own = next(iter(schemes.items()))
         fields = [f"method={own.method!r}"]
         fields += [f"{field}=True" for field in ("refine", "mixed_precision") if getattr(own, field, False)]
         fields += ["allocation='owl'"] if _is_owl(own) else []
@@ -54,7 +56,7 @@ def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
         (_is_owl, "allocation='owl'"),
         (_reads_loss, "method"),
     ):
-        own = next(filter(is_asked, plan.values()), None)
+        own = next(filter(is_asked, schemes.values()), None)
         if config.calibration.source == "inputs" and own is not None:
             argument = f"method={own.method!r}" if argument == "method" else argument
             raise ValueError(f"{argument} needs text: give calibration texts, a dataset or tokens instead of inputs")
@@ -67,8 +69,8 @@ def prepare(config, plan: dict, device_map, name_or_path: str) -> None:
 
 
 def check_text(calibration, config, name_or_path: str) -> None:
-    """Reads the text of `calibration`, where it is a file, as calibration will, so that what is wrong shows before a model is
-    loaded.
+    """Reads the text of `calibration`, where it is a file, as calibration will, so that what is wrong shows before a
+    model is loaded.
 
     Args:
         config: of the model `name_or_path`, where its tokenizer is.
@@ -106,18 +108,19 @@ def _check_one_device(device_map: dict) -> None:
         )
 
 
-def run(model, config, plan: dict) -> None:
-    """Compresses the modules of `plan` in place, and writes what was decided for single modules into `config.overrides`."""
+def run(model, config, schemes: dict) -> None:
+    """Compresses the modules of `schemes` in place. Writes what was decided for single modules into
+    `config.overrides`."""
     from hf_efficient.calibration.run import calibrate
 
     _check_one_device(getattr(model, "hf_device_map", None) or {})  # "auto" is known only now
     source = config.calibration
     for differs, allocate in ((_is_mixed, _with_bits), (_is_owl, _with_sparsities)):
-        chosen = {name: own for name, own in plan.items() if differs(own)}
+        chosen = {name: own for name, own in schemes.items() if differs(own)}
         if chosen:
-            plan = {**plan, **allocate(model, chosen, source.tokens[:SENSITIVITY_WINDOWS])}
-    gradients = _gradients(model, plan, source.tokens)
-    decided = calibrate(model, plan, source, None, _transforms(plan), _refinement(plan), gradients)
+            schemes = {**schemes, **allocate(model, chosen, source.tokens[:SENSITIVITY_WINDOWS])}
+    gradients = _gradients(model, schemes, source.tokens)
+    decided = calibrate(model, schemes, source, None, _transforms(schemes), _refinement(schemes), gradients)
     own = {}
     for name, scheme in decided.items():
         before, top = config.for_module(name).scheme(), config.scheme()
@@ -127,25 +130,25 @@ def run(model, config, plan: dict) -> None:
     config.calibration = type(source)(**source.to_dict())  # what describes the text, not the text
 
 
-def _transforms(plan: dict) -> list:
-    """What changes the weights of a block without changing what it computes, before its numbers are chosen: rotations, and
-    `transform` of the file in `hf_efficient/calibration` that has the name of a method."""
+def _transforms(schemes: dict) -> list:
+    """What changes the weights of a block, but not what it computes, before codes are chosen:
+    rotations, and `transform` of the file in `hf_efficient/calibration` that has the name of a method."""
     from hf_efficient.calibration.rotation import rotate_block
 
-    found = [rotate_block] if any(getattr(own, "rotate", False) for own in plan.values()) else []
-    for method in sorted({own.method for own in plan.values()}):
+    found = [rotate_block] if any(getattr(own, "rotate", False) for own in schemes.values()) else []
+    for method in sorted({own.method for own in schemes.values()}):
         if importlib.util.find_spec(f"hf_efficient.calibration.{method}"):
             found.append(importlib.import_module(f"hf_efficient.calibration.{method}").transform)
     return found
 
 
-def _refinement(plan: dict):
-    if not any(getattr(own, "refine", False) for own in plan.values()):
+def _refinement(schemes: dict):
+    if not any(getattr(own, "refine", False) for own in schemes.values()):
         return None
     from hf_efficient.calibration.refine import refine_block
     from hf_efficient.calibration.refine_sparse import refine_sparse_block
 
-    is_sparse = any(own.name == "efficient_sparse" for own in plan.values())
+    is_sparse = any(own.name == "efficient_sparse" for own in schemes.values())
     return refine_sparse_block if is_sparse else refine_block
 
 
@@ -157,22 +160,22 @@ def _is_owl(own) -> bool:
     return getattr(own, "allocation", "uniform") == "owl"
 
 
-def _with_bits(model, plan: dict, tokens) -> dict:
-    """The configs of `plan` with the bits that each layer is to have."""
+def _with_bits(model, schemes: dict, tokens) -> dict:
+    """The configs of `schemes` with the bits that each layer is to have."""
     from hf_efficient.calibration.sensitivity import choose_bits
 
-    formats = {name: own.format() for name, own in plan.items()}
+    formats = {name: own.format() for name, own in schemes.items()}
     bits = choose_bits(model, formats, tokens, _blocks(model))
-    return {name: type(own)(**{**own.scheme(), "bits": bits[name]}) for name, own in plan.items()}
+    return {name: type(own)(**{**own.scheme(), "bits": bits[name]}) for name, own in schemes.items()}
 
 
-def _with_sparsities(model, plan: dict, tokens) -> dict:
-    """The configs of `plan` with the sparsity that each layer is to have."""
+def _with_sparsities(model, schemes: dict, tokens) -> dict:
+    """The configs of `schemes` with the sparsity that each layer is to have."""
     from hf_efficient.calibration.allocation import choose_sparsity
 
-    linears = {name: own.sparsity for name, own in plan.items() if isinstance(model.get_submodule(name), _LINEARS)}
+    linears = {name: own.sparsity for name, own in schemes.items() if isinstance(model.get_submodule(name), _LINEARS)}
     sparsity = choose_sparsity(model, linears, tokens, _blocks(model))
-    return {name: type(plan[name])(**{**plan[name].scheme(), "sparsity": own}) for name, own in sparsity.items()}
+    return {name: type(schemes[name])(**{**schemes[name].scheme(), "sparsity": own}) for name, own in sparsity.items()}
 
 
 def _reads_loss(own) -> set[str]:
@@ -180,18 +183,18 @@ def _reads_loss(own) -> set[str]:
     return _OF_THE_LOSS.intersection(own.observed())
 
 
-def _gradients(model, plan: dict, tokens) -> dict:
+def _gradients(model, schemes: dict, tokens) -> dict:
     """Module name -> the `LinearGradients` that its method asks for."""
-    asked = {name: fields for name, own in plan.items() if (fields := _reads_loss(own))}
+    asked = {name: fields for name, own in schemes.items() if (fields := _reads_loss(own))}
     if not asked:
         return {}
     from hf_efficient.calibration.gradients import gradients
 
     for name in asked:
         if not isinstance(model.get_submodule(name), _LINEARS):
-            raise ValueError(f"{name}: method={plan[name].method!r} is not supported for fused experts")
+            raise ValueError(f"{name}: method={schemes[name].method!r} is not supported for fused experts")
     return gradients(model, asked, tokens, _blocks(model))
 
 
 def _blocks(model) -> list:
-    return [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    return [module for module in model.modules() if type(module).__name__ in block_classes(model)]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import hf_efficient
 from hf_efficient.calibration.blocks import Chain, Produced
 from hf_efficient.configs.calibration import CalibrationConfig
+from hf_efficient.files import atomic_write
 from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.methods import inner_format
 
@@ -60,9 +61,8 @@ class Progress:
             tensors |= {f"carried.{batch}.{key.block}.{key.element}": tensor for key, tensor in carried.items()}
         self._write(f"chain{number}-after{index}.safetensors", _unshared(tensors))
         self._done[number] = index + 1
-        self._rename(
-            _STATE, lambda path: path.write_text(json.dumps({"fingerprint": self._fingerprint, "done": self._done}))
-        )
+        with atomic_write(self.folder / _STATE) as path:
+            path.write_text(json.dumps({"fingerprint": self._fingerprint, "done": self._done}))
         (self.folder / f"chain{number}-after{index - 1}.safetensors").unlink(missing_ok=True)
 
     def block(self, number: int, index: int, formats: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -86,18 +86,14 @@ class Progress:
 
     def remove(self) -> None:
         """Deletes the files of the run, and the folder if nothing else is in it."""
-        for path in (*self.folder.glob("chain*-*.safetensors*"), self.folder / _STATE):
+        for path in (*self.folder.glob("chain*-*.safetensors"), *self.folder.glob(".*.partial"), self.folder / _STATE):
             path.unlink(missing_ok=True)
         if not any(self.folder.iterdir()):
             self.folder.rmdir()
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-        self._rename(name, lambda path: save_file(tensors, path, metadata))
-
-    def _rename(self, name: str, write) -> None:
-        partial = self.folder / (name + ".partial")
-        write(partial)
-        partial.replace(self.folder / name)
+        with atomic_write(self.folder / name) as path:
+            save_file(tensors, path, metadata)
 
 
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

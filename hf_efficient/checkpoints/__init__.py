@@ -1,1 +1,1 @@
-"""Checkpoints: their headers and checks, saving, other libraries' formats in and out."""
+"""Checkpoints: their headers and checks, other libraries' formats in and out."""

@@ -6,11 +6,18 @@ from dataclasses import dataclass
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
+
+from hf_efficient.integrations.transformers_compat import key_renamer, optional_names
 
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of an ordinary weight, in safetensors' words
+
+
+def wanted(dtypes, shape=None) -> str:
+    """A dtype of `dtypes` and a shape (None: any length there) in words."""
+    sizes = "" if shape is None else f" {tuple('any' if length is None else length for length in shape)}"
+    return " or ".join(dtypes) + sizes
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,16 @@ class Place:
     key: str
     dtype: str
     shape: tuple[int, ...]
+
+    def expect(self, dtypes, shape=None, reason: str = "") -> "Place":
+        """This place. Raises ValueError, naming the tensor and what was expected, unless it has one of `dtypes` and,
+        where that is given, `shape`. reason: follows in the message."""
+        lengths = self.shape if shape is None else shape
+        fits = len(self.shape) == len(lengths) and all(n in (None, m) for n, m in zip(lengths, self.shape))
+        if self.dtype not in dtypes or not fits:
+            found = self.dtype if shape is None else f"{self.dtype} {self.shape}"
+            raise ValueError(f"{self.key} is {found}, expected {wanted(dtypes, shape)}{reason}")
+        return self
 
     def read(self) -> torch.Tensor:
         with safe_open(self.file, framework="pt") as opened:
@@ -36,8 +53,8 @@ def read_headers(files) -> tuple[dict[str, Place], dict[str, dict[str, str]]]:
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         names = [str(file).rpartition("/")[2] for file in files or ()][:3]
         raise ValueError(
-            f"hf_efficient reads quantized checkpoints from safetensors files, not from {names}: others can run code when "
-            "they are opened; save the checkpoint again with safetensors"
+            f"hf_efficient reads quantized checkpoints from safetensors files, not from {names}: others can run code "
+            "when they are opened; save the checkpoint again with safetensors"
         )
     places, metadata = {}, {}
     for file in files:
@@ -56,33 +73,33 @@ def read_headers(files) -> tuple[dict[str, Place], dict[str, dict[str, str]]]:
 
 
 def by_model_name(places: dict[str, Place], model, conversions, more_names=()) -> dict[str, Place]:
-    """Full name in `model` (on any device), or one of `more_names`, -> the place of its tensor, of several that are joined
-    any one. Keys that are neither keep their names."""
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    """Full name in `model` (on any device), or one of `more_names`, -> the place of its tensor. Where several tensors
+    are joined, one of them stands for all. Other keys keep their names."""
     known = dict.fromkeys((*model.state_dict(), *more_names), True)
-    found = {}
+    rename, found = key_renamer(model, conversions, known), {}
     for key, place in places.items():
-        name, _ = rename_source_key(key, renamings, [], model.base_model_prefix, known)
-        if name not in known:
-            joined, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-            name = joined if pattern is not None else name
+        name = rename(key)
         if place.dtype in FLOATS and found.get(name, place).dtype not in FLOATS:
-            continue  # of several that are joined, the one that is no ordinary weight
+            continue  # of several that are joined, one that is no ordinary weight shows
         found[name] = place
     return found
 
 
 def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: tuple[str, ...] = ()) -> None:
-    """Checks the tensors that are loaded as they are. found: `by_model_name`; compressed: names of the weights that are not; parts:
-    what may stand for the weight of a linear layer.
+    """Checks the tensors that are loaded as they are.
+
+    Args:
+        found: of `by_model_name`.
+        compressed: names of the weights that are converted instead.
+        parts: names of the tensors that may stand for the weight of a linear layer.
 
     Raises:
         ValueError: an integer or float8 tensor stands where the model has floats, and no scale belongs to it; or the
-            checkpoint lacks a parameter of the model. The checkpoint of another class may lack whole parts: heads, poolers.
+            checkpoint lacks a parameter of the model. The checkpoint of another class may lack whole parts: heads,
+            poolers.
     """
     tied = {name for pair in (model.all_tied_weights_keys or {}).items() for name in pair}
-    ignored = [*(model._keys_to_ignore_on_load_missing or ()), *(model._keys_to_ignore_on_save or ())]
+    ignored = optional_names(model)
     is_same_class = type(model).__name__ in (model.config.architectures or ())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
@@ -101,7 +118,7 @@ def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: 
         if is_same_class or not _is_new_part(name, found, model.base_model_prefix):
             module, _, leaf = name.rpartition(".")
             is_linear = leaf == "weight" and isinstance(model.get_submodule(module), (nn.Linear, Conv1D))
-            names = [name, " or ".join(f"{module}.{part}" for part in parts if is_linear)]
+            names = [name, " or ".join(f"{module}.{part}" for part in parts if is_linear and part != leaf)]
             raise ValueError(
                 f"the checkpoint has neither {' nor '.join(filter(None, names))}: it is incomplete"
                 if all(names)
@@ -110,8 +127,8 @@ def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: 
 
 
 def _is_new_part(name: str, found: dict[str, Place], base: str) -> bool:
-    """Whether `found` has nothing of what parameter `name` is a part of: its module, where that stands in the model or in its
-    base model, else the module around it."""
+    """Whether the checkpoint has no tensor of the part of the model that parameter `name` belongs to: its module where
+    that is a child of the model or of its base model, else the parent of its module."""
     module = name.rpartition(".")[0]
     parent = module.rpartition(".")[0]
     part = module if parent in ("", base) else parent

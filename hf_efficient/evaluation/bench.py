@@ -15,7 +15,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import StoppingCriteria
 
-from hf_efficient.evaluation.output_files import replace_files
+from hf_efficient.files import atomic_files
 
 
 PERCENTILES = (50, 95, 99)
@@ -97,13 +97,13 @@ def at_latency_bound(batches: list[dict], bound: float) -> dict | None:
 
 
 def write(content: dict, folder: Path, plotted: bool) -> list[Path]:
-    """Writes bench.json and, when `plotted`, bench.png into `folder`, atomically. Returns their paths."""
-    written = []
-    with replace_files(folder, written) as scratch:
+    """Writes bench.json and, when `plotted`, bench.png into `folder`, atomically."""
+    with atomic_files(folder, "bench.json") as scratch:
         (scratch / "bench.json").write_text(json.dumps(content, indent=2) + "\n")
         if plotted:
             plot(content, scratch / "bench.png")
-    return written
+        names = sorted(path.name for path in scratch.iterdir())
+    return [folder / name for name in names]
 
 
 def plot(content: dict, path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hf_efficient.evaluation import perplexity
-from hf_efficient.evaluation.output_files import replace_files
+from hf_efficient.files import atomic_files
 
 
 def compare(results: list[dict], variants: list[dict]) -> list[dict]:
@@ -82,14 +82,15 @@ def _cell(text: str) -> str:
 
 
 def write(content: dict, folder: Path, card: str) -> list[Path]:
-    """Writes report.json, report.md, plot.png and model_card.md (the text `card`) into `folder`, atomically."""
-    written = []
-    with replace_files(folder, written) as scratch:
+    """Writes report.json, report.md, plot.png and model_card.md, which holds `card`, into `folder`, atomically.
+    Returns the paths."""
+    with atomic_files(folder, "report.json") as scratch:
         (scratch / "report.json").write_text(json.dumps(content, indent=2) + "\n")
         (scratch / "report.md").write_text(_markdown(content))
         (scratch / "model_card.md").write_text(card)
         _plot(content, scratch / "plot.png")
-    return written
+        names = sorted(path.name for path in scratch.iterdir())
+    return [folder / name for name in names]
 
 
 def _markdown(content: dict) -> str:

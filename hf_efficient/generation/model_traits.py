@@ -7,7 +7,8 @@ from transformers import GenerationMixin
 
 from hf_efficient.cache.bookkeeping.model_key import rope_types
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.integrations.transformers_compat import LOOP_STEPS, SWITCH_ROPE, attention_of
+from hf_efficient.integrations.transformers_compat import attention_of
+from hf_efficient.integrations.transformers_loop import LOOP_STEPS, SWITCH_ROPE
 
 
 def decoder_layers(model) -> tuple[str, nn.ModuleList]:

@@ -8,7 +8,8 @@ from hf_efficient.cache.over_pages import over_pages
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation.model_traits import check_ragged
 from hf_efficient.generation.replay.captured_forward import is_watched
-from hf_efficient.integrations.transformers_compat import attention_of, can_use_attention
+from hf_efficient.integrations.transformers_compat import attention_of
+from hf_efficient.integrations.transformers_loop import can_use_attention
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 

@@ -11,7 +11,8 @@ from hf_efficient.cache.bookkeeping.forward_plan import tree_mask
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation.model_traits import decoder_layers, unmasked_layers
 from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded
-from hf_efficient.integrations.transformers_compat import attention_of, limits_logits, prefill
+from hf_efficient.integrations.transformers_compat import attention_of
+from hf_efficient.integrations.transformers_loop import limits_logits, prefill
 
 
 GROUP_TOKENS = 256  # of prompts that a CPU runs together: larger groups take as long a token

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.sequences import Sequences, is_left_padded, longest
 from hf_efficient.generation.speculation.options import Speculation, chosen
-from hf_efficient.integrations.transformers_compat import pad_token_id
+from hf_efficient.integrations.transformers_loop import pad_token_id
 
 
 @dataclass

@@ -10,7 +10,7 @@ from transformers.generation import logits_process as processors_of
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_efficient.generation.speculation.sampling import Uniforms
-from hf_efficient.integrations.transformers_compat import allowed_tokens_fn
+from hf_efficient.integrations.transformers_loop import allowed_tokens_fn
 
 
 # Processors that read one row of scores and nothing else: one call takes all sequences and positions.

@@ -11,7 +11,7 @@ from hf_efficient.generation.model_traits import check_ragged, exact_length, ove
 from hf_efficient.generation.replay.captured_forward import is_being_watched
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.sequences import STATEFUL
-from hf_efficient.integrations.transformers_compat import is_users_cache
+from hf_efficient.integrations.transformers_loop import is_users_cache
 
 
 _CACHES = (None, "dynamic")  # values of cache_implementation that a PagedCache can stand for

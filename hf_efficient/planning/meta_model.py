@@ -10,9 +10,8 @@ from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from hf_efficient.configs import CompressionConfig
-from hf_efficient.integrations.transformers_compat import model_from_config
-from hf_efficient.integrations.transformers_dtypes import loaded_dtype
-from hf_efficient.integrations.transformers_quantizer import register
+from hf_efficient.integrations.transformers_compat import loaded_dtype, model_from_config
+from hf_efficient.integrations.transformers_registration import register
 from hf_efficient.layers import CompressedModule
 from hf_efficient.planning import weight_bytes
 from hf_efficient.planning.model_trace import ATTENTION, Trace

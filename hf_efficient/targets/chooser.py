@@ -1,21 +1,24 @@
-"""Which modules of a model are compressed, and how: what the config says of a dense checkpoint, what the files hold of another."""
+"""Which modules of a model are compressed, and how.
+
+The config says it of a dense checkpoint, the tensors in the files say it of a compressed one.
+"""
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.configs import CompressionConfig, module_matches
 from hf_efficient.experts import expert_weight_names, is_fused_experts, is_sorted_experts
-from hf_efficient.integrations import transformers_dtypes
+from hf_efficient.integrations import transformers_compat
 from hf_efficient.layers import is_linear
-from hf_efficient.targets import patterns, read_weights
-from hf_efficient.targets.held_weights import held_weights, lost_when_saved
+from hf_efficient.targets import externally_read, patterns
+from hf_efficient.targets.weights_in_files import lost_when_saved, weights_in_files
 
 
 class TargetChooser:
     """Chooses for one load.
 
     Args:
-        config: of the load; told of modules that it would compress and that a checkpoint of another class has not.
+        config: of the load. Modules that a checkpoint of another class lacks are added to `modules_to_not_convert`.
         pre_quantized: the checkpoint is compressed already.
         kept: patterns of modules that stay as they are.
         files: of the checkpoint, or None where there is none.
@@ -25,7 +28,7 @@ class TargetChooser:
     def __init__(self, model, config: CompressionConfig, pre_quantized: bool, kept: set[str], files, own_files: bool):
         self.model, self.config, self.pre_quantized, self.kept = model, config, pre_quantized, kept
         self.files, self.own_files = files, own_files
-        self.kept_parameters = transformers_dtypes.kept_parameters(model) if own_files else set()
+        self.kept_parameters = transformers_compat.kept_parameters(model) if own_files else set()
         self.candidates = {name: module for name, module in model.named_modules() if _is_compressible(module)}
         self.base = model.base_model_prefix
 
@@ -33,8 +36,8 @@ class TargetChooser:
         """(name, module, its config) of everything to compress.
 
         Raises:
-            ValueError: a pattern of a new config matches nothing; experts in a form that cannot be compressed; a checkpoint whose
-                files and config contradict each other, or that holds what no forward can use.
+            ValueError: a pattern of a new config matches nothing; experts in a form that cannot be compressed; a
+                checkpoint whose files and config contradict each other, or that holds what no forward can use.
         """
         if not self.pre_quantized:
             patterns.check_names(self.config, self.model)
@@ -43,7 +46,7 @@ class TargetChooser:
             own = {name: self._held_config(name, file_name) for name, file_name in held.items()}
             return [(name, module, own[name]) for name, module in self.candidates.items() if name in own]
         linears = [name for name, module in self.candidates.items() if isinstance(module, nn.Linear)]
-        dense = read_weights.read_elsewhere(self.model, linears)
+        dense = externally_read.read_elsewhere(self.model, linears)
         if not self.pre_quantized:
             dense |= lost_when_saved(self.model, linears)
         targets = []
@@ -55,21 +58,23 @@ class TargetChooser:
                 targets.append((name, module, own))
             elif any(p.ndim == 3 for p in module.parameters(recurse=False)) and "Experts" in type(module).__name__:
                 raise ValueError(
-                    f"{name} ({type(module).__name__}) holds expert weights in a form that {type(self.config).__name__} cannot "
-                    f"quantize; to leave them as they are, pass modules_to_not_convert=[{name.split('.')[-1]!r}]"
+                    f"{name} ({type(module).__name__}) holds expert weights in a form that "
+                    f"{type(self.config).__name__} cannot quantize; to leave them as they are, pass "
+                    f"modules_to_not_convert=[{name.split('.')[-1]!r}]"
                 )
         if targets and not self.pre_quantized:
+            patterns.check_overrides(self.config, self.model, {name for name, _, _ in targets})
             self._check_floats([f"{name}.{weight}" for name, module, _ in targets for weight in _weights_of(module)])
         return targets
 
     def _check_floats(self, weights: list[str]) -> None:
         """Raises ValueError where the files hold one of the `weights`, which are to be compressed, as integers."""
-        held = held_weights(self.files, self.model, weights)
+        held = weights_in_files(self.files, self.model, weights)
         if held is not None and held.integers:
             raise ValueError(
-                f"the checkpoint holds {len(held.integers)} weights as integers, for example {sorted(held.integers)[:3]}: it is "
-                "quantized in a form that its config.json does not name, and cannot be quantized again; load it with the library "
-                "that wrote it"
+                f"the checkpoint holds {len(held.integers)} weights as integers, for example "
+                f"{sorted(held.integers)[:3]}: it is quantized in a form that its config.json does not name, and "
+                "cannot be quantized again; load it with the library that wrote it"
             )
 
     def _is_kept(self, name: str, module: nn.Module) -> bool:
@@ -80,7 +85,7 @@ class TargetChooser:
 
     def _config_of(self, name: str) -> CompressionConfig | None:
         """The config of a module by its name; None: it stays as it is."""
-        # a base model is read from the checkpoint of one with a head: names there begin so
+        # a base model loaded from the checkpoint of a model with a head: names there begin with the prefix
         is_inside = self.pre_quantized and self.base and not hasattr(self.model, self.base)
         name = f"{self.base}.{name}" if is_inside else name
         if any(module_matches(pattern, name) for pattern in self.config.modules_to_not_convert or ()):
@@ -92,7 +97,7 @@ class TargetChooser:
         weights = {
             f"{name}.{weight}": name for name, module in self.candidates.items() for weight in _weights_of(module)
         }
-        held = held_weights(self.files, self.model, list(weights))
+        held = weights_in_files(self.files, self.model, list(weights))
         if held is None:
             return None
         found = {weights[weight]: module for weight, module in held.compressed.items()}
@@ -100,15 +105,18 @@ class TargetChooser:
         return found
 
     def _settle(self, found: dict[str, str], dense: set[str]) -> None:
-        """Adds to `found` what the checkpoint has to hold and does not, so that it is said to be missing, and tells the config of
-        modules that it would compress and that a checkpoint of another class has not: a head, say."""
+        """Adds to `found` the modules that the checkpoint lacks, so that they are reported as missing.
+
+        The checkpoint of another class may lack modules that the config compresses, such as a head: the config is told
+        to leave these as they are.
+        """
         promised = [
             name
             for name, module in self.candidates.items()
             if name not in found and not self._is_kept(name, module) and self._config_of(name) is not None
         ]
         absent = [name for name in promised if name not in dense]
-        known = read_weights.known(self.model)
+        known = externally_read.known(self.model)
         is_own_class = type(self.model).__name__ in (getattr(self.model.config, "architectures", None) or ())
         if is_own_class or not (found or dense):
             found.update({name: name for name in absent if name not in known})
@@ -116,13 +124,13 @@ class TargetChooser:
             self.config.modules_to_not_convert = [*(self.config.modules_to_not_convert or ()), *new]
         if not self.config.dequantize and (unusable := sorted(known & found.keys())):
             raise ValueError(
-                f"the checkpoint holds {unusable[0]} in compressed form, but {type(self.model).__name__} reads its weight itself: "
-                "load it with dequantize=True, save it, and quantize that"
+                f"the checkpoint holds {unusable[0]} in compressed form, but {type(self.model).__name__} reads its "
+                "weight itself: load it with dequantize=True, save it, and quantize that"
             )
 
     def _held_config(self, name: str, file_name: str) -> CompressionConfig:
-        """The config of a module that the files hold in compressed form; patterns may have the names of the class that was
-        saved."""
+        """The config of a module that the files hold in compressed form. Its patterns may name modules of the class
+        that was saved."""
         names = (name, f"{self.base}.{name}", file_name) if self.base else (name, file_name)
         own = next((own for own in map(self.config.for_module, names) if own is not self.config), self.config)
         if own is None:

@@ -25,14 +25,14 @@ def check_overrides(config: CompressionConfig, model, compressed: set[str]) -> N
             continue
         if any(module_matches(pattern, name) for name in compressed):
             raise ValueError(
-                f"overrides: {pattern!r} changes nothing: an earlier pattern counts for every module that it matches; put it "
-                "before the others"
+                f"overrides: {pattern!r} changes nothing: an earlier pattern counts for every module that it matches; "
+                "put it before the others"
             )
         kept = next(name for name, _ in model.named_modules() if name and module_matches(pattern, name))
         raise ValueError(
-            f"overrides: {pattern!r} changes nothing: {kept} ({type(model.get_submodule(kept)).__name__}) holds no weight that "
-            f"is compressed (quantize_lm_head=True takes the output embedding); compressed names near it are "
-            f"{nearest(pattern, sorted(compressed))}"
+            f"overrides: {pattern!r} changes nothing: {kept} ({type(model.get_submodule(kept)).__name__}) holds no "
+            "weight that is compressed (quantize_lm_head=True takes the output embedding); compressed names near it "
+            f"are {nearest(pattern, sorted(compressed))}"
         )
 
 

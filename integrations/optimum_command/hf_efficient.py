@@ -1,5 +1,5 @@
-"""`optimum-cli efficient ...`: the commands of `hf-efficient`. Installed as `optimum.commands.register.hf_efficient`, where
-optimum looks for the commands of other packages; the folders above hold no __init__.py, as optimum asks."""
+"""`optimum-cli efficient ...`: the commands of `hf-efficient`. Installed as `optimum.commands.register.hf_efficient`,
+where optimum looks for the commands of other packages; the folders above hold no __init__.py, as optimum asks."""
 
 import argparse
 import sys

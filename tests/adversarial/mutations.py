@@ -1,5 +1,5 @@
-"""One change at random to a checkpoint: {kind: function of (random numbers, `Checkpoint`, names of the quantized layers)}, which
-changes it in place and returns words that name what it changed: an error must hold one of them."""
+"""One change at random to a checkpoint: {kind: function of (random numbers, `Checkpoint`, names of the quantized
+layers)}, which changes it in place and returns words that name what it changed: an error must hold one of them."""
 
 import json
 

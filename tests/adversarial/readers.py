@@ -1,6 +1,6 @@
-"""What a checkpoint of each layout says, read in numpy from the definitions alone: (quantization_config, {part: Tensor} of one
-linear layer, its shape, what the file's metadata says of it) -> the weight, float64 [N, K]. Whatever is not as the definition
-says raises an error of some kind."""
+"""What a checkpoint of each layout says, read in numpy from the definitions alone: (quantization_config, {part:
+Tensor} of one linear layer, its shape, what the file's metadata says of it) -> the weight, float64 [N, K]. Whatever
+is not as the definition says raises an error of some kind."""
 
 import json
 

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import hf_efficient
 from hf_efficient import BitNetConfig, SparseConfig, W8A8Config, WeightOnlyConfig
-from hf_efficient.checkpoints import adopt, checks
+from hf_efficient.checkpoints import saved_tensors
 from hf_efficient.layers import EfficientLinear
 
 
@@ -22,10 +21,7 @@ UP = "model.layers.0.mlp.up_proj"
 HALF, WIDE = torch.float16, torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def adopted(monkeypatch):
-    monkeypatch.setattr(adopt, "_adopted", set())
-    hf_efficient.adopt()
+pytestmark = pytest.mark.usefixtures("all_adopted")
 
 
 def load(folder, kind=AutoModelForCausalLM, **options):
@@ -47,11 +43,11 @@ CODES_WITHOUT_A_SCALE = [  # layout, dtype, options, what is gone of up_proj, th
     (layouts.plain, WIDE, {}, ["weight_scale"], "weight is I8 .* but .*up_proj has no scale"),
     (layouts.plain, WIDE, dict(kind="float"), ["weight_scale"], "weight is F8_E4M3 .* but .*up_proj has no scale"),
     (layouts.plain, WIDE, dict(dynamic=False), ["weight_scale"], "weight is I8 .* has no scale"),
-    (layouts.packed, WIDE, {}, ["weight_packed"], "weight_s.* belongs to a quantized weight, but .*up_proj has no weight"),
+    (layouts.packed, WIDE, {}, ["weight_packed"], "weight_s.* belongs to a quantized weight, but .* has no weight"),
     (layouts.packed, WIDE, {}, ["weight_scale"], "has no .*up_proj.weight_scale"),
     (layouts.gptq, HALF, {}, ["qweight"], "belongs to a quantized weight, but .*up_proj has no weight"),
     (layouts.gptq, HALF, {}, ["scales"], "has no .*up_proj.scales"),
-    (layouts.gptq, HALF, dict(order="activation", size=16), ["g_idx"], "has no .*g_idx, expected one since desc_act is true"),
+    (layouts.gptq, HALF, dict(order="activation", size=16), ["g_idx"], "has no .*g_idx, .* since desc_act is true"),
     (layouts.awq, HALF, {}, ["qweight", "qzeros"], "scales belongs to a quantized weight"),
     (layouts.bitsandbytes_8bit, HALF, {}, ["SCB"], "weight is I8 .* has no scale"),
     (layouts.bitsandbytes_8bit, HALF, {}, ["SCB", "weight_format"], "weight is I8 .* has no scale"),
@@ -346,7 +342,7 @@ def test_every_canonical_tensor_has_a_name_that_is_looked_for():
         parts |= set(config.format().shapes(96, 64))
     parts |= set(W8A8Config(method="llm_int8", outlier_columns=2).format().shapes(96, 64))
     parts |= set(SparseConfig(sparsity=0.5, method="magnitude").format().shapes(96, 64))
-    assert parts == set(checks.PARTS)
+    assert parts == set(saved_tensors.PARTS)
     model = nn.Module()
     model.layer = nn.Linear(2, 2)
-    assert set(checks.possible_names(model)) == {f"layer.{part}" for part in parts}
+    assert set(saved_tensors.possible_names(model)) == {f"layer.{part}" for part in parts}

@@ -1,4 +1,5 @@
-"""Whatever JSON holds, a config is made or refused with a ValueError: no argument collides with a parameter of its class."""
+"""Whatever JSON holds, a config is made or refused with a ValueError: no argument collides with a parameter of its
+class."""
 
 import inspect
 

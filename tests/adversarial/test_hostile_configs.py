@@ -11,17 +11,12 @@ import torch
 from helpers import tiny_model
 from transformers import AutoModelForCausalLM
 
-import hf_efficient
 from hf_efficient import BitNetConfig, SparseConfig, W8A8Config, WeightOnlyConfig
-from hf_efficient.checkpoints import adopt
 from hf_efficient.checkpoints.adopt.target_patterns import LONGEST, TargetPatterns
 from hf_efficient.configs import module_matches
 
 
-@pytest.fixture(autouse=True)
-def adopted(monkeypatch):
-    monkeypatch.setattr(adopt, "_adopted", set())
-    hf_efficient.adopt()
+pytestmark = pytest.mark.usefixtures("all_adopted")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hf_efficient import W8A8Config, WeightOnlyConfig
-from hf_efficient.integrations import transformers_dtypes
+from hf_efficient.integrations import transformers_compat
 from hf_efficient.layers import CompressedModule
 from hf_efficient.planning import meta_model
 
@@ -80,10 +80,10 @@ def test_patterns_are_read_as_transformers_reads_them(case):
         model = cls.from_pretrained(path, dtype=dtype)
         with torch.device("meta"):
             declared = type(model)._from_config(model.config, dtype=dtype)
-        kept = transformers_dtypes.kept_parameters(declared)
+        kept = transformers_compat.kept_parameters(declared)
         for name, parameter in declared.named_parameters():
             loaded = model.get_parameter(name).dtype
-            assert transformers_dtypes.loaded_dtype(declared, name, parameter.dtype) == loaded, name
+            assert transformers_compat.loaded_dtype(declared, name, parameter.dtype) == loaded, name
             assert loaded == dtype or name in kept, name
 
 
@@ -93,4 +93,4 @@ def test_a_tower_in_another_dtype_is_not_kept():
     with torch.device("meta"):
         model = transformers.CLIPModel(config)
         model.text_model.bfloat16()
-    assert transformers_dtypes.kept_parameters(model) == set()
+    assert transformers_compat.kept_parameters(model) == set()

@@ -30,7 +30,8 @@ INT4 = WeightOnlyConfig(bits=4, group_size=32)
 
 
 class Moments:
-    """Keeps a copy of `folder` before every file-system call inside it that changes what it shows: what a kill leaves there."""
+    """Keeps a copy of `folder` before every file-system call inside it that changes what it shows: what a kill leaves
+    there."""
 
     current = None
     CALLS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate", "shutil.copyfile", "open")
@@ -165,7 +166,7 @@ def test_killed_while_an_adapter_of_two_files_is_saved(tmp_path):
     def contents(folder):
         if not (folder / "head.json").exists():
             return None
-        config = adapter_files.read_config(folder / "head.json", {"which": int})
+        config = adapter_files.read_settings(folder / "head.json", {"which": int})
         return config["which"], load_file(folder / "head.safetensors")["t"].item()
 
     folder = tmp_path / "adapter"

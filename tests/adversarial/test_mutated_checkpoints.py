@@ -1,8 +1,8 @@
-"""A changed checkpoint is refused by an error that names what is wrong, or gives the weights that a reader written from the
-definition gives.
+"""A changed checkpoint is refused by an error that names what is wrong, or gives the weights that a reader written
+from the definition gives.
 
-`python tests/adversarial/test_mutated_checkpoints.py 1000` makes so many changes and counts; a second number is the first
-seed."""
+`python tests/adversarial/test_mutated_checkpoints.py 1000` makes so many changes and counts; a second number is the
+first seed."""
 
 import collections
 import json
@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.quantizers import auto  # noqa: E402
 
 import hf_efficient  # noqa: E402
-from hf_efficient.checkpoints import adopt  # noqa: E402
 from hf_efficient.layers import EfficientLinear  # noqa: E402
 
 
@@ -216,10 +215,7 @@ def bench(tmp_path_factory):
     return Bench(tmp_path_factory.mktemp("bench"))
 
 
-@pytest.fixture(autouse=True)
-def adopted(monkeypatch):
-    monkeypatch.setattr(adopt, "_adopted", set())
-    hf_efficient.adopt()
+pytestmark = pytest.mark.usefixtures("all_adopted")
 
 
 def trials(count: int, first: int = 0):

@@ -167,7 +167,8 @@ def test_nothing_of_the_model_in_the_files_is_refused(folders):
 
 
 def test_layers_that_other_checkpoints_hold_fused_are_saved_apart(tmp_path):
-    """transformers would concatenate the placeholders of q_proj, k_proj and v_proj, and take the codes for something else."""
+    """transformers would concatenate the placeholders of q_proj, k_proj and v_proj, and take the codes for something
+    else."""
     torch.manual_seed(0)
     config = transformers.NomicBertConfig(**{name: size for name, size in TEXT.items() if "token" not in name})
     transformers.NomicBertForMaskedLM(config).save_pretrained(tmp_path / "plain")
@@ -186,9 +187,9 @@ def test_layers_that_other_checkpoints_hold_fused_are_saved_apart(tmp_path):
 
 
 def test_what_is_relied_on_in_transformers():
-    from hf_efficient.integrations import transformers_sub_configs
+    from hf_efficient.integrations import transformers_quantization_configs
 
     get = transformers.PreTrainedConfig.get_config_dict
-    transformers_sub_configs.register(())
+    transformers_quantization_configs.register(())
     assert transformers.PreTrainedConfig.get_config_dict.__func__ is get.__func__, "registering twice changes nothing"
     assert transformers.CLIPTextConfig.base_config_key == "text_config"

@@ -6,13 +6,11 @@ import pytest
 import torch
 from helpers import tiny_model
 from safetensors.torch import load_file, save_file
+from saved_models import INT4, folder
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_efficient import BitNetConfig, CalibrationConfig, SparseConfig, W8A8Config, WeightOnlyConfig
-
-
-INT4 = dict(bits=4, group_size=32)
 
 
 def load(path, config=None):
@@ -21,16 +19,9 @@ def load(path, config=None):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    path = tmp_path_factory.mktemp("plain")
-    tiny_model("llama").save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def int4(plain, tmp_path_factory):
+def int4(tmp_path_factory):
     path = tmp_path_factory.mktemp("int4")
-    load(plain, WeightOnlyConfig(**INT4, overrides={"layers.0": {"bits": 8}})).save_pretrained(path)
+    load(folder(), WeightOnlyConfig(**INT4, overrides={"layers.0": {"bits": 8}})).save_pretrained(path)
     return path
 
 
@@ -69,11 +60,11 @@ def test_the_same_config_and_dequantize_are_fine(int4):
     assert type(dense.model.layers[0].mlp.up_proj) is nn.Linear
 
 
-def test_the_same_config_with_calibration_is_fine(plain, tmp_path):
+def test_the_same_config_with_calibration_is_fine(tmp_path):
     tokens = torch.randint(3, 128, (4, 16), generator=torch.Generator().manual_seed(0))
     options = dict(bits=4, group_size=32, mixed_precision=True)
     config = WeightOnlyConfig(**options, calibration=CalibrationConfig(tokens=tokens))
-    model = load(plain, config)
+    model = load(folder(), config)
     model.save_pretrained(tmp_path)
     assert load(tmp_path, config).config.quantization_config.overrides == model.config.quantization_config.overrides
     load(tmp_path, WeightOnlyConfig(**options))
@@ -82,25 +73,25 @@ def test_the_same_config_with_calibration_is_fine(plain, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])
-def test_checkpoints_of_other_libraries_are_refused(method, plain, tmp_path):
+def test_checkpoints_of_other_libraries_are_refused(method, tmp_path):
     saved = {"quant_method": method, "bits": 4, "group_size": 128, "load_in_4bit": method == "bitsandbytes"}
-    _with_config(plain, tmp_path, saved)
+    _with_config(tmp_path, saved)
     with pytest.raises(
         ValueError, match=f"compressed already .*{method}.*128.* quantized again .WeightOnlyConfig.bits=8"
     ):
         load(tmp_path, WeightOnlyConfig(bits=8))
 
 
-def _with_config(plain, path, saved):
+def _with_config(path, saved):
     tiny_model("llama").save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | ({"quantization_config": saved} if saved else {})))
 
 
 @pytest.mark.parametrize("saved", [None, {"quant_method": "of_tomorrow"}])
-def test_integers_are_not_quantized(saved, plain, tmp_path):
+def test_integers_are_not_quantized(saved, tmp_path):
     """transformers goes on where it does not know a method, and casts what it reads."""
-    _with_config(plain, tmp_path, saved)
+    _with_config(tmp_path, saved)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = (tensors[name] * 100).to(torch.int8)
@@ -118,10 +109,10 @@ def test_integers_are_not_quantized(saved, plain, tmp_path):
         ({"mlp": {"bits": 8}, "up_proj": {"bits": 2}}, "'up_proj' changes nothing: an earlier pattern"),
     ],
 )
-def test_overrides_that_change_nothing_are_refused(overrides, message, plain):
+def test_overrides_that_change_nothing_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
-        load(plain, WeightOnlyConfig(**INT4, overrides=overrides))
+        load(folder(), WeightOnlyConfig(**INT4, overrides=overrides))
 
 
-def test_overrides_that_leave_what_is_left_are_fine(plain):
-    load(plain, WeightOnlyConfig(**INT4, overrides={"lm_head": None, "up_proj": {"bits": 8}}))
+def test_overrides_that_leave_what_is_left_are_fine():
+    load(folder(), WeightOnlyConfig(**INT4, overrides={"lm_head": None, "up_proj": {"bits": 8}}))

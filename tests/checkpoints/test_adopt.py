@@ -4,10 +4,10 @@ import foreign_layouts
 import pytest
 import torch
 from helpers import assert_close, tiny_model
+from saved_models import logits
 from transformers import AutoModelForCausalLM
 
 import hf_efficient
-from hf_efficient.checkpoints import adopt
 from hf_efficient.checkpoints.adopt.awq import AWQ
 from hf_efficient.checkpoints.adopt.gptq import GPTQ
 from hf_efficient.experts import EfficientExperts
@@ -65,19 +65,11 @@ SAVED = (
 )  # one a format of ours
 
 
-@pytest.fixture(autouse=True)
-def adopted(monkeypatch):
-    monkeypatch.setattr(adopt, "_adopted", set())
-    hf_efficient.adopt()
+pytestmark = pytest.mark.usefixtures("all_adopted")
 
 
 def load(folder, dtype=None, **options):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", **options)
-
-
-@torch.no_grad()
-def logits(model):
-    return model(torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(1))).logits.float()
 
 
 def dense(weights, dtype):
@@ -198,9 +190,9 @@ def test_words_by_hand():
     # GPTQ: eight inputs of one output, the first in the lowest bits; zero points are stored less one
     parts = {"qweight": word.expand(1, 8), "qzeros": torch.tensor([[0x66666666]], dtype=torch.int32)}
     parts["scales"] = torch.full((1, 8), 0.5)
-    weight = format.dequantize(GPTQ(saved).convert(parts, 8, 8, format), 8, torch.float32)
+    weight = format.dequantize(GPTQ(saved).convert(parts, 8, 8, format, torch.float32), 8, torch.float32)
     assert weight.tolist() == [[-3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0]] * 8
     # AWQ: eight outputs of one input, in the order 0, 2, 4, 6, 1, 3, 5, 7
     parts["qweight"], parts["qzeros"] = word.expand(8, 1), torch.zeros(1, 1, dtype=torch.int32)
-    weight = format.dequantize(AWQ(saved).convert(parts, 8, 8, format), 8, torch.float32)
+    weight = format.dequantize(AWQ(saved).convert(parts, 8, 8, format, torch.float32), 8, torch.float32)
     assert weight[:, 0].tolist() == [0.0, 2.0, 0.5, 2.5, 1.0, 3.0, 1.5, 3.5]

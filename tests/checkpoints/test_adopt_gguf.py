@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_close, tiny_model
+from saved_models import logits
 from transformers import AutoModelForCausalLM
 from unpackers import GGUF_NAMES
 
 import hf_efficient
-from hf_efficient.checkpoints import adopt
 from hf_efficient.checkpoints.adopt.gguf_blocks import KINDS, unpack
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.kernels.linear.codes import pack_codes
@@ -27,9 +27,7 @@ HALVES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def nothing_adopted(monkeypatch):
-    monkeypatch.setattr(adopt, "_adopted", set())
+pytestmark = pytest.mark.usefixtures("none_adopted")
 
 
 def random_blocks(kind: str, rows: int, columns: int, size: float = 1.0) -> np.ndarray:
@@ -110,11 +108,6 @@ def write(path, kinds=MIXED, other="Q4_K", **overrides):
 
 def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, gguf_file="tiny.gguf", **options)
-
-
-@torch.no_grad()
-def logits(model):
-    return model(torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(1))).logits.float()
 
 
 def test_model_of_k_quants(tmp_path):

@@ -1,5 +1,5 @@
-"""The same checkpoints read by the libraries they come from, where these are installed (CI has compressed-tensors; the others
-bring compiled code)."""
+"""The same checkpoints read by the libraries they come from, where these are installed (CI has compressed-tensors;
+the others bring compiled code)."""
 
 import foreign_layouts
 import pytest
@@ -10,13 +10,10 @@ from transformers import AutoModelForCausalLM
 
 import hf_efficient
 from hf_efficient import W8A8Config, WeightOnlyConfig
-from hf_efficient.checkpoints import adopt
 from hf_efficient.layers import EfficientLinear
 
 
-@pytest.fixture(autouse=True)
-def nothing_adopted(monkeypatch):
-    monkeypatch.setattr(adopt, "_adopted", set())
+pytestmark = pytest.mark.usefixtures("none_adopted")
 
 
 def ours(folder, dtype):

@@ -18,10 +18,7 @@ from hf_efficient.checkpoints.adopt.quantizer import AdoptingQuantizer
 from hf_efficient.layers import EfficientLinear
 
 
-@pytest.fixture(autouse=True)
-def adopted(monkeypatch):
-    monkeypatch.setattr(adopt, "_adopted", set())
-    hf_efficient.adopt()
+pytestmark = pytest.mark.usefixtures("all_adopted")
 
 
 @pytest.fixture
@@ -44,35 +41,33 @@ def change(folder, part, function, module="model.layers.0.mlp.up_proj"):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-UP = r"model\.layers\.0\.mlp\.up_proj\."
-LIES = {  # of the module up_proj, [96, 64]: layout, part, what is done to it, the message
-    "gptq width": (layouts.gptq, {}, "qweight", lambda t: t[:-1], UP + r"qweight is I32 \(7, 96\), expected \[64 \* bits"),
-    "gptq dtype": (layouts.gptq, {}, "qweight", lambda t: t.long(), UP + r"qweight is I64 \(8, 96\), expected I32"),
-    "gptq groups": (layouts.gptq, {}, "scales", lambda t: t[:1], UP + r"scales is \(1, 96\), expected 2 groups of 32"),
-    "gptq zeros": (layouts.gptq, {}, "qzeros", lambda t: t.t(), UP + r"qzeros is I32 \(12, 2\), expected I32 \(2, 12\)"),
-    "gptq order": (layouts.gptq, {}, "g_idx", lambda t: t * 0, UP + "g_idx does not put 32 inputs into each group"),
-    "gptq order beyond": (layouts.gptq, {}, "g_idx", lambda t: t + 9, UP + "g_idx does not put 32 inputs"),
-    "awq": (layouts.awq, {}, "qweight", lambda t: t[:, :3], UP + r"qweight is I32 \(64, 3\), expected I32 \(64, 12\)"),
-    "packed shape": (layouts.packed, {}, "weight_shape", lambda t: t * 2, UP + r"weight_shape is \[192, 128\], expected \[96, 64\]"),
-    "packed overflow": (layouts.packed, {}, "weight_shape", lambda t: t + 2**62, "weight_shape is .*expected"),
-    "packed": (layouts.packed, {}, "weight_packed", lambda t: t[1:], UP + r"weight_packed is I32 \(95, 8\), expected I32 \(96, 8\)"),
-    "int8": (layouts.plain, {}, "weight_scale", lambda t: t[1:], UP + r"weight_scale is F16 \(95, 1\), expected .* \(96, 1\)"),
-    "fp8 as int8": (layouts.plain, {}, "weight", lambda t: t.half(), UP + r"weight is F16 \(96, 64\), expected I8"),
-    "bitmask": (layouts.bitmask, {}, "compressed", lambda t: t[:, 1:], UP + r"compressed is F16 \(96, 31\), expected .* \(96, 32\)"),
-    "bitmask shape": (layouts.bitmask, {}, "shape", lambda t: t.flip(0), r"up_proj.shape is \[64, 96\], expected \[96, 64\]"),
-    "no value": (layouts.bitmask, dict(pattern=None), "compressed", lambda t: t[:0], r"compressed holds 0 values, expected 1 to 6144"),
-    "nf4": (layouts.bitsandbytes_4bit, {}, "weight", lambda t: t[:-1], UP + r"weight is U8 \(3071, 1\), expected .* \(3072, 1\)"),
-    "nf4 table": (layouts.bitsandbytes_4bit, {}, "weight.quant_map", lambda t: t + 1, "quant_map is not the table of nf4"),
-    "nf4 state": (
-        *(layouts.bitsandbytes_4bit, {}, "weight.quant_state.bitsandbytes__nf4", lambda t: t[3:]),
-        "bitsandbytes__nf4 is not the JSON of a bitsandbytes quantization state",
-    ),
-    "nf4 absmax": (layouts.bitsandbytes_4bit, {}, "weight.absmax", lambda t: t[:1], r"absmax is F32 \(1,\), expected F32 \(96,\)"),
-    "llm_int8": (layouts.bitsandbytes_8bit, {}, "SCB", lambda t: t[1:], UP + r"SCB is F32 \(95,\), expected F32 \(96,\)"),
-    "llm_int8 rows": (layouts.bitsandbytes_8bit, {}, "weight_format", lambda t: t + 2, r"weight_format is \[2\], expected \[0\]"),
-    "hqq": (layouts.hqq, {}, "W_q", lambda t: t[1:], UP + r"W_q is U8 \(95, 32\), expected U8 \(96, 32\)"),
-    "hqq axis": (layouts.hqq, {}, "axis", lambda t: t - 1, r"up_proj.axis is \[0\], expected one of \[1\]"),
-    "hqq shape": (layouts.hqq, {}, "shape", lambda t: t.flip(0), r"up_proj.shape is \[64, 96\], expected \[96, 64\]"),
+nf4, int8 = layouts.bitsandbytes_4bit, layouts.bitsandbytes_8bit
+NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+LIES = {  # of the module up_proj, [96, 64]: layout, part, what is done to it, what is said of it
+    "gptq width": (layouts.gptq, {}, "qweight", lambda t: t[:-1], r"is I32 \(7, 96\), expected \[64 \* bits"),
+    "gptq dtype": (layouts.gptq, {}, "qweight", lambda t: t.long(), r"is I64 \(8, 96\), expected I32"),
+    "gptq groups": (layouts.gptq, {}, "scales", lambda t: t[:1], r"is \(1, 96\), expected 2 groups of 32"),
+    "gptq zeros": (layouts.gptq, {}, "qzeros", lambda t: t.t(), r"is I32 \(12, 2\), expected I32 \(2, 12\)"),
+    "gptq order": (layouts.gptq, {}, "g_idx", lambda t: t * 0, "does not put 32 inputs into each group"),
+    "gptq order beyond": (layouts.gptq, {}, "g_idx", lambda t: t + 9, "does not put 32 inputs"),
+    "awq": (layouts.awq, {}, "qweight", lambda t: t[:, :3], r"is I32 \(64, 3\), expected I32 \(64, 12\)"),
+    "packed shape": (layouts.packed, {}, "weight_shape", lambda t: t * 2, r"is \[192, 128\], expected"),
+    "packed overflow": (layouts.packed, {}, "weight_shape", lambda t: t + 2**62, "is .*expected"),
+    "packed": (layouts.packed, {}, "weight_packed", lambda t: t[1:], r"is I32 \(95, 8\), expected I32 \(96, 8\)"),
+    "int8": (layouts.plain, {}, "weight_scale", lambda t: t[1:], r"is F16 \(95, 1\), expected .* \(96, 1\)"),
+    "fp8 as int8": (layouts.plain, {}, "weight", lambda t: t.half(), r"is F16 \(96, 64\), expected I8"),
+    "bitmask": (layouts.bitmask, {}, "compressed", lambda t: t[:, 1:], r"is F16 \(96, 31\), expected .* \(96, 32\)"),
+    "bitmask shape": (layouts.bitmask, {}, "shape", lambda t: t.flip(0), r"is \[64, 96\], expected \[96, 64\]"),
+    "no value": (layouts.bitmask, dict(pattern=None), "compressed", lambda t: t[:0], r"holds 0 values, expected 1 to"),
+    "nf4": (nf4, {}, "weight", lambda t: t[:-1], r"is U8 \(3071, 1\), expected .* \(3072, 1\)"),
+    "nf4 table": (nf4, {}, "weight.quant_map", lambda t: t + 1, "is not the table of nf4"),
+    "nf4 state": (nf4, {}, NF4_STATE, lambda t: t[3:], "is not the JSON of a bitsandbytes quantization state"),
+    "nf4 absmax": (nf4, {}, "weight.absmax", lambda t: t[:1], r"is F32 \(1,\), expected F32 \(96,\)"),
+    "llm_int8": (int8, {}, "SCB", lambda t: t[1:], r"is F32 \(95,\), expected F32 \(96,\)"),
+    "llm_int8 rows": (int8, {}, "weight_format", lambda t: t + 2, r"is \[2\], expected \[0\]"),
+    "hqq": (layouts.hqq, {}, "W_q", lambda t: t[1:], r"is U8 \(95, 32\), expected U8 \(96, 32\)"),
+    "hqq axis": (layouts.hqq, {}, "axis", lambda t: t - 1, r"is \[0\], expected one of \[1\]"),
+    "hqq shape": (layouts.hqq, {}, "shape", lambda t: t.flip(0), r"is \[64, 96\], expected \[96, 64\]"),
 }  # fmt: skip
 
 
@@ -81,7 +76,7 @@ def test_tensors_that_lie_are_refused(name, tmp_path, computes_nothing):
     layout, options, part, function, message = LIES[name]
     write(tmp_path, layout, **options)
     change(tmp_path, part, function)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.up_proj\.{part} {message}"):
         load(tmp_path)
 
 
@@ -202,12 +197,17 @@ def test_names_and_who_is_adopted(tmp_path, monkeypatch):
         hf_efficient.adopt("gptqq")
     monkeypatch.setattr(adopt, "_adopted", set())
     monkeypatch.setattr(adopt, "_is_installed", lambda package: True)
-    assert not any(map(adopt._adopts, adopt._METHODS))
+
+    def adopted():
+        return [name for name, method in adopt._METHODS.items() if method.is_adopted]
+
+    assert adopted() == []
     hf_efficient.adopt("bitsandbytes")
-    assert [method for method in adopt._METHODS if adopt._adopts(method)] == ["bitsandbytes_4bit", "bitsandbytes_8bit"]
+    assert adopted() == ["bitsandbytes_4bit", "bitsandbytes_8bit"]
     monkeypatch.setattr(adopt, "_adopted", set())
     monkeypatch.setattr(adopt, "_is_installed", lambda package: package == "optimum")
-    assert [m for m in adopt._METHODS if not adopt._adopts(m)] == ["gguf"]  # the others would fail: no library
+    stock = set(adopt._METHODS) - set(adopted())  # the official quantizers of the others would fail: no library
+    assert stock == {"gguf", "bitnet"}
 
 
 def test_quantizing_with_another_library_stays_its_own(monkeypatch):

@@ -79,10 +79,10 @@ def test_row(library, layout):
     method = saved["quant_method"]
     if method == "bitsandbytes":
         method += "_8bit" if saved.get("load_in_8bit") else "_4bit"
-    foreign = adopt._ours(method)(saved)
+    foreign = adopt._METHODS[method].load_reader()(saved)
     config = getattr(configs, foreign.config)(**foreign.scheme(InMemory(parts, metadata), SIZE, SIZE, dtype))
     format = config.format()
-    found = foreign.convert(parts, SIZE, SIZE, format)
+    found = foreign.convert(parts, SIZE, SIZE, format, torch.float32)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == format.shapes(SIZE, SIZE)
     dense = format.dequantize(found, SIZE, dtype)
     if method == "bitsandbytes_8bit":

@@ -1,5 +1,5 @@
-"""What other libraries' checkpoints asked of the formats: zero points in float, minima, scales in another dtype, another order of
-inputs. On every layout that computes with them."""
+"""What other libraries' checkpoints asked of the formats: zero points in float, minima, scales in another dtype,
+another order of inputs. On every layout that computes with them."""
 
 import pytest
 import torch

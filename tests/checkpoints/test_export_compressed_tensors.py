@@ -147,7 +147,7 @@ def test_one_scheme_names_the_class(tmp_path):
         (dict(W8A8, method="llm_int8"), "outlier columns"),
         (dict(W8A8, dtype="fp8", weights="block"), "blocks of 128 columns for a row of 64"),
         (dict(quant_method="efficient_bitnet"), "ternary"),
-        (SPARSE24, "no layout since release 0.15"),
+        (SPARSE24, "0.15 and later have no layout"),
         (dict(arch="gpt_oss", bits=4, group_size=32), "fused weights of experts"),
         (dict(arch="gpt2", bits=4, group_size=32), "a Conv1D"),
     ],

@@ -1,5 +1,5 @@
-"""GGUF files: every weight by the gguf package's own dequantization, logits by transformers' reader and, where it is installed,
-by llama.cpp."""
+"""GGUF files: every weight by the gguf package's own dequantization, logits by transformers' reader and, where it is
+installed, by llama.cpp."""
 
 import json
 from pathlib import Path

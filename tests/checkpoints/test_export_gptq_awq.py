@@ -1,4 +1,5 @@
-"""GPTQ and AWQ checkpoints, read back by unpackers of our own writing, and AWQ by the converter of compressed-tensors."""
+"""GPTQ and AWQ checkpoints, read back by unpackers of our own writing, and AWQ by the converter of
+compressed-tensors."""
 
 import json
 

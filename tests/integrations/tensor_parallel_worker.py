@@ -1,6 +1,8 @@
-"""One of two processes of test_tensor_parallel.py: `tensor_parallel_worker.py CASES.json RESULTS` with torchrun's variables.
+"""One of two processes of test_tensor_parallel.py: `tensor_parallel_worker.py CASES.json RESULTS` with torchrun's
+variables.
 
-Each case is {"name", "path", "quantization" or None, "train"}; process r writes RESULTS/r.safetensors and RESULTS/r.json.
+Each case is {"name", "path", "quantization" or None, "train"}; process r writes RESULTS/r.safetensors and
+RESULTS/r.json.
 """
 
 import json

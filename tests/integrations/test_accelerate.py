@@ -4,7 +4,8 @@ import pytest
 import torch
 from accelerate import infer_auto_device_map, load_checkpoint_and_dispatch
 from accelerate.utils import calculate_maximum_sizes, compute_module_sizes
-from helpers import assert_close, tiny_model
+from helpers import assert_close
+from saved_models import folder
 from transformers import AutoModelForCausalLM
 
 from hf_efficient import BitNetConfig, W8A8Config, WeightOnlyConfig
@@ -23,10 +24,8 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "mixtral"])
-def plain(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    tiny_model(request.param).save_pretrained(folder)
-    return folder
+def plain(request):
+    return folder(request.param)
 
 
 def bytes_of(model) -> int:

@@ -1,5 +1,5 @@
-"""`hf-efficient push` and `push_to_hub`: what is published is whole, reloads bit for bit, and its card tells no number that its
-report does not hold."""
+"""`hf-efficient push` and `push_to_hub`: what is published is whole, reloads bit for bit, and its card tells no
+number that its report does not hold."""
 
 import json
 import os

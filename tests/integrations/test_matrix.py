@@ -1,5 +1,6 @@
-"""config × attention × cache × speculation over tiny random models of many architectures: greedy decoding of a left-padded
-batch gives the same tokens (float32) as eager attention with transformers' own cache and no speculation."""
+"""config × attention × cache × speculation over tiny random models of many architectures: greedy decoding of a
+left-padded batch gives the same tokens (float32) as eager attention with transformers' own cache and no
+speculation."""
 
 import re
 

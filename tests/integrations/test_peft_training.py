@@ -1,7 +1,8 @@
-"""Training over 4-bit weights as QLoRA does it, and other ways of training few parameters: the loss falls, the compressed
-weights stay as they are, and what was trained can be saved, reloaded and, for LoRA, merged."""
+"""Training over 4-bit weights as QLoRA does it, and other ways of training few parameters: the loss falls, the
+compressed weights stay as they are, and what was trained can be saved, reloaded and, for LoRA, merged."""
 
 import pytest
+import saved_models
 import torch
 from helpers import assert_close, tiny_model
 from safetensors.torch import load_file, save_file
@@ -73,8 +74,35 @@ def test_qlora(quantization, folder, tmp_path):
         assert torch.equal(plain(IDS).logits, merged(IDS).logits)
 
 
+@pytest.mark.parametrize("name, targets", [("gpt2", ["c_attn", "c_fc"]), ("mixtral", ["q_proj", "o_proj"])])
+def test_lora_of_other_architectures(name, targets, tmp_path):
+    base = saved_models.load(saved_models.folder(name), **saved_models.INT4)
+    before = codes_of(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(**{**LORA, "target_modules": targets}))
+    losses = train(model, 4, 1e-2)
+    assert losses[-1] < losses[0] - 0.05, losses
+    assert all(torch.equal(old, new) for old, new in zip(before, codes_of(model), strict=True))
+    model.save_pretrained(tmp_path)
+    again = saved_models.load(saved_models.folder(name), **saved_models.INT4)
+    again = peft.PeftModel.from_pretrained(again, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+def test_transformers_own_adapter_loading(folder, tmp_path):
+    model = load(folder)
+    model.add_adapter(peft.LoraConfig(**LORA))
+    train(model, 2)
+    model.save_pretrained(tmp_path)
+    again = load(folder)
+    again.load_adapter(str(tmp_path))
+    with torch.no_grad():
+        assert_close(again(IDS).logits, model(IDS).logits, 1e-6, 1e-5, "the same adapter")
+
+
 def test_a_model_that_peft_casts_computes_as_one_that_it_cast_before(folder, tmp_path):
-    """`prepare_model_for_kbit_training` casts the data of bfloat16 Parameters, so layouts made before it are outdated."""
+    """`prepare_model_for_kbit_training` casts the data of bfloat16 Parameters, so layouts made before it are
+    outdated."""
     base = load(folder, torch.bfloat16)
     with torch.no_grad():
         base(IDS)
@@ -89,9 +117,10 @@ def test_a_model_that_peft_casts_computes_as_one_that_it_cast_before(folder, tmp
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "IA3Config"])
 def test_prompts_and_scales(kind, folder, tmp_path):
-    options = {"task_type": "CAUSAL_LM"}
-    options |= {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]} if kind == "IA3Config" else {"num_virtual_tokens": 8}  # fmt: skip
-    model = peft.get_peft_model(load(folder), getattr(peft, kind)(**options))
+    options = {"num_virtual_tokens": 8}
+    if kind == "IA3Config":
+        options = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    model = peft.get_peft_model(load(folder), getattr(peft, kind)(task_type="CAUSAL_LM", **options))
     losses = train(model, 30, 2e-2)
     assert losses[-1] < losses[0] - 0.1, losses
     model.save_pretrained(tmp_path)

@@ -1,5 +1,5 @@
-"""transformers' pipelines over compressed models, with flash_paged where the model allows: the same answers as the model's own
-forward, and close to the plain model's."""
+"""transformers' pipelines over compressed models, with flash_paged where the model allows: the same answers as the
+model's own forward, and close to the plain model's."""
 
 import numpy as np
 import pytest

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 import torch
-from helpers import TINY_MODELS, assert_close, tiny_model
+from helpers import TINY_MODELS, assert_close
 from safetensors.torch import load_file, save_file
+from saved_models import INT4, folder, load, logits
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
@@ -18,36 +19,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_efficient import WeightOnlyConfig
 from hf_efficient.experts import EfficientExperts
 from hf_efficient.layers import CompressedModule, EfficientLinear
-
-
-INT4 = dict(bits=4, group_size=32)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """folder(name, dtype): a saved tiny model."""
-    made = {}
-
-    def make(name, dtype=torch.float32):
-        if (name, dtype) not in made:
-            made[name, dtype] = tmp_path_factory.mktemp(name)
-            tiny_model(name, dtype=dtype).save_pretrained(made[name, dtype])
-        return made[name, dtype]
-
-    return make
-
-
-def load(path, dtype=torch.float32, cls=AutoModelForCausalLM, options=None, **config):
-    if config:
-        options = {**(options or {}), "quantization_config": WeightOnlyConfig(**config)}
-    return cls.from_pretrained(path, dtype=dtype, **(options or {}))
-
-
-def logits(model):
-    ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        out = model(ids)
-    return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -60,7 +31,7 @@ def logits(model):
     ],
     ids=["int4", "int8", "int4-tensor"],
 )
-def test_load_generate_save_reload(name, config, dtype, folder, tmp_path):
+def test_load_generate_save_reload(name, config, dtype, tmp_path):
     model = load(folder(name, dtype), dtype, **config)
     compressed = [m for m in model.modules() if isinstance(m, CompressedModule)]
     assert len(compressed) >= 8 and not any(type(m) is Conv1D for m in model.modules())
@@ -95,7 +66,7 @@ def test_load_generate_save_reload(name, config, dtype, folder, tmp_path):
         assert torch.equal(logits(load(tmp_path / "plain", dtype)), logits(plain))
 
 
-def test_quality_improves_with_bits_and_groups(folder):
+def test_quality_improves_with_bits_and_groups():
     reference = logits(load(folder("llama")))
     errors = []
     for config in (
@@ -108,14 +79,14 @@ def test_quality_improves_with_bits_and_groups(folder):
     assert errors == sorted(errors, reverse=True) and errors[-1] < 0.05 and errors[0] < 1.0
 
 
-def test_dict_config_and_pipeline_arguments(folder):
+def test_dict_config_and_pipeline_arguments():
     config = WeightOnlyConfig(**INT4).to_dict()
     model = AutoModelForCausalLM.from_pretrained(folder("llama"), quantization_config=config, dtype=torch.float32)
     assert torch.equal(logits(model), logits(load(folder("llama"), **INT4)))
     assert model.hf_quantizer.is_trainable and model.hf_quantizer.is_compileable
 
 
-def test_sharded_save(folder, tmp_path):
+def test_sharded_save(tmp_path):
     model = load(folder("qwen3"), torch.bfloat16, **INT4)
     before = logits(model)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -128,7 +99,7 @@ def test_sharded_save(folder, tmp_path):
     assert torch.equal(logits(load(tmp_path, torch.bfloat16)), before)
 
 
-def test_modules_to_not_convert_adds_to_the_defaults(folder, tmp_path):
+def test_modules_to_not_convert_adds_to_the_defaults(tmp_path):
     config = dict(**INT4, modules_to_not_convert=["layers.0", "v_proj"])
     model = load(folder("llama"), **config)
     kinds = {n: type(m) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -138,7 +109,7 @@ def test_modules_to_not_convert_adds_to_the_defaults(folder, tmp_path):
     assert torch.equal(logits(load(tmp_path)), logits(model))
 
 
-def test_overrides_give_mixed_precision(folder, tmp_path):
+def test_overrides_give_mixed_precision(tmp_path):
     overrides = {"down_proj": {"bits": 8, "group_size": -1}, "*.0.self_attn": None, "o_proj": {"symmetric": True}}
     model = load(folder("llama"), **INT4, overrides=overrides)
     layer0, layer1 = model.model.layers
@@ -158,7 +129,7 @@ def test_overrides_give_mixed_precision(folder, tmp_path):
         (dict(dequantize=True), ["dequantize=True"]),
     ],
 )
-def test_bad_requests_fail_before_weights_are_read(config, named, folder, tmp_path):
+def test_bad_requests_fail_before_weights_are_read(config, named, tmp_path):
     import shutil
 
     shutil.copytree(folder("llama"), tmp_path / "m")
@@ -169,29 +140,29 @@ def test_bad_requests_fail_before_weights_are_read(config, named, folder, tmp_pa
         assert part in str(error.value)
 
 
-def test_quantize_lm_head_that_stands_alone(folder, tmp_path):
+def test_quantize_lm_head_that_stands_alone(tmp_path):
     model = load(folder("llama"), **INT4, quantize_lm_head=True)
     assert type(model.lm_head) is EfficientLinear
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path)), logits(model))
 
 
-def test_head_request_without_a_head(folder):
+def test_head_request_without_a_head():
     with pytest.raises(ValueError, match="quantize_lm_head=True, but LlamaModel has no output embedding"):
-        load(folder("llama"), cls=AutoModel, **INT4, quantize_lm_head=True)
+        load(folder("llama"), kind=AutoModel, **INT4, quantize_lm_head=True)
 
 
-def test_base_model_of_a_causal_checkpoint_and_back(folder, tmp_path):
+def test_base_model_of_a_causal_checkpoint_and_back(tmp_path):
     """The names in the file have a prefix that the model does not, and the other way round."""
     causal = load(folder("llama"), **INT4)
     causal.save_pretrained(tmp_path / "causal")
-    base = load(tmp_path / "causal", cls=AutoModel)
+    base = load(tmp_path / "causal", kind=AutoModel)
     assert torch.equal(logits(base), logits(causal.model))
     base.save_pretrained(tmp_path / "base")
-    assert torch.equal(logits(load(tmp_path / "base", cls=AutoModel)), logits(base))
+    assert torch.equal(logits(load(tmp_path / "base", kind=AutoModel)), logits(base))
 
 
-def test_a_checkpoint_in_another_dtype_keeps_its_numbers(folder, tmp_path):
+def test_a_checkpoint_in_another_dtype_keeps_its_numbers(tmp_path):
     load(folder("llama", torch.bfloat16), torch.bfloat16, **INT4).save_pretrained(tmp_path / "a")
     load(tmp_path / "a", torch.float32).save_pretrained(tmp_path / "b")
     a, b = (load_file(tmp_path / p / "model.safetensors") for p in "ab")
@@ -200,7 +171,7 @@ def test_a_checkpoint_in_another_dtype_keeps_its_numbers(folder, tmp_path):
     assert load(tmp_path / "b", torch.float32).dtype == torch.float32
 
 
-def test_failed_save_leaves_what_was_there(folder, tmp_path, monkeypatch):
+def test_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
     model = load(folder("llama"), **INT4)
     model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
     before = {f: (tmp_path / "m" / f).read_bytes() for f in os.listdir(tmp_path / "m")}
@@ -258,7 +229,7 @@ print("PEAK", peak - start, "SIZE", model.get_memory_footprint(), "LARGEST", 2 *
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the resident memory from /proc")
-def test_peak_memory_is_the_quantized_model_and_one_weight(folder, tmp_path):
+def test_peak_memory_is_the_quantized_model_and_one_weight(tmp_path):
     """Resident anonymous memory while loading a 190 MB bfloat16 model, in a process of its own."""
     sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, num_attention_heads=16, vocab_size=4096)
     config = LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
@@ -284,7 +255,7 @@ def test_peak_memory_is_the_quantized_model_and_one_weight(folder, tmp_path):
     assert peak < size + largest + constant < 0.75 * dense, f"peak {peak >> 20} MiB, quantized {size >> 20} MiB"
 
 
-def test_a_loaded_model_can_be_copied_and_pickled(folder, tmp_path):
+def test_a_loaded_model_can_be_copied_and_pickled(tmp_path):
     model = load(folder("mixtral"), **INT4)
     before = logits(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -293,7 +264,7 @@ def test_a_loaded_model_can_be_copied_and_pickled(folder, tmp_path):
         assert torch.equal(logits(load(tmp_path / "copy")), before)
 
 
-def test_experts_are_compressed_too(folder):
+def test_experts_are_compressed_too():
     for name in ("mixtral", "qwen3_moe", "gpt_oss"):
         model = load(folder(name), **INT4)
         experts = [m for m in model.modules() if isinstance(m, EfficientExperts)]
@@ -301,7 +272,7 @@ def test_experts_are_compressed_too(folder):
         assert not any(p.ndim == 3 and p.is_floating_point() and "scale" not in n for n, p in model.named_parameters())
 
 
-def test_saved_config_is_plain_json(folder, tmp_path):
+def test_saved_config_is_plain_json(tmp_path):
     load(folder("llama"), **INT4, overrides={"k_proj": None}).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert saved["quant_method"] == "efficient_weight_only" and saved["version"] == 1

@@ -1,4 +1,5 @@
-"""What goes wrong with quantizers of third parties in transformers, one test (at least) a trap; T4 is in test_offload.py."""
+"""What goes wrong with quantizers of third parties in transformers, one test (at least) a trap; T4 is in
+test_offload.py."""
 
 import json
 import os
@@ -9,51 +10,25 @@ import sys
 import pytest
 import torch
 import transformers
-from helpers import assert_close, tiny_model
+from helpers import assert_close
 from safetensors.torch import load_file, save_file
+from saved_models import INT4, folder, load, logits
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers import auto
 
 from hf_efficient import WeightOnlyConfig
-from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer, register
+from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
+from hf_efficient.integrations.transformers_registration import register
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
-INT4 = dict(bits=4, group_size=32)
-
-
-def logits(model):
-    ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return model(ids).logits
-
-
-def load(path, dtype=torch.float32, **config):
-    options = {"quantization_config": WeightOnlyConfig(**config)} if config else {}
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
-
-
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """plain(name): folder of a tiny model."""
-    made = {}
-
-    def make(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            tiny_model(name).save_pretrained(made[name])
-        return made[name]
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def saved(plain, tmp_path_factory):
+def saved(tmp_path_factory):
     """Folder of a quantized tiny Llama."""
     path = tmp_path_factory.mktemp("quantized")
-    load(plain("llama"), **INT4).save_pretrained(path)
+    load(folder("llama"), **INT4).save_pretrained(path)
     return path
 
 
@@ -89,7 +64,7 @@ assert "hf_efficient" not in sys.modules
 """
 
 
-def test_t1_without_the_plugin_a_checkpoint_is_refused(plain, saved, tmp_path):
+def test_t1_without_the_plugin_a_checkpoint_is_refused(saved, tmp_path):
     paths = [saved]
     for name, config in (
         ("gpt2", INT4),
@@ -97,7 +72,7 @@ def test_t1_without_the_plugin_a_checkpoint_is_refused(plain, saved, tmp_path):
         ("gpt_oss", {**INT4, "modules_to_not_convert": ["self_attn"]}),
         ("llama_tied", {**INT4, "quantize_lm_head": True, "modules_to_not_convert": ["layers"]}),  # only the head
     ):
-        load(plain(name), **config).save_pretrained(tmp_path / name)
+        load(folder(name), **config).save_pretrained(tmp_path / name)
         paths.append(tmp_path / name)
     done = subprocess.run([sys.executable, "-c", T1, *map(str, paths)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -105,7 +80,7 @@ def test_t1_without_the_plugin_a_checkpoint_is_refused(plain, saved, tmp_path):
     assert "MISMATCH" in done.stderr, "the report must show why"
 
 
-def test_t2_dequantize_reaches_a_saved_checkpoint(saved, plain):
+def test_t2_dequantize_reaches_a_saved_checkpoint(saved):
     assert WeightOnlyConfig in auto.LOADING_ATTRIBUTES_CONFIG_TYPES
     expected = load(saved)
     expected.dequantize()
@@ -124,9 +99,9 @@ def _config_asking_to_dequantize(path):
     return config
 
 
-def test_t3_nothing_compressed_is_trainable(plain, saved, tmp_path):
-    load(plain("mixtral"), **INT4).save_pretrained(tmp_path)
-    for model in (load(plain("llama"), **INT4), load(saved), load(plain("mixtral"), **INT4), load(tmp_path)):
+def test_t3_nothing_compressed_is_trainable(saved, tmp_path):
+    load(folder("mixtral"), **INT4).save_pretrained(tmp_path)
+    for model in (load(folder("llama"), **INT4), load(saved), load(folder("mixtral"), **INT4), load(tmp_path)):
         for module in model.modules():
             if isinstance(module, CompressedModule):
                 trainable = [n for n, p in module.named_parameters() if p.requires_grad]
@@ -136,13 +111,13 @@ def test_t3_nothing_compressed_is_trainable(plain, saved, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
-def test_t5_a_tied_head_is_kept_unless_asked_for(name, plain, tmp_path):
-    kept = load(plain(name), **INT4)
+def test_t5_a_tied_head_is_kept_unless_asked_for(name, tmp_path):
+    kept = load(folder(name), **INT4)
     assert type(kept.lm_head) is nn.Linear and kept.lm_head.weight is kept.get_input_embeddings().weight
     kept.save_pretrained(tmp_path / "kept")
     assert torch.equal(logits(load(tmp_path / "kept")), logits(kept))
 
-    asked = load(plain(name), **INT4, quantize_lm_head=True)
+    asked = load(folder(name), **INT4, quantize_lm_head=True)
     assert type(asked.lm_head) is EfficientLinear and type(asked.get_input_embeddings()) is nn.Embedding
     embedding = asked.get_input_embeddings().weight
     step = asked.lm_head.scale.max().item()
@@ -189,28 +164,28 @@ def test_t6_names_below_a_prefix_are_excluded(tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
-def test_t7_declared_shapes_are_the_loaded_ones(plain):
+def test_t7_declared_shapes_are_the_loaded_ones():
     """A weight of another architecture's shape is a mismatch, not something quantized into place."""
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         AutoModelForCausalLM.from_pretrained(
-            plain("llama"),
-            config=AutoConfig.from_pretrained(plain("llama"), intermediate_size=128),
+            folder("llama"),
+            config=AutoConfig.from_pretrained(folder("llama"), intermediate_size=128),
             quantization_config=WeightOnlyConfig(**INT4),
         )
 
 
-def test_config_of_another_architecture_is_refused(plain, tmp_path):
+def test_config_of_another_architecture_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match="the checkpoint has no weights for 14 of the 14 weights.*another architecture"
     ):
         AutoModelForCausalLM.from_pretrained(
-            plain("gpt2"),
-            config=AutoConfig.from_pretrained(plain("llama")),
+            folder("gpt2"),
+            config=AutoConfig.from_pretrained(folder("llama")),
             quantization_config=WeightOnlyConfig(**INT4),
         )
 
 
-def test_t8_an_error_while_quantizing_is_not_swallowed(plain, monkeypatch):
+def test_t8_an_error_while_quantizing_is_not_swallowed(monkeypatch):
     from hf_efficient.methods import rtn
 
     def fails(weight, format):
@@ -218,7 +193,7 @@ def test_t8_an_error_while_quantizing_is_not_swallowed(plain, monkeypatch):
 
     monkeypatch.setattr(rtn, "quantize", fails)
     with pytest.raises((RuntimeError, ValueError)):
-        load(plain("llama"), **INT4)
+        load(folder("llama"), **INT4)
 
 
 NAME = "model.layers.0.mlp.up_proj."
@@ -245,8 +220,8 @@ def test_t8_damaged_checkpoints_name_the_damage(change, fields, named, damaged):
         assert part in str(error.value)
 
 
-def test_t9_dequantize_after_a_save(plain, tmp_path):
-    model = load(plain("llama"), **INT4)
+def test_t9_dequantize_after_a_save(tmp_path):
+    model = load(folder("llama"), **INT4)
     model.save_pretrained(tmp_path)
     assert isinstance(model.config.dtype, str), "the trap is gone from transformers: simplify _dequantize"
     model.dequantize()
@@ -258,8 +233,8 @@ def test_t9_dequantize_after_a_save(plain, tmp_path):
         model.dequantize()
 
 
-def test_t10_casting_a_model_keeps_codes_and_scales(plain, tmp_path):
-    model = load(plain("llama"), torch.bfloat16, **INT4)
+def test_t10_casting_a_model_keeps_codes_and_scales(tmp_path):
+    model = load(folder("llama"), torch.bfloat16, **INT4)
     before = model.state_dict()
     with pytest.raises(ValueError):
         model.half()
@@ -268,25 +243,25 @@ def test_t10_casting_a_model_keeps_codes_and_scales(plain, tmp_path):
     assert model.dtype == torch.float16 and after["model.norm.weight"].dtype == torch.float16
     packed = [k for k in before if k.endswith(("qweight", "scale", "zero_point"))]
     assert packed and all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in packed)
-    expected = logits(load(plain("llama"), torch.bfloat16, **INT4).to(torch.float32))
+    expected = logits(load(folder("llama"), torch.bfloat16, **INT4).to(torch.float32))
     assert_close(logits(model).float(), expected, 0.05, 0.5, "float16 activations over the same weights")
     model.save_pretrained(tmp_path)
     again = load(tmp_path, torch.float16).state_dict()
     assert all(torch.equal(again[k], after[k]) and again[k].dtype == after[k].dtype for k in after)
 
 
-def test_t11_attributes_of_a_config_do_not_reach_the_json(plain, tmp_path):
+def test_t11_attributes_of_a_config_do_not_reach_the_json(tmp_path):
     config = WeightOnlyConfig(**INT4)
     config.tokenizer = object()
-    model = AutoModelForCausalLM.from_pretrained(plain("llama"), quantization_config=config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder("llama"), quantization_config=config, dtype=torch.float32)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path)), logits(model))
 
 
-def test_t12_hooks_survive_dequantize(plain):
+def test_t12_hooks_survive_dequantize():
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    model = load(plain("llama"), **INT4)
+    model = load(folder("llama"), **INT4)
     hook = AlignDevicesHook(execution_device="cpu")
     add_hook_to_module(model.model.layers[0].mlp.up_proj, hook)
     before = logits(model)
@@ -296,19 +271,19 @@ def test_t12_hooks_survive_dequantize(plain):
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
-def test_t13_memory_is_planned_for_the_compressed_size(name, plain):
+def test_t13_memory_is_planned_for_the_compressed_size(name):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(plain(name)), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder(name)), dtype=torch.bfloat16)
         quantizer = EfficientQuantizer(WeightOnlyConfig(**INT4), pre_quantized=False)
         quantizer.preprocess_model(model=model)
     planned = sum(quantizer.param_element_size(model, n, p) * p.numel() for n, p in model.named_parameters())
-    loaded = load(plain(name), torch.bfloat16, **INT4)
+    loaded = load(folder(name), torch.bfloat16, **INT4)
     tensors = {t.data_ptr(): t.nbytes for t in loaded.state_dict().values()}
     assert planned == sum(tensors.values())
 
 
-def test_t14_experts_do_not_depend_on_the_experts_implementation(plain):
-    model = load(plain("mixtral"), **INT4)
+def test_t14_experts_do_not_depend_on_the_experts_implementation():
+    model = load(folder("mixtral"), **INT4)
     before = logits(model)
     for implementation in ("eager", "batched_mm", "grouped_mm"):
         model.set_experts_implementation(implementation)
@@ -319,14 +294,14 @@ def test_t14_experts_do_not_depend_on_the_experts_implementation(plain):
     assert_close(logits(model), before, 2e-5, 1e-3, "the same weights through other operators")
 
 
-def test_unknown_expert_modules_are_refused(plain):
+def test_unknown_expert_modules_are_refused():
     class ForeignExperts(nn.Module):
         def __init__(self):
             super().__init__()
             self.kernel = nn.Parameter(torch.zeros(4, 8, 8))
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(plain("llama")))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder("llama")))
         model.model.layers[0].mlp.experts = ForeignExperts()
     quantizer = EfficientQuantizer(WeightOnlyConfig(**INT4), pre_quantized=False)
     with pytest.raises(
@@ -335,17 +310,15 @@ def test_unknown_expert_modules_are_refused(plain):
         quantizer.preprocess_model(model=model)
 
 
-def test_what_is_relied_on_in_transformers(plain):
-    """Each of these is private to transformers; when one changes, the quantizer has to follow."""
+def test_registering_twice_changes_nothing():
     register()
     assert auto.AUTO_QUANTIZER_MAPPING["efficient_weight_only"] is EfficientQuantizer
-    assert auto.LOADING_ATTRIBUTES_CONFIG_TYPES.count(WeightOnlyConfig) == 1, "registering twice changes nothing"
-    converter = WeightConverter(r"\.a", ".b", [transformers.core_model_loading.Transpose()])
-    assert converter._original_target_patterns == [".b"]
-    model = load(plain("mixtral"), **INT4)
-    assert isinstance(model._weight_conversions, list)
-    assert not any(isinstance(c, WeightConverter) for c in model._weight_conversions)
-    assert isinstance(model.all_tied_weights_keys, dict)
+    assert auto.LOADING_ATTRIBUTES_CONFIG_TYPES.count(WeightOnlyConfig) == 1
+
+
+def test_a_compressed_model_keeps_no_converters():
+    conversions = load(folder("mixtral"), **INT4)._weight_conversions
+    assert isinstance(conversions, list) and not any(isinstance(c, WeightConverter) for c in conversions)
 
 
 def test_loading_and_saving_are_not_patched():

@@ -1,4 +1,5 @@
-"""`transformers serve` on loopback with a model that was compressed here and flash_paged, with and without continuous batching."""
+"""`transformers serve` on loopback with a model that was compressed here and flash_paged, with and without continuous
+batching."""
 
 import json
 import os

@@ -14,7 +14,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 import hf_efficient
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.configs import available_methods, available_pruning_methods
-from hf_efficient.integrations import transformers_quantizer
+from hf_efficient.integrations import transformers_quantizer, transformers_registration
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
@@ -136,7 +136,7 @@ def test_the_table_names_every_method():
     sparse = [row for row in METHODS.values() if row["quant_method"] == "efficient_sparse"]
     assert {row.get("method", "wanda") for row in sparse} == set(available_pruning_methods())
     weight_only = [row for row in METHODS.values() if row["quant_method"] == "efficient_weight_only"]
-    named = {config.name for config in transformers_quantizer.CONFIGS}
+    named = {config.name for config in transformers_registration.CONFIGS}
     assert {row.get("method", "rtn") for row in weight_only} | {"kmeans"} == set(available_methods())
     assert {row["quant_method"] for row in METHODS.values()} == named
 

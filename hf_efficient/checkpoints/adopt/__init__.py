@@ -1,38 +1,68 @@
 """Checkpoints of other libraries, loaded into our layers: `hf_efficient.adopt`.
 
-Touches the insides of transformers in one place: the entries of its registries of quantizers and configs are replaced by
-subclasses that choose, when a checkpoint is loaded, between the official quantizer and ours.
+The entries of transformers' registries of quantizers and configs are replaced by subclasses that choose, when a
+checkpoint is loaded, between the official quantizer and ours.
 """
 
 import functools
 import importlib
 import importlib.util
+from dataclasses import dataclass
 
 from transformers.quantizers import auto
 
+from hf_efficient.configs import BitNetConfig
+from hf_efficient.integrations.transformers_quantization_configs import READERS
 
-_METHODS = {  # quant_method -> (its name here, the packages that the official quantizer imports, file and class of ours)
-    "gptq": ("gptq", ("optimum", "gptqmodel"), "gptq.GPTQ"),
-    "awq": ("awq", ("gptqmodel",), "awq.AWQ"),
-    "compressed-tensors": ("compressed-tensors", ("compressed_tensors",), "compressed_tensors.reader"),
-    "bitsandbytes_4bit": ("bitsandbytes", ("bitsandbytes",), "bitsandbytes.BitsAndBytes4bit"),
-    "bitsandbytes_8bit": ("bitsandbytes", ("bitsandbytes",), "bitsandbytes.BitsAndBytes8bit"),
-    "hqq": ("hqq", ("hqq",), "hqq.HQQ"),
-    "torchao": ("torchao", ("torchao",), "torchao.TorchAO"),
-    "gguf": ("gguf", (), "gguf.GgufQuantizer"),
+
+@dataclass(frozen=True)
+class _Method:
+    """How checkpoints of one `quant_method` are adopted.
+
+    Args:
+        name: what `adopt` calls it; None: they are adopted only with a config of ours.
+        packages: those that the official quantizer imports.
+        reader: file and class in this folder.
+    """
+
+    name: str | None
+    packages: tuple[str, ...]
+    reader: str
+
+    @property
+    def is_adopted(self) -> bool:
+        return self.name in _adopted or not all(map(_is_installed, self.packages))
+
+    def load_reader(self):
+        file, name = self.reader.split(".")
+        return getattr(importlib.import_module(f"{__name__}.{file}"), name)
+
+
+_METHODS = {
+    "gptq": _Method("gptq", ("optimum", "gptqmodel"), "gptq.GPTQ"),
+    "awq": _Method("awq", ("gptqmodel",), "awq.AWQ"),
+    "compressed-tensors": _Method("compressed-tensors", ("compressed_tensors",), "compressed_tensors.reader"),
+    "bitsandbytes_4bit": _Method("bitsandbytes", ("bitsandbytes",), "bitsandbytes.BitsAndBytes4bit"),
+    "bitsandbytes_8bit": _Method("bitsandbytes", ("bitsandbytes",), "bitsandbytes.BitsAndBytes8bit"),
+    "hqq": _Method("hqq", ("hqq",), "hqq.HQQ"),
+    "torchao": _Method("torchao", ("torchao",), "torchao.TorchAO"),
+    "gguf": _Method("gguf", (), "gguf.GgufQuantizer"),
+    "bitnet": _Method(None, (), "bitnet.BitNet"),
 }
-NAMES = tuple(dict.fromkeys(name for name, _, _ in _METHODS.values()))
+NAMES = tuple(dict.fromkeys(method.name for method in _METHODS.values() if method.name))
 _adopted: set[str] = set()
 
 
 def adopt(*names: str) -> None:
-    """Loads checkpoints of other libraries into our layers from now on: `from_pretrained` of a model in one of these formats
-    repacks its weights, value for value, and neither imports nor needs the library. Checkpoints of a library that is not
-    installed are loaded so in any case.
+    """Loads checkpoints of other libraries into our layers from now on.
+
+    `from_pretrained` of a model in one of these formats repacks its weights, value for value, and neither imports nor
+    needs the library. Checkpoints of a library that is not installed are loaded so in any case.
 
     Args:
-        names: of "gptq", "awq", "compressed-tensors", "bitsandbytes", "hqq", "torchao" and "gguf"; none means all. GGUF files,
-            which transformers dequantizes by itself, stay quantized only when they are adopted by name or with all.
+        names: of "gptq", "awq", "compressed-tensors", "bitsandbytes", "hqq", "torchao" and "gguf"; none means all. GGUF
+            files, which transformers dequantizes by itself, stay quantized only when they are adopted by name or with
+            all.
 
     Raises:
         ValueError: for another name.
@@ -49,13 +79,21 @@ def register() -> None:
     for method in _METHODS:
         quantizer, config = auto.AUTO_QUANTIZER_MAPPING[method], auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method]
         if not hasattr(quantizer, "_hf_efficient"):
-            auto.AUTO_QUANTIZER_MAPPING[method] = _choosing_quantizer(method, quantizer)
-            auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _choosing_config(method, config)
+            auto.AUTO_QUANTIZER_MAPPING[method] = _quantizer_choice(method, quantizer)
+            auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _config_choice(method, config)
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("bitsandbytes", _NeitherFourNorEight)
+    READERS["bitnet"] = _read_bitnet
+
+
+def _read_bitnet(saved: dict, given):
+    """What a checkpoint of transformers' `BitNetQuantConfig` is read with, where the caller gives a `BitNetConfig`."""
+    if isinstance(given, BitNetConfig):
+        return auto.AUTO_QUANTIZATION_CONFIG_MAPPING["bitnet"].adopted(saved, given)
 
 
 class _NeitherFourNorEight:
-    """What stands for a bitsandbytes config that says neither; transformers takes such a checkpoint for an ordinary one."""
+    """What stands for a bitsandbytes config that says neither; transformers takes such a checkpoint for an ordinary
+    one."""
 
     @classmethod
     def from_dict(cls, config_dict, *args, **kwargs):
@@ -67,67 +105,65 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _adopts(method: str) -> bool:
-    name, packages, _ = _METHODS[method]
-    return name in _adopted or not all(map(_is_installed, packages))
-
-
 def _is_sparse(saved: dict) -> bool:
-    return _reader_file("compressed_tensors_sparse").sparse_layout(saved) is not None
+    """Whether a config of compressed-tensors names a sparse layout, which no release that transformers takes reads."""
+    from hf_efficient.checkpoints.adopt.compressed_tensors_sparse import sparse_layout
+
+    return sparse_layout(saved) is not None
 
 
-def _reader_file(file: str):
-    return importlib.import_module(f"hf_efficient.checkpoints.adopt.{file}")
+def _quantizer_choice(name: str, official: type) -> type:
+    method = _METHODS[name]
 
-
-def _ours(method: str):
-    file, kind = _METHODS[method][2].split(".")
-    return getattr(_reader_file(file), kind)
-
-
-def _choosing_quantizer(method: str, official: type) -> type:
-    class Choosing(official):
+    class QuantizerChoice(official):
         _hf_efficient = True
 
         def __new__(cls, quantization_config, **kwargs):
-            if method == "gguf" and _adopts(method) and not quantization_config.dequantize:
-                return _ours(method)(quantization_config)
-            kept = hasattr(quantization_config, "_saved")
-            if method == "gguf" or not (kwargs.get("pre_quantized", True) and (kept or _adopts(method))):
+            if name == "gguf" and method.is_adopted and not quantization_config.dequantize:
+                return method.load_reader()(quantization_config)
+            is_adopted = hasattr(quantization_config, "_saved") or method.is_adopted
+            if name == "gguf" or not (kwargs.get("pre_quantized", True) and is_adopted):
                 return official(quantization_config, **kwargs)
             from hf_efficient.checkpoints.adopt.quantizer import AdoptingQuantizer
 
-            return AdoptingQuantizer(_ours(method)(quantization_config.to_dict()), quantization_config, **kwargs)
+            given = getattr(quantization_config, "_given", None)
+            foreign = method.load_reader()(quantization_config.to_dict(), *([] if given is None else [given]))
+            return AdoptingQuantizer(foreign, quantization_config, **kwargs)
 
-    Choosing.__name__ = Choosing.__qualname__ = official.__name__
-    return Choosing
+    QuantizerChoice.__name__ = QuantizerChoice.__qualname__ = official.__name__
+    return QuantizerChoice
 
 
-def _choosing_config(method: str, official: type) -> type:
-    """Configs of what is adopted are kept as they stand in the checkpoint: the class of the library may need the library, and
-    may put what it takes for meant in the place of what is there."""
+def _config_choice(name: str, official: type) -> type:
+    method = _METHODS[name]
 
-    class Kept(official):
-        def __init__(self, saved):
+    class AdoptedConfig(official):
+        """A config as it stands in the checkpoint. The class of the library may need the library, and may fill in
+        values that the checkpoint does not have. given: a config of ours that the caller asked for."""
+
+        def __init__(self, saved, given=None):
             eight = bool(saved.get("load_in_8bit"))
-            own = {"quant_method": method.removesuffix("_4bit").removesuffix("_8bit"), "_saved": saved}
-            self.__dict__.update(own, _load_in_8bit=eight, _load_in_4bit=not eight)
+            quant_method = name.removesuffix("_4bit").removesuffix("_8bit")
+            own = {"quant_method": quant_method, "_saved": saved, "_load_in_8bit": eight, "_load_in_4bit": not eight}
+            if given is not None:
+                own |= {"_given": given, "dequantize": given.dequantize}
+            self.__dict__.update(own)
 
         def to_dict(self):
             return dict(self._saved)
 
         to_diff_dict = to_dict
 
-    class Choosing(official):
+    class ConfigChoice(official):
+        adopted = AdoptedConfig
+
         @classmethod
         def from_dict(cls, config_dict, *args, **kwargs):
-            sparse = method == "compressed-tensors" and _is_sparse(
-                config_dict
-            )  # no release that transformers takes reads them
-            if sparse or (method != "gguf" and _adopts(method)):
-                return Kept(dict(config_dict))
+            is_sparse = name == "compressed-tensors" and _is_sparse(config_dict)
+            if is_sparse or (name != "gguf" and method.is_adopted):
+                return AdoptedConfig(dict(config_dict))
             return official.from_dict(config_dict, *args, **kwargs)
 
-    for kind in (Kept, Choosing):
+    for kind in (AdoptedConfig, ConfigChoice):
         kind.__name__ = kind.__qualname__ = official.__name__
-    return Choosing
+    return ConfigChoice

@@ -1,10 +1,11 @@
-"""AWQ checkpoints in the layout "gemm" of AutoAWQ (https://arxiv.org/abs/2306.00978): `qweight` int32 [K, N / 8], eight codes
-of neighbouring outputs in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros` [G, N / 8] alike; `scales` [G, N]."""
+"""AWQ checkpoints in the layout "gemm" of AutoAWQ (https://arxiv.org/abs/2306.00978): `qweight` int32 [K, N / 8],
+eight codes of neighbouring outputs in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros` [G, N / 8] alike;
+`scales` [G, N]."""
 
 import torch
 
 from hf_efficient.checkpoints.adopt.foreign import Foreign, one_of, scale_dtype, text, typed
-from hf_efficient.checkpoints.adopt.stored import FLOATS
+from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES
 from hf_efficient.kernels.linear.codes import pack_codes
 
 
@@ -30,12 +31,12 @@ class AWQ(Foreign):
         size = self.saved.get("group_size", self.saved.get("q_group_size", 128))
         size = in_features if size in (None, -1) else size
         groups = -(-in_features // size) if size > 0 else None
-        groups = stored.expect("scales", FLOATS, (groups, out_features)).shape[0]
+        groups = stored.expect("scales", SCALE_DTYPES, (groups, out_features)).shape[0]
         stored.expect("qzeros", ["I32"], (groups, words))
         own = scale_dtype(stored, "scales", dtype)
         return {"bits": 4, "group_size": -1 if groups == 1 else size, "method": "awq", "scale_dtype": own}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         codes, zero = (_codes(tensors[part]).t().contiguous() for part in ("qweight", "qzeros"))
         return {"qweight": pack_codes(codes, 4), "scale": tensors["scales"].t().contiguous(), "zero_point": zero}
 

@@ -1,8 +1,8 @@
-"""Checkpoints of bitsandbytes. 4 bits (QLoRA, https://arxiv.org/abs/2305.14314): `weight` uint8 [N * K / 2, 1], two codes a
-byte, the first in the high half, of the weight row after row; `weight.absmax`, a scale for each `blocksize` codes, in 8 bits
-where it is quantized itself (`weight.nested_absmax`, `weight.nested_quant_map`); `weight.quant_map`, the table; the rest as
-JSON in `weight.quant_state.bitsandbytes__nf4` (or fp4). 8 bits (LLM.int8(), https://arxiv.org/abs/2208.07339): `weight` int8
-[N, K] and `SCB` float32 [N], 127 times the scale."""
+"""Checkpoints of bitsandbytes. 4 bits (QLoRA, https://arxiv.org/abs/2305.14314): `weight` uint8 [N * K / 2, 1], two
+codes a byte, the first in the high half, of the weight row after row; `weight.absmax`, a scale for each `blocksize`
+codes, in 8 bits where it is quantized itself (`weight.nested_absmax`, `weight.nested_quant_map`); `weight.quant_map`,
+the table; the rest as JSON in `weight.quant_state.bitsandbytes__nf4` (or fp4). 8 bits (LLM.int8(),
+https://arxiv.org/abs/2208.07339): `weight` int8 [N, K] and `SCB` float32 [N], 127 times the scale."""
 
 import json
 import math
@@ -38,7 +38,8 @@ class BitsAndBytes4bit(Foreign):
             raise ValueError(f"{key} is not the JSON of a bitsandbytes quantization state: {error!r}") from None
         if shape != [out_features, in_features] or type(block) is not int or block < 8:
             raise ValueError(
-                f"{key} has shape={shape}, blocksize={block!r}, expected {[out_features, in_features]} and a positive integer"
+                f"{key} has shape={shape}, blocksize={block!r}, expected {[out_features, in_features]} and a positive "
+                "integer"
             )
         group = math.gcd(block, in_features)
         if group % 8:
@@ -58,7 +59,8 @@ class BitsAndBytes4bit(Foreign):
             nested, offset = state.get("nested_blocksize"), state.get("nested_offset")
             if type(nested) is not int or nested <= 0 or not isinstance(offset, (int, float)):
                 raise ValueError(
-                    f"{key} has nested_blocksize={nested!r}, nested_offset={offset!r}, expected a positive integer and a number"
+                    f"{key} has nested_blocksize={nested!r}, nested_offset={offset!r}, expected a positive integer "
+                    "and a number"
                 )
             stored.expect("weight.absmax", ["U8"], (blocks,))
             stored.expect("weight.nested_absmax", ["F32"], (-(-blocks // nested),))
@@ -68,7 +70,7 @@ class BitsAndBytes4bit(Foreign):
         own = None if dtype is torch.float32 else "float32"
         return {"codebook": table, "bits": 4, "group_size": group, "scale_dtype": own}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         state = json.loads(bytes(next(t for part, t in tensors.items() if part.startswith(STATE)).tolist()))
         absmax = tensors["weight.absmax"]
         if "weight.nested_absmax" in tensors:
@@ -97,5 +99,5 @@ class BitsAndBytes8bit(Foreign):
         typed("llm_int8_threshold", threshold, (int, float), "a number, 0 or more")
         return {"method": "llm_int8", "threshold": threshold} if threshold else {"method": "absmax"}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         return {"qweight": tensors["weight"], "scale": (tensors["SCB"] * INVERSE_127).view(-1, 1)}

@@ -1,9 +1,9 @@
 """Checkpoints of the compressed-tensors package (llm-compressor): `config_groups` says how which modules are quantized.
 
-"pack-quantized": `weight_packed` int32 [N, K * bits / 32], codes plus 2^(bits - 1) as a little-endian stream of bits a row,
-`weight_scale` [N, G], `weight_zero_point` alike, packed along N, `weight_shape`, `weight_g_idx` (the group of each input).
-"int-quantized", "float-quantized" and "naive-quantized": `weight` int8 or float8 E4M3 [N, K], `weight_scale`,
-`weight_zero_point`, and `input_scale`, `input_zero_point` of static activations."""
+"pack-quantized": `weight_packed` int32 [N, K * bits / 32], codes plus 2^(bits - 1) as a little-endian stream of bits
+a row, `weight_scale` [N, G], `weight_zero_point` alike, packed along N, `weight_shape`, `weight_g_idx` (the group of
+each input). "int-quantized", "float-quantized" and "naive-quantized": `weight` int8 or float8 E4M3 [N, K],
+`weight_scale`, `weight_zero_point`, and `input_scale`, `input_zero_point` of static activations."""
 
 import torch
 
@@ -11,7 +11,7 @@ from hf_efficient.checkpoints.adopt.compressed_tensors_config import quantized_g
 from hf_efficient.checkpoints.adopt.compressed_tensors_sparse import SparseCompressedTensors, sparse_layout
 from hf_efficient.checkpoints.adopt.foreign import Foreign, as_grid, one_of, scale_dtype, stream_bytes, text
 from hf_efficient.checkpoints.adopt.gptq import group_order
-from hf_efficient.checkpoints.adopt.stored import FLOATS
+from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES
 from hf_efficient.checkpoints.adopt.target_patterns import TargetPatterns
 from hf_efficient.kernels.linear.codes import BITS, pack_codes, packed_width, unpack_codes
 
@@ -47,7 +47,8 @@ class CompressedTensors(Foreign):
             for side in ("input_activations", "output_activations"):
                 if group.get(side) and (side == "output_activations" or self._layout(group) == PACKED):
                     raise ValueError(
-                        f"quantization_config: {side} of {self._layout(group)} are not read by hf_efficient, expected null"
+                        f"quantization_config: {side} of {self._layout(group)} are not read by hf_efficient, expected "
+                        "null"
                     )
         kinds = {self._kind(group) for group in self.groups}
         if len(kinds) > 1:
@@ -94,9 +95,9 @@ class CompressedTensors(Foreign):
         groups, packed = -(-in_features // size), "weight_packed" in stored
         bits = one_of("weights.num_bits", weights.get("num_bits", 8), BITS)
         if strategy == "tensor":
-            stored.expect_one("weight_scale", FLOATS)
+            stored.expect_one("weight_scale", SCALE_DTYPES)
         else:
-            stored.expect("weight_scale", FLOATS, (out_features, groups))
+            stored.expect("weight_scale", SCALE_DTYPES, (out_features, groups))
         symmetric = weights.get("symmetric", True)
         if packed:
             stored.expect("weight_packed", ["I32"], (out_features, -(-in_features * bits // 32)))
@@ -145,12 +146,12 @@ class CompressedTensors(Foreign):
         shape = shapes[one_of("weights.strategy", strategy, tuple(shapes))]
         stored.expect("weight", ["F8_E4M3" if kind == "float" else "I8"], (out_features, in_features))
         if shape:
-            stored.expect("weight_scale", FLOATS, shape)
+            stored.expect("weight_scale", SCALE_DTYPES, shape)
         else:
-            stored.expect_one("weight_scale", FLOATS)
+            stored.expect_one("weight_scale", SCALE_DTYPES)
         dynamic = inputs.get("dynamic", False) is True
         if not dynamic:
-            stored.expect_one("input_scale", FLOATS)
+            stored.expect_one("input_scale", SCALE_DTYPES)
         elif "input_scale" in stored:
             raise ValueError(f"{stored.places['input_scale'].key} is there, but input_activations are dynamic")
         scheme = {
@@ -177,7 +178,7 @@ class CompressedTensors(Foreign):
         if part in stored and stored.read(part).any():
             raise ValueError(f"{stored.places[part].key} is not 0, but the quantization_config says symmetric: true")
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         if self.config == "W8A8Config":
             shape = format.shapes(out_features, in_features)["scale"]
             parts = {"qweight": tensors["weight"], "scale": tensors["weight_scale"].float().view(shape)}

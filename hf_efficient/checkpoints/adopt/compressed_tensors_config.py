@@ -18,7 +18,8 @@ _SIDES = ("weights", "input_activations", "output_activations")
 
 
 def quantized_groups(saved: dict) -> list[dict]:
-    """The groups that have quantized weights. Raises ValueError, naming the field, for a value of another type than it has."""
+    """The groups that have quantized weights. Raises ValueError, naming the field, for a value of another type than
+    it has."""
     where = "config_groups"
     groups = typed(where, saved.get(where), (dict, _NULL), "an object of groups or null") or {}
     for name, group in groups.items():

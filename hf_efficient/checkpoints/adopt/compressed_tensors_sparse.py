@@ -1,18 +1,19 @@
-"""Sparse checkpoints of the compressed-tensors package, of releases up to 0.14: later ones, and so transformers 5, dropped them.
+"""Sparse checkpoints of the compressed-tensors package, of releases up to 0.14: later ones, and so transformers 5,
+dropped them.
 
-"sparse-24-bitmask": `compressed` [N, K / 2], the two kept values of every four, and `bitmask` uint8 [N, ceil(K / 8)], a bit
-for each weight, the lowest first. "sparse-bitmask": `compressed` [kept] with any number of values, `row_offsets` [N]. Both:
-`shape`, N and K.
+"sparse-24-bitmask": `compressed` [N, K / 2], the two kept values of every four, and `bitmask` uint8 [N, ceil(K / 8)],
+a bit for each weight, the lowest first. "sparse-bitmask": `compressed` [kept] with any number of values,
+`row_offsets` [N]. Both: `shape`, N and K.
 
-"marlin-24", 2:4 in 4 or 8 bits: transposed, in tiles of 16 by 16 whose codes are permuted as Marlin's instructions read them,
-`weight_packed` int32 [K / 32, N * bits / 2]; `scale_packed` float16 [G, N], permuted in 64s; `meta` int16 [K / 32, 2 N],
-two places of 2 bits for every four columns, in the order of the sparse tensor cores' operand."""
+"marlin-24", 2:4 in 4 or 8 bits: transposed, in tiles of 16 by 16 whose codes are permuted as Marlin's instructions
+read them, `weight_packed` int32 [K / 32, N * bits / 2]; `scale_packed` float16 [G, N], permuted in 64s; `meta` int16
+[K / 32, 2 N], two places of 2 bits for every four columns, in the order of the sparse tensor cores' operand."""
 
 import torch
 
 from hf_efficient.checkpoints.adopt.compressed_tensors_config import quantized_groups
 from hf_efficient.checkpoints.adopt.foreign import Foreign, one_of, scale_dtype, stream_bytes, text, typed
-from hf_efficient.checkpoints.adopt.stored import FLOATS
+from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES
 from hf_efficient.kernels.linear.codes import unpack_codes
 
 
@@ -51,7 +52,6 @@ class SparseCompressedTensors(Foreign):
                 )
 
     def scheme(self, stored, out_features, in_features, dtype):
-        self.dtype = dtype
         if self.layout == MARLIN24:
             return self._marlin(stored, out_features, in_features, dtype)
         stored.expect("bitmask", ["U8"], (out_features, -(-in_features // 8)))
@@ -62,9 +62,9 @@ class SparseCompressedTensors(Foreign):
                 f"{place.key} is {stored.read('shape').flatten().tolist()}, expected {[out_features, in_features]}"
             )
         if self.layout == SPARSE24:
-            stored.expect("compressed", FLOATS, (out_features, in_features // 2))
+            stored.expect("compressed", SCALE_DTYPES, (out_features, in_features // 2))
             return {"pattern": "2:4", "method": "magnitude"}
-        total, (kept,) = out_features * in_features, stored.expect("compressed", FLOATS, (None,)).shape
+        total, (kept,) = out_features * in_features, stored.expect("compressed", SCALE_DTYPES, (None,)).shape
         if not 0 < kept <= total:
             raise ValueError(f"{stored.places['compressed'].key} holds {kept} values, expected 1 to {total}")
         return {"sparsity": 1 - kept / total, "group": "layer", "method": "magnitude"}
@@ -73,8 +73,8 @@ class SparseCompressedTensors(Foreign):
         bits, group = self.weights["num_bits"], self._group(in_features)
         if out_features % 64 or in_features % 32 or (group != -1 and in_features % group):
             raise ValueError(
-                f"{stored.name} is marlin-24 of [{out_features}, {in_features}], expected multiples of 64, and of 32 and the "
-                f"group {group}"
+                f"{stored.name} is marlin-24 of [{out_features}, {in_features}], expected multiples of 64, and of 32 "
+                f"and the group {group}"
             )
         stored.expect("weight_packed", ["I32"], (in_features // 32, out_features * bits // 2))
         stored.expect("meta", ["I16"], (in_features // 32, 2 * out_features))
@@ -89,10 +89,10 @@ class SparseCompressedTensors(Foreign):
             return -1
         return one_of("weights.group_size", size, (128,))
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         if self.layout == MARLIN24:
             return self._convert_marlin(tensors, out_features, in_features, format)
-        values = tensors["compressed"].to(self.dtype)
+        values = tensors["compressed"].to(dtype)
         mask = unpack_codes(tensors["bitmask"], 1, in_features).bool()
         if "row_offsets" in tensors:
             starts = mask.sum(1).cumsum(0) - mask.sum(1)
@@ -115,8 +115,8 @@ class SparseCompressedTensors(Foreign):
 
 
 def _code_order(bits: int) -> torch.Tensor:
-    """Where Marlin's instructions find the codes of 4 tiles [16 kept columns, 16 rows each] that lie one after another: int64
-    [1024]."""
+    """Where Marlin's instructions find the codes of 4 tiles [16 kept columns, 16 rows each] that lie one after
+    another: int64 [1024]."""
     thread = torch.arange(32).view(32, 1, 1, 1)
     places = 16 * (2 * (thread % 4) + torch.tensor([0, 1, 8, 9])) + 256 * (thread // 8) + 8 * (thread // 4 % 2)
     places = places + torch.arange(4).view(4, 1, 1) + 4 * torch.arange(2).view(2, 1)

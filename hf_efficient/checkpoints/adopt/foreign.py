@@ -2,39 +2,55 @@
 
 import torch
 
-from hf_efficient.checkpoints.adopt.stored import FLOATS, StoredWeight
+from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES, StoredWeight
 
 
 class Foreign:
     """A format of another library, as the `quantization_config` of one checkpoint describes it.
 
-    `parts`: names of the tensors that stand for a weight, after the module's name and a dot.
+    Attributes:
+        parts: names of the tensors that stand for a weight, after the module's name and a dot.
+        unchanged: names of further tensors of such a module, which are loaded as they are.
+        config: which config of ours describes it.
     """
 
     parts: tuple[str, ...]
-    config: str = "WeightOnlyConfig"  # which config of ours describes it
+    unchanged: tuple[str, ...] = ()
+    config: str = "WeightOnlyConfig"
 
     def __init__(self, saved: dict):
         """saved: the dict of the checkpoint's `quantization_config`. Raises ValueError for a kind that is not read."""
         self.saved = saved
+
+    def prepare(self, model) -> None:
+        """Called once with the model on the meta device, before any other method."""
 
     def holds(self, stored: StoredWeight) -> bool:
         """Whether these tensors are of this format, not an ordinary weight."""
         return self.parts[0] in stored
 
     def scheme(self, stored: StoredWeight, out_features: int, in_features: int, dtype: torch.dtype) -> dict:
-        """The scheme of `config` that holds this weight of a model in `dtype`. Raises ValueError, naming the tensor, what it is
-        and what was expected, unless all its tensors have the dtypes and shapes they must."""
+        """The scheme of `config` that holds this weight of a model in `dtype`. Raises ValueError, naming the tensor,
+        what it is and what was expected, unless all its tensors have the dtypes and shapes they must."""
         raise NotImplementedError
 
-    def convert(self, tensors: dict[str, torch.Tensor], out_features: int, in_features: int, format) -> dict:
-        """The tensors of a weight by part -> the canonical tensors of `format`, that of `scheme`."""
+    def config_of(self, model, schemes: dict[str, dict]):
+        """Our config for a checkpoint whose modules have `schemes`, by name."""
+        from hf_efficient.checkpoints.adopt.schemes import config_of
+
+        return config_of(model, self.config, schemes)
+
+    def convert(
+        self, tensors: dict[str, torch.Tensor], out_features: int, in_features: int, format, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a weight by part -> the canonical tensors of `format`, that of `scheme`. dtype: of the
+        model."""
         raise NotImplementedError
 
 
 def scale_dtype(stored: StoredWeight, part: str, dtype: torch.dtype) -> str | None:
     """`scale_dtype` of a scheme whose scales are the tensor `part`: None where it is the model's dtype."""
-    name = FLOATS[stored.places[part].dtype]
+    name = SCALE_DTYPES[stored.places[part].dtype]
     return None if getattr(torch, name) is dtype else name
 
 

@@ -1,18 +1,18 @@
-"""GGUF files, kept quantized: `adopt("gguf")` and `from_pretrained(..., gguf_file=...)`. transformers dequantizes them, all but
-three architectures, where it needs a kernel of the Hub."""
+"""GGUF files, kept quantized: `adopt("gguf")` and `from_pretrained(..., gguf_file=...)`. transformers dequantizes
+them, all but three architectures, where it needs a kernel of the Hub."""
 
 import logging
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import modeling_gguf_pytorch_utils as reading
 
 from hf_efficient.checkpoints.adopt.gguf_blocks import KINDS, unpack
-from hf_efficient.checkpoints.adopt.quantizer import config_of
+from hf_efficient.checkpoints.adopt.schemes import config_of
+from hf_efficient.checkpoints.saved_tensors import as_saved
+from hf_efficient.integrations import transformers_gguf as reading
 from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
 from hf_efficient.kernels.linear.codes import pack_codes
-from hf_efficient.layers import PLACEHOLDER_SHAPE
 
 
 logger = logging.getLogger(__name__)
@@ -28,14 +28,13 @@ class GgufQuantizer(EfficientQuantizer):
         pass
 
     def read_header(self, gguf_file: str) -> None:
-        """What from_pretrained calls when it has found the file. Raises ValueError for an architecture that transformers reads
-        in another way."""
+        """What from_pretrained calls when it has found the file. Raises ValueError for an architecture that
+        transformers reads in another way."""
         from gguf import GGUFReader
-        from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
         self._reader = GGUFReader(gguf_file)
         self._architecture = reading.read_field(self._reader, "general.architecture")[0]
-        if is_gguf_arch_supported(self._architecture):
+        if reading.is_gguf_arch_supported(self._architecture):
             raise ValueError(
                 f"{gguf_file}: adopt('gguf') does not read the architecture {self._architecture!r}; load it with "
                 "quantization_config=GgufConfig(dequantize=True)"
@@ -45,7 +44,7 @@ class GgufQuantizer(EfficientQuantizer):
     def update_dtype(self, dtype):
         return torch.get_default_dtype() if dtype is None else dtype
 
-    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+    def before_loading(self, model, files, device_map=None):
         self._processor = reading.TENSOR_PROCESSORS.get(self._architecture, reading.TensorProcessor)(
             config=self._config
         )
@@ -73,13 +72,13 @@ class GgufQuantizer(EfficientQuantizer):
             )
         if not schemes:
             raise ValueError(
-                f"adopt('gguf'): no linear layer of {type(model).__name__} is of a type that is kept, {list(KINDS)}; load the "
-                "file with quantization_config=GgufConfig(dequantize=True)"
+                f"adopt('gguf'): no linear layer of {type(model).__name__} is of a type that is kept, {list(KINDS)}; "
+                "load the file with quantization_config=GgufConfig(dequantize=True)"
             )
         self.quantization_config = config_of(model, "WeightOnlyConfig", schemes)
         model.quantization_method = self.quantization_config.quant_method
-        super()._process_model_before_weight_loading(model, checkpoint_files=None, **kwargs)
-        if different := {name.rpartition(".")[0] for name in self._weights} ^ set(schemes):
+        super().before_loading(model, None, device_map)
+        if different := {name.rpartition(".")[0] for name in self.swapped.weights} ^ set(schemes):
             raise ValueError(f"{min(different)} is quantized in the file, but {type(model).__name__} keeps it as it is")
 
     def _row_order(self, tensor) -> torch.Tensor | None:
@@ -115,7 +114,7 @@ class GgufQuantizer(EfficientQuantizer):
 
     def _canonical(self, tensor, model) -> dict[str, torch.Tensor]:
         name, kind = self._names[tensor.name], tensor.tensor_type.name
-        weight, _ = self._weights[name]
+        weight, _ = self.swapped.weights[name]
         block = {"K": 256}.get(kind[-1], 32)
         data = torch.from_numpy(np.ascontiguousarray(tensor.data))
         codes, scale, minimum = unpack(kind, data.view(weight.out_features, weight.in_features // block, -1))
@@ -123,6 +122,5 @@ class GgufQuantizer(EfficientQuantizer):
             if values is not None and not values.isfinite().all():
                 raise ValueError(f"{tensor.name} ({kind}) holds NaN or infinity in its scales")
         parts = {"qweight": pack_codes(codes, weight.format.bits), "scale": scale, "minimum": minimum}
-        order, base = self._rows[tensor.name], name.removesuffix("weight")
-        placeholder = torch.zeros(PLACEHOLDER_SHAPE, dtype=model.get_parameter(name).dtype)
-        return {name: placeholder, **{base + part: t[order] for part, t in parts.items() if t is not None}}
+        parts = {part: t[self._rows[tensor.name]] for part, t in parts.items() if t is not None}
+        return as_saved(name, weight, parts, model.get_parameter(name).dtype)

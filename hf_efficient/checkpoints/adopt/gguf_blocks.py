@@ -1,8 +1,8 @@
-"""The blocks that llama.cpp's files hold weights in, as codes, scales and minima: `w = code * scale + minimum`, or around the
-middle of the grid. Blocks are uint8 [N, B, bytes], d and m in them float16.
+"""The blocks that llama.cpp's files hold weights in, as codes, scales and minima: `w = code * scale + minimum`, or
+around the middle of the grid. Blocks are uint8 [N, B, bytes], d and m in them float16.
 
-Scales of two levels (the k-quants) become one float32 a group, which takes more memory: bits of a weight here, and there,
-stand in `KINDS`. The values are the same, bit for bit."""
+Scales of two levels (the k-quants) become one float32 a group, which takes more memory: bits of a weight here, and
+there, stand in `KINDS`. The values are the same, bit for bit."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,8 @@ import torch
 
 @dataclass(frozen=True)
 class Kind:
-    """`bits` of our codes, `group` weights that share a scale, whether there are minima; bits of a weight in llama.cpp."""
+    """`bits` of our codes, `group` weights that share a scale, whether there are minima; bits of a weight in
+    llama.cpp."""
 
     bits: int
     group: int

@@ -1,11 +1,11 @@
-"""GPTQ checkpoints of AutoGPTQ, GPT-QModel and optimum: `qweight` int32 [K * bits / 32, N], codes of a column one after the
-other in little-endian words; `qzeros` int32 [G, N * bits / 32] alike, in the layout "gptq" less one; `scales` [G, N]; `g_idx`
-int32 [K], the group of each input."""
+"""GPTQ checkpoints of AutoGPTQ, GPT-QModel and optimum: `qweight` int32 [K * bits / 32, N], codes of a column one
+after the other in little-endian words; `qzeros` int32 [G, N * bits / 32] alike, in the layout "gptq" less one;
+`scales` [G, N]; `g_idx` int32 [K], the group of each input."""
 
 import torch
 
 from hf_efficient.checkpoints.adopt.foreign import Foreign, as_grid, one_of, scale_dtype, stream_bytes, typed
-from hf_efficient.checkpoints.adopt.stored import FLOATS
+from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES
 from hf_efficient.kernels.linear.codes import BITS, pack_codes, unpack_codes
 
 
@@ -26,17 +26,17 @@ class GPTQ(Foreign):
         if rest or bits not in BITS or (not self.saved.get("dynamic") and bits != self.saved.get("bits", bits)):
             place, asked = stored.places["qweight"], self.saved.get("bits")
             raise ValueError(
-                f"{place.key} is I32 {place.shape}, expected [{in_features} * bits / 32, {out_features}] with bits={asked}, one "
-                f"of {BITS}"
+                f"{place.key} is I32 {place.shape}, expected [{in_features} * bits / 32, {out_features}] with "
+                f"bits={asked}, one of {BITS}"
             )
-        groups = stored.expect("scales", FLOATS, (None, out_features)).shape[0]
+        groups = stored.expect("scales", SCALE_DTYPES, (None, out_features)).shape[0]
         size = self.saved.get("group_size", -1)
         size = -(-in_features // groups) if self.saved.get("dynamic") and groups else size
         size = in_features if size in (None, -1) else size
         if size <= 0 or groups != -(-in_features // size):
             raise ValueError(
-                f"{stored.places['scales'].key} is {stored.places['scales'].shape}, expected {-(-in_features // max(size, 1))} "
-                f"groups of {size} of the {in_features} inputs"
+                f"{stored.places['scales'].key} is {stored.places['scales'].shape}, expected "
+                f"{-(-in_features // max(size, 1))} groups of {size} of the {in_features} inputs"
             )
         stored.expect("qzeros", ["I32"], (groups, -(-out_features * bits // 32)))
         scheme = {"bits": bits, "group_size": -1 if groups == 1 else size, "method": "gptq"}
@@ -48,12 +48,10 @@ class GPTQ(Foreign):
             raise ValueError(f"the checkpoint has no {stored.name}.g_idx, expected one since desc_act is true")
         return {**scheme, "scale_dtype": scale_dtype(stored, "scales", dtype)}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         inner = getattr(format, "inner", format)
         bits, qzeros = inner.bits, tensors["qzeros"]
-        if (
-            self.less_one and bits != 3
-        ):  # carries and borrows of one word cancel where the words were made by subtracting
+        if self.less_one and bits != 3:  # in whole words, as the library subtracts: carries and borrows cancel
             qzeros = qzeros + sum(1 << shift for shift in range(0, 32, bits))
         zero = unpack_codes(stream_bytes(qzeros), bits, out_features)
         if self.less_one and bits == 3:
@@ -69,8 +67,8 @@ class GPTQ(Foreign):
 
 
 def group_order(g_idx: torch.Tensor, size: int, name: str) -> torch.Tensor | None:
-    """The order of the inputs, int64 [K], in which those of a group of `size` are neighbours; None where they are. Raises
-    ValueError unless `g_idx` [K] gives every group `size` inputs, the last one those that remain."""
+    """The order of the inputs, int64 [K], in which those of a group of `size` are neighbours; None where they are.
+    Raises ValueError unless `g_idx` [K] gives every group `size` inputs, the last one those that remain."""
     natural = torch.arange(len(g_idx), device=g_idx.device)
     order = torch.argsort(g_idx, stable=True)
     if not torch.equal(g_idx[order].long(), natural // size):

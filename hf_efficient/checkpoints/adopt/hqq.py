@@ -1,13 +1,13 @@
-"""Checkpoints of the hqq package (https://mobiusml.github.io/hqq_blog): `W_q`, codes of [N * K / group, group] packed so that
-the first part of the rows stands in the highest bits; `scale` and `zero` (floats, w = (code - zero) * scale) and everything
-else about the layer as small tensors."""
+"""Checkpoints of the hqq package (https://mobiusml.github.io/hqq_blog): `W_q`, codes of [N * K / group, group] packed
+so that the first part of the rows stands in the highest bits; `scale` and `zero` (floats, w = (code - zero) * scale)
+and everything else about the layer as small tensors."""
 
 import math
 
 import torch
 
 from hf_efficient.checkpoints.adopt.foreign import Foreign, one_of, scale_dtype
-from hf_efficient.checkpoints.adopt.stored import FLOATS
+from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES
 from hf_efficient.kernels.linear.codes import pack_codes
 
 
@@ -41,12 +41,12 @@ class HQQ(Foreign):
         groups = out_features * in_features // group
         stored.expect("W_q", ["I32" if bits == 3 else "U8"], (-(-groups // IN_A_WORD[bits]), group))
         for part in ("scale", "zero"):
-            stored.expect(part, [stored.places["scale"].dtype] if part == "zero" else FLOATS, (groups, 1))
+            stored.expect(part, [stored.places["scale"].dtype] if part == "zero" else SCALE_DTYPES, (groups, 1))
         own = scale_dtype(stored, "scale", dtype)
         size = -1 if group == in_features else group
         return {"bits": bits, "group_size": size, "method": "hqq", "zero_point": "float", "scale_dtype": own}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         words, bits = tensors["W_q"], format.bits
         count = IN_A_WORD[bits]
         codes = torch.cat([words >> bits * (count - 1 - i) & 2**bits - 1 for i in range(count)])

@@ -6,12 +6,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.checkpoints.checks import possible_names
-from hf_efficient.checkpoints.headers import FLOATS as ORDINARY
-from hf_efficient.checkpoints.headers import Place, by_model_name, check_ordinary, read_headers
+from hf_efficient.checkpoints.headers import FLOATS, Place, by_model_name, check_ordinary, read_headers, wanted
+from hf_efficient.checkpoints.saved_tensors import possible_names
 
 
-FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}  # of a scale: safetensors' name -> torch's
+SCALE_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}  # safetensors' name -> torch's
 
 
 @dataclass
@@ -26,16 +25,11 @@ class StoredWeight:
         return part in self.places
 
     def expect(self, part: str, dtypes, shape) -> Place:
-        """The place of `part`. Raises ValueError, naming the tensor and what was expected, unless it has one of `dtypes` and
-        `shape` (None: any length there)."""
-        place = self.places.get(part)
-        wanted = f"{' or '.join(dtypes)} {tuple('any' if n is None else n for n in shape)}"
-        if place is None:
-            raise ValueError(f"the checkpoint has no {self.name}.{part}, expected {wanted}")
-        fits = len(place.shape) == len(shape) and all(n in (None, m) for n, m in zip(shape, place.shape))
-        if place.dtype not in dtypes or not fits:
-            raise ValueError(f"{place.key} is {place.dtype} {place.shape}, expected {wanted}")
-        return place
+        """The place of `part`. Raises ValueError, naming the tensor and what was expected, unless it has one of
+        `dtypes` and `shape` (None: any length there)."""
+        if part not in self.places:
+            raise ValueError(f"the checkpoint has no {self.name}.{part}, expected {wanted(dtypes, shape)}")
+        return self.places[part].expect(dtypes, shape)
 
     def expect_one(self, part: str, dtypes) -> Place:
         """As `expect`, for a tensor of one element in any number of dimensions."""
@@ -48,16 +42,19 @@ class StoredWeight:
 
 
 def stored_weights(files, model, foreign, fused, conversions) -> dict[str, StoredWeight]:
-    """Module name -> the tensors called `<name>.<part>` in the headers of safetensors `files`, of the weights that `foreign`
-    holds, for the linear modules of `model` and those of `fused` (list of `FusedWeight`). conversions: the model's own.
+    """Module name -> the tensors called `<name>.<part>` in the headers of safetensors `files`, of the weights that
+    `foreign` holds, for the linear modules of `model` and those of `fused` (list of `FusedWeight`). conversions: the
+    model's own.
 
     Raises:
-        ValueError: as `read_headers` and `check_ordinary`, or a module has some of the parts of a weight, which make none.
+        ValueError: as `read_headers` and `check_ordinary`, or a module has some of the parts of a weight, which make
+            none.
     """
     places, metadata = read_headers(files)
     linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     experts = [name for weight in fused for name in weight.linears()]
-    known = {f"{name}.{part}": (name, part) for name in (*linears, *experts) for part in {*foreign.parts, "weight"}}
+    tensors = {*foreign.parts, *foreign.unchanged, "weight"}
+    known = {f"{name}.{part}": (name, part) for name in (*linears, *experts) for part in tensors}
     ours = set(possible_names(model))
     found = by_model_name(places, model, conversions, {**dict.fromkeys(ours), **known})
     if stray := sorted(ours & set(found) - set(known)):  # it would be loaded in the place of what is made of the parts
@@ -79,14 +76,14 @@ def stored_weights(files, model, foreign, fused, conversions) -> dict[str, Store
 def _check_dense(weight: StoredWeight, foreign) -> None:
     """Raises ValueError unless the weight is one ordinary tensor."""
     place = weight.places.get("weight")
-    if place is not None and place.dtype not in ORDINARY:
+    if place is not None and place.dtype not in FLOATS:
         raise ValueError(
-            f"{place.key} is {place.dtype} {place.shape}, but {weight.name} has no scale: expected one of {list(foreign.parts)} "
-            f"beside it, or one of {list(ORDINARY)}"
+            f"{place.key} is {place.dtype} {place.shape}, but {weight.name} has no scale: expected one of "
+            f"{list(foreign.parts)} beside it, or one of {list(FLOATS)}"
         )
     if stray := sorted(set(weight.places) - {"weight"}):
         missing = "no weight" if place is None else "an ordinary weight"
         raise ValueError(
-            f"{weight.places[stray[0]].key} belongs to a quantized weight, but {weight.name} has {missing} and not all of "
-            f"{list(foreign.parts)[:4]}"
+            f"{weight.places[stray[0]].key} belongs to a quantized weight, but {weight.name} has {missing} and not "
+            f"all of {list(foreign.parts)[:4]}"
         )

@@ -1,7 +1,7 @@
-"""Regular expressions of a checkpoint's config, matched in a time that does not depend on who wrote them.
+"""Regular expressions of a checkpoint's config, matched in a bounded number of steps.
 
-Python's `re` tries one way through a pattern after the other, and "(a+)+$" has exponentially many. This matcher asks, for each
-part of a pattern and each place in a name, at which places a match can end: at most once each.
+Python's `re` tries one way through a pattern after the other, and "(a+)+$" has exponentially many. This matcher asks,
+for each part of a pattern and each place in a name, at which places a match can end: at most once each.
 """
 
 import re
@@ -37,8 +37,8 @@ class TargetPatterns:
         self.field, self._left, self._parsed, self._pattern = field, _SPARE, {}, None
 
     def matches(self, pattern: str, name: str) -> bool:
-        """Raises ValueError for a pattern that is none, is longer than `LONGEST`, has back-references, look-behind, flags or
-        possessive parts, or takes too many steps."""
+        """Raises ValueError for a pattern that is none, is longer than `LONGEST`, has back-references, look-behind,
+        flags or possessive parts, or takes too many steps."""
         self._pattern, self._left = pattern, self._left + STEPS
         if pattern not in self._parsed:
             self._parsed[pattern] = list(self._parse(pattern))
@@ -61,7 +61,8 @@ class TargetPatterns:
         )
 
     def _ends(self, known: dict, items, name: str, start: int) -> set[int]:
-        """Where matches of `items`, one after the other, that begin at `start` can end. known: (item, start) -> ends."""
+        """Where matches of `items`, one after the other, that begin at `start` can end. known: (item, start) ->
+        ends."""
         places = {start}
         for item in items:
             places = set().union(*(self._item(known, item, name, place) for place in places))

@@ -1,15 +1,15 @@
 """Checkpoints of torchao in safetensors, whose metadata says for each weight which of its classes holds it.
 
 `Int4Tensor`: `_weight_qdata` int8 [N, K / 2], codes from -8 to 7, the even ones in the low halves, `_weight_scale` and
-`_weight_zero_point` float [G, N], w = code * scale + zero_point. `Int8Tensor` and `IntxUnpackedToInt8Tensor`: int8 [N, K],
-w = (code - zero_point) * scale."""
+`_weight_zero_point` float [G, N], w = code * scale + zero_point. `Int8Tensor` and `IntxUnpackedToInt8Tensor`: int8
+[N, K], w = (code - zero_point) * scale."""
 
 import json
 
 import torch
 
 from hf_efficient.checkpoints.adopt.foreign import Foreign, as_grid, one_of, scale_dtype
-from hf_efficient.checkpoints.adopt.stored import FLOATS
+from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES
 from hf_efficient.kernels.linear.codes import pack_codes
 
 
@@ -33,8 +33,8 @@ class TorchAO(Foreign):
         one_of(f"_type of {key}", kind.get("_type"), CLASSES)
         if names and (different := names ^ set(stored.places)):
             raise ValueError(
-                f"{stored.name}.{min(different)} is {'not ' if min(different) in names else ''}there, but the metadata of {key} "
-                f"names {sorted(names)}"
+                f"{stored.name}.{min(different)} is {'not ' if min(different) in names else ''}there, but the "
+                f"metadata of {key} names {sorted(names)}"
             )
         for part in ("_weight_act_pre_scale", "_weight_scale_and_zero"):
             if part in stored:
@@ -51,11 +51,11 @@ class TorchAO(Foreign):
         if kind["_type"] == INT4:
             stored.expect("_weight_qdata", ["I8", "U8"], (out_features, in_features // 2))
             for part in ("scale", "zero_point"):
-                stored.expect(f"_weight_{part}", FLOATS, (groups, out_features))
+                stored.expect(f"_weight_{part}", SCALE_DTYPES, (groups, out_features))
             own = None if dtype is torch.float32 else "float32"
             return {"bits": 4, "group_size": group, "zero_point": "minimum", "scale_dtype": own}
         stored.expect("_weight_qdata", ["I8"], (out_features, in_features))
-        stored.expect("_weight_scale", FLOATS, (out_features, groups))
+        stored.expect("_weight_scale", SCALE_DTYPES, (out_features, groups))
         symmetric = "_weight_zero_point" not in stored
         if not symmetric:
             stored.expect("_weight_zero_point", ["I8"], (out_features, groups))
@@ -68,7 +68,7 @@ class TorchAO(Foreign):
         own = scale_dtype(stored, "_weight_scale", dtype)
         return {"bits": bits, "group_size": group, "symmetric": symmetric, "scale_dtype": own}
 
-    def convert(self, tensors, out_features, in_features, format):
+    def convert(self, tensors, out_features, in_features, format, dtype):
         codes, scale, zero = (tensors.get(f"_weight_{part}") for part in ("qdata", "scale", "zero_point"))
         if format.zero_point == "minimum":
             bytes_ = codes.view(torch.uint8) ^ 0x88  # codes + 8, each in its half

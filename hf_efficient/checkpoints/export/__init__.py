@@ -1,5 +1,5 @@
-"""Leaving for other engines: models compressed here, written in the layouts that vLLM, SGLang, TGI, llama.cpp and Ollama read.
-One file a target; a target says what it cannot hold before anything is written."""
+"""Leaving for other engines: models compressed here, written in the layouts that vLLM, SGLang, TGI, llama.cpp and
+Ollama read. One file a target; a target says what it cannot hold before anything is written."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from hf_efficient.checkpoints.export.source import open_source
-from hf_efficient.files import why_not_beside, why_not_new
+from hf_efficient.files import why_not_new, why_not_writable
 
 
 logger = logging.get_logger(__name__)
@@ -20,9 +20,9 @@ FORMATS = ("compressed-tensors", "gptq", "awq", "gguf")
 class ExportReport:
     """What `export` wrote: a folder, or a file (gguf), of `nbytes` bytes.
 
-    `rounding`: a target that keeps scales in float16 rounds those that were not: the largest change of a weight, as a part of
-    the largest weight that its layer can hold. 0.0: every weight is the same number as before.
-    `engines`: the engines that read it.
+    `rounding`: a target that keeps scales in float16 rounds those that were not: the largest change of a weight, as a
+    part of the largest weight that its layer can hold. 0.0: every weight is the same number as before. `engines`: the
+    engines that read it.
     """
 
     path: Path
@@ -34,17 +34,17 @@ class ExportReport:
 
 
 def export(model, output, format: str = "compressed-tensors", tokenizer=None) -> ExportReport:
-    """Writes a model that `from_pretrained(quantization_config=...)` or `hf-efficient quantize` made for another engine. The
-    codes stay the ones that were chosen here; nothing is quantized anew.
+    """Writes a model that `from_pretrained(quantization_config=...)` or `hf-efficient quantize` made for another
+    engine. The codes stay the ones that were chosen here; nothing is quantized anew.
 
     Args:
         model: the model, or the folder it was saved to, which is read one layer at a time and never whole.
-        output: "gguf": the file, whose name ends in .gguf and which is replaced when the new one is whole. Else a folder that
-            does not exist yet or is empty. An export that fails or is interrupted leaves what was there.
+        output: "gguf": the file, whose name ends in .gguf and which is replaced when the new one is whole. Else a
+            folder that does not exist yet or is empty. An export that fails or is interrupted leaves what was there.
         format: "compressed-tensors" (vLLM, SGLang, TGI, transformers; int4, int8 and int2 weights, int8 and fp8
-            activations), "gptq" (one width of weights for all layers; vLLM reads it of symmetric 4 and 8 bits only, and a
-            warning says so where it does not), "awq" (4 bits) or "gguf" (llama.cpp, Ollama; of the Llama family and Qwen 2
-            and 3; 4 bits and symmetric 8 bits in groups of multiples of 32, and dense models).
+            activations), "gptq" (one width of weights for all layers; vLLM reads it of symmetric 4 and 8 bits only,
+            and a warning says so where it does not), "awq" (4 bits) or "gguf" (llama.cpp, Ollama; of the Llama family
+            and Qwen 2 and 3; 4 bits and symmetric 8 bits in groups of multiples of 32, and dense models).
         tokenizer: what to put beside the weights, by default the one in the folder, if there is one.
 
     Raises:
@@ -61,7 +61,7 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
             )
         if importlib.util.find_spec("gguf") is None:
             raise ValueError("format='gguf' needs the package gguf: pip install gguf")
-    if reason := why_not_beside(output) if format == "gguf" else why_not_new(output):
+    if reason := why_not_writable(output) if format == "gguf" else why_not_new(output):
         raise ValueError(f"output={str(output)!r} {reason}")
     with open_source(model, tokenizer) as source:
         if format == "gguf":
@@ -91,7 +91,7 @@ def _not_served(source, format: str, engines: tuple[str, ...], alternative) -> s
     advice = (
         "format='compressed-tensors' is read by vLLM, too"
         if is_better
-        else "for vLLM quantize to 4 bits, or to symmetric 8 bits, in groups of 32, 64 or 128 or per channel (-1) and export "
-        "to 'compressed-tensors'"
+        else "for vLLM quantize to 4 bits, or to symmetric 8 bits, in groups of 32, 64 or 128 or per channel (-1) and "
+        "export to 'compressed-tensors'"
     )
     return f"as {format} this model is read by {' and '.join(engines)}, and not by vLLM: {advice}"

@@ -2,17 +2,9 @@
 
 import torch
 
+from hf_efficient.checkpoints.export import grid
 from hf_efficient.checkpoints.export.engines import SERVERS
 from hf_efficient.checkpoints.export.folder import FolderTarget
-from hf_efficient.checkpoints.export.grid import (
-    affine_only,
-    as_float16,
-    check_layers,
-    common_group,
-    per_group,
-    rounding_of,
-    words,
-)
 from hf_efficient.checkpoints.export.source import Layer, Source
 from hf_efficient.kernels.linear.codes import pack_codes
 
@@ -23,17 +15,17 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbouring columns stands i
 
 
 class Awq(FolderTarget):
-    """Codes packed along out_features, eight in a word: "qweight" int32 [K, N / 8], "qzeros" int32 [G, N / 8], "scales" float16
-    [G, N]. The layout always has zero points: those of symmetric weights are 8."""
+    """Codes packed along out_features, eight in a word: "qweight" int32 [K, N / 8], "qzeros" int32 [G, N / 8],
+    "scales" float16 [G, N]. The layout always has zero points: those of symmetric weights are 8."""
 
     def __init__(self, source: Source):
-        check_layers(source, "awq", self._why_not)
-        self.group = common_group(source.layers)
+        grid.check_layers(source, "awq", self._why_not)
+        self.group = grid.common_group(source.layers)
         self.kept = source.kept
 
     @staticmethod
     def _why_not(layer: Layer) -> str | None:
-        if reason := affine_only(layer, (BITS,)):
+        if reason := grid.affine_only(layer, (BITS,)):
             return reason
         if layer.name.rpartition(".")[2] == "lm_head":
             return "the output embedding, which readers of this target never take as quantized"
@@ -56,13 +48,17 @@ class Awq(FolderTarget):
 
     def tensors(self, layer):
         format = layer.weight.format
-        scale, zero = (per_group(layer, part, self.group) for part in ("scale", "zero_point"))
-        self.rounding = max(self.rounding, rounding_of(scale, format.levels, zero))
+        scale, zero = (grid.per_group(layer, part, self.group) for part in ("scale", "zero_point"))
+        self.rounding = max(self.rounding, grid.rounding_of(scale, format.levels, zero))
         codes = format.unpack(layer.read("qweight"), layer.weight.in_features)
-        return {"qweight": _interleaved(codes), "qzeros": _interleaved(zero), "scales": as_float16(layer, scale).t()}
+        return {
+            "qweight": _interleaved(codes),
+            "qzeros": _interleaved(zero),
+            "scales": grid.as_float16(layer, scale).t(),
+        }
 
 
 def _interleaved(codes: torch.Tensor) -> torch.Tensor:
     """uint8 codes [N, M] -> int32 [M, N / 8]."""
     eights = codes.t().unflatten(1, (-1, PER_WORD))[..., list(ORDER)].flatten(1)
-    return words(pack_codes(eights.contiguous(), BITS), codes.shape[0] // PER_WORD)
+    return grid.words(pack_codes(eights.contiguous(), BITS), codes.shape[0] // PER_WORD)

@@ -3,14 +3,15 @@
 import copy
 import json
 import os
+from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.checkpoints import saving
 from hf_efficient.checkpoints.adopt.bitsandbytes import INVERSE_127, STATE, swap_halves
+from hf_efficient.files import atomic_checkpoint
 from hf_efficient.formats.codebook import TABLES, CodebookFormat
 from hf_efficient.formats.w8a8 import Int8Format
 from hf_efficient.layers import CompressedModule, EfficientLinear
@@ -20,12 +21,13 @@ BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # codes that share a scale: what
 
 
 def save_as_bitsandbytes(model, folder: str | os.PathLike) -> None:
-    """Writes `model` into `folder` as bitsandbytes would save it: config, safetensors, generation config. The files are moved
-    there when all are written.
+    """Writes `model` into `folder` as bitsandbytes would save it: config, safetensors, generation config. The files
+    are moved there when all are written.
 
-    What can be written: `WeightOnlyConfig(bits=4, codebook="nf4" or "fp4", group_size=64, 128, ... 4096)` with groups that
-    divide the rows, bit for bit the same values; and `W8A8Config` in int8 with methods "absmax" or "llm_int8" and one dynamic
-    scale a row, whose values bitsandbytes rounds once more. Scales of `double_quantization` are written in float32.
+    What can be written: `WeightOnlyConfig(bits=4, codebook="nf4" or "fp4", group_size=64, 128, ... 4096)` with groups
+    that divide the rows, bit for bit the same values; and `W8A8Config` in int8 with methods "absmax" or "llm_int8"
+    and one dynamic scale a row, whose values bitsandbytes rounds once more. Scales of `double_quantization` are
+    written in float32.
 
     Raises:
         ValueError: for a model without quantized layers, or with one of another kind; names it.
@@ -34,7 +36,8 @@ def save_as_bitsandbytes(model, folder: str | os.PathLike) -> None:
     kinds = {name: _kind(name, module) for name, module in layers.items()}
     if len(set(kinds.values())) != 1:
         raise ValueError(
-            f"a bitsandbytes checkpoint has layers of one kind, {type(model).__name__} has {sorted(set(kinds.values())) or 'none'}"
+            f"a bitsandbytes checkpoint has layers of one kind, {type(model).__name__} has "
+            f"{sorted(set(kinds.values())) or 'none'}"
         )
     kind = next(iter(kinds.values()))
     tensors = {}
@@ -49,11 +52,11 @@ def save_as_bitsandbytes(model, folder: str | os.PathLike) -> None:
         tensors.pop(tied, None)
     config = copy.deepcopy(model.config)
     config.quantization_config = _config(model, layers, kind)
-    with saving.written_aside(os.path.abspath(os.fspath(folder))) as aside:
-        config.save_pretrained(aside)
+    with atomic_checkpoint(Path(os.path.abspath(os.fspath(folder)))) as new:
+        config.save_pretrained(new)
         if model.can_generate():
-            model.generation_config.save_pretrained(aside)
-        save_torch_state_dict(tensors, aside, metadata={"format": "pt"})
+            model.generation_config.save_pretrained(new)
+        save_torch_state_dict(tensors, new, metadata={"format": "pt"})
 
 
 def _kind(name: str, module: CompressedModule) -> str:
@@ -69,8 +72,8 @@ def _kind(name: str, module: CompressedModule) -> str:
             return "int8"
     described = format or "experts"
     raise ValueError(
-        f"{name} is {described}, which bitsandbytes cannot hold: it holds nf4 and fp4 in groups of {BLOCKS} that divide the rows, and "
-        "int8 with one scale a row and dynamic inputs, of linear layers"
+        f"{name} is {described}, which bitsandbytes cannot hold: it holds nf4 and fp4 in groups of {BLOCKS} that "
+        "divide the rows, and int8 with one scale a row and dynamic inputs, of linear layers"
     )
 
 

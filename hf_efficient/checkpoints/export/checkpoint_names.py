@@ -4,8 +4,8 @@ import functools
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
+from hf_efficient.integrations.transformers_compat import as_saved, model_from_config
 from hf_efficient.layers import CompressedWeight
 
 
@@ -15,12 +15,12 @@ class CheckpointNames:
     def __init__(self, model: PreTrainedModel):
         self.tied = {*model.all_tied_weights_keys}
         with torch.device("meta"):  # what was loaded compressed has forgotten how its experts were split
-            self._blank = type(model)._from_config(model.config)
+            self._blank = model_from_config(type(model), model.config)
         self._last = None, {}
 
     def revert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors by the model's names -> by a checkpoint's; fused ones come apart."""
-        return revert_weight_conversion(self._blank, tensors)
+        return as_saved(self._blank, tensors)
 
     def of_module(self, name: str) -> str:
         """The name of the module called `name`."""
@@ -28,8 +28,8 @@ class CheckpointNames:
         return next(iter(probe)).removesuffix(".weight")
 
     def experts(self, name: str, weight: CompressedWeight, read) -> dict | None:
-        """Of the fused `weight` called `name`: {name of the module of one expert: (rows, its `read`)}; None where checkpoints
-        hold it fused, too."""
+        """Of the fused `weight` called `name`: {name of the module of one expert: (rows, its `read`)}; None where
+        checkpoints hold it fused, too."""
         shape = weight.experts, weight.out_features, weight.in_features
         probe = self.revert({name: torch.empty(shape, device="meta")})
         if len(probe) < weight.experts or not all(own.endswith(".weight") for own in probe):

@@ -17,8 +17,9 @@ BITS = (2, 4, 8)  # the layout of 3 bits differs between releases of the package
 
 
 class CompressedTensors(FolderTarget):
-    """Weights of 2, 4 and 8 bits as "pack-quantized", `W8A8Config` as "int-quantized" and "float-quantized". vLLM wants 4 bits or
-    symmetric 8 bits in groups of 32, 64 or 128 or per channel, and symmetric int8 weights; transformers reads all of it."""
+    """Weights of 2, 4 and 8 bits as "pack-quantized", `W8A8Config` as "int-quantized" and "float-quantized". vLLM
+    wants 4 bits or symmetric 8 bits in groups of 32, 64 or 128 or per channel, and symmetric int8 weights;
+    transformers reads all of it."""
 
     def __init__(self, source: Source):
         check_layers(source, "compressed-tensors", _why_not)

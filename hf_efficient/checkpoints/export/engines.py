@@ -1,7 +1,7 @@
 """Which engines read an export, by what their loaders take before they read a weight."""
 
 SERVERS = ("vLLM", "SGLang")
-# (bits, symmetric) of weights beside activations in 16 bits
+# (bits, symmetric) of weights whose activations have 16 bits
 GPTQ_SCHEMES = {(4, True), (8, True)}  # vLLM's AutoGPTQConfig, whatever the device
 PACKED_SCHEMES = {(4, True), (4, False), (8, True)}  # vLLM's kernels for compressed-tensors' "pack-quantized"
 GROUP_SIZES = (-1, 32, 64, 128)  # of both

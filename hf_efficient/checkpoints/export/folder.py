@@ -1,4 +1,4 @@
-"""Checkpoints in transformers' layout: safetensors in shards, configs and the tokenizer, whole or not there."""
+"""Checkpoints in transformers' layout, written atomically: safetensors in shards, configs and the tokenizer."""
 
 import copy
 import json
@@ -17,8 +17,8 @@ SHARD_BYTES = 5_000_000_000
 
 
 class FolderTarget:
-    """What a layout answers. It is made of a `Source`, and raises ValueError then for layers that it cannot hold. `rounding`: see
-    `ExportReport`."""
+    """What a layout answers. It is made of a `Source`, and raises ValueError then for layers that it cannot hold.
+    `rounding`: see `ExportReport`."""
 
     rounding = 0.0
 
@@ -37,8 +37,8 @@ class FolderTarget:
 
 def write(source: Source, target: FolderTarget, output: Path) -> float:
     """Writes the folder `output`; returns the target's `rounding`."""
-    with new_folder(output) as aside:
-        shards = _Shards(aside)
+    with new_folder(output) as new:
+        shards = _Shards(new)
         for layer in tqdm(source.layers, desc="exporting", leave=False):
             for name, tensor in target.tensors(layer).items():
                 shards.add(f"{layer.name}.{name}", tensor)
@@ -46,13 +46,13 @@ def write(source: Source, target: FolderTarget, output: Path) -> float:
             shards.add(name, tensor)
         shards.finish()
         if source.tokenizer is not None:
-            source.tokenizer.save_pretrained(aside)
+            source.tokenizer.save_pretrained(new)
         if source.generation_config is not None:
-            source.generation_config.save_pretrained(aside)
+            source.generation_config.save_pretrained(new)
         config = copy.deepcopy(source.config)
         config.quantization_config = target.quantization_config()
         config.dtype, config.architectures = source.dtype, [source.architecture]
-        config.save_pretrained(aside)  # last: what was cut off has no config and does not load
+        config.save_pretrained(new)  # last
     return target.rounding
 
 

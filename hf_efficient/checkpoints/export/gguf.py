@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from hf_efficient.checkpoints.export.gguf_tokenizer import add_tokenizer
 from hf_efficient.checkpoints.export.grid import as_float16, check_layers, per_group, rounding_of, stored_zero
 from hf_efficient.checkpoints.export.source import Layer, Source
-from hf_efficient.files import beside
+from hf_efficient.files import atomic_write
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.w8a8 import Int8Format
 
@@ -49,8 +49,8 @@ def write(source: Source, output: Path) -> float:
     tensors += [_of_dense(source, name, _name(names, name), arch) for name in source.dense_names]
     if (factors := _rope_factors(config)) is not None:
         tensors.append(_plain("rope_freqs.weight", factors, lambda: factors))
-    with beside(output) as aside:
-        file = aside / output.name
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output) as file:
         writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, arch)])
         try:
             _add_metadata(writer, source, tensors)
@@ -64,7 +64,6 @@ def write(source: Source, output: Path) -> float:
                 writer.write_tensor_data(tensor.make())
         finally:
             writer.close()
-        file.replace(output)
     return max(rounding, default=0.0)
 
 
@@ -73,8 +72,8 @@ def _architecture(source: Source) -> str:
     config, kind = source.config, source.config.model_type
     if kind not in ARCHITECTURES or not source.architecture.endswith("ForCausalLM"):
         raise ValueError(
-            f"a {source.architecture} (model_type={kind!r}) cannot be written as gguf: it must be a causal language model of "
-            f"{tuple(ARCHITECTURES)}. Other engines read it as compressed-tensors"
+            f"a {source.architecture} (model_type={kind!r}) cannot be written as gguf: it must be a causal language "
+            f"model of {tuple(ARCHITECTURES)}. Other engines read it as compressed-tensors"
         )
     rope = _rope(config)
     for field, value, allowed in (
@@ -127,8 +126,8 @@ def _name(names: "gguf.TensorNameMap", name: str) -> str:
 
 
 def _row_order(name: str, config, arch: str) -> torch.Tensor | None:
-    """Where the rows of a query or key projection come from: llama.cpp rotates neighbouring dimensions of the Llama family,
-    transformers those half a head apart."""
+    """Where the rows of a query or key projection come from: llama.cpp rotates neighbouring dimensions of the Llama
+    family, transformers those half a head apart."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     count = heads.get(name.split(".")[-2])
     if arch != "LLAMA" or count is None:
@@ -244,7 +243,8 @@ def _add_metadata(writer: "gguf.GGUFWriter", source: Source, tensors: list[_Tens
 
 
 def _context(config) -> int:
-    """llama.cpp lets these architectures attend to the whole text: with a sliding window, it does as the model up to there."""
+    """llama.cpp lets these architectures attend to the whole text: with a sliding window, it does as the model up to
+    there."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
     return min(config.max_position_embeddings, window or config.max_position_embeddings)

@@ -1,4 +1,5 @@
-"""Tokenizers in a GGUF file: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) and BPE with a byte fallback (Llama 2, Mistral)."""
+"""Tokenizers in a GGUF file: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) and BPE with a byte fallback (Llama 2,
+Mistral)."""
 
 import json
 import re
@@ -6,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 import gguf
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from hf_efficient.integrations.transformers_gguf import GGUF_PRE_TOKENIZER_SPLITS
 
 
 _IGNORE_MERGES = {"llama-bpe": True, "tekken": True, "qwen2": False}  # what llama.cpp does for a split called so
@@ -14,8 +16,8 @@ _DO_INSTEAD = "leave the tokenizer out of the file by exporting the model withou
 
 
 def add_tokenizer(writer: "gguf.GGUFWriter", tokenizer, vocab_size: int) -> None:
-    """Writes vocabulary, merges, special tokens, chat template and the name of the pre-tokenizer; without a tokenizer, the
-    file says that it has none.
+    """Writes vocabulary, merges, special tokens, chat template and the name of the pre-tokenizer; without a
+    tokenizer, the file says that it has none.
 
     Raises:
         ValueError: llama.cpp has no tokenizer that splits text in the same way.
@@ -74,7 +76,8 @@ def _vocabulary(saved: dict, vocab_size: int) -> tuple[list[str], list["gguf.Tok
             found[index] = token, gguf.TokenType.UNKNOWN
     if max(found) >= vocab_size:
         raise ValueError(
-            f"the tokenizer has tokens up to {max(found)}, the model a vocabulary of {vocab_size}: it is another model's"
+            f"the tokenizer has tokens up to {max(found)}, the model a vocabulary of {vocab_size}: it is another "
+            "model's"
         )
     every = [found.get(index, (f"[PAD{index}]", gguf.TokenType.UNUSED)) for index in range(vocab_size)]
     return [token for token, _ in every], [kind for _, kind in every]
@@ -107,8 +110,8 @@ def _pre_tokenizer(saved: dict) -> str:
             found = known.get(before[0]["pattern"].get("Regex"))
     if found is None or bool(model.get("ignore_merges")) != _IGNORE_MERGES.get(found, False):
         raise ValueError(
-            f"llama.cpp has no name for how this tokenizer splits text (pre_tokenizer={json.dumps(pre)[:200]}, normalizer="
-            f"{normalizer}, ignore_merges={model.get('ignore_merges')}): {_DO_INSTEAD}"
+            f"llama.cpp has no name for how this tokenizer splits text (pre_tokenizer={json.dumps(pre)[:200]}, "
+            f"normalizer={normalizer}, ignore_merges={model.get('ignore_merges')}): {_DO_INSTEAD}"
         )
     return found
 

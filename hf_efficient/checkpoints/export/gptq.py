@@ -1,21 +1,13 @@
-"""The layout of GPTQ checkpoints (AutoGPTQ, GPTQModel). GPTQModel and, through it, transformers read all of it; vLLM reads
-symmetric 4 and 8 bits."""
+"""The layout of GPTQ checkpoints (AutoGPTQ, GPTQModel). GPTQModel and, through it, transformers read all of it; vLLM
+reads symmetric 4 and 8 bits."""
 
 import re
 
 import torch
 
+from hf_efficient.checkpoints.export import grid
 from hf_efficient.checkpoints.export.engines import GPTQ_SCHEMES, SERVERS, is_served
 from hf_efficient.checkpoints.export.folder import FolderTarget
-from hf_efficient.checkpoints.export.grid import (
-    affine_only,
-    as_float16,
-    check_layers,
-    common_group,
-    per_group,
-    rounding_of,
-    words,
-)
 from hf_efficient.checkpoints.export.source import Layer, Source
 from hf_efficient.kernels.linear.codes import pack_codes
 
@@ -24,14 +16,14 @@ BITS = (2, 3, 4, 8)
 
 
 class Gptq(FolderTarget):
-    """Codes packed along in_features, "qweight" int32 [K * bits / 32, N]; "qzeros" int32 [G, N * bits / 32]; "scales" float16
-    [G, N]; "g_idx" int32 [K], the group of every column. The first version of the layout stores zero points less one; where
-    one is zero, which it cannot, this is "gptq_v2"."""
+    """Codes packed along in_features, "qweight" int32 [K * bits / 32, N]; "qzeros" int32 [G, N * bits / 32]; "scales"
+    float16 [G, N]; "g_idx" int32 [K], the group of every column. The first version of the layout stores zero points
+    less one; where one is zero, which it cannot, this is "gptq_v2"."""
 
     def __init__(self, source: Source):
         self.bits = next((getattr(layer.weight.format, "bits", None) for layer in source.layers), None)
-        check_layers(source, "gptq", self._why_not)
-        self.group = common_group(source.layers)
+        grid.check_layers(source, "gptq", self._why_not)
+        self.group = grid.common_group(source.layers)
         self.symmetric = all(layer.weight.format.symmetric for layer in source.layers)
         stored = [layer for layer in source.layers if not layer.weight.format.symmetric]
         self.first_version = all(layer.read("zero_point").min() > 0 for layer in stored)
@@ -39,7 +31,7 @@ class Gptq(FolderTarget):
         self.kept = [name for name in source.kept if name != "lm_head"]
 
     def _why_not(self, layer: Layer) -> str | None:
-        if reason := affine_only(layer, BITS):
+        if reason := grid.affine_only(layer, BITS):
             return reason
         if layer.weight.format.bits != self.bits:
             return f"weights of {layer.weight.format.bits} bits beside layers of {self.bits}; this target has one width"
@@ -69,14 +61,14 @@ class Gptq(FolderTarget):
 
     def tensors(self, layer):
         weight, format = layer.weight, layer.weight.format
-        scale, zero = (per_group(layer, part, self.group) for part in ("scale", "zero_point"))
-        self.rounding = max(self.rounding, rounding_of(scale, format.levels, zero))
+        scale, zero = (grid.per_group(layer, part, self.group) for part in ("scale", "zero_point"))
+        self.rounding = max(self.rounding, grid.rounding_of(scale, format.levels, zero))
         if self.first_version:
             zero = zero - 1
         group = weight.in_features if self.group == -1 else self.group
         return {
-            "qweight": words(layer.read("qweight"), weight.in_features * self.bits // 32).t(),
-            "qzeros": words(pack_codes(zero.t().contiguous(), self.bits), weight.out_features * self.bits // 32),
-            "scales": as_float16(layer, scale).t(),
+            "qweight": grid.words(layer.read("qweight"), weight.in_features * self.bits // 32).t(),
+            "qzeros": grid.words(pack_codes(zero.t().contiguous(), self.bits), weight.out_features * self.bits // 32),
+            "scales": grid.as_float16(layer, scale).t(),
             "g_idx": torch.arange(weight.in_features, dtype=torch.int32) // group,
         }

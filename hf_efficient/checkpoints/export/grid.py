@@ -1,4 +1,4 @@
-"""Weights on a regular grid, as every target takes them, and why others are not taken."""
+"""Weights on a regular grid, which every target holds, and why it does not hold others."""
 
 import math
 from collections.abc import Callable
@@ -14,19 +14,20 @@ from hf_efficient.formats.transformed import TransformedFormat
 
 
 def check_layers(source: Source, target: str, why_not: Callable[[Layer], str | None]) -> None:
-    """Raises for the layers that `target` cannot hold: those for which `why_not` gives a reason, or which no target holds."""
+    """Raises for the layers that `target` cannot hold: those for which `why_not` gives a reason, or which no target
+    holds."""
     if not source.layers:
         raise ValueError(
-            f"the model has no compressed layer, so there is nothing to write as {target}: save_pretrained writes what every "
-            "engine reads"
+            f"the model has no compressed layer, so there is nothing to write as {target}: save_pretrained writes "
+            "what every engine reads"
         )
     refused = {layer.name: reason for layer in source.layers if (reason := _no_target(layer) or why_not(layer))}
     if refused:
         name, reason = next(iter(refused.items()))
         raise ValueError(
-            f"{len(refused)} of {len(source.layers)} compressed layers cannot be written as {target}, for example {name}: "
-            f"{reason}. dequantize() the model first and export or save that, or quantize it with another config (overrides= "
-            "and modules_to_not_convert= settle single layers)"
+            f"{len(refused)} of {len(source.layers)} compressed layers cannot be written as {target}, for example "
+            f"{name}: {reason}. dequantize() the model first and export or save that, or quantize it with another "
+            "config (overrides= and modules_to_not_convert= settle single layers)"
         )
 
 
@@ -47,14 +48,15 @@ def _no_target(layer: Layer) -> str | None:
     if isinstance(format, CodebookFormat):
         return f"its codes are entries of a table (codebook={format.codebook!r}), not points of a grid"
     if isinstance(format, MaskedFormat):
-        return "kept values without codes (SparseConfig), for which compressed-tensors has had no layout since release 0.15"
+        return "kept values without codes (SparseConfig), for which compressed-tensors 0.15 and later have no layout"
     if isinstance(format, TernaryFormat):
         return "ternary weights (BitNetConfig)"
     return None
 
 
 def stored_zero(format: AffineFormat) -> str:
-    """What stands where the grid is not symmetric: "integer" zero points, or as other libraries have it "float" or "minimum"."""
+    """What stands where the grid is not symmetric: "integer" zero points, or as other libraries have it "float" or
+    "minimum"."""
     return getattr(format, "zero_point", "integer")
 
 
@@ -84,8 +86,8 @@ def common_group(layers: list[Layer]) -> int:
 
 
 def per_group(layer: Layer, part: str, group: int) -> torch.Tensor:
-    """The scales or zero points of an affine layer for groups of `group` (-1: a row), which divides its own: [N, K / group].
-    The zero points of a symmetric layer are the middle of the grid."""
+    """The scales or zero points of an affine layer for groups of `group` (-1: a row), which divides its own: [N, K /
+    group]. The zero points of a symmetric layer are the middle of the grid."""
     weight, format = layer.weight, layer.weight.format
     group = weight.in_features if group == -1 else group
     columns = weight.in_features // group
@@ -117,15 +119,15 @@ def as_float16(layer: Layer, values: torch.Tensor) -> torch.Tensor:
     rounded = values.to(torch.float16)
     if not rounded.isfinite().all():
         raise ValueError(
-            f"{layer.name}: a scale of {values.abs().max().item():.3g} does not fit the float16 of this target, whose largest "
-            "number is 65504: dequantize() the model first"
+            f"{layer.name}: a scale of {values.abs().max().item():.3g} does not fit the float16 of this target, whose "
+            "largest number is 65504: dequantize() the model first"
         )
     return rounded
 
 
 def rounding_of(scale: torch.Tensor, levels: int, zero=0, offset: torch.Tensor | None = None) -> float:
-    """The largest change of a weight `(code - zero) * scale + offset` with codes 0 ... levels by rounding scale and offset to
-    float16, as a part of the largest weight that the layer can hold."""
+    """The largest change of a weight `(code - zero) * scale + offset` with codes 0 ... levels by rounding scale and
+    offset to float16, as a part of the largest weight that the layer can hold."""
     zero = zero.double() if isinstance(zero, torch.Tensor) else zero
     moved = 0 if offset is None else _float16_error(offset)
     change = [(_float16_error(scale) * (code - zero) + moved).abs().max() for code in (0, levels)]

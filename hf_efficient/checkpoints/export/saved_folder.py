@@ -10,7 +10,9 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from hf_efficient.integrations.transformers_quantizer import CONFIGS, EfficientQuantizer
+from hf_efficient.integrations.transformers_compat import model_from_config
+from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
+from hf_efficient.integrations.transformers_registration import CONFIGS
 
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -30,11 +32,11 @@ def skeleton(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     saved, ours = getattr(config, "quantization_config", None), [config.name for config in CONFIGS]
     if saved is not None and saved.get("quant_method") not in ours:
         raise ValueError(
-            f"{folder}: its quantization_config says quant_method={saved.get('quant_method')!r}, which was not made here: it "
-            f"must be one of {ours}"
+            f"{folder}: its quantization_config says quant_method={saved.get('quant_method')!r}, which was not made "
+            f"here: it must be one of {ours}"
         )
     with torch.device("meta"):
-        model = kind._from_config(config, dtype=config.dtype)
+        model = model_from_config(kind, config, dtype=config.dtype)
         if saved is not None:
             own = AUTO_QUANTIZATION_CONFIG_MAPPING[saved["quant_method"]].from_dict(saved)
             EfficientQuantizer(own, pre_quantized=True).preprocess_model(model=model)
@@ -62,7 +64,8 @@ def open_files(folder: Path, files: contextlib.ExitStack) -> dict:
 
 
 def check(folder: Path, handles: dict, expected: dict, tied: set[str]) -> None:
-    """Compares the files with `expected`, {name of a tensor: its shape, or None for any}; those called `tied` may be there.
+    """Compares the files with `expected`, {name of a tensor: its shape, or None for any}; those called `tied` may be
+    there.
 
     Raises:
         ValueError: they do not agree; names the tensor.
@@ -71,8 +74,8 @@ def check(folder: Path, handles: dict, expected: dict, tied: set[str]) -> None:
     unknown = sorted(name for name in handles if name not in expected and name not in tied)
     if missing or unknown:
         raise ValueError(
-            f"{folder}: its files and the architecture in config.json do not name the same tensors: missing {missing[:3]}, "
-            f"unknown {unknown[:3]}. Load it with from_pretrained and export the model"
+            f"{folder}: its files and the architecture in config.json do not name the same tensors: missing "
+            f"{missing[:3]}, unknown {unknown[:3]}. Load it with from_pretrained and export the model"
         )
     for name, shape in expected.items():
         found = tuple(handles[name].get_slice(name).get_shape())

@@ -18,7 +18,8 @@ from hf_efficient.layers import CompressedModule, CompressedWeight
 
 @dataclass(frozen=True)
 class Layer:
-    """One compressed weight of a checkpoint: `name` of its module there, and `read(part)`, which gives a canonical tensor.
+    """One compressed weight of a checkpoint: `name` of its module there, and `read(part)`, which gives a canonical
+    tensor.
     `transposed`: the module is a `Conv1D`. Fused experts are a layer each, where checkpoints have them apart."""
 
     name: str
@@ -73,8 +74,8 @@ def _of_model(model: PreTrainedModel, tokenizer) -> Source:
     away = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if away:
         raise ValueError(
-            f"{len(away)} weights are not in memory, for example {away[0]}: load the model without offloading, or export the "
-            "folder it was saved to"
+            f"{len(away)} weights are not in memory, for example {away[0]}: load the model without offloading, or "
+            "export the folder it was saved to"
         )
     names = CheckpointNames(model)
     layers = [
@@ -121,7 +122,7 @@ def _compressed(model: PreTrainedModel) -> Iterator[tuple[str, CompressedModule,
 
 
 def _dense(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds beside the compressed weights, by the model's names, tied tensors once."""
+    """The other tensors of a checkpoint, by the model's names, tied ones once."""
     out = set(model.all_tied_weights_keys)
     for name, _, weight in _compressed(model):
         out |= {f"{name}.{leaf}" for leaf in (*weight.names().values(), weight.prefix[:-1] or "weight")}

@@ -171,7 +171,7 @@ def class_of(kind: str) -> type[DraftHeads]:
 
 def _read_config(path) -> dict:
     fields = {"kind": str, "target": dict, "shape": dict, "temperatures": list, "accuracies": list}
-    config = adapter_files.read_config(path, fields)
+    config = adapter_files.read_settings(path, fields)
     wanted = {*class_of(config["kind"]).shape_fields, "draft_tokens", "max_tokens"}
     shape = config["shape"]
     if set(shape) != wanted or any(type(size) is not int or size < 1 for size in shape.values()):

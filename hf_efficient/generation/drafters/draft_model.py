@@ -2,7 +2,7 @@
 
 from hf_efficient.generation.model_traits import check_ragged
 from hf_efficient.generation.speculation.proposal import MAX_NODES
-from hf_efficient.integrations.transformers_compat import default_of
+from hf_efficient.integrations.transformers_loop import default_of
 
 
 def check_draft(model, batch_size: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from hf_efficient.integrations.transformers_compat import common_tokens
+from hf_efficient.integrations.transformers_loop import common_tokens
 
 
 _MAX_REWRITTEN = 16  # last draft tokens that added text may change: layers with a window cannot be rewound further

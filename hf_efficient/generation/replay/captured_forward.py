@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from hf_efficient.cache.bookkeeping.forward_plan import tree_mask as tree_bits
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.integrations.transformers_compat import collects_hidden_states, is_collector_hook
+from hf_efficient.integrations.transformers_loop import collects_hidden_states, is_collector_hook
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable, interpreter
 
 

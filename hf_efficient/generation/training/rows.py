@@ -1,18 +1,11 @@
 """The answers that draft heads are trained on, as rows of tokens and hidden states, and files that hold tensors."""
 
-import contextlib
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-
-@contextlib.contextmanager
-def atomic_write(path: Path):
-    """A path to write a file to, which replaces `path` when the block ends without an error."""
-    partial = path.with_suffix(".partial")
-    yield partial
-    partial.replace(path)
+from hf_efficient.files import atomic_write
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:

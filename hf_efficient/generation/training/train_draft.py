@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
+from hf_efficient.files import atomic_write
 from hf_efficient.generation.drafters.draft_heads import KINDS, DraftHeads, class_of
 from hf_efficient.generation.model_traits import check_ragged, decoder_layers
 from hf_efficient.generation.training.distill import BATCH_ROWS, distill, measure, step_seconds
-from hf_efficient.generation.training.rows import atomic_write, frequent_tokens, load_rows, split_rows
+from hf_efficient.generation.training.rows import frequent_tokens, load_rows, split_rows
 from hf_efficient.generation.training.text import collect_text
 
 

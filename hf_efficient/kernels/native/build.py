@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.constants import HF_HOME
 
+from hf_efficient.files import atomic_write, why_not_writable
 from hf_efficient.kernels.native import structs
 
 
@@ -88,30 +89,21 @@ def build(name: str, command: list[str]) -> Path:
     key = hashlib.sha256(repr(stamp).encode())
     for path in sorted(path for path in SOURCES.glob("*/*") if path.suffix in (".cpp", ".h")):
         key.update(path.read_bytes())
-    folder = Path(HF_HOME) / "hf_efficient" / "cpu"
-    library = folder / f"{name}-{platform.machine()}-{key.hexdigest()[:24]}.so"
+    library = Path(HF_HOME) / "hf_efficient" / "cpu" / f"{name}-{platform.machine()}-{key.hexdigest()[:24]}.so"
     if library.exists():
         return library
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False)
-    except OSError:  # the folder cannot be written: a library for this process only
+    if why_not_writable(library):  # for this process only
         library = Path(tempfile.mkdtemp()) / library.name
         atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
-        partial = tempfile.NamedTemporaryFile(dir=library.parent, suffix=".partial", delete=False)
-    partial.close()
-    try:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(library) as partial:  # several processes may compile it at once
         source, headers = SOURCES / name / f"{name}.cpp", f"-I{SOURCES / 'common'}"
-        arguments = [*command, headers, str(source), "-o", partial.name, runtime, *LIBRARIES]
-        # without the preloaded sanitizer, with which the compiler takes ten times as long
+        arguments = [*command, headers, str(source), "-o", str(partial), runtime, *LIBRARIES]
+        # a preloaded sanitizer is not meant for the compiler, which takes ten times as long with it
         environment = {**os.environ, "LD_PRELOAD": ""} if os.environ.get(SANITIZE) else None
         result = subprocess.run(arguments, capture_output=True, text=True, errors="replace", env=environment)
         if result.returncode:
             raise RuntimeError(f"{shlex.join(arguments)}: {result.stderr[-2000:]}")
-        os.chmod(partial.name, 0o755)  # temporary files are readable by their owner only
-        os.replace(partial.name, library)  # atomic: another process finds all of it or nothing
-    finally:
-        Path(partial.name).unlink(missing_ok=True)
     return library
 
 

@@ -92,7 +92,7 @@ class ContextualSparsity(PushToHubMixin):
             ValueError: files that cannot be read or have other contents.
         """
         config_path, weights_path = (cached_file(folder_or_repo, name, **hub_options) for name in (CONFIG, WEIGHTS))
-        config = adapter_files.read_config(config_path, {"target": dict, "options": dict, "layers": dict})
+        config = adapter_files.read_settings(config_path, {"target": dict, "options": dict, "layers": dict})
         try:
             tensors = load_file(weights_path)
         except SafetensorError as error:

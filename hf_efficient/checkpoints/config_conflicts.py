@@ -1,4 +1,4 @@
-"""What `from_pretrained(quantization_config=...)` may ask of a checkpoint that is compressed already."""
+"""Which `from_pretrained(quantization_config=...)` a checkpoint that is compressed already allows."""
 
 from hf_efficient.configs import CompressionConfig
 
@@ -12,8 +12,8 @@ def check(saved, asked):
     Returns `asked`, made a config where it is the dict of one of ours.
 
     Raises:
-        ValueError: `asked` is one of ours and another than the checkpoint's, which transformers would ignore. `dequantize=True`
-            and the checkpoint's own config are allowed.
+        ValueError: `asked` is one of ours and another than the checkpoint's, which transformers would ignore.
+            `dequantize=True` and the checkpoint's own config are allowed.
     """
     if isinstance(asked, dict):
         kind = next((k for k in _kinds(CompressionConfig) if k.name == asked.get("quant_method")), None)
@@ -27,9 +27,9 @@ def check(saved, asked):
     found = describe(type(asked)(**saved)) if is_same_method else saved
     again = "pruned" if asked.name == "efficient_sparse" else "quantized"
     raise ValueError(
-        f"the checkpoint is compressed already ({found}) and cannot be {again} again ({describe(asked)}): load it without a "
-        f"quantization_config, or apply {type(asked).__name__} to the model that it was made from; an ordinary model that it "
-        "stands for is what model.dequantize() and save_pretrained make of it"
+        f"the checkpoint is compressed already ({found}) and cannot be {again} again ({describe(asked)}): load it "
+        f"without a quantization_config, or apply {type(asked).__name__} to the model that it was made from; an "
+        "ordinary model that it stands for is what model.dequantize() and save_pretrained make of it"
     )
 
 

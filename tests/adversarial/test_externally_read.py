@@ -1,4 +1,5 @@
-"""Architectures whose layers are no plain `nn.Linear` called by its forward: weights that other code reads, classes of their own."""
+"""Architectures whose layers are no plain `nn.Linear` called by its forward: weights that other code reads, classes
+of their own."""
 
 import copy
 import pickle
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_efficient import CalibrationConfig, W8A8Config, WeightOnlyConfig
 from hf_efficient.experts import EfficientExperts
 from hf_efficient.layers import CompressedModule
-from hf_efficient.targets import read_weights
+from hf_efficient.targets import externally_read
 
 
 INT4 = dict(bits=4, group_size=32)
@@ -118,11 +119,11 @@ def test_without_the_list_the_trace_finds_them(case, monkeypatch):
     path, dense = case
     model = load(path)
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    known = read_weights.known(model)
-    monkeypatch.setattr(read_weights, "KNOWN", {})
+    known = externally_read.known(model)
+    monkeypatch.setattr(externally_read, "KNOWN", {})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
-    found = read_weights.read_elsewhere(model, linears)
+    found = externally_read.read_elsewhere(model, linears)
     assert found == known
     assert not getattr(getattr(model, "rwkv", None), "layers_are_rescaled", False), "the model itself did not run"
 
@@ -139,7 +140,7 @@ def test_a_forward_that_fails_shows_what_it_has_read():
             x = self.called(torch.zeros(1, 8)) @ self.read.weight
             return x.sum().item() * self.later.weight
 
-    assert read_weights.read_elsewhere(Model(), ["called", "read", "later"]) == {"read"}
+    assert externally_read.read_elsewhere(Model(), ["called", "read", "later"]) == {"read"}
 
 
 def test_a_checkpoint_that_holds_such_a_weight_compressed_is_refused(tmp_path, monkeypatch):
@@ -147,7 +148,7 @@ def test_a_checkpoint_that_holds_such_a_weight_compressed_is_refused(tmp_path, m
     arguments, _ = MODELS["MambaConfig"]
     AutoModelForCausalLM.from_config(transformers.MambaConfig(**arguments)).save_pretrained(tmp_path / "plain")
     with monkeypatch.context() as old:
-        old.setattr(read_weights, "read_elsewhere", lambda model, names: set())
+        old.setattr(externally_read, "read_elsewhere", lambda model, names: set())
         load(tmp_path / "plain", WeightOnlyConfig(**INT4)).save_pretrained(tmp_path / "old")
     with pytest.raises(
         ValueError, match="holds .*mixer.dt_proj in compressed form, but MambaForCausalLM reads.*dequantize=True"
@@ -217,11 +218,12 @@ def test_llama4_experts_skip_tokens_that_are_not_theirs(tmp_path):
 
 def test_layers_whose_codes_are_renamed_when_saved_stay_dense(monkeypatch):
     """As `k_sconv.weight_proj` of Inkling 2, which transformers saves without `.weight`."""
+    from transformers import conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
-    from hf_efficient.targets import held_weights
+    from hf_efficient.targets import weights_in_files
 
     renamings = [WeightRenaming(r"(sconv)\.weight_proj", r"\1.weight_proj.weight"), WeightRenaming("old", "new")]
-    monkeypatch.setattr(held_weights, "get_model_conversion_mapping", lambda *args, **kwargs: renamings)
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda *args, **kwargs: renamings)
     names = ["layers.0.sconv.weight_proj", "layers.0.mlp.up_proj", "new.gate"]
-    assert held_weights.lost_when_saved(None, names) == {"layers.0.sconv.weight_proj"}
+    assert weights_in_files.lost_when_saved(None, names) == {"layers.0.sconv.weight_proj"}

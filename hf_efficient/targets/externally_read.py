@@ -1,4 +1,5 @@
-"""Linear layers whose weight is read by other code than their own forward: a compressed weight is not there to be read."""
+"""Linear layers whose weight is read by other code than their own forward: a compressed weight is not there to be
+read."""
 
 import contextlib
 import copy
@@ -10,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_efficient.experts import is_fused_experts
+from hf_efficient.integrations.transformers_compat import set_attention
 
 
-# Class of a module -> its linear layers that are read so, for architectures whose forward does not run on the meta device
+# class of a module -> its linear layers that are read so, where the forward does not run on the meta device
 KNOWN = {
     "FalconMambaMixer": ("dt_proj",),
     "JambaMambaMixer": ("dt_proj",),
@@ -33,13 +35,13 @@ def known(model: nn.Module) -> set[str]:
 
 
 def read_elsewhere(model: nn.Module, names: list[str]) -> set[str]:
-    """Those of the linear layers called `names` whose weight is read outside their own forward: what one forward of a copy of
-    `model` (whose parameters are on the meta device) shows, and `known`. A forward that fails there shows what it has read
-    until then."""
+    """Those of the linear layers called `names` whose weight is read outside their own forward: what one forward of a
+    copy of `model` (whose parameters are on the meta device) shows, and `known`. A forward that fails there shows
+    what it has read until then."""
     found = known(model).intersection(names)
     twin = copy.deepcopy(model).eval()
     observer = _Observer(twin, names)
-    # of some models numbers decide what comes next, and there are none
+    # meta tensors have no values, and some forwards branch on values: these end in an exception
     with torch.device("meta"), torch.no_grad(), contextlib.suppress(Exception), observer:
         twin(**_inputs(twin))
     return found | observer.read
@@ -51,8 +53,7 @@ def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
     from hf_efficient.planning.model_trace import ATTENTION
 
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = ATTENTION
+        set_attention(config, ATTENTION)
         config.pad_token_id = None  # else some models look for it in input_ids
     for module in model.modules():
         if is_fused_experts(module):
@@ -67,7 +68,8 @@ def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Observer(TorchDispatchMode):
-    """Notes the linear layers of `model` among `names` whose weight an operator reads while no module that holds it runs."""
+    """Notes the linear layers of `model` among `names` whose weight an operator reads while no module that holds it
+    runs."""
 
     def __init__(self, model: nn.Module, names: list[str]):
         super().__init__()

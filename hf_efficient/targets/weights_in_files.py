@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings, rename_source_key
-
 from hf_efficient.checkpoints.headers import read_headers
+from hf_efficient.integrations.transformers_compat import conversions_of, key_renamer, round_trip
 from hf_efficient.layers import PLACEHOLDER_SHAPE
 
 
@@ -13,16 +11,21 @@ _INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 
 
 @dataclass
-class HeldWeights:
-    """Names of weights ("<module>.weight", "<experts>.gate_up_proj"): compressed, each with the name of its module in the files;
-    dense; and integers, those among the dense ones that are no floats."""
+class WeightsInFiles:
+    """Names of weights, such as "<module>.weight" and "<experts>.gate_up_proj".
+
+    Args:
+        compressed: each with the name of its module in the files.
+        dense: the others.
+        integers: those of `dense` that are no floats.
+    """
 
     compressed: dict[str, str] = field(default_factory=dict)
     dense: set[str] = field(default_factory=set)
     integers: set[str] = field(default_factory=set)
 
 
-def held_weights(files, model, names: list[str]) -> HeldWeights | None:
+def weights_in_files(files, model, names: list[str]) -> WeightsInFiles | None:
     """What safetensors `files` hold of the weights called `names`, or None where there are none or other files. Raises
     ValueError as `read_headers`."""
     if not files or not all(str(file).endswith(".safetensors") for file in files):
@@ -31,10 +34,9 @@ def held_weights(files, model, names: list[str]) -> HeldWeights | None:
         (name.removesuffix("weight") if name.endswith(".weight") else f"{name}_") + "qweight": name for name in names
     }
     known = {**dict.fromkeys(model.state_dict(), True), **codes, **{name: name for name in names}}
-    renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming)]
-    held = HeldWeights()
+    rename, held = key_renamer(model, conversions_of(model), known, joins=False), WeightsInFiles()
     for key, place in read_headers(files)[0].items():
-        renamed, _ = rename_source_key(key, renamings, [], model.base_model_prefix, known)
+        renamed = rename(key)
         name = known.get(renamed)
         if not isinstance(name, str):
             continue
@@ -47,16 +49,9 @@ def held_weights(files, model, names: list[str]) -> HeldWeights | None:
 
 
 def lost_when_saved(model, modules: list[str]) -> set[str]:
-    """Those of the linear `modules` whose codes would not be found again: transformers renames what it saves and loads, and of
-    some architectures a weight comes back under its name and its codes, named next to it, do not."""
-    conversions = [
-        c
-        for c in get_model_conversion_mapping(model, add_legacy=False)
-        if isinstance(c, WeightRenaming) and not isinstance(c, PrefixChange)
-    ]
-    back = [c.reverse_transform() for c in reversed(conversions)]
-
-    def returns(name: str) -> bool:
-        return apply_renamings(apply_renamings(name, back), conversions) == name
-
-    return {name for name in modules if returns(f"{name}.weight") and not returns(f"{name}.qweight")}
+    """Those of the linear `modules` whose codes transformers would not find again. It renames what it saves and loads;
+    of some architectures `<module>.weight` gets its name back and `<module>.qweight` does not."""
+    again = round_trip(model)
+    weights = {name: f"{name}.weight" for name in modules}
+    returning = [name for name, weight in weights.items() if again(weight) == weight]
+    return {name for name in returning if again(f"{name}.qweight") != f"{name}.qweight"}

@@ -1,4 +1,4 @@
-"""Saved checkpoints of ours: what must be in one before it is read."""
+"""The tensors that a saved checkpoint of ours must hold, checked before any weight is read."""
 
 import json
 from collections import Counter
@@ -28,7 +28,7 @@ PARTS = (  # every canonical tensor of any format
     *("activation_scale", "activation_zero_point", "outlier_columns", "outlier_weight"),
     *("input_order", "input_scale", "rotation_signs", "bitmap", "places"),
 )
-_ANY_FLOAT = torch.float64  # stands for the dtype of the weight; no format stores a tensor of another dtype in it
+_ANY_FLOAT = torch.float64  # passed to a format as the dtype of the weight, to tell which tensors follow it
 
 
 def part_name(name: str, weight: CompressedWeight, part: str) -> str:
@@ -36,13 +36,20 @@ def part_name(name: str, weight: CompressedWeight, part: str) -> str:
     return (name.removesuffix("weight") if weight.experts is None else name + "_") + part
 
 
+def as_saved(name: str, weight: CompressedWeight, parts: dict[str, torch.Tensor], dtype) -> dict[str, torch.Tensor]:
+    """Canonical tensors of the weight called `name` -> what a checkpoint holds of it by full name, the placeholder in
+    `dtype` among them."""
+    placeholder = parts["qweight"].new_zeros(PLACEHOLDER_SHAPE, dtype=dtype)
+    return {name: placeholder, **{part_name(name, weight, part): tensor for part, tensor in parts.items()}}
+
+
 def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions, model) -> None:
-    """Compares safetensors `files` with what `weights` (full name -> weight) and the rest of `model` need, before any weight
-    is loaded: names, shapes and dtypes of all tensors, and the values of those that codes are computed with.
+    """Compares safetensors `files` with what `weights` (full name -> weight) and the rest of `model` need, before any
+    weight is loaded: names, shapes and dtypes of all tensors, and the values of those that codes are computed with.
 
     Raises:
-        ValueError: tensors are missing, are too many, or have another shape or dtype; or values that the format does not
-            hold. Names them.
+        ValueError: tensors are missing, are too many, or have another shape or dtype; or values that the format does
+            not hold. Names them.
     """
     if files is None:  # a state dict that the caller made
         return
@@ -56,8 +63,9 @@ def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions,
     missing = sorted({*expected, *weights} - set(found))
     if missing:
         raise ValueError(
-            f"the quantized checkpoint lacks {len(missing)} of {len(expected) + len(weights)} tensors that its quantization_config "
-            f"promises, for example {missing[:3]}: it is incomplete, or its config is that of another model"
+            f"the quantized checkpoint lacks {len(missing)} of {len(expected) + len(weights)} tensors that its "
+            f"quantization_config promises, for example {missing[:3]}: it is incomplete, or its config is that of "
+            "another model"
         )
     wrong = [
         f"{name}: {found[name].shape} instead of {tuple(shape)}"
@@ -97,20 +105,14 @@ def _check_strays(found, expected, weights, model) -> None:
             f"{stray[:3]}: its config is that of another checkpoint"
         )
     for name in weights:
-        if found[name].shape != PLACEHOLDER_SHAPE or found[name].dtype not in FLOATS:
-            raise ValueError(
-                f"{name} is {found[name].dtype} {found[name].shape}, expected {' or '.join(FLOATS)} {PLACEHOLDER_SHAPE}, since "
-                "the quantization_config says that it is quantized"
-            )
+        found[name].expect(FLOATS, PLACEHOLDER_SHAPE, ", since the quantization_config says that it is quantized")
 
 
 def _check_dtypes(found: dict[str, Place], expected, weights, places) -> None:
     in_weight_dtype = {}  # dtype of the placeholder -> names of the tensors of the weight's dtype
     for name, (owner, part, _) in expected.items():
         dtype = weights[owner][0].format.dtypes(_ANY_FLOAT)[part]
-        allowed = FLOATS if dtype is _ANY_FLOAT else (DTYPES[dtype],)
-        if found[name].dtype not in allowed:
-            raise ValueError(f"{name} is {found[name].dtype}, expected {' or '.join(allowed)}")
+        found[name].expect(FLOATS if dtype is _ANY_FLOAT else (DTYPES[dtype],))
         if dtype is _ANY_FLOAT:
             in_weight_dtype.setdefault(found[owner].dtype, []).append(name)
     for kept, names in in_weight_dtype.items():

@@ -1,0 +1,79 @@
+"""What the native decoding loop touches of transformers' generation: every private name of it, as functions.
+
+Imports nothing of ours, and transformers only when a function is called. `transformers_compat.INSIDES` lists the names.
+"""
+
+# The methods of `GenerationMixin` that a step of its decoding loop consists of.
+LOOP_STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
+# Models, by module, whose `prepare_inputs_for_generation` recomputes the whole sequence where longrope switches its
+# factors, and does nothing else.
+SWITCH_ROPE = {
+    "transformers.models.phi3.modeling_phi3": "Phi3ForCausalLM",
+    "transformers.models.phimoe.modeling_phimoe": "PhimoeForCausalLM",
+}
+
+
+def can_use_attention(model, name: str) -> bool:
+    """Whether `model.set_attn_implementation(name)` would be accepted."""
+    try:
+        if not model._can_set_attn_implementation():
+            return False
+        model._check_and_adjust_attn_implementation(name, is_init_check=False)
+    except ValueError:
+        return False
+    return True
+
+
+def prefill(model, input_ids, generation_config, model_kwargs: dict):
+    """Runs the prompt as `generate()` does, in chunks where the config asks for them. Returns the model's output."""
+    return model._prefill(input_ids, generation_config, model_kwargs)
+
+
+def limits_logits(model) -> bool:
+    """Whether its forward takes `logits_to_keep`."""
+    return model._supports_logits_to_keep()
+
+
+def pad_token_id(generation_config) -> int | None:
+    """The padding token of a running `generate()` call, None for none."""
+    token = generation_config._pad_token_tensor
+    return None if token is None else int(token)
+
+
+def is_users_cache(cache) -> bool:
+    """Whether the caller of `generate()` passed this cache."""
+    return getattr(cache, "_is_user_defined", False)
+
+
+def default_of(generation_config, name: str):
+    """The value that `generate()` takes where neither the call nor the model sets `name`."""
+    return generation_config._get_default_generation_params()[name]
+
+
+def allowed_tokens_fn(processor):
+    """`prefix_allowed_tokens_fn` of a `PrefixConstrainedLogitsProcessor`."""
+    return processor._prefix_allowed_tokens_fn
+
+
+def common_tokens(target, draft, target_size: int) -> dict[int, int]:
+    """Target id -> draft id of the tokens that two tokenizers have in common, as transformers' assisted generation
+    compares them. target_size: the target's `vocab_size`."""
+    from transformers.generation.candidate_generator import AssistantVocabTranslatorCache
+
+    return AssistantVocabTranslatorCache.get_translator(target, draft, target_size).target_to_assistant_input_ids
+
+
+def collects_hidden_states() -> bool:
+    """Whether a forward in the current context collects hidden states or attention weights."""
+    from transformers.utils import output_capturing
+
+    return bool(output_capturing._active_collector.get())
+
+
+def is_collector_hook(hook) -> bool:
+    """Whether a forward hook is transformers' collector of hidden states. It stays after the forward that asked for
+    them, and does nothing in a context without a collector."""
+    from transformers.utils import output_capturing
+
+    collects = getattr(hook, "__qualname__", "").endswith("<locals>.output_capturing_hook")
+    return collects and hook.__module__ == output_capturing.__name__

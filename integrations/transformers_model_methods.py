@@ -1,0 +1,46 @@
+"""The methods that a loaded compressed model has in the place of transformers': saving, pushing, and `generate` on a
+CPU."""
+
+import os
+import types
+from pathlib import Path
+
+from hf_efficient.files import atomic_checkpoint
+
+
+def replace_methods(model) -> None:
+    """Makes `model.save_pretrained` write atomically (with `push_to_hub=True` it stays transformers'),
+    `model.push_to_hub` add a card, and `model.generate` take our loop where that is faster."""
+    model.save_pretrained = types.MethodType(save_pretrained, model)
+    model.push_to_hub = types.MethodType(push_to_hub, model)
+    if model.can_generate():
+        from hf_efficient.integrations.transformers_generation import enable_automatic
+
+        enable_automatic(model)
+
+
+def restore_methods(model) -> None:
+    """Gives the model transformers' methods back."""
+    model.__dict__.pop("save_pretrained", None)
+    model.__dict__.pop("push_to_hub", None)
+    if model.can_generate():
+        from hf_efficient.integrations.transformers_generation import disable_automatic
+
+        disable_automatic(model)
+
+
+def push_to_hub(self, repo_id, **options) -> str:
+    """What `replace_methods` installs; see `hub.push_to_hub`."""
+    from hf_efficient.integrations import hub
+
+    return hub.push_to_hub(self, repo_id, **options)
+
+
+def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
+    """What `replace_methods` installs. Unpickling looks the bound method up by this name, and finds the class's own."""
+    original = type(self).save_pretrained
+    target = os.path.abspath(os.fspath(save_directory))
+    if kwargs.get("push_to_hub") or not is_main_process or os.path.isfile(target):
+        return original(self, save_directory, is_main_process, *args, **kwargs)
+    with atomic_checkpoint(Path(target)) as new:
+        original(self, str(new), is_main_process, *args, **kwargs)

@@ -1,0 +1,99 @@
+"""The insides of transformers: all of them are listed, still there, and touched nowhere else."""
+
+import ast
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers import HfQuantizer
+
+from hf_efficient.integrations import transformers_compat as compat
+
+
+ROOT = Path(__file__).resolve().parents[2]
+INTEGRATIONS = ROOT / "integrations"
+MODULES = ("transformers.core_model_loading", "transformers.conversion_mapping")  # nothing in them is documented
+OBJECTS = (PreTrainedConfig(), GenerationConfig(), PreTrainedModel, GenerationMixin, WeightConverter, ConversionOps)
+# private attributes of transformers' objects, those that every class or module has left out
+PRIVATE = {name for kind in (*OBJECTS, HfQuantizer) for name in dir(kind) if name.startswith("_")}
+PRIVATE -= {name for kind in (nn.Module, PreTrainedConfig.__mro__[-1], Path) for name in dir(kind)}
+PRIVATE |= {inside.name for inside in compat.INSIDES if inside.name.startswith("_")}
+PRIVATE = {name for name in PRIVATE if not name.startswith("__")}
+# rooms whose uses are still to move
+TO_COME = tuple(f"hf_efficient/{room}/" for room in ("generation", "compression", "planning", "pruning/structured"))
+
+
+def touched(path: Path) -> list[tuple[int, str]]:
+    """(line, name) of the private attributes of transformers that a file reads or sets, and of what it imports of
+    it."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE and ast.unparse(node.value) not in ("self", "cls"):
+            found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
+            names = [alias.name for alias in node.names if alias.name.startswith("_") or node.module in MODULES]
+            found += [(node.lineno, name) for name in names]
+    return found
+
+
+@pytest.mark.parametrize("inside", compat.INSIDES, ids=lambda inside: f"{inside.used_by}-{inside.path}")
+def test_every_inside_is_there_and_used_where_the_list_says(inside):
+    compat.find(inside)
+    assert inside.name in (ROOT / inside.used_by).read_text()
+
+
+def test_the_list_names_each_inside_once():
+    assert len(set(compat.INSIDES)) == len(compat.INSIDES)
+
+
+@pytest.mark.parametrize("path", sorted(INTEGRATIONS.glob("transformers_*.py")), ids=lambda path: path.stem)
+def test_what_a_file_touches_is_listed(path):
+    listed = {inside.name for inside in compat.INSIDES if inside.used_by == f"integrations/{path.name}"}
+    assert {name for _, name in touched(path)} <= listed
+
+
+def test_no_other_file_touches_an_inside():
+    paths = [*(ROOT / "hf_efficient").rglob("*.py"), *INTEGRATIONS.rglob("*.py")]
+    paths = [path for path in paths if path.parent != INTEGRATIONS or not path.name.startswith("transformers_")]
+    found = [f"{path.relative_to(ROOT)}:{line}: {name}" for path in paths for line, name in touched(path)]
+    assert [place for place in found if not place.startswith(TO_COME)] == []
+
+
+def test_an_inside_that_is_gone_is_named(monkeypatch):
+    rows = {
+        "transformers.modeling_utils:PreTrainedModel._gone": dict(),
+        "transformers.nowhere:function": dict(),
+        "transformers.modeling_utils:PreTrainedModel.save_pretrained": dict(parameters=("self", "folder")),
+        "transformers.modeling_utils:PreTrainedModel.tie_weights": dict(reads="_gone"),
+    }
+    for path, options in rows.items():
+        monkeypatch.setattr(compat, "INSIDES", (compat.Inside(path, "here.py", **options),))
+        name = path.rpartition(".")[2].rpartition(":")[2]
+        with pytest.raises(
+            ImportError, match=f"needs .*{name}.*, which transformers .* does not have. Supported: .* 5.23"
+        ):
+            compat.require("here.py")
+        compat.require("there.py")
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.22.0", "6.0.0.dev0"])
+def test_another_release_is_refused_on_import(version, tmp_path):
+    folder = tmp_path / f"transformers-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", "import hf_efficient"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert f"does not work with transformers {version}" in result.stderr and compat.RELEASES in result.stderr
+
+
+def test_the_releases_are_those_that_are_installed_and_required():
+    compat.check_release()
+    (required,) = (line for line in metadata.requires("hf_efficient") if line.startswith("transformers"))
+    assert set(required.removeprefix("transformers").split(",")) == set(compat.RELEASES.split(","))
