@@ -21,13 +21,13 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class BitLinear(nn.Linear):
-    """A linear layer that computes with ternary weights (by absmean) and inputs in int8 (one scale a token), while
-    gradients pass straight through both roundings to the float `weight` and the input.
+    """A linear layer that computes with ternary weights (by absmean) and inputs in int8 (one scale a token), while gradients
+    pass straight through both roundings to the float `weight` and the input.
 
     `rms_norm`: normalises its input first (the paper's SubLN), a child module of that name.
 
-    A checkpoint of a model with such layers is an ordinary one: `from_pretrained(...,
-    quantization_config=BitNetConfig())` makes the same ternary weights of it.
+    A checkpoint of a model with such layers is an ordinary one: `from_pretrained(..., quantization_config=BitNetConfig())`
+    makes the same ternary weights of it.
     """
 
     def __init__(
@@ -63,17 +63,6 @@ def attach_input_norm(linear: nn.Linear, norm: nn.Module) -> None:
     """Makes `norm` the child `rms_norm` of `linear` (its name in transformers' BitNet layers), applied to the input."""
     linear.rms_norm = norm
     linear.register_forward_pre_hook(_normalise)
-
-
-def attach_input_norms(linears: list[nn.Module], eps: float) -> None:
-    """Gives each layer an RMS norm without values, on the meta device, of the class that transformers' BitNet layers
-    use."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    for linear in linears:
-        with torch.device("meta"):
-            norm = LlamaRMSNorm(linear.in_features, eps=eps)
-        attach_input_norm(linear, norm.to(linear.weight.dtype))
 
 
 def _normalise(module, args):
