@@ -7,7 +7,6 @@ function of this file, which imports nothing of ours, and transformers only when
 
 import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import re
 from collections import Counter
@@ -168,9 +167,10 @@ def require(used_by: str) -> None:
 
 def check_release() -> None:
     """Raises ImportError, naming the supported releases, where the installed transformers is none of them."""
-    if importlib.util.find_spec("transformers") is None:
-        return  # only the kernels are of use then
-    release = tuple(int(number) for number in re.findall(r"\d+", _version())[:2])
+    try:
+        release = tuple(int(number) for number in re.findall(r"\d+", _version())[:2])
+    except importlib.metadata.PackageNotFoundError:  # none is installed, or it runs from its sources
+        return
     if not (5, 23) <= release < (6,):
         raise ImportError(f"hf_efficient does not work with transformers {_version()}. {_SUPPORTED} ({RELEASES}).")
 
