@@ -67,17 +67,6 @@ def attach_input_norm(linear: nn.Linear, norm: nn.Module) -> None:
     linear.register_forward_pre_hook(_normalise)
 
 
-def attach_input_norms(linears: list[nn.Module], eps: float) -> None:
-    """Gives each layer an RMS norm without values, on the meta device, of the class that transformers' BitNet layers
-    use."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    for linear in linears:
-        with torch.device("meta"):
-            norm = LlamaRMSNorm(linear.in_features, eps=eps)
-        attach_input_norm(linear, norm.to(linear.weight.dtype))
-
-
 def _normalise(module, args):
     return module.rms_norm(args[0]), *args[1:]
 

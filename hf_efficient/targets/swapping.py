@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.bit_linear import attach_input_norms
+from hf_efficient.bit_linear import attach_input_norm
 from hf_efficient.configs import CompressionConfig
 from hf_efficient.dense_layers import NO_PLACE_FOR_NORMS
 from hf_efficient.experts import compress_experts, expert_weight_names, is_sorted_experts, is_transposed
@@ -59,8 +60,18 @@ def swap(model, config: CompressionConfig, pre_quantized: bool, files, own_files
     if getattr(config, "rms_norm_eps", None) is not None:
         if config.dequantize:
             raise ValueError(f"dequantize=True: {NO_PLACE_FOR_NORMS}")
-        attach_input_norms([model.get_submodule(name) for name, _, _ in targets], config.rms_norm_eps)
+        for name, _, _ in targets:
+            _attach_norm(model.get_submodule(name), config.rms_norm_eps)
     return swapped
+
+
+def _attach_norm(linear: nn.Module, eps: float) -> None:
+    """Has `linear` normalise its input by a module, without values, of the class that transformers uses for it."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    with torch.device("meta"):
+        norm = LlamaRMSNorm(linear.in_features, eps=eps)
+    attach_input_norm(linear, norm.to(linear.weight.dtype))
 
 
 def _weights_of(name: str, module, config: CompressionConfig, is_calibrated: bool) -> dict:

@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for the command above; pytest
 from helpers import tiny_model  # noqa: E402
 
 from hf_efficient import W8A8Config, WeightOnlyConfig, adapter_files  # noqa: E402
+from hf_efficient.files import atomic_write  # noqa: E402
 
 
 REFUSED = "no file named model.safetensors"  # transformers' own words, with the name of the folder
@@ -175,6 +176,16 @@ def test_killed_while_an_adapter_of_two_files_is_saved(tmp_path):
         adapter_files.write(folder, "head", {"which": 2}, {"t": torch.tensor(2)})
     found = [contents(moment) for moment in moments.folders()]
     assert found[0] == (1, 1) and found[-1] == (2, 2) and set(found) == {(1, 1), None, (2, 2)}
+
+
+def test_an_error_while_a_file_is_written_leaves_the_old_one(tmp_path):
+    path = tmp_path / "file"
+    with atomic_write(path) as partial:
+        partial.write_text("old")
+    with pytest.raises(OSError, match="without room"), atomic_write(path) as partial:
+        partial.write_text("ne")
+        raise OSError("a disk without room")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def kill(count: int, scratch: Path) -> dict[str, int]:
