@@ -8,10 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from hf_efficient.evaluation import samples
 
 
-LLAMA_1B = dict(
-    hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
-    num_hidden_layers=16, vocab_size=32000, tie_word_embeddings=True, max_position_embeddings=4096,
-)  # fmt: skip
+LLAMA_1B = dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
+LLAMA_1B |= dict(num_hidden_layers=16, vocab_size=32000, tie_word_embeddings=True, max_position_embeddings=4096)
 TINY = dict(LLAMA_1B, hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1)
 TINY |= dict(num_hidden_layers=2, vocab_size=256)
 MODELS = {"smollm2": None, "1b": LLAMA_1B, "tiny": TINY}  # shapes of random ones; "tiny" tests the script

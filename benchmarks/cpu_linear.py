@@ -10,7 +10,7 @@ beside the bandwidth at which all threads read memory.
 "int4" and "int8" are what a layer uses where C++ kernels can be compiled; "int4 torch" and "int8 torch" are what it
 uses elsewhere, torch's operators. `INT4_NATIVE_ROWS` and `INT8_NATIVE_ROWS` of hf_efficient.kernels.linear.torch_cpu
 follow from the crossings reported at the end. "50 %" and "2:4" are pruned bfloat16 weights, stored sparse. "bf16
-recorded" is our own dense product, which captured forwards use.
+recorded" is our own dense product, as captured forwards run it.
 """
 
 import ctypes

@@ -160,9 +160,8 @@ def stream(model, tokens: torch.Tensor, budget: int | None, total: int = 20480, 
         known = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
         losses.append(torch.nn.functional.cross_entropy(known, part[-len(known) :], reduction="none"))
         last = logits[-1:]
-        heads = (
-            model.config.num_key_value_heads if budget else 1
-        )  # an evicting layer keeps its own tokens for each head
+        # an evicting layer keeps its own tokens for each head
+        heads = model.config.num_key_value_heads if budget else 1
         stored = max(stored, cache.layers[0].store.capacity * cache.block_size // heads)
     losses = torch.cat(losses).double()
     record = {

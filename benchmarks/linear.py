@@ -42,6 +42,15 @@ class Format:
         self.name, self.make, self.run, self.reference, self.allowed = name, make, run, reference, allowed
 
 
+def of_layout(name: str, make, linear, reference, **layout) -> Format:
+    """A format whose product takes the tensors of the weight, `in_features` and `layout`."""
+
+    def arguments(x, weight):
+        return {**weight, **layout, "in_features": x.shape[1]}
+
+    return Format(name, make, *(lambda x, w, f=f: f(x, **arguments(x, w)) for f in (linear, reference)))
+
+
 def weight_only(name: str, bits: int, group_size: int, symmetric: bool) -> Format:
     def make(bench, n, k):
         groups = packing.number_of_groups(k, group_size)
@@ -51,15 +60,8 @@ def weight_only(name: str, bits: int, group_size: int, symmetric: bool) -> Forma
         zero = None if symmetric else torch.randint(0, 2**bits, (n, groups), dtype=torch.uint8, **made)
         return dict(packed=packed, scale=scale, zero_point=zero)
 
-    def layout(x):
-        return dict(bits=bits, group_size=group_size, in_features=x.shape[1])
-
-    return Format(
-        name,
-        make,
-        lambda x, weight: el.weight_only_linear(x, **weight, **layout(x)),
-        lambda x, weight: el.weight_only_linear_reference(x, **weight, **layout(x)),
-    )
+    run = el.weight_only_linear, el.weight_only_linear_reference
+    return of_layout(name, make, *run, bits=bits, group_size=group_size)
 
 
 def codebook(name: str, table: tuple[float, ...], group_size: int) -> Format:
@@ -72,15 +74,7 @@ def codebook(name: str, table: tuple[float, ...], group_size: int) -> Format:
         scale = (torch.rand(n, groups, device=bench.device) + 0.5).to(bench.dtype)
         return dict(packed=packed, codebook=torch.tensor(table, device=bench.device).to(bench.dtype), scale=scale)
 
-    def layout(x):
-        return dict(bits=bits, group_size=group_size, in_features=x.shape[1])
-
-    return Format(
-        name,
-        make,
-        lambda x, weight: el.codebook_linear(x, **weight, **layout(x)),
-        lambda x, weight: el.codebook_linear_reference(x, **weight, **layout(x)),
-    )
+    return of_layout(name, make, el.codebook_linear, el.codebook_linear_reference, bits=bits, group_size=group_size)
 
 
 def run_w8a8(x, weight):
@@ -155,15 +149,7 @@ def sparse(name: str, four_bits: bool) -> Format:
         scale = torch.rand(n, -(-k // 128), device=bench.device).to(bench.dtype)
         return dict(values=values, places=places, scale=scale, out_features=n)
 
-    def layout(x):
-        return dict(group_size=group_size, in_features=x.shape[1])
-
-    return Format(
-        name,
-        make,
-        lambda x, weight: sparse24.sparse24_linear(x, **weight, **layout(x)),
-        lambda x, weight: sparse24.sparse24_linear_reference(x, **weight, **layout(x)),
-    )
+    return of_layout(name, make, sparse24.sparse24_linear, sparse24.sparse24_linear_reference, group_size=group_size)
 
 
 FORMATS = [

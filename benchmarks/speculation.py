@@ -110,9 +110,9 @@ def ceiling(prompt: list[int], answer: list[int]) -> int:
     return steps
 
 
-def noting(model) -> tuple[list[float], list[SpeculativeOutput]]:
-    """From now on: the seconds of each forward of `model` after its prompt, where our loop runs it, and what the loop
-    counts."""
+def instrument(model) -> tuple[list[float], list[SpeculativeOutput]]:
+    """Two lists that grow from now on: the seconds of each forward of `model` in our loop after the prefill, and the
+    loop's statistics of each call."""
     seconds, counts, forward, log = [], [], RaggedModel.__call__, Statistics.log
 
     @functools.wraps(forward)
@@ -181,7 +181,7 @@ def ways_to_generate(heads: Path | None, bits: int) -> tuple[dict, tuple]:
     if heads is not None:
         trained = hf_efficient.DraftHeads.from_pretrained(heads)
         found["heads"] = ("generate", 8, drafted(lambda: trained))
-    return found, noting(ours)
+    return found, instrument(ours)
 
 
 def about_heads(folder: Path) -> dict:

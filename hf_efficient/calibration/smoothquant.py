@@ -89,7 +89,7 @@ def output_error(weights, rounding, rows: torch.Tensor, scale: torch.Tensor) -> 
         tensors = quantize((weight * scale).to(weight.dtype), format, config.method_name())
         if getattr(format, "static", False):
             tensors |= activation_tensors(smooth.amin()[None], smooth.amax()[None], format)
-        computed = format.layout(tensors, weight.shape[1], torch.float32)(smooth)
+        computed = format.layout(tensors, weight.shape[1], torch.float32).matmul(smooth)
         error += (computed - exact).square().sum(-1)
         size += exact.square().sum(-1)
     return (error / size.clamp_min(torch.finfo(torch.float32).tiny)).mean().item()

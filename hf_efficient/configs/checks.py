@@ -13,16 +13,16 @@ def check(is_allowed: bool, argument: str, value: Any, allowed: str) -> None:
 
 
 def check_flags(arguments: Mapping[str, Any], *names: str) -> None:
-    """Each of the arguments `names` is True or False."""
+    """Raises ValueError unless each of the arguments `names` is True or False."""
     for name in names:
         check(isinstance(arguments[name], bool), name, arguments[name], "True or False")
 
 
 def check_choices(arguments: Mapping[str, Any], **choices: Collection) -> None:
-    """Each argument named in `choices` is one of its values, and of the same type."""
+    """Raises ValueError unless each argument named in `choices` is one of its values, also in type (4.0 is not 4)."""
     for name, allowed in choices.items():
         value = arguments[name]
-        check(any(type(value) is type(one) and value == one for one in allowed), name, value, f"one of {allowed}")
+        check(any(isinstance(value, type(one)) and value == one for one in allowed), name, value, f"one of {allowed}")
 
 
 def is_integer(value: Any, least: int) -> bool:

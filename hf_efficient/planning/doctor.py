@@ -302,7 +302,7 @@ def check_product() -> Iterator[Finding]:
     tensors = methods.quantize(weight, format, "rtn")
     expected = x.double() @ format.dequantize(tensors, 256, torch.float64).t()
     layout = format.layout(tensors, 256, torch.bfloat16)
-    actual = layout(x).double()
+    actual = layout.matmul(x).double()
     error = ((actual - expected).square().mean() / expected.square().mean()).sqrt().item()
     what = f"int4 on {device} by {type(layout).__name__}: relative error {error:.2g}"
     if not error <= MOST_ERROR:

@@ -18,13 +18,13 @@ from hf_efficient.planning.model_config import pop_quantization, read_config
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What `estimate` found.
 
-    Bytes are of tensors; the process, compiled code and fragmentation of allocators come on top. Fields from
-    `active_parameters` on are None where the model does not run on text alone (`notes` then says so), and where they
-    need a device or a price that was not given.
+    Bytes are of tensors; the process, compiled code and fragmentation of allocators come on top. What the forward tells
+    is None where the model does not run on text alone (`notes` then says so), and so is what needs a device or a price
+    that was not given.
     """
 
     architecture: str  # class of the model
@@ -44,12 +44,12 @@ class Estimate:
     prefill: Work | None  # the forward of the prompts
     decode: Work | None  # of one new token for every sequence, at the mean length; None for models that do not generate
     device: Device | None
-    prefill_bound: Bound | None  # the least time on `device`
-    decode_bound: Bound | None
-    largest_batch: int | None  # sequences that fit into 0.9 of the device's memory
+    prefill_bound: Bound | None = None  # the least time on `device`
+    decode_bound: Bound | None = None
+    largest_batch: int | None = None  # sequences that fit into 0.9 of the device's memory
     price_per_hour: float | None
-    cost_per_million_prompt_tokens: float | None  # at `price_per_hour` and the least times
-    cost_per_million_new_tokens: float | None  # prompts included
+    cost_per_million_prompt_tokens: float | None = None  # at `price_per_hour` and the least times
+    cost_per_million_new_tokens: float | None = None  # prompts included
     notes: tuple[str, ...]
 
     @property
@@ -140,7 +140,7 @@ def estimate(
     dtype = _dtype(dtype, config, notes)
     built = MetaModel(config, dtype, quantization or saved, saved is None, device and device.kind)
     lengths = Lengths(batch_size, prompt_tokens, new_tokens)
-    costs, bounds = forward_costs(built, lengths, kv_format, block_size, notes), _DeviceBounds()
+    costs, bounds = forward_costs(built, lengths, kv_format, block_size, notes), {}
     if costs.prefill is not None and device is not None:
         bounds = _device_bounds(costs, built, lengths, device, price_per_hour)
     return Estimate(
@@ -156,7 +156,7 @@ def estimate(
         notes=tuple(notes),
         **vars(lengths),
         **vars(costs),
-        **vars(bounds),
+        **bounds,
     )
 
 
@@ -184,24 +184,14 @@ def _described(quantization: CompressionConfig | None) -> str | None:
     return f"{type(quantization).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
 
-@dataclass(frozen=True)
-class _DeviceBounds:
-    """The fields of `Estimate` with these names, which need a device."""
-
-    prefill_bound: Bound | None = None
-    decode_bound: Bound | None = None
-    largest_batch: int | None = None
-    cost_per_million_prompt_tokens: float | None = None
-    cost_per_million_new_tokens: float | None = None
-
-
 def _device_bounds(
     costs: ForwardCosts, model: MetaModel, lengths: Lengths, device: Device, price: float | None
-) -> _DeviceBounds:
-    found, batch_size = {}, lengths.batch_size
-    dtypes = str(model.dtype).removeprefix("torch."), model.rounded_dtype
-    prefill = bound(costs.prefill, device, *dtypes)
-    decode = None if costs.decode is None else bound(costs.decode, device, *dtypes)
+) -> dict:
+    """The fields of `Estimate` that need a device."""
+    batch_size, dtype = lengths.batch_size, str(model.dtype).removeprefix("torch.")
+    prefill = bound(costs.prefill, device, dtype, model.rounded_dtype)
+    decode = None if costs.decode is None else bound(costs.decode, device, dtype, model.rounded_dtype)
+    found = {"prefill_bound": prefill, "decode_bound": decode}
     if device.memory_bytes is not None:
         per_sequence = ((costs.kv_cache_bytes or 0) + costs.activation_bytes) / batch_size
         found["largest_batch"] = largest_batch(device.memory_bytes, model.weight_bytes, per_sequence)
@@ -212,4 +202,4 @@ def _device_bounds(
             seconds = prefill.seconds + (lengths.new_tokens - 1) * decode.seconds
             tokens = batch_size * lengths.new_tokens
             found["cost_per_million_new_tokens"] = cost_per_million(price, seconds, tokens)
-    return _DeviceBounds(prefill, decode, **found)
+    return found

@@ -126,9 +126,7 @@ class _Forwards:
         )
         if prefill.cache:
             (cache,) = prefill.cache.values()
-            mean = (
-                max(new - 2, 0) / 2
-            )  # tokens that the cache holds beyond those of the prefill, averaged over the steps
+            mean = max(new - 2, 0) / 2  # tokens that decode steps have added to the cache, averaged over the steps
             costs |= dict(
                 kv_cache_bytes=round(cache_bytes(cache, new - 1)),
                 kv_token_bytes=(cache_bytes(cache, 1) - cache_bytes(cache, 0)) / batch_size,

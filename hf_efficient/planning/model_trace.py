@@ -58,9 +58,8 @@ class Trace:
     # module whose parameters are read whole -> None, or of experts (chosen for a token, all, tokens)
     read: dict[nn.Module, tuple[int, int, int] | None] = field(default_factory=dict)
     activation_bytes: int = 0  # the most that was alive at once of what the forward allocated
-    keys: dict[int, tuple[int, int, int]] = field(
-        default_factory=dict
-    )  # layer -> (heads, key dim, value dim) of the cache
+    # layer of the cache -> (heads, key dim, value dim)
+    keys: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     cache: dict[str, object] = field(default_factory=dict)  # {argument of the forward: the cache that it returned}
     outputs: object = None
     held: int = 0  # tokens in the cache that the forward was given

@@ -247,7 +247,9 @@ def test_environment(environment):
 def test_a_product_that_is_wrong_is_broken(monkeypatch):
     assert found(doctor.check_product).status == "ok"
     from hf_efficient.formats import AffineFormat
+    from hf_efficient.kernels.linear.layout import DequantizedLayout
 
-    monkeypatch.setattr(AffineFormat, "layout", lambda *args: lambda x: torch.zeros(4, 128, dtype=x.dtype))
+    zeros = DequantizedLayout(lambda: torch.zeros(128, 256).bfloat16(), torch.bfloat16)
+    monkeypatch.setattr(AffineFormat, "layout", lambda *args: zeros)
     finding = found(doctor.check_product)
     assert finding.status == "broken" and "relative error 1" in finding.what
