@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from helpers import tiny_model
 
 from hf_efficient.calibration.allocation import choose_sparsity
-from tests.helpers import tiny_model
 
 
 TOKENS = torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -1,13 +1,13 @@
 """Gradients of the loss for single weights against autograd, and the methods that prune by them."""
 
 import torch
+from helpers import assert_close, tiny_model
 from test_sensitivity import language_loss
 
 from hf_efficient.calibration.gradients import gradients
 from hf_efficient.observers.hooks import watching_outputs
 from hf_efficient.pruning import prune
 from hf_efficient.pruning.mask import Sparsity
-from tests.helpers import assert_close, tiny_model
 
 
 TOKENS = torch.randint(3, 128, (2, 6), generator=torch.Generator().manual_seed(0))

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from helpers import assert_close, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,7 +15,6 @@ from hf_efficient import methods
 from hf_efficient.calibration.sensitivity import Sensitivity, allocate, choose_bits, sensitivities
 from hf_efficient.formats import AffineFormat
 from hf_efficient.observers.hooks import watching_inputs, watching_outputs
-from tests.helpers import assert_close, tiny_model
 
 
 WIDTHS = (2, 3, 4, 8)

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_efficient.formats import AffineFormat
 from hf_efficient.methods import hqq, mse, rtn
 from hf_efficient.methods._affine_grid import covering_grid, decode, round_to
-from tests.helpers import assert_close
 
 
 def random_weight(rows: int, columns: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
