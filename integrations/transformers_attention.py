@@ -18,6 +18,7 @@ from hf_efficient.integrations import transformers_compile, transformers_warning
 from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
 from hf_efficient.integrations import transformers_masks as masks
 from hf_efficient.kernels.attention import api, torch_cpu
+from hf_efficient.kernels.attention.masks import additive
 
 
 _SUPPORTED = "transformers 5.23"
@@ -76,7 +77,7 @@ def flash_paged_attention_forward(
         return output.contiguous(), None
     if seen is not None:
         options = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
-        output = torch_cpu.attend(query, key_, value, mask=torch_cpu.additive(seen[:, 0]), **options)
+        output = torch_cpu.attend(query, key_, value, mask=additive(seen[:, 0]), **options)
         return output.contiguous(), None
     utils, paged_attention_cache, _ = _transformers()
     if isinstance(cache, paged_attention_cache):
@@ -153,7 +154,7 @@ def _with_trailing_padding(output, query, columns, handle, options):
     keys, values = handle.layer.store.read(handle.step)
     lengths = torch.tensor(handle.step.lengths, device=keys.device)
     seen = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]
-    mask = torch_cpu.additive(seen[:, None].expand(-1, query.shape[2], -1))
+    mask = additive(seen[:, None].expand(-1, query.shape[2], -1))
     behind = torch_cpu.attend(query, keys, values, mask=mask, **options)
     return torch.where(trailing[..., None, None], behind, output)
 

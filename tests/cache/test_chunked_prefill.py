@@ -6,7 +6,7 @@ from helpers import TINY_MODELS, left_padded_batch, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_efficient import PagedCache
-from hf_efficient.kernels.attention import torch_cpu
+from hf_efficient.kernels.attention import masks, policy, torch_cpu
 
 
 def generate(model, cache, inputs, chunk, **options):
@@ -103,13 +103,13 @@ def test_long_prompts_are_attended_in_slices(plain, masked, monkeypatch):
     seen = torch.ones(37, 37, dtype=torch.bool).tril()
     if masked:
         seen = seen & (torch.arange(37) >= torch.tensor([0, 9])[:, None, None])
-        options = dict(mask=torch_cpu.additive(seen))
+        options = dict(mask=masks.additive(seen))
     else:
         options = dict(causal=True)
     options |= dict(softcap=5.0, s_aux=torch.randn(4)) if plain else {}
     expected = torch_cpu.attend(query, key, value, **options)
-    monkeypatch.setattr(torch_cpu, "_SCORES", 2 * 4 * 37 * 5)
+    monkeypatch.setattr(policy, "SCORES", 2 * 4 * 37 * 5)
     with Largest() as largest:
         output = torch_cpu.attend(query, key, value, **options)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
-    assert largest.bytes <= max(4 * torch_cpu._SCORES, 4 * 2 * 37 * 4 * 8)
+    assert largest.bytes <= max(4 * policy.SCORES, 4 * 2 * 37 * 4 * 8)

@@ -6,8 +6,7 @@ import torch
 
 from hf_efficient.cache.bookkeeping.block_pool import BlockPool, StorageChange
 from hf_efficient.cache.bookkeeping.device_tables import to_device
-from hf_efficient.kernels.attention.masks import QueryRows
-from hf_efficient.kernels.attention.torch_cpu import additive, visibility
+from hf_efficient.kernels.attention.masks import QueryBatch, additive, visibility
 
 
 def tree_mask(seen: torch.Tensor) -> torch.Tensor:
@@ -139,7 +138,7 @@ class ForwardPlan:
         left, right = window
         if self.tree is not None:
             lengths = torch.tensor(self.lengths)
-            queries = QueryRows.aligned(lengths, self.width, True, left, right, self.tree_mask(lengths.device))
+            queries = QueryBatch.aligned(lengths, self.width, True, left, right, self.tree_mask(lengths.device))
             return additive(queries.sees(torch.arange(self.max_length).expand(len(lengths), -1)).to(device))
         unbounded = (left < 0 or left >= self.max_length - 1) and (right < 0 or causal or right >= self.max_length - 1)
         if self.is_even and unbounded and (not causal or self.width == 1 or self.starts[0] == 0):

@@ -7,11 +7,7 @@ import torch
 from hf_efficient.cache.bookkeeping.device_tables import DeviceTables, to_device
 from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
 from hf_efficient.cache.bookkeeping.lazy_zeros import lazy_zeros
-from hf_efficient.kernels.attention import api, native_cpu, torch_cpu
-
-
-_MANY = 10 << 20  # numbers of keys from which reading them page by page costs a CPU less than gathering them
-MAX_DECODE_QUERIES = 16  # so many new columns or fewer: one kernel that appends and attends
+from hf_efficient.kernels.attention import api, native_cpu, policy, torch_cpu
 
 
 class PageStore:
@@ -169,12 +165,12 @@ class PageStore:
         if not self.exact and native_cpu.serves(query.transpose(1, 2), **self._cache(None)):
             return True
         gathered = 0 if step.run is not None else len(step.lengths) * step.max_length * self.pages["keys"][0, 0].numel()
-        return step.width <= MAX_DECODE_QUERIES and gathered > _MANY
+        return policy.reads_in_place(step.width, gathered)
 
     def _attend_kernels(self, step, tables_on, query, key, value, **options):
         device = query.device
         tables, tokens = tables_on(device), step.token_indices(device)
-        if step.tree is not None or (tokens is None and step.width <= MAX_DECODE_QUERIES):
+        if step.tree is not None or (tokens is None and step.width <= policy.MAX_DECODE_QUERIES):
             options["tree_mask"] = step.tree_mask(device)
             return self.append_and_attend(tables, query, key, value, **options)
         query = query.transpose(1, 2)  # [B, S, Hq, D]

@@ -7,12 +7,9 @@ import torch
 from hf_efficient.cache.bookkeeping.device_tables import to_device
 from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
 from hf_efficient.cache.bookkeeping.lazy_zeros import lazy_zeros
-from hf_efficient.cache.stores.full_precision import MAX_DECODE_QUERIES, PageStore
-from hf_efficient.kernels.attention import api, native_cpu, torch_cpu
+from hf_efficient.cache.stores.full_precision import PageStore
+from hf_efficient.kernels.attention import api, native_cpu, policy, torch_cpu
 from hf_efficient.kernels.attention.pages import Pages
-
-
-WHOLE = 1 << 22  # numbers of keys, padded: on a CPU so many are read at once, which costs less than taking them apart
 
 
 class QuantizedStore(PageStore):
@@ -52,7 +49,8 @@ class QuantizedStore(PageStore):
         if self._reads_codes(step, options["window_size"]):
             self.make_ready(step)
             _, heads, dim, _, _ = self.form
-            if query.device.type == "cpu" and len(step.starts) * step.max_length * heads * dim <= WHOLE:
+            numbers = len(step.starts) * step.max_length * heads * dim
+            if query.device.type == "cpu" and policy.dequantizes_at_once(numbers):
                 if not native_cpu.serves(query.transpose(1, 2), **self._pages()):
                     return self._attend_whole(step, query, key, value, **options)
             options["tree_mask"] = step.tree_mask(query.device)
@@ -89,7 +87,7 @@ class QuantizedStore(PageStore):
         return self.read(step)
 
     def _reads_codes(self, step: ForwardPlan, window_size: tuple[int, int]) -> bool:
-        few = step.width <= MAX_DECODE_QUERIES or step.tree is not None
+        few = step.width <= policy.MAX_DECODE_QUERIES or step.tree is not None
         return step.valid is None and few and any(step.starts)
 
 

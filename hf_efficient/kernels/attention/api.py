@@ -74,8 +74,8 @@ def flash_attn_varlen_func(
     Raises ValueError on CPU for lengths or blocks beyond the table or the pages."""
     check_inputs(q, k, v, dropout_p)
     out, lse = _OPS.flash_attn_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), softmax_scale, causal, *window_size,
-        float(softcap or 0.0), alibi_slopes, s_aux, return_attn_probs, block_table,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), block_table, softmax_scale, causal,
+        *window_size, float(softcap or 0.0), alibi_slopes, s_aux, return_attn_probs,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 

@@ -252,29 +252,29 @@ class Capture(TorchDispatchMode):
         instruction = Instruction(OPS[name], _sizes(shape), _operand(y), a, b, Operand(), alpha, beta, None, None)
         return instruction.noting(y, inputs)
 
-    def _attention(self, out, lse, q, k_cache, v_cache, k, v, *rest):
-        seqlens, table, *rest = rest
-        if table is None:
-            table = torch.arange(len(q), dtype=torch.int32)[:, None]
-        where = (seqlens, torch.int32), (table, torch.int32), (rest[9], torch.int64), (rest[-1], torch.int32)
+    def _attention(self, out, lse, *args):
+        call = pages.AttentionCall(*args)
+        if call.block_table is None:
+            call.block_table = torch.arange(len(call.q), dtype=torch.int32)[:, None]
+        where = (call.cache_seqlens, torch.int32), (call.block_table, torch.int32), (call.tree_mask, torch.int64)
+        where = (*where, (call.quantized_seqlens, torch.int32))
         static = all(x is None or (x.dtype is dtype and x.is_contiguous()) for x, dtype in where)
-        if not static or not pages.serves(q, k_cache, v_cache, *rest[-7:-3]):
+        scales = call.k_scale, call.v_scale, call.k_min, call.v_min
+        if not static or not pages.serves(call.q, call.k_cache, call.v_cache, *scales):
             return None
-        instructions, inputs = [], []
-        for x in (q, k, v):
+        instructions = []
+        for name in ("q", "k", "v"):
+            x = getattr(call, name)
             if x is not None and not x.is_contiguous():
-                y = torch.empty_like(x, memory_format=torch.contiguous_format)
-                instructions.append(self._elementwise("COPY", y, [x]))
-                x = y
-            inputs.append(x)
-        q, k, v = inputs
-        call, kept = pages.describe(out, lse, q, k_cache, v_cache, k, v, seqlens, table, *rest)
-        if call is None:
+                setattr(call, name, torch.empty_like(x, memory_format=torch.contiguous_format))
+                instructions.append(self._elementwise("COPY", getattr(call, name), [x]))
+        native, alive = pages.describe(call, out, lse)
+        if native is None:
             return None
-        self._kept.append((inputs, call, kept))
-        instruction = Instruction(OPS["CALL"], weight=ctypes.addressof(call))
-        instruction.linear = ctypes.cast(pages.kernel(q.dtype), ctypes.c_void_p).value
-        return [*instructions, instruction.noting(out, inputs)]
+        self._kept.append((call, native, alive))
+        instruction = Instruction(OPS["CALL"], weight=ctypes.addressof(native))
+        instruction.linear = ctypes.cast(pages.kernel(call.q.dtype), ctypes.c_void_p).value
+        return [*instructions, instruction.noting(out, [call.q, call.k, call.v])]
 
     def _contextual(self, y, *args):
         call = contextual_mlp.describe(y, *args)

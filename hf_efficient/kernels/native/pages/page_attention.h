@@ -22,17 +22,17 @@ template <class A> struct Queries {
     int64_t rows, dim, ld;  // rows: of a key head, ld: terms of a row, whole chunks
     Term *terms;
 
-    Queries(const Call &call, int64_t row, int64_t head, int64_t heads) : rows(call.height()), dim(call.keys.dim), ld(ceil_div(dim, CHUNK) * CHUNK / A::NUMBERS) {
+    Queries(const AttentionCall &call, int64_t row, int64_t head, int64_t heads) : rows(call.height()), dim(call.k_cache.dim), ld(ceil_div(dim, CHUNK) * CHUNK / A::NUMBERS) {
         static thread_local Buffer buffer;
         terms = buffer.get<Term>(heads * rows * ld);
         memset(terms, 0, heads * rows * ld * sizeof(Term));
         for (int64_t m = 0; m < heads * rows; m++) {
             const int64_t query_head = head * call.group() + m / call.width;
             const int64_t at = ((row * call.width + m % call.width) * call.query_heads + query_head) * dim;
-            if (call.query_type == BFLOAT16) memcpy(terms + m * ld, (const uint16_t *)call.query + at, dim * 2);
-            if (call.query_type == FLOAT32) memcpy(terms + m * ld, (const float *)call.query + at, dim * 4);
+            if (call.query_type == BFLOAT16) memcpy(terms + m * ld, (const uint16_t *)call.q + at, dim * 2);
+            if (call.query_type == FLOAT32) memcpy(terms + m * ld, (const float *)call.q + at, dim * 4);
             if (call.query_type == FLOAT16)
-                for (int64_t c = 0; c < dim; c++) terms[m * ld + c] = _cvtsh_ss(((const uint16_t *)call.query)[at + c]);
+                for (int64_t c = 0; c < dim; c++) terms[m * ld + c] = _cvtsh_ss(((const uint16_t *)call.q)[at + c]);
         }
     }
     static INLINE void widened(const Term *terms, int64_t chunk, Floats *out) {
@@ -68,16 +68,16 @@ template <class A> struct Queries {
 
 // What turns products into scores in powers of two: the softmax's scale, softcap and ALiBi.
 struct Biases {
-    const Call &call;
+    const AttentionCall &call;
     const float *slopes;  // of the group's heads, or null
 
-    Biases(const Call &call, int64_t row, int64_t head)
-        : call(call), slopes(call.slopes ? call.slopes + row * call.slopes_stride + head * call.group() : nullptr) {}
+    Biases(const AttentionCall &call, int64_t row, int64_t head)
+        : call(call), slopes(call.alibi_slopes ? call.alibi_slopes + row * call.slopes_stride + head * call.group() : nullptr) {}
 
     // score: of row m of the queries, for 16 keys from `token` on
     INLINE Floats apply(Floats score, const Visibility &sight, int64_t m, int64_t token) const {
-        if (call.softcap) score = soft_capped(score * float(call.scale), call.softcap) * LOG2_E;
-        else score *= float(call.scale * LOG2_E);
+        if (call.softcap) score = soft_capped(score * float(call.softmax_scale), call.softcap) * LOG2_E;
+        else score *= float(call.softmax_scale * LOG2_E);
         if (!slopes) return score;
         const int64_t at = sight.position(m % call.width);
         Floats distance;
@@ -99,7 +99,7 @@ template <class A> static INLINE void store_terms(const Floats *weights, int64_t
 // `heads` key heads from `first_head` on, whose keys lie side by side, tile by tile; results: of each of them. A: the arithmetic; F:
 // the format of the pages or of the ring.
 template <class A, class F>
-static void attend_span(const Call &call, const F &key_format, const F &value_format, const Span &span, int64_t first_head, int64_t heads, Prefetch ahead, const Partial *results) {
+static void attend_span(const AttentionCall &call, const F &key_format, const F &value_format, const Span &span, int64_t first_head, int64_t heads, Prefetch ahead, const Partial *results) {
     typedef typename A::Term Term;
     constexpr int TERMS = TILE_TOKENS / A::NUMBERS;  // of a tile's tokens
     const Source source = {call, span.row, span.in_ring};

@@ -18,7 +18,7 @@ struct Tile {
     // key_bytes, value_bytes: of a token and head
     Tile(const Source &source, int64_t start, int64_t count, int64_t head, int64_t key_bytes, int64_t value_bytes)
         : count(count), blocks(ceil_div(count, LANES)) {
-        const int64_t heads = source.call.heads, size = source.in_ring ? source.call.ring : source.call.block_size;
+        const int64_t heads = source.call.heads, size = source.in_ring ? source.call.ring_size : source.call.block_size;
         for (int64_t i = 0; i < count;) {  // page by page
             const int64_t slot = source.slot(start + i), end = std::min(count, i + size - (start + i) % size);
             if (slot < 0) {
@@ -49,7 +49,7 @@ struct Tile {
 };
 
 struct Stretch {  // tokens [at, end) of a row
-    const Call *call;
+    const AttentionCall *call;
     int64_t row;
     bool in_ring;
     int64_t at, end, key_bytes, value_bytes;  // bytes: of a token and head

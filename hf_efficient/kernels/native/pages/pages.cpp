@@ -15,7 +15,7 @@ struct Plan {
     std::vector<Span> spans;
     std::vector<int64_t> first;  // span of each row, and their number
 
-    Plan(const Call &call, int64_t longest) {
+    Plan(const AttentionCall &call, int64_t longest) {
         for (int64_t row = 0; row < call.batch; row++) {
             first.push_back(spans.size());
             const int64_t length = call.length(row), in_pages = call.in_pages(row), seen = Visibility(call, row).first_seen();
@@ -49,11 +49,11 @@ static void store(void *out, int64_t type, int64_t at, int64_t count, Floats val
 }
 
 // The spans' results of a row and key head, in one.
-static void combine(const Call &call, const Plan &plan, const Results &results, const ChannelBlocks &channels, int64_t row, int64_t head) {
-    const int64_t dim = call.values.dim;
+static void combine(const AttentionCall &call, const Plan &plan, const Results &results, const ChannelBlocks &channels, int64_t row, int64_t head) {
+    const int64_t dim = call.v_cache.dim;
     for (int64_t m = 0; m < call.height(); m++) {
         const int64_t query_head = head * call.group() + m / call.width, query = m % call.width;
-        const float sink = call.sinks ? call.sinks[query_head] * LOG2_E : -INFINITY;
+        const float sink = call.s_aux ? call.s_aux[query_head] * LOG2_E : -INFINITY;
         float top = std::max(LOWEST, sink);
         for (int64_t span = plan.first[row]; span < plan.first[row + 1]; span++)
             top = std::max(top, results.of(span * call.heads + head).softmax[m].top);
@@ -71,15 +71,15 @@ static void combine(const Call &call, const Plan &plan, const Results &results, 
         const int64_t at = ((row * call.width + query) * call.query_heads + query_head) * dim;
         const float inverse = total == 0 ? 0 : 1 / total;
         for (int64_t v = 0; v < channels.vectors; v++) store(call.out, call.query_type, at + v * LANES, dim - v * LANES, sums[v] * inverse);
-        if (call.lse) call.lse[row * call.lse_row + query_head * call.lse_head + query] = total == 0 ? -INFINITY : (top + log2f(total)) * LN_2;
+        if (call.lse) call.lse[row * call.lse_stride + query_head * call.lse_head_stride + query] = total == 0 ? -INFINITY : (top + log2f(total)) * LN_2;
     }
 }
 
 // A: the arithmetic; F: the format of the pages; R: that of the rings, and of the queries.
-template <class A, class F, class R> static void attend(const Call &call) {
-    const F keys(call.keys.dim), values(call.values.dim);
-    const R ring_keys(call.keys.dim), ring_values(call.values.dim);
-    const ChannelBlocks channels(call.values);
+template <class A, class F, class R> static void attend(const AttentionCall &call) {
+    const F keys(call.k_cache.dim), values(call.v_cache.dim);
+    const R ring_keys(call.k_cache.dim), ring_values(call.v_cache.dim);
+    const ChannelBlocks channels(call.v_cache);
     const int64_t rows = call.height(), of_unit = channels.count * rows;
     const int64_t token_bytes = call.heads * (keys.bytes + values.bytes);
     int64_t longest = std::max<int64_t>(TILE_TOKENS, std::min<int64_t>(SPAN, SPAN_BYTES / token_bytes / TILE_TOKENS * TILE_TOKENS)), total = 0;
@@ -120,7 +120,7 @@ template <class A, class F, class R> static void attend(const Call &call) {
     });
 }
 
-template <class A, class R> static void attend(const Call &call) {
+template <class A, class R> static void attend(const AttentionCall &call) {
     switch (call.page_type) {
         case INT8: return attend<A, Int8Pages, R>(call);
         case FP8: return attend<A, Fp8Pages, R>(call);
@@ -131,20 +131,20 @@ template <class A, class R> static void attend(const Call &call) {
 }
 
 // Whether every row has room for its tokens, and every block that is looked up is one that the cache has.
-static bool fits(const Call &call) {
-    const int64_t room = call.table_columns * call.block_size;
+static bool fits(const AttentionCall &call) {
+    const int64_t room = call.table_width * call.block_size;
     for (int64_t row = 0; row < call.batch; row++) {
         const int64_t length = call.length(row), in_pages = call.in_pages(row), beyond = length - in_pages;
-        if (in_pages < 0 || in_pages > room || beyond < 0 || beyond > call.ring) return false;
+        if (in_pages < 0 || in_pages > room || beyond < 0 || beyond > call.ring_size) return false;
         int64_t first = Visibility(call, row).first_seen();
-        if (!call.ring && length) first = std::min<int64_t>(first, call.lengths[row]);
+        if (!call.ring_size && length) first = std::min<int64_t>(first, call.cache_seqlens[row]);
         for (int64_t column = first / call.block_size; column < ceil_div(in_pages, call.block_size); column++)
-            if (call.table[row * call.table_stride + column] >= call.num_blocks) return false;
+            if (call.block_table[row * call.table_stride + column] >= call.num_blocks) return false;
     }
     return true;
 }
 
-static void attend_queries(const Call &call) {
+static void attend_queries(const AttentionCall &call) {
 #if QUERY == 0
     attend<BFloat16, BFloat16Pages>(call);
 #elif QUERY == 1
@@ -155,21 +155,21 @@ static void attend_queries(const Call &call) {
 }
 
 // Queries [first, end) of a row of causal attention, in calls of one row for each `width` of them.
-static void attend_part(const Call &call, int64_t row, int64_t first, int64_t end, int64_t width) {
+static void attend_part(const AttentionCall &call, int64_t row, int64_t first, int64_t end, int64_t width) {
     const int64_t size = call.query_type == FLOAT32 ? 4 : 2, at = (row * call.width + first) * call.query_heads * size;
     std::vector<int32_t> lengths;
     for (int64_t last = first + width; last <= end; last += width) lengths.push_back(call.length(row) - call.width + last);
-    Call part = call;
-    part.batch = lengths.size(), part.width = width, part.appended = 0, part.lengths = lengths.data();
-    part.query = (const char *)call.query + at * call.keys.dim, part.out = (char *)call.out + at * call.values.dim;
-    part.table += row * call.table_stride, part.table_stride = 0;
-    if (call.lse) part.lse += row * call.lse_row + first, part.lse_row = width;
-    if (call.slopes) part.slopes += row * call.slopes_stride, part.slopes_stride = 0;
+    AttentionCall part = call;
+    part.batch = lengths.size(), part.width = width, part.appended = 0, part.cache_seqlens = lengths.data();
+    part.q = (const char *)call.q + at * call.k_cache.dim, part.out = (char *)call.out + at * call.v_cache.dim;
+    part.block_table += row * call.table_stride, part.table_stride = 0;
+    if (call.lse) part.lse += row * call.lse_stride + first, part.lse_stride = width;
+    if (call.alibi_slopes) part.alibi_slopes += row * call.slopes_stride, part.slopes_stride = 0;
     attend_queries(part);
 }
 
 // Appends and attends; QUERY, a compiler flag, is the type of the queries. Returns whether `fits`: else nothing is done.
-extern "C" int hf_attend_pages(const Call *call) {
+extern "C" int hf_attend_pages(const AttentionCall *call) {
     constexpr int64_t QUERIES = 64, AT_ONCE = 16 * QUERIES;  // of a prompt
     if (!fits(*call)) return 0;
     append(*call);
