@@ -31,7 +31,7 @@ from hf_efficient.formats.sparse24 import Sparse24Format
 from hf_efficient.kernels.linear import w8a8 as activation_linear
 from hf_efficient.kernels.linear.codes import packed_width
 from hf_efficient.kernels.linear.weight_only import Int4CpuLinear, Int8CpuLinear, device_layout
-from hf_efficient.kernels.replay import fusion, recorder
+from hf_efficient.kernels.replay import instructions, recorder
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,7 +90,7 @@ def bf16(n: int, k: int):
 
 
 def bf16_recorded(n: int, k: int):
-    weight, instruction = torch.randn(n, k).bfloat16(), fusion.Instruction(fusion.OPS["DENSE"])
+    weight, instruction = torch.randn(n, k).bfloat16(), instructions.Instruction(instructions.OPS["DENSE"])
     instruction.b.data, run = weight.data_ptr(), recorder.interpreter()
 
     def call(x, weight=weight):

@@ -34,7 +34,7 @@ from hf_efficient.evaluation import environment, samples
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.replay.captured_forward import CapturedForward
 from hf_efficient.kernels.replay import recorder
-from hf_efficient.kernels.replay.fusion import OPS, Instruction
+from hf_efficient.kernels.replay.instructions import OPS, Instruction
 from hf_efficient.kernels.replay.recorder import Capture
 
 

@@ -135,8 +135,8 @@ def test_weights_of_other_shapes_are_not_pointed_to():
 
 OVERRUN = """
 import ctypes, torch
-from hf_efficient.kernels.tape import interpreter
-from hf_efficient.kernels.tape_fusion import OPS, Instruction, Operand
+from hf_efficient.kernels.replay.recorder import interpreter
+from hf_efficient.kernels.replay.instructions import OPS, Instruction, Operand
 x, y = torch.zeros(100), torch.zeros(4000)
 one = Instruction(OPS["COPY"], (ctypes.c_int64 * 4)(1, {rows}, 1, {count}))
 one.y, one.a = (Operand(t.data_ptr(), (ctypes.c_int64 * 4)(0, {stride}, 0, 1), 0) for t in (y, x))

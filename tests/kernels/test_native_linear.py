@@ -192,7 +192,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 LAYER = """
 import torch
-from hf_efficient.kernels.linear import device_layout
+from hf_efficient.kernels.linear.weight_only import device_layout
 for n in (32, 64):
     codes, scale = torch.full((n, 32), 0x79, dtype=torch.uint8), torch.ones(n, 1)
     layout = device_layout(codes, scale, None, bits=4, group_size=64, in_features=64, dtype=torch.float32)

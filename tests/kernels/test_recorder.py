@@ -188,12 +188,15 @@ def recorded(model, cache, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_replayed_steps_are_those_of_the_model(name, dtype):
+@pytest.mark.parametrize(
+    ("name", "kv_format"), [*((name, "auto") for name in TINY_MODELS), ("mistral", "int8"), ("mistral", "int4")]
+)
+def test_replayed_steps_are_those_of_the_model(name, kv_format, dtype):
     model = tiny_model(name).to(dtype)
     model.set_attn_implementation("flash_paged")
     prompt = torch.randint(3, 128, (2, 20))
-    caches = [PagedCache(model.config, num_blocks=40, block_size=8) for _ in range(2)]
+    block_size = 8 if kv_format == "auto" else 32
+    caches = [PagedCache(model.config, num_blocks=40, block_size=block_size, kv_format=kv_format) for _ in range(2)]
     for cache in caches:
         with torch.no_grad():
             model(prompt, past_key_values=cache, use_cache=True)
@@ -203,6 +206,7 @@ def test_replayed_steps_are_those_of_the_model(name, dtype):
     except NotReplayable as error:
         assert name in ("opt", "mixtral", "qwen3_moe", "gpt_oss"), error  # reads the length; experts read their choice
         return
+    assert operations(tape)["CALL"] == model.config.num_hidden_layers, "attention, whatever the format of the pages"
     decode(model, caches[1], tokens)
     for _ in range(12):  # other tokens, more blocks
         tokens.copy_(torch.randint(3, 128, (2, 1)))
@@ -215,7 +219,7 @@ def test_replayed_steps_are_those_of_the_model(name, dtype):
 def operations(tape) -> Counter:
     """How often each instruction stands on it."""
     runs = [step.args[0] for step in tape._steps if getattr(step, "func", None) is _interpret]
-    return Counter(fusion._NAMES[instruction.op] for run in runs for instruction in run)
+    return Counter(fusion.NAMES[instruction.op] for run in runs for instruction in run)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

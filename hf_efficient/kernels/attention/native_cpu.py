@@ -9,6 +9,8 @@ import torch
 from hf_efficient.kernels.attention.call import AttentionCall
 from hf_efficient.kernels.attention.policy import MAX_DIM, MAX_QUERIES
 from hf_efficient.kernels.native import build
+from hf_efficient.kernels.replay import instructions
+from hf_efficient.kernels.replay.registry import replays
 
 
 _TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}  # NumberType of native/pages/page_call.h
@@ -45,7 +47,7 @@ class _AttentionCall(ctypes.Structure):
 def kernel(dtype: torch.dtype):
     """The compiled function for queries of this dtype; compiles it at the first call. None where torch's operators are to
     be used."""
-    library = build.load("pages", QUERY=_TYPES[dtype])
+    library = build.load("pages", (_Pages, _AttentionCall), QUERY=_TYPES[dtype])
     if library is None:
         return None
     library.hf_attend_pages.argtypes = [_POINTER]
@@ -182,3 +184,30 @@ def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple
         softmax_scale=dim**-0.5 if call.softmax_scale is None else call.softmax_scale, softcap=call.softcap,
     )  # fmt: skip
     return native, (table, seqlens, s_aux, slopes, tree, quantized)
+
+
+@replays("hf_efficient::flash_attn_with_kvcache")
+def _instructions(out, lse, *args) -> list | None:
+    """A captured call of the kernel; None where it would read copies of tensors, which a replay does not fill again."""
+    call = AttentionCall(*args)
+    if call.block_table is None:
+        call.block_table = torch.arange(len(call.q), dtype=torch.int32)[:, None]
+    integers = (
+        (call.cache_seqlens, torch.int32), (call.block_table, torch.int32), (call.tree_mask, torch.int64),
+        (call.quantized_seqlens, torch.int32),
+    )  # fmt: skip
+    needs_no_copy = all(x is None or (x.dtype is dtype and x.is_contiguous()) for x, dtype in integers)
+    scales = call.k_scale, call.v_scale, call.k_min, call.v_min
+    if not needs_no_copy or not serves(call.q, call.k_cache, call.v_cache, *scales):
+        return None
+    copies = []
+    for name in ("q", "k", "v"):
+        x = getattr(call, name)
+        if x is not None and not x.is_contiguous():
+            setattr(call, name, torch.empty_like(x, memory_format=torch.contiguous_format))
+            copies.append(instructions.elementwise("COPY", getattr(call, name), [x]))
+    native, alive = describe(call, out, lse)
+    if native is None:
+        return None
+    inputs = [call.q, call.k, call.v]
+    return [*copies, instructions.call(kernel(call.q.dtype), native, out, inputs, (inputs, alive))]

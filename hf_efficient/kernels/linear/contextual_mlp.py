@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.kernels.native import build
+from hf_efficient.kernels.replay import instructions
+from hf_efficient.kernels.replay.registry import replays
 
 
 MOST_ROWS = 32  # native/contextual/contextual.cpp has the same
@@ -28,8 +30,8 @@ _POINTERS = (
 )
 
 
-class _Call(ctypes.Structure):
-    """`Call` of native/contextual/contextual.cpp."""
+class _ContextualCall(ctypes.Structure):
+    """`ContextualCall` of native/contextual/contextual.cpp."""
 
     _fields_ = [*((name, ctypes.c_int64) for name in _NUMBERS), *((name, ctypes.c_void_p) for name in _POINTERS)]
 
@@ -37,14 +39,14 @@ class _Call(ctypes.Structure):
 @functools.cache
 def kernel():
     """The compiled function, compiled when it is not there; None where torch's operators are to be used."""
-    library = build.load("contextual")
+    library = build.load("contextual", (_ContextualCall,))
     if library is None:
         return None
     library.hf_contextual_mlp.argtypes = [ctypes.c_void_p]
     return library.hf_contextual_mlp
 
 
-def describe(y, x, project, score, score_up, limit, spread, *weights_and_activation) -> _Call | None:
+def describe(y, x, project, score, score_up, limit, spread, *weights_and_activation) -> _ContextualCall | None:
     """What the kernel is told to write into `y`; None where it does not serve the arguments of the op."""
     *weights, activation = weights_and_activation
     tensors = (x, project, score, score_up, limit, spread, *weights, y)
@@ -66,7 +68,7 @@ def describe(y, x, project, score, score_up, limit, spread, *weights_and_activat
     ):
         return None
     numbers = x.numel() // hidden, hidden, neurons, rank, list(ACTIVATIONS).index(activation)
-    return _Call(*numbers, *(None if t is None else t.data_ptr() for t in tensors))
+    return _ContextualCall(*numbers, *(None if t is None else t.data_ptr() for t in tensors))
 
 
 def choose(x, project, score, score_up, limit, spread, gate, gate_bias, activation) -> torch.Tensor:
@@ -114,6 +116,13 @@ def _cpu(x, *arguments):
     torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
     kernel()(ctypes.addressof(call))
     return y
+
+
+@replays("hf_efficient::contextual_mlp")
+def _instructions(y, *arguments):
+    call = describe(y, *arguments)
+    inputs = [x for x in arguments if isinstance(x, torch.Tensor)]
+    return None if call is None else [instructions.call(kernel(), call, y, inputs)]
 
 
 _library.impl("contextual_mlp", _cpu, "CPU")

@@ -14,6 +14,9 @@ import torch.nn.functional as F
 
 from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
 from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native.structs import Product
+from hf_efficient.kernels.replay.instructions import packed_product
+from hf_efficient.kernels.replay.registry import replays
 
 
 LANES = 16
@@ -36,15 +39,6 @@ class _Weight(ctypes.Structure):
         ("rounds_inputs", ctypes.c_int64),
         ("zero_is_float", ctypes.c_int64),
     ]
-
-
-class Product(ctypes.Structure):
-    """`Product` of native/linear/linear.cpp."""
-
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("y", ctypes.c_void_p)]
-
-
-MOST_PRODUCTS = 4  # of one call; native/linear/codes.h has the same
 
 
 @functools.lru_cache(65536)  # the op makes a layout for each call
@@ -115,7 +109,7 @@ class Kernel:
 @functools.cache
 def kernel(bits: int) -> Kernel | None:
     """The kernel for codes of `bits` bits, compiled when it is not there; None where torch's operators are to be used."""
-    library = build.load("linear", BITS=bits)
+    library = build.load("linear", (Product, _Weight), BITS=bits)
     return library and Kernel(library)
 
 
@@ -263,6 +257,13 @@ def _cpu_linear(x, packed, scale, zero_point, bias, bits, group, out_features, i
 def _cpu_dequantize(packed, scale, zero_point, bits, group, out_features, in_features, dtype):
     layout = bits, group, out_features, in_features
     return CompiledLinear(packed, scale, zero_point, *layout, False, bits, dtype).decode()
+
+
+@replays("hf_efficient::cpu_linear")
+def _instructions(y, x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
+    tensors = packed, scale, zero_point
+    weight = weight_structure(*tensors, group, out_features, in_features, rounds_inputs)
+    return packed_product(y, x, bias, weight, kernel(bits).linear, (bits, group, rounds_inputs), tensors)
 
 
 _library.impl("cpu_linear", _cpu_linear, "CPU")

@@ -14,13 +14,16 @@ import torch.nn.functional as F
 from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
 from hf_efficient.kernels.linear.native_cpu import LANES, CompiledLayout
 from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native.structs import Product
+from hf_efficient.kernels.replay.instructions import packed_product
+from hf_efficient.kernels.replay.registry import replays
 
 
 BAND, COLUMNS = 4, 32
 FEATURE = "avx512_vbmi2"  # what other C++ kernels do without
 
 
-class _Weight(ctypes.Structure):
+class _SparseWeight(ctypes.Structure):
     """`SparseWeight` of native/sparse/sparse.h."""
 
     _fields_ = [
@@ -33,12 +36,12 @@ class _Weight(ctypes.Structure):
 
 
 @functools.lru_cache(65536)  # the op makes a layout for each call
-def _kept_weight(*fields) -> tuple[_Weight, int]:
-    weight = _Weight(*fields)
+def _kept_weight(*fields) -> tuple[_SparseWeight, int]:
+    weight = _SparseWeight(*fields)
     return weight, ctypes.addressof(weight)
 
 
-def weight_structure(values, masks, starts, out_features, in_features) -> tuple[_Weight, int]:
+def weight_structure(values, masks, starts, out_features, in_features) -> tuple[_SparseWeight, int]:
     """(the structure of a weight, its address)"""
     return _kept_weight(values.data_ptr(), masks.data_ptr(), starts.data_ptr(), out_features, in_features)
 
@@ -46,7 +49,7 @@ def weight_structure(values, masks, starts, out_features, in_features) -> tuple[
 @functools.cache
 def function():
     """The compiled product, on raw pointers; None where other layouts are to be used."""
-    library = build.load("sparse") if FEATURE in build.cpu_features() else None
+    library = build.load("sparse", (Product, _SparseWeight)) if FEATURE in build.cpu_features() else None
     if library is None:
         return None
     library.hf_sparse.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
@@ -117,6 +120,12 @@ _library.define(
 
 def _cpu_sparse_linear(x, values, masks, starts, bias, out_features, in_features):
     return SparseLinear(values, masks, starts, out_features, in_features).product(x, bias)
+
+
+@replays("hf_efficient::cpu_sparse_linear")
+def _instructions(y, x, values, masks, starts, bias, out_features, in_features):
+    weight = weight_structure(values, masks, starts, out_features, in_features)
+    return packed_product(y, x, bias, weight, function(), ("sparse",), (values, masks, starts))
 
 
 _library.impl("cpu_sparse_linear", _cpu_sparse_linear, "CPU")

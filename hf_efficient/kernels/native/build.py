@@ -24,6 +24,8 @@ from pathlib import Path
 import torch
 from huggingface_hub.constants import HF_HOME
 
+from hf_efficient.kernels.native import structs
+
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +110,14 @@ def build(name: str, command: list[str]) -> Path:
 
 
 @functools.cache
-def load(name: str, **definitions: int) -> ctypes.CDLL | None:
-    """The library of `<name>/<name>.cpp` with the macros `definitions`; None where torch's operators are to be used: other
-    CPUs than `FEATURES` describes, no compiler, or one that fails."""
+def load(name: str, structures: tuple[type[ctypes.Structure], ...], **definitions: int) -> ctypes.CDLL | None:
+    """The library of `<name>/<name>.cpp`, compiled with the macros `definitions`.
+
+    Returns None where torch's operators are to be used: the CPU lacks `FEATURES`, there is no compiler, or it fails.
+
+    Raises:
+        LayoutMismatch: `structures`, the mirrors of all that the library exports, differ from it.
+    """
     if not FEATURES <= cpu_features():
         return None
     try:
@@ -118,10 +125,12 @@ def load(name: str, **definitions: int) -> ctypes.CDLL | None:
         if command is None:
             raise RuntimeError("no C++ compiler (g++, or $CXX)")
         macros = [f"-D{key}={value}" for key, value in definitions.items()]
-        return ctypes.CDLL(str(build(name, [*command, *FLAGS, *sanitizer_flags(), *macros])))
+        library = ctypes.CDLL(str(build(name, [*command, *FLAGS, *sanitizer_flags(), *macros])))
     except (OSError, RuntimeError, ValueError) as reason:
         _warn_once(str(reason))
         return None
+    structs.check(library, structures)
+    return library
 
 
 @functools.cache

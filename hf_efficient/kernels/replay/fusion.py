@@ -1,54 +1,24 @@
-"""Instructions of a recorded forward, and which of them become one: products with one x (q, k and v; gate and up), RMS norms,
-rotary embeddings, and gated activations. Every rounding of the separate instructions stays, so the bits are the same.
+"""Fewer instructions for the same captured forward: products with one x (q, k and v; gate and up), RMS norms, rotary embeddings
+and gated activations become one instruction each. Every rounding of the separate instructions stays, so the bits are the same.
 """
 
-import ctypes
 from collections import Counter
 
 import torch
 
-from hf_efficient.kernels.linear.native_cpu import MOST_PRODUCTS
+from hf_efficient.kernels.native.structs import MOST_PRODUCTS
+from hf_efficient.kernels.replay.instructions import NAMES, OPS, TYPES, Instruction, Operand, address
 
 
-_NAMES = (
-    "COPY NEG ABS RELU SILU GELU GELU_TANH TANH SIGMOID EXP SQRT RSQRT RECIPROCAL COS SIN POW ADD SUB MUL DIV MEAN SUM ROWS "
-    "LINEAR DENSE CALL RMS_NORM ROTARY GATED ARGMAX"
-).split()
-OPS = {name: number for number, name in enumerate(_NAMES)}  # `Op` of native/replay/replay.cpp
 _ACTIVATIONS = ("RELU", "SILU", "GELU", "GELU_TANH", "SIGMOID", "TANH")
-_FLOAT = 0
-
-
-class Operand(ctypes.Structure):
-    """`Operand` of native/replay/replay.cpp."""
-
-    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4), ("type", ctypes.c_int64)]
-
-
-class Instruction(ctypes.Structure):
-    """`Instruction` of native/replay/replay.cpp; reads, writes: the storages of its operands, and of its result.
-    kind: of a product, the same for those that may stand side by side."""
-
-    _fields_ = [
-        ("op", ctypes.c_int64), ("sizes", ctypes.c_int64 * 4), ("y", Operand), ("a", Operand), ("b", Operand),
-        ("c", Operand), ("alpha", ctypes.c_double), ("beta", ctypes.c_double), ("weight", ctypes.c_void_p),
-        ("linear", ctypes.c_void_p),
-    ]  # fmt: skip
-
-    def noting(self, y: torch.Tensor, inputs: list[torch.Tensor | None]) -> "Instruction":
-        self.writes, self.reads = _storage(y), [_storage(x) for x in inputs if x is not None]
-        return self
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+_FLOAT = TYPES[torch.float32]
 
 
 def fuse(program: list, outputs: list[torch.Tensor]) -> list:
     """The same program in fewer instructions. program: instructions, and (call, the tensors it reads)."""
-    readers = Counter(_storage(x) for x in outputs)
+    readers = Counter(address(x) for x in outputs)
     for step in program:
-        readers.update({_storage(x) for x in step[1]} if isinstance(step, tuple) else set(step.reads))
+        readers.update({address(x) for x in step[1]} if isinstance(step, tuple) else set(step.reads))
     program, result, place = _joined(program), [], 0
     while place < len(program):
         for pattern in (_rms_norm, _rotary, _gated):
@@ -94,7 +64,7 @@ def _are_private(steps: list, readers: Counter) -> bool:
 
 
 def _names(steps: list) -> list[str]:
-    return ["" if isinstance(step, tuple) else _NAMES[step.op] for step in steps]
+    return ["" if isinstance(step, tuple) else NAMES[step.op] for step in steps]
 
 
 def _same(*operands: Operand) -> bool:

@@ -4,7 +4,7 @@ from bisect import bisect_right
 
 import torch
 
-from hf_efficient.kernels.replay.fusion import OPS, Instruction
+from hf_efficient.kernels.replay.instructions import OPS, Instruction
 
 
 _ALIGNMENT = 64  # bytes

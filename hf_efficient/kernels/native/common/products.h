@@ -1,9 +1,16 @@
 // What products of several weights with one x share.
 
 #pragma once
+#include "layout.h"
 #include "vectors.h"
 
-constexpr int MOST_PRODUCTS = 4;  // with one x
+constexpr int MOST_PRODUCTS = 4;  // with one x; kernels/native/structs.py has the same number
+
+struct Product {         // y = x @ weight^T + bias
+    const void *weight;  // the library's structure of a weight
+    const void *bias;    // [out_features], or null
+    void *y;             // [rows, out_features]
+};
 
 // Calls body(index of the weight, block) for every `step`-th block of `count` weights, from all threads.
 template <class W, class F> static INLINE void for_blocks(const W *w, int count, int step, F body) {

@@ -4,10 +4,11 @@
 #include <array>
 
 #include "dense.h"
+#include "layout.h"
 
 enum Activation : int64_t { RELU, RELU_SQUARED, SILU, GELU, GELU_TANH };
 
-struct Call {  // contextual_mlp.py has the same
+struct ContextualCall {  // mirrored in kernels/linear/contextual_mlp.py
     int64_t rows, hidden, neurons, rank, activation;
     const uint16_t *x, *project;           // [rows, hidden], [rank, hidden]
     const uint16_t *score, *score_up;      // [neurons, rank], or null
@@ -15,6 +16,9 @@ struct Call {  // contextual_mlp.py has the same
     const uint16_t *gate, *gate_bias, *up, *up_bias, *down, *down_bias;  // [neurons, hidden], [neurons]; down_bias [hidden]
     uint16_t *y;                           // [rows, hidden]
 };
+
+EXPORT_LAYOUTS(LAYOUT(ContextualCall, rows, hidden, neurons, rank, activation, x, project, score, score_up, limit, spread, gate,
+                      gate_bias, up, up_bias, down, down_bias, y))
 
 constexpr int MOST_ROWS = 32;  // bits of a neuron's mask
 constexpr int PARTS = 16;      // of the chosen neurons, summed one by one: as many whatever the number of threads
@@ -84,7 +88,7 @@ static INLINE Floats some(const uint16_t *values, int64_t first, int64_t count) 
 
 // Calls body(row, place, its 16 products with each of `weights`) for every 16 places of this thread's part, rows in turn.
 template <int WEIGHTS, class F>
-static INLINE void for_tiles(const Call &call, const uint16_t *const (&weights)[WEIGHTS], int64_t width, const uint16_t *x, const int32_t *chosen, int64_t count, F body) {
+static INLINE void for_tiles(const ContextualCall &call, const uint16_t *const (&weights)[WEIGHTS], int64_t width, const uint16_t *x, const int32_t *chosen, int64_t count, F body) {
     parallel(ceil_div(count, SUMS), [&](int64_t tile, int64_t end) {
         const uint16_t *rows[WEIGHTS][SUMS], *next[WEIGHTS][SUMS];
         for (int w = 0; w < WEIGHTS; w++) point(rows[w], weights[w], chosen, tile * SUMS, count, width);
@@ -116,7 +120,7 @@ static INLINE void mark(const Scratch &to, int64_t row, int64_t first, int64_t n
 }
 
 // masks <- the neurons whose predicted contribution is large enough
-static void predict(const Call &call, const Scratch &to) {
+static void predict(const ContextualCall &call, const Scratch &to) {
     dense(call.x, call.project, nullptr, to.inner, call.rows, call.rank, call.hidden);
     const int64_t count = call.neurons;
     if (!call.score_up)
@@ -130,7 +134,7 @@ static void predict(const Call &call, const Scratch &to) {
 }
 
 // values, masks <- the activations of all neurons, and which of them are large enough
-static void threshold(const Call &call, const Scratch &to) {
+static void threshold(const ContextualCall &call, const Scratch &to) {
     for_tiles<1>(call, {call.gate}, call.hidden, call.x, nullptr, call.neurons, [&](int64_t row, int64_t first, const Floats *sums) __attribute__((always_inline)) {
         const Floats value = activate(call.activation, with_bias(sums[0], call.gate_bias, nullptr, first, call.neurons));
         *(Floats *)to.at(row, first) = value;
@@ -150,7 +154,7 @@ template <class T> static INLINE void append(T *to, T values, Words wanted) {
 }
 
 // The number of chosen neurons, which stand in `chosen`, their masks and values without gaps.
-static int64_t gather(const Call &call, const Scratch &to) {
+static int64_t gather(const ContextualCall &call, const Scratch &to) {
     int64_t count = 0;
     Ints places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int64_t first = 0; first < to.room; first += LANES, places += LANES) {
@@ -181,7 +185,7 @@ static INLINE void add_rows(const uint16_t *const (&rows)[SUMS], const uint16_t 
 }
 
 // What 16 chosen neurons from place `first` on give to row `row`, 0 where it does not call for them.
-static INLINE Floats contribution(const Call &call, const Scratch &to, int64_t count, int64_t row, int64_t first, const Floats *sums) {
+static INLINE Floats contribution(const ContextualCall &call, const Scratch &to, int64_t count, int64_t row, int64_t first, const Floats *sums) {
     Floats value = *(Floats *)to.at(row, first);
     if (call.rank) value = activate(call.activation, with_bias(*sums++, call.gate_bias, to.chosen, first, count));
     if (call.up) value *= with_bias(*sums, call.up_bias, to.chosen, first, count);
@@ -191,7 +195,7 @@ static INLINE Floats contribution(const Call &call, const Scratch &to, int64_t c
 }
 
 // partial [PARTS, rows, wide] <- what each part of the chosen neurons gives; WEIGHTS of a neuron are still to be multiplied with x
-template <int WEIGHTS> static void multiply(const Call &call, const Scratch &to, int64_t count, const uint16_t *const *weights, float *partial, int64_t wide) {
+template <int WEIGHTS> static void multiply(const ContextualCall &call, const Scratch &to, int64_t count, const uint16_t *const *weights, float *partial, int64_t wide) {
     const int64_t tiles = ceil_div(count, SUMS), hidden = call.hidden;
     parallel(PARTS, [&](int64_t part, int64_t last) {
         const uint16_t *rows[WEIGHTS + 1][SUMS], *next[WEIGHTS + 1][SUMS];
@@ -216,7 +220,7 @@ template <int WEIGHTS> static void multiply(const Call &call, const Scratch &to,
     });
 }
 
-static void finish(const Call &call, const float *partial, int64_t wide) {
+static void finish(const ContextualCall &call, const float *partial, int64_t wide) {
     for (int64_t row = 0; row < call.rows; row++)
         for (int64_t k = 0; k < call.hidden; k += LANES) {
             Floats sum = call.down_bias ? some(call.down_bias, k, call.hidden) : splat(0.0f);
@@ -226,8 +230,8 @@ static void finish(const Call &call, const float *partial, int64_t wide) {
         }
 }
 
-extern "C" int hf_contextual_mlp(const Call *given) {
-    const Call &call = *given;
+extern "C" int hf_contextual_mlp(const ContextualCall *given) {
+    const ContextualCall &call = *given;
     if (call.rows > MOST_ROWS) return 0;
     static thread_local Buffer buffers[5];
     const int64_t room = ceil_div(call.neurons, LANES) * LANES, wide = room + LANES;

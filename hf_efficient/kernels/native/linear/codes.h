@@ -6,7 +6,7 @@
 
 constexpr int SEGMENT = 512;  // columns summed before their scaled sum is added to the total: bounds the rounding error
 
-struct Weight {  // cpu_linear.py has the same
+struct Weight {  // mirrored in kernels/linear/native_cpu.py
     const uint8_t *packed;
     const void *scale;    // [blocks, groups, 16] bfloat16 or float32
     const void *zero;     // [blocks, groups, 16] uint8 or float32, or null: the middle of the grid

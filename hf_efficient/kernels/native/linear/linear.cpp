@@ -6,11 +6,8 @@
 
 constexpr int FEW_ROWS = 32;  // of bfloat16, measured on Zen 5; float has no faster product than that of few rows
 
-struct Product {  // cpu_linear.py has the same
-    const Weight *weight;
-    const void *bias;  // [out_features], or null
-    void *y;           // [rows, out_features]
-};
+EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y)
+               LAYOUT(Weight, packed, scale, zero, out_features, in_features, group, scale_is_float, rounds_inputs, zero_is_float))
 
 // `count` products with x [rows, in_features], of weights with the same columns, groups and rounding: all numbers bfloat16, or
 // all float
@@ -18,7 +15,7 @@ extern "C" void hf_linear(const Product *products, int64_t count, const void *x,
     Matrix w[MOST_PRODUCTS];
     Output out[MOST_PRODUCTS];
     for (int i = 0; i < count; i++) {
-        w[i] = Matrix(*products[i].weight);
+        w[i] = Matrix(*(const Weight *)products[i].weight);
         out[i] = {products[i].y, products[i].bias, w[i].out_features, is_float != 0};
     }
     const int64_t columns = w->in_features, width = w->width;

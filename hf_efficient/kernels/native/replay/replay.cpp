@@ -2,6 +2,7 @@
 // a framework between one operator and the next.
 
 #include "dense.h"
+#include "layout.h"
 
 enum Op : int32_t {
     COPY, NEG, ABS, RELU, SILU, GELU, GELU_TANH, TANH, SIGMOID, EXP, SQRT, RSQRT, RECIPROCAL, COS, SIN, POW,  // of a
@@ -29,6 +30,8 @@ struct Instruction {
     const void *weight;
     void (*linear)(const void *, int64_t, const void *, int64_t, int);
 };
+
+EXPORT_LAYOUTS(LAYOUT(Operand, data, strides, type) LAYOUT(Instruction, op, sizes, y, a, b, c, alpha, beta, weight, linear))
 
 constexpr int CHUNK = 512;
 

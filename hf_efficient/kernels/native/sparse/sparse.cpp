@@ -6,18 +6,14 @@
 
 constexpr int FEW_ROWS = 40;  // measured on Zen 5
 
-struct SparseProduct {  // cpu_linear.py's Product
-    const SparseWeight *weight;
-    const void *bias;  // [out_features], or null
-    void *y;           // [rows, out_features]
-};
+EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y) LAYOUT(SparseWeight, values, masks, starts, out_features, in_features))
 
 // `count` products with x [rows, in_features] of weights with as many columns
-extern "C" void hf_sparse(const SparseProduct *products, int64_t count, const void *x, int64_t rows, int) {
+extern "C" void hf_sparse(const Product *products, int64_t count, const void *x, int64_t rows, int) {
     Sparse w[MOST_PRODUCTS];
     Output out[MOST_PRODUCTS];
     for (int i = 0; i < count; i++) {
-        w[i] = Sparse(*products[i].weight);
+        w[i] = Sparse(*(const SparseWeight *)products[i].weight);
         out[i] = {products[i].y, products[i].bias, w[i].out_features, false};
     }
     const uint16_t *values = (const uint16_t *)x;

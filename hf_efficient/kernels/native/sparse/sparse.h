@@ -12,7 +12,7 @@ constexpr int BANDS = LANES / BAND;  // of a block
 constexpr int AT_ONCE = 4;           // rows of x that share one expansion
 constexpr int AHEAD = 4096;          // values, what is fetched before it is needed
 
-struct SparseWeight {  // cpu_sparse.py has the same
+struct SparseWeight {  // mirrored in kernels/linear/native_sparse.py
     const uint16_t *values;
     const uint32_t *masks;  // [bands, steps, BAND]: bit i of a word is column i of a step
     const int64_t *starts;  // [bands + 1]: where a band begins among the values

@@ -1,0 +1,53 @@
+"""C++ and Python lay structures out alike, and a difference is said where the library is loaded."""
+
+import ctypes
+
+import pytest
+
+from hf_efficient.kernels.attention import native_cpu as pages
+from hf_efficient.kernels.linear import contextual_mlp, native_cpu, native_sparse
+from hf_efficient.kernels.native import build, structs
+from hf_efficient.kernels.replay.recorder import interpreter
+
+
+pytestmark = pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512")
+
+
+def load(*fields, name="Product"):
+    """Loads a small library with a mirror of that name and these fields in place of `Product`."""
+    mirror = type(name, (ctypes.Structure,), {"_fields_": list(fields)})
+    return build.load("sparse", (mirror, native_sparse._SparseWeight))
+
+
+def test_every_library_is_checked_when_it_is_loaded(monkeypatch):
+    checked = []
+    monkeypatch.setattr(structs, "check", lambda library, mirrors: checked.append({m.__name__ for m in mirrors}))
+    build.load.cache_clear()
+    loaders = native_cpu.kernel, native_sparse.function, contextual_mlp.kernel, pages.kernel, interpreter
+    for loader, arguments in zip(loaders, ((4,), (), (), (next(iter(pages._TYPES)),), ())):
+        loader.__wrapped__(*arguments)
+    expected = [{"Product", "_Weight"}, {"_ContextualCall"}, {"_Pages", "_Call"}, {"Operand", "Instruction"}]
+    if native_sparse.FEATURE in build.cpu_features():
+        expected.insert(1, {"Product", "_SparseWeight"})
+    build.load.cache_clear()
+    assert checked == expected
+
+
+@pytest.mark.skipif(native_sparse.function() is None, reason="a CPU without AVX-512 VBMI2")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("weight y bias", r"Product\.y is 8 bytes at offset 8 in Python \(ctypes\), 8 bytes at offset 16 in C\+\+"),
+        ("weight bias", r"Product is 16 bytes at offset 0 in Python \(ctypes\), 24 bytes at offset 0 in C\+\+"),
+        ("weight bias z", r"Product\.z is 8 bytes at offset 16 in Python \(ctypes\), absent in C\+\+"),
+    ],
+)
+def test_another_order_size_or_name_is_refused(fields, message):
+    with pytest.raises(structs.LayoutMismatch, match=message):
+        load(*((field, ctypes.c_void_p) for field in fields.split()))
+
+
+@pytest.mark.skipif(native_sparse.function() is None, reason="a CPU without AVX-512 VBMI2")
+def test_a_structure_that_only_one_side_has_is_refused():
+    with pytest.raises(structs.LayoutMismatch, match=r"Produkt is .* in Python \(ctypes\), absent in C\+\+"):
+        load(*structs.Product._fields_, name="Produkt")
