@@ -151,8 +151,8 @@ def _with_trailing_padding(output, query, columns, handle, options):
     trailing = ((column > last[:, None]) & columns.any(1, keepdim=True))[:, -query.shape[2] :]
     if not bool(trailing.any()):
         return output
-    keys, values = handle.layer.store.read(handle.step)
-    lengths = torch.tensor(handle.step.lengths, device=keys.device)
+    keys, values = handle.layer.store.read(handle.plan)
+    lengths = torch.tensor(handle.plan.lengths, device=keys.device)
     seen = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]
     mask = additive(seen[:, None].expand(-1, query.shape[2], -1))
     behind = torch_cpu.attend(query, keys, values, mask=mask, **options)
@@ -171,7 +171,7 @@ def _refuse_packed(position_ids, query, handle) -> None:
     if query.shape[0] != 1 or query.shape[2] == 1 or position_ids is None or position_ids.dim() != 2:
         return
     state = handle.layer.state
-    if state.planned is not None:  # its positions are the cache's own, and reading them ends a graph
+    if state.decode_plan is not None:  # its positions are the cache's own, and reading them ends a graph
         return
     if state.tree is not None:  # a node may stand behind deeper ones
         return

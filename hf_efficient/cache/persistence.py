@@ -47,8 +47,8 @@ def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -
         for kind, pages in layer.store.pages.items():
             blocks = used[states.index(layer.state)].to(pages.device)
             tensors[f"layers.{name}.pages.{kind}"] = pages.index_select(0, blocks).cpu()
-        for kind, rows in layer.store.rows.items():
-            tensors[f"layers.{name}.rows.{kind}"] = rows.cpu().contiguous()
+        for kind, sequences in layer.store.rows.items():
+            tensors[f"layers.{name}.rows.{kind}"] = sequences.cpu().contiguous()
     text = json.dumps(header, sort_keys=True)
     path = Path(path)
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -146,16 +146,16 @@ def _fill(cache, header: dict, tensors: dict[str, torch.Tensor], device_of) -> N
         states[index].restore(group, None if mask is None else mask.clone())
     for name, entry in header["layers"].items():
         layer, pool = layers[name], layers[name].state.pool
-        rows, device = len(pool.lengths), device_of(layer.layer_idx)
+        sequences, device = len(pool.lengths), device_of(layer.layer_idx)
         blocks = torch.tensor(_used_blocks(pool.tables), dtype=torch.int64)
-        wanted = layer.make_store(1, *_like(entry["form"], rows, "meta"))  # checked before memory is taken
+        wanted = layer.make_store(1, *_like(entry["form"], sequences, "meta"))  # checked before memory is taken
         stored, stored_rows = {}, {}
         for kind, pages in wanted.pages.items():
             shape = len(blocks), *pages.shape[1:]
             stored[kind] = _take(tensors, f"layers.{name}.pages.{kind}", shape, pages.dtype)
         for kind, by_row in wanted.rows.items():
             stored_rows[kind] = _take(tensors, f"layers.{name}.rows.{kind}", by_row.shape, by_row.dtype)
-        layer.lazy_initialization(*_like(entry["form"], rows, device))
+        layer.lazy_initialization(*_like(entry["form"], sequences, device))
         for kind, pages in layer.store.pages.items():
             pages[blocks.to(device)] = stored[kind].to(device)
         for kind, by_row in layer.store.rows.items():
@@ -165,11 +165,11 @@ def _fill(cache, header: dict, tensors: dict[str, torch.Tensor], device_of) -> N
         raise ValueError(f"it has tensors that do not belong: {sorted(tensors)}")
 
 
-def _like(form: list, rows: int, device):
-    """Keys and values of one token a row, of a store's `form`; meaningless."""
+def _like(form: list, sequences: int, device):
+    """Keys and values of one token a sequence, of a store's `form`; meaningless."""
     dtype, heads, dim, value_heads, value_dim = form
     for number, size in ((heads, dim), (value_heads, value_dim)):
-        yield torch.empty(rows, number, 1, size, dtype=getattr(torch, dtype), device=device)
+        yield torch.empty(sequences, number, 1, size, dtype=getattr(torch, dtype), device=device)
 
 
 def _take(tensors: dict, name: str, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
@@ -180,7 +180,7 @@ def _take(tensors: dict, name: str, shape: tuple, dtype: torch.dtype) -> torch.T
 
 
 def _used_blocks(tables: list[list[int]]) -> list[int]:
-    """The blocks in the order of the rows, each once."""
+    """The blocks in the order of the sequences, each once."""
     return list(dict.fromkeys(block for table in tables for block in table))
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_efficient.cache.memory_budget import parse_bytes
+from hf_efficient.cache.stores.memory_budget import parse_bytes
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.configs import CompressionConfig
 from hf_efficient.evaluation.devices import Device, find_device

@@ -45,7 +45,7 @@ def continued(model, inputs, cache, **kwargs):
         **longer(inputs), max_new_tokens=20, past_key_values=cache, output_logits=True, return_dict_in_generate=True,
         **{"do_sample": False, **kwargs},
     )  # fmt: skip
-    return output.sequences, torch.stack(output.logits), [layer.store.read(cache.state.step) for layer in cache.layers]
+    return output.sequences, torch.stack(output.logits), [layer.store.read(cache.state.plan) for layer in cache.layers]
 
 
 @pytest.mark.parametrize("num_blocks", [None, 40])
@@ -207,11 +207,11 @@ def narrower_keys(header, tensors):
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
-        (first_block(-1), "row 1 has block -1, and there are the blocks 0 to"),
-        (first_block(10**6), "row 1 has block 1000000, and there are the blocks 0 to"),
+        (first_block(-1), "sequence 1 has block -1, and there are the blocks 0 to"),
+        (first_block(10**6), "sequence 1 has block 1000000, and there are the blocks 0 to"),
         (first_block("0"), ""),
-        (length(40), "row 1 has 40 tokens and the blocks"),
-        (length(18), "19 columns and their mask do not fit rows of"),
+        (length(40), "sequence 1 has 40 tokens and the blocks"),
+        (length(18), "19 columns and their mask do not fit sequences of"),
         (capacity(10**12), "its blocks take .* bytes on cpu, and .* are free there"),
         (capacity(10**12, fixed=True), "its blocks take .* bytes on cpu, and .* are free there"),
         (wide, r"layers\.0\.pages\.keys is torch\.float32 .* and must be"),

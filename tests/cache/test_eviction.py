@@ -216,7 +216,7 @@ def test_other_architectures(name):
         cache = cache_of(model, scorer, 32, "always")
         generate(model, inputs, 12, past_key_values=cache)
         for layer, kind in zip(cache.layers, kinds):
-            assert (layer.eviction is not None) == (kind == "full_attention")
+            assert layer.evicts == (kind == "full_attention")
             assert kind != "full_attention" or max(layer.store.pool.lengths) <= 32
     if name in ("gpt2", "opt"):
         with pytest.raises(ValueError, match="eviction of a model of .*does not move keys"):

@@ -235,7 +235,7 @@ def test_a_refused_decode_step_changes_nothing():
     with torch.no_grad():
         for cache in (refused, plain):
             model(prompt, past_key_values=cache)
-        with pytest.raises(ValueError, match="500 new tokens in a row do not fit"), refused.decode_step(500):
+        with pytest.raises(ValueError, match="500 new tokens of a sequence do not fit"), refused.decode_step(500):
             pass
         assert refused.cache_seqlens == [230, 230]
         actual, expected = (model(new, past_key_values=cache).logits for cache in (refused, plain))

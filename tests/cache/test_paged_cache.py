@@ -201,7 +201,7 @@ def test_reset_and_reuse_with_another_batch(llama):
     for lengths in ((5, 11, 8), (6,)):
         inputs = left_padded_batch(lengths)
         assert torch.equal(generate(llama, inputs, 8, past_key_values=cache), generate(llama, inputs, 8))
-        with pytest.raises(ValueError, match=rf"holds {len(lengths)} rows.*batch of 5.*reset\(\)"):
+        with pytest.raises(ValueError, match=rf"holds {len(lengths)} sequences.*batch of 5.*reset\(\)"):
             steps(llama, cache, torch.ones(5, 1, dtype=torch.long))
         cache.reset()
         assert cache.cache_seqlens == [] and cache.num_used_blocks == 0 and cache.get_seq_length() == 0
@@ -261,7 +261,7 @@ def test_rows_all_freed_and_new_ones(llama):
     for kv_format in ("auto", "int4"):
         cache = PagedCache(llama.config, kv_format=kv_format)
         generate(llama, left_padded_batch((5, 9)), 8, past_key_values=cache)
-        with pytest.raises(ValueError, match="a mask over 1 rows, and there are 2"):
+        with pytest.raises(ValueError, match="a mask over 1 sequences, and there are 2"):
             cache.batch_select_indices(torch.tensor([True]))
         cache.batch_select_indices(torch.tensor([False, False]))
         assert cache.batch_size == -1 and cache.get_seq_length() == 0

@@ -68,15 +68,15 @@ def test_a_layer_that_was_left_out_is_found(llama):
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_layer_that_found_no_room_is_found(llama, layer, planned, monkeypatch):
+@pytest.mark.parametrize("in_decode_step", [False, True])
+def test_a_layer_that_found_no_room_is_found(llama, layer, in_decode_step, monkeypatch):
     """Its pages are not where the tables say, the last layer's too."""
     llama.set_attn_implementation("flash_paged")
     cache, ids = PagedCache(llama.config, block_size=8), torch.randint(3, 128, (2, 20))
     steps(llama, cache, ids)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(cache.layers[layer].store, "make_room", mock.Mock(side_effect=MemoryError))
-        with cache.decode_step() if planned else nullcontext():
+        with cache.decode_step() if in_decode_step else nullcontext():
             steps(llama, cache, ids[:, :1])
     with pytest.raises(RuntimeError, match=r"call reset\(\)"):
         steps(llama, cache, ids[:, :1])

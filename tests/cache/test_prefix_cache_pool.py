@@ -131,7 +131,7 @@ def test_caches_in_turn_and_in_threads(llama):
 
 
 def test_planned_and_compiled_forwards(llama):
-    """A planned forward is stored like any other; what a compiled one appended is not, nor what follows."""
+    """A in_decode_step forward is stored like any other; what a compiled one appended is not, nor what follows."""
     prefix, ids = new_prefix(llama), prompts((15,))["input_ids"]
     for decode, stored in ((llama, 2), (torch.compile(llama.forward, backend="eager", fullgraph=True), 1)):
         prefix.clear()

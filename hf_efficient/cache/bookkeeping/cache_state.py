@@ -12,19 +12,19 @@ from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
-class PlannedForward(NamedTuple):
+class DecodePlan(NamedTuple):
     """A forward whose bookkeeping is done before it runs, so that it can be compiled."""
 
-    rows: int
+    sequences: int
     width: int
     tree_mask: torch.Tensor | None = None  # as the attention kernels take it
 
-    def check(self, rows: int, width: int, mask: torch.Tensor | None) -> None:
+    def check(self, sequences: int, width: int, mask: torch.Tensor | None) -> None:
         """Raises ValueError when the forward is not the one that was planned."""
-        if (rows, width) != self[:2]:
+        if (sequences, width) != (self.sequences, self.width):
             raise ValueError(
-                f"decode_step(width={self.width}) of a PagedCache with {self.rows} rows, but the forward has {rows} rows "
-                f"of {width} columns"
+                f"decode_step(width={self.width}) of a PagedCache with {self.sequences} sequences, but the forward has "
+                f"{sequences} sequences of {width} columns"
             )
         if mask is not None:
             raise ValueError("decode_step() takes no attention_mask: every new column is a token; leave it out")
@@ -49,7 +49,7 @@ class CacheState:
         self.peers = [self]
         self.last_layer: int | None = None  # the index of the last layer of this state
         self.over_pages = (
-            False  # the attention reads pages though the config says "sdpa": see `OwnLoops.attend_over_pages`
+            False  # the attention reads pages though the config says "sdpa": see `DecodeStepMixin.attend_over_pages`
         )
         self.pool = BlockPool(block_size, num_blocks)
         # attention over compressed latents expands them after `update`, so it cannot read pages
@@ -61,28 +61,28 @@ class CacheState:
         self.pool.reset()
         self.columns = self.previous_columns = 0
         self.column_mask: torch.Tensor | None = None
-        self.steps = 0
-        self.step: ForwardPlan | None = None
+        self.num_forwards = 0
+        self.plan: ForwardPlan | None = None
         self.pending = None
-        self.planned: PlannedForward | None = None
+        self.decode_plan: DecodePlan | None = None
         self.tree: torch.Tensor | None = None  # of the forward under way, as in `ForwardPlan`
-        self.tables: dict[tuple[torch.device, int], DeviceTables] = {}  # of each device and number of rows
+        self.tables: dict[tuple[torch.device, int], DeviceTables] = {}  # of each device and number of sequences
 
     def restore(self, snapshot: dict, column_mask: torch.Tensor | None) -> None:
         """Takes up where another cache was: the pool's snapshot, and `columns` beside it. Raises ValueError when that cannot
         be."""
         columns = snapshot["columns"]
         self.pool.restore(snapshot)
-        rows, tokens = len(self.lengths), self.lengths
+        sequences, tokens = len(self.lengths), self.lengths
         if column_mask is None:
             fits = columns == max(tokens)
         else:
-            fits = column_mask.dtype == torch.bool and column_mask.shape == (rows, columns)
+            fits = column_mask.dtype == torch.bool and column_mask.shape == (sequences, columns)
             fits = fits and column_mask.sum(1).tolist() == tokens
         if self.window is None and any(self.pool.dropped):
             raise ValueError("layers that see all tokens have dropped some")
         if not fits:
-            raise ValueError(f"{columns} columns and their mask do not fit rows of {tokens} tokens")
+            raise ValueError(f"{columns} columns and their mask do not fit sequences of {tokens} tokens")
         self.columns = self.previous_columns = columns
         self.column_mask = column_mask
 
@@ -97,7 +97,7 @@ class CacheState:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row: what they would be if nothing was dropped."""
+        """Tokens of each sequence: what they would be if nothing was dropped."""
         return self.pool.lengths if self.window is None else self.pool.total_lengths
 
     @property
@@ -135,14 +135,14 @@ class CacheState:
 
     def check_idle(self) -> None:
         """Raises RuntimeError when a forward is planned that has not run, or keys of the last one were lost."""
-        if self.planned is not None:
+        if self.decode_plan is not None:
             raise RuntimeError("PagedCache: only the forward itself may use the cache inside decode_step()")
         self.check_consumed()
 
     def check_batch(self, batch: int) -> None:
         if self.pool.lengths and len(self.pool.lengths) != batch:
             raise ValueError(
-                f"PagedCache holds {len(self.pool.lengths)} rows and cannot take a batch of {batch}: call reset(), "
+                f"PagedCache holds {len(self.pool.lengths)} sequences and cannot take a batch of {batch}: call reset(), "
                 "batch_repeat_interleave() or batch_select_indices() first."
             )
 
@@ -156,7 +156,7 @@ class CacheState:
             )
         if any(len(set(state.pool.dropped)) > 1 for state in self.peers):
             raise RuntimeError(
-                "PagedCache: under the paged attention rows of unequal length dropped unequal numbers of tokens behind the "
+                "PagedCache: under the paged attention sequences of unequal length dropped unequal numbers of tokens behind the "
                 f"window of some layers, and cannot be continued by attn_implementation="
                 f"{self.attention!r}. Call reset() first, or keep the implementation."
             )
@@ -185,7 +185,7 @@ class CacheState:
         if self.columns:
             seen = mask[:, : self.columns]
             stored = self.column_mask
-            if stored is None:  # rows of unequal length stand at the right
+            if stored is None:  # sequences of unequal length stand at the right
                 lengths = torch.tensor(self.lengths)
                 stored = torch.arange(self.columns) >= self.columns - lengths[:, None]
             if not torch.equal(seen, stored):
@@ -206,7 +206,7 @@ class CacheState:
         is_new = not self.pool.lengths
         if is_new:
             for state in self.peers:
-                state.pool.add_rows(len(counts))
+                state.pool.add_sequences(len(counts))
         try:
             for state in self.peers:  # the first one needs most blocks: when the pools are too small it raises
                 state._append_own(counts, valid, width, column_mask, evenly)
@@ -215,7 +215,7 @@ class CacheState:
                 for state in self.peers:
                     state.pool.reset()
             raise
-        return self.step
+        return self.plan
 
     def _append_own(self, counts, valid, width, column_mask, evenly) -> None:
         change = self.pool.append(counts)
@@ -224,19 +224,19 @@ class CacheState:
         self.column_mask = column_mask
         self.previous_columns = self.columns
         self.columns += width
-        self.steps += 1
-        self.step = ForwardPlan(self.pool, change, starts, valid, width, dropped, self.tree)
+        self.num_forwards += 1
+        self.plan = ForwardPlan(self.pool, change, starts, valid, width, dropped, self.tree)
         changes = self.pool.table_changes()
-        for (device, rows), tables in self.tables.items():
-            if rows != len(starts):  # of a batch before or after rows left it, which are all reported anew
+        for (device, sequences), tables in self.tables.items():
+            if sequences != len(starts):  # of a batch before or after sequences left it, which are all reported anew
                 continue
             if tables.fits(self.pool):
                 tables.update(changes, starts, self.previous_columns, self.pool.dropped)
             else:
-                self.tables[device, rows] = DeviceTables(self.pool, starts, self.previous_columns, device)
+                self.tables[device, sequences] = DeviceTables(self.pool, starts, self.previous_columns, device)
 
     def _drop(self, counts: list[int], evenly: bool) -> list[int] | None:
-        """Drops what no query sees any more, as much of each row as of the others when `evenly`. Returns how many tokens."""
+        """Drops what no query sees any more, as much of each sequence as of the others when `evenly`. Returns how many tokens."""
         if self.window is None:
             return None
         size, kept = self.pool.block_size, self.window - 1 + REWINDABLE
@@ -251,18 +251,18 @@ class CacheState:
         """The tables of the current step."""
         place = device, len(self.pool.tables)
         if place not in self.tables:
-            self.tables[place] = DeviceTables(self.pool, self.step.starts, self.previous_columns, device)
+            self.tables[place] = DeviceTables(self.pool, self.plan.starts, self.previous_columns, device)
         return self.tables[place]
 
     @contextmanager
-    def only(self, rows: list[int], batch: int) -> Iterator[None]:
-        """Inside, the cache, of `batch` empty rows or rows that were filled like this, consists of the empty ones `rows` alone."""
+    def only(self, sequences: list[int], batch: int) -> Iterator[None]:
+        """Inside, the cache, of `batch` empty sequences or sequences that were filled like this, consists of the empty ones `sequences` alone."""
         if not self.pool.lengths:
             for state in self.peers:
-                state.pool.add_rows(batch)
+                state.pool.add_sequences(batch)
         with ExitStack() as pools:
             for state in self.peers:
-                pools.enter_context(state.pool.only(rows))
+                pools.enter_context(state.pool.only(sequences))
                 state.columns, state.column_mask = 0, None
             try:
                 yield
@@ -274,15 +274,17 @@ class CacheState:
     def rewind(self, lengths: list[int]) -> None:
         held = self.lengths
         if len(lengths) != len(held) or any(not 0 <= new <= now for new, now in zip(lengths, held)):
-            raise ValueError(f"rewind(lengths={lengths}): needs one length per row, each from 0 to the row's {held}")
+            raise ValueError(
+                f"rewind(lengths={lengths}): needs one length per sequence, each from 0 to the sequence's {held}"
+            )
         self._shorten(lengths, max(lengths, default=0), None)
 
     def _shorten(self, lengths: list[int], columns: int, column_mask: torch.Tensor | None) -> None:
         for state in self.peers:
-            for row, (length, dropped) in enumerate(zip(lengths, state.pool.dropped)):
+            for sequence, (length, dropped) in enumerate(zip(lengths, state.pool.dropped)):
                 if dropped and 0 < length < dropped + state.window - 1:
                     raise ValueError(
-                        f"PagedCache cannot go back to {length} tokens in row {row}: the layers that see {state.window} "
+                        f"PagedCache cannot go back to {length} tokens in sequence {sequence}: the layers that see {state.window} "
                         f"tokens have dropped its first {dropped}, so it can go back to {dropped + state.window - 1} or to "
                         f"0. Up to {REWINDABLE} tokens can always be taken back; for more, run the text again."
                     )
@@ -308,11 +310,11 @@ class CacheState:
         kept, lengths = self.cropped(tokens_to_remove)
         self._shorten(lengths, kept, None if self.column_mask is None else self.column_mask[:, :kept])
 
-    def select(self, rows: torch.Tensor) -> None:
-        """Row i becomes row `rows[i]` (int64 [new batch])."""
-        mask = None if self.column_mask is None else self.column_mask[rows]
+    def select(self, sequences: torch.Tensor) -> None:
+        """Row i becomes sequence `sequences[i]` (int64 [new batch])."""
+        mask = None if self.column_mask is None else self.column_mask[sequences]
         for state in self.peers:
-            state.pool.fork(rows.tolist())
+            state.pool.fork(sequences.tolist())
             state.column_mask = mask
             if mask is None:  # no column belongs to padding alone
                 state.columns = max(state.lengths, default=0)

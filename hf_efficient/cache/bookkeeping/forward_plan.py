@@ -5,7 +5,7 @@ from itertools import accumulate
 import torch
 
 from hf_efficient.cache.bookkeeping.block_pool import BlockPool, StorageChange
-from hf_efficient.cache.bookkeeping.device_tables import to_device
+from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.kernels.attention.masks import QueryBatch, additive, visibility
 
 
@@ -15,10 +15,10 @@ def tree_mask(seen: torch.Tensor) -> torch.Tensor:
 
 
 class ForwardPlan:
-    """One forward that appends tokens to the rows: where they go, and what the attention may read.
+    """One forward that appends tokens to the sequences: where they go, and what the attention may read.
 
-    starts, lengths: tokens of each row before and after, of those that the pool has not dropped: positions count from the
-    first of these, which changes no causal mask and no window. dropped: tokens that this step dropped of each row, or None.
+    starts, lengths: tokens of each sequence before and after, of those that the pool has not dropped: positions count from the
+    first of these, which changes no causal mask and no window. dropped: tokens that this step dropped of each sequence, or None.
     valid: bool [B, S], or None when every one of the S new columns is a token. tree: bool [B, S, S], which of the new tokens
     each of them sees when they are a token tree, or None. Tensors are made when first asked for, once per device.
     """
@@ -42,13 +42,15 @@ class ForwardPlan:
         self.width = width  # S
         self.max_length = max(self.lengths)
         self.tables = pool.tables
-        self.is_even = min(starts) == max(starts) and valid is None  # every row has the same tokens before and after
-        self.run = self._run(pool)
+        self.is_even = (
+            min(starts) == max(starts) and valid is None
+        )  # every sequence has the same tokens before and after
+        self.contiguous_span = self._contiguous_span(pool)
         self._tensors: dict = {}
 
-    def _run(self, pool: BlockPool) -> tuple[int, int] | None:
-        """(first token, tokens from row to row) when the rows lie evenly spaced and unbroken in the pool, else None."""
-        if not all(pool.is_run) or not all(self.tables):
+    def _contiguous_span(self, pool: BlockPool) -> tuple[int, int] | None:
+        """(first token, tokens from sequence to sequence) when the sequences lie evenly spaced and unbroken in the pool, else None."""
+        if not all(pool.is_contiguous) or not all(self.tables):
             return None
         first = [table[0] for table in self.tables]
         room = first[1] - first[0] if len(first) > 1 else pool.capacity
@@ -68,7 +70,7 @@ class ForwardPlan:
         self._tensors.clear()
 
     def slot_mapping(self, device) -> torch.Tensor:
-        """int64 [new tokens]: block * block_size + offset of every new token, row after row."""
+        """int64 [new tokens]: block * block_size + offset of every new token, sequence after sequence."""
         return self._cached(("slots", device), lambda: to_device(self._slots(), torch.int64, device))
 
     def _slots(self) -> list[int]:
@@ -82,17 +84,17 @@ class ForwardPlan:
         return slots
 
     def block_table(self, device) -> torch.Tensor:
-        """int64 [B, longest]: the blocks of each row, filled up with 0."""
+        """int64 [B, longest]: the blocks of each sequence, filled up with 0."""
 
         def make():
             longest = max(map(len, self.tables))
-            rows = [table + [0] * (longest - len(table)) for table in self.tables]
-            return to_device(rows, torch.int64, device).view(len(rows), longest)
+            sequences = [table + [0] * (longest - len(table)) for table in self.tables]
+            return to_device(sequences, torch.int64, device).view(len(sequences), longest)
 
         return self._cached(("table", device), make)
 
     def cu_seqlens(self, device, new: bool) -> torch.Tensor:
-        """int32 [B + 1]: cumulative number of new tokens, or of all tokens of the rows."""
+        """int32 [B + 1]: cumulative number of new tokens, or of all tokens of the sequences."""
         starts = self.starts if new else [0] * len(self.starts)
         counts = (length - start for start, length in zip(starts, self.lengths))
         values = list(accumulate(counts, initial=0))
@@ -113,7 +115,7 @@ class ForwardPlan:
         return self._cached(("tokens", device), make)
 
     def tokens_of(self, new: torch.Tensor) -> torch.Tensor:
-        """The tokens among the columns of `new` [B, H, S, D], row after row: [new tokens, H, D]."""
+        """The tokens among the columns of `new` [B, H, S, D], sequence after sequence: [new tokens, H, D]."""
         flat, tokens = new.transpose(1, 2).flatten(0, 1), self.token_indices(new.device)
         return flat if tokens is None else flat[tokens]
 
@@ -131,7 +133,7 @@ class ForwardPlan:
         return self._cached(("tree", device), lambda: tree_mask(self.tree.to(device)))
 
     def attention_mask(self, causal: bool, window: tuple[int, int], device) -> torch.Tensor | None:
-        """Additive float32 mask [B or 1, 1, S, longest row]; None where SDPA needs none, or only its `is_causal`."""
+        """Additive float32 mask [B or 1, 1, S, longest sequence]; None where SDPA needs none, or only its `is_causal`."""
         return self._cached((causal, window, device), lambda: self._make_mask(causal, window, device))
 
     def _make_mask(self, causal, window, device):

@@ -27,7 +27,7 @@ class ModelKey:
 
     @property
     def is_shared(self) -> bool:
-        """False when the rows of a batch have adapters of their own (PEFT's `adapter_names`)."""
+        """False when the sequences of a batch have adapters of their own (PEFT's `adapter_names`)."""
         return self._settings is not None
 
     def still_holds(self, model) -> bool:

@@ -35,9 +35,9 @@ class AdaKV(Scorer):
     def counts(self, scores: torch.Tensor, budgets: list[int]) -> list[list[int]]:
         heads = scores.shape[1]
         result = []
-        for row, budget in zip(scores, budgets):
-            own = row.topk(min(int(self.floor * budget), row.shape[1])).indices
-            first = row.scatter(1, own, float("inf")).masked_fill(row == float("-inf"), float("-inf"))
+        for sequence, budget in zip(scores, budgets):
+            own = sequence.topk(min(int(self.floor * budget), sequence.shape[1])).indices
+            first = sequence.scatter(1, own, float("inf")).masked_fill(sequence == float("-inf"), float("-inf"))
             chosen = first.flatten().topk(min(heads * budget, first.numel())).indices
-            result.append(torch.bincount(chosen // row.shape[1], minlength=heads).tolist())
+            result.append(torch.bincount(chosen // sequence.shape[1], minlength=heads).tolist())
         return result

@@ -9,12 +9,12 @@ import torch
 
 
 class View(NamedTuple):
-    """What a scorer sees of one layer: n is the longest head of a row, W the number of queries.
+    """What a scorer sees of one layer: n is the longest head of a sequence, W the number of queries.
 
     keys: [B, Hk, n, D], values: [B, Hk, n, Dv], as stored (after the rotary embedding, the model's dtype), in the order of the
-    text. Heads may hold different tokens: key_positions int64 [B, Hk, n] (tokens of the row before it) and present bool
+    text. Heads may hold different tokens: key_positions int64 [B, Hk, n] (tokens of the sequence before it) and present bool
     [B, Hk, n], False behind the end of a head. queries: [B, Hq, W, D], the last ones, after the rotary embedding, with
-    query_positions int64 [B, W], -1 where a column is padding. budgets: tokens per head that each row is to keep, -1 for all.
+    query_positions int64 [B, W], -1 where a column is padding. budgets: tokens per head that each sequence is to keep, -1 for all.
     accumulated: float32 [B, Hk, n], the sums of what `Scorer.accumulate` returned; None for a scorer that does not.
     rotate: (x [..., n, D], positions int64 that expand to [..., n]) -> x moved on by so many positions, for scorers that need
     the rotary embedding.
@@ -93,7 +93,7 @@ class Scorer:
         return self.recent
 
     def counts(self, scores: torch.Tensor, budgets: list[int]) -> list[list[int]]:
-        """Tokens that each head of each row keeps: `budgets[row]` on average, never more than it has. scores: [B, Hk, n],
+        """Tokens that each head of each sequence keeps: `budgets[sequence]` on average, never more than it has. scores: [B, Hk, n],
         inf for tokens that must stay, -inf for absent ones."""
         return [[budget] * scores.shape[1] for budget in budgets]
 
@@ -132,10 +132,10 @@ class EvictionPolicy:
             )
 
     def target(self, seen: int) -> int:
-        """Tokens per head that a row which has seen `seen` tokens may hold."""
+        """Tokens per head that a sequence which has seen `seen` tokens may hold."""
         return self.budget if isinstance(self.budget, int) else max(math.ceil(self.budget * seen), self.least)
 
     def left(self, target: int, block_size: int, is_prompt: bool) -> int:
-        """Tokens per head that an eviction leaves of a row which may hold `target`."""
+        """Tokens per head that an eviction leaves of a sequence which may hold `target`."""
         slack = 0 if self.when == "prefill" else block_size - 1
         return max(target - (slack if is_prompt else max(slack, target // 8)), self.least)

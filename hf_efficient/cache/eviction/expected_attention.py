@@ -42,6 +42,6 @@ class ExpectedAttention(Scorer):
         return logits.softmax(-1).mean(2) * view.values.float().norm(dim=-1)
 
     def _mean_rotation(self, view: View, last: torch.Tensor) -> torch.Tensor:
-        """The mean over the next positions of each row of the matrix that the rotary embedding multiplies with."""
+        """The mean over the next positions of each sequence of the matrix that the rotary embedding multiplies with."""
         mean = view.rotate.mean_ahead(self.future, view.keys.shape[3], last.device)
         return view.rotate(mean.expand(len(last), -1, -1), last[:, None])[:, None]

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from hf_efficient.cache.bookkeeping.device_tables import DeviceTables, to_device
+from hf_efficient.cache.bookkeeping.device_tables import DeviceTables
 from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
-from hf_efficient.cache.bookkeeping.lazy_zeros import lazy_zeros
+from hf_efficient.cache.bookkeeping.tensors import lazy_zeros, to_device
 from hf_efficient.kernels.attention import api, native_cpu, policy, torch_cpu
 
 
@@ -16,7 +16,7 @@ class PageStore:
     pages: name -> tensor [num_blocks, ...]: everything a block holds, so that blocks are copied, moved, saved and offloaded
     without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks, block_size, Hk, Dv].
     On a CPU they take memory for the blocks that were written (`lazy_zeros`).
-    rows: name -> tensor [B, ...]: what is kept by row instead, saved and loaded as it is. Here nothing.
+    sequences: name -> tensor [B, ...]: what is kept by sequence instead, saved and loaded as it is. Here nothing.
     lag: so many tokens before the new ones may still change their pages in a forward.
     exact: on a CPU the attention has the bits of SDPA over a `DynamicCache`, where that costs little. Else the pages are read
     where they lie, at least twice as fast.
@@ -65,26 +65,26 @@ class PageStore:
             for pages in self.pages.values():
                 pages[destination] = pages[source]
 
-    def make_ready(self, step: ForwardPlan) -> None:
+    def make_ready(self, plan: ForwardPlan) -> None:
         """Called when there is room for `step`, before one op appends its tokens."""
 
     def restored(self) -> None:
-        """`rows` were read from a file."""
+        """`sequences` were read from a file."""
 
     def settled(self, lengths: list[int]) -> list[int]:
-        """Of rows of `lengths` tokens, how many tokens of each from its beginning are in the blocks as they will stay."""
+        """Of sequences of `lengths` tokens, how many tokens of each from its beginning are in the blocks as they will stay."""
         return lengths
 
-    def beginning(self, row: int) -> dict[str, torch.Tensor]:
-        """What of a row's first block lies beside the blocks: nothing here."""
+    def beginning(self, sequence: int) -> dict[str, torch.Tensor]:
+        """What of a sequence's first block lies beside the blocks: nothing here."""
         return {}
 
     def resume(self, lengths: list[int], beginnings: list[dict[str, torch.Tensor] | None]) -> None:
-        """The blocks of row b have been filled with the `lengths[b]` tokens of another row, whose `beginning` is
-        `beginnings[b]`; None for a row that stays as it is."""
+        """The blocks of sequence b have been filled with the `lengths[b]` tokens of another sequence, whose `beginning` is
+        `beginnings[b]`; None for a sequence that stays as it is."""
 
-    def select(self, rows: list[int]) -> None:
-        """Row i becomes what row `rows[i]` was: for what a store keeps by row and not by block."""
+    def select(self, sequences: list[int]) -> None:
+        """Row i becomes what sequence `sequences[i]` was: for what a store keeps by sequence and not by block."""
 
     def rewind(self, lengths: list[int]) -> None:
         """Row b has `lengths[b]` tokens from now on, no more than before: likewise."""
@@ -102,93 +102,97 @@ class PageStore:
             flat = other.pages[name].flatten(0, 1)
             pages.flatten(0, 1).index_copy_(0, destinations, flat.index_select(0, sources))
 
-    def update(self, step: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores `key` [B, Hk, S, D] and `value`, and reads all."""
-        self.write(step, key, value)
-        return self.read(step)
+        self.write(plan, key, value)
+        return self.read(plan)
 
     def drop(self, tokens: list[int]) -> None:
         """Row b has lost its first `tokens[b]` tokens, whole blocks, and what is left counts from 0: likewise."""
 
-    def write(self, step: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores `key` [B, Hk, S, D] and `value` at the places of `step`; padding is skipped."""
         for pages, new in ((self.pages["keys"], key), (self.pages["values"], value)):
-            if step.is_even and step.run is not None:
-                offset, room = step.run
+            if plan.is_even and plan.contiguous_span is not None:
+                offset, room = plan.contiguous_span
                 heads, dim = pages.shape[2:]
                 strides = (room * heads * dim, dim, heads * dim, 1)
-                pages.as_strided(new.shape, strides, (offset + step.starts[0]) * heads * dim).copy_(new)
+                pages.as_strided(new.shape, strides, (offset + plan.starts[0]) * heads * dim).copy_(new)
             else:
-                pages.flatten(0, 1).index_copy_(0, step.slot_mapping(new.device), step.tokens_of(new))
+                pages.flatten(0, 1).index_copy_(0, plan.slot_mapping(new.device), plan.tokens_of(new))
 
     def put(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores `key` [n, Hk, D] and `value` [n, Hk, Dv] in `slots` int64 [n]."""
         for pages, new in ((self.pages["keys"], key), (self.pages["values"], value)):
             pages.flatten(0, 1).index_copy_(0, slots, new)
 
-    def read(self, step: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, Hk, longest row, D] and values of all rows: a view where the rows lie evenly, else gathered. What
-        lies beyond the end of a row is finite but meaningless."""
+    def read(self, plan: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, Hk, longest sequence, D] and values of all sequences: a view where the sequences lie evenly, else gathered. What
+        lies beyond the end of a sequence is finite but meaningless."""
         result = []
         for pages in (self.pages["keys"], self.pages["values"]):
             heads, dim = pages.shape[2:]
-            if step.run is not None:
-                offset, room = step.run
-                size = (len(step.lengths), heads, step.max_length, dim)
+            if plan.contiguous_span is not None:
+                offset, room = plan.contiguous_span
+                size = (len(plan.lengths), heads, plan.max_length, dim)
                 result.append(pages.as_strided(size, (room * heads * dim, dim, heads * dim, 1), offset * heads * dim))
             else:
-                table = step.block_table(pages.device)
+                table = plan.block_table(pages.device)
                 gathered = pages.index_select(0, table.flatten()).view(table.shape[0], -1, heads, dim)
-                result.append(gathered[:, : step.max_length].transpose(1, 2))
+                result.append(gathered[:, : plan.max_length].transpose(1, 2))
         return result[0], result[1]
 
-    def attend(self, step: ForwardPlan, tables_on: Callable, query, key, value, **options) -> torch.Tensor:
+    def attend(self, plan: ForwardPlan, tables_on: Callable, query, key, value, **options) -> torch.Tensor:
         """Stores `key`, `value` [B, Hk, S, D] (unless they are None: stored before) and attends `query` [B, Hq, S, D]
-        over all tokens of each row. tables_on: device -> `DeviceTables`. Returns [B, S, Hq, Dv]; zeros at padding."""
+        over all tokens of each sequence. tables_on: device -> `DeviceTables`. Returns [B, S, Hq, Dv]; zeros at padding."""
         attend = self._attend_cpu if query.device.type == "cpu" else self._attend_kernels
-        return attend(step, tables_on, query, key, value, **options)
+        return attend(plan, tables_on, query, key, value, **options)
 
-    def _attend_cpu(self, step, tables_on, query, key, value, *, causal, window_size, **options):
-        if step.valid is None and self._reads_pages(step, query):
-            options |= dict(causal=causal, window_size=window_size, tree_mask=step.tree_mask(query.device))
+    def _attend_cpu(self, plan, tables_on, query, key, value, *, causal, window_size, **options):
+        if plan.valid is None and self._reads_pages(plan, query):
+            options |= dict(causal=causal, window_size=window_size, tree_mask=plan.tree_mask(query.device))
             return self.append_and_attend(tables_on(query.device), query, key, value, **options)
         if key is not None:
-            self.write(step, key, value)
-        keys, values = self.read(step)
-        mask = step.attention_mask(causal, window_size, query.device)
+            self.write(plan, key, value)
+        keys, values = self.read(plan)
+        mask = plan.attention_mask(causal, window_size, query.device)
         return torch_cpu.attend(
-            query, keys, values, mask=mask, causal=causal and mask is None and step.width > 1, **options
+            query, keys, values, mask=mask, causal=causal and mask is None and plan.width > 1, **options
         )
 
-    def _reads_pages(self, step: ForwardPlan, query: torch.Tensor) -> bool:
+    def _reads_pages(self, plan: ForwardPlan, query: torch.Tensor) -> bool:
         """Whether a CPU reads the pages where they lie, which gives other bits than SDPA."""
         if not self.exact and native_cpu.serves(query.transpose(1, 2), **self._cache(None)):
             return True
-        gathered = 0 if step.run is not None else len(step.lengths) * step.max_length * self.pages["keys"][0, 0].numel()
-        return policy.reads_in_place(step.width, gathered)
+        gathered = (
+            0
+            if plan.contiguous_span is not None
+            else len(plan.lengths) * plan.max_length * self.pages["keys"][0, 0].numel()
+        )
+        return policy.reads_in_place(plan.width, gathered)
 
-    def _attend_kernels(self, step, tables_on, query, key, value, **options):
+    def _attend_kernels(self, plan, tables_on, query, key, value, **options):
         device = query.device
-        tables, tokens = tables_on(device), step.token_indices(device)
-        if step.tree is not None or (tokens is None and step.width <= policy.MAX_DECODE_QUERIES):
-            options["tree_mask"] = step.tree_mask(device)
+        tables, tokens = tables_on(device), plan.token_indices(device)
+        if plan.tree is not None or (tokens is None and plan.width <= policy.MAX_DECODE_QUERIES):
+            options["tree_mask"] = plan.tree_mask(device)
             return self.append_and_attend(tables, query, key, value, **options)
         query = query.transpose(1, 2)  # [B, S, Hq, D]
         keys, values, table = self.pages["keys"], self.pages["values"], tables.block_table
         if key is not None:
-            flat_key, flat_value = step.tokens_of(key), step.tokens_of(value)
-            api.reshape_and_cache(flat_key, flat_value, keys, values, slot_mapping=step.slot_mapping(device))
-            if not any(step.starts):  # nothing but the new tokens to see
+            flat_key, flat_value = plan.tokens_of(key), plan.tokens_of(value)
+            api.reshape_and_cache(flat_key, flat_value, keys, values, slot_mapping=plan.slot_mapping(device))
+            if not any(plan.starts):  # nothing but the new tokens to see
                 keys, values, table = flat_key, flat_value, None
         flat_query = query.flatten(0, 1) if tokens is None else query.flatten(0, 1)[tokens]
         output = api.flash_attn_varlen_func(
-            flat_query, keys, values, step.cu_seqlens(device, new=True), step.cu_seqlens(device, new=False),
-            step.max_new, step.max_length, block_table=table, **options,
+            flat_query, keys, values, plan.cu_seqlens(device, new=True), plan.cu_seqlens(device, new=False),
+            plan.max_new, plan.max_length, block_table=table, **options,
         )  # fmt: skip
-        return step.padded(output, query.shape[0], query.shape[1])
+        return plan.padded(output, query.shape[0], query.shape[1])
 
     def append_and_attend(self, tables: DeviceTables, query, key, value, **options) -> torch.Tensor:
-        """`attend` in one op, for forwards in which every new column is a token of its row: touches nothing but tensors,
+        """`attend` in one op, for forwards in which every new column is a token of its sequence: touches nothing but tensors,
         so it can be compiled."""
         seqlens = tables.cache_seqlens
         if key is None:

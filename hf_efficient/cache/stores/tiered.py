@@ -64,7 +64,7 @@ class TieredStore:
         return self.capacity * self._block_bytes
 
     def make_room(self, capacity, moves, copies) -> None:
-        offload, step = self.tiers.offload, self.state.step
+        offload, plan = self.tiers.offload, self.state.plan
         offload.use(self)
         self.inner.make_room(capacity, moves, copies)
         if moves is not None or self.inner.capacity != self.capacity:
@@ -76,8 +76,8 @@ class TieredStore:
             if grown:
                 offload.fit([self], self)
         lag = self.inner.lag
-        self._synced[step._cached(("written", lag), lambda: _written_blocks(step, lag))] = False
-        self._used = step._cached("used", self._used_now)
+        self._synced[plan._cached(("written", lag), lambda: _written_blocks(plan, lag))] = False
+        self._used = plan._cached("used", self._used_now)
 
     def rewind(self, lengths: list[int]) -> None:
         if self.inner.rows:  # which may have to take up what is in pages
@@ -92,9 +92,9 @@ class TieredStore:
         self._resident()
         return self.inner.update(*args)
 
-    def make_ready(self, step) -> None:
+    def make_ready(self, plan) -> None:
         self._resident()
-        self.inner.make_ready(step)
+        self.inner.make_ready(plan)
 
     def read(self, *args):
         self._resident()
@@ -200,15 +200,15 @@ class TieredStore:
         self.wait()
 
     def _used_now(self) -> np.ndarray:
-        return np.array(self.state.pool.references, dtype=np.int64) > 0
+        return np.array(self.state.pool.ref_count, dtype=np.int64) > 0
 
 
-def _written_blocks(step, lag: int) -> list[int]:
+def _written_blocks(plan, lag: int) -> list[int]:
     """The blocks of all tokens of `step`, and of the `lag` tokens before them."""
-    size = step.block_size
+    size = plan.block_size
     return [
         block
-        for table, start, length in zip(step.tables, step.starts, step.lengths)
+        for table, start, length in zip(plan.tables, plan.starts, plan.lengths)
         for block in table[max(start - lag, 0) // size : -(-length // size)]
     ]
 
