@@ -1,9 +1,9 @@
 """`attn_implementation="flash_paged"` for every transformers model whose attention goes through `AttentionInterface`.
 
 Touches the insides of transformers in four places, because it has no registry for them: `_lazy_imports` resolves every
-attention name with "flash" in it, some models redirect every such name to a kernel of the Hub, `_active_collector` knows
-whether attention weights are asked for, and the look-up of attention functions by name is wrapped for `over_pages`.
-Continuous batching and compiling have files of their own.
+attention name with "flash" in it, some models redirect every such name to a kernel of the Hub, `_active_collector`
+knows whether attention weights are asked for, and the look-up of attention functions by name is wrapped for
+`over_pages`. Continuous batching and compiling have files of their own.
 """
 
 import functools
@@ -39,12 +39,12 @@ def flash_paged_attention_forward(
     cache=None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function transformers calls: query [B, Hq, S, D], key and value [B, Hk, n, D]; `attention_mask` bool
-    [B, n], None, or what `flash_paged_mask` made. Returns ([B, S, Hq, Dv], None).
+    """The attention function transformers calls: query [B, Hq, S, D], key and value [B, Hk, n, D]; `attention_mask`
+    bool [B, n], None, or what `flash_paged_mask` made. Returns ([B, S, Hq, Dv], None).
 
-    Keys marked by a `PagedCache` are read from its blocks, those of continuous batching from transformers' pages. Anything
-    else goes through transformers' own handling of padding and packed sequences, which ends in the functions of
-    `hf_efficient.kernels.attention.api`.
+    Keys marked by a `PagedCache` are read from its blocks, those of continuous batching from transformers' pages.
+    Anything else goes through transformers' own handling of padding and packed sequences, which ends in the functions
+    of `hf_efficient.kernels.attention.api`.
 
     Raises ValueError for attention weights, attention dropout and masks that are not 2-D, RuntimeError for gradients.
     """
@@ -53,8 +53,8 @@ def flash_paged_attention_forward(
     is_causal = module.is_causal if is_causal is None else is_causal
     query, key_, value = _same_dtype(query, key, value)
     if not is_causal and sliding_window and sliding_window == getattr(module.config, "sliding_window", None):
-        # transformers' bidirectional masks see up to distance sliding_window, flash attention less than that: models pass
-        # it one more, but T5Gemma forgets.
+        # transformers' bidirectional masks see up to distance sliding_window, flash attention less than that: models
+        # pass it one more, but T5Gemma forgets.
         sliding_window += 1
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     options = dict(softmax_scale=scaling, causal=is_causal, window_size=window, softcap=softcap or 0.0, s_aux=s_aux)
@@ -143,8 +143,8 @@ def _refuse(attention_mask, dropout, kwargs) -> None:
 
 
 def _with_trailing_padding(output, query, columns, handle, options):
-    """`output` [B, S, Hq, Dv] with what a query in padding behind a row's last token gives, as for "sdpa": `generate()` takes the
-    next token from the last column, whatever stands there. It sees all tokens of its row."""
+    """`output` [B, S, Hq, Dv] with what a query in padding behind a row's last token gives, as for "sdpa": `generate()`
+    takes the next token from the last column, whatever stands there. It sees all tokens of its row."""
     columns = columns.bool()
     last = columns.shape[1] - 1 - columns.flip(1).int().argmax(1)  # of each row's tokens
     column = torch.arange(columns.shape[1], device=columns.device)
@@ -239,8 +239,8 @@ def register() -> None:
 
 
 def _look_up_over_pages(original, stock):
-    """transformers' look-up of an attention or mask function by name, which inside `over_pages` answers with ours where it
-    would answer with `stock`, its own for "sdpa": a function that a user registered under that name stays."""
+    """transformers' look-up of an attention or mask function by name, which inside `over_pages` answers with ours where
+    it would answer with `stock`, its own for "sdpa": a function that a user registered under that name stays."""
     attention_of_torch = torch.nn.functional.scaled_dot_product_attention
 
     @functools.wraps(original)

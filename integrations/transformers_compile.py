@@ -1,8 +1,8 @@
-"""`generate(past_key_values=PagedCache(config, num_blocks=n))` compiles its decode step, as transformers does for a static
-cache: on accelerators, once for all lengths, and with CUDA graphs in its default mode.
+"""`generate(past_key_values=PagedCache(config, num_blocks=n))` compiles its decode step, as transformers does for a
+static cache: on accelerators, once for all lengths, and with CUDA graphs in its default mode.
 
-Touches the insides of transformers in one place: `get_compiled_call`, which gives `generate` what it runs at every step. The
-bookkeeping of a `PagedCache` happens around that call (`decode_step`), outside of the compiled graph.
+Touches the insides of transformers in one place: `get_compiled_call`, which gives `generate` what it runs at every
+step. The bookkeeping of a `PagedCache` happens around that call (`decode_step`), outside of the compiled graph.
 """
 
 import functools

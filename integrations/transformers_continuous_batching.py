@@ -1,8 +1,8 @@
-"""Continuous batching (`generate_batch`, `ContinuousBatchingManager`) under `attn_implementation="flash_paged"`: attention
-on transformers' own pages, written and read in place; quantized pages are in `continuous_batching_formats`.
+"""Continuous batching (`generate_batch`, `ContinuousBatchingManager`) under `attn_implementation="flash_paged"`:
+attention on transformers' own pages, written and read in place; quantized pages are in `continuous_batching_formats`.
 
-Touches the insides of transformers in two places: the layout of its `PagedAttentionCache`, and the gate of its decode path,
-which finds flash implementations by a version digit in their names.
+Touches the insides of transformers in two places: the layout of its `PagedAttentionCache`, and the gate of its decode
+path, which finds flash implementations by a version digit in their names.
 """
 
 import functools
@@ -20,12 +20,13 @@ def attend_pages(
     cache, layer_idx: int, query, key, value, *, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, read_index,
     write_index, block_table=None, softmax_scale, causal, window_size, softcap, s_aux, **kwargs,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Writes the new `key` and `value` [1, Hk, T, D] into the pages of layer `layer_idx` and attends `query`
-    [1, Hq, T, D] over them; the other arguments are those with which transformers calls the model. Returns [1, T, Hq, D].
+    """Writes the new `key` and `value` [1, Hk, T, D] into the pages of layer `layer_idx` and attends `query` [1, Hq, T,
+    D] over them; the other arguments are those with which transformers calls the model. Returns [1, T, Hq, D].
 
-    Returns None, and writes nothing, where pages are of no use: no row has tokens in the cache, or the layer has a sliding
-    window, whose tokens lie in a ring of `window` slots. A ring begins in the middle of a page, and new tokens may overwrite
-    what their own queries still see, so transformers gathers it (less than `window` tokens a row) before writing.
+    Returns None, and writes nothing, where pages are of no use: no row has tokens in the cache, or the layer has a
+    sliding window, whose tokens lie in a ring of `window` slots. A ring begins in the middle of a page, and new tokens
+    may overwrite what their own queries still see, so transformers gathers it (less than `window` tokens a row) before
+    writing.
 
     Raises ValueError for layers whose keys and values transformers' pages do not fit (multi-head latent attention).
     """
@@ -80,8 +81,9 @@ def block_table_of(reads: torch.Tensor, starts: torch.Tensor, longest: int, page
 
 
 def _shared(owner: torch.Tensor, is_first: bool, make):
-    """`make()` once per forward and group of layers, kept on `owner`, a tensor of the batch that all layers are given. The
-    first layer always makes it: a CUDA graph is captured with a batch that has already run once, and must contain it."""
+    """`make()` once per forward and group of layers, kept on `owner`, a tensor of the batch that all layers are given.
+    The first layer always makes it: a CUDA graph is captured with a batch that has already run once, and must contain
+    it."""
     made = None if is_first else getattr(owner, _SHARED, None)
     if made is None:
         made = make()

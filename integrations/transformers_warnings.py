@@ -5,8 +5,8 @@ import sys
 
 
 def register() -> None:
-    """Models look at the ids for padding, to warn of it, and so read a tensor on the host: not while a forward is captured in the
-    current thread. Idempotent."""
+    """Models look at the ids for padding, to warn of it, and so read a tensor on the host: not while a forward is
+    captured in the current thread. Idempotent."""
     from transformers import PreTrainedModel
 
     name = "warn_if_padding_and_no_attention_mask"

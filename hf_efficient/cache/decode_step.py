@@ -10,7 +10,8 @@ from hf_efficient.cache.over_pages import over_pages
 
 
 class DecodeStepMixin:
-    """Forwards whose bookkeeping is done before they run, forwards of token trees, and prompts run sequence by sequence."""
+    """Forwards whose bookkeeping is done before they run, forwards of token trees, and prompts run sequence by
+    sequence."""
 
     def attend_over_pages(self, wanted: bool = True) -> None:
         """Forwards over this cache read its pages though the model's config says "sdpa". Run each of them inside
@@ -26,24 +27,24 @@ class DecodeStepMixin:
     def decode_step(self, width: int = 1, tree_mask: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
         """Does the bookkeeping for one forward of `width` new tokens in every sequence, before that forward runs.
 
-        The forward then touches only tensors that stay where they are, so it can be compiled once with `fullgraph=True`.
-        Neither it nor this method waits for the device. Run exactly one forward inside, compiled or a replayed CUDA graph,
-        without `attention_mask`. When it raises, the cache is as before; but when the memory for a growing pool is missing,
-        every later use raises RuntimeError until `reset()`.
+        The forward then touches only tensors that stay where they are, so it can be compiled once with
+        `fullgraph=True`. Neither it nor this method waits for the device. Run exactly one forward inside, compiled or a
+        replayed CUDA graph, without `attention_mask`. When it raises, the cache is as before; but when the memory for a
+        growing pool is missing, every later use raises RuntimeError until `reset()`.
 
-        A pool of fixed size (`num_blocks`) keeps its tensors until `reset()`. A growing pool replaces them now and then:
-        a compiled forward is then compiled again, and a captured CUDA graph is not valid any more.
+        A pool of fixed size (`num_blocks`) keeps its tensors until `reset()`. A growing pool replaces them now and
+        then: a compiled forward is then compiled again, and a captured CUDA graph is not valid any more.
 
         Args:
-            tree_mask: int64 [B, width] where the new tokens are a token tree: bit j of [b, i] says that token i sees token
-                j (see `token_tree`).
+            tree_mask: int64 [B, width] where the new tokens are a token tree: bit j of [b, i] says that token i sees
+                token j (see `token_tree`).
 
         Yields:
             int64 [B, width], the positions of the new tokens. For a tree the caller makes its own.
 
         Raises:
-            RuntimeError: before the first forward (run the prompt as usual), or when the model's attention does not read
-                pages.
+            RuntimeError: before the first forward (run the prompt as usual), or when the model's attention does not
+                read pages.
             ValueError: a pool of fixed size is full; nothing is changed.
         """
         state, layers = self.state, self._paged_layers
@@ -92,19 +93,20 @@ class DecodeStepMixin:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether `token_tree` and `keep` are possible: not with `eviction`, nor with int4 and int2 pages, whose tokens are
-        quantized in groups."""
+        """Whether `token_tree` and `keep` are possible: not with `eviction`, nor with int4 and int2 pages, whose tokens
+        are quantized in groups."""
         return self.eviction is None and self.kv_format not in ("int4", "int2")
 
     @contextmanager
     def token_tree(self, seen: torch.Tensor) -> Iterator[None]:
         """For one forward whose new tokens are a tree in every sequence. `keep` afterwards keeps one path of it.
 
-        A node stands behind the tokens that it sees: pass `position_ids` of the sequence's last token plus their number.
-        Attention implementations that do not read pages also need a 4-D mask.
+        A node stands behind the tokens that it sees: pass `position_ids` of the sequence's last token plus their
+        number. Attention implementations that do not read pages also need a 4-D mask.
 
         Args:
-            seen: bool [B, S, S], which of the S new tokens each of them sees, itself included. All see the earlier tokens.
+            seen: bool [B, S, S], which of the S new tokens each of them sees, itself included. All see the earlier
+            tokens.
 
         Raises ValueError when not `takes_trees`.
         """
@@ -122,8 +124,8 @@ class DecodeStepMixin:
                 state.tree = None
 
     def keep(self, columns: list[list[int]], width: int) -> None:
-        """Of the last `width` tokens of sequence b, keeps those numbered `columns[b]` (ascending from 0), one behind the
-        other, and forgets the rest."""
+        """Of the last `width` tokens of sequence b, keeps those numbered `columns[b]` (ascending from 0), one behind
+        the other, and forgets the rest."""
         self.state.check_idle()
         starts = [length - width for length in self.state.lengths]
         lengths = [start + len(kept) for start, kept in zip(starts, columns)]
@@ -153,14 +155,15 @@ class DecodeStepMixin:
     def only(self, rows: list[int], batch: int) -> Iterator[None]:
         """Inside, the cache consists of some sequences of a batch, whose prompts run apart from those of the others.
 
-        Afterwards all sequences stand at the left, and the next forward needs `position_ids` of its own, as after `rewind`.
+        Afterwards all sequences stand at the left, and the next forward needs `position_ids` of its own, as after
+        `rewind`.
 
         Args:
             rows: different indices of empty sequences, in any order.
             batch: sequences of the whole batch.
 
-        Raises ValueError for a pool that grows, for layers that drop tokens, and for sequences that hold tokens or do not
-        exist.
+        Raises ValueError for a pool that grows, for layers that drop tokens, and for sequences that hold tokens or do
+        not exist.
         """
         self.state.check_idle()
         lengths = self.state.lengths or [0] * batch

@@ -29,7 +29,8 @@ def layer_types_of(config, decoder) -> tuple[list[str], list[dict]]:
 def group_layers(
     config, decoder, block_size: int, num_blocks: int | None, keeps_all: bool
 ) -> tuple[list[CacheState], list[tuple[str, CacheState | None]]]:
-    """The groups, the one that keeps most tokens first, and (type, group) of each layer; None for one that stores nothing.
+    """The groups, the one that keeps most tokens first, and (type, group) of each layer; None for one that stores
+    nothing.
 
     keeps_all: layers of sliding attention keep the tokens behind their window, as those of full attention do.
     """

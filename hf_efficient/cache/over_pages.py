@@ -1,4 +1,5 @@
-"""Attention over pages for single forwards, in place of transformers' "sdpa" and without a change to the model's config."""
+"""Attention over pages for single forwards, in place of transformers' "sdpa" and without a change to the model's
+config."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -11,8 +11,8 @@ PAGES = "_hf_efficient_pages"  # the attribute of a key tensor that holds its Pa
 class PageHandle:
     """What `update` hands to the paged attention instead of all keys and values.
 
-    The first attention call writes the new tokens, since only it knows the mask. Later calls (layers that share keys and
-    values) only read.
+    The first attention call writes the new tokens, since only it knows the mask. Later calls (layers that share keys
+    and values) only read.
 
     written: whether the first call came. value: the values that it wrote.
     """

@@ -25,8 +25,8 @@ class PagedCache(DecodeStepMixin, Cache):
     (beam search, `num_return_sequences`) share its blocks until one writes.
 
     Layers of sliding attention have blocks of their own, and free those that lie 64 tokens or more behind the window:
-    `rewind` and `crop` raise ValueError when they would need these back. With `prefix_cache`, `eviction` or int4 and int2 pages they keep
-    all.
+    `rewind` and `crop` raise ValueError when they would need these back. With `prefix_cache`, `eviction` or int4 and
+    int2 pages they keep all.
 
     A 2-D mask must agree with what is stored, which is checked, except that on an accelerator the mask of a forward of
     one new column is taken to be right: reading it would wait for the device at every token.
@@ -47,12 +47,14 @@ class PagedCache(DecodeStepMixin, Cache):
     Args:
         config: the model's own config object (`model.config`): its attention implementation is read at every forward.
         block_size: tokens per block, a power of two from 8 to 256; by default 16, and 64 for "int4", 32 for "int2".
-        kv_format: how keys and values are stored: "auto" (the model's dtype), "int8" or "fp8" (E4M3; about half the memory of
-            bfloat16), "int4" or "int2" (0.28 and 0.19 of it; the first block of every sequence and its last 128 tokens stay in
-            the model's dtype, beside the blocks). New tokens see each other exactly in a forward of more than 16.
-        num_blocks: blocks of a pool of fixed size, shared by all sequences, in every layer; None for a pool that grows on demand.
-        memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB". Dtype
-            and heads are those of the first forward, which raises ValueError when not one block fits.
+        kv_format: how keys and values are stored: "auto" (the model's dtype), "int8" or "fp8" (E4M3; about half the
+            memory of bfloat16), "int4" or "int2" (0.28 and 0.19 of it; the first block of every sequence and its last
+            128 tokens stay in the model's dtype, beside the blocks). New tokens see each other exactly in a forward of
+            more than 16.
+        num_blocks: blocks of a pool of fixed size, shared by all sequences, in every layer; None for a pool that grows
+        on demand.
+        memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB".
+            Dtype and heads are those of the first forward, which raises ValueError when not one block fits.
         eviction: an `EvictionPolicy`: the layers of full attention keep only some of their tokens. Needs "flash_paged";
             not together with num_blocks, memory, prefix_cache, offload, int4 and int2 pages, `decode_step`, `save` or
             rewinding to before the last eviction.
@@ -115,8 +117,9 @@ class PagedCache(DecodeStepMixin, Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile its decode step: a pool of fixed size whose blocks the attention reads. Not with a
-        `prefix_cache`, which stores nothing of what a compiled forward appends, nor with `offload`, which moves pages."""
+        """Whether `generate` may compile its decode step: a pool of fixed size whose blocks the attention reads. Not
+        with a `prefix_cache`, which stores nothing of what a compiled forward appends, nor with `offload`, which moves
+        pages."""
         is_fixed = self.state.pool.num_blocks is not None or self.budget is not None
         return is_fixed and self.reads_pages and self.prefix_cache is None and self.tiers is None
 
@@ -127,8 +130,8 @@ class PagedCache(DecodeStepMixin, Cache):
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks in use in each of the layers that keep most, counted once however many sequences share them; with eviction
-        those of all layers' own pools."""
+        """Blocks in use in each of the layers that keep most, counted once however many sequences share them; with
+        eviction those of all layers' own pools."""
         if self.eviction is not None:
             return self.stats().blocks_used
         return self.state.pool.capacity - self.state.pool.num_free
@@ -138,8 +141,8 @@ class PagedCache(DecodeStepMixin, Cache):
         return CacheStats.of(self)
 
     def park(self) -> None:
-        """Moves all pages to the host now, as `offload` does by itself when another cache needs the room. They come back
-        when this cache is used.
+        """Moves all pages to the host now, as `offload` does by itself when another cache needs the room. They come
+        back when this cache is used.
 
         Raises ValueError without `offload`.
         """
@@ -151,7 +154,8 @@ class PagedCache(DecodeStepMixin, Cache):
     def save(self, path: str | os.PathLike, model: torch.nn.Module | None = None) -> None:
         """Writes the blocks in use to one safetensors file, beside it first, so that `path` is never half a file.
 
-        model: the one that filled this cache; `load` then refuses other weights or adapters too, not only other configs.
+        model: the one that filled this cache; `load` then refuses other weights or adapters too, not only other
+        configs.
 
         Raises ValueError when the cache is empty.
         """
@@ -159,8 +163,9 @@ class PagedCache(DecodeStepMixin, Cache):
 
     @classmethod
     def load(cls, path: str | os.PathLike, model, *, offload: Offload | None = None) -> "PagedCache":
-        """The cache that `save` wrote, with the same blocks, on the devices of `model`: `generate()` goes on as it would
-        have gone on there. model: the model, or its config, which puts the pages on the CPU and leaves weights unchecked.
+        """The cache that `save` wrote, with the same blocks, on the devices of `model`: `generate()` goes on as it
+        would have gone on there. model: the model, or its config, which puts the pages on the CPU and leaves weights
+        unchecked.
         offload: as in `PagedCache`.
 
         Raises ValueError naming the file when it is truncated or altered, or is that of another model, dtype or format.
@@ -179,8 +184,9 @@ class PagedCache(DecodeStepMixin, Cache):
     def rewind(self, lengths: list[int]) -> None:
         """Shortens sequence b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
 
-        Afterwards `get_seq_length()` is the longest sequence. When the sequences differ, the next forward needs `position_ids` of
-        its own, and a 2-D mask, if one is given, has the shorter sequences at the right (padding on the left).
+        Afterwards `get_seq_length()` is the longest sequence. When the sequences differ, the next forward needs
+        `position_ids` of its own, and a 2-D mask, if one is given, has the shorter sequences at the right (padding on
+        the left).
         """
         self.state.check_idle()
         lengths = [int(length) for length in lengths]
@@ -209,11 +215,13 @@ class PagedCache(DecodeStepMixin, Cache):
             self.row_tokens.rewind(self.state.pool.lengths)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i becomes what sequence `beam_idx[i]` was. Copies nothing: sequences that come from the same one share its blocks."""
+        """Row i becomes what sequence `beam_idx[i]` was. Copies nothing: sequences that come from the same one share
+        its blocks."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the sequences of `indices` (int64 indices, or a bool mask over the sequences). None are kept by `reset()`."""
+        """Keeps the sequences of `indices` (int64 indices, or a bool mask over the sequences). None are kept by
+        `reset()`."""
         self.state.check_idle()
         if self.state.pool.lengths:
             indices = torch.as_tensor(indices).cpu()

@@ -85,8 +85,8 @@ class PagedLayer(CacheLayerMixin):
 
         Under the paged attention nothing is stored yet: they come back marked, and the attention function stores them.
         Under any other, returns contiguous keys and values of all tokens: [B, H, longest sequence, D], each sequence at
-        the left and zeros after it. Layers with a window give the last `window - 1 + S` tokens, as transformers' own do,
-        and zeros for what is dropped while sequences are of unequal length.
+        the left and zeros after it. Layers with a window give the last `window - 1 + S` tokens, as transformers' own
+        do, and zeros for what is dropped while sequences are of unequal length.
         """
         state = self.state
         state.check_consumed()

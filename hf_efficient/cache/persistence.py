@@ -110,8 +110,8 @@ def _check_model(header: dict, model, config) -> None:
 
 
 def _check_size(header: dict, tensors: dict[str, torch.Tensor], device_of, offload) -> None:
-    """Raises ValueError, before anything of that size is made, for pools that are larger than the memory that is free; with
-    `offload`, for layers that are."""
+    """Raises ValueError, before anything of that size is made, for pools that are larger than the memory that is free;
+    with `offload`, for layers that are."""
     needed: dict[torch.device, int] = {}
     for name, entry in header["layers"].items():
         capacity = max(header["groups"][entry["group"]]["capacity"], header["num_blocks"] or 0)

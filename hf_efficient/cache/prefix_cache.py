@@ -18,8 +18,8 @@ from hf_efficient.cache.stores.memory_budget import bytes_per_block, check_pool_
 
 
 class PrefixCache:
-    """Keys and values of prompts and answers, kept for later generations of one model: a prompt that begins like an earlier
-    one (a shared system prompt, the next turn of a chat) runs only from where it differs.
+    """Keys and values of prompts and answers, kept for later generations of one model: a prompt that begins like an
+    earlier one (a shared system prompt, the next turn of a chat) runs only from where it differs.
 
     >>> prefix = PrefixCache(model, num_blocks=256)
     >>> for inputs in prompts:
@@ -31,14 +31,15 @@ class PrefixCache:
     Every forward with a cache that names this one stores the blocks it completes, of prompts and of generated tokens. A
     forward whose tokens are stored already, of a new cache or the next chunk of a prompt, is cut: the stored blocks are
     copied into the cache, and the model runs on the columns that are left, at least as many as `logits_to_keep`. So the
-    output is that of the whole forward up to the rounding of a shorter one; sequences of a batch are cut at one column, where
-    the first of them differs.
+    output is that of the whole forward up to the rounding of a shorter one; sequences of a batch are cut at one column,
+    where the first of them differs.
 
-    Neither cut nor stored, and counted as `bypassed` in `stats()`: forwards with inputs other than token ids, 2-D masks and
-    positions (embeddings, images, packed sequences, 4-D masks), sequences with adapters of their own, training mode, and padded
-    batches under an attention implementation that does not read pages. A forward that asks for the logits of every column
-    (`logits_to_keep=0`, as a direct call does by default), for hidden states, attentions or a loss is stored and not cut.
-    What a compiled forward or the replay of a CUDA graph appends is not stored, nor what follows it.
+    Neither cut nor stored, and counted as `bypassed` in `stats()`: forwards with inputs other than token ids, 2-D masks
+    and positions (embeddings, images, packed sequences, 4-D masks), sequences with adapters of their own, training
+    mode, and padded batches under an attention implementation that does not read pages. A forward that asks for the
+    logits of every column (`logits_to_keep=0`, as a direct call does by default), for hidden states, attentions or a
+    loss is stored and not cut. What a compiled forward or the replay of a CUDA graph appends is not stored, nor what
+    follows it.
 
     Adapters (which are active, merged, and their weights), autocast and changed weights are told apart. Weights changed
     through `.data` are not seen, and PEFT's unmerging rounds them: call `clear()` then.
@@ -46,16 +47,16 @@ class PrefixCache:
     Several threads may use one PrefixCache (on CUDA: on one stream).
 
     Args:
-        model: a decoder-only model for text; its forward is hooked for as long as this object lives. A PEFT model stands
-            for the model inside.
+        model: a decoder-only model for text; its forward is hooked for as long as this object lives. A PEFT model
+            stands for the model inside.
         num_blocks: blocks of the pool, each over all layers; when it is full the least recently used ones make room.
-        memory: in place of `num_blocks`, the bytes that the pool may take: an int, or "512MB", "2GiB". The first forward
-            raises ValueError when not one block fits.
+        memory: in place of `num_blocks`, the bytes that the pool may take: an int, or "512MB", "2GiB". The first
+            forward raises ValueError when not one block fits.
         block_size: tokens of a block, that of the caches; None for their default.
-        kv_format: that of the caches. Under all but "auto" a cut prompt sees its beginning as it comes back from the pages, like
-            the next chunk of a chunked prefill does. "int4" and "int2" store what has left the window of unquantized
-            tokens, at the latest 256 tokens after it; the first block of every beginning, which they do not quantize,
-            takes memory beside the pool.
+        kv_format: that of the caches. Under all but "auto" a cut prompt sees its beginning as it comes back from the
+            pages, like the next chunk of a chunked prefill does. "int4" and "int2" store what has left the window of
+            unquantized tokens, at the latest 256 tokens after it; the first block of every beginning, which they do not
+            quantize, takes memory beside the pool.
 
     Raises ValueError for other arguments, and for models whose keys do not follow from the tokens before them.
     """
@@ -104,18 +105,18 @@ class PrefixCache:
         return self  # a copy of a cache goes on with the same stored prefixes
 
     def clear(self) -> None:
-        """Forgets everything and frees the memory. Caches in use go on, and neither find nor store anything until they are
-        empty again."""
+        """Forgets everything and frees the memory. Caches in use go on, and neither find nor store anything until they
+        are empty again."""
         with self._lock:
             self._forget()
             self._clears += 1
 
     def stats(self) -> dict[str, int]:
-        """Counted since this object was made: `hits`, `misses`: sequences that began with stored blocks and were cut, and that
-        were not; `bypassed`: sequences that were not looked up; `prompt_tokens`, `skipped_tokens`: tokens of forwards that
-        were looked up, and those of them that did not run; `evicted_blocks`. As of now: `num_blocks`, `used_blocks` and
-        `bytes` of the pool and of what lies beside it (before the first forward it takes none, and has no blocks yet when
-        sized by `memory`)."""
+        """Counted since this object was made: `hits`, `misses`: sequences that began with stored blocks and were cut,
+        and that were not; `bypassed`: sequences that were not looked up; `prompt_tokens`, `skipped_tokens`: tokens of
+        forwards that were looked up, and those of them that did not run; `evicted_blocks`. As of now: `num_blocks`,
+        `used_blocks` and `bytes` of the pool and of what lies beside it (before the first forward it takes none, and
+        has no blocks yet when sized by `memory`)."""
         return {
             **self._counts,
             "evicted_blocks": self._tree.num_evicted,
@@ -166,7 +167,8 @@ class PrefixCache:
             return self._cut(cache, inputs, limit, *new)
 
     def _new_tokens(self, cache, inputs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """int64 [B, S] from `mark_tokens` and bool [B, S], which columns are tokens; None when a sequence is not known whole."""
+        """int64 [B, S] from `mark_tokens` and bool [B, S], which columns are tokens; None when a sequence is not known
+        whole."""
         state, tokens, mask = cache.state, cache.row_tokens, inputs.get("attention_mask")
         starts = state.pool.lengths
         if starts and (len(starts) != len(inputs["input_ids"]) or starts != tokens.lengths):
@@ -228,8 +230,8 @@ class PrefixCache:
         }
 
     def _after(self, model, cache, inputs: dict, output) -> None:
-        """After a forward of `inputs`, without what `_before` restored: stores the blocks that have become complete. output:
-        None when the forward raised."""
+        """After a forward of `inputs`, without what `_before` restored: stores the blocks that have become complete.
+        output: None when the forward raised."""
         if output is None:
             return self._undo(cache)
         state, tokens, plan = cache.state, cache.row_tokens, cache.state.plan

@@ -11,8 +11,9 @@ _REST = {"logits_to_keep", "use_cache", "return_dict"}
 
 
 class ForwardHook:
-    """A hook of the model's forward that calls `method(prefix, model, cache, inputs, *output)` when the forward uses a cache
-    of the `PrefixCache` `prefix`. It holds `prefix` by a weak reference, and does nothing in a copied or pickled model.
+    """A hook of the model's forward that calls `method(prefix, model, cache, inputs, *output)` when the forward uses a
+    cache of the `PrefixCache` `prefix`. It holds `prefix` by a weak reference, and does nothing in a copied or pickled
+    model.
 
     names: the parameters of the model's forward.
     """

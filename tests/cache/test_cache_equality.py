@@ -1,5 +1,5 @@
-"""PagedCache beside DynamicCache, for every architecture of the table: bit for bit under an attention implementation that takes
-contiguous keys and values (logits too), the same tokens under the paged attention.
+"""PagedCache beside DynamicCache, for every architecture of the table: bit for bit under an attention implementation
+that takes contiguous keys and values (logits too), the same tokens under the paged attention.
 
 Contrastive search is not here: transformers 5 has it no more (its code lies on the Hub, as `custom_generate`).
 """

@@ -1,8 +1,8 @@
 """Random operations on a PagedCache against a plain list of tokens per row: nothing is lost, leaked or freed twice.
 
-The key of token t at position p is (t, p), so that every read can be checked. There is no model: a forward is what a layer
-does under the paged attention, without the attention. A part of the cache with operations of its own (eviction, offload, a
-prefix cache) subclasses `CacheMachine`, with rules for these and a `make_cache` or `read` of its own.
+The key of token t at position p is (t, p), so that every read can be checked. There is no model: a forward is what a
+layer does under the paged attention, without the attention. A part of the cache with operations of its own (eviction,
+offload, a prefix cache) subclasses `CacheMachine`, with rules for these and a `make_cache` or `read` of its own.
 """
 
 from unittest import mock

@@ -1,5 +1,5 @@
-"""Pages that leave and come back: the same bits, and no more copied than has to be. On a CPU the "device" is ordinary memory
-too, and the copies are real; what is left behind is poisoned."""
+"""Pages that leave and come back: the same bits, and no more copied than has to be. On a CPU the "device" is ordinary
+memory too, and the copies are real; what is left behind is poisoned."""
 
 import copy
 import gc
@@ -117,8 +117,8 @@ def causal(positions):
 
 
 def test_two_layers_stay_and_the_next_is_ahead(model):
-    """What a decoding step brings back is each layer but the two that never had to leave; what it takes out are the blocks
-    that it wrote."""
+    """What a decoding step brings back is each layer but the two that never had to leave; what it takes out are the
+    blocks that it wrote."""
     offload = Offload(1)
     cache = PagedCache(model.config, block_size=8, num_blocks=12, offload=offload)
     step(model, cache, torch.randint(3, 128, (2, 20)))
@@ -339,7 +339,8 @@ def test_bad_arguments(llama, tmp_path):
 
 @pytest.mark.parametrize("disk", [False, True])
 def test_copies_that_are_late(model, monkeypatch, tmp_path, disk):
-    """As on a stream: nothing has arrived before somebody waits for it, and copies are done in the order they were queued."""
+    """As on a stream: nothing has arrived before somebody waits for it, and copies are done in the order they were
+    queued."""
     queue = []
 
     class Event:

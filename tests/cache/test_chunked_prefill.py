@@ -18,8 +18,8 @@ def generate(model, cache, inputs, chunk, **options):
     "name, attention", [*((name, "flash_paged") for name in TINY_MODELS), ("llama", "sdpa"), ("gemma2", "eager")]
 )
 def test_tokens_are_those_of_the_whole_prompt(name, attention):
-    """A padded batch whose shortest rows are padding for several chunks, windows shorter than it and longer than a chunk,
-    then a second turn."""
+    """A padded batch whose shortest rows are padding for several chunks, windows shorter than it and longer than a
+    chunk, then a second turn."""
     model = tiny_model(name)
     model.set_attn_implementation(attention)
     inputs = left_padded_batch((3, 23, 14))
@@ -38,8 +38,8 @@ def test_tokens_are_those_of_the_whole_prompt(name, attention):
 @pytest.mark.parametrize("kv_format", ["int8", "fp8", "int4", "int2"])
 @pytest.mark.parametrize("attention", ["flash_paged", "sdpa"])
 def test_quantized_pages(kv_format, attention):
-    """A chunk sees the rounded keys and values of those before it: as a prompt given in three forwards, and longer than what
-    int4 and int2 keep exact."""
+    """A chunk sees the rounded keys and values of those before it: as a prompt given in three forwards, and longer than
+    what int4 and int2 keep exact."""
     model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=512)
     model.set_attn_implementation(attention)
     inputs = left_padded_batch((270, 330))

@@ -224,7 +224,8 @@ def test_other_architectures(name):
 
 
 def test_the_rotary_embedding_is_the_models():
-    """Rotating by the distance what the model has rotated to a position: also partly, with scaled and interpolated ones."""
+    """Rotating by the distance what the model has rotated to a position: also partly, with scaled and interpolated
+    ones."""
     yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
     small = dict(hidden_size=64, num_attention_heads=4)
     configs = [

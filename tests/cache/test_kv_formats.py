@@ -145,8 +145,8 @@ def attention(query, key, value):
 @pytest.mark.parametrize("kv_format", FORMATS)
 @torch.no_grad()
 def test_every_token_through_everything(kv_format, route, block_size, small_window, monkeypatch):
-    """Prompts, steps, forks, rewinds into the ring, into pages and into the first block: what is read is exact or exactly what
-    the reference quantizes, and the attention that of these numbers."""
+    """Prompts, steps, forks, rewinds into the ring, into pages and into the first block: what is read is exact or
+    exactly what the reference quantizes, and the attention that of these numbers."""
     if block_size is None:  # few tokens through the op, as on an accelerator
         monkeypatch.setattr(policy, "SMALL_QUANTIZED", 0)
     generator = torch.Generator().manual_seed(0)

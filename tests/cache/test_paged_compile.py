@@ -1,5 +1,5 @@
-"""PagedCache.decode_step: the forward inside compiles once for all lengths, and neither it nor its planning waits for the
-device."""
+"""PagedCache.decode_step: the forward inside compiles once for all lengths, and neither it nor its planning waits for
+the device."""
 
 import doctest
 import functools
@@ -41,8 +41,8 @@ def prefill(model, cache, inputs):
 
 @torch.no_grad()
 def decode(model, forward, cache, inputs, steps):
-    """Greedy tokens [B, steps] and their logits [B, steps, vocabulary] after a prompt run by `model`, with the steps run by
-    `forward`; by `model` as if there were no decode_step when that is None."""
+    """Greedy tokens [B, steps] and their logits [B, steps, vocabulary] after a prompt run by `model`, with the steps
+    run by `forward`; by `model` as if there were no decode_step when that is None."""
     logits = [prefill(model, cache, inputs)]
     for _ in range(steps - 1):
         token = logits[-1].argmax(-1)

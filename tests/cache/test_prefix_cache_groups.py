@@ -34,8 +34,8 @@ def new_cache(model, kv_format, prefix, **kwargs):
 
 
 def stored(model, kv_format, ids, num_blocks=64):
-    """A PrefixCache that has seen the prompts `ids` [B, n], and how many tokens of each it can have: those that a cache's
-    window of 128 tokens lets go."""
+    """A PrefixCache that has seen the prompts `ids` [B, n], and how many tokens of each it can have: those that a
+    cache's window of 128 tokens lets go."""
     prefix = PrefixCache(model, num_blocks, block_size=SIZE, kv_format=kv_format)
     cache = new_cache(model, kv_format, prefix)
     forward(model, cache, ids)
@@ -44,8 +44,8 @@ def stored(model, kv_format, ids, num_blocks=64):
 
 @torch.no_grad()
 def after(model, source, row, ids, length):
-    """Logits of ids [1, n] behind the first `length` tokens of that row of a cache, as its pages have them, by a DynamicCache: the
-    first block exact."""
+    """Logits of ids [1, n] behind the first `length` tokens of that row of a cache, as its pages have them, by a
+    DynamicCache: the first block exact."""
     cache = DynamicCache()
     for number, layer in enumerate(source.layers):
         table = torch.tensor([source.state.pool.tables[row]], dtype=torch.int32)
@@ -131,7 +131,8 @@ def test_blocks_that_make_room_take_their_beginnings_along(llama, kv_format):
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_generation_of_many_kinds(llama, kv_format):
-    """Padded batches, beams, prompt lookup and offloaded pages, twice each: the second time most of the prompt is there."""
+    """Padded batches, beams, prompt lookup and offloaded pages, twice each: the second time most of the prompt is
+    there."""
     prefix = PrefixCache(llama, 256, block_size=SIZE, kv_format=kv_format)
     ids, mask = IDS[:2, :300].clone(), torch.ones(2, 300, dtype=torch.long)
     ids[1, :70], mask[1, :70] = 0, 0

@@ -54,8 +54,8 @@ def test_a_pool_of_so_many_bytes(llama):
 @pytest.mark.parametrize("implementation", ["sdpa", "flash_paged"])
 @pytest.mark.parametrize("kv_format", ["int8", "fp8"])
 def test_quantized_pages(llama, kv_format, implementation):
-    """As in two forwards: what was restored has been through the pages, and so is not what a whole forward sees. A key that
-    lies between two codes may be rounded either way, which the tolerance allows."""
+    """As in two forwards: what was restored has been through the pages, and so is not what a whole forward sees. A key
+    that lies between two codes may be rounded either way, which the tolerance allows."""
     llama.set_attn_implementation(implementation)
     options = dict(block_size=SIZE, kv_format=kv_format)
     prefix, ids = PrefixCache(llama, 64, **options), prompts((40, 40), shared=32)["input_ids"]

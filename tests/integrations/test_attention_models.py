@@ -75,7 +75,8 @@ MLA = dict(
 
 @pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3"])
 def test_latent_attention(name):
-    """Keys of head dim 24, values of 12; transformers' cache and ours hold the latents, which become keys and values later."""
+    """Keys of head dim 24, values of 12; transformers' cache and ours hold the latents, which become keys and values
+    later."""
     config = getattr(transformers, f"{name}Config")(**MLA)
     model, batch = random_weights(AutoModelForCausalLM.from_config(config)), left_padded_batch()
     tokens = batch["attention_mask"].bool()
@@ -245,7 +246,8 @@ def test_head_masks_are_ignored_as_by_every_implementation(name):
 
 
 def test_masks_of_a_model_are_refused_inside_a_compiled_graph():
-    """There closures cannot be looked into. Without fullgraph transformers runs the mask uncompiled, and the error says why."""
+    """There closures cannot be looked into. Without fullgraph transformers runs the mask uncompiled, and the error says
+    why."""
     config = tiny_model("mistral").config
     config._attn_implementation = "flash_paged"
 

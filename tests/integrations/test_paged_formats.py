@@ -1,5 +1,5 @@
-"""Quantized pages in continuous batching: the tokens are those of a plain cache whose keys and values are rounded likewise,
-and the pool takes the bytes it should."""
+"""Quantized pages in continuous batching: the tokens are those of a plain cache whose keys and values are rounded
+likewise, and the pool takes the bytes it should."""
 
 from unittest import mock
 
@@ -153,7 +153,8 @@ def test_forks_copy_scales(name):
 
 
 def test_a_full_pool_evicts_and_goes_on():
-    """So few blocks that pages kept for sharing are given up and requests are put back. int8: tokens as from generate()."""
+    """So few blocks that pages kept for sharing are given up and requests are put back. int8: tokens as from
+    generate()."""
     model = tiny_model("llama")
     prompts = PROMPTS + [[7 + n] * 9 for n in range(4)]
     expected = one_by_one(model, prompts)

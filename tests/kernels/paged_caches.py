@@ -49,10 +49,10 @@ def filled_cache(
     channel_groups=1,
     spare=0,
 ):
-    """A cache of format `name` ("full": in `dtype`) with random tokens in rows of these lengths, poisoned wherever there is
-    no token; pages in random order, with room for `spare` more tokens, and -1 behind the last. Of int4 and int2 rows all
-    but the last `ring` / 2 tokens or fewer are quantized. As arguments of the functions: k_cache, v_cache, block_table and
-    the rest by name."""
+    """A cache of format `name` ("full": in `dtype`) with random tokens in rows of these lengths, poisoned wherever
+    there is no token; pages in random order, with room for `spare` more tokens, and -1 behind the last. Of int4 and
+    int2 rows all but the last `ring` / 2 tokens or fewer are quantized. As arguments of the functions: k_cache,
+    v_cache, block_table and the rest by name."""
     held = [max(length, 0) for length in lengths]
     quantized = [max(0, -(-(length - ring // 2) // group) * group) for length in held] if ring else held
     blocks = [-(-(length + spare) // block_size) if length >= 0 else 0 for length in lengths]

@@ -1,5 +1,5 @@
-"""Attention on CPU by torch's operators against the float64 references of flash_paged: every option, page layout and cache
-format. (test_native_pages.py: by the C++ kernels.)"""
+"""Attention on CPU by torch's operators against the float64 references of flash_paged: every option, page layout and
+cache format. (test_native_pages.py: by the C++ kernels.)"""
 
 import itertools
 
@@ -56,8 +56,8 @@ def poisoned(shape, dtype):
 
 
 class Cache:
-    """Random tokens of rows in scattered pages of any format; whatever holds no token is poison. `group` tokens share a key
-    scale and `ring` tokens have room in a tail."""
+    """Random tokens of rows in scattered pages of any format; whatever holds no token is poison. `group` tokens share a
+    key scale and `ring` tokens have room in a tail."""
 
     def __init__(self, lengths, size, kind=torch.float32, heads=2, dim=16, value_dim=16, group=8, ring=24, spare=0):
         self.kind, self.lengths = kind, torch.tensor(lengths, dtype=torch.int32)

@@ -1,5 +1,5 @@
-"""The prefill kernels of flash_paged compiled for four GPUs with the tile sizes of the table: they build, spill nothing, fit
-the shared memory and use the matrix instructions."""
+"""The prefill kernels of flash_paged compiled for four GPUs with the tile sizes of the table: they build, spill
+nothing, fit the shared memory and use the matrix instructions."""
 
 import aot
 import pytest

@@ -20,8 +20,8 @@ def power_of_two(dim):
 
 
 def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", options=False):
-    """As `attend_few` launches it: one query of `rows` heads that share a key head, keys of format `name` in pages, groups of 64
-    tokens; `options`: a token tree and every option."""
+    """As `attend_few` launches it: one query of `rows` heads that share a key head, keys of format `name` in pages,
+    groups of 64 tokens; `options`: a token tree and every option."""
     value_dim, bits = value_dim or dim, BITS[name]
     backend = "amd" if target == "gfx942" else "nvidia"
     tile = config.decode_config(DTYPES[dtype], max(dim, value_dim), rows, backend, bits)

@@ -1,5 +1,6 @@
-"""The decode kernels against float64, natively on CUDA or interpreted (see tests/aot.py): how keys are shared out and put
-together again, token trees, and every cache format. Options and paths one by one: test_flash_paged_options_numeric.py."""
+"""The decode kernels against float64, natively on CUDA or interpreted (see tests/aot.py): how keys are shared out and
+put together again, token trees, and every cache format. Options and paths one by one:
+test_flash_paged_options_numeric.py."""
 
 import pytest
 import torch
@@ -68,7 +69,8 @@ def shares_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """taken int32 [rows, lanes, tiles]: how often the decode kernels visit a key tile; firsts: programs that begin a lane."""
+    """taken int32 [rows, lanes, tiles]: how often the decode kernels visit a key tile; firsts: programs that begin a
+    lane."""
     share, position, stop, first_lane, end_lane, row_start = decode_schedule.program_share(
         rows, lanes, seqlens, 1, seqlen_k, 0, left, HAS_LEFT, False, BLOCK_N, BLOCK_B
     )

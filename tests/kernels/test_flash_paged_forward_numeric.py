@@ -1,5 +1,5 @@
-"""The prefill kernels against float64 where sequences are longer than a tile of queries and a block of keys: blocks at the
-edges and between them, pages smaller and larger than a block, the order of programs, and the kernels for Hopper."""
+"""The prefill kernels against float64 where sequences are longer than a tile of queries and a block of keys: blocks at
+the edges and between them, pages smaller and larger than a block, the order of programs, and the kernels for Hopper."""
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ TOLERANCE = {
 }
 LSE = (2e-6, 1e-5, "log-sum-exp of exact products: float32 against float64")
 
-# shared [Hq] slopes, slopes of each row [B, Hq]; windows narrower and wider than a block of 64 keys and a tile of 128 queries
+# shared [Hq] slopes, slopes of each row [B, Hq]; windows narrower and wider than a block of 64 keys and a tile of 128
+# queries
 OPTIONS = {
     "full": {},
     "causal": {"causal": True, "s_aux": True},
@@ -112,8 +113,8 @@ def test_varlen(kernel_device, name):
 @pytest.mark.parametrize("page", [16, 48, 64, 128, 256])
 @pytest.mark.parametrize("name", ["causal", "alibi_per_row"])
 def test_chunks_over_pages(kernel_device, name, page):
-    """One chunk of each prompt against its pages: the first chunk, one that ends at a page, one that begins there, odd ones;
-    NaN wherever no token lies."""
+    """One chunk of each prompt against its pages: the first chunk, one that ends at a page, one that begins there, odd
+    ones; NaN wherever no token lies."""
     queries, keys = (130, 64, 64, 31, 1), (130, 256, 320, 97, 257)
     (k, v, table), _ = filled_cache("full", keys, page, 1, 16, 32, kernel_device)
     q = random(sum(queries), 2, 16, dtype=torch.float16, device=kernel_device)

@@ -132,8 +132,8 @@ def test_varlen(kernel_device, name):
 
 
 def pages(lengths, block_size, kv_heads, dim, value_dim, dtype, device, spare=0):
-    """k_cache, v_cache: views of one tensor in which pages of keys and values alternate, NaN wherever no token can lie; and
-    a block_table with pages in random order and -1 behind the last one."""
+    """k_cache, v_cache: views of one tensor in which pages of keys and values alternate, NaN wherever no token can lie;
+    and a block_table with pages in random order and -1 behind the last one."""
     blocks = [-(-(max(length, 0) + spare) // block_size) if length >= 0 else 0 for length in lengths]
     order = torch.randperm(sum(blocks) + 2).tolist()
     table = torch.full((len(lengths), max(blocks) + 1), -1, dtype=torch.int32)

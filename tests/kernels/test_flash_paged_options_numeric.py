@@ -1,5 +1,5 @@
-"""Every option of the attention functions on every path, against float64: with sequences that are empty, of one token, of
-one page, that end at a page and odd ones, and with NaN wherever no token lies."""
+"""Every option of the attention functions on every path, against float64: with sequences that are empty, of one token,
+of one page, that end at a page and odd ones, and with NaN wherever no token lies."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ OPTIONS = {
     },
 }
 # Quantized pages: 8 bits are another load in the kernel of all options, int4 and int2 have a kernel of their own.
-# path -> query heads, key heads, head dim, value head dim, queries a row, cached tokens a row (with new ones: the end of a
-# page, one token, one page ...; -1 is padding). 26 queries of a group of 5 heads are many (see decode.is_decode).
+# path -> query heads, key heads, head dim, value head dim, queries a row, cached tokens a row (with new ones: the end
+# of a page, one token, one page ...; -1 is padding). 26 queries of a group of 5 heads are many (see decode.is_decode).
 PATHS = {
     "dense": (5, 1, 16, 16, 26, (31,)),
     "dense_few": (4, 2, 40, 24, 3, (33,)),

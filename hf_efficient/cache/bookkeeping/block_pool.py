@@ -30,10 +30,10 @@ class BlockPool:
         block_size: tokens in a block.
         num_blocks: a pool of exactly so many blocks; None for one that grows on demand.
 
-    A sequence's blocks are placed one after another where that costs little, so that its tokens can be read without a gather: a
-    growing pool leaves room behind sequences of about equal length, and moves them apart again when that room is used up. Rows
-    of unequal length, and sequences that share blocks, lie close: such a pool has at most 1/32 more blocks than are used (or one
-    a sequence), and what forks and drops leave empty is given back.
+    A sequence's blocks are placed one after another where that costs little, so that its tokens can be read without a
+    gather: a growing pool leaves room behind sequences of about equal length, and moves them apart again when that room
+    is used up. Rows of unequal length, and sequences that share blocks, lie close: such a pool has at most 1/32 more
+    blocks than are used (or one a sequence), and what forks and drops leave empty is given back.
     """
 
     def __init__(self, block_size: int, num_blocks: int | None = None):
@@ -122,8 +122,8 @@ class BlockPool:
         return StorageChange(self.capacity, moves, copies)
 
     def _grow(self, demand: list[int], required: int) -> tuple[list[tuple[int, int, int]] | None, dict[int, int]]:
-        """Makes at least `required` blocks free, and places the sequences apart where that is worth it. Returns the moves,
-        and the block to begin with for each empty sequence."""
+        """Makes at least `required` blocks free, and places the sequences apart where that is worth it. Returns the
+        moves, and the block to begin with for each empty sequence."""
         used = self.capacity - self.num_free
         total = used + required
         if self.num_blocks is not None and total > self.num_blocks:
@@ -154,8 +154,8 @@ class BlockPool:
         return None, {}
 
     def _place(self, capacity: int, room: int) -> tuple[list[tuple[int, int, int]], dict[int, int]]:
-        """Moves to a pool of `capacity` blocks: sequence r from block r * room on, or all closely when `room` is 0. Returns the
-        moves and the block to begin with for each empty sequence."""
+        """Moves to a pool of `capacity` blocks: sequence r from block r * room on, or all closely when `room` is 0.
+        Returns the moves and the block to begin with for each empty sequence."""
         places: dict[int, int] = {}  # old -> new
         for sequence, table in enumerate(self.tables):
             for place, block in enumerate(table):
@@ -209,7 +209,8 @@ class BlockPool:
             self.is_contiguous[sequence] = self.is_contiguous[sequence] or len(table) < 2
 
     def drop(self, tokens: list[int]) -> None:
-        """Forgets the first `tokens[sequence]` tokens of each sequence, whole blocks: what is left is the sequence from now on."""
+        """Forgets the first `tokens[sequence]` tokens of each sequence, whole blocks: what is left is the sequence from
+        now on."""
         for sequence, (table, number) in enumerate(zip(self.tables, tokens)):
             if number:
                 for block in table[: number // self.block_size]:
@@ -258,8 +259,8 @@ class BlockPool:
     def restore(self, snapshot: dict) -> None:
         """Makes this pool what another of the same block size and `num_blocks` was.
 
-        Raises ValueError, with nothing changed, when that cannot be: a negative or too large block, a block twice in a sequence,
-        tables that do not fit the lengths.
+        Raises ValueError, with nothing changed, when that cannot be: a negative or too large block, a block twice in a
+        sequence, tables that do not fit the lengths.
         """
         capacity, tables, lengths, dropped = (snapshot[name] for name in ("capacity", "tables", "lengths", "dropped"))
         if self.num_blocks not in (None, capacity):
@@ -285,7 +286,8 @@ class BlockPool:
         self._resize(ref_count)
 
     def table_changes(self) -> list[tuple[int, int, int]]:
-        """(sequence, place, block) of every block in the tables that was not there at the last call, or at another place."""
+        """(sequence, place, block) of every block in the tables that was not there at the last call, or at another
+        place."""
         changes = [
             (sequence, place, table[place])
             for sequence, (table, first) in enumerate(zip(self.tables, self._reported))

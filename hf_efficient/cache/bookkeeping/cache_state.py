@@ -34,9 +34,9 @@ REWINDABLE = 64  # tokens that layers with a window keep beyond it, for speculat
 
 
 class CacheState:
-    """What the layers of a `PagedCache` share that see as far back as each other. `columns` counts what transformers calls
-    the sequence length: tokens and, under the paged attention, the padding that the 2-D masks showed; `column_mask` (bool
-    [B, columns] or None for no padding) says which of them are tokens.
+    """What the layers of a `PagedCache` share that see as far back as each other. `columns` counts what transformers
+    calls the sequence length: tokens and, under the paged attention, the padding that the 2-D masks showed;
+    `column_mask` (bool [B, columns] or None for no padding) says which of them are tokens.
 
     window: how many tokens, itself included, a query of these layers sees; blocks that lie `REWINDABLE` tokens or more
     behind the window of the next query are freed. None for all tokens. peers: the states of all groups of layers of the
@@ -69,8 +69,8 @@ class CacheState:
         self.tables: dict[tuple[torch.device, int], DeviceTables] = {}  # of each device and number of sequences
 
     def restore(self, snapshot: dict, column_mask: torch.Tensor | None) -> None:
-        """Takes up where another cache was: the pool's snapshot, and `columns` beside it. Raises ValueError when that cannot
-        be."""
+        """Takes up where another cache was: the pool's snapshot, and `columns` beside it. Raises ValueError when that
+        cannot be."""
         columns = snapshot["columns"]
         self.pool.restore(snapshot)
         sequences, tokens = len(self.lengths), self.lengths
@@ -106,8 +106,8 @@ class CacheState:
         return bool(lengths) and min(lengths) != max(lengths)
 
     def see(self, window_size: tuple[int, int]) -> None:
-        """Tells that a layer attends to `window_size[0]` tokens before each query (-1: to all). One that sees further than
-        the config says ends the dropping, or raises RuntimeError when it comes too late."""
+        """Tells that a layer attends to `window_size[0]` tokens before each query (-1: to all). One that sees further
+        than the config says ends the dropping, or raises RuntimeError when it comes too late."""
         if self.window is None or 0 <= window_size[0] < self.window:
             return
         if any(self.pool.dropped):
@@ -166,8 +166,8 @@ class CacheState:
     def plan_tokens(self, batch: int, width: int, mask: torch.Tensor | None) -> ForwardPlan:
         """Plans a forward of the paged attention. `mask`: bool or int [B, columns + width], 0 is padding; or None.
 
-        Raises ValueError when the mask contradicts what the cache holds. Of a mask on an accelerator that adds one column
-        to a filled cache only the shape is looked at, since reading it would wait for the device at every token.
+        Raises ValueError when the mask contradicts what the cache holds. Of a mask on an accelerator that adds one
+        column to a filled cache only the shape is looked at, since reading it would wait for the device at every token.
         """
         if mask is not None and (mask.dim() != 2 or tuple(mask.shape) != (batch, self.columns + width)):
             raise ValueError(
@@ -236,7 +236,8 @@ class CacheState:
                 self.tables[device, sequences] = DeviceTables(self.pool, starts, self.previous_columns, device)
 
     def _drop(self, counts: list[int], evenly: bool) -> list[int] | None:
-        """Drops what no query sees any more, as much of each sequence as of the others when `evenly`. Returns how many tokens."""
+        """Drops what no query sees any more, as much of each sequence as of the others when `evenly`. Returns how many
+        tokens."""
         if self.window is None:
             return None
         size, kept = self.pool.block_size, self.window - 1 + REWINDABLE
@@ -256,7 +257,8 @@ class CacheState:
 
     @contextmanager
     def only(self, sequences: list[int], batch: int) -> Iterator[None]:
-        """Inside, the cache, of `batch` empty sequences or sequences that were filled like this, consists of the empty ones `sequences` alone."""
+        """Inside, the cache, of `batch` empty sequences or sequences that were filled like this, consists of the empty
+        ones `sequences` alone."""
         if not self.pool.lengths:
             for state in self.peers:
                 state.pool.add_sequences(batch)

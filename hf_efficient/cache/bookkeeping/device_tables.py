@@ -1,5 +1,5 @@
-"""The block tables and lengths of a paged cache on a device, in tensors that stay where they are: what kernels, compiled
-forwards and captured CUDA graphs read. The host writes them and never waits for the device."""
+"""The block tables and lengths of a paged cache on a device, in tensors that stay where they are: what kernels,
+compiled forwards and captured CUDA graphs read. The host writes them and never waits for the device."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,10 @@ def to_device(values: list, dtype: torch.dtype, device) -> torch.Tensor:
 class DeviceTables:
     """What the kernels need to know of one forward.
 
-    block_table: int32 [B, blocks]: the blocks of each sequence; entries beyond its tokens mean nothing. As wide as a pool of
-    fixed size, else a power of two.
-    cache_seqlens: int32 [B]: tokens of each sequence before the forward, without `dropped` ones (int32 [B], or None in a pool
-    that has dropped none).
+    block_table: int32 [B, blocks]: the blocks of each sequence; entries beyond its tokens mean nothing. As wide as a
+    pool of fixed size, else a power of two.
+    cache_seqlens: int32 [B]: tokens of each sequence before the forward, without `dropped` ones (int32 [B], or None in
+    a pool that has dropped none).
     columns: int64 []: what transformers calls the length before the forward.
     """
 

@@ -29,8 +29,9 @@ def _plain(value):
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:
-    """A digest of names, shapes, dtypes and 4 values of every floating-point parameter, and of which adapters are active or
-    merged. Parameters that accelerate keeps elsewhere (on the meta device) count by name, shape and dtype only."""
+    """A digest of names, shapes, dtypes and 4 values of every floating-point parameter, and of which adapters are
+    active or merged. Parameters that accelerate keeps elsewhere (on the meta device) count by name, shape and dtype
+    only."""
     digest, samples = hashlib.sha256(), []
     for name, parameter in sorted(model.named_parameters()):
         if parameter.is_floating_point() and parameter.numel():  # integers may lie in a layout of the device

@@ -17,10 +17,12 @@ def tree_mask(seen: torch.Tensor) -> torch.Tensor:
 class ForwardPlan:
     """One forward that appends tokens to the sequences: where they go, and what the attention may read.
 
-    starts, lengths: tokens of each sequence before and after, of those that the pool has not dropped: positions count from the
-    first of these, which changes no causal mask and no window. dropped: tokens that this step dropped of each sequence, or None.
-    valid: bool [B, S], or None when every one of the S new columns is a token. tree: bool [B, S, S], which of the new tokens
-    each of them sees when they are a token tree, or None. Tensors are made when first asked for, once per device.
+    starts, lengths: tokens of each sequence before and after, of those that the pool has not dropped: positions count
+    from the first of these, which changes no causal mask and no window. dropped: tokens that this step dropped of each
+    sequence, or None.
+    valid: bool [B, S], or None when every one of the S new columns is a token. tree: bool [B, S, S], which of the new
+    tokens each of them sees when they are a token tree, or None. Tensors are made when first asked for, once per
+    device.
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class ForwardPlan:
         self._tensors: dict = {}
 
     def _contiguous_span(self, pool: BlockPool) -> tuple[int, int] | None:
-        """(first token, tokens from sequence to sequence) when the sequences lie evenly spaced and unbroken in the pool, else None."""
+        """(first token, tokens from sequence to sequence) when the sequences lie evenly spaced and unbroken in the
+        pool, else None."""
         if not all(pool.is_contiguous) or not all(self.tables):
             return None
         first = [table[0] for table in self.tables]

@@ -13,8 +13,9 @@ _numbers, _next_number = WeakTensorKeyDictionary(), itertools.count()  # of ever
 class ModelKey:
     """Two forwards of a model with equal keys give the same keys and values for the same tokens.
 
-    The weights enter by which tensors they are, where they lie and torch's count of their changes. That misses a change through `.data` (some
-    optimizers, and PEFT where it merges and unmerges, which rounds the weights): see `PrefixCache.clear`.
+    The weights enter by which tensors they are, where they lie and torch's count of their changes. That misses a change
+    through `.data` (some optimizers, and PEFT where it merges and unmerges, which rounds the weights): see
+    `PrefixCache.clear`.
     """
 
     def __init__(self, model):

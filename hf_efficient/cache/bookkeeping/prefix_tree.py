@@ -53,8 +53,8 @@ class PrefixTree:
         return [node.block for node in self._walk(self._edges(key, tokens))]
 
     def insert(self, key: Hashable, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """Stores the whole blocks of `tokens`. Returns (place in the sequence, block) of those that were not there, which
-        the caller has to fill: fewer than are missing when this sequence alone takes all blocks."""
+        """Stores the whole blocks of `tokens`. Returns (place in the sequence, block) of those that were not there,
+        which the caller has to fill: fewer than are missing when this sequence alone takes all blocks."""
         edges = list(self._edges(key, tokens))
         path = self._walk(edges)
         known, node = len(path), path[-1] if path else self._root

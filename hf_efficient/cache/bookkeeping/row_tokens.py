@@ -17,8 +17,8 @@ def mark_tokens(
     starts: list[int],
     columns: int,
 ) -> torch.Tensor:
-    """The ids, and UNKNOWN where keys and values do not follow from the sequence's tokens alone: where a position is not
-    the number of tokens before it, or a token before it is hidden.
+    """The ids, and UNKNOWN where keys and values do not follow from the sequence's tokens alone: where a position is
+    not the number of tokens before it, or a token before it is hidden.
 
     Args:
         ids: [B, S].
@@ -54,8 +54,9 @@ class Restored(NamedTuple):
 class _Unread(NamedTuple):
     """The tokens of one forward, not yet copied to the host.
 
-    unreported: tokens of each sequence that nobody reported before these. added: new tokens of each sequence. marked: from
-    `mark_tokens`, None when the ids are not known. valid: bool [B, S] on CPU, which columns are tokens; None for all.
+    unreported: tokens of each sequence that nobody reported before these. added: new tokens of each sequence. marked:
+    from `mark_tokens`, None when the ids are not known. valid: bool [B, S] on CPU, which columns are tokens; None for
+    all.
     """
 
     unreported: list[int]

@@ -11,7 +11,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def to_device(values: list, dtype: torch.dtype, device) -> torch.Tensor:
-    """`values` as a tensor on `device`. The host does not wait: CUDA copies from pinned memory, which torch keeps alive."""
+    """`values` as a tensor on `device`. The host does not wait: CUDA copies from pinned memory, which torch keeps
+    alive."""
     pinned = torch.device(device).type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 

@@ -1,5 +1,5 @@
-"""What a method of evicting tokens is: a `Scorer` that says which tokens matter, and an `EvictionPolicy` that says how many
-stay and when the others go. A paper is one `Scorer` in a file of its own."""
+"""What a method of evicting tokens is: a `Scorer` that says which tokens matter, and an `EvictionPolicy` that says how
+many stay and when the others go. A paper is one `Scorer` in a file of its own."""
 
 import math
 from collections.abc import Callable
@@ -11,13 +11,14 @@ import torch
 class View(NamedTuple):
     """What a scorer sees of one layer: n is the longest head of a sequence, W the number of queries.
 
-    keys: [B, Hk, n, D], values: [B, Hk, n, Dv], as stored (after the rotary embedding, the model's dtype), in the order of the
-    text. Heads may hold different tokens: key_positions int64 [B, Hk, n] (tokens of the sequence before it) and present bool
-    [B, Hk, n], False behind the end of a head. queries: [B, Hq, W, D], the last ones, after the rotary embedding, with
-    query_positions int64 [B, W], -1 where a column is padding. budgets: tokens per head that each sequence is to keep, -1 for all.
+    keys: [B, Hk, n, D], values: [B, Hk, n, Dv], as stored (after the rotary embedding, the model's dtype), in the order
+    of the text. Heads may hold different tokens: key_positions int64 [B, Hk, n] (tokens of the sequence before it) and
+    present bool [B, Hk, n], False behind the end of a head. queries: [B, Hq, W, D], the last ones, after the rotary
+    embedding, with query_positions int64 [B, W], -1 where a column is padding. budgets: tokens per head that each
+    sequence is to keep, -1 for all.
     accumulated: float32 [B, Hk, n], the sums of what `Scorer.accumulate` returned; None for a scorer that does not.
-    rotate: (x [..., n, D], positions int64 that expand to [..., n]) -> x moved on by so many positions, for scorers that need
-    the rotary embedding.
+    rotate: (x [..., n, D], positions int64 that expand to [..., n]) -> x moved on by so many positions, for scorers
+    that need the rotary embedding.
     """
 
     keys: torch.Tensor
@@ -33,8 +34,8 @@ class View(NamedTuple):
     rotate: Callable | None
 
     def attention(self, columns: slice = slice(None)) -> torch.Tensor:
-        """Causal attention probabilities of the queries `columns`, float32 [B, Hk, G, W, n] (query head h * G + g belongs to
-        key head h); zeros for padding."""
+        """Causal attention probabilities of the queries `columns`, float32 [B, Hk, G, W, n] (query head h * G + g
+        belongs to key head h); zeros for padding."""
         queries, positions = self.queries[:, :, columns], self.query_positions[:, columns]
         scores = self.logits(queries).float()
         seen = self.present[:, :, None] & (self.key_positions[:, :, None] <= positions[:, None, :, None])
@@ -60,13 +61,13 @@ class Scorer:
     """Which tokens of a layer matter. A subclass defines `score`, and holds no state: all layers share it.
 
     Args:
-        recent: so many of the last tokens always stay. Speculation that proposes more tokens than that together with the
-            prompt cannot take them back.
+        recent: so many of the last tokens always stay. Speculation that proposes more tokens than that together with
+            the prompt cannot take them back.
 
-    sinks: so many of the first tokens always stay. window: how many of the last queries `score` is to
-    see; fewer are given where fewer have been since the cache was empty. accumulates: `accumulate` sees every query once.
-    needs_rotary: `View.rotate` is wanted. reindexes: the keys of the sinks are moved on with every eviction, so that the
-    tokens that stay are consecutive for the model (only right where all but the sinks are the last tokens).
+    sinks: so many of the first tokens always stay. window: how many of the last queries `score` is to see; fewer are
+    given where fewer have been since the cache was empty. accumulates: `accumulate` sees every query once.
+    needs_rotary: `View.rotate` is wanted. reindexes: the keys of the sinks are moved on with every eviction, so that
+    the tokens that stay are consecutive for the model (only right where all but the sinks are the last tokens).
     """
 
     sinks = 0
@@ -93,8 +94,8 @@ class Scorer:
         return self.recent
 
     def counts(self, scores: torch.Tensor, budgets: list[int]) -> list[list[int]]:
-        """Tokens that each head of each sequence keeps: `budgets[sequence]` on average, never more than it has. scores: [B, Hk, n],
-        inf for tokens that must stay, -inf for absent ones."""
+        """Tokens that each head of each sequence keeps: `budgets[sequence]` on average, never more than it has. scores:
+        [B, Hk, n], inf for tokens that must stay, -inf for absent ones."""
         return [[budget] * scores.shape[1] for budget in budgets]
 
 
@@ -103,15 +104,18 @@ class EvictionPolicy:
 
     Args:
         scorer: a `Scorer`.
-        budget: tokens that a key head keeps on average: an int, or a float between 0 and 1, the share of the tokens seen.
-        when: "prefill": after a prompt, that is after the first forward and after every later one of more than 64 columns
-            (a further chunk of the prompt, or the next turn of a chat); other forwards are not watched at all. "always": whenever a
-            forward leaves more than the budget, down to a block of the cache less one token below it, or where that is more
-            to an eighth of the budget below it, since an eviction takes as long as tens of new tokens (after a prompt always the former; never below the
-            scorer's sinks and recent tokens). So a budget should be many blocks. The tokens of a forward of up to 64
-            columns outlive it where the budget has room for them, so that speculation can take them back.
+        budget: tokens that a key head keeps on average: an int, or a float between 0 and 1, the share of the tokens
+        seen.
+        when: "prefill": after a prompt, that is after the first forward and after every later one of more than 64
+            columns (a further chunk of the prompt, or the next turn of a chat); other forwards are not watched at all.
+            "always": whenever a forward leaves more than the budget, down to a block of the cache less one token below
+            it, or where that is more to an eighth of the budget below it, since an eviction takes as long as tens of
+            new tokens (after a prompt always the former; never below the scorer's sinks and recent tokens). So a budget
+            should be many blocks. The tokens of a forward of up to 64 columns outlive it where the budget has room for
+            them, so that speculation can take them back.
 
-    A share of a short text is never less than the scorer's sinks and recent tokens. Raises ValueError for other arguments.
+    A share of a short text is never less than the scorer's sinks and recent tokens. Raises ValueError for other
+    arguments.
     """
 
     def __init__(self, scorer: Scorer, budget: int | float, when: str = "prefill"):

@@ -8,14 +8,15 @@ from hf_efficient.cache.eviction.expected_attention import ExpectedAttention
 
 
 class Distinctive(ExpectedAttention):
-    """What is read often keeps perplexity low, but a name or a number that was said once is read only when it is asked for:
-    its keys stand apart. A token is worth the better of two ranks among the n tokens of its head (1 for the highest, 1/n for
-    the lowest): that of its expected attention, and `weight` times that of minus the cosine between its key and the mean
-    direction of the keys, both as before the rotary embedding, whose turns make keys differ that mean the same. Meant for `AdaKV(Distinctive(), floor=0.5)`: the scores of a head are those cosines, dealt out in
-    the order of worth, so that heads whose keys differ most, which are the ones that find things again, keep more tokens.
+    """What is read often keeps perplexity low, but a name or a number that was said once is read only when it is asked
+    for: its keys stand apart. A token is worth the better of two ranks among the n tokens of its head (1 for the
+    highest, 1/n for the lowest): that of its expected attention, and `weight` times that of minus the cosine between
+    its key and the mean direction of the keys, both as before the rotary embedding, whose turns make keys differ that
+    mean the same. Meant for `AdaKV(Distinctive(), floor=0.5)`: the scores of a head are those cosines, dealt out in the
+    order of worth, so that heads whose keys differ most, which are the ones that find things again, keep more tokens.
 
-    Papers: Devoto et al., Expected Attention (2510.00636); Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for
-    Long-Context LLM Inference in Resource-Constrained Environments (2504.15364).
+    Papers: Devoto et al., Expected Attention (2510.00636); Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction
+    for Long-Context LLM Inference in Resource-Constrained Environments (2504.15364).
 
     Args:
         weight: of the ranks of the keys, from 0 (the order of Expected Attention) to 1.

@@ -7,8 +7,8 @@ from hf_efficient.cache.eviction.base import Scorer, View, check_positive
 
 class ExpectedAttention(Scorer):
     """Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
-    Distribution (2510.00636). Mean and covariance of the queries are taken before the rotary embedding; the attention is
-    weighted by the norm of the values.
+    Distribution (2510.00636). Mean and covariance of the queries are taken before the rotary embedding; the attention
+    is weighted by the norm of the values.
 
     Args:
         window: the last queries, which the distribution is estimated from.

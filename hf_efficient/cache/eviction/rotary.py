@@ -14,8 +14,8 @@ _VARYING = ("dynamic", "longrope")  # their frequencies change with the length o
 class Rotary:
     """The rotary embedding of the model that a config belongs to, found in the modeling module beside the config's.
 
-    Raises ValueError where it cannot be used so: no such functions there, frequencies that change with the length, attention
-    that rotates not in all layers or changes the keys afterwards, or rotations that do not add up.
+    Raises ValueError where it cannot be used so: no such functions there, frequencies that change with the length,
+    attention that rotates not in all layers or changes the keys afterwards, or rotations that do not add up.
     """
 
     def __init__(self, config):
@@ -82,8 +82,8 @@ class Rotary:
 
 
 def _stores_rotated_keys(attention: type) -> bool:
-    """False when the forward of this class rotates only under a condition (some layers of Cohere2 and SmolLM3 have no positions)
-    or norms the keys after that (Hunyuan)."""
+    """False when the forward of this class rotates only under a condition (some layers of Cohere2 and SmolLM3 have no
+    positions) or norms the keys after that (Hunyuan)."""
     keys = None
     for statement in ast.parse(textwrap.dedent(inspect.getsource(attention.forward))).body[0].body:
         text = ast.unparse(statement)

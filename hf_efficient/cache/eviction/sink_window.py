@@ -6,8 +6,8 @@ from hf_efficient.cache.eviction.base import Scorer, View, check_positive
 
 
 class SinkWindow(Scorer):
-    """Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks (2309.17453). The sinks' keys are rotated
-    to stand right before the window, so the text may become longer than the model was trained for.
+    """Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks (2309.17453). The sinks' keys are
+    rotated to stand right before the window, so the text may become longer than the model was trained for.
 
     Args:
         sinks: how many of the first tokens stay.

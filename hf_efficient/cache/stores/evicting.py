@@ -20,8 +20,8 @@ _SCORES = 1 << 24  # attention probabilities that are held at a time
 
 
 class EvictingStore(PageStore):
-    """A pool of blocks for this layer alone, whose sequence b * Hk + h is key head h of sequence b, so that heads keep different
-    tokens, and a `PageStore` of one head. To the attention a sequence of the pool is a sequence of its own.
+    """A pool of blocks for this layer alone, whose sequence b * Hk + h is key head h of sequence b, so that heads keep
+    different tokens, and a `PageStore` of one head. To the attention a sequence of the pool is a sequence of its own.
 
     pool: its blocks and lengths. seen: tokens that each sequence of the batch has been given.
     """
@@ -211,8 +211,8 @@ class EvictingStore(PageStore):
         )
 
     def token_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of every token that a pool sequence holds, how many tokens of its sequence came before it, int64 [sequences, longest], and bool of
-        that shape: False behind the end of a sequence."""
+        """Of every token that a pool sequence holds, how many tokens of its sequence came before it, int64 [sequences,
+        longest], and bool of that shape: False behind the end of a sequence."""
         count = torch.arange(max(self.pool.lengths), device=self.device)
         lengths = to_device(self.pool.lengths, torch.int64, self.device)[:, None]
         seen = to_device(self.seen, torch.int64, self.device).repeat_interleave(self.heads)[:, None]
@@ -268,8 +268,8 @@ class EvictingStore(PageStore):
         self._compact(view, kept, present, flat)
 
     def _compact(self, view: View, kept: torch.Tensor, present: torch.Tensor | None, counts: list[int]) -> None:
-        """Leaves only the tokens `kept` int64 [B, Hk, longest], where bool `present` of that shape; `counts` per pool sequence. Their
-        pages are moved as they are, so that nothing is quantized twice."""
+        """Leaves only the tokens `kept` int64 [B, Hk, longest], where bool `present` of that shape; `counts` per pool
+        sequence. Their pages are moved as they are, so that nothing is quantized twice."""
         evicted_before = [seen > self.pool.lengths[sequence * self.heads] for sequence, seen in enumerate(self.seen)]
         self._positions, self._placed = view.key_positions.gather(2, kept).flatten(0, 1), counts
         if view.accumulated is not None:
@@ -285,7 +285,8 @@ class EvictingStore(PageStore):
             self._move_sinks(view, evicted_before)
 
     def _rebuild(self, sources: torch.Tensor, counts: list[int], view: View) -> None:
-        """A fresh pool of the tokens in the slots `sources`, `counts[sequence]` of each sequence, one sequence after the other."""
+        """A fresh pool of the tokens in the slots `sources`, `counts[sequence]` of each sequence, one sequence after
+        the other."""
         room, old = None, self.store
         if self.policy.when == "always" and isinstance(self.policy.budget, int):
             room = len(counts) * (self.pool.blocks_for(max(*counts, self.policy.budget)) + 1)
@@ -320,7 +321,8 @@ class EvictingStore(PageStore):
 def bind(
     policy, state: CacheState, layer_types: list[str], kv_format: str, **excluded
 ) -> tuple[EvictionPolicy, Rotary | None] | None:
-    """The policy and, where it moves keys, the rotary embedding of the model that `state` belongs to; None without a policy.
+    """The policy and, where it moves keys, the rotary embedding of the model that `state` belongs to; None without a
+    policy.
 
     excluded: arguments of `PagedCache` that must be None beside a policy.
 

@@ -13,13 +13,13 @@ from hf_efficient.kernels.attention import api, native_cpu, policy, torch_cpu
 class PageStore:
     """Pages in the model's dtype. Other formats are subclasses (`quantized_store.py`).
 
-    pages: name -> tensor [num_blocks, ...]: everything a block holds, so that blocks are copied, moved, saved and offloaded
-    without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks, block_size, Hk, Dv].
-    On a CPU they take memory for the blocks that were written (`lazy_zeros`).
+    pages: name -> tensor [num_blocks, ...]: everything a block holds, so that blocks are copied, moved, saved and
+    offloaded without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks,
+    block_size, Hk, Dv]. On a CPU they take memory for the blocks that were written (`lazy_zeros`).
     sequences: name -> tensor [B, ...]: what is kept by sequence instead, saved and loaded as it is. Here nothing.
     lag: so many tokens before the new ones may still change their pages in a forward.
-    exact: on a CPU the attention has the bits of SDPA over a `DynamicCache`, where that costs little. Else the pages are read
-    where they lie, at least twice as fast.
+    exact: on a CPU the attention has the bits of SDPA over a `DynamicCache`, where that costs little. Else the pages
+    are read where they lie, at least twice as fast.
     """
 
     lag = 0
@@ -72,7 +72,8 @@ class PageStore:
         """`sequences` were read from a file."""
 
     def settled(self, lengths: list[int]) -> list[int]:
-        """Of sequences of `lengths` tokens, how many tokens of each from its beginning are in the blocks as they will stay."""
+        """Of sequences of `lengths` tokens, how many tokens of each from its beginning are in the blocks as they will
+        stay."""
         return lengths
 
     def beginning(self, sequence: int) -> dict[str, torch.Tensor]:
@@ -80,8 +81,8 @@ class PageStore:
         return {}
 
     def resume(self, lengths: list[int], beginnings: list[dict[str, torch.Tensor] | None]) -> None:
-        """The blocks of sequence b have been filled with the `lengths[b]` tokens of another sequence, whose `beginning` is
-        `beginnings[b]`; None for a sequence that stays as it is."""
+        """The blocks of sequence b have been filled with the `lengths[b]` tokens of another sequence, whose `beginning`
+        is `beginnings[b]`; None for a sequence that stays as it is."""
 
     def select(self, sequences: list[int]) -> None:
         """Row i becomes what sequence `sequences[i]` was: for what a store keeps by sequence and not by block."""
@@ -127,8 +128,8 @@ class PageStore:
             pages.flatten(0, 1).index_copy_(0, slots, new)
 
     def read(self, plan: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, Hk, longest sequence, D] and values of all sequences: a view where the sequences lie evenly, else gathered. What
-        lies beyond the end of a sequence is finite but meaningless."""
+        """Keys [B, Hk, longest sequence, D] and values of all sequences: a view where the sequences lie evenly, else
+        gathered. What lies beyond the end of a sequence is finite but meaningless."""
         result = []
         for pages in (self.pages["keys"], self.pages["values"]):
             heads, dim = pages.shape[2:]
@@ -144,7 +145,8 @@ class PageStore:
 
     def attend(self, plan: ForwardPlan, tables_on: Callable, query, key, value, **options) -> torch.Tensor:
         """Stores `key`, `value` [B, Hk, S, D] (unless they are None: stored before) and attends `query` [B, Hq, S, D]
-        over all tokens of each sequence. tables_on: device -> `DeviceTables`. Returns [B, S, Hq, Dv]; zeros at padding."""
+        over all tokens of each sequence. tables_on: device -> `DeviceTables`. Returns [B, S, Hq, Dv]; zeros at padding.
+        """
         attend = self._attend_cpu if query.device.type == "cpu" else self._attend_kernels
         return attend(plan, tables_on, query, key, value, **options)
 
@@ -192,8 +194,8 @@ class PageStore:
         return plan.padded(output, query.shape[0], query.shape[1])
 
     def append_and_attend(self, tables: DeviceTables, query, key, value, **options) -> torch.Tensor:
-        """`attend` in one op, for forwards in which every new column is a token of its sequence: touches nothing but tensors,
-        so it can be compiled."""
+        """`attend` in one op, for forwards in which every new column is a token of its sequence: touches nothing but
+        tensors, so it can be compiled."""
         seqlens = tables.cache_seqlens
         if key is None:
             value, seqlens = None, seqlens + query.shape[2]

@@ -1,8 +1,8 @@
-"""int4 and int2 pages: keys quantized per channel in groups of tokens, values per token, the newest tokens and the first
-ones kept as they are.
+"""int4 and int2 pages: keys quantized per channel in groups of tokens, values per token, the newest tokens and the
+first ones kept as they are.
 
-Papers: Liu et al., KIVI (2402.02750); Xiao et al., Efficient Streaming Language Models with Attention Sinks (2309.17453),
-for why the first tokens must be exact: most of the attention falls on them.
+Papers: Liu et al., KIVI (2402.02750); Xiao et al., Efficient Streaming Language Models with Attention Sinks
+(2309.17453), for why the first tokens must be exact: most of the attention falls on them.
 """
 
 from itertools import accumulate
@@ -21,15 +21,17 @@ WINDOW = 128  # so many of the newest tokens are never quantized
 
 
 class GroupStore(QuantizedStore):
-    """A sequence's first block and its newest tokens lie in a ring of its own, whole groups of the tokens between in pages.
+    """A sequence's first block and its newest tokens lie in a ring of its own, whole groups of the tokens between in
+    pages.
 
-    The attention ops take tokens in the order pages, ring (token t at slot t % R, from `quantized_seqlens[b]` on), and without a
-    window the order of earlier tokens means nothing: so the tokens of the first block are those at the beginning of the
-    ring, and move on in it whenever groups of it are quantized; the first page of a sequence stays empty. Layers with a window
-    keep no first block.
+    The attention ops take tokens in the order pages, ring (token t at slot t % R, from `quantized_seqlens[b]` on), and
+    without a window the order of earlier tokens means nothing: so the tokens of the first block are those at the
+    beginning of the ring, and move on in it whenever groups of it are quantized; the first page of a sequence stays
+    empty. Layers with a window keep no first block.
 
-    pages: "keys", "values" uint8 [num_blocks, block_size, Hk, D * bits / 8], "key_scales", "key_minima" float16 [num_blocks,
-    block_size / G, Hk, D], "value_scales", "value_minima" float16 [num_blocks, block_size, Hk, C]: C groups of channels.
+    pages: "keys", "values" uint8 [num_blocks, block_size, Hk, D * bits / 8], "key_scales", "key_minima" float16
+    [num_blocks, block_size / G, Hk, D], "value_scales", "value_minima" float16 [num_blocks, block_size, Hk, C]: C
+    groups of channels.
     sequences: "key_ring" [B, R, Hk, D], "value_ring" [B, R, Hk, Dv], "quantized_seqlens" int32 [B].
     """
 
@@ -161,7 +163,8 @@ class GroupStore(QuantizedStore):
         return alike
 
     def _advance(self, sequences: list[int], start: int, done: int, key, value, target: int) -> None:
-        """Appends key [b, n, Hk, D] and value to sequences with `start` tokens, `done` of them in pages; then `target` are."""
+        """Appends key [b, n, Hk, D] and value to sequences with `start` tokens, `done` of them in pages; then `target`
+        are."""
         index, groups = to_device(sequences, torch.int64, self.device)[:, None], []
         live = torch.arange(done, start, device=self.device) % self.ring
         for name, new in zip(_RINGS, (key, value)):

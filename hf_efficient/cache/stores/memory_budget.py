@@ -50,8 +50,8 @@ class MemoryBudget:
         self.block_bytes: int | None = None  # of one layer
 
     def fix_pools(self, make_store, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Gives the empty pools as many blocks as the budget holds, unless they have them already. make_store: (capacity,
-        key, value) -> `PageStore`; key, value: the first ones [B, H, S, D].
+        """Gives the empty pools as many blocks as the budget holds, unless they have them already. make_store:
+        (capacity, key, value) -> `PageStore`; key, value: the first ones [B, H, S, D].
 
         Raises ValueError, with nothing changed, when that is not even one block.
         """

@@ -1,7 +1,7 @@
 """Pages that are not in use leave the device: for host memory, and from there for the disk.
 
-Paper: Yu et al., Stateful Large Language Model Serving with Pensieve (2312.05516), whose unit is a part of a conversation; here
-it is one layer of one `PagedCache`, of which each conversation has its own.
+Paper: Yu et al., Stateful Large Language Model Serving with Pensieve (2312.05516), whose unit is a part of a
+conversation; here it is one layer of one `PagedCache`, of which each conversation has its own.
 """
 
 import os
@@ -15,20 +15,20 @@ from hf_efficient.cache.stores.tiered import TieredStore
 class Offload:
     """Memory that several `PagedCache`s share, with results that are bit for bit the same.
 
-    When more pages are on a device than may stay there, those leave that are needed last: first the layers of the caches
-    that ran longest ago (a chat parked while others run, which comes back at its next turn), then of the running cache the
-    layer that it has just used (a context larger than the device). Each layer is brought back while the one before it
-    computes, on a CUDA device by asynchronous copies from pinned memory on a stream of their own. Only blocks that changed
-    are copied out again. What a decoding step has to bring back takes as long as its bytes take over the bus, at every token.
-    Caches that share an `Offload` must run in one thread.
+    When more pages are on a device than may stay there, those leave that are needed last: first the layers of the
+    caches that ran longest ago (a chat parked while others run, which comes back at its next turn), then of the running
+    cache the layer that it has just used (a context larger than the device). Each layer is brought back while the one
+    before it computes, on a CUDA device by asynchronous copies from pinned memory on a stream of their own. Only blocks
+    that changed are copied out again. What a decoding step has to bring back takes as long as its bytes take over the
+    bus, at every token. Caches that share an `Offload` must run in one thread.
 
     >>> offload = Offload("4GB")
     >>> chats = [PagedCache(model.config, offload=offload) for _ in range(10)]
 
     Args:
         device_memory: bytes of pages that may stay on each device, an int or "512MB", "2GiB". Two layers of the running
-            cache stay whatever it is. Pages of a model on the CPU leave for other host memory, so for them only the disk
-            saves any.
+            cache stay whatever it is. Pages of a model on the CPU leave for other host memory, so for them only the
+            disk saves any.
         host_memory: bytes of host memory for the pages that left; needs `disk`. None for as many as there are.
         disk: a folder for the pages beyond, each layer a memory-mapped safetensors file, deleted when it is read or the
             cache is. They are read where they are needed, not ahead.
@@ -105,7 +105,8 @@ class Offload:
 
     @staticmethod
     def _next_use(store: TieredStore, current: TieredStore | None) -> tuple:
-        """Larger for what is needed later: stores of other caches, the longer ago these ran; then by the layers between."""
+        """Larger for what is needed later: stores of other caches, the longer ago these ran; then by the layers
+        between."""
         own = current is not None and store.tiers is current.tiers
         return not own, -store.tiers.turn, store.tiers.distance(store, current if own else None)
 

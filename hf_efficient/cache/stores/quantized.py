@@ -12,12 +12,12 @@ from hf_efficient.kernels.attention.pages import Pages
 
 
 class QuantizedStore(PageStore):
-    """Few new tokens are appended and attended to by one op, which reads the codes. Many attend to themselves as they are
-    and to the tokens before them as they come back from the pages, and are stored then."""
+    """Few new tokens are appended and attended to by one op, which reads the codes. Many attend to themselves as they
+    are and to the tokens before them as they come back from the pages, and are stored then."""
 
     def gather(self, block_table: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `lengths[b]` tokens of each sequence, one sequence after the other: keys [sum, Hk, D], values [sum, Hk, Dv], in the
-        model's dtype. block_table: int32 [B, blocks]."""
+        """The first `lengths[b]` tokens of each sequence, one sequence after the other: keys [sum, Hk, D], values [sum,
+        Hk, Dv], in the model's dtype. block_table: int32 [B, blocks]."""
         starts = to_device(list(accumulate(lengths, initial=0)), torch.int32, self.device)
         return api.gather_cache(
             cu_seqlens_k=starts, dtype=self.dtype, num_tokens=sum(lengths), **self._cache(block_table)
@@ -93,8 +93,8 @@ class QuantizedStore(PageStore):
 class TokenStore(QuantizedStore):
     """int8 or fp8 (E4M3): x = code * scale with one float16 scale for each token and head.
 
-    pages: "keys", "values" int8 (or uint8, the bits of fp8) [num_blocks, block_size, Hk, D], "key_scales", "value_scales"
-    float16 [num_blocks, block_size, Hk].
+    pages: "keys", "values" int8 (or uint8, the bits of fp8) [num_blocks, block_size, Hk, D], "key_scales",
+    "value_scales" float16 [num_blocks, block_size, Hk].
     """
 
     def __init__(self, capacity: int, block_size: int, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype):

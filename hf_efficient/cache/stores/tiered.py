@@ -20,8 +20,8 @@ _WITHOUT_PAGES = ("select", "drop", "check_rewind", "form_of", "restored", "sett
 class TieredStore:
     """A `PageStore` of any format whose pages come to the device when they are used.
 
-    While they are away, `inner.pages` is None. The host has a copy of the blocks that `_synced` marks, also while the pages
-    are on the device; `_used` marks the blocks that hold tokens (both bool [capacity] of numpy).
+    While they are away, `inner.pages` is None. The host has a copy of the blocks that `_synced` marks, also while the
+    pages are on the device; `_used` marks the blocks that hold tokens (both bool [capacity] of numpy).
     """
 
     def __init__(self, inner: PageStore, state, tiers):

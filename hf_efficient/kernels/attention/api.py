@@ -49,7 +49,8 @@ def flash_attn_func(
 
     causal: aligned to the bottom right. window_size: keys seen to the left and right of a query, -1 for all; softcap:
     scores become softcap * tanh(score / softcap); alibi_slopes float32 [Hq] or [B, Hq]: scores lose slope * distance;
-    s_aux [Hq]: sink logits that join the softmax's denominator. softmax_scale: D ** -0.5 by default. Always deterministic.
+    s_aux [Hq]: sink logits that join the softmax's denominator. softmax_scale: D ** -0.5 by default. Always
+    deterministic.
     return_attn_probs: returns (out, log-sum-exp float32 [B, Hq, Sq], None), with the sink and -inf where a query sees
     nothing.
 
@@ -67,8 +68,8 @@ def flash_attn_varlen_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
     s_aux=None,
 ):  # fmt: skip
-    """The same for sequences laid end to end: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] with cumulative lengths int32
-    [B + 1]. With a block_table int32 [B, max_blocks], k and v are pages [num_blocks, block_size, Hk, D] and
+    """The same for sequences laid end to end: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] with cumulative lengths
+    int32 [B + 1]. With a block_table int32 [B, max_blocks], k and v are pages [num_blocks, block_size, Hk, D] and
     cu_seqlens_k only gives the lengths. Returns [Tq, Hq, Dv]; the log-sum-exp is [Hq, Tq].
 
     Raises ValueError on CPU for lengths or blocks beyond the table or the pages."""
@@ -85,13 +86,15 @@ def flash_attn_with_kvcache(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax_lse=False, s_aux=None, tree_mask=None,
     k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None, v_tail=None, quantized_seqlens=None,
 ):  # fmt: skip
-    """Attention of q [B, Sq, Hq, D] over pages [num_blocks, block_size, Hk, D] through block_table int32 [B, max_blocks]
-    (without it row b has the page k_cache[b]); row b holds cache_seqlens[b] (int32 [B], or an int for all; None: the table
-    is full) tokens, and k, v [B, Sn, Hk, D] are appended in place first. Rows with a negative length are padding; blocks of
-    -1 are neither read nor written. Returns [B, Sq, Hq, Dv], or with return_softmax_lse (out, log-sum-exp [B, Hq, Sq]).
+    """Attention of q [B, Sq, Hq, D] over pages [num_blocks, block_size, Hk, D] through block_table int32 [B,
+    max_blocks] (without it row b has the page k_cache[b]); row b holds cache_seqlens[b] (int32 [B], or an int for all;
+    None: the table is full) tokens, and k, v [B, Sn, Hk, D] are appended in place first. Rows with a negative length
+    are padding; blocks of -1 are neither read nor written. Returns [B, Sq, Hq, Dv], or with return_softmax_lse (out,
+    log-sum-exp [B, Hq, Sq]).
 
-    tree_mask: int64 [B, Sq], Sq <= 64: the last Sq keys are the nodes of a token tree, and bit j of tree_mask[b, i] says
-    that query i sees node j. A node stands behind its ancestors; `causal` and the right side of the window mean nothing.
+    tree_mask: int64 [B, Sq], Sq <= 64: the last Sq keys are the nodes of a token tree, and bit j of tree_mask[b, i]
+    says that query i sees node j. A node stands behind its ancestors; `causal` and the right side of the window mean
+    nothing.
     k_scale to quantized_seqlens: those of quantized caches. int8 and float8_e4m3fn quantize what is appended; int4 and
     int2 (uint8) append to the rings k_tail, v_tail.
 
@@ -124,20 +127,20 @@ def flash_attn_with_kvcache(
 
 
 def reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale=None, v_scale=None) -> None:
-    """Writes k [T, Hk, D], v [T, Hk, Dv] into pages, quantized where these are int8 or float8_e4m3fn; slot_mapping int64
-    [T] = block * block_size + offset, -1 to skip."""
+    """Writes k [T, Hk, D], v [T, Hk, Dv] into pages, quantized where these are int8 or float8_e4m3fn; slot_mapping
+    int64 [T] = block * block_size + offset, -1 to skip."""
     _OPS.reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def quantize_and_cache(k, v, k_cache, v_cache, k_scale, k_min, v_scale, v_min, group_mapping) -> None:
-    """Writes groups of tokens k [n, G, Hk, D], v [n, G, Hk, Dv] into int4 or int2 pages; group_mapping int64 [n] = block *
-    (block_size / G) + number in the block, -1 to skip."""
+    """Writes groups of tokens k [n, G, Hk, D], v [n, G, Hk, Dv] into int4 or int2 pages; group_mapping int64 [n] =
+    block * (block_size / G) + number in the block, -1 to skip."""
     _OPS.quantize_and_cache(k, v, k_cache, v_cache, k_scale, k_min, v_scale, v_min, group_mapping)
 
 
 def copy_blocks(k_cache, v_cache, mapping, *scales) -> None:
-    """Copies blocks in place in all these tensors; mapping int64 [n, 2], pairs of source and destination. No block may be
-    written twice, or be both read and written."""
+    """Copies blocks in place in all these tensors; mapping int64 [n, 2], pairs of source and destination. No block may
+    be written twice, or be both read and written."""
     _OPS.copy_blocks(k_cache, v_cache, mapping, list(scales))
 
 

@@ -35,7 +35,8 @@ class Segments(NamedTuple):
 
 
 def cut(queries: QueryBatch, stored: torch.Tensor, block_table: torch.Tensor, pages: Pages) -> Segments:
-    """The segments that any query sees, in the order of their blocks. stored: int64 [B], tokens of each sequence in pages."""
+    """The segments that any query sees, in the order of their blocks. stored: int64 [B], tokens of each sequence in
+    pages."""
     size, width = pages.data.shape[1], queries.positions.shape[1]
     length = max(1, policy.SEGMENT // size) * size
     first = queries.first_seen // size * size
@@ -58,8 +59,8 @@ def cut(queries: QueryBatch, stored: torch.Tensor, block_table: torch.Tensor, pa
 
 
 class _Reader:
-    """Reads segments as keys or values [n, Hk, T, D], any strides: full-precision pages in their dtype, quantized ones in
-    float32. The next `read` overwrites the result of the last."""
+    """Reads segments as keys or values [n, Hk, T, D], any strides: full-precision pages in their dtype, quantized ones
+    in float32. The next `read` overwrites the result of the last."""
 
     def __init__(self, pages: Pages, segments: Segments, step: int):
         self.pages = pages
@@ -101,8 +102,8 @@ class _PartialResults:
         self.out.append(out.float())
 
     def add(self, sequences, keys, values, key_indices: torch.Tensor, present: torch.Tensor) -> None:
-        """Adds keys [n, Hk, T, D] and values [n, Hk, T, Dv]. key_indices: int64 [n, T], in their sequence; present: bool
-        [n, T], keys that exist."""
+        """Adds keys [n, Hk, T, D] and values [n, Hk, T, Dv]. key_indices: int64 [n, T], in their sequence; present:
+        bool [n, T], keys that exist."""
         queries, keys, values = self.queries.select(sequences), keys.float(), values.float()
         scores = self.query[sequences].matmul(keys.contiguous().transpose(2, 3)).mul_(self.scale)
         if self.softcap:
@@ -114,7 +115,8 @@ class _PartialResults:
         split.masked_fill_(~seen[:, None, None], float("-inf"))
         highest = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).min)
         total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
-        # A slot that no query sees may hold a NaN, which 0 * NaN would let in. `bitwise_and` is vectorized, `masked_fill` not.
+        # A slot that no query sees may hold a NaN, which 0 * NaN would let in. `bitwise_and` is vectorized,
+        # `masked_fill` not.
         visible = seen.any(1).int().neg_()[:, None, :, None]
         values = values.view(torch.int32).bitwise_and(visible).view(torch.float32).contiguous()
         self.sequences.append(sequences)

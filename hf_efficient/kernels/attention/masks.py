@@ -11,8 +11,8 @@ class QueryBatch(NamedTuple):
     positions: int64 [B, S], of the queries.
     lengths: int64 [B], keys of each sequence.
     left, right: keys seen before and after the query's position, -1 for no limit (causal attention is right 0).
-    ancestors: bool [B, S, S] or None. With it the last S keys are the nodes of a token tree, and query i sees node j where
-        ancestors[b, i, j].
+    ancestors: bool [B, S, S] or None. With it the last S keys are the nodes of a token tree, and query i sees node j
+        where ancestors[b, i, j].
     slopes: float32 [B, Hq] or None, of ALiBi (https://arxiv.org/abs/2108.12409).
     """
 

@@ -1,5 +1,5 @@
-"""Attention over pages by the C++ kernels of `native/pages`, which read full-precision and quantized pages and rings where
-they lie, in one call. `kernels.native.build` says on which CPUs they are compiled."""
+"""Attention over pages by the C++ kernels of `native/pages`, which read full-precision and quantized pages and rings
+where they lie, in one call. `kernels.native.build` says on which CPUs they are compiled."""
 
 import ctypes
 import functools
@@ -45,8 +45,8 @@ class _AttentionCall(ctypes.Structure):
 
 @functools.cache
 def kernel(dtype: torch.dtype):
-    """The compiled function for queries of this dtype; compiles it at the first call. None where torch's operators are to
-    be used."""
+    """The compiled function for queries of this dtype; compiles it at the first call. None where torch's operators are
+    to be used."""
     library = build.load("pages", (_Pages, _AttentionCall), QUERY=_TYPES[dtype])
     if library is None:
         return None

@@ -51,8 +51,8 @@ class Pages(NamedTuple):
 
 
 def _widen(bits: torch.Tensor) -> torch.Tensor:
-    """uint8 bits of finite float8_e4m3fn numbers -> the numbers in float32. The bits are shifted into those of float16, whose
-    exponent bias is 8 larger, because torch's own conversion is not vectorized."""
+    """uint8 bits of finite float8_e4m3fn numbers -> the numbers in float32. The bits are shifted into those of float16,
+    whose exponent bias is 8 larger, because torch's own conversion is not vectorized."""
     wide = bits.to(torch.int16)
     return ((wide & 0x80) << 8 | (wide & 0x7F) << 7).view(torch.float16).float().mul_(256.0)
 
@@ -154,9 +154,9 @@ def check_blocks(table: torch.Tensor, pages: Pages) -> None:
 def read_sequence(pages: Pages, block_table, b: int, length: int, first: int = 0, ring=None, quantized: int = 0):
     """The first `length` tokens of sequence b, through block_table [B, max_blocks] from the block of token `first` on.
 
-    Tokens from `quantized` on come from `ring` [B, R, Hk, D], if there is one. Returns [length, Hk, D] and bool [length],
-    False (and zeros) for tokens that were not read or whose block is -1; None in its place where all were read. Raises
-    ValueError for more tokens than the table has room for.
+    Tokens from `quantized` on come from `ring` [B, R, Hk, D], if there is one. Returns [length, Hk, D] and bool
+    [length], False (and zeros) for tokens that were not read or whose block is -1; None in its place where all were
+    read. Raises ValueError for more tokens than the table has room for.
     """
     size = pages.data.shape[1]
     stored = length if ring is None else min(quantized, length)

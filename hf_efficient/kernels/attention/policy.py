@@ -2,8 +2,8 @@
 
 The op `flash_attn_with_kvcache` runs the first of these that applies:
 
-1. `native_cpu`, one C++ call that appends and attends: for the pages, dtypes and head dims of `native_cpu.serves`, for up
-   to `MAX_QUERIES` queries of a sequence, or a causal prompt over full-precision pages.
+1. `native_cpu`, one C++ call that appends and attends: for the pages, dtypes and head dims of `native_cpu.serves`, for
+   up to `MAX_QUERIES` queries of a sequence, or a causal prompt over full-precision pages.
 2. "gather_batch", all sequences padded and attended to at once: for few queries and short contexts (`kvcache_reader`).
 3. "flash_decoding", which reads pages in place, segment by segment: for few queries, or a token tree.
 4. "gather_each", one sequence after the other copied for SDPA: for what is left.

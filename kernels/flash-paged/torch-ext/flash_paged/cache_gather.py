@@ -51,8 +51,8 @@ def gather_kernel(
 ):
     """BLOCK_T tokens of one row and head, of the keys or of the values, into contiguous out [tokens, heads, DIM].
 
-    Row b of out: tokens cu_seqlens[b] to cu_seqlens[b + 1], or from b * width on those of cache_seqlens[b] + appended. With
-    4 and 2 bits GROUP is how many tokens (keys) or channels (values) share a scale and minimum. Tokens from
+    Row b of out: tokens cu_seqlens[b] to cu_seqlens[b + 1], or from b * width on those of cache_seqlens[b] + appended.
+    With 4 and 2 bits GROUP is how many tokens (keys) or channels (values) share a scale and minimum. Tokens from
     quantized_seqlens[b] on come from the ring `tail`; pages named -1, and what lies beyond `capacity`, give 0."""
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -126,9 +126,9 @@ def gather(
     appended: int = 0,
     width: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches `gather_kernel` for keys and for values, on checked arguments -> k [num_tokens, Hk, D], v [num_tokens, Hk, Dv]
-    of `dtype`, of which the places of no token are not written. Rows lie at cu_seqlens_k, or `width` tokens apart and
-    cache_seqlens + appended long."""
+    """Launches `gather_kernel` for keys and for values, on checked arguments -> k [num_tokens, Hk, D], v [num_tokens,
+    Hk, Dv] of `dtype`, of which the places of no token are not written. Rows lie at cu_seqlens_k, or `width` tokens
+    apart and cache_seqlens + appended long."""
     page_size, heads = k_cache.shape[1:3]
     rows, max_blocks = block_table.shape
     kv = quantized or QuantizedKV(16, False, None, None)
@@ -190,8 +190,8 @@ def gather_pages(
     cache_seqlens: torch.Tensor,
     appended: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pages of `dtype` with everything that quantized pages and rings hold, and their block table: sizes follow from shapes
-    alone, so that nothing waits for the GPU. Pages named -1 stay -1 unless tokens of the ring belong there."""
+    """Pages of `dtype` with everything that quantized pages and rings hold, and their block table: sizes follow from
+    shapes alone, so that nothing waits for the GPU. Pages named -1 stay -1 unless tokens of the ring belong there."""
     page_size = k_cache.shape[1]
     rows, max_blocks = block_table.shape
     exists = block_table >= 0

@@ -12,9 +12,9 @@ from .config import launch_device
 def locate_token(token, slot_mapping, cache_seqlens, block_table, stride_table, page_size, appended, capacity):
     """Row and offset of a token in k and v, its page and position there, and whether it is written at all.
 
-    Its slot: slot_mapping[token], or position cache_seqlens[row] + offset of row's block table (None: page `row`), where
-    token = row * appended + offset. Nothing is written for a negative slot, length or page, or beyond `capacity` (slots of
-    the cache, or positions of the row)."""
+    Its slot: slot_mapping[token], or position cache_seqlens[row] + offset of row's block table (None: page `row`),
+    where token = row * appended + offset. Nothing is written for a negative slot, length or page, or beyond `capacity`
+    (slots of the cache, or positions of the row)."""
     if slot_mapping is not None:
         row = token * 0
         offset = token
@@ -145,8 +145,8 @@ def write(
     ring: bool = False,
 ) -> None:
     """Launches on checked arguments: k [T, Hk, D] with slot_mapping, or [B, Sn, Hk, D] with cache_seqlens. With scales
-    (float16 [num_blocks, block_size, Hk]) the caches are int8 or fp8 pages. ring: k_cache is [B, R, Hk, D] and token t of
-    row b goes to slot t % R of k_cache[b]."""
+    (float16 [num_blocks, block_size, Hk]) the caches are int8 or fp8 pages. ring: k_cache is [B, R, Hk, D] and token t
+    of row b goes to slot t % R of k_cache[b]."""
     if k.numel() == 0:
         return
     by_slot = slot_mapping is not None

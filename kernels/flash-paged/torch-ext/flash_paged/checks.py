@@ -22,8 +22,8 @@ def check_device(q: torch.Tensor) -> None:
 
 
 def check_tensor(name: str, tensor, dims: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-    """`tensor` has `dims` dimensions, the device of `like` (which is q or k), its dtype or `dtype`, and a contiguous last
-    dimension, the head dim."""
+    """`tensor` has `dims` dimensions, the device of `like` (which is q or k), its dtype or `dtype`, and a contiguous
+    last dimension, the head dim."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dim() != dims:
@@ -45,7 +45,8 @@ def check_tensor(name: str, tensor, dims: int, like: torch.Tensor, dtype: torch.
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[str, str] = ("k", "v")) -> None:
-    """q [..., Hq, D], k [..., Hk, D] and v [..., Hk, Dv] (checked one by one before) fit each other and need no gradient."""
+    """q [..., Hq, D], k [..., Hk, D] and v [..., Hk, Dv] (checked one by one before) fit each other and need no
+    gradient."""
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"{names[0]} has shape {tuple(k.shape)} and {names[1]} {tuple(v.shape)}: all but the last must agree"

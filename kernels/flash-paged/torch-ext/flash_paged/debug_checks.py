@@ -1,5 +1,5 @@
-"""Checks of what lies in the integer tensors: each waits for the GPU (and so fails in a CUDA graph capture), so they run
-only with the environment variable FLASH_PAGED_DEBUG=1, read when the package is imported."""
+"""Checks of what lies in the integer tensors: each waits for the GPU (and so fails in a CUDA graph capture), so they
+run only with the environment variable FLASH_PAGED_DEBUG=1, read when the package is imported."""
 
 import os
 

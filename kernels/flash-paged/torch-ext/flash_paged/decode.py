@@ -1,9 +1,9 @@
-"""Attention of few queries over many keys: the query heads that share a key head are the rows of one matrix product, and
-the keys of a row are split over programs (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html), in one
-launch: decode_schedule.py says who reads what, decode_combine.py how parts become results.
+"""Attention of few queries over many keys: the query heads that share a key head are the rows of one matrix product,
+and the keys of a row are split over programs (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html),
+in one launch: decode_schedule.py says who reads what, decode_combine.py how parts become results.
 
-Results do not depend on the order in which programs run. They depend, in the last bits, on the lengths of the other rows and
-on the number of processors, because these decide where keys are split.
+Results do not depend on the order in which programs run. They depend, in the last bits, on the lengths of the other
+rows and on the number of processors, because these decide where keys are split.
 """
 
 import torch
@@ -80,9 +80,9 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,
     IS_FLOAT: tl.constexpr,
 ):
-    """Plain keys and values, or with k_scale and v_scale codes of 8 bits (fp8 where IS_FLOAT). A lane is one key head and one
-    tile of rows: row i * GROUP + g is query i of head g of the group. tree_mask is contiguous [B, Sq]; k_scale and v_scale
-    have the same strides. For the other pointers see `attend_few`; absent ones are None."""
+    """Plain keys and values, or with k_scale and v_scale codes of 8 bits (fp8 where IS_FLOAT). A lane is one key head
+    and one tile of rows: row i * GROUP + g is query i of head g of the group. tree_mask is contiguous [B, Sq]; k_scale
+    and v_scale have the same strides. For the other pointers see `attend_few`; absent ones are None."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     TREE: tl.constexpr = tree_mask is not None
     lanes = kv_heads * tiles
@@ -188,12 +188,13 @@ def attend_few(
     return_lse: bool = False,
     quantized: QuantizedKV | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launches a decode kernel on checked arguments: out [B, Sq, Hq, Dv] in the dtype of q and, with return_lse, float32
-    [B, Hq, Sq], the natural logarithm of the softmax sums (sink included; -inf without keys and sink).
+    """Launches a decode kernel on checked arguments: out [B, Sq, Hq, Dv] in the dtype of q and, with return_lse,
+    float32 [B, Hq, Sq], the natural logarithm of the softmax sums (sink included; -inf without keys and sink).
 
-    q [B, Sq, Hq, D]; k and v are [B, Sk, Hk, D or Dv], or with block_table (int32 [B, max_blocks]) pages; with `quantized`
-    they are codes. cache_seqlens (int32 [B], None: Sk keys in every row) plus `appended` are the keys of a row. window -1 is
-    no limit. alibi_slopes float32 [Hq] or [B, Hq]; tree_mask int64 [B, Sq] (then the right window is not looked at).
+    q [B, Sq, Hq, D]; k and v are [B, Sk, Hk, D or Dv], or with block_table (int32 [B, max_blocks]) pages; with
+    `quantized` they are codes. cache_seqlens (int32 [B], None: Sk keys in every row) plus `appended` are the keys of a
+    row. window -1 is no limit. alibi_slopes float32 [Hq] or [B, Hq]; tree_mask int64 [B, Sq] (then the right window is
+    not looked at).
 
     Raises ValueError for more than 2**31 key tiles."""
     rows, queries, heads, head_dim = q.shape

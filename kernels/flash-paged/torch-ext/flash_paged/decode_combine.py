@@ -1,9 +1,9 @@
-"""Results of the decode kernels: written at once where one program has seen all keys of a lane, else put together by the
-program that arrives last.
+"""Results of the decode kernels: written at once where one program has seen all keys of a lane, else put together by
+the program that arrives last.
 
-A part is float32: acc [ROWS, BLOCK_DV] and total [ROWS], both relative to 2**maximum [ROWS]. Program p has room for two: part
-2 p of a lane that began in a program before it, part 2 p + 1 of a lane that begins in it. Parts are added in the order of the
-programs, whoever arrives last.
+A part is float32: acc [ROWS, BLOCK_DV] and total [ROWS], both relative to 2**maximum [ROWS]. Program p has room for
+two: part 2 p of a lane that began in a program before it, part 2 p + 1 of a lane that begins in it. Parts are added in
+the order of the programs, whoever arrives last.
 """
 
 import torch
@@ -16,9 +16,9 @@ _counters: dict[torch.device, torch.Tensor] = {}
 
 
 def arrival_counters(programs: int, device: torch.device) -> torch.Tensor:
-    """int32 [>= programs] of zeros that the kernels leave zero. One buffer a device for its default stream, on which launches
-    do not overlap; new ones elsewhere: graphs captured on one stream may be replayed on several, and torch.compile warms its
-    graphs up on a side stream, in a pool that must keep nothing."""
+    """int32 [>= programs] of zeros that the kernels leave zero. One buffer a device for its default stream, on which
+    launches do not overlap; new ones elsewhere: graphs captured on one stream may be replayed on several, and
+    torch.compile warms its graphs up on a side stream, in a pool that must keep nothing."""
     if device.type == "cpu" or torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         return torch.zeros(programs, dtype=torch.int32, device=device)
     if device not in _counters or _counters[device].numel() < programs:
@@ -94,8 +94,8 @@ def write_rows(
     GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Rows m (query m // GROUP, head m % GROUP of the group) of the result: out is contiguous [B, Sq, Hq, Dv], lse float32
-    [B, Hq, Sq] or None. channel [BLOCK_DV]: where the columns of acc belong; VALUE_DIM and above: nowhere."""
+    """Rows m (query m // GROUP, head m % GROUP of the group) of the result: out is contiguous [B, Sq, Hq, Dv], lse
+    float32 [B, Hq, Sq] or None. channel [BLOCK_DV]: where the columns of acc belong; VALUE_DIM and above: nowhere."""
     valid = m < seqlen_q * GROUP
     query = m // GROUP
     head = kv_head * GROUP + m % GROUP
@@ -144,8 +144,8 @@ def finish_lane(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """What this program makes of the sums over its key tiles first..last of a lane (query tile `tile` of a key head) that
-    has lane_tiles of them, from lane_start in the sequence of all."""
+    """What this program makes of the sums over its key tiles first..last of a lane (query tile `tile` of a key head)
+    that has lane_tiles of them, from lane_start in the sequence of all."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_DV: tl.constexpr = acc.shape[1]
     if last - first == lane_tiles:

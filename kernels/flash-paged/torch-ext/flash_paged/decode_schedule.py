@@ -1,8 +1,9 @@
 """Who reads which keys when few queries are decoded: every program takes an equal share of all key tiles of the batch.
 
-The work is one sequence of key tiles: rows one after the other, in a row its lanes (key head, query tile), in a lane the
-key tiles that its queries see. Program p takes tiles p * share to (p + 1) * share, whatever rows and lanes they belong to
-(stream-K, https://arxiv.org/abs/2301.03598): a batch of very different lengths is spread as evenly as one of equal lengths.
+The work is one sequence of key tiles: rows one after the other, in a row its lanes (key head, query tile), in a lane
+the key tiles that its queries see. Program p takes tiles p * share to (p + 1) * share, whatever rows and lanes they
+belong to (stream-K, https://arxiv.org/abs/2301.03598): a batch of very different lengths is spread as evenly as one of
+equal lengths.
 The number of programs follows from shapes, the share from the lengths on the device: a CUDA graph can be replayed while
 lengths grow.
 """
@@ -28,8 +29,9 @@ def row_tiles(
     TREE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Of one row or a vector of them: its keys, the first key tile that any query sees, and how many tiles a lane has from
-    there on. A row without keys has one (empty) tile, so that somebody writes its output; a row beyond `rows` has none."""
+    """Of one row or a vector of them: its keys, the first key tile that any query sees, and how many tiles a lane has
+    from there on. A row without keys has one (empty) tile, so that somebody writes its output; a row beyond `rows` has
+    none."""
     length = (row * 0).to(tl.int32) + seqlen_k
     if cache_seqlens is not None:
         length = tl.load(cache_seqlens + row, mask=row < rows, other=-1)

@@ -20,8 +20,8 @@ def lse_strides(lse: torch.Tensor | None) -> tuple[int, int]:
 
 
 def pairs_a_section(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int, keys: int) -> int:
-    """How many of the (row, head) pairs to work on at a time (see tiles.program_tile), so that the keys and values they read
-    fit the L2 cache. keys: of a row, or of all rows together where k is [T, H, D]."""
+    """How many of the (row, head) pairs to work on at a time (see tiles.program_tile), so that the keys and values they
+    read fit the L2 cache. keys: of a row, or of all rows together where k is [T, H, D]."""
     if k.dim() == 3:
         keys = triton.cdiv(keys, rows)
     bytes_a_head = max(1, keys * (k.shape[-1] + v.shape[-1]) * k.element_size())

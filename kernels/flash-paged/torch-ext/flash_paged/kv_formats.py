@@ -1,8 +1,8 @@
 """How quantized keys and values lie in the pages of a cache.
 
 int8 and fp8 (E4M3): one float16 scale a token and head, x = code * scale. int4 and int2 (KIVI,
-https://arxiv.org/abs/2402.02750): keys one scale and minimum a channel and group of tokens, values a token and head,
-x = min + code * scale; a byte holds channels that lie D / 2 (or D / 4) apart, so that nothing is shuffled when unpacking.
+https://arxiv.org/abs/2402.02750): keys one scale and minimum a channel and group of tokens, values a token and head, x
+= min + code * scale; a byte holds channels that lie D / 2 (or D / 4) apart, so that nothing is shuffled when unpacking.
 """
 
 from typing import NamedTuple
