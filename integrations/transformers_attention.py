@@ -66,8 +66,8 @@ def flash_paged_attention_forward(
                 _refuse_packed(kwargs.get("position_ids"), query, handle)
             elif sliding_window is not None:
                 raise ValueError(
-                    f"attention_mask: padding stands elsewhere than at the left, and a window of {sliding_window} columns counts "
-                    "it, which the pages of a PagedCache do not hold. Pad on the left alone, or use "
+                    f"attention_mask: padding stands elsewhere than at the left, and a window of {sliding_window} "
+                    "columns counts it, which the pages of a PagedCache do not hold. Pad on the left alone, or use "
                     'attn_implementation="sdpa"'
                 )
         output = handle.attend(query, key_, value, attention_mask, **options)
@@ -177,8 +177,8 @@ def _refuse_packed(position_ids, query, handle) -> None:
         return
     if bool((position_ids[:, 1:] < position_ids[:, :-1]).any()):
         raise ValueError(
-            "position_ids restart, so several sequences are packed into one row: a PagedCache keeps one sequence per row. "
-            "Use use_cache=False, or a batch."
+            "position_ids restart, so several sequences are packed into one row: a PagedCache keeps one sequence per "
+            "row. Use use_cache=False, or a batch."
         )
 
 
@@ -218,8 +218,8 @@ def register() -> None:
             import transformers
 
             raise ImportError(
-                f"hf_efficient's attention needs {owner.__name__}.{name}, which transformers {transformers.__version__} "
-                f"does not have. Supported: {_SUPPORTED}."
+                f"hf_efficient's attention needs {owner.__name__}.{name}, which transformers "
+                f"{transformers.__version__} does not have. Supported: {_SUPPORTED}."
             )
     for name in api.ATTENTION_NAMES:
         AttentionInterface.register(name, flash_paged_attention_forward)
@@ -292,8 +292,8 @@ def _allow_our_names(original):
             )
         if getattr(self.config, "sliding_window", None) and _keeps_windows_in_masks(type(self).__module__):
             raise ValueError(
-                f"attn_implementation={attn_implementation!r}: {type(self).__name__} puts its sliding window into masks alone, "
-                'which flash attention does not take. Use "sdpa" or "eager".'
+                f"attn_implementation={attn_implementation!r}: {type(self).__name__} puts its sliding window into "
+                'masks alone, which flash attention does not take. Use "sdpa" or "eager".'
             )
         if compatible is not None and attn_implementation not in compatible:
             if not any("attn" in name or name.startswith("flash_attention") for name in compatible):

@@ -50,8 +50,8 @@ def attend_pages(
         query, key, value = (new.permute(2, 0, 1, 3) for new in (query, key, value))
         seqlens = _shared(starts, is_first, lambda: starts.diff() - 1)  # -1 for the empty rows of a padded batch
         output = api.flash_attn_with_kvcache(
-            query, k_pages, v_pages, key, value, cache_seqlens=seqlens, block_table=block_table[allocator.index], **options,
-            **scales,
+            query, k_pages, v_pages, key, value, cache_seqlens=seqlens, block_table=block_table[allocator.index],
+            **options, **scales,
         )  # fmt: skip
         return output.transpose(0, 1)
     query, key, value = (new[0].transpose(0, 1) for new in (query, key, value))

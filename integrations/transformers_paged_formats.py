@@ -112,7 +112,7 @@ class _QuantizedPages:
         return self._scales[layer_idx]
 
     def update(self, key_states, value_states, layer_idx: int, read_index, write_index):
-        """Writes the new [T, Hk, D] and returns them: where tokens of the cache are seen, flash_paged reads the pages."""
+        """Writes the new [T, Hk, D] and returns them: flash_paged reads tokens of the cache from the pages."""
         api.reshape_and_cache(key_states, value_states, *self._pages[layer_idx], write_index, **self._scales[layer_idx])
         return key_states, value_states
 

@@ -20,7 +20,7 @@ class DecodeStepMixin:
             state.over_pages = wanted
 
     def forward_context(self):
-        """A context for one forward of the model over this cache, in which the attention follows `attend_over_pages`."""
+        """A context for one forward over this cache, in which the attention is what `attend_over_pages` asked for."""
         return over_pages(self.state.over_pages)
 
     @contextmanager
@@ -112,8 +112,8 @@ class DecodeStepMixin:
         """
         if not self.takes_trees:
             raise ValueError(
-                "a token tree needs a PagedCache without eviction whose pages are in the model's dtype, int8 or fp8, not "
-                f"kv_format={self.kv_format!r}{', eviction=...' if self.eviction is not None else ''}"
+                "a token tree needs a PagedCache without eviction whose pages are in the model's dtype, int8 or fp8, "
+                f"not kv_format={self.kv_format!r}{', eviction=...' if self.eviction is not None else ''}"
             )
         for state in self.states:
             state.tree = seen

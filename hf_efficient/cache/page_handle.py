@@ -1,4 +1,4 @@
-"""How attention finds the blocks: `update` marks the new keys with a `PageHandle`, which does the attention over them."""
+"""How attention finds the pages: `update` marks the new keys with a `PageHandle`, which attends over them."""
 
 import torch
 
@@ -39,8 +39,8 @@ class PageHandle:
             state.pending, self.value = None, value
         elif not torch.compiler.is_compiling() and value is not self.value:
             raise RuntimeError(
-                f"layer {layer.layer_idx} attends to one set of keys with several values: a PagedCache stores the first "
-                'only. Use attn_implementation="sdpa"'
+                f"layer {layer.layer_idx} attends to one set of keys with several values: a PagedCache stores the "
+                'first only. Use attn_implementation="sdpa"'
             )
         if state.decode_plan is not None:  # touches nothing but tensors from here on, because it may be compiled
             state.decode_plan.check(key.shape[0], key.shape[2], attention_mask)

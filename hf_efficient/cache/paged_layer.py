@@ -100,8 +100,8 @@ class PagedLayer(CacheLayerMixin):
             self.fix_pools(key_states, value_states)
         if self.evicts and not state.reads_pages:
             raise ValueError(
-                'PagedCache(eviction=...) needs attn_implementation="flash_paged", whose attention reads the tokens that '
-                f"are left, not {state.attention!r}"
+                'PagedCache(eviction=...) needs attn_implementation="flash_paged", whose attention reads the tokens '
+                f"that are left, not {state.attention!r}"
             )
         if state.reads_pages:
             if state.decode_plan is None and (
@@ -126,10 +126,10 @@ class PagedLayer(CacheLayerMixin):
         plan = state.plan
         if self.num_forwards != state.num_forwards - 1 or (len(plan.starts), plan.width) != (batch, width):
             raise RuntimeError(
-                f"PagedCache: layer {self.layer_idx} took part in {self.num_forwards} forwards with this cache and another "
-                f"layer in {state.num_forwards} (now {batch} sequences of {width} columns, there {len(plan.starts)} of "
-                f"{plan.width}). All layers must take part in every forward: call reset() after a forward that "
-                "failed halfway, and use DynamicCache for early exit."
+                f"PagedCache: layer {self.layer_idx} took part in {self.num_forwards} forwards with this cache and "
+                f"another layer in {state.num_forwards} (now {batch} sequences of {width} columns, there "
+                f"{len(plan.starts)} of {plan.width}). All layers must take part in every forward: call reset() after "
+                "a forward that failed halfway, and use DynamicCache for early exit."
             )
         return plan
 

@@ -137,8 +137,8 @@ class PrefixCache:
         """Raises ValueError when a PagedCache with these arguments cannot share its blocks."""
         if config.get_text_config(decoder=True) is not self._config:
             raise ValueError(
-                "prefix_cache: made for another model. Give PagedCache the config object of the model that the PrefixCache "
-                "was made for (model.config)"
+                "prefix_cache: made for another model. Give PagedCache the config object of the model that the "
+                "PrefixCache was made for (model.config)"
             )
         for name, given, own in (("block_size", block_size, self.block_size), ("kv_format", kv_format, self.kv_format)):
             if given != own:

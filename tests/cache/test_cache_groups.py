@@ -73,7 +73,8 @@ def test_ragged_padded_rows_forks_and_rewinds(name):
     model.set_attn_implementation("flash_paged")
     inputs = left_padded_batch((130, 20, 77))
     cache = PagedCache(model.config, BLOCK)
-    step(model, cache, **{"tokens": inputs["input_ids"]}, attention_mask=inputs["attention_mask"], position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp_min(0))  # fmt: skip
+    mask = inputs["attention_mask"]
+    step(model, cache, inputs["input_ids"], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
     rows = [ids[mask.bool()] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
     generator = torch.Generator().manual_seed(0)
 

@@ -5,6 +5,7 @@ layer does under the paged attention, without the attention. A part of the cache
 offload, a prefix cache) subclasses `CacheMachine`, with rules for these and a `make_cache` or `read` of its own.
 """
 
+import copy
 from unittest import mock
 
 import torch
@@ -84,7 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> list:
         return [
-            ([list(table) for table in s.pool.tables], *map(list, (s.pool.lengths, s.pool.dropped, s.pool.ref_count)), s.columns)
+            (copy.deepcopy((s.pool.tables, s.pool.lengths, s.pool.dropped, s.pool.ref_count)), s.columns)
             for s in self.states
         ]  # fmt: skip
 

@@ -64,7 +64,7 @@ def test_a_budget_larger_than_the_text_changes_nothing(llama, when):
 @pytest.mark.parametrize("when", ["prefill", "always"])
 @pytest.mark.parametrize("name", SCORERS)
 def test_rows_of_a_padded_batch_are_as_alone(llama, name, when, monkeypatch):
-    """Prompts of unequal length, then single tokens and a further prompt: what a row keeps does not depend on others."""
+    """Prompts of unequal length, single tokens, a further prompt: what a sequence keeps does not depend on others."""
     monkeypatch.setattr(evicting, "_PROMPT", 16)
     ids = torch.stack([torch.randperm(125) + 3 for _ in range(3)])  # no token twice, whose keys would be equally long
     prompt, *parts = ids[:, :105].split((60, 1, 1, 8, 18, 1, 1, 1, 1, 1, 1, 1, 1, 1, 8), 1)
@@ -178,7 +178,7 @@ def test_rewinding_while_the_tokens_are_there(llama):
 
 
 def test_speculation_takes_back_tokens_that_are_left(llama):
-    """The first forward holds the prompt and what was proposed, so the tokens equal plain ones only without eviction."""
+    """The first forward holds prompt and proposals, so the tokens equal greedy decoding only without eviction."""
     inputs = left_padded_batch((60,))
     expected = generate(llama, inputs, 20)
     for kwargs in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=tiny_model("llama", seed=1))):

@@ -77,7 +77,7 @@ def one_by_one_rounded(model, kv_format, prompts=PROMPTS, first=None, rounds_pro
 
 
 def batch_of(model, kv_format, prompts=PROMPTS, **config):
-    """`generate_batch` with pages of this format; the prompts are one forward unless `max_batch_tokens` says otherwise."""
+    """`generate_batch` with pages of this format; one forward for all prompts, or what `max_batch_tokens` allows."""
     config = {"max_batch_tokens": TOGETHER, **config}
     model.set_attn_implementation("flash_paged")
     with mock.patch.object(test_continuous_batching, "ContinuousBatchingConfig", ContinuousBatchingConfig):
@@ -207,7 +207,7 @@ def test_bytes_of_the_pool(kv_format):
 
 
 def test_forwards_wait_for_no_device():
-    """A fake tensor has no values: reading one on the host raises. Batches that read, by table and by index, and rings."""
+    """A fake tensor raises when the host reads it: batches that read by table and by index, and rings."""
     models = [flash_model(name) for name in ("llama", "mistral")]
     with FakeTensorMode():
         for model in models:

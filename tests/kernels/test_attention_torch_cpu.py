@@ -110,7 +110,8 @@ class Cache:
     def attend(self, function, q, k=None, v=None, **options):
         """(out, log-sum-exp) of `function`: attention.flash_attn_with_kvcache or the reference."""
         return function(
-            q, *self.pages, k, v, cache_seqlens=self.lengths, block_table=self.table, return_softmax_lse=True, **self.extra,
+            q, *self.pages, k, v, cache_seqlens=self.lengths, block_table=self.table, return_softmax_lse=True,
+            **self.extra,
             **options,
         )  # fmt: skip
 

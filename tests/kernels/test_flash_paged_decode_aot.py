@@ -1,4 +1,4 @@
-"""The decode kernels compiled for four GPUs: they build, do not spill, fit and use matrix instructions and wide loads."""
+"""The decode kernels compiled for four GPUs: no spills, shared memory that fits, matrix instructions, wide loads."""
 
 import re
 

@@ -134,7 +134,7 @@ def test_any_number_of_programs(kernel_device, monkeypatch, name):
 @pytest.mark.parametrize("block_size, dim", [(48, 80), (256, 32)])
 @pytest.mark.usefixtures("two_processors")
 def test_formats(kernel_device, name, block_size, dim):
-    """Pages smaller, larger and not a multiple of a key tile; float16 queries, so that codes go through float16 bits."""
+    """Pages smaller, larger and no multiple of a key tile; float16 queries, so that codes go through float16 bits."""
     groups = {**SMALL_GROUPS, "channel_groups": 2 if dim == 32 else 1} if name in ("int4", "int2") else {}
     check_case(*case(kernel_device, name, (150, -1, 256), 3, 3, 1, dim, block_size, dtype=torch.float16, **groups))
 
@@ -201,7 +201,7 @@ def test_71_heads_of_one_key_head(kernel_device):
 @pytest.mark.parametrize("name", ["full", "int8", "int4"])
 @pytest.mark.usefixtures("two_processors")
 def test_evicted_pages_are_not_touched(kernel_device, name):
-    """Streaming: the first pages and a window stay, pages between are given back (and used by others: poisoned here)."""
+    """Streaming: the first pages and a window stay, pages between are given back and poisoned by others."""
     lengths = (200, 140)
     tensors, arguments = case(kernel_device, name, lengths, block_size=16, **(SMALL_GROUPS if name == "int4" else {}))
     evicted = arguments["block_table"][:, 2:7].long().flatten()

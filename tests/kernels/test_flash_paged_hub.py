@@ -1,4 +1,4 @@
-"""The kernel folders as the Hub serves them: built copies load through the `kernels` package and pass their own tests."""
+"""The kernel folders as the Hub serves them: built copies load through `kernels` and pass their own tests."""
 
 import json
 import os

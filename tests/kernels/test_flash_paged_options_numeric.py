@@ -153,7 +153,7 @@ def test_options(kernel_device, path, option, name):
 
 
 def random_trees(rows, nodes, device):
-    """Every node but the first hangs from a random earlier one: int64 [rows, nodes], bit j of node i for an ancestor j."""
+    """int64 [rows, nodes]: every node but the first has a random earlier parent; bit j of node i for an ancestor j."""
     masks = [[0] * nodes for _ in range(rows)]
     for row in masks:
         for node, parent in enumerate(torch.rand(nodes).tolist()):
@@ -202,7 +202,7 @@ def test_freed_pages_of_quantized_caches(kernel_device, path, name):
 
 @pytest.mark.parametrize("name, length", [("full", None), ("full", 21), ("int8", None), ("int8", 21), ("int4", 43)])
 def test_one_page_a_row_and_one_length(kernel_device, name, length):
-    """Without a block table row b has page b; cache_seqlens may be one number for all rows, or None when all is full."""
+    """Without a block table sequence b has page b; cache_seqlens may be one number, or None when all is full."""
     held = (32, 32) if name != "int4" else (length, length)
     (k_cache, v_cache, table), rest = filled_cache(
         name, held, 64 if length == 43 else 32, 1, 16, 16, kernel_device, **CACHES[name]

@@ -1,4 +1,4 @@
-"""The float64 references of flash_paged against torch's own attention, and the errors for what the kernels cannot do."""
+"""The float64 references of flash_paged against torch's attention, and errors for what the kernels cannot do."""
 
 import subprocess
 import sys
@@ -365,5 +365,8 @@ def test_cpu_tensors_are_refused():
 def test_the_folder_stands_alone():
     """As the Hub serves it: imported from its own folder, without hf_efficient, on a machine without a GPU driver."""
     folder = Path(checks.__file__).parents[1]
-    code = "import sys, flash_paged; assert 'hf_efficient' not in sys.modules; [getattr(flash_paged, n) for n in flash_paged.__all__]"
+    code = (
+        "import sys, flash_paged; assert 'hf_efficient' not in sys.modules; "
+        "[getattr(flash_paged, n) for n in flash_paged.__all__]"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)

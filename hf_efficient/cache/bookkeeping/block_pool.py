@@ -9,31 +9,43 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 
-_SMALL = 64  # blocks not worth saving
-_ROOM = 8  # blocks of room behind a sequence of more than that, or an eighth of the sequence
+_SMALL_POOL = 64  # blocks: pools up to this size are not shrunk
+_ROOM = 8  # blocks left free behind a sequence of more than that, or an eighth of the sequence where that is more
 
 
 class StorageChange(NamedTuple):
-    """What the tensors have to do before the tokens of an `append` are written, in this order."""
+    """What the tensors have to do, in this order, before the tokens of an `append` are written.
 
-    capacity: int  # blocks that must exist
-    moves: (
-        list[tuple[int, int, int]] | None
-    )  # (old, new, number) of the blocks to keep, or None: all stay where they are
-    copies: list[tuple[int, int]]  # (source, destination) of shared blocks that are written to
+    capacity: blocks that must exist.
+    moves: (old, new, number) of runs of blocks to keep; None where all stay where they are.
+    copies: (source, destination) of shared blocks that are written to.
+    """
+
+    capacity: int
+    moves: list[tuple[int, int, int]] | None
+    copies: list[tuple[int, int]]
 
 
 class BlockPool:
     """Blocks of `block_size` tokens, shared between sequences by reference counts and copied when one of them writes.
 
+    The blocks of a sequence are consecutive where that costs little, so that its tokens can be read without a gather. A
+    growing pool leaves room behind sequences of about equal length, and moves them apart again when that room is used
+    up.
+    Where lengths are unequal or blocks are shared it leaves no room: it has at most 1/32 more blocks than are used (or
+        one
+    for each sequence), and gives back what forks and drops leave empty.
+
     Args:
         block_size: tokens in a block.
         num_blocks: a pool of exactly so many blocks; None for one that grows on demand.
 
-    A sequence's blocks are placed one after another where that costs little, so that its tokens can be read without a
-    gather: a growing pool leaves room behind sequences of about equal length, and moves them apart again when that room
-    is used up. Rows of unequal length, and sequences that share blocks, lie close: such a pool has at most 1/32 more
-    blocks than are used (or one a sequence), and what forks and drops leave empty is given back.
+    tables: the blocks of each sequence, in order.
+    lengths: the tokens in its blocks.
+    dropped: tokens before these, which `drop` forgot.
+    is_contiguous: whether its blocks follow one another.
+    ref_count: for each block, how many sequences hold it; 0 when it is free.
+    written: the blocks that have held tokens since the pool was last resized.
     """
 
     def __init__(self, block_size: int, num_blocks: int | None = None):
@@ -43,16 +55,16 @@ class BlockPool:
 
     def reset(self) -> None:
         """Forgets all sequences. A growing pool has no blocks afterwards."""
-        self.tables: list[list[int]] = []  # sequence -> its blocks, in order
-        self.lengths: list[int] = []  # sequence -> the tokens in its blocks
-        self.dropped: list[int] = []  # sequence -> tokens before these, which `drop` forgot
-        self.is_contiguous: list[bool] = []  # sequence -> whether its blocks follow one another
-        self._reported: list[int] = []  # sequence -> leading blocks of its table that `table_changes` has told already
+        self.tables: list[list[int]] = []
+        self.lengths: list[int] = []
+        self.dropped: list[int] = []
+        self.is_contiguous: list[bool] = []
+        self._reported: list[int] = []  # leading blocks of each sequence that `table_changes` has returned already
         self._resize([0] * (self.num_blocks or 0))
 
     def _resize(self, ref_count: list[int]) -> None:
-        self.ref_count = ref_count  # block -> sequences that hold it, 0 when free
-        self.written = {block for block, count in enumerate(ref_count) if count}  # blocks that were in use since then
+        self.ref_count = ref_count
+        self.written = {block for block, count in enumerate(ref_count) if count}
         self.free_block_ids = [block for block, count in enumerate(ref_count) if count == 0]  # ascending, so a heap
         self.num_free = len(self.free_block_ids)
 
@@ -63,7 +75,7 @@ class BlockPool:
 
     @property
     def total_lengths(self) -> list[int]:
-        """Tokens of each sequence, the dropped ones too."""
+        """Tokens of each sequence, dropped ones included."""
         return [length + dropped for length, dropped in zip(self.lengths, self.dropped)]
 
     def add_sequences(self, number: int) -> None:
@@ -80,13 +92,13 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def slots(self, sequence: int, first: int, number: int) -> list[int]:
-        """block * block_size + offset of `number` tokens of the sequence from its token `first` on."""
+        """The slots (block * block_size + offset) of `number` tokens of a sequence from its token `first` on."""
         size, first = self.block_size, first - self.dropped[sequence]
         table = self.tables[sequence]
         return [table[token // size] * size + token % size for token in range(first, first + number)]
 
     def append(self, counts: list[int]) -> StorageChange:
-        """Makes room for `counts[sequence]` more tokens at the end of each sequence.
+        """Makes room for `counts[b]` more tokens at the end of each sequence b.
 
         Raises ValueError, with nothing changed, when a pool of fixed size has too few free blocks.
         """
@@ -122,16 +134,18 @@ class BlockPool:
         return StorageChange(self.capacity, moves, copies)
 
     def _grow(self, demand: list[int], required: int) -> tuple[list[tuple[int, int, int]] | None, dict[int, int]]:
-        """Makes at least `required` blocks free, and places the sequences apart where that is worth it. Returns the
-        moves, and the block to begin with for each empty sequence."""
+        """Makes at least `required` blocks free, and moves the sequences apart where that makes them contiguous.
+
+        Returns the moves, and the first block of each empty sequence.
+        """
         used = self.capacity - self.num_free
         total = used + required
         if self.num_blocks is not None and total > self.num_blocks:
             raise ValueError(
                 f"PagedCache(num_blocks={self.num_blocks}, block_size={self.block_size}) is too small: this step needs "
                 f"{total} blocks ({used} in use and {required} more), {total - self.num_blocks} more than there are. "
-                "Nothing was changed. Free some with batch_select_indices(), rewind(), crop() or reset(), or make a cache of "
-                f"{total} blocks or more, or one that grows (neither num_blocks nor memory)."
+                "Nothing was changed. Free some with batch_select_indices(), rewind(), crop() or reset(), or make a "
+                f"cache of {total} blocks or more, or one that grows (neither num_blocks nor memory)."
             )
         sequences, shared = len(self.tables), used != sum(map(len, self.tables))
         longest = max(len(table) + more for table, more in zip(self.tables, demand))
@@ -141,26 +155,28 @@ class BlockPool:
                 sequence: sequence * room for sequence in range(sequences)
             } if used == 0 and longest <= room else {}
         spare = longest * sequences - total
-        apart = not shared and spare <= max(total // 4, min(total, _SMALL))
+        apart = not shared and spare <= max(total // 4, min(total, _SMALL_POOL))
         room = longest + max(longest // 8, min(longest, _ROOM)) if apart else 0
         capacity = room * sequences if apart else total + max(total // 32, sequences)
         blocked = apart and any(
             more and not self._is_free_run(table[-1] + 1, more) for more, table in zip(demand, self.tables) if table
         )
-        if used == 0 or blocked or self.capacity > max(capacity + capacity // 2, _SMALL):
+        if used == 0 or blocked or self.capacity > max(capacity + capacity // 2, _SMALL_POOL):
             return self._place(capacity, room)
         if self.num_free < required:
             self._resize(self.ref_count + [0] * (capacity - self.capacity))
         return None, {}
 
     def _place(self, capacity: int, room: int) -> tuple[list[tuple[int, int, int]], dict[int, int]]:
-        """Moves to a pool of `capacity` blocks: sequence r from block r * room on, or all closely when `room` is 0.
-        Returns the moves and the block to begin with for each empty sequence."""
-        places: dict[int, int] = {}  # old -> new
+        """Moves to a pool of `capacity` blocks: sequence b from block b * room on, or without gaps when `room` is 0.
+
+        Returns the moves, and the first block of each empty sequence.
+        """
+        new_ids: dict[int, int] = {}
         for sequence, table in enumerate(self.tables):
-            for place, block in enumerate(table):
-                places.setdefault(block, sequence * room + place if room else len(places))
-            table[:] = [places[block] for block in table]
+            for number, block in enumerate(table):
+                new_ids.setdefault(block, sequence * room + number if room else len(new_ids))
+            table[:] = [new_ids[block] for block in table]
             self._reported[sequence] = 0
             self.is_contiguous[sequence] = all(b == a + 1 for a, b in zip(table, table[1:]))
         ref_count = [0] * capacity
@@ -168,7 +184,7 @@ class BlockPool:
             ref_count[block] += 1
         self._resize(ref_count)
         moves: list[tuple[int, int, int]] = []
-        for old, new in places.items():  # piece by piece
+        for old, new in new_ids.items():  # run by run
             if moves and (old, new) == (moves[-1][0] + moves[-1][2], moves[-1][1] + moves[-1][2]):
                 moves[-1] = (*moves[-1][:2], moves[-1][2] + 1)
             else:
@@ -179,10 +195,10 @@ class BlockPool:
         return start + number <= self.capacity and not any(self.ref_count[start : start + number])
 
     def _take(self, wanted: int | None) -> int:
-        """A free block: `wanted` if it is one, else the lowest."""
+        """Takes a free block: `wanted` if that is free, else the lowest."""
         block = wanted
         while block is None or block >= self.capacity or self.ref_count[block]:
-            block = heapq.heappop(self.free_block_ids)  # may name a block taken as `wanted` in the meantime
+            block = heapq.heappop(self.free_block_ids)  # stale where the block was taken as `wanted` since
         self.ref_count[block] = 1
         self.written.add(block)
         self.num_free -= 1
@@ -197,7 +213,7 @@ class BlockPool:
                 self.free_block_ids = [b for b, count in enumerate(self.ref_count) if count == 0]
 
     def rewind(self, lengths: list[int]) -> None:
-        """Shortens each sequence to `lengths[sequence]` tokens, dropped ones included, and frees the blocks beyond."""
+        """Shortens each sequence b to `lengths[b]` tokens, dropped ones included, and frees the blocks beyond."""
         for sequence, (table, length) in enumerate(zip(self.tables, lengths)):
             if length == 0:
                 self.dropped[sequence] = 0
@@ -209,8 +225,7 @@ class BlockPool:
             self.is_contiguous[sequence] = self.is_contiguous[sequence] or len(table) < 2
 
     def drop(self, tokens: list[int]) -> None:
-        """Forgets the first `tokens[sequence]` tokens of each sequence, whole blocks: what is left is the sequence from
-        now on."""
+        """Forgets the first `tokens[b]` tokens, whole blocks, of each sequence b."""
         for sequence, (table, number) in enumerate(zip(self.tables, tokens)):
             if number:
                 for block in table[: number // self.block_size]:
@@ -222,7 +237,7 @@ class BlockPool:
                 self.is_contiguous[sequence] = self.is_contiguous[sequence] or len(table) < 2
 
     def fork(self, sequences: list[int]) -> None:
-        """Row i becomes what sequence `sequences[i]` was; a sequence named twice is shared, one not named is freed."""
+        """Sequence i becomes what sequence `sequences[i]` was; one named twice is shared, one not named is freed."""
         tables = [list(self.tables[sequence]) for sequence in sequences]
         for table in tables:
             for block in table:
@@ -238,7 +253,7 @@ class BlockPool:
 
     @contextmanager
     def only(self, sequences: list[int]) -> Iterator[None]:
-        """Inside, the sequences of this pool, which is of a fixed size, are `sequences` alone, in this order."""
+        """Inside, the pool, which must be of a fixed size, consists of `sequences` alone, in this order."""
         whole = {name: getattr(self, name) for name in ("tables", "lengths", "dropped", "is_contiguous")}
         for name, values in whole.items():
             setattr(self, name, [values[sequence] for sequence in sequences])
@@ -253,14 +268,14 @@ class BlockPool:
             self._reported = [0] * len(self.tables)
 
     def snapshot(self) -> dict:
-        """Everything that `restore` needs, in lists and numbers."""
+        """What `restore` needs, as JSON values."""
         return {"capacity": self.capacity, "tables": self.tables, "lengths": self.lengths, "dropped": self.dropped}
 
     def restore(self, snapshot: dict) -> None:
-        """Makes this pool what another of the same block size and `num_blocks` was.
+        """Makes this pool what another one of the same block size and `num_blocks` was.
 
-        Raises ValueError, with nothing changed, when that cannot be: a negative or too large block, a block twice in a
-        sequence, tables that do not fit the lengths.
+        Raises ValueError, with nothing changed, for blocks that do not exist or stand twice in a sequence, and for
+        tables that do not fit the lengths.
         """
         capacity, tables, lengths, dropped = (snapshot[name] for name in ("capacity", "tables", "lengths", "dropped"))
         if self.num_blocks not in (None, capacity):
@@ -286,12 +301,11 @@ class BlockPool:
         self._resize(ref_count)
 
     def table_changes(self) -> list[tuple[int, int, int]]:
-        """(sequence, place, block) of every block in the tables that was not there at the last call, or at another
-        place."""
+        """(sequence, index in its table, block) of the table entries that have changed since the last call."""
         changes = [
-            (sequence, place, table[place])
+            (sequence, index, table[index])
             for sequence, (table, first) in enumerate(zip(self.tables, self._reported))
-            for place in range(first, len(table))
+            for index in range(first, len(table))
         ]
         self._reported = [len(table) for table in self.tables]
         return changes

@@ -13,11 +13,14 @@ from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
 class DecodePlan(NamedTuple):
-    """A forward whose bookkeeping is done before it runs, so that it can be compiled."""
+    """What the forward inside `decode_step` must look like, whose bookkeeping is done before it runs.
+
+    width: new tokens of each sequence. tree_mask: int64 [B, width] for a token tree, as the attention kernels take it.
+    """
 
     sequences: int
     width: int
-    tree_mask: torch.Tensor | None = None  # as the attention kernels take it
+    tree_mask: torch.Tensor | None = None
 
     def check(self, sequences: int, width: int, mask: torch.Tensor | None) -> None:
         """Raises ValueError when the forward is not the one that was planned."""
@@ -30,34 +33,44 @@ class DecodePlan(NamedTuple):
             raise ValueError("decode_step() takes no attention_mask: every new column is a token; leave it out")
 
 
-REWINDABLE = 64  # tokens that layers with a window keep beyond it, for speculation to take back
+REWINDABLE = 64  # tokens that layers with a window keep behind it, so that speculation can take tokens back
 
 
 class CacheState:
-    """What the layers of a `PagedCache` share that see as far back as each other. `columns` counts what transformers
-    calls the sequence length: tokens and, under the paged attention, the padding that the 2-D masks showed;
-    `column_mask` (bool [B, columns] or None for no padding) says which of them are tokens.
+    """The bookkeeping of a group of layers of a `PagedCache`, those that see equally many tokens.
 
-    window: how many tokens, itself included, a query of these layers sees; blocks that lie `REWINDABLE` tokens or more
-    behind the window of the next query are freed. None for all tokens. peers: the states of all groups of layers of the
-    cache, this one too, the one that keeps most first: operations on one of them are done on all.
+    Args:
+        config: of the model's decoder.
+        window: tokens, itself included, that a query of these layers sees; None for all. Blocks that lie `REWINDABLE`
+            tokens or more behind the window of the next query are freed.
+
+    columns: columns of all [B, S] inputs so far, which transformers calls the sequence length: tokens and, under the
+        paged attention, padding. previous_columns: the same before the last forward.
+    column_mask: bool [B, columns], which columns are tokens; None for no padding.
+    peers: the states of all groups of the cache, this one included, the one that keeps most first. Operations on one of
+        them are done on all.
+    last_layer: index of the group's last layer.
+    over_pages: the attention reads pages though the config says "sdpa".
+    num_forwards: forwards planned since `reset`.
+    plan: of the last forward. pending: the `PageHandle` of the last `update`, until the attention has used it.
+    decode_plan: inside `decode_step` what the forward must look like.
+    tree: bool [B, S, S] for a forward over a token tree, as in `ForwardPlan`.
+    tables: the block tables by device and number of sequences.
     """
 
     def __init__(self, config, block_size: int, num_blocks: int | None, window: int | None = None):
         self.config = config
         self.window = window
         self.peers = [self]
-        self.last_layer: int | None = None  # the index of the last layer of this state
-        self.over_pages = (
-            False  # the attention reads pages though the config says "sdpa": see `DecodeStepMixin.attend_over_pages`
-        )
+        self.last_layer: int | None = None
+        self.over_pages = False
         self.pool = BlockPool(block_size, num_blocks)
         # attention over compressed latents expands them after `update`, so it cannot read pages
         self.has_latents = getattr(config, "kv_lora_rank", None) is not None
         self.reset()
 
     def reset(self) -> None:
-        """Of this state alone."""
+        """Forgets all tokens of this group alone."""
         self.pool.reset()
         self.columns = self.previous_columns = 0
         self.column_mask: torch.Tensor | None = None
@@ -65,12 +78,12 @@ class CacheState:
         self.plan: ForwardPlan | None = None
         self.pending = None
         self.decode_plan: DecodePlan | None = None
-        self.tree: torch.Tensor | None = None  # of the forward under way, as in `ForwardPlan`
-        self.tables: dict[tuple[torch.device, int], DeviceTables] = {}  # of each device and number of sequences
+        self.tree: torch.Tensor | None = None
+        self.tables: dict[tuple[torch.device, int], DeviceTables] = {}
 
     def restore(self, snapshot: dict, column_mask: torch.Tensor | None) -> None:
-        """Takes up where another cache was: the pool's snapshot, and `columns` beside it. Raises ValueError when that
-        cannot be."""
+        """Makes this the state that was saved. snapshot: of the pool, with `columns`. Raises ValueError where its parts
+        do not belong together."""
         columns = snapshot["columns"]
         self.pool.restore(snapshot)
         sequences, tokens = len(self.lengths), self.lengths
@@ -97,7 +110,7 @@ class CacheState:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence: what they would be if nothing was dropped."""
+        """Tokens of each sequence, dropped ones included."""
         return self.pool.lengths if self.window is None else self.pool.total_lengths
 
     @property
@@ -106,14 +119,17 @@ class CacheState:
         return bool(lengths) and min(lengths) != max(lengths)
 
     def see(self, window_size: tuple[int, int]) -> None:
-        """Tells that a layer attends to `window_size[0]` tokens before each query (-1: to all). One that sees further
-        than the config says ends the dropping, or raises RuntimeError when it comes too late."""
+        """Notes that a layer attends to `window_size[0]` tokens before each query (-1: to all).
+
+        A layer that sees further than the config says ends the dropping of tokens. Raises RuntimeError when some that
+        it would see are dropped already.
+        """
         if self.window is None or 0 <= window_size[0] < self.window:
             return
         if any(self.pool.dropped):
             raise RuntimeError(
-                f"PagedCache dropped tokens that lie more than {self.window} before the end, as the config says that these "
-                f"layers see no others, and one of them now attends with window_size={window_size}"
+                f"PagedCache dropped tokens that lie more than {self.window} before the end, as the config says that "
+                f"these layers see no others, and one of them now attends with window_size={window_size}"
             )
         self.window = None
         self.peers.remove(self)
@@ -142,12 +158,12 @@ class CacheState:
     def check_batch(self, batch: int) -> None:
         if self.pool.lengths and len(self.pool.lengths) != batch:
             raise ValueError(
-                f"PagedCache holds {len(self.pool.lengths)} sequences and cannot take a batch of {batch}: call reset(), "
-                "batch_repeat_interleave() or batch_select_indices() first."
+                f"PagedCache holds {len(self.pool.lengths)} sequences and cannot take a batch of {batch}: call "
+                "reset(), batch_repeat_interleave() or batch_select_indices() first."
             )
 
     def plan_columns(self, batch: int, width: int) -> ForwardPlan:
-        """Plans a forward of any other attention implementation: every column is stored, padding too."""
+        """Plans a forward under an attention that reads no pages: every column is stored, padding too."""
         if self.column_mask is not None and not bool(self.column_mask.all()):
             raise RuntimeError(
                 "PagedCache was filled by the paged attention, which stores no padding, and cannot be continued by "
@@ -156,24 +172,25 @@ class CacheState:
             )
         if any(len(set(state.pool.dropped)) > 1 for state in self.peers):
             raise RuntimeError(
-                "PagedCache: under the paged attention sequences of unequal length dropped unequal numbers of tokens behind the "
-                f"window of some layers, and cannot be continued by attn_implementation="
-                f"{self.attention!r}. Call reset() first, or keep the implementation."
+                "PagedCache: under the paged attention sequences of unequal length dropped unequal numbers of tokens "
+                f"behind the window of some layers, and cannot be continued by attn_implementation={self.attention!r}. "
+                "Call reset() first, or keep the implementation."
             )
         self.check_batch(batch)
         return self._append([width] * batch, None, width, None, evenly=True)
 
     def plan_tokens(self, batch: int, width: int, mask: torch.Tensor | None) -> ForwardPlan:
-        """Plans a forward of the paged attention. `mask`: bool or int [B, columns + width], 0 is padding; or None.
+        """Plans a forward of the paged attention. mask: bool or int [B, columns + width], 0 is padding; or None.
 
         Raises ValueError when the mask contradicts what the cache holds. Of a mask on an accelerator that adds one
-        column to a filled cache only the shape is looked at, since reading it would wait for the device at every token.
+        column
+        to a filled cache only the shape is checked: reading it would wait for the device at every token.
         """
         if mask is not None and (mask.dim() != 2 or tuple(mask.shape) != (batch, self.columns + width)):
             raise ValueError(
                 f"attention_mask of shape {tuple(mask.shape)}: the paged attention takes a 2-D mask of shape "
-                f"{(batch, self.columns + width)} (batch, columns in the cache + new ones), or None. For other masks use "
-                'attn_implementation="sdpa".'
+                f"{(batch, self.columns + width)} (batch, columns in the cache + new ones), or None. For other masks "
+                'use attn_implementation="sdpa".'
             )
         if mask is None or (mask.device.type != "cpu" and self.columns and width == 1):
             self.check_batch(batch)
@@ -208,7 +225,7 @@ class CacheState:
             for state in self.peers:
                 state.pool.add_sequences(len(counts))
         try:
-            for state in self.peers:  # the first one needs most blocks: when the pools are too small it raises
+            for state in self.peers:  # the first needs most blocks, so it is the one that raises, with nothing changed
                 state._append_own(counts, valid, width, column_mask, evenly)
         except ValueError:
             if is_new:
@@ -228,7 +245,7 @@ class CacheState:
         self.plan = ForwardPlan(self.pool, change, starts, valid, width, dropped, self.tree)
         changes = self.pool.table_changes()
         for (device, sequences), tables in self.tables.items():
-            if sequences != len(starts):  # of a batch before or after sequences left it, which are all reported anew
+            if sequences != len(starts):  # of another batch size: `table_changes` reports all blocks after it changed
                 continue
             if tables.fits(self.pool):
                 tables.update(changes, starts, self.previous_columns, self.pool.dropped)
@@ -236,8 +253,8 @@ class CacheState:
                 self.tables[device, sequences] = DeviceTables(self.pool, starts, self.previous_columns, device)
 
     def _drop(self, counts: list[int], evenly: bool) -> list[int] | None:
-        """Drops what no query sees any more, as much of each sequence as of the others when `evenly`. Returns how many
-        tokens."""
+        """Drops the tokens that no query sees any more, equally many of each sequence when `evenly`. Returns how many
+        of each, None for nothing."""
         if self.window is None:
             return None
         size, kept = self.pool.block_size, self.window - 1 + REWINDABLE
@@ -249,16 +266,15 @@ class CacheState:
         return tokens
 
     def tables_on(self, device) -> DeviceTables:
-        """The tables of the current step."""
-        place = device, len(self.pool.tables)
-        if place not in self.tables:
-            self.tables[place] = DeviceTables(self.pool, self.plan.starts, self.previous_columns, device)
-        return self.tables[place]
+        """The tables of the current forward."""
+        key = device, len(self.pool.tables)
+        if key not in self.tables:
+            self.tables[key] = DeviceTables(self.pool, self.plan.starts, self.previous_columns, device)
+        return self.tables[key]
 
     @contextmanager
     def only(self, sequences: list[int], batch: int) -> Iterator[None]:
-        """Inside, the cache, of `batch` empty sequences or sequences that were filled like this, consists of the empty
-        ones `sequences` alone."""
+        """Inside, the cache, a batch of `batch`, consists of the empty sequences `sequences` alone."""
         if not self.pool.lengths:
             for state in self.peers:
                 state.pool.add_sequences(batch)
@@ -286,9 +302,10 @@ class CacheState:
             for sequence, (length, dropped) in enumerate(zip(lengths, state.pool.dropped)):
                 if dropped and 0 < length < dropped + state.window - 1:
                     raise ValueError(
-                        f"PagedCache cannot go back to {length} tokens in sequence {sequence}: the layers that see {state.window} "
-                        f"tokens have dropped its first {dropped}, so it can go back to {dropped + state.window - 1} or to "
-                        f"0. Up to {REWINDABLE} tokens can always be taken back; for more, run the text again."
+                        f"PagedCache cannot go back to {length} tokens in sequence {sequence}: the layers that see "
+                        f"{state.window} tokens have dropped its first {dropped}, so it can go back to "
+                        f"{dropped + state.window - 1} or to 0. Up to {REWINDABLE} tokens can always be taken back; "
+                        "for more, run the text again."
                     )
         for state in self.peers:
             state.pool.rewind(lengths)
@@ -313,7 +330,7 @@ class CacheState:
         self._shorten(lengths, kept, None if self.column_mask is None else self.column_mask[:, :kept])
 
     def select(self, sequences: torch.Tensor) -> None:
-        """Row i becomes sequence `sequences[i]` (int64 [new batch])."""
+        """Sequence i becomes what sequence `sequences[i]` was (int64 [new batch])."""
         mask = None if self.column_mask is None else self.column_mask[sequences]
         for state in self.peers:
             state.pool.fork(sequences.tolist())

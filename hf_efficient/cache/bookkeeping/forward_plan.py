@@ -17,12 +17,16 @@ def tree_mask(seen: torch.Tensor) -> torch.Tensor:
 class ForwardPlan:
     """One forward that appends tokens to the sequences: where they go, and what the attention may read.
 
-    starts, lengths: tokens of each sequence before and after, of those that the pool has not dropped: positions count
-    from the first of these, which changes no causal mask and no window. dropped: tokens that this step dropped of each
-    sequence, or None.
-    valid: bool [B, S], or None when every one of the S new columns is a token. tree: bool [B, S, S], which of the new
-    tokens each of them sees when they are a token tree, or None. Tensors are made when first asked for, once per
-    device.
+    starts, lengths: tokens of each sequence before and after, dropped ones left out. Positions count from the first
+        token that is left, which changes no causal mask and no window.
+    change: what the tensors have to do before. dropped: tokens of each sequence that this forward dropped, or None.
+    valid: bool [B, S], or None when every one of the S new columns is a token.
+    tree: bool [B, S, S], which of the new tokens each of them sees when they are a token tree, or None.
+    width: S. max_length: tokens of the longest sequence. is_even: all sequences have as many tokens, before and after.
+    contiguous_span: (first slot, slots from sequence to sequence) where the sequences lie evenly spaced and unbroken in
+        the pool, else None.
+
+    Tensors are made when first asked for, once per device.
     """
 
     def __init__(
@@ -41,7 +45,7 @@ class ForwardPlan:
         self.starts, self.lengths = starts, pool.lengths
         self.valid = valid
         self.tree = tree
-        self.width = width  # S
+        self.width = width
         self.max_length = max(self.lengths)
         self.tables = pool.tables
         self.is_even = (
@@ -51,8 +55,6 @@ class ForwardPlan:
         self._tensors: dict = {}
 
     def _contiguous_span(self, pool: BlockPool) -> tuple[int, int] | None:
-        """(first token, tokens from sequence to sequence) when the sequences lie evenly spaced and unbroken in the
-        pool, else None."""
         if not all(pool.is_contiguous) or not all(self.tables):
             return None
         first = [table[0] for table in self.tables]
@@ -69,11 +71,11 @@ class ForwardPlan:
         return self._tensors[key]
 
     def forget_tensors(self) -> None:
-        """Drops the tensors made so far, masks above all, once the layers are done with them."""
+        """Frees the tensors made so far, once the layers are done with them."""
         self._tensors.clear()
 
     def slot_mapping(self, device) -> torch.Tensor:
-        """int64 [new tokens]: block * block_size + offset of every new token, sequence after sequence."""
+        """int64 [new tokens]: the slot (block * block_size + offset) of every new token, sequence after sequence."""
         return self._cached(("slots", device), lambda: to_device(self._slots(), torch.int64, device))
 
     def _slots(self) -> list[int]:
@@ -108,7 +110,7 @@ class ForwardPlan:
         return max(length - start for start, length in zip(self.starts, self.lengths))
 
     def token_indices(self, device) -> torch.Tensor | None:
-        """int64 [new tokens]: the tokens among the B * S new columns; None when all are."""
+        """int64 [new tokens]: which of the B * S new columns are tokens; None when all are."""
         if self.valid is None:
             return None
 
@@ -136,7 +138,7 @@ class ForwardPlan:
         return self._cached(("tree", device), lambda: tree_mask(self.tree.to(device)))
 
     def attention_mask(self, causal: bool, window: tuple[int, int], device) -> torch.Tensor | None:
-        """Additive float32 mask [B or 1, 1, S, longest sequence]; None where SDPA needs none, or only its `is_causal`."""
+        """Additive float32 mask [B or 1, 1, S, max_length]; None where SDPA needs none, or only its `is_causal`."""
         return self._cached((causal, window, device), lambda: self._make_mask(causal, window, device))
 
     def _make_mask(self, causal, window, device):
@@ -148,7 +150,7 @@ class ForwardPlan:
         unbounded = (left < 0 or left >= self.max_length - 1) and (right < 0 or causal or right >= self.max_length - 1)
         if self.is_even and unbounded and (not causal or self.width == 1 or self.starts[0] == 0):
             return None
-        if self.width == 1 and unbounded and self.valid is None:  # every decode step of a ragged batch: few operations
+        if self.width == 1 and unbounded and self.valid is None:  # a decode step: few operations
             lengths = to_device(self.lengths, torch.int64, device)
             return additive((torch.arange(self.max_length, device=device) < lengths[:, None])[:, None])
         starts = torch.tensor(self.starts, device=device)

@@ -1,4 +1,4 @@
-"""A model's own rotary position embedding, applied to stored keys and queries: moves them on by a number of positions."""
+"""A model's own rotary position embedding, by which stored keys and queries are moved to other positions."""
 
 import ast
 import importlib

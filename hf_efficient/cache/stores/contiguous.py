@@ -18,8 +18,8 @@ def contiguous(layer) -> tuple[torch.Tensor, torch.Tensor]:
     state, pool = layer.state, layer.state.pool
     if layer.evicts:
         raise RuntimeError(
-            "PagedCache(eviction=...) keeps other tokens in every head: layers[i].keys and .values have no columns. Use "
-            "layers[i].store.token_positions()"
+            "PagedCache(eviction=...) keeps other tokens in every head: layers[i].keys and .values have no columns. "
+            "Use layers[i].store.token_positions()"
         )
     lengths, mask = list(pool.lengths), state.column_mask
     stored = layer.store.read(ForwardPlan(pool, None, lengths, None, 0))

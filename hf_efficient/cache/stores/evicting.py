@@ -1,4 +1,4 @@
-"""Where a layer that evicts tokens keeps its keys and values: every key head of every sequence holds tokens of its own."""
+"""The keys and values of a layer that evicts tokens: every key head of every sequence holds tokens of its own."""
 
 from collections.abc import Callable
 
@@ -14,22 +14,26 @@ from hf_efficient.cache.eviction.rotary import Rotary
 from hf_efficient.cache.stores.full_precision import PageStore
 
 
-_PROMPT = 64  # a forward of more columns is a prompt also in a filled cache; others may be taken back by speculation
-_PENDING = 64  # so many forwards of queries may wait to be accumulated
-_SCORES = 1 << 24  # attention probabilities that are held at a time
+_PROMPT = 64  # columns: a longer forward of a filled cache is a prompt; shorter ones speculation may take back
+_PENDING = 64  # forwards whose queries may wait to be accumulated
+_SCORES = 1 << 24  # attention probabilities that are held at a time, 64 MB of float32
 
 
 class EvictingStore(PageStore):
-    """A pool of blocks for this layer alone, whose sequence b * Hk + h is key head h of sequence b, so that heads keep
-    different tokens, and a `PageStore` of one head. To the attention a sequence of the pool is a sequence of its own.
+    """A `PageStore` of one head over a pool for this layer alone, so that heads keep different tokens.
 
-    pool: its blocks and lengths. seen: tokens that each sequence of the batch has been given.
+    Key head h of sequence b is sequence b * Hk + h of the pool, "inner sequence" below; the attention takes it for a
+    sequence like any other.
+
+    pool: blocks and lengths of the inner sequences. store: their pages. seen: tokens that each sequence of the batch
+        has had.
     """
 
     def __init__(
         self, policy: EvictionPolicy, rotary: Rotary | None, make_store: Callable, block_size: int, key, value
     ):
-        """key [B, Hk, S, D], value [B, Hk, S, Dv]: like those that will be stored."""
+        """make_store: (pool, capacity, key, value) -> `PageStore`. key [B, Hk, S, D], value [B, Hk, S, Dv]: like those
+        that will be stored."""
         self.policy, self.rotary, self._make_store = policy, rotary, make_store
         self.dtype, self.device, self.form = key.dtype, key.device, self.form_of(key, value)
         self.rows, self.heads = {}, key.shape[1]
@@ -37,20 +41,20 @@ class EvictingStore(PageStore):
         self.pool.add_sequences(key.shape[0] * self.heads)
         self.store = self._new_store(0, key[:, :1], value[:, :1])
         self.seen = [0] * key.shape[0]
-        self._floors = [0] * key.shape[0]  # a sequence can be rewound to so many tokens
+        self._floors = [0] * key.shape[0]  # the fewest tokens that each sequence can be rewound to
         self._tables: DeviceTables | None = None
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []  # queries [B, Hq, S, D] and their positions
-        with torch.inference_mode(False):  # of every pool sequence, in the order of its tokens
+        with torch.inference_mode(False):  # of every inner sequence, in the order of its tokens
             self._positions = torch.empty(len(self.pool.tables), 0, dtype=torch.int64, device=key.device)
             self._accumulated = torch.empty(len(self.pool.tables), 0, device=key.device)
             self._sinks = (
                 None  # keys and values of the first tokens as they were read first, [sequences, sinks, D + Dv]
             )
-        self._placed = [0] * len(self.pool.tables)  # tokens that `_positions` knows; behind them they are consecutive
+        self._placed = [0] * len(self.pool.tables)  # tokens in `_positions`; those behind them are consecutive
 
     def _new_store(self, capacity: int, key, value) -> PageStore:
         store = self._make_store(self.pool, capacity, key, value)
-        store.exact = False  # heads of unequal lengths: no other cache has the same sums
+        store.exact = False  # no other cache has heads of unequal lengths, whose bits it could have
         return store
 
     @property
@@ -76,8 +80,8 @@ class EvictingStore(PageStore):
     def check_rewind(self, lengths: list[int]) -> None:
         if any(length < floor for length, floor in zip(lengths, self._floors)):
             raise ValueError(
-                f"PagedCache(eviction=...) cannot go back to {lengths} tokens per sequence: tokens before the last eviction are "
-                f"gone, and {self._floors} tokens are the least it can go back to"
+                f"PagedCache(eviction=...) cannot go back to {lengths} tokens per sequence: tokens before the last "
+                f"eviction are gone, and {self._floors} tokens are the least it can go back to"
             )
 
     def rewind(self, lengths: list[int]) -> None:
@@ -102,7 +106,8 @@ class EvictingStore(PageStore):
             raise ValueError("PagedCache(eviction=...) cannot hold models with attention sinks of their own (s_aux)")
         if window_size[0] >= 0:
             raise ValueError(
-                f"PagedCache(eviction=...): a layer of full attention was asked for a sliding window of {window_size[0] + 1}"
+                "PagedCache(eviction=...): a layer of full attention was asked for a sliding window of "
+                f"{window_size[0] + 1}"
             )
         batch, heads, width, dim = key.shape
         inner_plan = self._inner_plan(plan, batch, width)
@@ -120,13 +125,13 @@ class EvictingStore(PageStore):
         return output
 
     def _inner_plan(self, plan: ForwardPlan, batch: int, width: int) -> ForwardPlan:
-        """The step in the blocks of this pool."""
+        """`plan` in the blocks of this pool."""
         pool, each = self.pool, range(self.heads)
         counts = [end - start for start, end in zip(plan.starts, plan.lengths) for _ in each]
         starts = list(pool.lengths)
         try:
             change = pool.append(counts)
-        except ValueError:  # more than the budget until the next eviction
+        except ValueError:  # until the next eviction there may be more than the budget
             pool.num_blocks = None
             change = pool.append(counts)
         self.store.make_room(*change)
@@ -142,10 +147,8 @@ class EvictingStore(PageStore):
             self._tables = DeviceTables(self.pool, inner_plan.starts, 0, device)
         return self._tables
 
-    # What follows happens after the attention of a forward.
-
     def _observe(self, plan: ForwardPlan, inner_plan: ForwardPlan, query: torch.Tensor, options: dict) -> None:
-        """Keeps the queries that the scorer wants to see, and evicts what is too much."""
+        """After the attention: keeps the queries that the scorer wants to see, and evicts tokens beyond the budget."""
         policy, scorer = self.policy, self.policy.scorer
         is_prompt = plan.width > _PROMPT or not any(plan.starts)
         if policy.when == "prefill" and not is_prompt:
@@ -169,7 +172,7 @@ class EvictingStore(PageStore):
             self._evict(view, budgets, 0 if is_prompt else plan.width)
 
     def _pend(self, plan: ForwardPlan, query: torch.Tensor, window: int) -> None:
-        """Queues the last `window` queries of the step, 0 for all."""
+        """Keeps the last `window` queries of `plan`, 0 for all."""
         starts = to_device(plan.starts, torch.int64, query.device)[:, None]
         if plan.valid is None:
             positions = starts + torch.arange(plan.width, device=query.device)
@@ -211,8 +214,8 @@ class EvictingStore(PageStore):
         )
 
     def token_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of every token that a pool sequence holds, how many tokens of its sequence came before it, int64 [sequences,
-        longest], and bool of that shape: False behind the end of a sequence."""
+        """int64 [inner sequences, longest], how many tokens of its sequence came before each token that is held, and
+        bool of that shape, False behind the end of an inner sequence."""
         count = torch.arange(max(self.pool.lengths), device=self.device)
         lengths = to_device(self.pool.lengths, torch.int64, self.device)[:, None]
         seen = to_device(self.seen, torch.int64, self.device).repeat_interleave(self.heads)[:, None]
@@ -224,7 +227,7 @@ class EvictingStore(PageStore):
         return positions, count < lengths
 
     def _accumulate(self, view: View) -> View:
-        """Adds what the scorer makes of the pending queries, in pieces."""
+        """Adds up what the scorer makes of the pending queries, some of them at a time."""
         sequences, length = len(self.pool.lengths), view.keys.shape[2]
         total = self._accumulated.new_zeros(sequences, length)
         total[:, : self._accumulated.shape[1]] = self._accumulated
@@ -240,7 +243,7 @@ class EvictingStore(PageStore):
         return view._replace(accumulated=total)
 
     def _evict(self, view: View, budgets: list[int], last: int) -> None:
-        """Keeps `budgets[sequence]` tokens per head on average, -1 for all; the `last` tokens among them, if they fit."""
+        """Keeps `budgets[b]` tokens per head of sequence b on average, -1 for all; the `last` tokens among them."""
         scorer, (batch, heads, length) = self.policy.scorer, view.present.shape
         held = [self.pool.lengths[sequence * heads : (sequence + 1) * heads] for sequence in range(batch)]
         counts = list(held)
@@ -268,8 +271,10 @@ class EvictingStore(PageStore):
         self._compact(view, kept, present, flat)
 
     def _compact(self, view: View, kept: torch.Tensor, present: torch.Tensor | None, counts: list[int]) -> None:
-        """Leaves only the tokens `kept` int64 [B, Hk, longest], where bool `present` of that shape; `counts` per pool
-        sequence. Their pages are moved as they are, so that nothing is quantized twice."""
+        """Leaves only the tokens `kept`, int64 [B, Hk, longest], where `present` is true; None where all are.
+
+        counts: tokens of each inner sequence. Pages are moved as they are, so that nothing is quantized twice.
+        """
         evicted_before = [seen > self.pool.lengths[sequence * self.heads] for sequence, seen in enumerate(self.seen)]
         self._positions, self._placed = view.key_positions.gather(2, kept).flatten(0, 1), counts
         if view.accumulated is not None:
@@ -285,8 +290,8 @@ class EvictingStore(PageStore):
             self._move_sinks(view, evicted_before)
 
     def _rebuild(self, sources: torch.Tensor, counts: list[int], view: View) -> None:
-        """A fresh pool of the tokens in the slots `sources`, `counts[sequence]` of each sequence, one sequence after
-        the other."""
+        """Moves to a new pool of the tokens in the slots `sources`, `counts[i]` of each inner sequence i, one after the
+        other."""
         room, old = None, self.store
         if self.policy.when == "always" and isinstance(self.policy.budget, int):
             room = len(counts) * (self.pool.blocks_for(max(*counts, self.policy.budget)) + 1)
@@ -300,7 +305,7 @@ class EvictingStore(PageStore):
         self._tables = None
 
     def _move_sinks(self, view: View, evicted_before: list[bool]) -> None:
-        """Rotates the keys of the sinks from where they were given to right before the tokens behind them."""
+        """Rotates the keys of the sinks to the positions right before the tokens behind them."""
         sinks = min(self.policy.scorer.sinks, view.keys.shape[2])
         given = torch.cat([view.keys[:, :, :sinks], view.values[:, :, :sinks]], -1).flatten(0, 1)
         old = [sequence for sequence in range(len(given)) if evicted_before[sequence // self.heads]]
@@ -337,13 +342,13 @@ def bind(
     for argument, value in excluded.items():
         if value is not None:
             raise ValueError(
-                f"{argument}={value!r} with eviction: leave one of them out (each layer keeps its tokens in a pool of its own, "
-                "and the policy's budget bounds it)"
+                f"{argument}={value!r} with eviction: leave one of them out (each layer keeps its tokens in a pool of "
+                "its own, and the policy's budget bounds it)"
             )
     if kv_format in ("int4", "int2"):
         raise ValueError(
-            f'kv_format={kv_format!r} with eviction: its tokens share scales and cannot leave one by one; use "int8", "fp8" or '
-            '"auto"'
+            f'kv_format={kv_format!r} with eviction: its tokens share scales and cannot leave one by one; use "int8", '
+            '"fp8" or "auto"'
         )
     decoder = state.config
     name = type(decoder).__name__

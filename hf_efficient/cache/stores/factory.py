@@ -36,7 +36,8 @@ class StoreFactory:
     """
 
     def __init__(
-        self, states: list[CacheState], layer_types: list[str], kv_format, num_blocks, memory, eviction, prefix_cache, offload
+        self, states: list[CacheState], layer_types: list[str], kv_format, num_blocks, memory, eviction, prefix_cache,
+        offload,
     ):  # fmt: skip
         self.kv_format = kv_format
         self.budget = None if memory is None else MemoryBudget(memory, states)

@@ -1,6 +1,7 @@
-"""Where the keys and values of one layer lie: tensors of pages, with what writes, reads and attends over them."""
+"""The pages of one layer in the model's dtype: what writes and reads them, and the attention over them."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -10,26 +11,36 @@ from hf_efficient.cache.bookkeeping.tensors import lazy_zeros, to_device
 from hf_efficient.kernels.attention import api, native_cpu, policy, torch_cpu
 
 
-class PageStore:
-    """Pages in the model's dtype. Other formats are subclasses (`quantized_store.py`).
+class Form(NamedTuple):
+    """What all keys and values of a store agree in."""
 
-    pages: name -> tensor [num_blocks, ...]: everything a block holds, so that blocks are copied, moved, saved and
-    offloaded without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks,
-    block_size, Hk, Dv]. On a CPU they take memory for the blocks that were written (`lazy_zeros`).
-    sequences: name -> tensor [B, ...]: what is kept by sequence instead, saved and loaded as it is. Here nothing.
-    lag: so many tokens before the new ones may still change their pages in a forward.
-    exact: on a CPU the attention has the bits of SDPA over a `DynamicCache`, where that costs little. Else the pages
-    are read where they lie, at least twice as fast.
+    dtype: torch.dtype
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+
+
+class PageStore:
+    """Pages in the model's dtype. The other formats are subclasses.
+
+    pages: name -> tensor [num_blocks, ...], all that a block holds, so that blocks are copied, moved, saved and
+        offloaded without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks,
+        block_size, Hk, Dv]. On a CPU they take memory for the blocks that were written (`lazy_zeros`).
+    rows: name -> tensor [B, ...], what is kept by sequence and not by block, saved and loaded as it is. Here nothing.
+    lag: tokens before the new ones whose pages a forward may still change.
+    exact: the attention on a CPU has the bits of SDPA over a `DynamicCache`, where that costs little. Else it reads the
+        pages where they lie, at least twice as fast.
     """
 
     lag = 0
     exact = True
 
     def __init__(self, capacity: int, block_size: int, key: torch.Tensor, value: torch.Tensor):
-        """key [B, Hk, S, D], value [B, Hk, S, Dv]: like those that will be stored; only shapes, dtype and device count."""
+        """key [B, Hk, S, D], value [B, Hk, S, Dv]: of the shapes, dtype and device that will be stored."""
         self.dtype, self.device, self.form = key.dtype, key.device, self.form_of(key, value)
         self.rows: dict[str, torch.Tensor] = {}
-        with torch.inference_mode(False):  # else they could not be written to outside of inference mode
+        with torch.inference_mode(False):  # inference tensors cannot be written to outside of inference mode
             self.pages = self._make_pages(capacity, block_size, key, value)
 
     def _make_pages(self, capacity, block_size, key, value) -> dict[str, torch.Tensor]:
@@ -39,9 +50,8 @@ class PageStore:
         }
 
     @staticmethod
-    def form_of(key: torch.Tensor, value: torch.Tensor) -> tuple:
-        """What must be the same in all that a store is given: dtype, heads and head dimensions."""
-        return key.dtype, key.shape[1], key.shape[3], value.shape[1], value.shape[3]
+    def form_of(key: torch.Tensor, value: torch.Tensor) -> Form:
+        return Form(key.dtype, key.shape[1], key.shape[3], value.shape[1], value.shape[3])
 
     @property
     def capacity(self) -> int:
@@ -53,11 +63,11 @@ class PageStore:
         return sum(pages.nbytes for pages in self.pages.values())
 
     def static_tensors(self) -> list[torch.Tensor]:
-        """Those that stay where they are while a pool of fixed size is in use."""
+        """The tensors that stay where they are while a pool of fixed size is in use."""
         return [*self.pages.values(), *self.rows.values()]
 
     def make_room(self, capacity: int, moves: list[tuple[int, int, int]] | None, copies: list[tuple[int, int]]) -> None:
-        """Does a `StorageChange`."""
+        """Does what a `StorageChange` says."""
         if moves is not None or capacity > self.capacity:
             self.pages = {name: _moved(pages, capacity, moves) for name, pages in self.pages.items()}
         if copies:
@@ -66,39 +76,42 @@ class PageStore:
                 pages[destination] = pages[source]
 
     def make_ready(self, plan: ForwardPlan) -> None:
-        """Called when there is room for `step`, before one op appends its tokens."""
+        """Prepares for an op that appends the tokens of `plan`, whose blocks exist."""
 
     def restored(self) -> None:
-        """`sequences` were read from a file."""
+        """Called when `rows` were read from a file."""
 
     def settled(self, lengths: list[int]) -> list[int]:
-        """Of sequences of `lengths` tokens, how many tokens of each from its beginning are in the blocks as they will
-        stay."""
+        """How many tokens, from the beginning of each sequence of `lengths`, lie in blocks that will not change."""
         return lengths
 
-    def beginning(self, sequence: int) -> dict[str, torch.Tensor]:
-        """What of a sequence's first block lies beside the blocks: nothing here."""
+    def beginning(self, b: int) -> dict[str, torch.Tensor]:
+        """What the store keeps of the first block of sequence b outside the blocks: nothing here."""
         return {}
 
     def resume(self, lengths: list[int], beginnings: list[dict[str, torch.Tensor] | None]) -> None:
-        """The blocks of sequence b have been filled with the `lengths[b]` tokens of another sequence, whose `beginning`
-        is `beginnings[b]`; None for a sequence that stays as it is."""
+        """The blocks of sequence b now hold `lengths[b]` tokens of another sequence, whose `beginning` was
+        `beginnings[b]`; None for a sequence that stays as it is."""
 
-    def select(self, sequences: list[int]) -> None:
-        """Row i becomes what sequence `sequences[i]` was: for what a store keeps by sequence and not by block."""
+    def select(self, indices: list[int]) -> None:
+        """Sequence i becomes what sequence `indices[i]` was: for what is kept by sequence."""
 
     def rewind(self, lengths: list[int]) -> None:
-        """Row b has `lengths[b]` tokens from now on, no more than before: likewise."""
+        """Sequence b has `lengths[b]` tokens from now on, no more than before: for what is kept by sequence."""
 
     def check_rewind(self, lengths: list[int]) -> None:
-        """Raises ValueError where `rewind(lengths)` is not possible any more."""
+        """Raises ValueError where `rewind(lengths)` is not possible."""
+
+    def drop(self, tokens: list[int]) -> None:
+        """Sequence b has lost its first `tokens[b]` tokens, whole blocks, and counts from 0 again: for what is kept by
+        sequence."""
 
     def move(self, sources: list[int], destinations: list[int]) -> None:
-        """The tokens in slots `sources` (block * block_size + offset) are in `destinations` from now on."""
+        """Copies tokens from the slots `sources` to `destinations`."""
         self.take(self, *to_device([sources, destinations], torch.int64, self.device))
 
     def take(self, other: "PageStore", sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """What `other`, of the same form, holds in slots `sources` int64 [n] is here in `destinations` from now on."""
+        """Copies tokens from slots of `other`, of the same form, to slots of this store (int64 [n])."""
         for name, pages in self.pages.items():
             flat = other.pages[name].flatten(0, 1)
             pages.flatten(0, 1).index_copy_(0, destinations, flat.index_select(0, sources))
@@ -108,11 +121,8 @@ class PageStore:
         self.write(plan, key, value)
         return self.read(plan)
 
-    def drop(self, tokens: list[int]) -> None:
-        """Row b has lost its first `tokens[b]` tokens, whole blocks, and what is left counts from 0: likewise."""
-
     def write(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Stores `key` [B, Hk, S, D] and `value` at the places of `step`; padding is skipped."""
+        """Stores `key` [B, Hk, S, D] and `value` in the slots of `plan`; padding is skipped."""
         for pages, new in ((self.pages["keys"], key), (self.pages["values"], value)):
             if plan.is_even and plan.contiguous_span is not None:
                 offset, room = plan.contiguous_span
@@ -128,8 +138,11 @@ class PageStore:
             pages.flatten(0, 1).index_copy_(0, slots, new)
 
     def read(self, plan: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, Hk, longest sequence, D] and values of all sequences: a view where the sequences lie evenly, else
-        gathered. What lies beyond the end of a sequence is finite but meaningless."""
+        """Keys [B, Hk, longest sequence, D] and values of all sequences.
+
+        A view where the sequences lie evenly, else gathered. Behind the end of a sequence stand meaningless finite
+        numbers.
+        """
         result = []
         for pages in (self.pages["keys"], self.pages["values"]):
             heads, dim = pages.shape[2:]
@@ -144,8 +157,10 @@ class PageStore:
         return result[0], result[1]
 
     def attend(self, plan: ForwardPlan, tables_on: Callable, query, key, value, **options) -> torch.Tensor:
-        """Stores `key`, `value` [B, Hk, S, D] (unless they are None: stored before) and attends `query` [B, Hq, S, D]
-        over all tokens of each sequence. tables_on: device -> `DeviceTables`. Returns [B, S, Hq, Dv]; zeros at padding.
+        """Stores `key`, `value` [B, Hk, S, D] and attends `query` [B, Hq, S, D] over all tokens of each sequence.
+
+        key: None where they are stored already. tables_on: device -> `DeviceTables`. options: those of
+        `api.flash_attn_with_kvcache`. Returns [B, S, Hq, Dv]; zeros at padding.
         """
         attend = self._attend_cpu if query.device.type == "cpu" else self._attend_kernels
         return attend(plan, tables_on, query, key, value, **options)
@@ -163,15 +178,12 @@ class PageStore:
         )
 
     def _reads_pages(self, plan: ForwardPlan, query: torch.Tensor) -> bool:
-        """Whether a CPU reads the pages where they lie, which gives other bits than SDPA."""
+        """Whether a CPU reads the pages in place, which gives other bits than SDPA."""
         if not self.exact and native_cpu.serves(query.transpose(1, 2), **self._cache(None)):
             return True
-        gathered = (
-            0
-            if plan.contiguous_span is not None
-            else len(plan.lengths) * plan.max_length * self.pages["keys"][0, 0].numel()
-        )
-        return policy.reads_in_place(plan.width, gathered)
+        if plan.contiguous_span is not None:
+            return False
+        return policy.reads_in_place(plan.width, len(plan.lengths) * plan.max_length * self.pages["keys"][0, 0].numel())
 
     def _attend_kernels(self, plan, tables_on, query, key, value, **options):
         device = query.device
@@ -194,7 +206,7 @@ class PageStore:
         return plan.padded(output, query.shape[0], query.shape[1])
 
     def append_and_attend(self, tables: DeviceTables, query, key, value, **options) -> torch.Tensor:
-        """`attend` in one op, for forwards in which every new column is a token of its sequence: touches nothing but
+        """`attend` in one op, for forwards in which every new column is a token: touches nothing but
         tensors, so it can be compiled."""
         seqlens = tables.cache_seqlens
         if key is None:
@@ -211,7 +223,7 @@ class PageStore:
 
 
 def _moved(pages: torch.Tensor, capacity: int, moves: list[tuple[int, int, int]] | None) -> torch.Tensor:
-    """`pages` with `capacity` blocks, the used ones at their new places: the same tensor when it has that size."""
+    """`pages` with `capacity` blocks, the used ones moved; the same tensor where it has that size already."""
     moves = [(0, 0, pages.shape[0])] if moves is None else moves
     if capacity == pages.shape[0]:
         pieces = [pages[old : old + number].clone() for old, _, number in moves]

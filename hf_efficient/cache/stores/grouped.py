@@ -1,8 +1,9 @@
-"""int4 and int2 pages: keys quantized per channel in groups of tokens, values per token, the newest tokens and the
-first ones kept as they are.
+"""int4 and int2 pages: keys quantized per channel in groups of tokens, values per token. The newest tokens and the
+first ones are not quantized.
 
 Papers: Liu et al., KIVI (2402.02750); Xiao et al., Efficient Streaming Language Models with Attention Sinks
-(2309.17453), for why the first tokens must be exact: most of the attention falls on them.
+    (2309.17453),
+which shows that most of the attention falls on the first tokens.
 """
 
 from itertools import accumulate
@@ -17,22 +18,22 @@ from hf_efficient.cache.stores.quantized import QuantizedStore
 from hf_efficient.kernels.attention import api
 
 
-WINDOW = 128  # so many of the newest tokens are never quantized
+WINDOW = 128  # newest tokens of a sequence that are never quantized
+_RINGS = ("key_ring", "value_ring")
 
 
 class GroupStore(QuantizedStore):
-    """A sequence's first block and its newest tokens lie in a ring of its own, whole groups of the tokens between in
-    pages.
+    """The first block and the newest tokens of a sequence lie in a ring, whole groups of the tokens between in pages.
 
-    The attention ops take tokens in the order pages, ring (token t at slot t % R, from `quantized_seqlens[b]` on), and
-    without a window the order of earlier tokens means nothing: so the tokens of the first block are those at the
-    beginning of the ring, and move on in it whenever groups of it are quantized; the first page of a sequence stays
-    empty. Layers with a window keep no first block.
+    The attention ops read the pages first and then the ring (token t in slot t % R, from `quantized_seqlens[b]` on).
+    Without a window the order of earlier tokens does not matter, so the tokens of the first block are written at the
+    beginning of the ring's tokens, and again whenever a group behind them is quantized; a sequence's first page stays
+    empty. Layers with a window treat the first block like all others.
 
     pages: "keys", "values" uint8 [num_blocks, block_size, Hk, D * bits / 8], "key_scales", "key_minima" float16
-    [num_blocks, block_size / G, Hk, D], "value_scales", "value_minima" float16 [num_blocks, block_size, Hk, C]: C
-    groups of channels.
-    sequences: "key_ring" [B, R, Hk, D], "value_ring" [B, R, Hk, Dv], "quantized_seqlens" int32 [B].
+        [num_blocks, block_size / G, Hk, D], "value_scales", "value_minima" float16 [num_blocks, block_size, Hk, C]: G
+        tokens, or one of C groups of channels, share a scale.
+    rows: "key_ring" [B, R, Hk, D], "value_ring" [B, R, Hk, Dv], "quantized_seqlens" int32 [B].
     """
 
     def __init__(
@@ -45,15 +46,15 @@ class GroupStore(QuantizedStore):
         group_size: int,
         has_window: bool,
     ):
-        """pool: which blocks are whose. group_size: tokens, or channels of the values, that share a scale; less where
-        blocks are smaller, or the head dim is no multiple. The rest as in `PageStore`."""
+        """group_size: tokens, or channels of the values, that share a scale; fewer where blocks are smaller or the head
+        dim is no multiple. The other arguments as in `PageStore`."""
         self.pool, self.bits = pool, bits
         self.group = min(group_size, pool.block_size)
         dim = value.shape[3]
         self.channel_groups = max(n for n in range(1, max(1, dim // group_size) + 1) if dim % n == 0)
         self.first = 0 if has_window else pool.block_size  # tokens at the beginning of a sequence that stay as they are
         super().__init__(capacity, pool.block_size, key, value)
-        # the first tokens, the newest, and room for as many as are appended between two quantizations:
+        # the first tokens, the newest, and room for those that are appended between two quantizations
         self.ring = self.first + WINDOW + max(2 * self.group, 32)
         self.lag = self.ring
         self.quantized = [0] * key.shape[0]  # tokens of each sequence in pages
@@ -109,14 +110,14 @@ class GroupStore(QuantizedStore):
         return super()._reads_codes(plan, window_size) and not self._is_out_of_order(window_size)
 
     def _is_out_of_order(self, window_size: tuple[int, int]) -> bool:
-        """Whether the op would see tokens at the wrong distance."""
+        """Whether a window would be counted over tokens that do not lie in their order."""
         return self.first > 0 and any(side >= 0 for side in window_size)
 
     def append_and_attend(self, tables: DeviceTables, query, key, value, **options):
         if self._is_out_of_order(options["window_size"]):
             raise RuntimeError(
-                f"decode_step() of an int4 or int2 PagedCache: the attention has a window of {options['window_size']} in a "
-                "layer that has none by the model's config"
+                f"decode_step() of an int4 or int2 PagedCache: the attention has a window of {options['window_size']} "
+                "in a layer that has none by the model's config"
             )
         return super().append_and_attend(tables, query, key, value, **options)
 
@@ -138,7 +139,7 @@ class GroupStore(QuantizedStore):
             self.rows[name][sequence, slots] = new.transpose(1, 2)
 
     def make_ready(self, plan: ForwardPlan) -> None:
-        """Quantizes what has to go for the new tokens of `step` to fit into the rings."""
+        """Quantizes as many groups as must leave the rings for the new tokens of `plan` to fit."""
         changed = False
         for (start, length, done), sequences in self._alike(plan.starts, plan.lengths).items():
             if length - done <= self.ring:
@@ -146,8 +147,8 @@ class GroupStore(QuantizedStore):
             groups = max(start - self.first - WINDOW - done, length - self.ring - done + self.group - 1) // self.group
             if self.first + done + groups * self.group > start:
                 raise ValueError(
-                    f"PagedCache: {length - start} new tokens of a sequence do not fit beside what stays unquantized: at most "
-                    f"{self.ring - self.first - self.group + 1} at a time in decode_step()"
+                    f"PagedCache: {length - start} new tokens of a sequence do not fit beside what stays unquantized: "
+                    f"at most {self.ring - self.first - self.group + 1} at a time in decode_step()"
                 )
             nothing = (self.rows[name].new_zeros(len(sequences), 0, *self.rows[name].shape[2:]) for name in _RINGS)
             self._advance(sequences, start, done, *nothing, done + groups * self.group)
@@ -156,15 +157,15 @@ class GroupStore(QuantizedStore):
             self._tell()
 
     def _alike(self, starts: list[int], lengths: list[int]) -> dict[tuple[int, int, int], list[int]]:
-        """(tokens before and after, tokens in pages) -> the sequences of which that is true."""
+        """(tokens before, tokens after, tokens in pages) -> the sequences that have them."""
         alike: dict = {}
-        for sequence, what in enumerate(zip(starts, lengths, self.quantized)):
-            alike.setdefault(what, []).append(sequence)
+        for sequence, counts in enumerate(zip(starts, lengths, self.quantized)):
+            alike.setdefault(counts, []).append(sequence)
         return alike
 
     def _advance(self, sequences: list[int], start: int, done: int, key, value, target: int) -> None:
-        """Appends key [b, n, Hk, D] and value to sequences with `start` tokens, `done` of them in pages; then `target`
-        are."""
+        """Appends key [b, n, Hk, D] and value to sequences of `start` tokens, and quantizes groups until `target`
+        tokens, not `done`, are in pages."""
         index, groups = to_device(sequences, torch.int64, self.device)[:, None], []
         live = torch.arange(done, start, device=self.device) % self.ring
         for name, new in zip(_RINGS, (key, value)):
@@ -175,17 +176,15 @@ class GroupStore(QuantizedStore):
             slots = torch.arange(target, target + staying.shape[1], device=self.device) % self.ring
             self.rows[name][index, slots] = staying
         if target > done:
-            places = [
-                place for sequence in sequences for place in map(self._place(sequence), range(done, target, self.group))
+            size, table, tokens = self.pool.block_size, self.pool.tables, range(done, target, self.group)
+            slots = [
+                (table[b][(self.first + token) // size] * size + token % size) // self.group
+                for b in sequences
+                for token in tokens
             ]
-            api.quantize_and_cache(*groups, **self._pages(), group_mapping=to_device(places, torch.int64, self.device))
+            api.quantize_and_cache(*groups, **self._pages(), group_mapping=to_device(slots, torch.int64, self.device))
             for sequence in sequences:
                 self.quantized[sequence] = target
-
-    def _place(self, sequence: int):
-        """Token in the pages -> block * (block_size / G) + number in the block, of its group."""
-        size, table = self.pool.block_size, self.pool.tables[sequence]
-        return lambda token: (table[(self.first + token) // size] * size + token % size) // self.group
 
     def _ring_slots(self, start: int, number: int) -> torch.Tensor:
         return torch.arange(start, start + number, device=self.device) % self.ring
@@ -225,7 +224,7 @@ class GroupStore(QuantizedStore):
         self.quantized = self.rows["quantized_seqlens"].tolist()
 
     def rewind(self, lengths: list[int]) -> None:
-        """Tokens of a group that is cut come back from the pages as they were quantized."""
+        """Tokens of a group that is cut go back into the ring, as they come back from the pages."""
         for sequence, length in enumerate(lengths):
             done = self.quantized[sequence]
             if done and length < self.first + done:
@@ -251,6 +250,3 @@ class GroupStore(QuantizedStore):
             slots = torch.arange(self.first + target, length, device=self.device) % self.ring
             for name, tokens in zip(_RINGS, pages):
                 self.rows[name][sequence, slots] = tokens[offset:]
-
-
-_RINGS = ("key_ring", "value_ring")

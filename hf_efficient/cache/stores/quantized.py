@@ -1,4 +1,4 @@
-"""Pages of fewer bits than the model's numbers, and the 8-bit ones: a scale for each token and head."""
+"""Quantized pages: what all formats share, and the 8-bit ones, with a scale for each token and head."""
 
 from itertools import accumulate
 
@@ -12,12 +12,17 @@ from hf_efficient.kernels.attention.pages import Pages
 
 
 class QuantizedStore(PageStore):
-    """Few new tokens are appended and attended to by one op, which reads the codes. Many attend to themselves as they
-    are and to the tokens before them as they come back from the pages, and are stored then."""
+    """A store whose pages hold codes.
+
+    A few new tokens are appended and attended to by one op, which reads the codes. The tokens of a prompt attend to
+    each other unquantized, and to earlier tokens as they come back from the pages, before they are stored.
+    """
 
     def gather(self, block_table: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `lengths[b]` tokens of each sequence, one sequence after the other: keys [sum, Hk, D], values [sum,
-        Hk, Dv], in the model's dtype. block_table: int32 [B, blocks]."""
+        """The first `lengths[b]` tokens of each sequence in the model's dtype, one sequence after the other.
+
+        block_table: int32 [B, blocks]. Returns keys [sum, Hk, D] and values [sum, Hk, Dv].
+        """
         starts = to_device(list(accumulate(lengths, initial=0)), torch.int32, self.device)
         return api.gather_cache(
             cu_seqlens_k=starts, dtype=self.dtype, num_tokens=sum(lengths), **self._cache(block_table)
@@ -33,7 +38,7 @@ class QuantizedStore(PageStore):
         return tuple(_padded(tokens, plan.lengths) for tokens in flat)
 
     def _earlier_and_new(self, plan: ForwardPlan, key, value) -> list[torch.Tensor]:
-        """As `gather`, before `key` and `value` are stored and with them."""
+        """As `gather`, with `key` and `value` behind the stored tokens as they are."""
         new = plan.tokens_of(key), plan.tokens_of(value)
         if not any(plan.starts):
             return list(new)
@@ -47,8 +52,7 @@ class QuantizedStore(PageStore):
     def attend(self, plan: ForwardPlan, tables_on, query, key, value, **options) -> torch.Tensor:
         if self._reads_codes(plan, options["window_size"]):
             self.make_ready(plan)
-            _, heads, dim, _, _ = self.form
-            numbers = len(plan.starts) * plan.max_length * heads * dim
+            numbers = len(plan.starts) * plan.max_length * self.form.key_heads * self.form.key_dim
             if query.device.type == "cpu" and policy.dequantizes_at_once(numbers):
                 if not native_cpu.serves(query.transpose(1, 2), **self._pages()):
                     return self._attend_whole(plan, query, key, value, **options)
@@ -78,11 +82,11 @@ class QuantizedStore(PageStore):
         return output.to(query.dtype)
 
     def _append(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Stores few tokens, in every column one."""
+        """Stores the new tokens of a forward without padding that is not a prompt."""
         self.write(plan, key, value)
 
     def _read_whole(self, plan: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `read`, or in float32; what lies beyond the end of a sequence is finite but meaningless."""
+        """As `read`, perhaps in float32, with meaningless finite numbers behind the end of a sequence."""
         return self.read(plan)
 
     def _reads_codes(self, plan: ForwardPlan, window_size: tuple[int, int]) -> bool:
@@ -130,7 +134,7 @@ class TokenStore(QuantizedStore):
 
 
 def _padded(tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Rows one after the other [sum, H, D] as [B, H, longest, D], zeros after each."""
+    """Sequences one after the other [sum, H, D] as [B, H, longest, D], zeros after each."""
     if min(lengths) == max(lengths):
         sequences = tokens.view(len(lengths), -1, *tokens.shape[1:])
     else:

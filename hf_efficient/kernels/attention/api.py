@@ -65,8 +65,8 @@ def flash_attn_func(
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
-    s_aux=None,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None, s_aux=None,
 ):  # fmt: skip
     """The same for sequences laid end to end: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] with cumulative lengths
     int32 [B + 1]. With a block_table int32 [B, max_blocks], k and v are pages [num_blocks, block_size, Hk, D] and
@@ -120,8 +120,8 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     out, lse = _OPS.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal, *window_size,
-        float(softcap or 0.0), alibi_slopes, s_aux, return_softmax_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail,
-        v_tail, quantized_seqlens,
+        float(softcap or 0.0), alibi_slopes, s_aux, return_softmax_lse, tree_mask, k_scale, v_scale, k_min, v_min,
+        k_tail, v_tail, quantized_seqlens,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 

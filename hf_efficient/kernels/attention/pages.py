@@ -162,8 +162,8 @@ def read_sequence(pages: Pages, block_table, b: int, length: int, first: int = 0
     stored = length if ring is None else min(quantized, length)
     if stored > block_table.shape[1] * size:
         raise ValueError(
-            f"sequence {b} has {stored} tokens: allowed are {block_table.shape[1] * size}, {block_table.shape[1]} blocks "
-            f"of {size} in block_table"
+            f"sequence {b} has {stored} tokens: allowed are {block_table.shape[1] * size}, {block_table.shape[1]} "
+            f"blocks of {size} in block_table"
         )
     blocks = block_table[b, : -(-stored // size)].long()
     blocks = torch.where(torch.arange(len(blocks)) < first // size, -1, blocks)

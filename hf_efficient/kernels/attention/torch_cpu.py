@@ -1,4 +1,4 @@
-"""Attention on CPU by torch operators: SDPA where it can, float32 matrix products for softcap, sinks and log-sum-exp."""
+"""Attention on CPU by torch operators: SDPA, or float32 products where softcap, sinks or log-sum-exp are asked for."""
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, so
 
 
 def _attend_with_scores(query, key, value, mask, causal, softmax_scale, softcap, s_aux):
-    """As `attend`, by float32 scores; `causal` is aligned to the bottom right. Returns the log-sum-exp [B, Hq, S] too."""
+    """As `attend`, by float32 scores, `causal` aligned to the bottom right. Returns the log-sum-exp [B, Hq, S] too."""
     batch, heads, width, dim = query.shape
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     grouped = query.float().reshape(batch, key.shape[1], -1, width, dim)

@@ -76,8 +76,8 @@ def check_quantized(
     parts = head_dim // packed if packed else 0
     if parts not in (2, 4) or parts * packed != head_dim:
         raise ValueError(
-            f"k_cache has {packed} bytes a head: allowed are {head_dim} / 2 (int4) or {head_dim} / 4 (int2) for head dim "
-            f"{head_dim}"
+            f"k_cache has {packed} bytes a head: allowed are {head_dim} / 2 (int4) or {head_dim} / 4 (int2) for head "
+            f"dim {head_dim}"
         )
     if value_dim is not None and parts * v_cache.shape[-1] != value_dim:
         raise ValueError(

@@ -71,8 +71,8 @@ def quantize_and_cache(
     group, heads = k_cache.shape[1] // k_scale.shape[1], k_cache.shape[2]
     if k.shape[1:3] != (group, heads) or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected groups of {group} tokens and {heads} heads, "
-            "as many in both"
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected groups of {group} tokens and {heads} "
+            "heads, as many in both"
         )
     check_integers("group_mapping", group_mapping, 1, k, torch.int64, length=k.shape[0])
     check_numbers("group_mapping", group_mapping, k_scale.shape[0] * k_scale.shape[1], "group slots of the cache")

@@ -43,7 +43,7 @@ def check_ring(kv: QuantizedKV, cache_seqlens: torch.Tensor, appended: int, capa
 
 
 def check_cumulative(name: str, lengths: torch.Tensor, end: int | None = None, longest: int | None = None) -> None:
-    """Cumulative lengths start at 0, do not decrease, end at `end` or before and no sequence is longer than `longest`."""
+    """Checks that cumulative lengths start at 0, never decrease, end at `end` or before, in steps up to `longest`."""
     if DEBUG:
         _fail(name, lengths[:1], lengths[:1] != 0, "0, where the first sequence starts")
         steps = lengths.diff()

@@ -155,7 +155,8 @@ def decode_kernel(
             acc = acc * shrink[:, None] + dot(p.to(DTYPE), values)
 
         finish_lane(
-            out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, row, kv_head, tile, lane_start, lane_tiles,
+            out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, row, kv_head, tile, lane_start,
+            lane_tiles,
             first, last, share, seqlen_q, kv_heads, tl.arange(0, BLOCK_DV), GROUP, VALUE_DIM, ROWS, STEP,
         )  # fmt: skip
         row_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)
@@ -225,8 +226,8 @@ def attend_few(
     tiles = triton.cdiv(queries * group, config.block_m)
     if rows * kv_heads * tiles * triton.cdiv(capacity, block_n) >= 2**31:
         raise ValueError(
-            f"{rows} rows of {kv_heads} key heads and up to {capacity} keys are too many: allowed are 2**31 tiles of {block_n} "
-            "keys; give block_table fewer columns, or fewer rows at once"
+            f"{rows} rows of {kv_heads} key heads and up to {capacity} keys are too many: allowed are 2**31 tiles of "
+            f"{block_n} keys; give block_table fewer columns, or fewer rows at once"
         )
     visited = min(capacity, window[0] + queries + 2 * block_n) if window[0] >= 0 else capacity
     work = rows * kv_heads * tiles * triton.cdiv(max(visited, 1), MIN_KEYS.value)

@@ -160,5 +160,6 @@ def finish_lane(
             sums = add_parts(partial, statistics, first_program, last_program, ROWS, BLOCK_DV, STEP)
             m = tile * BLOCK_M + tl.arange(0, ROWS)
             write_rows(
-                out, lse, sinks, sums[0], sums[1], sums[2], row, kv_head, m, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM
+                out, lse, sinks, sums[0], sums[1], sums[2], row, kv_head, m, seqlen_q, kv_heads, channel, GROUP,
+                VALUE_DIM,
             )  # fmt: skip
