@@ -2,8 +2,8 @@
 `kv_format`.
 
 transformers keeps one tensor of bytes, which the allocators of its registry `ATTN_TYPE_TO_ALLOCATOR` lay out as pages.
-Those registered here are its own, except while a cache with a format is built: then a page holds codes and their
-scales, so that the scheduler, the count of bytes, prefix sharing, forks and offload work on it as on any other.
+The allocators registered here are its own, except while a cache with a format is built: then a page holds codes and
+their scales. The scheduler, the count of bytes, prefix sharing, forks and offload work on it as on any other.
 """
 
 from contextlib import contextmanager
@@ -34,11 +34,11 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
         kv_format: how keys and values are stored. "auto": in the model's dtype. "int8", "fp8" (float8_e4m3fn): one byte
             a number and one float16 scale a token and head, (D + 2) / 2D of bfloat16's bytes for head dim D: nearly
             twice the tokens in the same memory. `num_blocks` counts blocks of this format. int4 and int2 are for
-            `PagedCache` only: they keep the newest tokens of a row outside of the pages.
+            `PagedCache` only: they keep the newest tokens of a sequence outside of the pages.
 
-    Keys and values are rounded where they are read, except the new ones of sliding-window layers and of a forward that
-    reads nothing from the cache (whole prompts only, not padded for CUDA graphs): tokens may depend on how requests are
-    batched, within what the format rounds.
+    Keys and values that are read from the pages are rounded. The new ones of sliding-window layers are not, nor those
+    of a forward that reads nothing from the cache (whole prompts, not padded for CUDA graphs). So tokens may depend on
+    how requests are batched, within what the format rounds.
 
     Raises ValueError for another format; and when the cache is built, for a model without that attention.
     """

@@ -106,7 +106,7 @@ class DecodeStepMixin:
 
         Args:
             seen: bool [B, S, S], which of the S new tokens each of them sees, itself included. All see the earlier
-            tokens.
+                tokens.
 
         Raises ValueError when not `takes_trees`.
         """

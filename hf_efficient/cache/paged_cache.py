@@ -20,18 +20,19 @@ from hf_efficient.cache.stores.offload import Offload
 class PagedCache(DecodeStepMixin, Cache):
     """Key-value cache in blocks of a pool: `generate(past_key_values=PagedCache(model.config))`.
 
-    Under `attn_implementation="flash_paged"` the attention reads the blocks directly and left padding takes no memory;
-    under any other implementation `update` returns ordinary contiguous keys and values. Rows that share a beginning
-    (beam search, `num_return_sequences`) share its blocks until one writes.
+    Under `attn_implementation="flash_paged"` the attention reads the blocks directly, and left padding takes no memory.
+    Under any other implementation `update` returns ordinary contiguous keys and values. Sequences that share a
+    beginning (beam search, `num_return_sequences`) share its blocks until one writes.
 
-    Layers of sliding attention have blocks of their own, and free those that lie 64 tokens or more behind the window:
-    `rewind` and `crop` raise ValueError when they would need these back. With `prefix_cache`, `eviction` or int4 and
-    int2 pages they keep all.
+    Layers of sliding attention have blocks of their own, and free those that lie 64 tokens or more behind the window;
+    `rewind` and `crop` raise ValueError when they would need freed tokens. With `prefix_cache`, `eviction` or int4 and
+    int2 pages these layers keep all tokens.
 
-    A 2-D mask must agree with what is stored, which is checked, except that on an accelerator the mask of a forward of
-    one new column is taken to be right: reading it would wait for the device at every token.
+    A 2-D mask must agree with what is stored, and is checked. On an accelerator the mask of a forward of one new column
+    is
+    not: reading it would wait for the device at every token.
 
-    A loop of one's own can compile its decode step, once for all lengths, or capture it in a CUDA graph:
+    A decoding loop can compile its decode step once for all lengths, or capture it in a CUDA graph:
 
     >>> cache = PagedCache(model.config, num_blocks=64)
     >>> decode = torch.compile(model.forward, fullgraph=True)
@@ -47,22 +48,24 @@ class PagedCache(DecodeStepMixin, Cache):
     Args:
         config: the model's own config object (`model.config`): its attention implementation is read at every forward.
         block_size: tokens per block, a power of two from 8 to 256; by default 16, and 64 for "int4", 32 for "int2".
-        kv_format: how keys and values are stored: "auto" (the model's dtype), "int8" or "fp8" (E4M3; about half the
-            memory of bfloat16), "int4" or "int2" (0.28 and 0.19 of it; the first block of every sequence and its last
-            128 tokens stay in the model's dtype, beside the blocks). New tokens see each other exactly in a forward of
-            more than 16.
-        num_blocks: blocks of a pool of fixed size, shared by all sequences, in every layer; None for a pool that grows
-        on demand.
+        kv_format: how keys and values are stored. "auto": the model's dtype. "int8", "fp8" (E4M3): about half the
+            memory of bfloat16. "int4", "int2": 0.28 and 0.19 of it; the first block of every sequence and its last 128
+            tokens stay in the model's dtype, outside the blocks. The new tokens of a forward of more than 16 see each
+            other unquantized.
+        num_blocks: blocks of a pool of fixed size in every layer, shared by all sequences; None for a pool that grows
+            on demand.
         memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB".
-            Dtype and heads are those of the first forward, which raises ValueError when not one block fits.
+            The first forward, which shows dtype and heads, raises ValueError when not one block fits.
         eviction: an `EvictionPolicy`: the layers of full attention keep only some of their tokens. Needs "flash_paged";
-            not together with num_blocks, memory, prefix_cache, offload, int4 and int2 pages, `decode_step`, `save` or
-            rewinding to before the last eviction.
-        prefix_cache: a `PrefixCache` of the same model, which keeps what prompts have in common between generations.
-        offload: an `Offload`, shared by several caches: what is not in use leaves the device.
+            excludes num_blocks, memory, prefix_cache, offload, int4 and int2 pages, `decode_step`, `save` and rewinding
+            to before the last eviction.
+        prefix_cache: a `PrefixCache` of the same model, which keeps the common beginnings of prompts between
+            generations.
+        offload: an `Offload`, shared by several caches: pages that are not in use leave the device.
 
-    Raises ValueError for other arguments, and for models it cannot hold (encoder-decoder, state-space or linear
-    attention layers); the first forward does for head dims that int4 and int2 cannot hold (multiples of 8 and 16).
+    Raises ValueError for other arguments and for models it cannot hold (encoder-decoder, state-space or linear
+    attention layers). The first forward raises it for head dims that int4 (multiples of 8) and int2 (of 16) cannot
+    hold.
     """
 
     def __init__(
@@ -87,14 +90,14 @@ class PagedCache(DecodeStepMixin, Cache):
         self.row_tokens = None if prefix_cache is None else RowTokens()
         self.kv_format, self.eviction, self.prefix_cache = kv_format, eviction, prefix_cache
         decoder = config.get_text_config(decoder=True)
-        # these count on blocks that stay, also behind a window
+        # these store and share whole sequences, also what lies behind a window
         keeps_all = prefix_cache is not None or eviction is not None or kv_format in ("int4", "int2")
         self.states, groups = group_layers(config, decoder, block_size, num_blocks, keeps_all)
         self.state = self.states[0]
         layer_types, states = [kind for kind, _ in groups], [state for _, state in groups if state is not None]
         stores = StoreFactory(states, layer_types, kv_format, num_blocks, memory, eviction, prefix_cache, offload)
         self.budget, self.tiers = stores.budget, stores.tiers
-        # with a prefix cache prompts are not run from their beginning, so sums are in another order all the same
+        # with a prefix cache prompts do not run from their beginning, so their bits are others in any case
         exact = prefix_cache is None
         layers = [
             DummyLayer()
@@ -112,13 +115,13 @@ class PagedCache(DecodeStepMixin, Cache):
 
     @property
     def reads_pages(self) -> bool:
-        """True when the model's attention implementation is one of ours, which reads the blocks."""
+        """Whether the model's attention reads the blocks."""
         return self.state.reads_pages
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile its decode step: a pool of fixed size whose blocks the attention reads. Not
-        with a `prefix_cache`, which stores nothing of what a compiled forward appends, nor with `offload`, which moves
+        """Whether `generate` may compile its decode step: with a pool of fixed size whose blocks the attention reads,
+        without a `prefix_cache`, which does not see what a compiled forward appends, and without `offload`, which moves
         pages."""
         is_fixed = self.state.pool.num_blocks is not None or self.budget is not None
         return is_fixed and self.reads_pages and self.prefix_cache is None and self.tiers is None
@@ -130,19 +133,18 @@ class PagedCache(DecodeStepMixin, Cache):
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks in use in each of the layers that keep most, counted once however many sequences share them; with
-        eviction those of all layers' own pools."""
+        """Blocks in use in one of the layers that keep most tokens, shared ones counted once; with eviction those of
+        all layers."""
         if self.eviction is not None:
             return self.stats().blocks_used
         return self.state.pool.capacity - self.state.pool.num_free
 
     def stats(self) -> CacheStats:
-        """How full the pool is and what it costs."""
+        """Blocks, tokens and bytes in use."""
         return CacheStats.of(self)
 
     def park(self) -> None:
-        """Moves all pages to the host now, as `offload` does by itself when another cache needs the room. They come
-        back when this cache is used.
+        """Moves all pages to the host. They come back when this cache is used.
 
         Raises ValueError without `offload`.
         """
@@ -152,10 +154,10 @@ class PagedCache(DecodeStepMixin, Cache):
         self.tiers.park()
 
     def save(self, path: str | os.PathLike, model: torch.nn.Module | None = None) -> None:
-        """Writes the blocks in use to one safetensors file, beside it first, so that `path` is never half a file.
+        """Writes the blocks in use to one safetensors file, atomically.
 
-        model: the one that filled this cache; `load` then refuses other weights or adapters too, not only other
-        configs.
+        model: the one that filled this cache. With it `load` refuses other weights or adapters, else only other
+            configs.
 
         Raises ValueError when the cache is empty.
         """
@@ -163,13 +165,14 @@ class PagedCache(DecodeStepMixin, Cache):
 
     @classmethod
     def load(cls, path: str | os.PathLike, model, *, offload: Offload | None = None) -> "PagedCache":
-        """The cache that `save` wrote, with the same blocks, on the devices of `model`: `generate()` goes on as it
-        would have gone on there. model: the model, or its config, which puts the pages on the CPU and leaves weights
-        unchecked.
-        offload: as in `PagedCache`.
+        """The cache that `save` wrote, on the devices of `model`; `generate()` goes on from it.
 
-        Raises ValueError naming the file when it is truncated or altered, or is that of another model, dtype or format.
-        Nothing of a file is executed.
+        Args:
+            model: the model, or its config: then pages lie on the CPU and weights are not checked.
+            offload: as in `PagedCache`.
+
+        Raises ValueError naming the file when it is truncated or altered, or belongs to another model, dtype or format.
+        Nothing in a file is executed.
         """
         return persistence.load(cls, path, model, offload)
 
@@ -184,9 +187,8 @@ class PagedCache(DecodeStepMixin, Cache):
     def rewind(self, lengths: list[int]) -> None:
         """Shortens sequence b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
 
-        Afterwards `get_seq_length()` is the longest sequence. When the sequences differ, the next forward needs
-        `position_ids` of its own, and a 2-D mask, if one is given, has the shorter sequences at the right (padding on
-        the left).
+        Afterwards `get_seq_length()` is the longest sequence. When lengths differ, the next forward needs
+        `position_ids`, and a 2-D mask, if one is given, has the shorter sequences at the right (padding on the left).
         """
         self.state.check_idle()
         lengths = [int(length) for length in lengths]
@@ -242,7 +244,7 @@ class PagedCache(DecodeStepMixin, Cache):
         self.batch_select_indices(torch.arange(len(self.state.pool.lengths)).repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """Forgets everything, also the tensors and the batch size."""
+        """Forgets all tokens, the tensors and the batch size."""
         for state in self.states:
             state.reset()
         for layer in self._paged_layers:

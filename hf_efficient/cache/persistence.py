@@ -14,7 +14,7 @@ from hf_efficient.cache.bookkeeping.fingerprint import config_fingerprint, weigh
 
 
 _FORMAT = "hf_efficient.paged_cache.1"
-_BLOCK_BYTES = 64  # at the least, in the lists of a pool
+_BLOCK_BYTES = 64  # of host memory that a block takes at least, in the lists of a pool
 
 
 def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -> None:
@@ -41,7 +41,7 @@ def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -
     tensors = {}
     for index, state in enumerate(states):
         if state.column_mask is not None:
-            tensors[f"groups.{index}.column_mask"] = state.column_mask.clone()  # groups share it
+            tensors[f"groups.{index}.column_mask"] = state.column_mask.clone()  # safetensors refuses shared memory
     used = [torch.tensor(_used_blocks(state.pool.tables), dtype=torch.int64) for state in states]
     for name, layer in layers.items():
         for kind, pages in layer.store.pages.items():
@@ -84,7 +84,7 @@ def load(cls, path: str | os.PathLike, model, offload=None):
 
 
 def _read(path) -> tuple[str, dict[str, torch.Tensor]]:
-    """Header and tensors of a file. Raises ValueError or SafetensorError when it is not one of `save`, whole."""
+    """Header and tensors of a file. Raises ValueError or SafetensorError for what `save` did not write whole."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
@@ -166,7 +166,7 @@ def _fill(cache, header: dict, tensors: dict[str, torch.Tensor], device_of) -> N
 
 
 def _like(form: list, sequences: int, device):
-    """Keys and values of one token a sequence, of a store's `form`; meaningless."""
+    """Meaningless keys and values of one token a sequence, of a store's `form`."""
     dtype, heads, dim, value_heads, value_dim = form
     for number, size in ((heads, dim), (value_heads, value_dim)):
         yield torch.empty(sequences, number, 1, size, dtype=getattr(torch, dtype), device=device)
@@ -180,12 +180,12 @@ def _take(tensors: dict, name: str, shape: tuple, dtype: torch.dtype) -> torch.T
 
 
 def _used_blocks(tables: list[list[int]]) -> list[int]:
-    """The blocks in the order of the sequences, each once."""
+    """The blocks of all sequences, each once, in the order of the sequences."""
     return list(dict.fromkeys(block for table in tables for block in table))
 
 
 def _devices(model):
-    """layer index -> device that its attention is on."""
+    """A function: layer index -> device of its attention."""
     if not isinstance(model, torch.nn.Module):
         return lambda layer_idx: torch.device("cpu")
     devices = {

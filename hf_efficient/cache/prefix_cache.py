@@ -1,4 +1,4 @@
-"""`PrefixCache`: blocks of keys and values that outlive a generation, for prompts that begin alike."""
+"""`PrefixCache`: keys and values of the common beginnings of prompts, kept between generations."""
 
 import inspect
 import threading
@@ -18,8 +18,10 @@ from hf_efficient.cache.stores.memory_budget import bytes_per_block, check_pool_
 
 
 class PrefixCache:
-    """Keys and values of prompts and answers, kept for later generations of one model: a prompt that begins like an
-    earlier one (a shared system prompt, the next turn of a chat) runs only from where it differs.
+    """Keeps keys and values of prompts and answers for later generations of one model.
+
+    A prompt that begins like an earlier one (a shared system prompt, the next turn of a chat) runs only from where it
+    differs:
 
     >>> prefix = PrefixCache(model, num_blocks=256)
     >>> for inputs in prompts:
@@ -28,35 +30,34 @@ class PrefixCache:
     >>> prefix.stats()["hits"]
     1
 
-    Every forward with a cache that names this one stores the blocks it completes, of prompts and of generated tokens. A
-    forward whose tokens are stored already, of a new cache or the next chunk of a prompt, is cut: the stored blocks are
-    copied into the cache, and the model runs on the columns that are left, at least as many as `logits_to_keep`. So the
-    output is that of the whole forward up to the rounding of a shorter one; sequences of a batch are cut at one column,
-    where the first of them differs.
+    Every forward over such a cache stores the blocks that it completes, of prompts and of generated tokens. A forward
+    whose tokens are stored already is cut: the stored blocks are copied into the cache, and the model runs on the
+    columns that are left, at least `logits_to_keep` of them. Its output is that of the whole forward up to the rounding
+    of a shorter one. The sequences of a batch are cut at one column, where the first of them differs.
 
-    Neither cut nor stored, and counted as `bypassed` in `stats()`: forwards with inputs other than token ids, 2-D masks
-    and positions (embeddings, images, packed sequences, 4-D masks), sequences with adapters of their own, training
-    mode, and padded batches under an attention implementation that does not read pages. A forward that asks for the
-    logits of every column (`logits_to_keep=0`, as a direct call does by default), for hidden states, attentions or a
-    loss is stored and not cut. What a compiled forward or the replay of a CUDA graph appends is not stored, nor what
-    follows it.
+    Forwards are neither cut nor stored, but counted as `bypassed` in `stats()`, with inputs other than token ids, 2-D
+    masks and positions (embeddings, images, packed sequences, 4-D masks), with an adapter for each sequence, in
+    training mode, and with padding under an attention implementation that does not read pages. A forward that asks for
+    the logits of every column (`logits_to_keep=0`, the default of a direct call), for hidden states, attentions or a
+    loss is stored and not cut. What a compiled forward or a replayed CUDA graph appends is not stored, nor what follows
+    it.
 
-    Adapters (which are active, merged, and their weights), autocast and changed weights are told apart. Weights changed
-    through `.data` are not seen, and PEFT's unmerging rounds them: call `clear()` then.
+    Active and merged adapters, autocast and changed weights are told apart. Weights that are changed through `.data`,
+    as by PEFT when it unmerges, which rounds them, need a `clear()`.
 
     Several threads may use one PrefixCache (on CUDA: on one stream).
 
     Args:
-        model: a decoder-only model for text; its forward is hooked for as long as this object lives. A PEFT model
+        model: a decoder-only model for text. Its forward is hooked for as long as this object lives. A PEFT model
             stands for the model inside.
-        num_blocks: blocks of the pool, each over all layers; when it is full the least recently used ones make room.
+        num_blocks: blocks of the pool, each over all layers. When it is full, the least recently used ones make room.
         memory: in place of `num_blocks`, the bytes that the pool may take: an int, or "512MB", "2GiB". The first
             forward raises ValueError when not one block fits.
-        block_size: tokens of a block, that of the caches; None for their default.
-        kv_format: that of the caches. Under all but "auto" a cut prompt sees its beginning as it comes back from the
-            pages, like the next chunk of a chunked prefill does. "int4" and "int2" store what has left the window of
-            unquantized tokens, at the latest 256 tokens after it; the first block of every beginning, which they do not
-            quantize, takes memory beside the pool.
+        block_size: tokens of a block, as in the caches; None for their default.
+        kv_format: as in the caches. Under all but "auto" a cut prompt sees its beginning as it comes back from the
+            pages, as the next chunk of a chunked prefill does. "int4" and "int2" store tokens once they are quantized,
+            at the latest 256 tokens later; the first block of every beginning, which they do not quantize, takes memory
+            outside the pool.
 
     Raises ValueError for other arguments, and for models whose keys do not follow from the tokens before them.
     """
@@ -87,9 +88,8 @@ class PrefixCache:
         self._tree = PrefixTree(num_blocks or 0, block_size)
         self._forms: list[tuple] = []  # of each layer's pages
         self._pools: list[dict[str, torch.Tensor]] = []  # of each layer: like `PageStore.pages`
-        self._beginnings: dict[
-            int, list[dict[str, torch.Tensor]]
-        ] = {}  # first block -> `PageStore.beginning` of each layer
+        # first block of a sequence -> `PageStore.beginning` of each layer
+        self._beginnings: dict[int, list[dict[str, torch.Tensor]]] = {}
         self._counts = dict.fromkeys(("hits", "misses", "bypassed", "prompt_tokens", "skipped_tokens"), 0)
         names = list(inspect.signature(model.forward).parameters)
         handles = [
@@ -102,21 +102,23 @@ class PrefixCache:
             weakref.finalize(self, handle.remove)
 
     def __deepcopy__(self, memo):
-        return self  # a copy of a cache goes on with the same stored prefixes
+        return self  # copies of a cache share the stored prefixes
 
     def clear(self) -> None:
-        """Forgets everything and frees the memory. Caches in use go on, and neither find nor store anything until they
-        are empty again."""
+        """Forgets everything and frees the memory. Caches in use find and store nothing until they are empty."""
         with self._lock:
             self._forget()
             self._clears += 1
 
     def stats(self) -> dict[str, int]:
-        """Counted since this object was made: `hits`, `misses`: sequences that began with stored blocks and were cut,
-        and that were not; `bypassed`: sequences that were not looked up; `prompt_tokens`, `skipped_tokens`: tokens of
-        forwards that were looked up, and those of them that did not run; `evicted_blocks`. As of now: `num_blocks`,
-        `used_blocks` and `bytes` of the pool and of what lies beside it (before the first forward it takes none, and
-        has no blocks yet when sized by `memory`)."""
+        """Counts since this object was made, and the state of the pool.
+
+        `hits`, `misses`: sequences whose beginning was stored and cut, and others that were looked up. `bypassed`:
+            sequences
+        that were not looked up. `prompt_tokens`: tokens of forwards that were looked up, `skipped_tokens`: those of
+        them that did not run. `evicted_blocks`. Now: `num_blocks`, `used_blocks`, and `bytes` of the pool and of what
+        lies outside it; a pool sized by `memory` has no blocks before the first forward.
+        """
         return {
             **self._counts,
             "evicted_blocks": self._tree.num_evicted,
@@ -130,7 +132,7 @@ class PrefixCache:
 
     @property
     def hit_rate(self) -> float:
-        """Part of the prompt tokens looked up that did not run, 0 to 1."""
+        """Share of the prompt tokens looked up that did not run, 0 to 1."""
         return self._counts["skipped_tokens"] / max(1, self._counts["prompt_tokens"])
 
     def check(self, config, block_size: int, kv_format: str) -> None:
@@ -145,7 +147,8 @@ class PrefixCache:
                 raise ValueError(f"{name}={given!r} with a prefix_cache of {name}={own!r}: must be the same")
 
     def _before(self, model, cache, inputs: dict) -> dict | None:
-        """Before a forward of `inputs`: restores what is stored of its tokens and returns the inputs that are left."""
+        """Before a forward of `inputs`: restores what is stored of its tokens. Returns the inputs that are left, None
+        for all."""
         state, tokens = cache.state, cache.row_tokens
         tokens.restored = None
         begins, plain = state.columns == 0, not model.training and is_plain(inputs, state.columns)
@@ -167,8 +170,7 @@ class PrefixCache:
             return self._cut(cache, inputs, limit, *new)
 
     def _new_tokens(self, cache, inputs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """int64 [B, S] from `mark_tokens` and bool [B, S], which columns are tokens; None when a sequence is not known
-        whole."""
+        """int64 [B, S] from `mark_tokens` and bool [B, S], which columns are tokens; None when some ids are unknown."""
         state, tokens, mask = cache.state, cache.row_tokens, inputs.get("attention_mask")
         starts = state.pool.lengths
         if starts and (len(starts) != len(inputs["input_ids"]) or starts != tokens.lengths):
@@ -230,8 +232,10 @@ class PrefixCache:
         }
 
     def _after(self, model, cache, inputs: dict, output) -> None:
-        """After a forward of `inputs`, without what `_before` restored: stores the blocks that have become complete.
-        output: None when the forward raised."""
+        """After a forward of `inputs`, what `_before` restored left out: stores the blocks that became complete.
+
+        output: None when the forward raised.
+        """
         if output is None:
             return self._undo(cache)
         state, tokens, plan = cache.state, cache.row_tokens, cache.state.plan
@@ -256,7 +260,7 @@ class PrefixCache:
                     self._store(cache, {b: sequences[b] for b in complete})
 
     def _undo(self, cache) -> None:
-        """Takes back what was restored for a forward that raised before a layer appended anything."""
+        """Takes back what was restored for a forward that raised before any layer appended to it."""
         state, restored, cache.row_tokens.restored = cache.state, cache.row_tokens.restored, None
         if restored is None or state.pending is not None:
             return
@@ -271,10 +275,10 @@ class PrefixCache:
                 self._forms = forms
             copies, settled = {}, _settled(layers, cache.state.pool.lengths)
             for b, sequence in sequences.items():
-                for place, block in self._tree.insert(cache.row_tokens.key.digest, sequence[: settled[b]]):
-                    copies[block] = cache.state.pool.tables[b][place]  # of a block taken twice the last one counts
+                for number, block in self._tree.insert(cache.row_tokens.key.digest, sequence[: settled[b]]):
+                    copies[block] = cache.state.pool.tables[b][number]  # a block may be evicted and taken again
                     self._beginnings.pop(block, None)
-                    if place == 0:
+                    if number == 0:
                         self._beginnings[block] = [layer.store.beginning(b) for layer in layers]
             copy = _copier(copies)
             for layer, pools in zip(layers if copies else (), self._pools):
@@ -293,7 +297,7 @@ class PrefixCache:
             self._tree.num_blocks = self._memory // size
             self._tree.clear()
         number = self._tree.num_blocks
-        with torch.inference_mode(False):  # else they could not be written to outside of inference mode
+        with torch.inference_mode(False):  # inference tensors cannot be written to outside of inference mode
             self._pools = [
                 {name: lazy_zeros(pages, number, *pages.shape[1:]) for name, pages in store.pages.items()}
                 for store in stores
@@ -305,27 +309,28 @@ class PrefixCache:
 
 
 def _settled(layers: list, lengths: list[int]) -> list[int]:
-    """`PageStore.settled` for all layers, of sequences of `lengths` tokens."""
+    """`PageStore.settled` of the layer that has settled least."""
     return [min(tokens) for tokens in zip(*(layer.store.settled(lengths) for layer in layers))]
 
 
 def _form(layer) -> tuple:
-    """What must be the same in layers that exchange blocks, of one format and block size."""
+    """What layers of one format and block size must agree in to exchange blocks."""
     return layer.store.form, layer.store.device
 
 
 def _copier(copies: dict[int, int]):
-    """A function of (source, target), the pages of a layer, that copies block `copies[place]` to each `place`."""
-    places, runs = sorted(copies), []
-    for place in places:
-        if runs and place == runs[-1].stop:
-            runs[-1] = slice(runs[-1].start, place + 1)
+    """A function of (source, target), the pages of a layer, that copies block `copies[i]` of source to block i of
+    target."""
+    destinations, runs = sorted(copies), []
+    for block in destinations:
+        if runs and block == runs[-1].stop:
+            runs[-1] = slice(runs[-1].start, block + 1)
         else:
-            runs.append(slice(place, place + 1))
-    blocks = [copies[place] for place in places]
+            runs.append(slice(block, block + 1))
+    sources = [copies[block] for block in destinations]
 
     def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
-        to, of = to_device([places, blocks], torch.int64, next(iter(source.values())).device)
+        to, of = to_device([destinations, sources], torch.int64, next(iter(source.values())).device)
         for name, pages in source.items():
             if len(runs) > 4:
                 target[name].index_copy_(0, to, pages.index_select(0, of))

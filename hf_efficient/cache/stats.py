@@ -14,7 +14,7 @@ class CacheStats:
     tokens: tokens stored; one that sequences share counts once. tokens + wasted_slots = blocks_used * block_size.
     wasted_slots: slots of used blocks that hold no token.
     bytes_allocated, bytes_used: of the pages of all layers, wherever they lie, and of the blocks in use among them.
-    prefix_hit_rate: part of the prompt tokens that the prefix cache had, 0 to 1; None without one.
+    prefix_hit_rate: share of the prompt tokens that the prefix cache had, 0 to 1; None without one.
     """
 
     blocks_used: int
@@ -66,7 +66,7 @@ def filled_slots(pool: BlockPool) -> dict[int, int]:
     """Block -> slots of it that hold a token of some sequence."""
     filled: dict[int, int] = {}
     for table, length in zip(pool.tables, pool.lengths):
-        for place, block in enumerate(table):
-            tokens = min(pool.block_size, length - place * pool.block_size)
+        for number, block in enumerate(table):
+            tokens = min(pool.block_size, length - number * pool.block_size)
             filled[block] = max(filled.get(block, 0), tokens)
     return filled

@@ -6,8 +6,11 @@ from hf_efficient.cache.eviction.base import Scorer, View
 
 
 class AdaKV(Scorer):
-    """Wraps another scorer, whose scores must be comparable between heads (attention is, a position is not). Paper:
-    Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation (2407.11550).
+    """Lets the heads of a layer compete for the budget, by the scores of another scorer.
+
+    The scores must be comparable between heads: attention is, a position is not.
+
+    Paper: Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation (2407.11550).
 
     Args:
         scorer: says which tokens matter.
