@@ -1,12 +1,13 @@
 """Every inside of transformers that this package touches: private names, patched functions, signatures that have moved.
 
 The registries and classes of transformers' documentation are used where they are needed. Everything else stands in
-`integrations/transformers_*.py`, and each piece of it is a row of `INSIDES`. Other rooms reach such a piece through a function of
-this file, which imports nothing of ours.
+`integrations/transformers_*.py`, and each piece of it is a row of `INSIDES`. Other rooms reach such a piece through a
+function of this file, which imports nothing of ours.
 """
 
 import importlib
 from dataclasses import dataclass
+from operator import attrgetter
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,11 @@ class Inside:
     releases: str = ">=5.23,<6"
 
 
-INSIDES: tuple[Inside, ...] = ()
+INSIDES: tuple[Inside, ...] = (
+    Inside(
+        "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "integrations/transformers_compat.py"
+    ),
+)
 
 
 def find(inside: Inside) -> object:
@@ -34,3 +39,6 @@ def find(inside: Inside) -> object:
     for name in filter(None, attributes.split(".")):
         found = getattr(found, name)
     return found
+
+
+attention_of = attrgetter("_attn_implementation")  # config -> name of its attention; as fast as the attribute itself

@@ -1,4 +1,4 @@
-"""The functions on paged caches alone: write, quantize, copy and gather. They check their arguments and launch.
+"""Writes, quantizes, copies and gathers paged caches: functions that check their arguments and launch a kernel.
 
 k_cache [num_blocks, block_size, Hk, D], v_cache [num_blocks, block_size, Hk, Dv]: pages in float16, bfloat16 or
 float32, or quantized as kv_formats.py says, with the scales that belong to them. Strided views are fine, the last
@@ -121,11 +121,10 @@ def gather_cache(
     quantized_seqlens: torch.Tensor | None = None,
     num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of all rows one after the other, dequantized: k [num_tokens, Hk, D] and v [num_tokens, Hk, Dv] of
-    `dtype`.
+    """The tokens of all sequences end to end, dequantized: k [num_tokens, Hk, D] and v [num_tokens, Hk, Dv] of `dtype`.
 
     block_table: int32 [B, max_blocks]; tokens in pages named -1 become 0.
-    cu_seqlens_k: int32 [B + 1], row b goes to tokens cu_seqlens_k[b] to cu_seqlens_k[b + 1] of the result. Scales,
+    cu_seqlens_k: int32 [B + 1], sequence b goes to tokens cu_seqlens_k[b] to cu_seqlens_k[b + 1] of the result. Scales,
     minima, tails and quantized_seqlens as in `flash_attn_with_kvcache`; tails may be absent: then all is quantized.
     num_tokens: cu_seqlens_k[-1], or more (the rest is not written); None reads it, which waits for the GPU.
     """

@@ -105,8 +105,8 @@ def gpu_kind(device: torch.device) -> str:
 
 
 def forward_config(dtype: torch.dtype, head_dim: int, queries: int, page_size: int, kind: str) -> Config:
-    """For `forward_kernel`; head_dim is the larger of key and value head dim, queries the longest row, page_size 0
-    means no pages."""
+    """The tiles of `forward_kernel`. head_dim: the larger of key and value head dim. queries: of the longest sequence.
+    page_size: 0 for no pages."""
     limit = next(limit for limit in (64, 128, 192, 256) if head_dim <= limit)
     config = _FORWARD[kind][limit, dtype.itemsize]
     block_m = max(16, triton.next_power_of_2(queries))
@@ -119,7 +119,7 @@ def forward_config(dtype: torch.dtype, head_dim: int, queries: int, page_size: i
 
 
 def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | None = None, bits: int = 16) -> Config:
-    """For the decode kernels; rows is queries times query heads per key head, bits those of a cached number."""
+    """The tiles of the decode kernels. rows: queries times query heads per key head. bits: of a cached number."""
     table = _DECODE[backend or ("amd" if torch.version.hip else "nvidia")]
     bits = 32 if dtype == torch.float32 else bits
     configs = table[min(key for key in table if key[1] == bits and head_dim <= key[0])]
@@ -127,7 +127,7 @@ def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | N
 
 
 def processors(device: torch.device) -> int:
-    """How many programs run side by side (the interpreter: 8, so that keys are split there too)."""
+    """Programs that run side by side; 8 in the interpreter, so that keys are split there too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 

@@ -152,7 +152,7 @@ VARIANTS = tuple(CONFIGS)
 
 
 def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: tuple[int, int], plain: bool) -> str | None:
-    """Why `attend_hopper` cannot compute this, or None. plain: no softcap, sinks, ALiBi slopes, cache or pages."""
+    """Why `attend_hopper` cannot compute this, or None. plain: no softcap, sinks, ALiBi slopes, cache and pages."""
     if q.is_cuda and (torch.version.hip or torch.cuda.get_device_capability(q.device)[0] != 9):
         return "the device is not of compute capability 9"
     if not plain:

@@ -16,7 +16,7 @@ class QuantizedKV(NamedTuple):
     k_scale, v_scale: float16 [blocks, block_size, Hk] for 8 bits. For 4 and 2 bits k_scale, k_min are float16
     [blocks, block_size / G, Hk, D] (groups of G tokens) and v_scale, v_min [blocks, block_size, Hk, C] (C groups of
     channels), scale and minimum with the same strides, D and Dv multiples of 32 / bits; k_tail [B, R, Hk, D] and v_tail
-    [B, R, Hk, Dv] hold, token t at slot t % R, the tokens of a row from quantized_seqlens (int32 [B]) on.
+    [B, R, Hk, Dv] hold, token t at slot t % R, the tokens of a sequence from quantized_seqlens (int32 [B]) on.
     """
 
     bits: int  # 8, 4 or 2

@@ -99,9 +99,10 @@ def copy_blocks_reference(k_cache, v_cache, mapping, *scales):
 
 
 def gather_row(pages, block_table, length, tail=None, quantized=0):
-    """One row: `pages` [num_blocks, block_size, Hk, D] through block_table [max_blocks], from token `quantized` on the
-    ring `tail` [R, Hk, D] -> [length, Hk, D] and the bool [length] that is False (and the entry 0) where the table says
-    -1."""
+    """The tokens of one sequence: `pages` [num_blocks, block_size, Hk, D] through block_table [max_blocks], from token
+    `quantized` on the ring `tail` [R, Hk, D]. Returns [length, Hk, D] and bool [length], False (and zeros) where the
+    table says -1.
+    """
     token = torch.arange(length, device=pages.device)
     in_tail = token >= (length if tail is None else quantized)
     block = block_table[torch.where(in_tail, 0, token // pages.shape[1])].long()
@@ -129,8 +130,10 @@ def gather_cache_reference(
     quantized_seqlens=None,
     num_tokens=None,
 ):
-    """Pages (and rings) of all rows one after the other, dequantized: k [num_tokens, Hk, D], v [num_tokens, Hk, Dv] of
-    `dtype`, 0 where the table says -1 and behind the last row."""
+    """Pages (and rings) of all sequences one after the other, dequantized to `dtype`.
+
+    Returns k [num_tokens, Hk, D] and v [num_tokens, Hk, Dv], 0 where the table says -1 and behind the last sequence.
+    """
     pages = dequantize_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min)
     starts = cu_seqlens_k.tolist()
     out = []

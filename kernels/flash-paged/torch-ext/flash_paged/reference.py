@@ -154,7 +154,8 @@ def flash_attn_with_kvcache_reference(
     quantized_seqlens=None,
 ):
     """q [B, Sq, Hq, D], k_cache [num_blocks, block_size, Hk, D], v_cache [..., Dv], k and v [B, Sn, Hk, D or Dv]
-    appended in place, cache_seqlens [B], block_table [B, max_blocks] (None: row b is block b) -> [B, Sq, Hq, Dv]."""
+    appended in place, cache_seqlens [B], block_table [B, max_blocks] (None: sequence b is block b) -> [B, Sq, Hq,
+    Dv]."""
     if block_table is None:
         block_table = torch.arange(q.shape[0], device=q.device)[:, None]
     capacity = block_table.shape[1] * k_cache.shape[1] + (0 if k_tail is None else k_tail.shape[1])
