@@ -7,7 +7,6 @@ function of this file, which imports nothing of ours.
 
 import importlib
 from dataclasses import dataclass
-from operator import attrgetter
 
 
 @dataclass(frozen=True)
@@ -41,4 +40,6 @@ def find(inside: Inside) -> object:
     return found
 
 
-attention_of = attrgetter("_attn_implementation")  # config -> name of its attention; as fast as the attribute itself
+def attention_name(config) -> str | None:
+    """The name of the attention of models of `config`. A function, because torch.compile cannot trace an attrgetter."""
+    return config._attn_implementation

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
+from kv_models import step
 from transformers import DynamicCache
 
 from hf_efficient import PagedCache
@@ -16,11 +17,6 @@ IMPLEMENTATIONS = {"mistral": ("sdpa", "eager", "flash_paged"), "gemma2": ("eage
 
 def positions(cache, width):
     return torch.tensor(cache.cache_seqlens)[:, None] + torch.arange(width)
-
-
-@torch.no_grad()
-def step(model, cache, tokens, **kwargs):
-    return model(tokens, past_key_values=cache, **kwargs).logits
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
+from kv_models import step
 
 from hf_efficient import EvictionPolicy, KeyNorm, Offload, PagedCache
 from hf_efficient.cache.stores import tiered as tiered_store
@@ -18,14 +19,8 @@ BLOCK_BYTES = 2 * 2 * 16 * 4 * 8  # of one layer: keys and values, heads, head d
 
 
 @pytest.fixture(scope="module")
-def llama():
+def shared_llama():
     return tiny_model("llama", num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(params=["sdpa", "flash_paged"])
-def model(request, llama):
-    llama.set_attn_implementation(request.param)
-    return llama
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +36,6 @@ def poison(monkeypatch):
         return number
 
     monkeypatch.setattr(tiered_store.TieredStore, "leave", poisoned)
-
-
-def step(model, cache, tokens, **kwargs):
-    with torch.no_grad():
-        return model(tokens, past_key_values=cache, **kwargs).logits
 
 
 def generate(model, inputs, cache, **kwargs):

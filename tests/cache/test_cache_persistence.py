@@ -5,17 +5,13 @@ import json
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
+from kv_models import step
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_efficient import PagedCache
 from hf_efficient.cache.bookkeeping.fingerprint import weights_fingerprint
 from hf_efficient.cache.persistence import _digest
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
 
 
 @pytest.fixture
@@ -27,11 +23,6 @@ def saved(llama, tmp_path):
     step(llama, cache, inputs["input_ids"], attention_mask=inputs["attention_mask"])
     cache.save(tmp_path / "chat.safetensors", llama)
     return tmp_path / "chat.safetensors", inputs
-
-
-def step(model, cache, tokens, **kwargs):
-    with torch.no_grad():
-        return model(tokens, past_key_values=cache, **kwargs).logits
 
 
 def longer(inputs, width=4):

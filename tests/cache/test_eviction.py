@@ -25,13 +25,6 @@ from hf_efficient.cache.stores import evicting
 from hf_efficient.cache.stores.full_precision import PageStore
 
 
-@pytest.fixture(scope="module")
-def llama():
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
-    return model
-
-
 def cache_of(model, *policy):
     return PagedCache(model.config, block_size=8, eviction=EvictionPolicy(*policy))
 

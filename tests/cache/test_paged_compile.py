@@ -22,10 +22,8 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture
-def llama():
-    model = tiny_model("llama", num_hidden_layers=1)
-    model.set_attn_implementation("flash_paged")
-    return model
+def shared_llama():
+    return tiny_model("llama", num_hidden_layers=1)
 
 
 def compiled(model, backend="eager"):

@@ -6,7 +6,6 @@ import pickle
 import threading
 import weakref
 
-import prefix_models
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
@@ -15,10 +14,6 @@ from torch import nn
 from transformers import LlamaConfig
 
 from hf_efficient import Offload, PagedCache, PrefixCache
-
-
-shared_llama = pytest.fixture(scope="module")(prefix_models.shared_llama)
-llama = pytest.fixture(prefix_models.llama)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 9])

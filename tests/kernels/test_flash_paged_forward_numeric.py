@@ -3,8 +3,7 @@ the edges and between them, pages smaller and larger than a block, the order of 
 
 import pytest
 import torch
-from helpers import assert_close
-from paged_caches import filled_cache
+from paged_caches import assert_agree, cumulative, filled_cache, random
 
 from hf_efficient.kernels import flash_paged as fp
 from hf_efficient.kernels.flash_paged import forward, forward_launch, tiles
@@ -32,10 +31,6 @@ OPTIONS = {
 }
 
 
-def random(*shape, dtype, device):
-    return torch.randn(shape, device=device).to(dtype)
-
-
 def options(name, heads, rows, device):
     """The options of that name with real sinks and slopes."""
     chosen = dict(OPTIONS[name])
@@ -49,12 +44,7 @@ def options(name, heads, rows, device):
 
 
 def check(actual, expected):
-    """out and log-sum-exp; the latter is -inf for the same queries."""
-    assert_close(actual[0].float(), expected[0].float(), *TOLERANCE[actual[0].dtype])
-    nothing = expected[1] == float("-inf")
-    assert actual[1].dtype == torch.float32
-    assert torch.equal(actual[1] == float("-inf"), nothing), "another set of queries sees nothing"
-    assert_close(actual[1].masked_fill(nothing, 0), expected[1].masked_fill(nothing, 0), *LSE)
+    assert_agree(actual, expected, TOLERANCE[actual[0].dtype], LSE)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -82,20 +72,11 @@ def test_split_dim_covers_every_head_dim():
         whole, rest = tiles.split_dim(dim)
         assert dim <= whole + rest < 2 * max(dim, 8) + 16 and (rest == 0 or 16 <= rest < whole < dim)
         assert all(part & (part - 1) == 0 for part in (whole, rest))
-    assert [tiles.split_dim(dim) for dim in (64, 80, 96, 112, 192)] == [
-        (64, 0),
-        (64, 16),
-        (64, 32),
-        (128, 0),
-        (128, 64),
-    ]
+    expected = {64: (64, 0), 80: (64, 16), 96: (64, 32), 112: (128, 0), 192: (128, 64)}
+    assert {dim: tiles.split_dim(dim) for dim in expected} == expected
 
 
 LENGTHS_Q, LENGTHS_K = (0, 1, 64, 150, 7, 129), (5, 1, 64, 256, 0, 131)
-
-
-def cumulative(lengths, device):
-    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "alibi_per_row", "everything"])
@@ -170,10 +151,8 @@ def test_hopper_varlen(kernel_device, variant):
     made = {"dtype": torch.float16, "device": kernel_device}
     q = random(sum(LENGTHS_Q), 1, 64, **made)
     k, v = random(sum(LENGTHS_K), 1, 64, **made), random(sum(LENGTHS_K), 1, 64, **made)
-    starts = {
-        "cu_seqlens_q": cumulative(LENGTHS_Q, kernel_device),
-        "cu_seqlens_k": cumulative(LENGTHS_K, kernel_device),
-    }
+    lengths = {"cu_seqlens_q": LENGTHS_Q, "cu_seqlens_k": LENGTHS_K}
+    starts = {name: cumulative(held, kernel_device) for name, held in lengths.items()}
     chosen = {"softmax_scale": 0.2, "causal": True, "return_attn_probs": True}
     expected = fp.flash_attn_varlen_func_reference(q.double(), k, v, *starts.values(), 150, 256, **chosen)
     check(launch(q, k, v, 150, True, variant, **starts), expected)

@@ -3,8 +3,7 @@ of one page, that end at a page and odd ones, and with NaN wherever no token lie
 
 import pytest
 import torch
-from helpers import assert_close
-from paged_caches import CACHES, assert_same, filled_cache
+from paged_caches import CACHES, assert_agree, assert_same, cumulative, filled_cache
 
 from hf_efficient.kernels import flash_paged as fp
 
@@ -61,17 +60,7 @@ def chosen(option, heads, rows, device):
 
 
 def check(actual, expected):
-    """(out, log-sum-exp) of both; the latter is -inf in the same places."""
-    tolerance = EXACT if actual[0].dtype == torch.float32 else HALF
-    assert_close(actual[0], expected[0], *tolerance)
-    nothing = expected[1] == float("-inf")
-    assert torch.equal(actual[1] == float("-inf"), nothing), "log-sum-exp -inf elsewhere"
-    assert actual[1].dtype == torch.float32
-    assert_close(actual[1].masked_fill(nothing, 0), expected[1].masked_fill(nothing, 0), *tolerance)
-
-
-def cumulative(lengths, device):
-    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    assert_agree(actual, expected, EXACT if actual[0].dtype == torch.float32 else HALF)
 
 
 def check_dense(device, path, option):

@@ -9,7 +9,7 @@ import torch
 from hf_efficient.cache.bookkeeping.block_pool import BlockPool
 from hf_efficient.cache.bookkeeping.device_tables import DeviceTables
 from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
-from hf_efficient.integrations.transformers_compat import attention_of
+from hf_efficient.integrations.transformers_compat import attention_name
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
@@ -107,7 +107,7 @@ class CacheState:
     @property
     def attention(self) -> str:
         """The attention implementation of the forwards over this cache."""
-        return ATTENTION_NAMES[0] if self.over_pages else attention_of(self.config)
+        return ATTENTION_NAMES[0] if self.over_pages else attention_name(self.config)
 
     @property
     def lengths(self) -> list[int]:

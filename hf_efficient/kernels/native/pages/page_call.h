@@ -4,7 +4,7 @@
 #include "vectors.h"
 
 // The keys or the values of a cache, or of its rings: data [tokens, heads, dim] of one format, a token being a slot of a page
-// (block * block_size + offset) or of a ring (row * ring + slot).
+// (block * block_size + offset) or of a ring (sequence * ring + slot).
 struct Pages {
     const void *data;
     const uint16_t *scale, *minimum;  // float16: kv_formats.py says of which shapes
@@ -44,25 +44,25 @@ struct AttentionCall {
 
     int64_t group() const { return query_heads / heads; }
     int64_t height() const { return group() * width; }  // rows of queries that share a key head: head of the group, query
-    int64_t length(int64_t row) const { return cache_seqlens[row] < 0 ? 0 : cache_seqlens[row] + appended; }
-    int64_t in_pages(int64_t row) const {
-        const int64_t all = length(row);
-        return ring_size && all ? quantized_seqlens[row] : all;
+    int64_t length(int64_t sequence) const { return cache_seqlens[sequence] < 0 ? 0 : cache_seqlens[sequence] + appended; }
+    int64_t in_pages(int64_t sequence) const {
+        const int64_t all = length(sequence);
+        return ring_size && all ? quantized_seqlens[sequence] : all;
     }
 };
 
-// Where the tokens of a row lie: in pages, or in its ring.
+// Where the tokens of a sequence lie: in pages, or in its ring.
 struct Source {
     const AttentionCall &call;
-    int64_t row;
+    int64_t sequence;
     bool in_ring;
 
     const Pages &keys() const { return in_ring ? call.k_tail : call.k_cache; }
     const Pages &values() const { return in_ring ? call.v_tail : call.v_cache; }
 
     int64_t slot(int64_t token) const {  // -1: nowhere
-        if (in_ring) return row * call.ring_size + token % call.ring_size;
-        const int64_t block = call.block_table[row * call.table_stride + token / call.block_size];
+        if (in_ring) return sequence * call.ring_size + token % call.ring_size;
+        const int64_t block = call.block_table[sequence * call.table_stride + token / call.block_size];
         return block < 0 ? -1 : block * call.block_size + token % call.block_size;
     }
 };
