@@ -51,12 +51,12 @@ def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -
             tensors[f"layers.{name}.rows.{kind}"] = sequences.cpu().contiguous()
     text = json.dumps(header, sort_keys=True)
     path = Path(path)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(tensors, beside, {"format": _FORMAT, "header": text, "digest": _digest(text, tensors)})
-        os.replace(beside, path)
+        save_file(tensors, temporary, {"format": _FORMAT, "header": text, "digest": _digest(text, tensors)})
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def load(cls, path: str | os.PathLike, model, offload=None):

@@ -38,7 +38,7 @@ class BlockPool:
 
     Args:
         block_size: tokens in a block.
-        num_blocks: a pool of exactly so many blocks; None for one that grows on demand.
+        num_blocks: blocks of a pool of fixed size; None for one that grows on demand.
 
     tables: the blocks of each sequence, in order.
     lengths: the tokens in its blocks.

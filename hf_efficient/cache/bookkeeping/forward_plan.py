@@ -65,7 +65,8 @@ class ForwardPlan:
             return None
         return first[0] * self.block_size, room * self.block_size
 
-    def _cached(self, key, make):
+    def cached(self, key, make):
+        """`make()`, once for each `key` until `forget_tensors`."""
         if key not in self._tensors:
             self._tensors[key] = make()
         return self._tensors[key]
@@ -76,7 +77,7 @@ class ForwardPlan:
 
     def slot_mapping(self, device) -> torch.Tensor:
         """int64 [new tokens]: the slot (block * block_size + offset) of every new token, sequence after sequence."""
-        return self._cached(("slots", device), lambda: to_device(self._slots(), torch.int64, device))
+        return self.cached(("slots", device), lambda: to_device(self._slots(), torch.int64, device))
 
     def _slots(self) -> list[int]:
         size, slots = self.block_size, []
@@ -96,14 +97,14 @@ class ForwardPlan:
             sequences = [table + [0] * (longest - len(table)) for table in self.tables]
             return to_device(sequences, torch.int64, device).view(len(sequences), longest)
 
-        return self._cached(("table", device), make)
+        return self.cached(("table", device), make)
 
     def cu_seqlens(self, device, new: bool) -> torch.Tensor:
         """int32 [B + 1]: cumulative number of new tokens, or of all tokens of the sequences."""
         starts = self.starts if new else [0] * len(self.starts)
         counts = (length - start for start, length in zip(starts, self.lengths))
         values = list(accumulate(counts, initial=0))
-        return self._cached(("cu", new, device), lambda: to_device(values, torch.int32, device))
+        return self.cached(("cu", new, device), lambda: to_device(values, torch.int32, device))
 
     @property
     def max_new(self) -> int:
@@ -117,7 +118,7 @@ class ForwardPlan:
         def make():
             return to_device(self.valid.flatten().nonzero().flatten().tolist(), torch.int64, device)
 
-        return self._cached(("tokens", device), make)
+        return self.cached(("tokens", device), make)
 
     def tokens_of(self, new: torch.Tensor) -> torch.Tensor:
         """The tokens among the columns of `new` [B, H, S, D], sequence after sequence: [new tokens, H, D]."""
@@ -135,11 +136,11 @@ class ForwardPlan:
         """`tree` as the attention kernels take it: int64 [B, S], None without one."""
         if self.tree is None:
             return None
-        return self._cached(("tree", device), lambda: tree_mask(self.tree.to(device)))
+        return self.cached(("tree", device), lambda: tree_mask(self.tree.to(device)))
 
     def attention_mask(self, causal: bool, window: tuple[int, int], device) -> torch.Tensor | None:
         """Additive float32 mask [B or 1, 1, S, max_length]; None where SDPA needs none, or only its `is_causal`."""
-        return self._cached((causal, window, device), lambda: self._make_mask(causal, window, device))
+        return self.cached((causal, window, device), lambda: self._make_mask(causal, window, device))
 
     def _make_mask(self, causal, window, device):
         left, right = window

@@ -1,4 +1,4 @@
-"""Which tokens the sequences of a paged cache hold, as far as their ids were reported."""
+"""The token ids of the sequences in a paged cache; UNKNOWN in place of those that were not reported."""
 
 from typing import NamedTuple
 

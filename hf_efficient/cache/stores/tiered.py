@@ -74,8 +74,8 @@ class TieredStore:
             if grown:
                 offload.fit([self], self)
         lag = self.inner.lag
-        self._synced[plan._cached(("written", lag), lambda: _written_blocks(plan, lag))] = False
-        self._used = plan._cached("used", self._used_now)
+        self._synced[plan.cached(("written", lag), lambda: _written_blocks(plan, lag))] = False
+        self._used = plan.cached("used", self._used_now)
 
     def rewind(self, lengths: list[int]) -> None:
         if self.inner.rows:  # they may take tokens back from pages
