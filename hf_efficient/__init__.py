@@ -24,7 +24,7 @@ _PUBLIC = {
     "PagedCache": "hf_efficient.cache.paged_cache",
     "PrefixCache": "hf_efficient.cache.prefix_cache",
     "ContinuousBatchingConfig": "hf_efficient.integrations.transformers_paged_formats",
-    "Offload": "hf_efficient.cache.offload",
+    "Offload": "hf_efficient.cache.stores.offload",
     "EvictionPolicy": "hf_efficient.cache.eviction.base",
     "AdaKV": "hf_efficient.cache.eviction.adakv",
     "Distinctive": "hf_efficient.cache.eviction.distinctive",

@@ -1,9 +1,9 @@
 """`attn_implementation="flash_paged"` for every transformers model whose attention goes through `AttentionInterface`.
 
-Touches the insides of transformers in four places, because it has no registry for them: `_lazy_imports` resolves every
-attention name with "flash" in it, some models redirect every such name to a kernel of the Hub, `_active_collector` knows
-whether attention weights are asked for, and the look-up of attention functions by name is wrapped for `over_pages`.
-Continuous batching and compiling have files of their own.
+Four insides of transformers have no registry: `_lazy_imports` resolves every attention name with "flash" in it, some
+models redirect every such name to a kernel of the Hub, `_active_collector` knows whether attention weights are asked
+for, and the look-up of attention functions by name is wrapped for `over_pages`. Continuous batching and compiling have
+their own files.
 """
 
 import functools
@@ -18,6 +18,7 @@ from hf_efficient.integrations import transformers_compat, transformers_compile,
 from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
 from hf_efficient.integrations import transformers_masks as masks
 from hf_efficient.kernels.attention import api, torch_cpu
+from hf_efficient.kernels.attention.masks import additive
 
 
 def flash_paged_attention_forward(
@@ -35,22 +36,29 @@ def flash_paged_attention_forward(
     cache=None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function transformers calls: query [B, Hq, S, D], key and value [B, Hk, n, D]; `attention_mask` bool
-    [B, n], None, or what `flash_paged_mask` made. Returns ([B, S, Hq, Dv], None).
+    """The attention function that transformers calls.
 
-    Keys marked by a `PagedCache` are read from its blocks, those of continuous batching from transformers' pages. Anything
-    else goes through transformers' own handling of padding and packed sequences, which ends in the functions of
-    `hf_efficient.kernels.attention.api`.
+    Keys marked by a `PagedCache` are read from its blocks, those of continuous batching from transformers' pages. All
+    others go through transformers' handling of padding and packed sequences, which calls `kernels.attention.api`.
 
-    Raises ValueError for attention weights, attention dropout and masks that are not 2-D, RuntimeError for gradients.
+    Args:
+        query, key, value: [B, Hq, S, D], [B, Hk, n, D], [B, Hk, n, Dv].
+        attention_mask: bool [B, n], None, or what `flash_paged_mask` made.
+
+    Returns:
+        ([B, S, Hq, Dv], None).
+
+    Raises:
+        ValueError: attention weights, attention dropout or a mask that is not 2-D are asked for.
+        RuntimeError: gradients are asked for.
     """
     attention_mask, seen = masks.columns_of(attention_mask)
     _refuse(attention_mask, dropout, kwargs)
     is_causal = module.is_causal if is_causal is None else is_causal
     query, key_, value = _same_dtype(query, key, value)
     if not is_causal and sliding_window and sliding_window == getattr(module.config, "sliding_window", None):
-        # transformers' bidirectional masks see up to distance sliding_window, flash attention less than that: models pass
-        # it one more, but T5Gemma forgets.
+        # transformers' bidirectional masks see up to distance sliding_window, flash attention less than that: models
+        # pass it one more, but T5Gemma forgets.
         sliding_window += 1
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     options = dict(softmax_scale=scaling, causal=is_causal, window_size=window, softcap=softcap or 0.0, s_aux=s_aux)
@@ -62,8 +70,8 @@ def flash_paged_attention_forward(
                 _refuse_packed(kwargs.get("position_ids"), query, handle)
             elif sliding_window is not None:
                 raise ValueError(
-                    f"attention_mask: padding stands elsewhere than at the left, and a window of {sliding_window} columns counts "
-                    "it, which the pages of a PagedCache do not hold. Pad on the left alone, or use "
+                    f"attention_mask: padding stands elsewhere than at the left, and a window of {sliding_window} "
+                    "columns counts it, which the pages of a PagedCache do not hold. Pad on the left alone, or use "
                     'attn_implementation="sdpa"'
                 )
         output = handle.attend(query, key_, value, attention_mask, **options)
@@ -73,7 +81,7 @@ def flash_paged_attention_forward(
         return output.contiguous(), None
     if seen is not None:
         options = dict(softmax_scale=scaling, softcap=softcap or 0.0, s_aux=s_aux)
-        output = torch_cpu.attend(query, key_, value, mask=torch_cpu.additive(seen[:, 0]), **options)
+        output = torch_cpu.attend(query, key_, value, mask=additive(seen[:, 0]), **options)
         return output.contiguous(), None
     utils, paged_attention_cache, _ = _transformers()
     if isinstance(cache, paged_attention_cache):
@@ -103,8 +111,10 @@ def flash_paged_attention_forward(
 
 
 def _attend_all_queries(query, key, value, mask, **options):
-    """For a `mask` of keys only: transformers drops the queries where it is 0, as if they always were the padding of an
-    encoder, and so loses tokens of a decoder whose cross attention looks at a padded one."""
+    """Attention under a `mask` [B, n] of keys alone, as cross attention to a padded encoder has it.
+
+    transformers drops the queries where that mask is 0, as if it were theirs too, and so loses tokens of the decoder.
+    """
     batch, width, length = query.shape[0], query.shape[2], mask.shape[1]
     query, key, value = query.transpose(1, 2), key.transpose(1, 2)[:, :length], value.transpose(1, 2)[:, :length]
     key, indices, starts, longest, _ = _transformers()[0]._unpad_input(key, mask)
@@ -116,9 +126,9 @@ def _attend_all_queries(query, key, value, mask, **options):
 
 
 def _refuse(attention_mask, dropout, kwargs) -> None:
-    """Raises ValueError for what a model may ask of its attention and flash_paged cannot give."""
-    # Some models keep output_attentions to themselves: then what transformers is about to collect tells (torch.compile
-    # cannot trace that question).
+    """Raises ValueError for attention weights, dropout and masks that flash_paged does not have."""
+    # Some models do not pass output_attentions on. Then transformers' collector knows, which torch.compile cannot
+    # trace.
     wanted = kwargs.get("output_attentions")
     if not wanted and not torch.compiler.is_compiling():
         wanted = any(name.endswith("attentions") for name in _transformers()[2].get() or ())
@@ -139,42 +149,44 @@ def _refuse(attention_mask, dropout, kwargs) -> None:
 
 
 def _with_trailing_padding(output, query, columns, handle, options):
-    """`output` [B, S, Hq, Dv] with what a query in padding behind a row's last token gives, as for "sdpa": `generate()` takes the
-    next token from the last column, whatever stands there. It sees all tokens of its row."""
+    """`output` [B, S, Hq, Dv], and for queries in padding behind a sequence's last token the attention to all its
+    tokens.
+
+    "sdpa" gives that too, and `generate()` takes the next token from the last column even where it is padding.
+    """
     columns = columns.bool()
-    last = columns.shape[1] - 1 - columns.flip(1).int().argmax(1)  # of each row's tokens
+    last = columns.shape[1] - 1 - columns.flip(1).int().argmax(1)  # token of each sequence
     column = torch.arange(columns.shape[1], device=columns.device)
     trailing = ((column > last[:, None]) & columns.any(1, keepdim=True))[:, -query.shape[2] :]
     if not bool(trailing.any()):
         return output
-    keys, values = handle.layer.store.read(handle.step)
-    lengths = torch.tensor(handle.step.lengths, device=keys.device)
+    keys, values = handle.layer.store.read(handle.plan)
+    lengths = torch.tensor(handle.plan.lengths, device=keys.device)
     seen = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]
-    mask = torch_cpu.additive(seen[:, None].expand(-1, query.shape[2], -1))
+    mask = additive(seen[:, None].expand(-1, query.shape[2], -1))
     behind = torch_cpu.attend(query, keys, values, mask=mask, **options)
     return torch.where(trailing[..., None, None], behind, output)
 
 
 def _same_dtype(query, key, value):
-    """Rotary embeddings or norms in float32 leave queries and keys in float32; the values keep the model's dtype."""
+    """All in the dtype of the values: rotary embeddings and norms in float32 leave queries and keys in float32."""
     if query.dtype == key.dtype == value.dtype:
         return query, key, value
     return query.to(value.dtype), key.to(value.dtype), value
 
 
 def _refuse_packed(position_ids, query, handle) -> None:
-    """Several sequences packed into one row would see each other in a cache."""
+    """Raises ValueError for several sequences packed into one, which would see each other in a cache."""
     if query.shape[0] != 1 or query.shape[2] == 1 or position_ids is None or position_ids.dim() != 2:
         return
     state = handle.layer.state
-    if state.planned is not None:  # its positions are the cache's own, and reading them ends a graph
-        return
-    if state.tree is not None:  # a node may stand behind deeper ones
+    # the positions of a decode step are the cache's own, and reading them breaks a graph; those of a tree may decrease
+    if state.decode_plan is not None or state.tree is not None:
         return
     if bool((position_ids[:, 1:] < position_ids[:, :-1]).any()):
         raise ValueError(
-            "position_ids restart, so several sequences are packed into one row: a PagedCache keeps one sequence per row. "
-            "Use use_cache=False, or a batch."
+            "position_ids restart, so several sequences are packed into one row: a PagedCache keeps one sequence per "
+            "row. Use use_cache=False, or a batch."
         )
 
 
@@ -217,8 +229,11 @@ def register() -> None:
 
 
 def _look_up_over_pages(original, stock):
-    """transformers' look-up of an attention or mask function by name, which inside `over_pages` answers with ours where it
-    would answer with `stock`, its own for "sdpa": a function that a user registered under that name stays."""
+    """transformers' look-up of an attention or mask function by name, answered with ours inside `over_pages`.
+
+    Only where it would answer with `stock`, its own for "sdpa": a function that a user registered under that name
+    stays.
+    """
     attention_of_torch = torch.nn.functional.scaled_dot_product_attention
 
     @functools.wraps(original)
@@ -270,8 +285,8 @@ def _allow_our_names(original):
             )
         if getattr(self.config, "sliding_window", None) and _keeps_windows_in_masks(type(self).__module__):
             raise ValueError(
-                f"attn_implementation={attn_implementation!r}: {type(self).__name__} puts its sliding window into masks alone, "
-                'which flash attention does not take. Use "sdpa" or "eager".'
+                f"attn_implementation={attn_implementation!r}: {type(self).__name__} puts its sliding window into "
+                'masks alone, which flash attention does not take. Use "sdpa" or "eager".'
             )
         if compatible is not None and attn_implementation not in compatible:
             if not any("attn" in name or name.startswith("flash_attention") for name in compatible):

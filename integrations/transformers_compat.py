@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 
 
 RELEASES = ">=5.23,<6"  # of transformers; setup.cfg requires the same
@@ -201,7 +200,9 @@ def _version() -> str:
     return importlib.metadata.version("transformers")
 
 
-attention_of = attrgetter("_attn_implementation")  # config -> name of its attention; as fast as the attribute itself
+def attention_of(config) -> str | None:
+    """The name of the attention of models of `config`. A function: torch.compile cannot trace an attrgetter."""
+    return config._attn_implementation
 
 
 def set_attention(config, name: str | None) -> None:

@@ -1,8 +1,8 @@
-"""`generate(past_key_values=PagedCache(config, num_blocks=n))` compiles its decode step, as transformers does for a static
-cache: on accelerators, once for all lengths, and with CUDA graphs in its default mode.
+"""`generate(past_key_values=PagedCache(config, num_blocks=n))` compiles its decode step, as for a static cache.
 
-Touches the insides of transformers in one place: `get_compiled_call`, which gives `generate` what it runs at every step. The
-bookkeeping of a `PagedCache` happens around that call (`decode_step`), outside of the compiled graph.
+On accelerators it is compiled once for all lengths, by default with CUDA graphs. One inside of transformers is wrapped:
+`get_compiled_call`, which gives `generate` what it runs at every step. The bookkeeping of a `PagedCache`
+(`decode_step`) happens around that call, outside of the compiled graph.
 """
 
 import functools
@@ -11,14 +11,14 @@ from hf_efficient.cache.paged_cache import PagedCache
 
 
 def register() -> None:
-    """Idempotent."""
+    """Wraps `get_compiled_call`. Idempotent."""
     from transformers import PreTrainedModel
 
     if not hasattr(PreTrainedModel.get_compiled_call, "_hf_efficient"):
-        PreTrainedModel.get_compiled_call = _plan_before(PreTrainedModel.get_compiled_call)
+        PreTrainedModel.get_compiled_call = _with_decode_step(PreTrainedModel.get_compiled_call)
 
 
-def _plan_before(original):
+def _with_decode_step(original):
     @functools.wraps(original)
     def get_compiled_call(self, *args, **kwargs):
         compiled = original(self, *args, **kwargs)
@@ -27,10 +27,10 @@ def _plan_before(original):
             cache = inputs.get("past_key_values")
             if not isinstance(cache, PagedCache):
                 return compiled(*args, **inputs)
-            if not _is_decode_step(cache, **inputs):  # such as the chunks of a prompt
+            if not _is_decode_step(cache, **inputs):  # for example the chunks of a prompt
                 return self(*args, **inputs)
             if (positions := inputs.get("position_ids")) is not None:
-                # a slice, as of the last chunk, would be another graph
+                # a slice, such as that of the last chunk, has other strides and would need another graph
                 inputs["position_ids"] = positions.contiguous()
             with cache.decode_step():
                 return compiled(*args, **{**inputs, "attention_mask": None})
@@ -42,7 +42,7 @@ def _plan_before(original):
 
 
 def _is_decode_step(cache: PagedCache, input_ids=None, inputs_embeds=None, attention_mask=None, **inputs) -> bool:
-    """Whether the forward appends one token to every row. A mask on an accelerator is not read, as everywhere."""
+    """Whether the forward appends one token to every sequence. A mask on an accelerator is not read."""
     new = inputs_embeds if input_ids is None else input_ids
     if not cache.is_compileable or not cache.get_seq_length() or new is None or new.shape[1] != 1:
         return False

@@ -1,8 +1,8 @@
-"""Continuous batching (`generate_batch`, `ContinuousBatchingManager`) under `attn_implementation="flash_paged"`: attention
-on transformers' own pages, written and read in place; quantized pages are in `continuous_batching_formats`.
+"""Continuous batching (`generate_batch`, `ContinuousBatchingManager`) under `attn_implementation="flash_paged"`.
 
-Touches the insides of transformers in two places: the layout of its `PagedAttentionCache`, and the gate of its decode path,
-which finds flash implementations by a version digit in their names.
+The attention writes and reads transformers' own pages in place; `transformers_paged_formats` has quantized ones. Two
+insides of transformers are used: the layout of its `PagedAttentionCache`, and the gate of its decode path, which finds
+flash implementations by a version digit in their names.
 """
 
 import functools
@@ -20,14 +20,20 @@ def attend_pages(
     cache, layer_idx: int, query, key, value, *, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, read_index,
     write_index, block_table=None, softmax_scale, causal, window_size, softcap, s_aux, **kwargs,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Writes the new `key` and `value` [1, Hk, T, D] into the pages of layer `layer_idx` and attends `query`
-    [1, Hq, T, D] over them; the other arguments are those with which transformers calls the model. Returns [1, T, Hq, D].
+    """Writes new keys and values into the pages of layer `layer_idx` and attends over them.
 
-    Returns None, and writes nothing, where pages are of no use: no row has tokens in the cache, or the layer has a sliding
-    window, whose tokens lie in a ring of `window` slots. A ring begins in the middle of a page, and new tokens may overwrite
-    what their own queries still see, so transformers gathers it (less than `window` tokens a row) before writing.
+    Args:
+        query, key, value: [1, Hq, T, D], [1, Hk, T, D], [1, Hk, T, D].
+        The others: those with which transformers calls the model.
 
-    Raises ValueError for layers whose keys and values transformers' pages do not fit (multi-head latent attention).
+    Returns:
+        [1, T, Hq, D]. None, with nothing written, where no sequence has tokens in the cache, and for a layer with a
+        sliding
+        window: its tokens lie in a ring of `window` slots that begins in the middle of a page, and new tokens may
+        overwrite what their own queries see, so transformers gathers the ring before it writes.
+
+    Raises:
+        ValueError: the pages do not fit the layer's keys and values (multi-head latent attention).
     """
     allocator = cache.layer_to_allocator[layer_idx]
     stored = allocator.num_key_value_heads, allocator.head_dim
@@ -45,12 +51,12 @@ def attend_pages(
     starts = cu_seq_lens_k[allocator.layer_type]
     is_first = layer_idx == allocator.layer_indices[0]
     options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, s_aux=s_aux)
-    if block_table is not None:  # one new token a row
+    if block_table is not None:  # one new token a sequence
         query, key, value = (new.permute(2, 0, 1, 3) for new in (query, key, value))
-        seqlens = _shared(starts, is_first, lambda: starts.diff() - 1)  # -1 for the empty rows of a padded batch
+        seqlens = _shared(starts, is_first, lambda: starts.diff() - 1)  # -1 for the empty sequences of a padded batch
         output = api.flash_attn_with_kvcache(
-            query, k_pages, v_pages, key, value, cache_seqlens=seqlens, block_table=block_table[allocator.index], **options,
-            **scales,
+            query, k_pages, v_pages, key, value, cache_seqlens=seqlens, block_table=block_table[allocator.index],
+            **options, **scales,
         )  # fmt: skip
         return output.transpose(0, 1)
     query, key, value = (new[0].transpose(0, 1) for new in (query, key, value))
@@ -69,10 +75,10 @@ def attend_pages(
 
 
 def block_table_of(reads: torch.Tensor, starts: torch.Tensor, longest: int, page_size: int) -> torch.Tensor:
-    """int32 [B, ceil(longest / page_size)]: the page of every `page_size` tokens of each row, -1 beyond its end.
+    """int32 [B, ceil(longest / page_size)]: the page of every `page_size` tokens of each sequence, -1 beyond its end.
 
-    reads int64 [tokens]: the slots (page * page_size + offset) of the rows' tokens, laid end to end at `starts` int32
-    [B + 1]; every row begins at the beginning of a page. Never waits for the device.
+    reads: int64 [tokens], the slots (page * page_size + offset) of the sequences' tokens, which are laid end to end at
+    `starts` int32 [B + 1]. Every sequence begins at the beginning of a page. Never waits for the device.
     """
     firsts = starts[:-1, None] + torch.arange(0, longest, page_size, device=reads.device)
     pages = reads[firsts.clamp_max(reads.numel() - 1)] // page_size
@@ -80,8 +86,11 @@ def block_table_of(reads: torch.Tensor, starts: torch.Tensor, longest: int, page
 
 
 def _shared(owner: torch.Tensor, is_first: bool, make):
-    """`make()` once per forward and group of layers, kept on `owner`, a tensor of the batch that all layers are given. The
-    first layer always makes it: a CUDA graph is captured with a batch that has already run once, and must contain it."""
+    """`make()` once per forward and group of layers, kept on `owner`, a tensor of the batch that all layers are given.
+
+    The first layer always makes it: a CUDA graph is captured with a batch that has already run once, and must contain
+    it.
+    """
     made = None if is_first else getattr(owner, _SHARED, None)
     if made is None:
         made = make()
@@ -104,7 +113,7 @@ def _count_our_names(original):
     @functools.wraps(original)
     def is_flash_attention_requested(config=None, *args, **kwargs):
         if getattr(config, "_attn_implementation", None) in api.ATTENTION_NAMES:
-            return True  # of any version: what differs between them does not matter where this is called
+            return True  # of any version: its callers only ask whether there is one
         return original(config, *args, **kwargs)
 
     is_flash_attention_requested._hf_efficient = True

@@ -16,12 +16,14 @@ _WRAPPED_MASKS = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_seq
 
 
 def flash_paged_mask(*args, mask_function=None, **kwargs):
-    """transformers' 2-D mask for flash attention, for the patterns such a mask can express. For causal attention over padding
-    that is not at the left alone, where flash attention computes nothing for padded queries and counts windows without it,
-    a 4-D mask, bool [B, 1, S, n], as transformers makes it for "sdpa": see `columns_of`.
+    """transformers' 2-D mask for flash attention, for the patterns that such a mask can express.
 
-    Raises ValueError for other patterns (chunked attention, blocks of image tokens that see each other, custom masks), which
-    transformers would drop without a word.
+    Where causal attention meets padding that is not at the left alone, a 4-D mask, bool [B, 1, S, n], as transformers
+    makes it for "sdpa" (see `columns_of`): flash attention computes nothing for padded queries, and counts windows
+    without the padding.
+
+    Raises ValueError for other patterns (chunked attention, blocks of image tokens that see each other, custom masks),
+    which transformers would drop silently.
     """
     from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
@@ -46,7 +48,7 @@ def columns_of(mask: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Te
 
 
 def _is_left_padded(columns: torch.Tensor) -> bool:
-    """Also where a row has no token yet, as in the first part of a prompt that is run in parts."""
+    """Whether all padding is at the left. True for a row of padding alone, as in a chunk of a prompt."""
     return bool((columns[:, 1:] >= columns[:, :-1]).all())
 
 
@@ -71,8 +73,8 @@ def _check_pattern(function) -> None:
 
 
 def _check_traced_pattern(function, config=None, use_vmap=False, **kwargs) -> None:
-    """`_check_pattern` where torch.compile cannot look into closures: by the outermost name, the config, and `use_vmap`,
-    which transformers sets for the functions that a model adds."""
+    """`_check_pattern` under torch.compile, which cannot look into closures: by the outermost name, the config, and
+    `use_vmap`, which transformers sets for functions that a model adds."""
     known = ("causal_mask_function", "bidirectional_mask_function", "and_mask")
     if function.__name__ not in known or use_vmap or getattr(config, "attention_chunk_size", None):
         raise ValueError(

@@ -1,8 +1,9 @@
-"""Quantized pages for transformers' continuous batching: `generate_batch(continuous_batching_config=...)` with `kv_format`.
+"""Quantized pages for transformers' continuous batching: `generate_batch(continuous_batching_config=...)` with
+`kv_format`.
 
-transformers keeps one tensor of bytes, which the allocators of its registry `ATTN_TYPE_TO_ALLOCATOR` lay out as pages. Those
-registered here are its own, except while a cache with a format is built: then a page holds codes and their scales, so that
-the scheduler, the count of bytes, prefix sharing, forks and offload work on it as on any other.
+transformers keeps one tensor of bytes, which the allocators of its registry `ATTN_TYPE_TO_ALLOCATOR` lay out as pages.
+The allocators registered here are its own, except while a cache with a format is built: then a page holds codes and
+their scales. The scheduler, the count of bytes, prefix sharing, forks and offload work on it as on any other.
 """
 
 from contextlib import contextmanager
@@ -23,20 +24,21 @@ _ALIGNMENT = 16  # bytes, of the pages
 
 @dataclass
 class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
-    """transformers' `ContinuousBatchingConfig` with one more argument, for `generate_batch`, `init_continuous_batching` and
-    `continuous_batching_context_manager` of a model with `attn_implementation="flash_paged"`:
+    """transformers' `ContinuousBatchingConfig` with one more argument, for `generate_batch`, `init_continuous_batching`
+    and `continuous_batching_context_manager` of a model with `attn_implementation="flash_paged"`:
 
-        model.generate_batch(prompts, continuous_batching_config=hf_efficient.ContinuousBatchingConfig(kv_format="int8"))
+        model.generate_batch(prompts,
+        continuous_batching_config=hf_efficient.ContinuousBatchingConfig(kv_format="int8"))
 
     Args:
-        kv_format: how keys and values are stored. "auto": in the model's dtype. "int8", "fp8" (float8_e4m3fn): one byte a
-            number and one float16 scale a token and head, (D + 2) / 2D of bfloat16's bytes for head dim D: nearly twice
-            the tokens in the same memory. `num_blocks` counts blocks of this format. int4 and int2 are for `PagedCache`
-            only: they keep the newest tokens of a row outside of the pages.
+        kv_format: how keys and values are stored. "auto": in the model's dtype. "int8", "fp8" (float8_e4m3fn): one byte
+            a number and one float16 scale a token and head, (D + 2) / 2D of bfloat16's bytes for head dim D: nearly
+            twice the tokens in the same memory. `num_blocks` counts blocks of this format. int4 and int2 are for
+            `PagedCache` only: they keep the newest tokens of a sequence outside of the pages.
 
-    Keys and values are rounded where they are read, except the new ones of sliding-window layers and of a forward that
-    reads nothing from the cache (whole prompts only, not padded for CUDA graphs): tokens may depend on how requests are
-    batched, within what the format rounds.
+    Keys and values that are read from the pages are rounded. The new ones of sliding-window layers are not, nor those
+    of a forward that reads nothing from the cache (whole prompts, not padded for CUDA graphs). So tokens may depend on
+    how requests are batched, within what the format rounds.
 
     Raises ValueError for another format; and when the cache is built, for a model without that attention.
     """
@@ -110,7 +112,7 @@ class _QuantizedPages:
         return self._scales[layer_idx]
 
     def update(self, key_states, value_states, layer_idx: int, read_index, write_index):
-        """Writes the new [T, Hk, D] and returns them: where tokens of the cache are seen, flash_paged reads the pages."""
+        """Writes the new [T, Hk, D] and returns them: flash_paged reads tokens of the cache from the pages."""
         api.reshape_and_cache(key_states, value_states, *self._pages[layer_idx], write_index, **self._scales[layer_idx])
         return key_states, value_states
 

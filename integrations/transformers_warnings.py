@@ -1,12 +1,11 @@
-"""What transformers' models say beside computing, and a forward that is captured leaves out."""
+"""Warnings of transformers' models that read tensors on the host, left out while a forward is captured."""
 
 import functools
 import sys
 
 
 def register() -> None:
-    """Models look at the ids for padding, to warn of it, and so read a tensor on the host: not while a forward is captured in the
-    current thread. Idempotent."""
+    """Wraps the warning of padding without a mask, for which models read the ids on the host. Idempotent."""
     from transformers import PreTrainedModel
 
     name = "warn_if_padding_and_no_attention_mask"

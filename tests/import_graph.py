@@ -63,8 +63,8 @@ ROOMS = {
     "checkpoints.adopt": "configs layers formats kernels.linear checkpoints integrations",
     "checkpoints.export": "configs layers formats kernels.linear checkpoints checkpoints.adopt integrations",
     "compression": "configs layers formats observers pruning calibration integrations",
-    "planning": "configs layers formats methods kernels.native cache planning.model_trace evaluation targets "
-    "integrations",
+    "planning": "configs layers formats methods kernels.native cache cache.stores planning.model_trace evaluation "
+    "targets integrations",
     "evaluation": "",
     "model_cards": "",
     "cli": "configs evaluation calibration checkpoints checkpoints.export compression planning integrations "

@@ -1,7 +1,8 @@
-"""Formats, routes and a model for the tests of quantized pages."""
+"""What the tests of caches share."""
 
 import functools
 
+import torch
 from helpers import tiny_model
 
 from hf_efficient.cache.stores import grouped
@@ -11,8 +12,14 @@ FORMATS = ("int8", "fp8", "int4", "int2")
 ROUTES = ("flash_paged", "sdpa")
 
 
+@torch.no_grad()
+def step(model, cache, tokens, **kwargs):
+    """The logits of one forward over `cache`."""
+    return model(tokens, past_key_values=cache, **kwargs).logits
+
+
 def small_window(monkeypatch):
-    """Rows quantize after a few tokens."""
+    """Sequences quantize after a few tokens."""
     monkeypatch.setattr(grouped, "WINDOW", 8)
 
 

@@ -1,21 +1,12 @@
 """Prompts, caches and runs that the tests of `PrefixCache` share."""
 
 import torch
-from helpers import left_padded_batch, tiny_model
+from helpers import left_padded_batch
 
 from hf_efficient import PagedCache, PrefixCache
 
 
 SIZE = 8
-
-
-def shared_llama():
-    return tiny_model("llama")
-
-
-def llama(shared_llama):
-    shared_llama.set_attn_implementation("flash_paged")
-    return shared_llama
 
 
 def prompts(lengths=(33, 40, 21), shared=16, seed=0):

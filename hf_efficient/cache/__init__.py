@@ -1,4 +1,5 @@
-"""Key-value caches. `block_pool` is the bookkeeping (which blocks belong to which row; pure Python, no tensors), `step` is
-the plan of one forward over it and `device_tables` what kernels see of it, `paged_cache` is the transformers `Cache` with the
-tensors and `page_handle` how the attention gets at them. `persistence` saves and loads one, `offload` lets pages leave the
-device (`tiered_store`), `stats` and `memory_budget` count them."""
+"""Key-value caches in pages.
+
+`bookkeeping` says which blocks belong to which sequence, `stores` hold the pages of a layer, `eviction` chooses what a
+full cache keeps. `paged_cache` is the transformers `Cache` over them, `page_handle` what the attention gets of it.
+"""

@@ -1,16 +1,17 @@
-"""What a `PagedCache` offers to decoding loops other than that of transformers."""
+"""`decode_step` and what else a `PagedCache` offers to decoding loops other than that of transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from hf_efficient.cache.bookkeeping.cache_state import PlannedForward
+from hf_efficient.cache.bookkeeping.cache_state import DecodePlan
 from hf_efficient.cache.over_pages import over_pages
 
 
-class OwnLoops:
-    """Forwards whose bookkeeping is done before, forwards of token trees, and prompts that are not all run at once."""
+class DecodeStepMixin:
+    """Forwards whose bookkeeping is done before they run, forwards of token trees, and prompts run sequence by
+    sequence."""
 
     def attend_over_pages(self, wanted: bool = True) -> None:
         """Forwards over this cache read its pages though the model's config says "sdpa". Run each of them inside
@@ -19,29 +20,36 @@ class OwnLoops:
             state.over_pages = wanted
 
     def forward_context(self):
-        """For a forward of the model over this cache: a context in which its attention is the one this cache counts on."""
+        """A context for one forward over this cache, in which the attention is what `attend_over_pages` asked for."""
         return over_pages(self.state.over_pages)
 
     @contextmanager
     def decode_step(self, width: int = 1, tree_mask: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Does the bookkeeping for one forward of `width` new tokens in every row before that forward runs, which then
-        only touches tensors that stay where they are: it can be compiled with `fullgraph=True`, once, and nothing in it
-        or here waits for the device.
+        """Does the bookkeeping for one forward of `width` new tokens in every sequence, before that forward runs.
 
-        Gives the new tokens' positions, int64 [B, width]. tree_mask: int64 [B, width] where they are a token tree: bit j of
-        [b, i] says that token i sees token j (`token_tree`); then positions are the caller's to give. Run exactly one forward inside, compiled or a replayed CUDA
-        graph of it, without `attention_mask`; when it raises, the cache is as before. When the memory for a growing pool
-        is missing it is not, and every later use raises RuntimeError until `reset()`.
+        The forward then touches only tensors that stay where they are, so it can be compiled once with
+        `fullgraph=True`. Neither it nor this method waits for the device. Run exactly one forward inside, compiled or a
+        replayed CUDA graph, without `attention_mask`. When it raises, the cache is as before; but when the memory for a
+        growing pool is missing, every later use raises RuntimeError until `reset()`.
 
-        A pool of fixed size (`num_blocks`) keeps its tensors until `reset()` (`rewind` to zeros keeps them). A growing one
-        replaces them now and then: a compiled forward is compiled again, a captured CUDA graph is not valid any more.
+        A pool of fixed size (`num_blocks`) keeps its tensors until `reset()`. A growing pool replaces them now and
+        then: a compiled forward is then compiled again, and a captured CUDA graph is not valid any more.
 
-        Raises RuntimeError before the first forward (run the prompt as usual), and when the model's attention does not
-        read pages; ValueError when a pool of fixed size is full, with nothing changed.
+        Args:
+            tree_mask: int64 [B, width] where the new tokens are a token tree: bit j of [b, i] says that token i sees
+                token j (see `token_tree`).
+
+        Yields:
+            int64 [B, width], the positions of the new tokens. For a tree the caller makes its own.
+
+        Raises:
+            RuntimeError: before the first forward (run the prompt as usual), or when the model's attention does not
+                read pages.
+            ValueError: a pool of fixed size is full; nothing is changed.
         """
         state, layers = self.state, self._paged_layers
         state.check_idle()
-        if any(layer.eviction is not None for layer in layers):
+        if self.eviction is not None:
             raise RuntimeError("decode_step() is not possible with PagedCache(eviction=...): its blocks move")
         if not state.reads_pages:
             raise RuntimeError(
@@ -52,58 +60,60 @@ class OwnLoops:
             raise RuntimeError("decode_step() continues a filled cache: run the prompt through the model first")
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise ValueError(f"width={width!r}: must be a positive integer")
-        if any(layer.steps != state.steps for layer in layers):
+        if any(layer.num_forwards != state.num_forwards for layer in layers):
             raise RuntimeError("decode_step() after a forward that failed halfway: call reset() and begin anew")
-        rows = len(state.pool.lengths)
-        state.plan_tokens(rows, width, None)
+        sequences = len(state.pool.lengths)
+        state.plan_tokens(sequences, width, None)
         for layer in layers:
-            layer.steps = -1
+            layer.num_forwards = -1
         for layer in layers:  # what fails here, for want of memory, leaves a cache that only reset() helps
-            layer._make_room(layer.state.step)
+            layer.make_room(layer.state.plan)
         for layer in layers:
-            layer.steps = state.steps
+            layer.num_forwards = state.num_forwards
         try:
             for layer in layers:
-                layer.store.make_ready(layer.state.step)
+                layer.store.make_ready(layer.state.plan)
                 layer.tables = layer.state.tables_on(layer.device)
             position_ids = layers[0].tables.position_ids(width)
             if position_ids.is_cuda:
                 for tensor in (position_ids, *self.static_tensors()):
                     torch._dynamo.mark_static_address(tensor, guard=False)  # or CUDA graphs would copy it
             for each in self.states:
-                each.planned = PlannedForward(rows, width, tree_mask)
+                each.decode_plan = DecodePlan(sequences, width, tree_mask)
             yield position_ids
         except BaseException:
             for each in self.states:
-                each.planned = each.pending = None
+                each.decode_plan = each.pending = None
             state.crop(-width)
             self._rewind_stores()
             raise
         for each in self.states:
-            each.planned = None
+            each.decode_plan = None
         state.check_consumed()
 
     @property
     def takes_trees(self) -> bool:
-        """Whether `token_tree` and `keep` are possible: not with `eviction`, nor with int4 and int2 pages, whose tokens are
-        quantized together."""
+        """Whether `token_tree` and `keep` are possible: not with `eviction`, nor with int4 and int2 pages, whose tokens
+        are quantized in groups."""
         return self.eviction is None and self.kv_format not in ("int4", "int2")
 
     @contextmanager
     def token_tree(self, seen: torch.Tensor) -> Iterator[None]:
-        """For one forward whose new tokens are a tree in every row and not one continuation.
+        """For one forward whose new tokens are a tree in every sequence. `keep` afterwards keeps one path of it.
 
-        seen: bool [B, S, S], which of the S new tokens each of them sees, itself included; all of them see what the row
-        held before. A node stands behind those that it sees, and its position is that of the row's last token plus their
-        number: pass `position_ids`. Attention implementations that do not read pages also need a 4-D mask that says so.
-        `keep` afterwards makes one continuation of the tree.
+        A node stands behind the tokens that it sees: pass `position_ids` of the sequence's last token plus their
+        number. Attention implementations that do not read pages also need a 4-D mask.
+
+        Args:
+            seen: bool [B, S, S], which of the S new tokens each of them sees, itself included. All see the earlier
+                tokens.
 
         Raises ValueError when not `takes_trees`.
         """
         if not self.takes_trees:
             raise ValueError(
-                f"a token tree needs a PagedCache without eviction whose pages are in the model's dtype, int8 or fp8, not "
-                f"kv_format={self.kv_format!r}{', eviction=...' if self.eviction is not None else ''}"
+                "a token tree needs a PagedCache without eviction whose pages are in the model's dtype, int8 or fp8, "
+                f"not kv_format={self.kv_format!r}{', eviction=...' if self.eviction is not None else ''}"
             )
         for state in self.states:
             state.tree = seen
@@ -114,22 +124,17 @@ class OwnLoops:
                 state.tree = None
 
     def keep(self, columns: list[list[int]], width: int) -> None:
-        """Of the last `width` tokens of row b, keeps those numbered `columns[b]` (ascending from 0), one behind the other,
-        and forgets the rest."""
+        """Of the last `width` tokens of sequence b, keeps those numbered `columns[b]` (ascending from 0), one behind
+        the other, and forgets the rest."""
         self.state.check_idle()
         starts = [length - width for length in self.state.lengths]
         lengths = [start + len(kept) for start, kept in zip(starts, columns)]
         self._check_rewind(lengths)
-        moved = [
-            (row, kept, place)
-            for row, places in enumerate(columns)
-            for place, kept in enumerate(places)
-            if kept != place
-        ]
+        moved = [(b, old, new) for b, kept in enumerate(columns) for new, old in enumerate(kept) if old != new]
         if moved:
             for state in self.states:
-                slots = [state.pool.slots(row, starts[row], width) for row in range(len(columns))]
-                sources, destinations = zip(*((slots[row][kept], slots[row][place]) for row, kept, place in moved))
+                slots = [state.pool.slots(b, starts[b], width) for b in range(len(columns))]
+                sources, destinations = zip(*((slots[b][old], slots[b][new]) for b, old, new in moved))
                 for layer in self._paged_layers:
                     if layer.state is state and layer.is_initialized:
                         layer.store.move(sources, destinations)
@@ -140,21 +145,25 @@ class OwnLoops:
 
     def static_tensors(self) -> list[torch.Tensor]:
         """What a forward under `decode_step` touches; with a pool of fixed size the same tensors until `reset()`."""
-        tensors, seen = [], set()
+        tensors, tables = [], {}
         for layer in self._paged_layers:
             tensors += layer.store.static_tensors()
-            if id(layer.tables) not in seen:  # those of other layers too
-                seen.add(id(layer.tables))
-                tensors += [layer.tables.block_table, layer.tables.cache_seqlens, layer.tables.columns]
-        return tensors
+            tables[id(layer.tables)] = layer.tables  # layers share them
+        return tensors + [x for each in tables.values() for x in (each.block_table, each.cache_seqlens, each.columns)]
 
     @contextmanager
     def only(self, rows: list[int], batch: int) -> Iterator[None]:
-        """For forwards of the prompts of `rows` (different indices, ascending or not) of `batch`, when the prompts of a batch are not
-        run all at once: inside, the cache consists of these rows, which must be empty. Afterwards they stand at the left, and
-        the next forward needs `position_ids` of its own, as after `rewind`.
+        """Inside, the cache consists of some sequences of a batch, whose prompts run apart from those of the others.
 
-        Raises ValueError for a pool that grows, for layers that drop tokens, and for rows that hold tokens or are none.
+        Afterwards all sequences stand at the left, and the next forward needs `position_ids` of its own, as after
+        `rewind`.
+
+        Args:
+            rows: different indices of empty sequences, in any order.
+            batch: sequences of the whole batch.
+
+        Raises ValueError for a pool that grows, for layers that drop tokens, and for sequences that hold tokens or do
+        not exist.
         """
         self.state.check_idle()
         lengths = self.state.lengths or [0] * batch

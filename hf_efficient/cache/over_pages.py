@@ -1,4 +1,5 @@
-"""Attention over pages for single forwards, in place of transformers' "sdpa" and without touching the model's config."""
+"""Attention over pages for single forwards, in place of transformers' "sdpa" and without a change to the model's
+config."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,10 @@ def is_over_pages() -> bool:
 
 @contextmanager
 def over_pages(wanted: bool = True) -> Iterator[None]:
-    """Inside, when `wanted`, a model whose config says "sdpa" runs `flash_paged`. Other threads and contexts, and other
-    models that share the config, see no difference."""
+    """Inside, when `wanted`, a model whose config says "sdpa" runs `flash_paged`.
+
+    Other threads and contexts, and other models that share the config, are not affected.
+    """
     if not wanted:
         yield
         return

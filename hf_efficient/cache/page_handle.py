@@ -1,4 +1,4 @@
-"""How attention finds the blocks: `update` marks the new keys with a `PageHandle`, which does the attention over them."""
+"""How attention finds the pages: `update` marks the new keys with a `PageHandle`, which attends over them."""
 
 import torch
 
@@ -9,42 +9,49 @@ PAGES = "_hf_efficient_pages"  # the attribute of a key tensor that holds its Pa
 
 
 class PageHandle:
-    """What `update` hands to the paged attention instead of all keys and values. The first attention call writes the new
-    tokens, since only it knows the mask; later ones (layers that share keys and values) only read."""
+    """What `update` hands to the paged attention instead of all keys and values.
 
-    __slots__ = ("layer", "step", "written", "value")
+    The first attention call writes the new tokens, since only it knows the mask. Later calls (layers that share keys
+    and values) only read.
+
+    written: whether the first call came. value: the values that it wrote.
+    """
+
+    __slots__ = ("layer", "plan", "written", "value")
 
     def __init__(self, layer):
         self.layer = layer
-        self.step: ForwardPlan | None = None
+        self.plan: ForwardPlan | None = None
         self.written = False
-        self.value = None  # that was written
+        self.value = None
 
     def attend(self, query, key, value, attention_mask, *, softmax_scale, causal, window_size, softcap, s_aux):
         """Attention of `query` [B, Hq, S, D] over the blocks, after writing `key`, `value` [B, Hk, S, D] there.
-        Returns [B, S, Hq, Dv]; zeros at padding. Raises RuntimeError when a later call comes with other values."""
-        layer, new = self.layer, not self.written
+
+        Returns [B, S, Hq, Dv]; zeros at padding. Raises RuntimeError when a later call comes with other values.
+        """
+        layer, new, state = self.layer, not self.written, self.layer.state
         options = dict(
             softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, s_aux=s_aux
         )
         self.written = True
         if new:
-            layer.state.pending, self.value = None, value
+            state.pending, self.value = None, value
         elif not torch.compiler.is_compiling() and value is not self.value:
             raise RuntimeError(
-                f"layer {layer.layer_idx} attends to one set of keys with several values: a PagedCache stores the first only. "
-                'Use attn_implementation="sdpa"'
+                f"layer {layer.layer_idx} attends to one set of keys with several values: a PagedCache stores the "
+                'first only. Use attn_implementation="sdpa"'
             )
-        if layer.state.planned is not None:  # nothing but tensors from here on: this may be compiled
-            layer.state.planned.check(key.shape[0], key.shape[2], attention_mask)
-            if layer.state.planned.tree_mask is not None:
-                options["tree_mask"] = layer.state.planned.tree_mask
+        if state.decode_plan is not None:  # touches nothing but tensors from here on, because it may be compiled
+            state.decode_plan.check(key.shape[0], key.shape[2], attention_mask)
+            if state.decode_plan.tree_mask is not None:
+                options["tree_mask"] = state.decode_plan.tree_mask
             return layer.store.append_and_attend(layer.tables, query, key if new else None, value, **options)
-        layer.state.see(window_size)
+        state.see(window_size)
         if new:
-            self.step = layer.join_step(key.shape[0], key.shape[2], attention_mask)
-            layer.prepare(self.step, key, value)
-        output = layer.store.attend(self.step, layer.state.tables_on, query, key if new else None, value, **options)
-        if layer.layer_idx == layer.state.last_layer:
-            self.step.forget_tensors()
+            self.plan = layer.join_plan(key.shape[0], key.shape[2], attention_mask)
+            layer.prepare(self.plan, key, value)
+        output = layer.store.attend(self.plan, state.tables_on, query, key if new else None, value, **options)
+        if layer.layer_idx == state.last_layer:
+            self.plan.forget_tensors()
         return output

@@ -7,34 +7,32 @@ import torch
 from transformers.cache_utils import Cache, DummyLayer
 
 from hf_efficient.cache import persistence
-from hf_efficient.cache.bookkeeping.cache_state import CacheState
 from hf_efficient.cache.bookkeeping.row_tokens import RowTokens
-from hf_efficient.cache.decode_step import OwnLoops
+from hf_efficient.cache.decode_step import DecodeStepMixin
 from hf_efficient.cache.eviction.base import EvictionPolicy
-from hf_efficient.cache.layer_kinds import layer_types_of, windows_of
-from hf_efficient.cache.memory_budget import MemoryBudget, check_pool_size
-from hf_efficient.cache.offload import CacheTiers, Offload
+from hf_efficient.cache.layer_groups import CHUNKED, FULL, SLIDING, group_layers
 from hf_efficient.cache.paged_layer import PagedLayer
 from hf_efficient.cache.stats import CacheStats
-from hf_efficient.cache.stores.evicting import bind
-from hf_efficient.cache.stores.kv_formats import block_size_of
+from hf_efficient.cache.stores.factory import StoreFactory, checked_block_size
+from hf_efficient.cache.stores.offload import Offload
 
 
-class PagedCache(OwnLoops, Cache):
+class PagedCache(DecodeStepMixin, Cache):
     """Key-value cache in blocks of a pool: `generate(past_key_values=PagedCache(model.config))`.
 
-    Under `attn_implementation="flash_paged"` the attention reads the blocks directly and left padding takes no memory;
-    under any other implementation `update` returns ordinary contiguous keys and values. Rows that share a beginning
-    (beam search, `num_return_sequences`) share its blocks until one writes.
+    Under `attn_implementation="flash_paged"` the attention reads the blocks directly, and left padding takes no memory.
+    Under any other implementation `update` returns ordinary contiguous keys and values. Sequences that share a
+    beginning (beam search, `num_return_sequences`) share its blocks until one writes.
 
-    Layers of sliding attention have blocks of their own, and free those that lie 64 tokens or more behind the window:
-    `rewind` and `crop` raise ValueError when they would need these back. With `prefix_cache`, `eviction` or int4 and int2 pages they keep
-    all.
+    Layers of sliding attention have blocks of their own, and free those that lie 64 tokens or more behind the window;
+    `rewind` and `crop` raise ValueError when they would need freed tokens. With `prefix_cache`, `eviction` or int4 and
+    int2 pages these layers keep all tokens.
 
-    A 2-D mask must agree with what is stored, which is checked, except that on an accelerator the mask of a forward of
-    one new column is taken to be right: reading it would wait for the device at every token.
+    A 2-D mask must agree with what is stored, and is checked. On an accelerator the mask of a forward of one new column
+    is
+    not: reading it would wait for the device at every token.
 
-    A loop of one's own can compile its decode step, once for all lengths, or capture it in a CUDA graph:
+    A decoding loop can compile its decode step once for all lengths, or capture it in a CUDA graph:
 
     >>> cache = PagedCache(model.config, num_blocks=64)
     >>> decode = torch.compile(model.forward, fullgraph=True)
@@ -50,20 +48,24 @@ class PagedCache(OwnLoops, Cache):
     Args:
         config: the model's own config object (`model.config`): its attention implementation is read at every forward.
         block_size: tokens per block, a power of two from 8 to 256; by default 16, and 64 for "int4", 32 for "int2".
-        kv_format: how keys and values are stored: "auto" (the model's dtype), "int8" or "fp8" (E4M3; about half the memory of
-            bfloat16), "int4" or "int2" (0.28 and 0.19 of it; the first block of every row and its last 128 tokens stay in
-            the model's dtype, beside the blocks). New tokens see each other exactly in a forward of more than 16.
-        num_blocks: blocks of a pool of fixed size, shared by all rows, in every layer; None for a pool that grows on demand.
-        memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB". Dtype
-            and heads are those of the first forward, which raises ValueError when not one block fits.
+        kv_format: how keys and values are stored. "auto": the model's dtype. "int8", "fp8" (E4M3): about half the
+            memory of bfloat16. "int4", "int2": 0.28 and 0.19 of it; the first block of every sequence and its last 128
+            tokens stay in the model's dtype, outside the blocks. The new tokens of a forward of more than 16 see each
+            other unquantized.
+        num_blocks: blocks of a pool of fixed size in every layer, shared by all sequences; None for a pool that grows
+            on demand.
+        memory: in place of `num_blocks`, the bytes that the blocks of all layers may take: an int, or "512MB", "2GiB".
+            The first forward, which shows dtype and heads, raises ValueError when not one block fits.
         eviction: an `EvictionPolicy`: the layers of full attention keep only some of their tokens. Needs "flash_paged";
-            not together with num_blocks, memory, prefix_cache, offload, int4 and int2 pages, `decode_step`, `save` or
-            rewinding to before the last eviction.
-        prefix_cache: a `PrefixCache` of the same model, which keeps what prompts have in common between generations.
-        offload: an `Offload`, shared by several caches: what is not in use leaves the device.
+            excludes num_blocks, memory, prefix_cache, offload, int4 and int2 pages, `decode_step`, `save` and rewinding
+            to before the last eviction.
+        prefix_cache: a `PrefixCache` of the same model, which keeps the common beginnings of prompts between
+            generations.
+        offload: an `Offload`, shared by several caches: pages that are not in use leave the device.
 
-    Raises ValueError for other arguments, and for models it cannot hold (encoder-decoder, state-space or linear
-    attention layers); the first forward does for head dims that int4 and int2 cannot hold (multiples of 8 and 16).
+    Raises ValueError for other arguments and for models it cannot hold (encoder-decoder, state-space or linear
+    attention layers). The first forward raises it for head dims that int4 (multiples of 8) and int2 (of 16) cannot
+    hold.
     """
 
     def __init__(
@@ -78,10 +80,7 @@ class PagedCache(OwnLoops, Cache):
         prefix_cache=None,
         offload: Offload | None = None,
     ):
-        block_size = block_size_of(kv_format, block_size)
-        check_pool_size(num_blocks, memory)
-        if offload is not None and not isinstance(offload, Offload):
-            raise ValueError(f"offload={offload!r}: must be an hf_efficient.Offload")
+        block_size = checked_block_size(kv_format, block_size, num_blocks, memory, offload)
         if not hasattr(config, "get_text_config"):
             raise ValueError(f"config={type(config).__name__}: must be a transformers config, such as model.config")
         if prefix_cache is not None:
@@ -89,41 +88,26 @@ class PagedCache(OwnLoops, Cache):
                 raise ValueError(f"prefix_cache={prefix_cache!r}: must be an hf_efficient.PrefixCache")
             prefix_cache.check(config, block_size, kv_format)
         self.row_tokens = None if prefix_cache is None else RowTokens()
-        decoder = config.get_text_config(decoder=True)
         self.kv_format, self.eviction, self.prefix_cache = kv_format, eviction, prefix_cache
-        windows = windows_of(config, decoder)
-        if prefix_cache is not None or eviction is not None or kv_format in ("int4", "int2"):
-            windows = [0 if window == 0 else None for window in windows]  # these count on blocks that stay
-        states = {
-            window: CacheState(decoder, block_size, num_blocks, window)
-            for window in sorted({window for window in windows if window != 0}, key=lambda n: -(n or float("inf")))
-        }
-        self.states = list(states.values())
-        for state in self.states:
-            state.peers = list(self.states)
+        decoder = config.get_text_config(decoder=True)
+        # these store and share whole sequences, also what lies behind a window
+        keeps_all = prefix_cache is not None or eviction is not None or kv_format in ("int4", "int2")
+        self.states, groups = group_layers(config, decoder, block_size, num_blocks, keeps_all)
         self.state = self.states[0]
-        layer_types = layer_types_of(config, decoder)[0]
-        excluded = dict(num_blocks=num_blocks, memory=memory, prefix_cache=prefix_cache, offload=offload)
-        evicting = bind(eviction, decoder, self.state, layer_types, kv_format, **excluded)
+        layer_types, states = [kind for kind, _ in groups], [state for _, state in groups if state is not None]
+        stores = StoreFactory(states, layer_types, kv_format, num_blocks, memory, eviction, prefix_cache, offload)
+        self.budget, self.tiers = stores.budget, stores.tiers
+        # with a prefix cache prompts do not run from their beginning, so their bits are others in any case
+        exact = prefix_cache is None
         layers = [
             DummyLayer()
-            if window == 0
-            else PagedLayer(
-                states[window],
-                index,
-                evicting if kind == "full_attention" else None,
-                kv_format,
-                kind in ("sliding_attention", "chunked_attention"),
-            )
-            for index, (window, kind) in enumerate(zip(windows, layer_types))
+            if state is None
+            else PagedLayer(state, index, eviction is not None and kind == FULL, kind in (SLIDING, CHUNKED), exact)
+            for index, (kind, state) in enumerate(groups)
         ]
         super().__init__(layers=layers)
-        self.budget = None if memory is None else MemoryBudget(memory, [layer.state for layer in self._paged_layers])
-        self.tiers = None if offload is None else CacheTiers(offload)
         for layer in self._paged_layers:
-            layer.budget, layer.tiers = self.budget, self.tiers
-            layer.exact = prefix_cache is None  # a prompt that is not run from its beginning has sums of its own
-            layer.state.last_layer = layer.layer_idx
+            layer.stores, layer.state.last_layer = stores, layer.layer_idx
 
     @property
     def block_size(self) -> int:
@@ -131,36 +115,36 @@ class PagedCache(OwnLoops, Cache):
 
     @property
     def reads_pages(self) -> bool:
-        """True when the model's attention implementation is one of ours, which reads the blocks."""
+        """Whether the model's attention reads the blocks."""
         return self.state.reads_pages
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile its decode step: a pool of fixed size whose blocks the attention reads. Not with a
-        `prefix_cache`, which stores nothing of what a compiled forward appends, nor with `offload`, which moves pages."""
+        """Whether `generate` may compile its decode step: with a pool of fixed size whose blocks the attention reads,
+        without a `prefix_cache`, which does not see what a compiled forward appends, and without `offload`, which moves
+        pages."""
         is_fixed = self.state.pool.num_blocks is not None or self.budget is not None
         return is_fixed and self.reads_pages and self.prefix_cache is None and self.tiers is None
 
     @property
     def cache_seqlens(self) -> list[int]:
-        """Tokens stored per row; empty before first use."""
+        """Tokens stored per sequence; empty before first use."""
         return list(self.state.lengths)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks in use in each of the layers that keep most, counted once however many rows share them; with eviction
-        those of all layers' own pools."""
+        """Blocks in use in one of the layers that keep most tokens, shared ones counted once; with eviction those of
+        all layers."""
         if self.eviction is not None:
             return self.stats().blocks_used
         return self.state.pool.capacity - self.state.pool.num_free
 
     def stats(self) -> CacheStats:
-        """How full the pool is and what it costs."""
+        """Blocks, tokens and bytes in use."""
         return CacheStats.of(self)
 
     def park(self) -> None:
-        """Moves all pages to the host now, as `offload` does by itself when another cache needs the room. They come back
-        when this cache is used.
+        """Moves all pages to the host. They come back when this cache is used.
 
         Raises ValueError without `offload`.
         """
@@ -172,7 +156,8 @@ class PagedCache(OwnLoops, Cache):
     def save(self, path: str | os.PathLike, model: torch.nn.Module | None = None) -> None:
         """Writes the blocks in use to one safetensors file, atomically.
 
-        model: the one that filled this cache; `load` then refuses other weights or adapters too, not only other configs.
+        model: the one that filled this cache. With it `load` refuses other weights or adapters, else only other
+            configs.
 
         Raises ValueError when the cache is empty.
         """
@@ -180,12 +165,14 @@ class PagedCache(OwnLoops, Cache):
 
     @classmethod
     def load(cls, path: str | os.PathLike, model, *, offload: Offload | None = None) -> "PagedCache":
-        """The cache that `save` wrote, with the same blocks, on the devices of `model`: `generate()` goes on as it would
-        have gone on there. model: the model, or its config, which puts the pages on the CPU and leaves weights unchecked.
-        offload: as in `PagedCache`.
+        """The cache that `save` wrote, on the devices of `model`; `generate()` goes on from it.
 
-        Raises ValueError naming the file when it is truncated or altered, or is that of another model, dtype or format.
-        Nothing of a file is executed.
+        Args:
+            model: the model, or its config: then pages lie on the CPU and weights are not checked.
+            offload: as in `PagedCache`.
+
+        Raises ValueError naming the file when it is truncated or altered, or belongs to another model, dtype or format.
+        Nothing in a file is executed.
         """
         return persistence.load(cls, path, model, offload)
 
@@ -198,10 +185,10 @@ class PagedCache(OwnLoops, Cache):
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     def rewind(self, lengths: list[int]) -> None:
-        """Shortens row b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
+        """Shortens sequence b to `lengths[b]` tokens (at most what it has) and frees the blocks beyond.
 
-        Afterwards `get_seq_length()` is the longest row. When the rows differ, the next forward needs `position_ids` of
-        its own, and a 2-D mask, if one is given, has the shorter rows at the right (padding on the left).
+        Afterwards `get_seq_length()` is the longest sequence. When lengths differ, the next forward needs
+        `position_ids`, and a 2-D mask, if one is given, has the shorter sequences at the right (padding on the left).
         """
         self.state.check_idle()
         lengths = [int(length) for length in lengths]
@@ -210,7 +197,7 @@ class PagedCache(OwnLoops, Cache):
         self._rewind_stores()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` columns (a number <= 0) of all rows."""
+        """Removes the last `-tokens_to_remove` columns (a number <= 0) of all sequences."""
         self.state.check_idle()
         self._check_rewind(self.state.cropped(int(tokens_to_remove))[1])
         self.state.crop(int(tokens_to_remove))
@@ -230,16 +217,18 @@ class PagedCache(OwnLoops, Cache):
             self.row_tokens.rewind(self.state.pool.lengths)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was. Copies nothing: rows that come from the same one share its blocks."""
+        """Row i becomes what sequence `beam_idx[i]` was. Copies nothing: sequences that come from the same one share
+        its blocks."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows of `indices` (int64 indices, or a bool mask over the rows). None are kept by `reset()`."""
+        """Keeps the sequences of `indices` (int64 indices, or a bool mask over the sequences). None are kept by
+        `reset()`."""
         self.state.check_idle()
         if self.state.pool.lengths:
             indices = torch.as_tensor(indices).cpu()
             if indices.dtype == torch.bool and len(indices) != len(self.state.pool.lengths):
-                raise ValueError(f"a mask over {len(indices)} rows, and there are {len(self.state.pool.lengths)}")
+                raise ValueError(f"a mask over {len(indices)} sequences, and there are {len(self.state.pool.lengths)}")
             indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
             if len(indices) == 0:
                 return self.reset()
@@ -251,11 +240,11 @@ class PagedCache(OwnLoops, Cache):
                 self.row_tokens.select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every row `repeats` times; the copies share their blocks."""
+        """Repeats every sequence `repeats` times; the copies share their blocks."""
         self.batch_select_indices(torch.arange(len(self.state.pool.lengths)).repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """Forgets everything, also the tensors and the batch size."""
+        """Forgets all tokens, the tensors and the batch size."""
         for state in self.states:
             state.reset()
         for layer in self._paged_layers:

@@ -4,42 +4,33 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_efficient.cache.bookkeeping.cache_state import CacheState
-from hf_efficient.cache.bookkeeping.device_tables import DeviceTables, to_device
+from hf_efficient.cache.bookkeeping.device_tables import DeviceTables
 from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
-from hf_efficient.cache.eviction.base import EvictionPolicy
-from hf_efficient.cache.eviction.rotary import Rotary
-from hf_efficient.cache.memory_budget import MemoryBudget
-from hf_efficient.cache.offload import CacheTiers
 from hf_efficient.cache.page_handle import PAGES, PageHandle
-from hf_efficient.cache.stores.contiguous import contiguous
-from hf_efficient.cache.stores.evicting import EvictingStore
+from hf_efficient.cache.stores.contiguous import contiguous, visible
 from hf_efficient.cache.stores.full_precision import PageStore
-from hf_efficient.cache.stores.kv_formats import check_form, make_store
+from hf_efficient.cache.stores.kv_formats import check_form
 
 
 class PagedLayer(CacheLayerMixin):
-    """What transformers calls a layer of a cache: hands keys and values to the layer's `PageStore`."""
+    """What transformers calls a layer of a cache: hands keys and values to the layer's `PageStore`.
+
+    Args:
+        state: the bookkeeping, shared by the layers that see equally many tokens.
+        layer_idx: the layer's number in the model.
+        evicts: whether the layer keeps only what the cache's `EvictionPolicy` chooses.
+        has_window: whether its attention sees only tokens near the query.
+        exact: see `PageStore`.
+    """
 
     is_compileable = False
     is_croppable = True
-    budget: MemoryBudget | None = None
-    tiers: CacheTiers | None = None
-    exact = True  # see `PageStore`
+    stores = None  # the `StoreFactory` of the cache, set when all layers are made
 
-    def __init__(
-        self,
-        state: CacheState,
-        layer_idx: int,
-        eviction: tuple[EvictionPolicy, Rotary | None] | None = None,
-        kv_format: str = "auto",
-        has_window: bool = False,
-    ):
+    def __init__(self, state: CacheState, layer_idx: int, evicts: bool, has_window: bool, exact: bool):
         super().__init__()
-        self.state = state
-        self.layer_idx = layer_idx
-        self.eviction = eviction
-        self.kv_format = kv_format
-        self.has_window = has_window
+        self.state, self.layer_idx = state, layer_idx
+        self.evicts, self.has_window, self.exact = evicts, has_window, exact
         self.forget()
 
     @property
@@ -72,36 +63,30 @@ class PagedLayer(CacheLayerMixin):
     def forget(self) -> None:
         """Drops the tensors."""
         self.store: PageStore | None = None
-        self.tables: DeviceTables | None = None  # of a planned forward, on this layer's device
-        self.steps = 0  # how many of the cache's steps this layer took part in, -1 when it failed in one
+        self.tables: DeviceTables | None = None  # of a decode step, on this layer's device
+        self.num_forwards = 0  # forwards that this layer took part in, -1 when it failed in one
         self.is_initialized = False
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        if self.budget is not None:
-            self.budget.fix_pools(self.make_store, key_states, value_states)
-        self.store = self.make_store(self.state.pool.capacity, key_states, value_states)
-        if self.budget is not None:
-            self.budget.check(self.store, self.layer_idx)
-        if self.tiers is not None:
-            self.store = self.tiers.adopt(self.store, self.state)
-        self.is_initialized = True
 
     def make_store(self, capacity: int, key: torch.Tensor, value: torch.Tensor) -> PageStore:
         """Empty pages of `capacity` blocks for keys and values like these [B, H, S, D]."""
-        if self.eviction is not None:
-            return EvictingStore(*self.eviction, self.kv_format, self.state.pool.block_size, key, value)
-        store = make_store(self.kv_format, self.state.pool, capacity, key, value, self.has_window)
-        store.exact = self.exact
-        return store
+        return self.stores.make_empty(self, capacity, key, value)
+
+    def fix_pools(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Sizes the pools of a cache with a memory budget for keys and values like these [B, H, S, D]."""
+        self.stores.fix_pools(self, key, value)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.store = self.stores.make(self, key_states, value_states)
+        self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Takes the new keys [B, Hk, S, D] and values [B, Hv, S, Dv] of one forward.
 
         Under the paged attention nothing is stored yet: they come back marked, and the attention function stores them.
-        Under any other, returns contiguous keys and values of all tokens: [B, H, longest row, D], each row at the left
-        and zeros after it. Layers with a window give the last `window - 1 + S` tokens, as transformers' own do, and zeros for
-        what is dropped while rows are ragged.
+        Under any other, returns contiguous keys and values of all tokens: [B, H, longest sequence, D], each sequence at
+        the left and zeros after it. Layers with a window give the last `window - 1 + S` tokens, as transformers' own
+        do, and zeros for what is dropped while sequences are of unequal length.
         """
         state = self.state
         state.check_consumed()
@@ -110,16 +95,16 @@ class PagedLayer(CacheLayerMixin):
                 "PagedCache keeps no gradients: wrap the forward in torch.no_grad(), or train without a cache "
                 "(use_cache=False)."
             )
-        check_form(self.kv_format, key_states, value_states)
-        if self.budget is not None:
-            self.budget.fix_pools(self.make_store, key_states, value_states)
-        if self.eviction is not None and not state.reads_pages:
+        check_form(self.stores.kv_format, key_states, value_states)
+        if self.stores.budget is not None:
+            self.fix_pools(key_states, value_states)
+        if self.evicts and not state.reads_pages:
             raise ValueError(
-                'PagedCache(eviction=...) needs attn_implementation="flash_paged", whose attention reads the tokens that '
-                f"are left, not {state.attention!r}"
+                'PagedCache(eviction=...) needs attn_implementation="flash_paged", whose attention reads the tokens '
+                f"that are left, not {state.attention!r}"
             )
         if state.reads_pages:
-            if state.planned is None and (
+            if state.decode_plan is None and (
                 torch.compiler.is_compiling() or (key_states.is_cuda and torch.cuda.is_current_stream_capturing())
             ):
                 raise RuntimeError(
@@ -129,40 +114,28 @@ class PagedLayer(CacheLayerMixin):
             handle = state.pending = PageHandle(self)
             setattr(key_states, PAGES, handle)
             return key_states, value_states
-        step = self.join_step(key_states.shape[0], key_states.shape[2])
-        self.prepare(step, key_states, value_states)
-        keys, values = self.store.update(step, key_states, value_states)
-        if not state.is_ragged:
-            if state.window is not None:
-                visible = slice(-(state.window - 1 + step.width), None)
-                keys, values = keys[:, :, visible], values[:, :, visible]
-        else:
-            lengths = to_device(step.lengths, torch.int64, keys.device)
-            beyond = (torch.arange(step.max_length, device=keys.device) >= lengths[:, None])[:, None, :, None]
-            keys, values = keys.masked_fill(beyond, 0), values.masked_fill(beyond, 0)
-            if any(dropped := state.pool.dropped):
-                keys, values = (torch.nn.functional.pad(x, (0, 0, dropped[0], 0)) for x in (keys, values))
-        return keys.contiguous(), values.contiguous()
+        plan = self.join_plan(key_states.shape[0], key_states.shape[2])
+        self.prepare(plan, key_states, value_states)
+        return visible(state, plan, *self.store.update(plan, key_states, value_states))
 
-    def join_step(self, batch: int, width: int, mask: torch.Tensor | None = None) -> ForwardPlan:
+    def join_plan(self, batch: int, width: int, mask: torch.Tensor | None = None) -> ForwardPlan:
         """The plan of the current forward, made by the first layer that asks."""
         state = self.state
-        if self.steps == state.steps:
-            step = state.plan_tokens(batch, width, mask) if state.reads_pages else state.plan_columns(batch, width)
-        else:
-            step = state.step
-            if self.steps != state.steps - 1 or (len(step.starts), step.width) != (batch, width):
-                raise RuntimeError(
-                    f"PagedCache: layer {self.layer_idx} took part in {self.steps} forwards with this cache and another "
-                    f"layer in {state.steps} (now {batch} rows of {width} columns, there {len(step.starts)} of "
-                    f"{step.width}). All layers must take part in every forward: call reset() after a forward that "
-                    "failed halfway, and use DynamicCache for early exit."
-                )
-        return step
+        if self.num_forwards == state.num_forwards:
+            return state.plan_tokens(batch, width, mask) if state.reads_pages else state.plan_columns(batch, width)
+        plan = state.plan
+        if self.num_forwards != state.num_forwards - 1 or (len(plan.starts), plan.width) != (batch, width):
+            raise RuntimeError(
+                f"PagedCache: layer {self.layer_idx} took part in {self.num_forwards} forwards with this cache and "
+                f"another layer in {state.num_forwards} (now {batch} sequences of {width} columns, there "
+                f"{len(plan.starts)} of {plan.width}). All layers must take part in every forward: call reset() after "
+                "a forward that failed halfway, and use DynamicCache for early exit."
+            )
+        return plan
 
-    def prepare(self, step: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Makes the blocks of this step exist, moves and copies those that must be."""
-        self.steps = -1  # until that is done
+    def prepare(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Makes the blocks that `plan` needs exist, moves and copies those that must be."""
+        self.num_forwards = -1  # until that is done
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         elif (given := PageStore.form_of(key, value)) != self.store.form:
@@ -170,28 +143,29 @@ class PagedLayer(CacheLayerMixin):
                 f"PagedCache: layer {self.layer_idx} stores (dtype, key heads, head dim, value heads, head dim) "
                 f"{self.store.form} and was given {given}: call reset() before using it with another model or dtype."
             )
-        self._make_room(step)
-        self.steps = self.state.steps
+        self.make_room(plan)
+        self.num_forwards = self.state.num_forwards
 
-    def _make_room(self, step: ForwardPlan) -> None:
-        self.store.make_room(*step.change)
-        if step.dropped is not None:
-            self.store.drop(step.dropped)
+    def make_room(self, plan: ForwardPlan) -> None:
+        """Does to the pages what `plan` changes in the pool."""
+        self.store.make_room(*plan.change)
+        if plan.dropped is not None:
+            self.store.drop(plan.dropped)
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Columns seen: tokens and, under the paged attention, padding. In a planned forward an int64 [] tensor, which a
+        """Columns seen: tokens and, under the paged attention, padding. In a decode step an int64 [] tensor, which a
         compiled graph reads anew every time."""
         state = self.state
         if (
             not self.is_initialized
-        ):  # also one that the model passes over, which has seen nothing in transformers' caches
+        ):  # also a layer that the model passes over, which sees nothing in transformers' caches
             return 0
-        if state.planned is not None:
+        if state.decode_plan is not None:
             return self.tables.columns
-        return state.previous_columns if self.steps == state.steps - 1 else state.columns
+        return state.previous_columns if self.num_forwards == state.num_forwards - 1 else state.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.state.planned is not None:  # a number that stays the same, and that no mask has
+        if self.state.decode_plan is not None:  # a constant that no mask has, so that nothing is compiled again
             return self.tables.block_table.shape[1] * self.state.pool.block_size + query_length, 0
         columns, window = self.get_seq_length(), self.state.window
         if window is None or self.state.reads_pages or self.state.is_ragged:

@@ -14,7 +14,7 @@ from hf_efficient.files import atomic_write
 
 
 _FORMAT = "hf_efficient.paged_cache.1"
-_BLOCK_BYTES = 64  # at the least, in the lists of a pool
+_BLOCK_BYTES = 64  # of host memory that a block takes at least, in the lists of a pool
 
 
 def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -> None:
@@ -41,14 +41,14 @@ def save(cache, path: str | os.PathLike, model: torch.nn.Module | None = None) -
     tensors = {}
     for index, state in enumerate(states):
         if state.column_mask is not None:
-            tensors[f"groups.{index}.column_mask"] = state.column_mask.clone()  # groups share it
+            tensors[f"groups.{index}.column_mask"] = state.column_mask.clone()  # safetensors refuses shared memory
     used = [torch.tensor(_used_blocks(state.pool.tables), dtype=torch.int64) for state in states]
     for name, layer in layers.items():
         for kind, pages in layer.store.pages.items():
             blocks = used[states.index(layer.state)].to(pages.device)
             tensors[f"layers.{name}.pages.{kind}"] = pages.index_select(0, blocks).cpu()
-        for kind, rows in layer.store.rows.items():
-            tensors[f"layers.{name}.rows.{kind}"] = rows.cpu().contiguous()
+        for kind, sequences in layer.store.rows.items():
+            tensors[f"layers.{name}.rows.{kind}"] = sequences.cpu().contiguous()
     text = json.dumps(header, sort_keys=True)
     with atomic_write(path) as partial:
         save_file(tensors, partial, {"format": _FORMAT, "header": text, "digest": _digest(text, tensors)})
@@ -79,7 +79,7 @@ def load(cls, path: str | os.PathLike, model, offload=None):
 
 
 def _read(path) -> tuple[str, dict[str, torch.Tensor]]:
-    """Header and tensors of a file. Raises ValueError or SafetensorError when it is not one of `save`, whole."""
+    """Header and tensors of a file. Raises ValueError or SafetensorError for what `save` did not write whole."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
@@ -105,8 +105,8 @@ def _check_model(header: dict, model, config) -> None:
 
 
 def _check_size(header: dict, tensors: dict[str, torch.Tensor], device_of, offload) -> None:
-    """Raises ValueError, before anything of that size is made, for pools that are larger than the memory that is free; with
-    `offload`, for layers that are."""
+    """Raises ValueError, before anything of that size is made, for pools that are larger than the memory that is free;
+    with `offload`, for layers that are."""
     needed: dict[torch.device, int] = {}
     for name, entry in header["layers"].items():
         capacity = max(header["groups"][entry["group"]]["capacity"], header["num_blocks"] or 0)
@@ -141,16 +141,16 @@ def _fill(cache, header: dict, tensors: dict[str, torch.Tensor], device_of) -> N
         states[index].restore(group, None if mask is None else mask.clone())
     for name, entry in header["layers"].items():
         layer, pool = layers[name], layers[name].state.pool
-        rows, device = len(pool.lengths), device_of(layer.layer_idx)
+        sequences, device = len(pool.lengths), device_of(layer.layer_idx)
         blocks = torch.tensor(_used_blocks(pool.tables), dtype=torch.int64)
-        wanted = layer.make_store(1, *_like(entry["form"], rows, "meta"))  # checked before memory is taken
+        wanted = layer.make_store(1, *_like(entry["form"], sequences, "meta"))  # checked before memory is taken
         stored, stored_rows = {}, {}
         for kind, pages in wanted.pages.items():
             shape = len(blocks), *pages.shape[1:]
             stored[kind] = _take(tensors, f"layers.{name}.pages.{kind}", shape, pages.dtype)
         for kind, by_row in wanted.rows.items():
             stored_rows[kind] = _take(tensors, f"layers.{name}.rows.{kind}", by_row.shape, by_row.dtype)
-        layer.lazy_initialization(*_like(entry["form"], rows, device))
+        layer.lazy_initialization(*_like(entry["form"], sequences, device))
         for kind, pages in layer.store.pages.items():
             pages[blocks.to(device)] = stored[kind].to(device)
         for kind, by_row in layer.store.rows.items():
@@ -160,11 +160,11 @@ def _fill(cache, header: dict, tensors: dict[str, torch.Tensor], device_of) -> N
         raise ValueError(f"it has tensors that do not belong: {sorted(tensors)}")
 
 
-def _like(form: list, rows: int, device):
-    """Keys and values of one token a row, of a store's `form`; meaningless."""
+def _like(form: list, sequences: int, device):
+    """Meaningless keys and values of one token a sequence, of a store's `form`."""
     dtype, heads, dim, value_heads, value_dim = form
     for number, size in ((heads, dim), (value_heads, value_dim)):
-        yield torch.empty(rows, number, 1, size, dtype=getattr(torch, dtype), device=device)
+        yield torch.empty(sequences, number, 1, size, dtype=getattr(torch, dtype), device=device)
 
 
 def _take(tensors: dict, name: str, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
@@ -175,12 +175,12 @@ def _take(tensors: dict, name: str, shape: tuple, dtype: torch.dtype) -> torch.T
 
 
 def _used_blocks(tables: list[list[int]]) -> list[int]:
-    """The blocks in the order of the rows, each once."""
+    """The blocks of all sequences, each once, in the order of the sequences."""
     return list(dict.fromkeys(block for table in tables for block in table))
 
 
 def _devices(model):
-    """layer index -> device that its attention is on."""
+    """A function: layer index -> device of its attention."""
     if not isinstance(model, torch.nn.Module):
         return lambda layer_idx: torch.device("cpu")
     devices = {

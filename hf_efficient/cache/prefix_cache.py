@@ -1,4 +1,4 @@
-"""`PrefixCache`: blocks of keys and values that outlive a generation, for prompts that begin alike."""
+"""`PrefixCache`: keys and values of the common beginnings of prompts, kept between generations."""
 
 import inspect
 import threading
@@ -6,25 +6,22 @@ import weakref
 
 import torch
 
-from hf_efficient.cache.bookkeeping.device_tables import to_device
-from hf_efficient.cache.bookkeeping.lazy_zeros import lazy_zeros
 from hf_efficient.cache.bookkeeping.model_key import ModelKey, check_model
 from hf_efficient.cache.bookkeeping.prefix_tree import UNKNOWN, PrefixTree
-from hf_efficient.cache.bookkeeping.row_tokens import mark_tokens
-from hf_efficient.cache.memory_budget import bytes_per_block, check_pool_size, parse_bytes
-from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.cache.bookkeeping.row_tokens import Restored, mark_tokens
+from hf_efficient.cache.bookkeeping.tensors import lazy_zeros, to_device
+from hf_efficient.cache.layer_groups import layer_types_of
+from hf_efficient.cache.prefix_hook import ForwardHook, columns_to_skip, is_plain
 from hf_efficient.cache.stores.full_precision import PageStore
 from hf_efficient.cache.stores.kv_formats import block_size_of
-
-
-_INPUTS = {"input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"}
-_OUTPUTS = {"labels", "output_attentions", "output_hidden_states", "output_router_logits"}  # need every column
-_REST = {"logits_to_keep", "use_cache", "return_dict"}
+from hf_efficient.cache.stores.memory_budget import bytes_per_block, check_pool_size, parse_bytes
 
 
 class PrefixCache:
-    """Keys and values of prompts and answers, kept for later generations of one model: a prompt that begins like an earlier
-    one (a shared system prompt, the next turn of a chat) runs only from where it differs.
+    """Keeps keys and values of prompts and answers for later generations of one model.
+
+    A prompt that begins like an earlier one (a shared system prompt, the next turn of a chat) runs only from where it
+    differs:
 
     >>> prefix = PrefixCache(model, num_blocks=256)
     >>> for inputs in prompts:
@@ -33,34 +30,34 @@ class PrefixCache:
     >>> prefix.stats()["hits"]
     1
 
-    Every forward with a cache that names this one stores the blocks it completes, of prompts and of generated tokens. A
-    forward whose tokens are stored already, of a new cache or the next chunk of a prompt, is cut: the stored blocks are
-    copied into the cache, and the model runs on the columns that are left, at least as many as `logits_to_keep`. So the
-    output is that of the whole forward up to the rounding of a shorter one; rows of a batch are cut at one column, where
-    the first of them differs.
+    Every forward over such a cache stores the blocks that it completes, of prompts and of generated tokens. A forward
+    whose tokens are stored already is cut: the stored blocks are copied into the cache, and the model runs on the
+    columns that are left, at least `logits_to_keep` of them. Its output is that of the whole forward up to the rounding
+    of a shorter one. The sequences of a batch are cut at one column, where the first of them differs.
 
-    Neither cut nor stored, and counted as `bypassed` in `stats()`: forwards with inputs other than token ids, 2-D masks and
-    positions (embeddings, images, packed sequences, 4-D masks), rows with adapters of their own, training mode, and padded
-    batches under an attention implementation that does not read pages. A forward that asks for the logits of every column
-    (`logits_to_keep=0`, as a direct call does by default), for hidden states, attentions or a loss is stored and not cut.
-    What a compiled forward or the replay of a CUDA graph appends is not stored, nor what follows it.
+    Forwards are neither cut nor stored, but counted as `bypassed` in `stats()`, with inputs other than token ids, 2-D
+    masks and positions (embeddings, images, packed sequences, 4-D masks), with an adapter for each sequence, in
+    training mode, and with padding under an attention implementation that does not read pages. A forward that asks for
+    the logits of every column (`logits_to_keep=0`, the default of a direct call), for hidden states, attentions or a
+    loss is stored and not cut. What a compiled forward or a replayed CUDA graph appends is not stored, nor what follows
+    it.
 
-    Adapters (which are active, merged, and their weights), autocast and changed weights are told apart. Weights changed
-    through `.data` are not seen, and PEFT's unmerging rounds them: call `clear()` then.
+    Active and merged adapters, autocast and changed weights are told apart. Weights that are changed through `.data`,
+    as by PEFT when it unmerges, which rounds them, need a `clear()`.
 
     Several threads may use one PrefixCache (on CUDA: on one stream).
 
     Args:
-        model: a decoder-only model for text; its forward is hooked for as long as this object lives. A PEFT model stands
-            for the model inside.
-        num_blocks: blocks of the pool, each over all layers; when it is full the least recently used ones make room.
-        memory: in place of `num_blocks`, the bytes that the pool may take: an int, or "512MB", "2GiB". The first forward
-            raises ValueError when not one block fits.
-        block_size: tokens of a block, that of the caches; None for their default.
-        kv_format: that of the caches. Under all but "auto" a cut prompt sees its beginning as it comes back from the pages, like
-            the next chunk of a chunked prefill does. "int4" and "int2" store what has left the window of unquantized
-            tokens, at the latest 256 tokens after it; the first block of every beginning, which they do not quantize,
-            takes memory beside the pool.
+        model: a decoder-only model for text. Its forward is hooked for as long as this object lives. A PEFT model
+            stands for the model inside.
+        num_blocks: blocks of the pool, each over all layers. When it is full, the least recently used ones make room.
+        memory: in place of `num_blocks`, the bytes that the pool may take: an int, or "512MB", "2GiB". The first
+            forward raises ValueError when not one block fits.
+        block_size: tokens of a block, as in the caches; None for their default.
+        kv_format: as in the caches. Under all but "auto" a cut prompt sees its beginning as it comes back from the
+            pages, as the next chunk of a chunked prefill does. "int4" and "int2" store tokens once they are quantized,
+            at the latest 256 tokens later; the first block of every beginning, which they do not quantize, takes memory
+            outside the pool.
 
     Raises ValueError for other arguments, and for models whose keys do not follow from the tokens before them.
     """
@@ -81,7 +78,7 @@ class PrefixCache:
             raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
         check_pool_size(num_blocks, memory)
         block_size = block_size_of(kv_format, block_size)
-        PagedCache(model.config, block_size=block_size, kv_format=kv_format)  # raises for what it cannot hold
+        layer_types_of(model.config, model.config.get_text_config(decoder=True))  # raises for what no PagedCache holds
         check_model(model)
         self.block_size, self.kv_format = block_size, kv_format
         self._memory = None if memory is None else parse_bytes("memory", memory)
@@ -91,34 +88,37 @@ class PrefixCache:
         self._tree = PrefixTree(num_blocks or 0, block_size)
         self._forms: list[tuple] = []  # of each layer's pages
         self._pools: list[dict[str, torch.Tensor]] = []  # of each layer: like `PageStore.pages`
-        self._beginnings: dict[
-            int, list[dict[str, torch.Tensor]]
-        ] = {}  # first block -> `PageStore.beginning` of each layer
+        # first block of a sequence -> `PageStore.beginning` of each layer
+        self._beginnings: dict[int, list[dict[str, torch.Tensor]]] = {}
         self._counts = dict.fromkeys(("hits", "misses", "bypassed", "prompt_tokens", "skipped_tokens"), 0)
         names = list(inspect.signature(model.forward).parameters)
         handles = [
-            model.register_forward_pre_hook(_Hook(self, names, PrefixCache._before), with_kwargs=True),
-            model.register_forward_hook(_Hook(self, names, PrefixCache._after), with_kwargs=True, always_call=True),
+            model.register_forward_pre_hook(ForwardHook(self, names, PrefixCache._before), with_kwargs=True),
+            model.register_forward_hook(
+                ForwardHook(self, names, PrefixCache._after), with_kwargs=True, always_call=True
+            ),
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)
 
     def __deepcopy__(self, memo):
-        return self  # a copy of a cache goes on with the same stored prefixes
+        return self  # copies of a cache share the stored prefixes
 
     def clear(self) -> None:
-        """Forgets everything and frees the memory. Caches in use go on, and neither find nor store anything until they are
-        empty again."""
+        """Forgets everything and frees the memory. Caches in use find and store nothing until they are empty."""
         with self._lock:
             self._forget()
             self._clears += 1
 
     def stats(self) -> dict[str, int]:
-        """Counted since this object was made: `hits`, `misses`: rows that began with stored blocks and were cut, and that
-        were not; `bypassed`: rows that were not looked up; `prompt_tokens`, `skipped_tokens`: tokens of forwards that
-        were looked up, and those of them that did not run; `evicted_blocks`. As of now: `num_blocks`, `used_blocks` and
-        `bytes` of the pool and of what lies beside it (before the first forward it takes none, and has no blocks yet when
-        sized by `memory`)."""
+        """Counts since this object was made, and the state of the pool.
+
+        `hits`, `misses`: sequences whose beginning was stored and cut, and others that were looked up. `bypassed`:
+            sequences
+        that were not looked up. `prompt_tokens`: tokens of forwards that were looked up, `skipped_tokens`: those of
+        them that did not run. `evicted_blocks`. Now: `num_blocks`, `used_blocks`, and `bytes` of the pool and of what
+        lies outside it; a pool sized by `memory` has no blocks before the first forward.
+        """
         return {
             **self._counts,
             "evicted_blocks": self._tree.num_evicted,
@@ -132,26 +132,27 @@ class PrefixCache:
 
     @property
     def hit_rate(self) -> float:
-        """Part of the prompt tokens looked up that did not run, 0 to 1."""
+        """Share of the prompt tokens looked up that did not run, 0 to 1."""
         return self._counts["skipped_tokens"] / max(1, self._counts["prompt_tokens"])
 
     def check(self, config, block_size: int, kv_format: str) -> None:
         """Raises ValueError when a PagedCache with these arguments cannot share its blocks."""
         if config.get_text_config(decoder=True) is not self._config:
             raise ValueError(
-                "prefix_cache: made for another model. Give PagedCache the config object of the model that the PrefixCache "
-                "was made for (model.config)"
+                "prefix_cache: made for another model. Give PagedCache the config object of the model that the "
+                "PrefixCache was made for (model.config)"
             )
         for name, given, own in (("block_size", block_size, self.block_size), ("kv_format", kv_format, self.kv_format)):
             if given != own:
                 raise ValueError(f"{name}={given!r} with a prefix_cache of {name}={own!r}: must be the same")
 
-    def _before(self, model, cache: PagedCache, inputs: dict) -> dict | None:
-        """Before a forward of `inputs`: restores what is stored of its tokens and returns the inputs that are left."""
+    def _before(self, model, cache, inputs: dict) -> dict | None:
+        """Before a forward of `inputs`: restores what is stored of its tokens. Returns the inputs that are left, None
+        for all."""
         state, tokens = cache.state, cache.row_tokens
         tokens.restored = None
-        begins, plain = state.columns == 0, not model.training and _is_plain(inputs, state.columns)
-        limit = _columns_to_skip(model, inputs) if plain and state.planned is None else 0
+        begins, plain = state.columns == 0, not model.training and is_plain(inputs, state.columns)
+        limit = columns_to_skip(model, inputs) if plain and state.decode_plan is None else 0
         if begins or limit > 0:
             key = ModelKey(model)
             if begins:
@@ -168,8 +169,8 @@ class PrefixCache:
         with self._lock:
             return self._cut(cache, inputs, limit, *new)
 
-    def _new_tokens(self, cache: PagedCache, inputs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """int64 [B, S] from `mark_tokens` and bool [B, S], which columns are tokens; None when a row is not known whole."""
+    def _new_tokens(self, cache, inputs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """int64 [B, S] from `mark_tokens` and bool [B, S], which columns are tokens; None when some ids are unknown."""
         state, tokens, mask = cache.state, cache.row_tokens, inputs.get("attention_mask")
         starts = state.pool.lengths
         if starts and (len(starts) != len(inputs["input_ids"]) or starts != tokens.lengths):
@@ -180,18 +181,16 @@ class PrefixCache:
         starts = starts or [0] * len(inputs["input_ids"])
         marked = mark_tokens(inputs["input_ids"], inputs.get("position_ids"), valid, seen, starts, state.columns).cpu()
         valid = torch.ones_like(marked, dtype=torch.bool) if valid is None else valid
-        if bool((marked[valid] == UNKNOWN).any()) or any(UNKNOWN in row for row in tokens.read()):
+        if bool((marked[valid] == UNKNOWN).any()) or any(UNKNOWN in sequence for sequence in tokens.read()):
             return None
         return marked, valid
 
-    def _cut(
-        self, cache: PagedCache, inputs: dict, limit: int, marked: torch.Tensor, valid: torch.Tensor
-    ) -> dict | None:
-        """Restores as many columns as are stored of every row, at most `limit`."""
+    def _cut(self, cache, inputs: dict, limit: int, marked: torch.Tensor, valid: torch.Tensor) -> dict | None:
+        """Restores as many columns as are stored of every sequence, at most `limit`."""
         state, tokens, mask, size = cache.state, cache.row_tokens, inputs.get("attention_mask"), self.block_size
         batch = len(marked)
         held = tokens.read() or [[]] * batch
-        starts = [len(row) for row in held]
+        starts = [len(sequence) for sequence in held]
         found = [self._tree.match(tokens.key.digest, held[b] + marked[b][valid[b]].tolist()) for b in range(batch)]
         stored = torch.tensor([max(0, len(blocks) * size - start) for blocks, start in zip(found, starts)])
         columns = min(limit, int((valid.cumsum(1) <= stored[:, None]).sum(1).min()))
@@ -211,9 +210,8 @@ class PrefixCache:
             dtype, key_heads, key_dim, value_heads, value_dim = form
             like = torch.empty(batch, key_heads + value_heads, 0, key_dim + value_dim, dtype=dtype, device=device)
             key_value = like[:, :key_heads, :, :key_dim], like[:, :value_heads, :, :value_dim]
-            if layer.budget is not None:
-                layer.budget.fix_pools(layer.make_store, *key_value)
-            layer.prepare(layer.join_step(batch, columns, mask), *key_value)
+            layer.fix_pools(*key_value)
+            layer.prepare(layer.join_plan(batch, columns, mask), *key_value)
         copies, settled = {}, _settled(layers, starts)
         for b, (start, count, table) in enumerate(zip(starts, counts, state.pool.tables)):
             if count:
@@ -225,7 +223,7 @@ class PrefixCache:
             layer.store.resume(state.pool.lengths, beginnings)
         tokens.append(starts, state.pool.lengths, marked[:, :columns], valid[:, :columns])
         tokens.read()  # these are on the CPU, and those of forwards need not be
-        tokens.restored = columns, was_empty, state.steps
+        tokens.restored = Restored(columns, was_empty, state.num_forwards)
         self._counts["skipped_tokens"] += sum(counts)
         sliced = {"input_ids", "position_ids", "cache_position"}
         return {
@@ -233,51 +231,54 @@ class PrefixCache:
             for name, value in inputs.items()
         }
 
-    def _after(self, model, cache: PagedCache, inputs: dict, output) -> None:
-        """After a forward of `inputs`, without what `_before` restored: stores the blocks that have become complete. output:
-        None when the forward raised."""
+    def _after(self, model, cache, inputs: dict, output) -> None:
+        """After a forward of `inputs`, what `_before` restored left out: stores the blocks that became complete.
+
+        output: None when the forward raised.
+        """
         if output is None:
             return self._undo(cache)
-        state, tokens, step = cache.state, cache.row_tokens, cache.state.step
-        if step is None or step.lengths == tokens.lengths or any(x.steps != state.steps for x in cache._paged_layers):
+        state, tokens, plan = cache.state, cache.row_tokens, cache.state.plan
+        if (
+            plan is None
+            or plan.lengths == tokens.lengths
+            or any(x.num_forwards != state.num_forwards for x in cache._paged_layers)
+        ):
             return  # nothing was appended, or not by all layers
         marked = None
-        if tokens.is_plain and inputs["input_ids"].shape[1] == step.width:
+        if tokens.is_plain and inputs["input_ids"].shape[1] == plan.width:
             seen = None if state.reads_pages else inputs.get("attention_mask")
-            arguments = inputs["input_ids"], inputs.get("position_ids"), step.valid, seen
-            marked = mark_tokens(*arguments, step.starts, state.previous_columns)
-        tokens.append(step.starts, step.lengths, marked, step.valid)
+            arguments = inputs["input_ids"], inputs.get("position_ids"), plan.valid, seen
+            marked = mark_tokens(*arguments, plan.starts, state.previous_columns)
+        tokens.append(plan.starts, plan.lengths, marked, plan.valid)
         size = self.block_size
-        complete = [b for b, (start, end) in enumerate(zip(step.starts, step.lengths)) if start // size < end // size]
+        complete = [b for b, (start, end) in enumerate(zip(plan.starts, plan.lengths)) if start // size < end // size]
         if complete and tokens.key is not None:
-            rows = tokens.read()
+            sequences = tokens.read()
             with self._lock:
                 if tokens.clears == self._clears:
-                    self._store(cache, {b: rows[b] for b in complete})
+                    self._store(cache, {b: sequences[b] for b in complete})
 
-    def _undo(self, cache: PagedCache) -> None:
-        """Takes back what was restored for a forward that raised before a layer appended anything."""
+    def _undo(self, cache) -> None:
+        """Takes back what was restored for a forward that raised before any layer appended to it."""
         state, restored, cache.row_tokens.restored = cache.state, cache.row_tokens.restored, None
         if restored is None or state.pending is not None:
             return
-        columns, was_empty, steps = restored
-        if steps == state.steps and was_empty:
-            cache.reset()
-        elif steps == state.steps:
-            cache.crop(-columns)
+        if restored.num_forwards == state.num_forwards:
+            cache.reset() if restored.was_empty else cache.crop(-restored.columns)
 
-    def _store(self, cache: PagedCache, rows: dict[int, list[int]]) -> None:
+    def _store(self, cache, sequences: dict[int, list[int]]) -> None:
         layers, forms = cache._paged_layers, [_form(layer) for layer in cache._paged_layers]
         try:
             if forms != self._forms:  # the first ones, or the model has another dtype now
                 self._make_pools([layer.store for layer in layers])
                 self._forms = forms
             copies, settled = {}, _settled(layers, cache.state.pool.lengths)
-            for b, row in rows.items():
-                for place, block in self._tree.insert(cache.row_tokens.key.digest, row[: settled[b]]):
-                    copies[block] = cache.state.pool.tables[b][place]  # of a block taken twice the last one counts
+            for b, sequence in sequences.items():
+                for number, block in self._tree.insert(cache.row_tokens.key.digest, sequence[: settled[b]]):
+                    copies[block] = cache.state.pool.tables[b][number]  # a block may be evicted and taken again
                     self._beginnings.pop(block, None)
-                    if place == 0:
+                    if number == 0:
                         self._beginnings[block] = [layer.store.beginning(b) for layer in layers]
             copy = _copier(copies)
             for layer, pools in zip(layers if copies else (), self._pools):
@@ -296,7 +297,7 @@ class PrefixCache:
             self._tree.num_blocks = self._memory // size
             self._tree.clear()
         number = self._tree.num_blocks
-        with torch.inference_mode(False):  # else they could not be written to outside of inference mode
+        with torch.inference_mode(False):  # inference tensors cannot be written to outside of inference mode
             self._pools = [
                 {name: lazy_zeros(pages, number, *pages.shape[1:]) for name, pages in store.pages.items()}
                 for store in stores
@@ -307,77 +308,29 @@ class PrefixCache:
         self._forms, self._pools, self._beginnings = [], [], {}
 
 
-class _Hook:
-    """A hook of the model's forward that calls `method` when the forward uses a cache of `prefix`, which it keeps no hold of.
-    Does nothing in a copied or pickled model."""
-
-    def __init__(self, prefix: PrefixCache | None, names: list[str], method):
-        self._prefix = None if prefix is None else weakref.ref(prefix)
-        self._names, self._method = names, method
-
-    def __reduce__(self):
-        return _Hook, (None, self._names, self._method)
-
-    def __call__(self, model, args, kwargs, *output):
-        if torch.compiler.is_compiling() or self._prefix is None:
-            return None
-        inputs = {**dict(zip(self._names, args)), **kwargs}
-        cache = inputs.get("past_key_values")
-        prefix = getattr(cache, "prefix_cache", None)
-        if prefix is None or prefix is not self._prefix():
-            return None
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return None
-        with torch.no_grad():
-            rest = self._method(prefix, model, cache, inputs, *output)
-        return None if rest is None else ((), rest)
-
-
-def _is_plain(inputs: dict, columns: int) -> bool:
-    """True when keys and values follow from token ids, a 2-D mask and positions."""
-    ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    others = inputs.keys() - _INPUTS - _OUTPUTS - _REST
-    return (
-        isinstance(ids, torch.Tensor)
-        and ids.dim() == 2
-        and (mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (len(ids), columns + ids.shape[1])))
-        and (positions is None or (isinstance(positions, torch.Tensor) and positions.dim() >= 2))
-        and all(inputs[name] is None or inputs[name] is False for name in others)
-    )
-
-
-def _columns_to_skip(model, inputs: dict) -> int:
-    """How many leading columns the caller wants nothing of but their keys and values."""
-    kept = inputs.get("logits_to_keep", 0)
-    every = any(inputs.get(name) is not None and inputs[name] is not False for name in _OUTPUTS)
-    every = every or any(getattr(model.config, name, False) for name in _OUTPUTS)
-    if every or not isinstance(kept, int) or kept < 1:
-        return 0
-    return inputs["input_ids"].shape[1] - kept
-
-
 def _settled(layers: list, lengths: list[int]) -> list[int]:
-    """`PageStore.settled` for all layers, of rows of `lengths` tokens."""
+    """`PageStore.settled` of the layer that has settled least."""
     return [min(tokens) for tokens in zip(*(layer.store.settled(lengths) for layer in layers))]
 
 
 def _form(layer) -> tuple:
-    """What must be the same in layers that exchange blocks, of one format and block size."""
+    """What layers of one format and block size must agree in to exchange blocks."""
     return layer.store.form, layer.store.device
 
 
 def _copier(copies: dict[int, int]):
-    """A function of (source, target), the pages of a layer, that copies block `copies[place]` to each `place`."""
-    places, runs = sorted(copies), []
-    for place in places:
-        if runs and place == runs[-1].stop:
-            runs[-1] = slice(runs[-1].start, place + 1)
+    """A function of (source, target), the pages of a layer, that copies block `copies[i]` of source to block i of
+    target."""
+    destinations, runs = sorted(copies), []
+    for block in destinations:
+        if runs and block == runs[-1].stop:
+            runs[-1] = slice(runs[-1].start, block + 1)
         else:
-            runs.append(slice(place, place + 1))
-    blocks = [copies[place] for place in places]
+            runs.append(slice(block, block + 1))
+    sources = [copies[block] for block in destinations]
 
     def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
-        to, of = to_device([places, blocks], torch.int64, next(iter(source.values())).device)
+        to, of = to_device([destinations, sources], torch.int64, next(iter(source.values())).device)
         for name, pages in source.items():
             if len(runs) > 4:
                 target[name].index_copy_(0, to, pages.index_select(0, of))

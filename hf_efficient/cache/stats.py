@@ -10,11 +10,11 @@ class CacheStats:
     """Counts over all pools of a cache: one, unless layers have pools of their own.
 
     blocks_used, blocks_free: blocks that hold tokens, and those that exist and do not.
-    blocks_shared: blocks held by more than one row; each counts once in `blocks_used`.
-    tokens: tokens stored; one that rows share counts once. tokens + wasted_slots = blocks_used * block_size.
+    blocks_shared: blocks held by more than one sequence; each counts once in `blocks_used`.
+    tokens: tokens stored; one that sequences share counts once. tokens + wasted_slots = blocks_used * block_size.
     wasted_slots: slots of used blocks that hold no token.
     bytes_allocated, bytes_used: of the pages of all layers, wherever they lie, and of the blocks in use among them.
-    prefix_hit_rate: part of the prompt tokens that the prefix cache had, 0 to 1; None without one.
+    prefix_hit_rate: share of the prompt tokens that the prefix cache had, 0 to 1; None without one.
     """
 
     blocks_used: int
@@ -37,7 +37,7 @@ class CacheStats:
             used_here = pool.capacity - pool.num_free
             used += used_here
             free += pool.num_free
-            shared += sum(count > 1 for count in pool.references)
+            shared += sum(count > 1 for count in pool.ref_count)
             slots += used_here * pool.block_size
             tokens += sum(filled_slots(pool).values())
             for store in stores:
@@ -63,10 +63,10 @@ def written_bytes(cache) -> int:
 
 
 def filled_slots(pool: BlockPool) -> dict[int, int]:
-    """Block -> slots of it that hold a token of some row."""
+    """Block -> slots of it that hold a token of some sequence."""
     filled: dict[int, int] = {}
     for table, length in zip(pool.tables, pool.lengths):
-        for place, block in enumerate(table):
-            tokens = min(pool.block_size, length - place * pool.block_size)
+        for number, block in enumerate(table):
+            tokens = min(pool.block_size, length - number * pool.block_size)
             filled[block] = max(filled.get(block, 0), tokens)
     return filled

@@ -9,7 +9,7 @@ import torch
 from helpers import tiny_model
 
 from hf_efficient import PagedCache, enable_speculation
-from hf_efficient.cache.bookkeeping.lazy_zeros import lazy_zeros
+from hf_efficient.cache.bookkeeping.tensors import lazy_zeros
 from hf_efficient.cache.stats import written_bytes
 from hf_efficient.generation import model_state
 from hf_efficient.generation.replay import pool

@@ -39,13 +39,13 @@ class Storage:
 
 def check_invariants(pool):
     counts = [0] * pool.capacity
-    for table, length, is_run in zip(pool.tables, pool.lengths, pool.is_run):
+    for table, length, is_contiguous in zip(pool.tables, pool.lengths, pool.is_contiguous):
         assert len(table) == pool.blocks_for(length)
         assert len(set(table)) == len(table)
-        assert not is_run or all(b == a + 1 for a, b in zip(table, table[1:]))
+        assert not is_contiguous or all(b == a + 1 for a, b in zip(table, table[1:]))
         for block in table:
             counts[block] += 1
-    assert counts == pool.references
+    assert counts == pool.ref_count
     assert pool.num_free == counts.count(0)
 
 
@@ -55,7 +55,7 @@ def test_random_operations_keep_every_row_and_leak_nothing(trial, num_blocks):
     rng = random.Random(trial)
     pool = BlockPool(rng.choice([2, 4, 8]), num_blocks)
     storage, expected, token = Storage(pool), [[] for _ in range(rng.randint(1, 4))], 0
-    pool.add_rows(len(expected))
+    pool.add_sequences(len(expected))
     mirror, refused = {}, 0  # (row, place) -> block, as told by table_changes
     for _ in range(60):
         operation = rng.choice(["append"] * 4 + ["decode"] * 6 + ["rewind", "fork", "fork"])
@@ -66,14 +66,14 @@ def test_random_operations_keep_every_row_and_leak_nothing(trial, num_blocks):
                 count = width if rng.random() < 0.7 else rng.randint(0, width)
                 new.append(list(range(token, token + count)))
                 token += count
-            before = (pool.tables, pool.lengths, pool.references)
+            before = (pool.tables, pool.lengths, pool.ref_count)
             before = ([list(t) for t in before[0]], list(before[1]), list(before[2]))
             try:
                 storage.append(new)
             except ValueError:
                 refused += 1
                 assert num_blocks is not None
-                assert before == (pool.tables, pool.lengths, pool.references)
+                assert before == (pool.tables, pool.lengths, pool.ref_count)
                 pool.rewind([length // 4 for length in pool.lengths])
                 expected = [row[: len(row) // 4] for row in expected]
             else:
@@ -100,7 +100,7 @@ def test_random_operations_keep_every_row_and_leak_nothing(trial, num_blocks):
 
 def test_rows_that_share_a_block_copy_it_only_when_they_write():
     pool = BlockPool(8)
-    pool.add_rows(1)
+    pool.add_sequences(1)
     pool.append([20])
     pool.fork([0, 0, 0])
     assert pool.capacity - pool.num_free == 3
@@ -112,7 +112,7 @@ def test_rows_that_share_a_block_copy_it_only_when_they_write():
 
 def test_only_what_changed_in_the_tables_is_told():
     pool = BlockPool(8, num_blocks=10)
-    pool.add_rows(2)
+    pool.add_sequences(2)
     pool.append([8, 12])
     assert [change[:2] for change in pool.table_changes()] == [(0, 0), (1, 0), (1, 1)]
     pool.append([1, 1])
@@ -124,7 +124,7 @@ def test_only_what_changed_in_the_tables_is_told():
 
 def test_full_blocks_are_never_copied():
     pool = BlockPool(8)
-    pool.add_rows(1)
+    pool.add_sequences(1)
     pool.append([16])
     pool.fork([0, 0])
     assert pool.append([1, 1]).copies == []
@@ -132,24 +132,24 @@ def test_full_blocks_are_never_copied():
 
 def test_rows_of_a_growing_pool_stay_in_one_piece():
     pool = BlockPool(8)
-    pool.add_rows(3)
+    pool.add_sequences(3)
     pool.append([20, 20, 20])
     for _ in range(300):
         pool.append([1, 1, 1])
-        assert all(pool.is_run)
+        assert all(pool.is_contiguous)
     assert pool.capacity <= 4 * (pool.capacity - pool.num_free)
 
 
 def test_one_long_row_does_not_make_room_for_all():
     pool = BlockPool(8)
-    pool.add_rows(8)
+    pool.add_sequences(8)
     pool.append([8 * 1000] + [8] * 7)
     assert pool.capacity <= 2 * 1007
 
 
 def test_too_small_a_pool_says_how_many_blocks_are_needed():
     pool = BlockPool(16, num_blocks=4)
-    pool.add_rows(2)
+    pool.add_sequences(2)
     pool.append([16, 16])
     with pytest.raises(ValueError, match=r"num_blocks=4.*needs 6 blocks \(2 in use and 4 more\)"):
         pool.append([32, 32])

@@ -49,7 +49,8 @@ SAMPLING = dict(do_sample=True, top_k=20, num_return_sequences=2)
 
 @pytest.mark.parametrize("name, options", [("llama", SAMPLING), ("gemma2", {}), ("gpt_oss", {})])
 def test_one_compilation(name, options, counter):
-    """Padded prompts, full and sliding layers (masks by type of layer), another length, the same cache again and another."""
+    """Padded prompts, full and sliding layers (masks by type of layer), another length, the same cache again and
+    another."""
     model = flash_model(name)
     cache = PagedCache(model.config, block_size=8, num_blocks=24)
     for lengths in ((5, 11, 8), (9, 3, 16)):
@@ -75,8 +76,8 @@ def test_quantized_pages(kv_format, counter):
 
 
 def test_a_conversation_goes_on(llama, counter):
-    """A second turn over the same cache: its prompt runs uncompiled, its steps in the graph of the first. A pool sized by
-    memory is fixed, too."""
+    """A second turn over the same cache: its prompt runs uncompiled, its steps in the graph of the first. A pool sized
+    by memory is fixed, too."""
     cache, plain = PagedCache(llama.config, memory="100kB"), PagedCache(llama.config)
     inputs = left_padded_batch((5, 11))
     tokens = generate(llama, counter, cache, inputs)

@@ -1,5 +1,5 @@
-"""PagedCache beside DynamicCache, for every architecture of the table: bit for bit under an attention implementation that takes
-contiguous keys and values (logits too), the same tokens under the paged attention.
+"""PagedCache beside DynamicCache, for every architecture of the table: bit for bit under an attention implementation
+that takes contiguous keys and values (logits too), the same tokens under the paged attention.
 
 Contrastive search is not here: transformers 5 has it no more (its code lies on the Hub, as `custom_generate`).
 """
@@ -49,7 +49,8 @@ def generate(model, cache, mode):
             more = left_padded_batch((4,) * rows, seed=turn)
             generated = torch.ones(rows, NEW_TOKENS, dtype=torch.long)
             masks = inputs["attention_mask"], generated, more["attention_mask"]
-            inputs = {"input_ids": torch.cat([results[-1].sequences, more["input_ids"]], 1), "attention_mask": torch.cat(masks, 1)}  # fmt: skip
+            ids = torch.cat([results[-1].sequences, more["input_ids"]], 1)
+            inputs = {"input_ids": ids, "attention_mask": torch.cat(masks, 1)}
         torch.manual_seed(0)
         defaults = dict(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=128)  # one that never comes
 

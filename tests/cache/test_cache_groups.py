@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
+from kv_models import step
 from transformers import DynamicCache
 
 from hf_efficient import PagedCache
@@ -16,11 +17,6 @@ IMPLEMENTATIONS = {"mistral": ("sdpa", "eager", "flash_paged"), "gemma2": ("eage
 
 def positions(cache, width):
     return torch.tensor(cache.cache_seqlens)[:, None] + torch.arange(width)
-
-
-@torch.no_grad()
-def step(model, cache, tokens, **kwargs):
-    return model(tokens, past_key_values=cache, **kwargs).logits
 
 
 @torch.no_grad()
@@ -73,14 +69,15 @@ def test_ragged_padded_rows_forks_and_rewinds(name):
     model.set_attn_implementation("flash_paged")
     inputs = left_padded_batch((130, 20, 77))
     cache = PagedCache(model.config, BLOCK)
-    step(model, cache, **{"tokens": inputs["input_ids"]}, attention_mask=inputs["attention_mask"], position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp_min(0))  # fmt: skip
+    mask = inputs["attention_mask"]
+    step(model, cache, inputs["input_ids"], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
     rows = [ids[mask.bool()] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
     generator = torch.Generator().manual_seed(0)
 
-    def forward(width, planned=False):
+    def forward(width, in_decode_step=False):
         nonlocal rows
         tokens = torch.randint(3, 128, (len(rows), width), generator=generator)
-        if planned:
+        if in_decode_step:
             with cache.decode_step(width) as position_ids:
                 assert position_ids.tolist() == positions(cache, width).sub(width).tolist()
                 logits = step(model, cache, tokens, position_ids=position_ids)
@@ -92,7 +89,7 @@ def test_ragged_padded_rows_forks_and_rewinds(name):
 
     for _ in range(9):
         forward(1)
-    forward(3, planned=True)
+    forward(3, in_decode_step=True)
     assert cache.states[-1].pool.dropped[0] > 0 == cache.states[-1].pool.dropped[1]
     lengths = [len(row) - back for row, back in zip(rows, (REWINDABLE, 3, 20))]
     cache.rewind(lengths)
@@ -100,8 +97,8 @@ def test_ragged_padded_rows_forks_and_rewinds(name):
     forward(2)
     cache.batch_select_indices(torch.tensor([2, 0, 0, 1]))
     rows = [rows[row] for row in (2, 0, 0, 1)]
-    for planned in (False, True, False):
-        forward(1, planned)
+    for in_decode_step in (False, True, False):
+        forward(1, in_decode_step)
     cache.crop(-5)
     rows = [row[:-5] for row in rows]
     forward(17)
@@ -124,7 +121,9 @@ def test_what_is_dropped_cannot_come_back(implementation):
     cache.crop(-REWINDABLE)
     assert cache.cache_seqlens == [87, 87]
     for operate in (lambda: cache.rewind([87, 78]), lambda: cache.crop(-9)):
-        with pytest.raises(ValueError, match=r"cannot go back to 78 tokens in row \d: .*first 72, so .* to 79 or to 0"):
+        with pytest.raises(
+            ValueError, match=r"cannot go back to 78 tokens in sequence \d: .*first 72, so .* to 79 or to 0"
+        ):
             operate()
     assert cache.cache_seqlens == [87, 87]
     token = torch.tensor([[5], [6]])

@@ -1,10 +1,11 @@
 """Random operations on a PagedCache against a plain list of tokens per row: nothing is lost, leaked or freed twice.
 
-The key of token t at position p is (t, p), so that every read can be checked. There is no model: a forward is what a layer
-does under the paged attention, without the attention. A part of the cache with operations of its own (eviction, offload, a
-prefix cache) subclasses `CacheMachine`, with rules for these and a `make_cache` or `read` of its own.
+The key of token t at position p is (t, p), so that every read can be checked. There is no model: a forward is what a
+layer does under the paged attention, without the attention. A part of the cache with operations of its own (eviction,
+offload, a prefix cache) subclasses `CacheMachine`, with rules for these and a `make_cache` or `read` of its own.
 """
 
+import copy
 from unittest import mock
 
 import torch
@@ -84,7 +85,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> list:
         return [
-            ([list(table) for table in s.pool.tables], *map(list, (s.pool.lengths, s.pool.dropped, s.pool.references)), s.columns)
+            (copy.deepcopy((s.pool.tables, s.pool.lengths, s.pool.dropped, s.pool.ref_count)), s.columns)
             for s in self.states
         ]  # fmt: skip
 
@@ -125,7 +126,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.rows = self.rows or [torch.zeros(0, dtype=torch.long)] * rows
 
         def write(layer, keys, values):
-            step = layer.join_step(rows, width, mask)
+            step = layer.join_plan(rows, width, mask)
             layer.prepare(step, keys, values)
             layer.store.write(step, keys, values)
             self.check(layer, *(read.transpose(1, 2) for read in layer.store.read(step)))
@@ -144,7 +145,7 @@ class CacheMachine(RuleBasedStateMachine):
         def decode():
             with self.cache.decode_step(width) as positions:
                 assert positions.tolist() == [list(range(n, n + width)) for n in lengths]
-                self.forward([width] * len(lengths), lambda layer, *new: layer.store.write(layer.state.step, *new))
+                self.forward([width] * len(lengths), lambda layer, *new: layer.store.write(layer.state.plan, *new))
 
         if self.refused(decode):
             assert self.is_full
@@ -232,17 +233,17 @@ class CacheMachine(RuleBasedStateMachine):
         if hasattr(self, "cache") and self.rows:
             self.cache.rewind([0] * len(self.rows))
             for state in self.states:
-                assert not any(state.pool.references) and state.pool.num_free == state.pool.capacity
+                assert not any(state.pool.ref_count) and state.pool.num_free == state.pool.capacity
 
 
 def check_pool(pool) -> None:
     counts = [0] * pool.capacity
-    for table, length, is_run in zip(pool.tables, pool.lengths, pool.is_run):
+    for table, length, is_contiguous in zip(pool.tables, pool.lengths, pool.is_contiguous):
         assert len(table) == pool.blocks_for(length) and len(set(table)) == len(table)
-        assert not is_run or all(b == a + 1 for a, b in zip(table, table[1:]))
+        assert not is_contiguous or all(b == a + 1 for a, b in zip(table, table[1:]))
         for block in table:
             counts[block] += 1
-    assert counts == pool.references and pool.num_free == counts.count(0)
+    assert counts == pool.ref_count and pool.num_free == counts.count(0)
     assert pool.num_blocks is None or pool.capacity == pool.num_blocks
 
 

@@ -1,5 +1,5 @@
-"""Pages that leave and come back: the same bits, and no more copied than has to be. On a CPU the "device" is ordinary memory
-too, and the copies are real; what is left behind is poisoned."""
+"""Pages that leave and come back: the same bits, and no more copied than has to be. On a CPU the "device" is ordinary
+memory too, and the copies are real; what is left behind is poisoned."""
 
 import copy
 import gc
@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
+from kv_models import step
 
 from hf_efficient import EvictionPolicy, KeyNorm, Offload, PagedCache
 from hf_efficient.cache.stores import tiered as tiered_store
@@ -18,14 +19,8 @@ BLOCK_BYTES = 2 * 2 * 16 * 4 * 8  # of one layer: keys and values, heads, head d
 
 
 @pytest.fixture(scope="module")
-def llama():
+def shared_llama():
     return tiny_model("llama", num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(params=["sdpa", "flash_paged"])
-def model(request, llama):
-    llama.set_attn_implementation(request.param)
-    return llama
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +36,6 @@ def poison(monkeypatch):
         return number
 
     monkeypatch.setattr(tiered_store.TieredStore, "leave", poisoned)
-
-
-def step(model, cache, tokens, **kwargs):
-    with torch.no_grad():
-        return model(tokens, past_key_values=cache, **kwargs).logits
 
 
 def generate(model, inputs, cache, **kwargs):
@@ -117,8 +107,8 @@ def causal(positions):
 
 
 def test_two_layers_stay_and_the_next_is_ahead(model):
-    """What a decoding step brings back is each layer but the two that never had to leave; what it takes out are the blocks
-    that it wrote."""
+    """What a decoding step brings back is each layer but the two that never had to leave; what it takes out are the
+    blocks that it wrote."""
     offload = Offload(1)
     cache = PagedCache(model.config, block_size=8, num_blocks=12, offload=offload)
     step(model, cache, torch.randint(3, 128, (2, 20)))
@@ -339,7 +329,8 @@ def test_bad_arguments(llama, tmp_path):
 
 @pytest.mark.parametrize("disk", [False, True])
 def test_copies_that_are_late(model, monkeypatch, tmp_path, disk):
-    """As on a stream: nothing has arrived before somebody waits for it, and copies are done in the order they were queued."""
+    """As on a stream: nothing has arrived before somebody waits for it, and copies are done in the order they were
+    queued."""
     queue = []
 
     class Event:

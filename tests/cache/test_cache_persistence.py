@@ -5,17 +5,13 @@ import json
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
+from kv_models import step
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_efficient import PagedCache
 from hf_efficient.cache.bookkeeping.fingerprint import weights_fingerprint
 from hf_efficient.cache.persistence import _digest
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
 
 
 @pytest.fixture
@@ -29,11 +25,6 @@ def saved(llama, tmp_path):
     return tmp_path / "chat.safetensors", inputs
 
 
-def step(model, cache, tokens, **kwargs):
-    with torch.no_grad():
-        return model(tokens, past_key_values=cache, **kwargs).logits
-
-
 def longer(inputs, width=4):
     more = left_padded_batch((width,) * len(inputs["input_ids"]), seed=7)
     return {name: torch.cat([tensor, more[name]], 1) for name, tensor in inputs.items()}
@@ -45,7 +36,7 @@ def continued(model, inputs, cache, **kwargs):
         **longer(inputs), max_new_tokens=20, past_key_values=cache, output_logits=True, return_dict_in_generate=True,
         **{"do_sample": False, **kwargs},
     )  # fmt: skip
-    return output.sequences, torch.stack(output.logits), [layer.store.read(cache.state.step) for layer in cache.layers]
+    return output.sequences, torch.stack(output.logits), [layer.store.read(cache.state.plan) for layer in cache.layers]
 
 
 @pytest.mark.parametrize("num_blocks", [None, 40])
@@ -207,11 +198,11 @@ def narrower_keys(header, tensors):
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
-        (first_block(-1), "row 1 has block -1, and there are the blocks 0 to"),
-        (first_block(10**6), "row 1 has block 1000000, and there are the blocks 0 to"),
+        (first_block(-1), "sequence 1 has block -1, and there are the blocks 0 to"),
+        (first_block(10**6), "sequence 1 has block 1000000, and there are the blocks 0 to"),
         (first_block("0"), ""),
-        (length(40), "row 1 has 40 tokens and the blocks"),
-        (length(18), "19 columns and their mask do not fit rows of"),
+        (length(40), "sequence 1 has 40 tokens and the blocks"),
+        (length(18), "19 columns and their mask do not fit sequences of"),
         (capacity(10**12), "its blocks take .* bytes on cpu, and .* are free there"),
         (capacity(10**12, fixed=True), "its blocks take .* bytes on cpu, and .* are free there"),
         (wide, r"layers\.0\.pages\.keys is torch\.float32 .* and must be"),

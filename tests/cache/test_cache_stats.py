@@ -5,28 +5,13 @@ import copy
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
+from kv_models import step
 
 from hf_efficient import PagedCache, PrefixCache
 
 
 IMPLEMENTATIONS = ("sdpa", "flash_paged")
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 8  # layers, keys and values, heads, head dim, float32, tokens of a block
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def model(request, llama):
-    llama.set_attn_implementation(request.param)
-    return llama
-
-
-def step(model, cache, tokens, **kwargs):
-    with torch.no_grad():
-        return model(tokens, past_key_values=cache, **kwargs).logits
 
 
 def test_counts_of_a_ragged_batch(llama):

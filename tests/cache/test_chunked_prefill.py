@@ -6,7 +6,7 @@ from helpers import TINY_MODELS, left_padded_batch, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_efficient import PagedCache
-from hf_efficient.kernels.attention import torch_cpu
+from hf_efficient.kernels.attention import masks, policy, torch_cpu
 
 
 def generate(model, cache, inputs, chunk, **options):
@@ -18,8 +18,8 @@ def generate(model, cache, inputs, chunk, **options):
     "name, attention", [*((name, "flash_paged") for name in TINY_MODELS), ("llama", "sdpa"), ("gemma2", "eager")]
 )
 def test_tokens_are_those_of_the_whole_prompt(name, attention):
-    """A padded batch whose shortest rows are padding for several chunks, windows shorter than it and longer than a chunk,
-    then a second turn."""
+    """A padded batch whose shortest rows are padding for several chunks, windows shorter than it and longer than a
+    chunk, then a second turn."""
     model = tiny_model(name)
     model.set_attn_implementation(attention)
     inputs = left_padded_batch((3, 23, 14))
@@ -38,8 +38,8 @@ def test_tokens_are_those_of_the_whole_prompt(name, attention):
 @pytest.mark.parametrize("kv_format", ["int8", "fp8", "int4", "int2"])
 @pytest.mark.parametrize("attention", ["flash_paged", "sdpa"])
 def test_quantized_pages(kv_format, attention):
-    """A chunk sees the rounded keys and values of those before it: as a prompt given in three forwards, and longer than what
-    int4 and int2 keep exact."""
+    """A chunk sees the rounded keys and values of those before it: as a prompt given in three forwards, and longer than
+    what int4 and int2 keep exact."""
     model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=512)
     model.set_attn_implementation(attention)
     inputs = left_padded_batch((270, 330))
@@ -103,13 +103,13 @@ def test_long_prompts_are_attended_in_slices(plain, masked, monkeypatch):
     seen = torch.ones(37, 37, dtype=torch.bool).tril()
     if masked:
         seen = seen & (torch.arange(37) >= torch.tensor([0, 9])[:, None, None])
-        options = dict(mask=torch_cpu.additive(seen))
+        options = dict(mask=masks.additive(seen))
     else:
         options = dict(causal=True)
     options |= dict(softcap=5.0, s_aux=torch.randn(4)) if plain else {}
     expected = torch_cpu.attend(query, key, value, **options)
-    monkeypatch.setattr(torch_cpu, "_SCORES", 2 * 4 * 37 * 5)
+    monkeypatch.setattr(policy, "SCORES", 2 * 4 * 37 * 5)
     with Largest() as largest:
         output = torch_cpu.attend(query, key, value, **options)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
-    assert largest.bytes <= max(4 * torch_cpu._SCORES, 4 * 2 * 37 * 4 * 8)
+    assert largest.bytes <= max(4 * policy.SCORES, 4 * 2 * 37 * 4 * 8)

@@ -25,13 +25,6 @@ from hf_efficient.cache.stores import evicting
 from hf_efficient.cache.stores.full_precision import PageStore
 
 
-@pytest.fixture(scope="module")
-def llama():
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
-    return model
-
-
 def cache_of(model, *policy):
     return PagedCache(model.config, block_size=8, eviction=EvictionPolicy(*policy))
 
@@ -64,7 +57,7 @@ def test_a_budget_larger_than_the_text_changes_nothing(llama, when):
 @pytest.mark.parametrize("when", ["prefill", "always"])
 @pytest.mark.parametrize("name", SCORERS)
 def test_rows_of_a_padded_batch_are_as_alone(llama, name, when, monkeypatch):
-    """Prompts of unequal length, then single tokens and a further prompt: what a row keeps does not depend on others."""
+    """Prompts of unequal length, single tokens, a further prompt: what a sequence keeps does not depend on others."""
     monkeypatch.setattr(evicting, "_PROMPT", 16)
     ids = torch.stack([torch.randperm(125) + 3 for _ in range(3)])  # no token twice, whose keys would be equally long
     prompt, *parts = ids[:, :105].split((60, 1, 1, 8, 18, 1, 1, 1, 1, 1, 1, 1, 1, 1, 8), 1)
@@ -178,7 +171,7 @@ def test_rewinding_while_the_tokens_are_there(llama):
 
 
 def test_speculation_takes_back_tokens_that_are_left(llama):
-    """The first forward holds the prompt and what was proposed, so the tokens equal plain ones only without eviction."""
+    """The first forward holds prompt and proposals, so the tokens equal greedy decoding only without eviction."""
     inputs = left_padded_batch((60,))
     expected = generate(llama, inputs, 20)
     for kwargs in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=tiny_model("llama", seed=1))):
@@ -216,7 +209,7 @@ def test_other_architectures(name):
         cache = cache_of(model, scorer, 32, "always")
         generate(model, inputs, 12, past_key_values=cache)
         for layer, kind in zip(cache.layers, kinds):
-            assert (layer.eviction is not None) == (kind == "full_attention")
+            assert layer.evicts == (kind == "full_attention")
             assert kind != "full_attention" or max(layer.store.pool.lengths) <= 32
     if name in ("gpt2", "opt"):
         with pytest.raises(ValueError, match="eviction of a model of .*does not move keys"):
@@ -224,7 +217,8 @@ def test_other_architectures(name):
 
 
 def test_the_rotary_embedding_is_the_models():
-    """Rotating by the distance what the model has rotated to a position: also partly, with scaled and interpolated ones."""
+    """Rotating by the distance what the model has rotated to a position: also partly, with scaled and interpolated
+    ones."""
     yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
     small = dict(hidden_size=64, num_attention_heads=4)
     configs = [

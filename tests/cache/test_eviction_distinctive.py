@@ -70,8 +70,8 @@ def attend(cache, query, key, value):
 
 @pytest.mark.parametrize("scorer, survives", [(ExpectedAttention, False), (Distinctive, True)])
 def test_a_key_that_stands_apart_is_found_when_asked_for(scorer, survives):
-    """The keys of head 0 point one way before they are rotated, but for one that no query looks at; those of head 1 are all
-    but the same."""
+    """The keys of head 0 point one way before they are rotated, but for one that no query looks at; those of head 1 are
+    all but the same."""
     generator = torch.Generator().manual_seed(0)
     config = LlamaConfig(**{**CONFIG.to_dict(), "_attn_implementation": "flash_paged"})
     cache = PagedCache(config, block_size=8, eviction=EvictionPolicy(AdaKV(scorer(recent=8), floor=0.5), 0.5))

@@ -2,17 +2,10 @@
 
 import pytest
 import torch
-from helpers import left_padded_batch, tiny_model
+from helpers import left_padded_batch
 from table import SCORERS
 
 from hf_efficient import EvictionPolicy, PagedCache, SinkWindow
-
-
-@pytest.fixture(scope="module")
-def llama():
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
-    return model
 
 
 def cache_of(model, kv_format, *policy):

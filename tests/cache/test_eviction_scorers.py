@@ -158,7 +158,7 @@ def check_storage(cache, references):
     lengths = [len(kept) for reference in references for kept in reference.kept]
     assert store.pool.lengths == lengths
     assert store.pool.capacity - store.pool.num_free == sum(-(-length // BLOCK) for length in lengths)
-    plan = SimpleNamespace(run=None, lengths=lengths, max_length=max(lengths))
+    plan = SimpleNamespace(contiguous_span=None, lengths=lengths, max_length=max(lengths))
     table = [row + [0] * (max(map(len, store.pool.tables)) - len(row)) for row in store.pool.tables]
     plan.block_table = lambda device: torch.tensor(table)
     keys, values = store.store.read(plan)

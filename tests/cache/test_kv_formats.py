@@ -10,7 +10,7 @@ from kv_models import FORMATS, ROUTES, llama
 
 from hf_efficient import PagedCache
 from hf_efficient.cache.page_handle import PAGES
-from hf_efficient.cache.stores import quantized as quantized_store
+from hf_efficient.kernels.attention import policy
 from hf_efficient.kernels.flash_paged import quantized_reference
 
 
@@ -145,10 +145,10 @@ def attention(query, key, value):
 @pytest.mark.parametrize("kv_format", FORMATS)
 @torch.no_grad()
 def test_every_token_through_everything(kv_format, route, block_size, small_window, monkeypatch):
-    """Prompts, steps, forks, rewinds into the ring, into pages and into the first block: what is read is exact or exactly what
-    the reference quantizes, and the attention that of these numbers."""
+    """Prompts, steps, forks, rewinds into the ring, into pages and into the first block: what is read is exact or
+    exactly what the reference quantizes, and the attention that of these numbers."""
     if block_size is None:  # few tokens through the op, as on an accelerator
-        monkeypatch.setattr(quantized_store, "WHOLE", 0)
+        monkeypatch.setattr(policy, "SMALL_QUANTIZED", 0)
     generator = torch.Generator().manual_seed(0)
     harness = Harness(kv_format, route, block_size)
     if route == "flash_paged":

@@ -22,8 +22,8 @@ def generate(model, inputs, cache, new_tokens=40, **kwargs):
 
 
 def logits_of(model, sequences, mask, new_tokens) -> torch.Tensor:
-    """Without a cache: logits [B, new_tokens, vocabulary] of the last tokens of sequences [B, T], which began as prompts with
-    `mask` [B, n]."""
+    """Without a cache: logits [B, new_tokens, vocabulary] of the last tokens of sequences [B, T], which began as
+    prompts with `mask` [B, n]."""
     mask = torch.cat([mask, mask.new_ones(len(mask), new_tokens)], 1)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():
@@ -32,8 +32,8 @@ def logits_of(model, sequences, mask, new_tokens) -> torch.Tensor:
 
 
 def regret(model, sequences, mask, new_tokens=40) -> float:
-    """By how much the logits of the tokens chosen are below the largest, on average, in units of their spread. 2.4 for tokens
-    chosen at random among 128."""
+    """By how much the logits of the tokens chosen are below the largest, on average, in units of their spread. 2.4 for
+    tokens chosen at random among 128."""
     logits = logits_of(model, sequences, mask, new_tokens)
     if model.generation_config.eos_token_id is not None:  # the end, which must not come
         logits[..., model.generation_config.eos_token_id] = -torch.inf
@@ -42,8 +42,8 @@ def regret(model, sequences, mask, new_tokens=40) -> float:
     return ((logits.amax(-1) - chosen) / spread).mean().item()
 
 
-# Errors of the attention grow with fewer bits, and choices between near equal logits fall differently. A row or a token that is
-# mixed up gives about 2.4.
+# Errors of the attention grow with fewer bits, and choices between near equal logits fall differently. A row or a token
+# that is mixed up gives about 2.4.
 REGRET = {"int8": 0.01, "fp8": 0.05, "int4": 0.1, "int2": 0.6}
 
 
@@ -90,8 +90,8 @@ def test_beams(kv_format, route, small_window):
 
 @pytest.mark.parametrize("kv_format", ["int8", "fp8"])
 def test_rows_do_not_depend_on_each_other(kv_format):
-    """A token's codes are its own: what a row generates in a ragged batch, with a draft model or after deepcopy is what it
-    generates alone, to the token."""
+    """A token's codes are its own: what a row generates in a ragged batch, with a draft model or after deepcopy is what
+    it generates alone, to the token."""
     model = llama()
     model.set_attn_implementation("flash_paged")
     inputs = left_padded_batch((15, 30, 18))
@@ -235,7 +235,7 @@ def test_a_refused_decode_step_changes_nothing():
     with torch.no_grad():
         for cache in (refused, plain):
             model(prompt, past_key_values=cache)
-        with pytest.raises(ValueError, match="500 new tokens in a row do not fit"), refused.decode_step(500):
+        with pytest.raises(ValueError, match="500 new tokens of a sequence do not fit"), refused.decode_step(500):
             pass
         assert refused.cache_seqlens == [230, 230]
         actual, expected = (model(new, past_key_values=cache).logits for cache in (refused, plain))

@@ -5,16 +5,12 @@ import copy
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
+from kv_models import step
 from transformers import DynamicCache
 
 from hf_efficient import PagedCache
 from hf_efficient.cache.stores.full_precision import PageStore
 from hf_efficient.kernels.attention import api
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
 
 
 def one_prompt():
@@ -98,18 +94,13 @@ def test_the_calls_of_the_kernels(name, monkeypatch):
     }  # fmt: skip
 
 
-def steps(model, cache, tokens, **kwargs):
-    with torch.no_grad():
-        return model(tokens, past_key_values=cache, **kwargs).logits
-
-
 @pytest.mark.parametrize("block_size", [8, 16])
 def test_ragged_rows_under_flash_paged(llama, block_size):
     """Rows rewound to different lengths go on at their own ends, as each would alone."""
     llama.set_attn_implementation("flash_paged")
     ids = torch.randint(3, 128, (3, 20))
     cache = PagedCache(llama.config, block_size=block_size)
-    steps(llama, cache, ids)
+    step(llama, cache, ids)
     lengths = [20, 7, 16]
     cache.rewind(lengths)
     assert cache.cache_seqlens == lengths and cache.get_seq_length() == 20
@@ -117,10 +108,10 @@ def test_ragged_rows_under_flash_paged(llama, block_size):
     for width in (4, 1, 1):
         new = torch.randint(3, 128, (3, width))
         positions = torch.tensor(cache.cache_seqlens)[:, None] + torch.arange(width)
-        logits = steps(llama, cache, new, position_ids=positions)
+        logits = step(llama, cache, new, position_ids=positions)
         ids = [torch.cat([row[:length], more]) for row, length, more in zip(ids, cache_before(cache, width), new)]
         for row, tokens in enumerate(ids):
-            alone = steps(llama, None, tokens[None], use_cache=False)[0, -width:]
+            alone = step(llama, None, tokens[None], use_cache=False)[0, -width:]
             torch.testing.assert_close(logits[row], alone, rtol=1e-4, atol=1e-4)
     cache.rewind([0, 3, 0])
     assert cache.num_used_blocks == 1
@@ -135,13 +126,13 @@ def test_ragged_rows_under_other_implementations(llama):
     llama.set_attn_implementation("sdpa")
     ids = torch.randint(3, 128, (2, 12))
     cache = PagedCache(llama.config, block_size=8)
-    steps(llama, cache, ids)
+    step(llama, cache, ids)
     cache.rewind([12, 5])
     new = torch.randint(3, 128, (2, 2))
     queries = torch.tensor([[12, 13], [5, 6]])
     mask = (torch.arange(14) <= queries[..., None])[:, None]
-    logits = steps(llama, cache, new, position_ids=queries, attention_mask=mask)
-    alone = steps(llama, None, torch.cat([ids[1, :5], new[1]])[None], use_cache=False)[0, -2:]
+    logits = step(llama, cache, new, position_ids=queries, attention_mask=mask)
+    alone = step(llama, None, torch.cat([ids[1, :5], new[1]])[None], use_cache=False)[0, -2:]
     torch.testing.assert_close(logits[1], alone, rtol=1e-4, atol=1e-4)
     key = torch.ones(2, 2, 1, 16)
     keys, values = cache.layers[0].update(key, key)
@@ -167,7 +158,7 @@ def test_operations_equal_those_of_dynamic_cache(llama, implementation):
         for name, make in ((implementation, PagedCache), ("eager", lambda config: DynamicCache(config=config))):
             llama.set_attn_implementation(name)
             cache = make(llama.config)
-            steps(llama, cache, inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            step(llama, cache, inputs["input_ids"], attention_mask=inputs["attention_mask"])
             operate(cache)
             mask = on_mask(inputs["attention_mask"])
             torch.manual_seed(0)
@@ -175,7 +166,7 @@ def test_operations_equal_those_of_dynamic_cache(llama, implementation):
                 mask = torch.cat([mask, mask.new_ones(mask.shape[0], width)], 1)
                 positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -width:]
                 tokens = torch.randint(3, 128, (mask.shape[0], width))
-                logits = steps(llama, cache, tokens, attention_mask=mask, position_ids=positions)
+                logits = step(llama, cache, tokens, attention_mask=mask, position_ids=positions)
             results.append((logits, cache.get_seq_length()))
         assert results[0][1] == results[1][1], label
         torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-4, msg=lambda m: f"{label}: {m}")  # noqa: B023
@@ -186,13 +177,13 @@ def test_the_length_follows_the_rows_that_are_left(llama, implementation):
     llama.set_attn_implementation(implementation)
     ids = torch.randint(3, 128, (3, 20))
     cache = PagedCache(llama.config)
-    steps(llama, cache, ids)
+    step(llama, cache, ids)
     cache.rewind([20, 7, 7])
     cache.batch_select_indices(torch.tensor([2, 1]))
     assert cache.get_seq_length() == 7 and cache.get_mask_sizes(1, 0) == (8, 0)
     token = torch.tensor([[5], [6]])
-    expected = steps(llama, None, torch.cat([ids[[2, 1], :7], token], 1), use_cache=False)[:, -1:]
-    torch.testing.assert_close(steps(llama, cache, token), expected, rtol=1e-4, atol=1e-4)
+    expected = step(llama, None, torch.cat([ids[[2, 1], :7], token], 1), use_cache=False)[:, -1:]
+    torch.testing.assert_close(step(llama, cache, token), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_reset_and_reuse_with_another_batch(llama):
@@ -201,8 +192,8 @@ def test_reset_and_reuse_with_another_batch(llama):
     for lengths in ((5, 11, 8), (6,)):
         inputs = left_padded_batch(lengths)
         assert torch.equal(generate(llama, inputs, 8, past_key_values=cache), generate(llama, inputs, 8))
-        with pytest.raises(ValueError, match=rf"holds {len(lengths)} rows.*batch of 5.*reset\(\)"):
-            steps(llama, cache, torch.ones(5, 1, dtype=torch.long))
+        with pytest.raises(ValueError, match=rf"holds {len(lengths)} sequences.*batch of 5.*reset\(\)"):
+            step(llama, cache, torch.ones(5, 1, dtype=torch.long))
         cache.reset()
         assert cache.cache_seqlens == [] and cache.num_used_blocks == 0 and cache.get_seq_length() == 0
 
@@ -212,14 +203,14 @@ def test_pool_too_small_changes_nothing(llama, implementation):
     llama.set_attn_implementation(implementation)
     cache = PagedCache(llama.config, block_size=8, num_blocks=3)
     with pytest.raises(ValueError, match=r"num_blocks=3.*needs 4 blocks"):
-        steps(llama, cache, torch.ones(2, 10, dtype=torch.long))
+        step(llama, cache, torch.ones(2, 10, dtype=torch.long))
     assert cache.batch_size == -1
     ids = torch.randint(3, 128, (1, 20))
-    steps(llama, cache, ids)
+    step(llama, cache, ids)
     with pytest.raises(ValueError, match=r"needs 4 blocks \(3 in use and 1 more\)"):
-        steps(llama, cache, torch.ones(1, 5, dtype=torch.long))
-    logits = steps(llama, cache, torch.ones(1, 4, dtype=torch.long))
-    full = steps(llama, None, torch.cat([ids, torch.ones(1, 4, dtype=torch.long)], 1), use_cache=False)
+        step(llama, cache, torch.ones(1, 5, dtype=torch.long))
+    logits = step(llama, cache, torch.ones(1, 4, dtype=torch.long))
+    full = step(llama, None, torch.cat([ids, torch.ones(1, 4, dtype=torch.long)], 1), use_cache=False)
     torch.testing.assert_close(logits, full[:, -4:], rtol=1e-4, atol=1e-4)
 
 
@@ -230,9 +221,9 @@ def test_right_padding_and_holes_are_packed(llama):
     mask = torch.tensor([[1, 1, 0, 1, 1, 0, 0, 0], [1] * 8])
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     cache = PagedCache(llama.config)
-    logits = steps(llama, cache, ids, attention_mask=mask, position_ids=positions)
+    logits = step(llama, cache, ids, attention_mask=mask, position_ids=positions)
     assert cache.cache_seqlens == [4, 8]
-    alone = steps(llama, None, ids[:1, [0, 1, 3, 4]], use_cache=False)
+    alone = step(llama, None, ids[:1, [0, 1, 3, 4]], use_cache=False)
     torch.testing.assert_close(logits[0, 4], alone[0, -1], rtol=1e-4, atol=1e-4)
 
 
@@ -242,17 +233,17 @@ def test_switching_the_implementation_midway(llama):
     cache = PagedCache(llama.config)
     for implementation, part in (("flash_paged", ids[:, :4]), ("sdpa", ids[:, 4:6]), ("flash_paged", ids[:, 6:])):
         llama.set_attn_implementation(implementation)
-        logits = steps(llama, cache, part)
-    full = steps(llama, None, ids, use_cache=False)
+        logits = step(llama, cache, part)
+    full = step(llama, None, ids, use_cache=False)
     torch.testing.assert_close(logits, full[:, 6:], rtol=1e-4, atol=1e-4)
 
     cache.reset()
     inputs = left_padded_batch((4, 9))
-    steps(llama, cache, inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    step(llama, cache, inputs["input_ids"], attention_mask=inputs["attention_mask"])
     llama.set_attn_implementation("sdpa")
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
     with pytest.raises(RuntimeError, match="stores no padding, and cannot be continued"):
-        steps(llama, cache, mask[:, -1:], attention_mask=mask)
+        step(llama, cache, mask[:, -1:], attention_mask=mask)
 
 
 def test_rows_all_freed_and_new_ones(llama):
@@ -261,7 +252,7 @@ def test_rows_all_freed_and_new_ones(llama):
     for kv_format in ("auto", "int4"):
         cache = PagedCache(llama.config, kv_format=kv_format)
         generate(llama, left_padded_batch((5, 9)), 8, past_key_values=cache)
-        with pytest.raises(ValueError, match="a mask over 1 rows, and there are 2"):
+        with pytest.raises(ValueError, match="a mask over 1 sequences, and there are 2"):
             cache.batch_select_indices(torch.tensor([True]))
         cache.batch_select_indices(torch.tensor([False, False]))
         assert cache.batch_size == -1 and cache.get_seq_length() == 0

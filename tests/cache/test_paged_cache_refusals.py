@@ -6,28 +6,19 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import left_padded_batch, tiny_model
+from helpers import left_padded_batch
+from kv_models import step
 from transformers import BartConfig, JambaConfig, LlamaConfig, MambaConfig
 
 from hf_efficient import PagedCache
 from hf_efficient.cache.page_handle import PAGES
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
-def steps(model, cache, tokens, **kwargs):
-    with torch.no_grad():
-        return model(tokens, past_key_values=cache, **kwargs).logits
-
-
 def test_masks_that_contradict_the_cache(llama):
     llama.set_attn_implementation("flash_paged")
     inputs = left_padded_batch((4, 9))
     cache = PagedCache(llama.config)
-    steps(llama, cache, **{"tokens": inputs["input_ids"], "attention_mask": inputs["attention_mask"]})
+    step(llama, cache, **{"tokens": inputs["input_ids"], "attention_mask": inputs["attention_mask"]})
     token = torch.ones(2, 1, dtype=torch.long)
     mask = torch.cat([inputs["attention_mask"], token], 1)
     moved = mask.clone()
@@ -36,11 +27,11 @@ def test_masks_that_contradict_the_cache(llama):
     hidden[1, 3] = 0
     for wrong in (moved, hidden):
         with pytest.raises(ValueError, match="attention_mask contradicts the cache"):
-            steps(llama, cache, token, attention_mask=wrong)
+            step(llama, cache, token, attention_mask=wrong)
     with pytest.raises(ValueError, match=r"shape \(2, 9\).*\(2, 10\)"):
-        steps(llama, cache, token, attention_mask=mask[:, 1:])
+        step(llama, cache, token, attention_mask=mask[:, 1:])
     assert cache.cache_seqlens == [4, 9]
-    steps(llama, cache, token, attention_mask=mask)
+    step(llama, cache, token, attention_mask=mask)
     assert cache.cache_seqlens == [5, 10] and cache.get_seq_length() == 10
 
 
@@ -68,22 +59,22 @@ def test_a_layer_that_was_left_out_is_found(llama):
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_layer_that_found_no_room_is_found(llama, layer, planned, monkeypatch):
+@pytest.mark.parametrize("in_decode_step", [False, True])
+def test_a_layer_that_found_no_room_is_found(llama, layer, in_decode_step, monkeypatch):
     """Its pages are not where the tables say, the last layer's too."""
     llama.set_attn_implementation("flash_paged")
     cache, ids = PagedCache(llama.config, block_size=8), torch.randint(3, 128, (2, 20))
-    steps(llama, cache, ids)
+    step(llama, cache, ids)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(cache.layers[layer].store, "make_room", mock.Mock(side_effect=MemoryError))
-        with cache.decode_step() if planned else nullcontext():
-            steps(llama, cache, ids[:, :1])
+        with cache.decode_step() if in_decode_step else nullcontext():
+            step(llama, cache, ids[:, :1])
     with pytest.raises(RuntimeError, match=r"call reset\(\)"):
-        steps(llama, cache, ids[:, :1])
+        step(llama, cache, ids[:, :1])
     with pytest.raises(RuntimeError, match=r"call reset\(\)"), cache.decode_step():
         pass
     cache.reset()
-    torch.testing.assert_close(steps(llama, cache, ids), steps(llama, None, ids, use_cache=False), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(step(llama, cache, ids), step(llama, None, ids, use_cache=False), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +99,7 @@ def test_bad_arguments(arguments, message):
 def test_bad_operations(llama):
     llama.set_attn_implementation("sdpa")
     cache = PagedCache(llama.config)
-    steps(llama, cache, torch.ones(2, 6, dtype=torch.long))
+    step(llama, cache, torch.ones(2, 6, dtype=torch.long))
     for lengths in ([6], [7, 6], [-1, 6]):
         with pytest.raises(ValueError, match=r"rewind\(lengths="):
             cache.rewind(lengths)
@@ -117,6 +108,6 @@ def test_bad_operations(llama):
     store = cache.layers[0].store
     store.form = (torch.float16, *store.form[1:])
     with pytest.raises(ValueError, match="layer 0 stores .*torch.float16"):
-        steps(llama, cache, torch.ones(2, 1, dtype=torch.long))
+        step(llama, cache, torch.ones(2, 1, dtype=torch.long))
     with pytest.raises(RuntimeError, match="torch.no_grad"):
         llama(torch.ones(1, 1, dtype=torch.long), past_key_values=PagedCache(llama.config))

@@ -1,5 +1,5 @@
-"""PagedCache.decode_step: the forward inside compiles once for all lengths, and neither it nor its planning waits for the
-device."""
+"""PagedCache.decode_step: the forward inside compiles once for all lengths, and neither it nor its planning waits for
+the device."""
 
 import doctest
 import functools
@@ -22,10 +22,8 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture
-def llama():
-    model = tiny_model("llama", num_hidden_layers=1)
-    model.set_attn_implementation("flash_paged")
-    return model
+def shared_llama():
+    return tiny_model("llama", num_hidden_layers=1)
 
 
 def compiled(model, backend="eager"):
@@ -41,8 +39,8 @@ def prefill(model, cache, inputs):
 
 @torch.no_grad()
 def decode(model, forward, cache, inputs, steps):
-    """Greedy tokens [B, steps] and their logits [B, steps, vocabulary] after a prompt run by `model`, with the steps run by
-    `forward`; by `model` as if there were no decode_step when that is None."""
+    """Greedy tokens [B, steps] and their logits [B, steps, vocabulary] after a prompt run by `model`, with the steps
+    run by `forward`; by `model` as if there were no decode_step when that is None."""
     logits = [prefill(model, cache, inputs)]
     for _ in range(steps - 1):
         token = logits[-1].argmax(-1)
@@ -197,7 +195,7 @@ def test_a_forward_that_raises_leaves_the_cache_as_it_was(llama):
         with cache.decode_step():
             raise ZeroDivisionError
     assert cache.cache_seqlens == [4, 9] and cache.get_seq_length() == 9 and cache.num_used_blocks == 2
-    with pytest.raises(ValueError, match=r"width=1\).*2 rows.*2 rows of 2 columns"):
+    with pytest.raises(ValueError, match=r"width=1\).*2 sequences.*2 sequences of 2 columns"):
         with cache.decode_step():
             llama(token.expand(2, 2), past_key_values=cache)
     with pytest.raises(ValueError, match="takes no attention_mask"):
@@ -252,7 +250,7 @@ def test_the_example_of_the_docstring(llama, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_cuda_graph_replayed_while_lengths_grow():
-    """One graph for all lengths; nothing in the loop, planned or not, waits for the GPU."""
+    """One graph for all lengths; nothing in the loop, in_decode_step or not, waits for the GPU."""
     model = tiny_model("llama", head_dim=32).cuda()
     model.set_attn_implementation("flash_paged")
     inputs = {name: tensor.cuda() for name, tensor in left_padded_batch().items()}
@@ -280,7 +278,7 @@ def test_a_cuda_graph_replayed_while_lengths_grow():
                 logits.append(static_logits.clone())
                 token.copy_(static_logits.argmax(-1))
                 tokens.append(token.clone())
-            model(token, position_ids=positions + 1, past_key_values=cache)  # planned by the first layer
+            model(token, position_ids=positions + 1, past_key_values=cache)  # in_decode_step by the first layer
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(torch.cat(tokens, 1), expected)

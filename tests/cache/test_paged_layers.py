@@ -18,7 +18,10 @@ SHARED = dict(
     head_dim=16,
 )
 MORE_MODELS = {  # keys shared between layers, two head dims in one model, compressed latents
-    "gemma3n": (Gemma3nTextConfig, dict(SHARED, intermediate_size=[96] * 4, laurel_rank=8, activation_sparsity_pattern=[0.0] * 4)),
+    "gemma3n": (
+        Gemma3nTextConfig,
+        dict(SHARED, intermediate_size=[96] * 4, laurel_rank=8, activation_sparsity_pattern=[0.0] * 4),
+    ),
     "gemma4": (Gemma4TextConfig, dict(SHARED, intermediate_size=96, global_head_dim=32)),
     "deepseek": (
         DeepseekV3Config,
@@ -45,7 +48,8 @@ def unusual_model(name):
     """A random model of one of `MORE_MODELS`, with weights large enough for attention that is far from uniform."""
     config_class, arguments = MORE_MODELS[name]
     config = config_class(
-        **{"num_key_value_heads": 2, **arguments}, vocab_size=128, hidden_size=64, num_attention_heads=4, pad_token_id=0,
+        **{"num_key_value_heads": 2, **arguments}, vocab_size=128, hidden_size=64, num_attention_heads=4,
+        pad_token_id=0,
         max_position_embeddings=256,
     )  # fmt: skip
     torch.manual_seed(0)

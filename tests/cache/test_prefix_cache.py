@@ -6,17 +6,12 @@ logits within 1e-5 of their size in float32.
 
 import copy
 
-import prefix_models
 import pytest
 import torch
 from helpers import TINY_MODELS, left_padded_batch, tiny_model
 from prefix_models import SIZE, forward, generate, new_prefix, prompts, skipped
 
 from hf_efficient import PagedCache, enable_speculation
-
-
-shared_llama = pytest.fixture(scope="module")(prefix_models.shared_llama)
-llama = pytest.fixture(prefix_models.llama)
 
 
 GENERATIONS = {

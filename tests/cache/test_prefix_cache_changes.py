@@ -1,6 +1,5 @@
 """What a PrefixCache stored is not served to a model that has changed, nor to forwards that see something else."""
 
-import prefix_models
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
@@ -8,10 +7,6 @@ from prefix_models import SIZE, forward, generate, new_prefix, prompts, skipped
 from torch import nn
 
 from hf_efficient import PagedCache
-
-
-shared_llama = pytest.fixture(scope="module")(prefix_models.shared_llama)
-llama = pytest.fixture(prefix_models.llama)
 
 
 def test_padding_under_other_implementations_is_bypassed(llama):

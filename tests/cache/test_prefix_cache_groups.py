@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import tiny_model
+from kv_models import step
 from transformers import DynamicCache
 
 from hf_efficient import Offload, PagedCache, PrefixCache
@@ -18,34 +19,23 @@ def shared_llama():
     return tiny_model("llama", max_position_embeddings=512)
 
 
-@pytest.fixture
-def llama(shared_llama):
-    shared_llama.set_attn_implementation("flash_paged")
-    return shared_llama
-
-
-@torch.no_grad()
-def forward(model, cache, ids, **kwargs):
-    return model(ids, past_key_values=cache, **kwargs).logits
-
-
 def new_cache(model, kv_format, prefix, **kwargs):
     return PagedCache(model.config, block_size=SIZE, kv_format=kv_format, prefix_cache=prefix, **kwargs)
 
 
 def stored(model, kv_format, ids, num_blocks=64):
-    """A PrefixCache that has seen the prompts `ids` [B, n], and how many tokens of each it can have: those that a cache's
-    window of 128 tokens lets go."""
+    """A PrefixCache that has seen the prompts `ids` [B, n], and how many tokens of each it can have: those that a
+    cache's window of 128 tokens lets go."""
     prefix = PrefixCache(model, num_blocks, block_size=SIZE, kv_format=kv_format)
     cache = new_cache(model, kv_format, prefix)
-    forward(model, cache, ids)
+    step(model, cache, ids)
     return prefix, cache, (ids.shape[1] - 128) // SIZE * SIZE
 
 
 @torch.no_grad()
 def after(model, source, row, ids, length):
-    """Logits of ids [1, n] behind the first `length` tokens of that row of a cache, as its pages have them, by a DynamicCache: the
-    first block exact."""
+    """Logits of ids [1, n] behind the first `length` tokens of that row of a cache, as its pages have them, by a
+    DynamicCache: the first block exact."""
     cache = DynamicCache()
     for number, layer in enumerate(source.layers):
         table = torch.tensor([source.state.pool.tables[row]], dtype=torch.int32)
@@ -82,7 +72,7 @@ def test_a_cut_prompt_sees_the_pages_and_the_first_block_as_it_was(llama, kv_for
         cut = min(settled, shared // SIZE * SIZE, length - 3)
         before, cache = prefix.stats()["skipped_tokens"], new_cache(llama, kv_format, prefix)
         llama.set_attn_implementation(implementation)
-        output = forward(llama, cache, ids, logits_to_keep=3)
+        output = step(llama, cache, ids, logits_to_keep=3)
         assert prefix.stats()["skipped_tokens"] - before == 2 * cut
         assert cache.cache_seqlens == [length, length]
         for row in range(2):
@@ -94,19 +84,19 @@ def test_later_chunks_and_what_follows(llama, kv_format):
     """A second chunk is cut too; then tokens are appended, quantized and taken back."""
     prefix, source, settled = stored(llama, kv_format, IDS[:1])
     cache = new_cache(llama, kv_format, prefix)
-    forward(llama, cache, IDS[:1, :37])  # asks for all logits, so it runs
-    output = forward(llama, cache, IDS[:1, 37:200], logits_to_keep=1)
+    step(llama, cache, IDS[:1, :37])  # asks for all logits, so it runs
+    output = step(llama, cache, IDS[:1, 37:200], logits_to_keep=1)
     assert prefix.stats()["skipped_tokens"] == settled - 37
     close(output, after(llama, source, 0, IDS[:1, settled:200], settled)[:, -1:])
     more = torch.randint(3, 128, (1, 60))
     whole = PagedCache(llama.config, block_size=SIZE, kv_format=kv_format)
-    forward(llama, whole, torch.cat([IDS[:1, :200], more[:, :20]], 1))
+    step(llama, whole, torch.cat([IDS[:1, :200], more[:, :20]], 1))
     for column in range(20):
-        forward(llama, cache, more[:, column : column + 1])
+        step(llama, cache, more[:, column : column + 1])
     cache.crop(-30)
     cache.crop(-20)
     assert cache.cache_seqlens == [170] and cache.layers[0].store.quantized == [160 - SIZE]
-    output = forward(llama, cache, IDS[:1, 170:200])
+    output = step(llama, cache, IDS[:1, 170:200])
     close(output, after(llama, source, 0, IDS[:1, 170:200], 170))
 
 
@@ -116,12 +106,12 @@ def test_blocks_that_make_room_take_their_beginnings_along(llama, kv_format):
     for row in (1, 2, 0, 1, 1, 2):
         ids = IDS[row : row + 1]
         source = new_cache(llama, kv_format, None)
-        forward(llama, source, ids)
+        step(llama, source, ids)
         before, cache = prefix.stats()["skipped_tokens"], new_cache(llama, kv_format, prefix)
-        output = forward(llama, cache, ids[:, :200], logits_to_keep=1)
+        output = step(llama, cache, ids[:, :200], logits_to_keep=1)
         cut = prefix.stats()["skipped_tokens"] - before
         close(output, after(llama, source, 0, ids[:, cut:200], cut)[:, -1:])
-        forward(llama, new_cache(llama, kv_format, prefix), ids)
+        step(llama, new_cache(llama, kv_format, prefix), ids)
         blocks = {node.block for node in prefix._tree._root.children.values()}
         assert prefix._beginnings.keys() == blocks
     assert prefix.stats()["hits"] > 0 and prefix.stats()["evicted_blocks"] > 2 * 14
@@ -131,7 +121,8 @@ def test_blocks_that_make_room_take_their_beginnings_along(llama, kv_format):
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_generation_of_many_kinds(llama, kv_format):
-    """Padded batches, beams, prompt lookup and offloaded pages, twice each: the second time most of the prompt is there."""
+    """Padded batches, beams, prompt lookup and offloaded pages, twice each: the second time most of the prompt is
+    there."""
     prefix = PrefixCache(llama, 256, block_size=SIZE, kv_format=kv_format)
     ids, mask = IDS[:2, :300].clone(), torch.ones(2, 300, dtype=torch.long)
     ids[1, :70], mask[1, :70] = 0, 0

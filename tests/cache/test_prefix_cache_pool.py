@@ -6,7 +6,6 @@ import pickle
 import threading
 import weakref
 
-import prefix_models
 import pytest
 import torch
 from helpers import left_padded_batch, tiny_model
@@ -15,10 +14,6 @@ from torch import nn
 from transformers import LlamaConfig
 
 from hf_efficient import Offload, PagedCache, PrefixCache
-
-
-shared_llama = pytest.fixture(scope="module")(prefix_models.shared_llama)
-llama = pytest.fixture(prefix_models.llama)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 9])
@@ -54,8 +49,8 @@ def test_a_pool_of_so_many_bytes(llama):
 @pytest.mark.parametrize("implementation", ["sdpa", "flash_paged"])
 @pytest.mark.parametrize("kv_format", ["int8", "fp8"])
 def test_quantized_pages(llama, kv_format, implementation):
-    """As in two forwards: what was restored has been through the pages, and so is not what a whole forward sees. A key that
-    lies between two codes may be rounded either way, which the tolerance allows."""
+    """As in two forwards: what was restored has been through the pages, and so is not what a whole forward sees. A key
+    that lies between two codes may be rounded either way, which the tolerance allows."""
     llama.set_attn_implementation(implementation)
     options = dict(block_size=SIZE, kv_format=kv_format)
     prefix, ids = PrefixCache(llama, 64, **options), prompts((40, 40), shared=32)["input_ids"]
@@ -131,7 +126,7 @@ def test_caches_in_turn_and_in_threads(llama):
 
 
 def test_planned_and_compiled_forwards(llama):
-    """A planned forward is stored like any other; what a compiled one appended is not, nor what follows."""
+    """A in_decode_step forward is stored like any other; what a compiled one appended is not, nor what follows."""
     prefix, ids = new_prefix(llama), prompts((15,))["input_ids"]
     for decode, stored in ((llama, 2), (torch.compile(llama.forward, backend="eager", fullgraph=True), 1)):
         prefix.clear()

@@ -75,7 +75,8 @@ MLA = dict(
 
 @pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3"])
 def test_latent_attention(name):
-    """Keys of head dim 24, values of 12; transformers' cache and ours hold the latents, which become keys and values later."""
+    """Keys of head dim 24, values of 12; transformers' cache and ours hold the latents, which become keys and values
+    later."""
     config = getattr(transformers, f"{name}Config")(**MLA)
     model, batch = random_weights(AutoModelForCausalLM.from_config(config)), left_padded_batch()
     tokens = batch["attention_mask"].bool()
@@ -89,14 +90,16 @@ def test_latent_attention(name):
 
 
 SIZES = dict(
-    vocab_size=128, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    vocab_size=128, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+    decoder_attention_heads=4,
     encoder_ffn_dim=64, decoder_ffn_dim=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, decoder_start_token_id=2,
 )  # fmt: skip
 WHISPER = dict(
     num_mel_bins=8, max_source_positions=20, max_target_positions=32, suppress_tokens=None, begin_suppress_tokens=None
 )  # fmt: skip
 T5GEMMA = dict(
-    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, num_key_value_heads=2, head_dim=16,
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, num_key_value_heads=2,
+    head_dim=16,
     sliding_window=4,
 )  # fmt: skip
 ENCODER_DECODERS = {
@@ -143,7 +146,8 @@ def test_encoder_decoders(name):
 def test_encoders(name, extra):
     """Attention to everything, and within a window on both sides."""
     config = getattr(transformers, f"{name}Config")(
-        vocab_size=128, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96, pad_token_id=0, **extra
+        vocab_size=128, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96,
+        pad_token_id=0, **extra
     )  # fmt: skip
     model, batch = random_weights(getattr(transformers, f"{name}Model")(config)), left_padded_batch((5, 30, 17))
     tokens, states = batch["attention_mask"].bool(), {}
@@ -245,7 +249,8 @@ def test_head_masks_are_ignored_as_by_every_implementation(name):
 
 
 def test_masks_of_a_model_are_refused_inside_a_compiled_graph():
-    """There closures cannot be looked into. Without fullgraph transformers runs the mask uncompiled, and the error says why."""
+    """There closures cannot be looked into. Without fullgraph transformers runs the mask uncompiled, and the error says
+    why."""
     config = tiny_model("mistral").config
     config._attn_implementation = "flash_paged"
 

@@ -1,4 +1,5 @@
-"""Continuous batching under flash_paged: transformers' pages are written and read in place, and where not, this says so."""
+"""Continuous batching under flash_paged: transformers' pages are written and read in place, and where not, this says
+so."""
 
 import collections
 import functools
@@ -88,7 +89,8 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def decode_path(monkeypatch):
-    """Opens transformers' block-table decode path, which it has on CUDA only: its own gate is asked as if CUDA was there."""
+    """Opens transformers' block-table decode path, which it has on CUDA only: its own gate is asked as if CUDA was
+    there."""
     original = initialization.ensure_decode_fast_path_is_available
 
     def as_if_cuda(*args):
@@ -112,8 +114,8 @@ def padded(monkeypatch):
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_mixed_batches_read_pages(name, calls):
-    """Prompts in chunks beside rows that decode. Rings of sliding windows cannot be read as pages: there, and only there,
-    transformers gathers."""
+    """Prompts in chunks beside rows that decode. Rings of sliding windows cannot be read as pages: there, and only
+    there, transformers gathers."""
     model, (full, sliding) = tiny_model(name), LAYERS.get(name, (2, 0))
     expected = one_by_one(model)
     assert generate_batch(model) == expected

@@ -91,8 +91,8 @@ def test_pipeline(saved):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_on_the_accelerator(name):
-    """The Triton kernels behind the same names: prefill of a left-padded batch and ten decode steps, read from pages and
-    without a paged cache."""
+    """The Triton kernels behind the same names: prefill of a left-padded batch and ten decode steps, read from pages
+    and without a paged cache."""
     model = tiny_model(name, dtype=torch.bfloat16).cuda()
     batch = {key: tensor.cuda() for key, tensor in left_padded_batch((5, 40, 8)).items()}
     tokens = batch["attention_mask"].bool()

@@ -1,5 +1,5 @@
-"""Quantized pages in continuous batching: the tokens are those of a plain cache whose keys and values are rounded likewise,
-and the pool takes the bytes it should."""
+"""Quantized pages in continuous batching: the tokens are those of a plain cache whose keys and values are rounded
+likewise, and the pool takes the bytes it should."""
 
 from unittest import mock
 
@@ -68,7 +68,7 @@ def one_by_one_rounded(model, kv_format, prompts=PROMPTS, first=None, rounds_pro
 
 
 def batch_of(model, kv_format, prompts=PROMPTS, **config):
-    """`generate_batch` with pages of this format; the prompts are one forward unless `max_batch_tokens` says otherwise."""
+    """`generate_batch` with pages of this format; one forward for all prompts, or what `max_batch_tokens` allows."""
     config = {"max_batch_tokens": TOGETHER, **config}
     model.set_attn_implementation("flash_paged")
     with mock.patch.object(test_continuous_batching, "ContinuousBatchingConfig", ContinuousBatchingConfig):
@@ -144,7 +144,8 @@ def test_forks_copy_scales(name):
 
 
 def test_a_full_pool_evicts_and_goes_on():
-    """So few blocks that pages kept for sharing are given up and requests are put back. int8: tokens as from generate()."""
+    """So few blocks that pages kept for sharing are given up and requests are put back. int8: tokens as from
+    generate()."""
     model = tiny_model("llama")
     prompts = PROMPTS + [[7 + n] * 9 for n in range(4)]
     expected = one_by_one(model, prompts)
@@ -197,7 +198,7 @@ def test_bytes_of_the_pool(kv_format):
 
 
 def test_forwards_wait_for_no_device():
-    """A fake tensor has no values: reading one on the host raises. Batches that read, by table and by index, and rings."""
+    """A fake tensor raises when the host reads it: batches that read by table and by index, and rings."""
     models = [flash_model(name) for name in ("llama", "mistral")]
     with FakeTensorMode():
         for model in models:

@@ -1,11 +1,29 @@
-"""Paged caches of every format for the tests of flash_paged, poisoned wherever no token lies."""
+"""Paged caches of every format for the tests of flash_paged, poisoned wherever no token lies; and how results agree."""
 
 import torch
+from helpers import assert_close
 
 from hf_efficient.kernels import flash_paged as fp
 
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8, "int2": torch.uint8}
+
+
+def random(*shape, dtype, device):
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def cumulative(lengths, device):
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def assert_agree(actual, expected, tolerance, lse_tolerance=None):
+    """(out, log-sum-exp) of both; the log-sum-exp is float32, and -inf for the same queries."""
+    assert_close(actual[0].float(), expected[0].float(), *tolerance)
+    nothing = expected[1] == float("-inf")
+    assert actual[1].dtype == torch.float32
+    assert torch.equal(actual[1] == float("-inf"), nothing), "another set of queries sees nothing"
+    assert_close(actual[1].masked_fill(nothing, 0), expected[1].masked_fill(nothing, 0), *(lse_tolerance or tolerance))
 
 
 def empty_pages(name, blocks, block_size, heads, dim, value_dim, device, group=None, channel_groups=1):
@@ -36,23 +54,13 @@ def assert_same(actual, expected, what):
 
 
 def filled_cache(
-    name,
-    lengths,
-    block_size,
-    heads,
-    dim,
-    value_dim,
-    device,
-    dtype=torch.float16,
-    group=None,
-    ring=None,
-    channel_groups=1,
-    spare=0,
-):
-    """A cache of format `name` ("full": in `dtype`) with random tokens in rows of these lengths, poisoned wherever there is
-    no token; pages in random order, with room for `spare` more tokens, and -1 behind the last. Of int4 and int2 rows all
-    but the last `ring` / 2 tokens or fewer are quantized. As arguments of the functions: k_cache, v_cache, block_table and
-    the rest by name."""
+    name, lengths, block_size, heads, dim, value_dim, device, dtype=torch.float16, group=None, ring=None,
+    channel_groups=1, spare=0,
+):  # fmt: skip
+    """A cache of format `name` ("full": in `dtype`) with random tokens in rows of these lengths, poisoned wherever
+    there is no token; pages in random order, with room for `spare` more tokens, and -1 behind the last. Of int4 and
+    int2 rows all but the last `ring` / 2 tokens or fewer are quantized. As arguments of the functions: k_cache,
+    v_cache, block_table and the rest by name."""
     held = [max(length, 0) for length in lengths]
     quantized = [max(0, -(-(length - ring // 2) // group) * group) for length in held] if ring else held
     blocks = [-(-(length + spare) // block_size) if length >= 0 else 0 for length in lengths]

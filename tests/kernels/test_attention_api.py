@@ -1,5 +1,5 @@
-"""The attention functions on CPU against one query and head at a time, as transformers calls them: pages of keys and values
-that alternate, queries beyond the sequences, empty and negative lengths."""
+"""The attention functions on CPU against one query and head at a time, as transformers calls them: pages of keys and
+values that alternate, queries beyond the sequences, empty and negative lengths."""
 
 import inspect
 import itertools

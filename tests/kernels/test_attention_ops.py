@@ -1,12 +1,14 @@
 """The attention functions as torch.library ops: registered as they should be, compiled, and refusing bad input."""
 
 import functools
+from dataclasses import fields
 
 import pytest
 import torch
 from test_attention_torch_cpu import FORMATS, Cache
 
 from hf_efficient.kernels.attention import api
+from hf_efficient.kernels.attention.call import AttentionCall
 
 
 SETTINGS = (0.25, True, -1, -1, 0.0, None, None)
@@ -26,7 +28,12 @@ def test_attention_is_well_registered(return_lse):
     ops, q = torch.ops.hf_efficient, torch.randn(2, 3, 4, 16)
     k, v, settings = torch.randn(2, 5, 2, 16), torch.randn(2, 5, 2, 8), (*SETTINGS, return_lse)
     torch.library.opcheck(ops.flash_attn, (q, k, v, *settings))
-    torch.library.opcheck(ops.flash_attn_varlen, (*packed_arguments(), *settings, None))
+    torch.library.opcheck(ops.flash_attn_varlen, (*packed_arguments(), None, *settings))
+
+
+def test_the_record_has_the_arguments_of_the_op():
+    schema = torch.ops.hf_efficient.flash_attn_with_kvcache.default._schema
+    assert [argument.name for argument in schema.arguments] == [field.name for field in fields(AttentionCall)]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -122,9 +129,9 @@ def test_numbers_out_of_range_are_named():
     with pytest.raises(ValueError, match=r"mapping\[0, 1\] is 6: allowed are -1 to 5, the blocks of the cache"):
         api.copy_blocks(*cache.pages, torch.tensor([[0, 6]]))
     starts = torch.tensor([0, 49, 50], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"row 0 has 49 tokens: allowed are 48, 3 blocks of 16"):
+    with pytest.raises(ValueError, match=r"sequence 0 has 49 tokens: allowed are 48, 3 blocks of 16"):
         api.gather_cache(*cache.pages, cache.table, starts, torch.float32)
-    with pytest.raises(ValueError, match=r"row 0 has 49 tokens: allowed are 48, 3 blocks of 16"):
+    with pytest.raises(ValueError, match=r"sequence 0 has 49 tokens: allowed are 48, 3 blocks of 16"):
         api.flash_attn_varlen_func(q[:, 0], *cache.pages, starts, starts, 49, 49, block_table=cache.table)
     for tensor, expected in zip(cache.pages, before):
         assert torch.equal(tensor.nan_to_num(), expected.nan_to_num())

@@ -1,5 +1,5 @@
-"""Attention on CPU by torch's operators against the float64 references of flash_paged: every option, page layout and cache
-format. (test_native_pages.py: by the C++ kernels.)"""
+"""Attention on CPU by torch's operators against the float64 references of flash_paged: every option, page layout and
+cache format. (test_native_pages.py: by the C++ kernels.)"""
 
 import itertools
 
@@ -8,7 +8,7 @@ import torch
 from helpers import assert_close
 
 from hf_efficient.kernels import flash_paged
-from hf_efficient.kernels.attention import api, flash_decoding, native_cpu, torch_cpu
+from hf_efficient.kernels.attention import api, native_cpu, policy
 
 
 FLOAT32 = dict(rms=1e-5, maximum=1e-4, reason="float32 sums in another order")
@@ -37,7 +37,7 @@ def no_compiler(monkeypatch):
 def way(request, monkeypatch):
     """Caches as small as those here would always be gathered."""
     if request.param == "in segments":
-        monkeypatch.setattr(torch_cpu, "_SMALL", 0)
+        monkeypatch.setattr(policy, "SMALL_BATCH", 0)
 
 
 def options_for(label):
@@ -56,8 +56,8 @@ def poisoned(shape, dtype):
 
 
 class Cache:
-    """Random tokens of rows in scattered pages of any format; whatever holds no token is poison. `group` tokens share a key
-    scale and `ring` tokens have room in a tail."""
+    """Random tokens of rows in scattered pages of any format; whatever holds no token is poison. `group` tokens share a
+    key scale and `ring` tokens have room in a tail."""
 
     def __init__(self, lengths, size, kind=torch.float32, heads=2, dim=16, value_dim=16, group=8, ring=24, spare=0):
         self.kind, self.lengths = kind, torch.tensor(lengths, dtype=torch.int32)
@@ -110,7 +110,8 @@ class Cache:
     def attend(self, function, q, k=None, v=None, **options):
         """(out, log-sum-exp) of `function`: attention.flash_attn_with_kvcache or the reference."""
         return function(
-            q, *self.pages, k, v, cache_seqlens=self.lengths, block_table=self.table, return_softmax_lse=True, **self.extra,
+            q, *self.pages, k, v, cache_seqlens=self.lengths, block_table=self.table, return_softmax_lse=True,
+            **self.extra,
             **options,
         )  # fmt: skip
 
@@ -152,8 +153,8 @@ def test_page_sizes_and_dtypes(size, dtype, way, nan_poison):
 
 def test_many_chunks_and_blocks_in_order(nan_poison, monkeypatch):
     """Several chunks a call, of which some are read in place because their blocks follow one another."""
-    monkeypatch.setattr(torch_cpu, "_SMALL", 0)
-    monkeypatch.setattr(flash_decoding, "_CHUNK", 2 * 128 * 2 * 16)
+    monkeypatch.setattr(policy, "SMALL_BATCH", 0)
+    monkeypatch.setattr(policy, "CHUNK", 2 * 128 * 2 * 16)
     cache = Cache([1500, 700], 64)
     cache.table[0, :9] = torch.arange(9)
     cache.pages = [torch.randn_like(pages) for pages in cache.pages]
@@ -234,7 +235,7 @@ def test_without_a_block_table(lengths, kind, nan_poison):
 
 @pytest.mark.parametrize("label", OPTIONS)
 def test_contiguous_and_packed_with_log_sum_exp(label, nan_poison, monkeypatch):
-    monkeypatch.setattr(torch_cpu, "_SCORES", 1000)  # a few queries at a time
+    monkeypatch.setattr(policy, "SCORES", 1000)  # a few queries at a time
     options = options_for(label)
     lengths = [(3, 3), (0, 4), (1, 8), (2, 0), (9, 150)]  # queries, keys
     q, k, v = torch.randn(5, 9, 4, 16), torch.randn(5, 150, 2, 16), torch.randn(5, 150, 2, 8)

@@ -1,5 +1,5 @@
-"""The prefill kernels of flash_paged compiled for four GPUs with the tile sizes of the table: they build, spill nothing, fit
-the shared memory and use the matrix instructions."""
+"""The prefill kernels of flash_paged compiled for four GPUs with the tile sizes of the table: they build, spill
+nothing, fit the shared memory and use the matrix instructions."""
 
 import aot
 import pytest
@@ -15,15 +15,17 @@ KIND = {"sm_80": "sm_80", "sm_90": "sm_90", "sm_100": "sm_100", "gfx942": "amd"}
 SHARED = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 
 
-def build(kernel, constexprs, pointers, target, tile):
+UNALIGNED = ("stride_table", "stride_lb", "stride_lh", "stride_slopes")
+
+
+def build(kernel, constexprs, pointers, target, tile, unaligned=UNALIGNED):
     """Compiles with the types the launcher gives: pointers by name (None: absent), strides and lengths i32."""
     signature = {name: kind for name, kind in pointers.items() if kind is not None}
     constexprs = {**constexprs, **{name: None for name, kind in pointers.items() if kind is None}}
     for name in kernel.arg_names:
         if name not in signature and name not in constexprs:
             signature[name] = "fp32" if name in ("scale", "cap") else "i32"
-    small = ("stride_table", "stride_lb", "stride_lh", "stride_slopes")
-    aligned = tuple(name for name in kernel.arg_names if name.startswith("stride_") and name not in small)
+    aligned = tuple(name for name in kernel.arg_names if name.startswith("stride_") and name not in unaligned)
     return aot.compile_kernel(kernel, signature, constexprs, target, tile.num_warps, tile.num_stages, aligned)
 
 
@@ -36,17 +38,8 @@ def compile_forward(target, dim, value_dim=None, dtype="bf16", page_size=0, quer
     pointers["block_table"] = "*i32" if page_size else None
     pointers["cache_seqlens"] = "*i32" if page_size and not packed else None
     pointers["cu_seqlens_q"] = pointers["cu_seqlens_k"] = "*i32" if packed else None
-    constexprs = {
-        "GROUP": 4,
-        "HEAD_DIM": dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "PAGE_SIZE": page_size,
-        "HAS_LEFT": options,
-        "HAS_RIGHT": True,
-        "SOFTCAP": options,
-    }
+    constexprs = {"GROUP": 4, "HEAD_DIM": dim, "VALUE_DIM": value_dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    constexprs |= {"PAGE_SIZE": page_size, "HAS_LEFT": options, "HAS_RIGHT": True, "SOFTCAP": options}
     constexprs["BLOCK_D"], constexprs["REST_D"] = tiles.split_dim(dim)
     constexprs["BLOCK_DV"], constexprs["REST_DV"] = tiles.split_dim(value_dim)
     return build(forward.forward_kernel, constexprs, pointers, target, tile)

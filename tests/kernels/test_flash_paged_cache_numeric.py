@@ -121,7 +121,7 @@ def test_quantize_and_cache(kernel_device, name, block_size, group, heads, dim, 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
 @pytest.mark.parametrize("layout", ["contiguous", "interleaved", "heads_first", "padded"])
 def test_copy_blocks(kernel_device, layout, dtype):
-    """Blocks without gaps, blocks of a storage that holds both caches, heads before tokens, and rows with a gap behind."""
+    """Blocks without gaps, in one storage for both caches, heads before tokens, and slots with a gap behind."""
 
     def pages(heads, dim):
         whole = torch.randint(0, 256, (6, 2, 5, heads, dim * dtype.itemsize), dtype=torch.uint8, device=kernel_device)

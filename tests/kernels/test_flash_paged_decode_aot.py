@@ -1,17 +1,15 @@
-"""The decode kernels compiled for four GPUs: they build, do not spill, fit and use matrix instructions and wide loads."""
+"""The decode kernels compiled for four GPUs: no spills, shared memory that fits, matrix instructions, wide loads."""
 
 import re
 
-import aot
 import pytest
-import torch
+from test_flash_paged_aot import DTYPES, SHARED
+from test_flash_paged_aot import build as compile_launched
 
 from hf_efficient.kernels.flash_paged import config, decode, decode_grouped
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int2": 2}
-SHARED = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB a block; sm_80: what sm_86 and sm_89 have, too
 OPTIONAL = {"lse": "*fp32", "sinks": "*fp32", "slopes": "*fp32", "tree_mask": "*i64"}
 
 
@@ -20,30 +18,18 @@ def power_of_two(dim):
 
 
 def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", options=False):
-    """As `attend_few` launches it: one query of `rows` heads that share a key head, keys of format `name` in pages, groups of 64
-    tokens; `options`: a token tree and every option."""
+    """As `attend_few` launches it: one query of `rows` heads that share a key head, keys of format `name` in pages,
+    groups of 64 tokens; `options`: a token tree and every option."""
     value_dim, bits = value_dim or dim, BITS[name]
     backend = "amd" if target == "gfx942" else "nvidia"
     tile = config.decode_config(DTYPES[dtype], max(dim, value_dim), rows, backend, bits)
     parts = 8 // bits if bits < 8 else 1
     block_d, block_dv = power_of_two(dim // parts), power_of_two(value_dim // parts)
     real_rows = min(tile.block_m, 1 << (rows - 1).bit_length())
-    constexprs = {
-        "GROUP": rows,
-        "HEAD_DIM": dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
-        "BLOCK_B": 32,
-        "ROWS": real_rows,
-        "STEP": decode.parts_at_once(real_rows, parts * block_dv),
-        "PAGE_SIZE": page_size,
-        "HAS_LEFT": options,
-        "HAS_RIGHT": True,
-        "SOFTCAP": options,
-    }
+    constexprs = {"GROUP": rows, "HEAD_DIM": dim, "VALUE_DIM": value_dim, "PAGE_SIZE": page_size, "BLOCK_B": 32}
+    constexprs |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv}
+    constexprs |= {"ROWS": real_rows, "STEP": decode.parts_at_once(real_rows, parts * block_dv)}
+    constexprs |= {"HAS_LEFT": options, "HAS_RIGHT": True, "SOFTCAP": options}
     pointers = dict.fromkeys(("q", "out"), f"*{dtype}") | dict.fromkeys(("partial", "statistics"), "*fp32")
     pointers |= dict.fromkeys(("arrivals", "cache_seqlens", "block_table"), "*i32")
     pointers |= OPTIONAL if options else dict.fromkeys(OPTIONAL)
@@ -56,24 +42,8 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
         constexprs |= {"BITS": bits, "TOKENS": 64, "CHANNEL_GROUPS": 1, "RING": 128}
     else:
         constexprs["IS_FLOAT"] = name == "fp8"
-    pointers |= scales
-    signature = {which: kind for which, kind in pointers.items() if kind is not None}
-    constexprs |= {which: None for which, kind in pointers.items() if kind is None}
-    for argument in kernel.arg_names:
-        if argument not in signature and argument not in constexprs:
-            signature[argument] = "fp32" if argument in ("scale", "cap") else "i32"
-    odd = (
-        "stride_table",
-        "stride_slopes",
-        "stride_sb",
-        "stride_st",
-        "stride_sh",
-        "stride_vsb",
-        "stride_vst",
-        "stride_vsh",
-    )
-    aligned = tuple(which for which in signature if which.startswith("stride_") and which not in odd)
-    return aot.compile_kernel(kernel, signature, constexprs, target, tile.num_warps, tile.num_stages, aligned)
+    unaligned = [f"stride_{name}" for name in ("table", "slopes", "sb", "st", "sh", "vsb", "vst", "vsh")]
+    return compile_launched(kernel, constexprs, {**pointers, **scales}, target, tile, unaligned)
 
 
 def check(compiled):

@@ -1,10 +1,9 @@
-"""The prefill kernels against float64 where sequences are longer than a tile of queries and a block of keys: blocks at the
-edges and between them, pages smaller and larger than a block, the order of programs, and the kernels for Hopper."""
+"""The prefill kernels against float64 where sequences are longer than a tile of queries and a block of keys: blocks at
+the edges and between them, pages smaller and larger than a block, the order of programs, and the kernels for Hopper."""
 
 import pytest
 import torch
-from helpers import assert_close
-from paged_caches import filled_cache
+from paged_caches import assert_agree, cumulative, filled_cache, random
 
 from hf_efficient.kernels import flash_paged as fp
 from hf_efficient.kernels.flash_paged import forward, forward_launch, tiles
@@ -19,7 +18,8 @@ TOLERANCE = {
 }
 LSE = (2e-6, 1e-5, "log-sum-exp of exact products: float32 against float64")
 
-# shared [Hq] slopes, slopes of each row [B, Hq]; windows narrower and wider than a block of 64 keys and a tile of 128 queries
+# shared [Hq] slopes, slopes of each row [B, Hq]; windows narrower and wider than a block of 64 keys and a tile of 128
+# queries
 OPTIONS = {
     "full": {},
     "causal": {"causal": True, "s_aux": True},
@@ -29,10 +29,6 @@ OPTIONS = {
     "alibi_per_row": {"causal": True, "alibi_slopes": 2, "window_size": (210, 0)},
     "everything": {"causal": True, "window_size": (150, 0), "softcap": 3.0, "s_aux": True, "alibi_slopes": 2},
 }
-
-
-def random(*shape, dtype, device):
-    return torch.randn(shape, device=device).to(dtype)
 
 
 def options(name, heads, rows, device):
@@ -48,12 +44,7 @@ def options(name, heads, rows, device):
 
 
 def check(actual, expected):
-    """out and log-sum-exp; the latter is -inf for the same queries."""
-    assert_close(actual[0].float(), expected[0].float(), *TOLERANCE[actual[0].dtype])
-    nothing = expected[1] == float("-inf")
-    assert actual[1].dtype == torch.float32
-    assert torch.equal(actual[1] == float("-inf"), nothing), "another set of queries sees nothing"
-    assert_close(actual[1].masked_fill(nothing, 0), expected[1].masked_fill(nothing, 0), *LSE)
+    assert_agree(actual, expected, TOLERANCE[actual[0].dtype], LSE)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -81,20 +72,11 @@ def test_split_dim_covers_every_head_dim():
         whole, rest = tiles.split_dim(dim)
         assert dim <= whole + rest < 2 * max(dim, 8) + 16 and (rest == 0 or 16 <= rest < whole < dim)
         assert all(part & (part - 1) == 0 for part in (whole, rest))
-    assert [tiles.split_dim(dim) for dim in (64, 80, 96, 112, 192)] == [
-        (64, 0),
-        (64, 16),
-        (64, 32),
-        (128, 0),
-        (128, 64),
-    ]
+    expected = {64: (64, 0), 80: (64, 16), 96: (64, 32), 112: (128, 0), 192: (128, 64)}
+    assert {dim: tiles.split_dim(dim) for dim in expected} == expected
 
 
 LENGTHS_Q, LENGTHS_K = (0, 1, 64, 150, 7, 129), (5, 1, 64, 256, 0, 131)
-
-
-def cumulative(lengths, device):
-    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "alibi_per_row", "everything"])
@@ -112,8 +94,8 @@ def test_varlen(kernel_device, name):
 @pytest.mark.parametrize("page", [16, 48, 64, 128, 256])
 @pytest.mark.parametrize("name", ["causal", "alibi_per_row"])
 def test_chunks_over_pages(kernel_device, name, page):
-    """One chunk of each prompt against its pages: the first chunk, one that ends at a page, one that begins there, odd ones;
-    NaN wherever no token lies."""
+    """One chunk of each prompt against its pages: the first chunk, one that ends at a page, one that begins there, odd
+    ones; NaN wherever no token lies."""
     queries, keys = (130, 64, 64, 31, 1), (130, 256, 320, 97, 257)
     (k, v, table), _ = filled_cache("full", keys, page, 1, 16, 32, kernel_device)
     q = random(sum(queries), 2, 16, dtype=torch.float16, device=kernel_device)
@@ -169,10 +151,8 @@ def test_hopper_varlen(kernel_device, variant):
     made = {"dtype": torch.float16, "device": kernel_device}
     q = random(sum(LENGTHS_Q), 1, 64, **made)
     k, v = random(sum(LENGTHS_K), 1, 64, **made), random(sum(LENGTHS_K), 1, 64, **made)
-    starts = {
-        "cu_seqlens_q": cumulative(LENGTHS_Q, kernel_device),
-        "cu_seqlens_k": cumulative(LENGTHS_K, kernel_device),
-    }
+    lengths = {"cu_seqlens_q": LENGTHS_Q, "cu_seqlens_k": LENGTHS_K}
+    starts = {name: cumulative(held, kernel_device) for name, held in lengths.items()}
     chosen = {"softmax_scale": 0.2, "causal": True, "return_attn_probs": True}
     expected = fp.flash_attn_varlen_func_reference(q.double(), k, v, *starts.values(), 150, 256, **chosen)
     check(launch(q, k, v, 150, True, variant, **starts), expected)

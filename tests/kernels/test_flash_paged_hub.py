@@ -1,4 +1,4 @@
-"""The kernel folders as the Hub serves them: built copies load through the `kernels` package and pass their own tests."""
+"""The kernel folders as the Hub serves them: built copies load through `kernels` and pass their own tests."""
 
 import json
 import os
@@ -17,8 +17,8 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
 def built(project: str, folder: Path) -> Path:
-    """A copy of the project under build/ of `folder`, laid out as kernel-builder does it without compiled code; returns the
-    variant for this machine (that for CUDA where there is no GPU)."""
+    """A copy of the project under build/ of `folder`, laid out as kernel-builder does it without compiled code; returns
+    the variant for this machine (that for CUDA where there is no GPU)."""
     package = project.replace("-", "_")
     backend = "rocm" if torch.version.hip else "cuda"
     variant = folder / "build" / f"torch-{backend}"

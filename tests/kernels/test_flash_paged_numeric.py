@@ -1,8 +1,11 @@
 """The flash_paged kernels against their float32 references, natively on CUDA or interpreted (see tests/aot.py)."""
 
+import itertools
+
 import pytest
 import torch
 from helpers import assert_close
+from paged_caches import cumulative, filled_cache, random
 
 from hf_efficient.kernels import flash_paged as fp
 
@@ -35,10 +38,6 @@ def options(name, heads, device):
     if "s_aux" in chosen:
         chosen["s_aux"] = torch.linspace(-2, 3, heads, device=device)
     return chosen
-
-
-def random(*shape, dtype, device):
-    return torch.randn(shape, device=device).to(dtype)
 
 
 def check(actual, expected):
@@ -80,18 +79,8 @@ def test_head_dims(kernel_device, queries, dim, value_dim):
 @pytest.mark.parametrize("heads, kv_heads", [(6, 6), (6, 2), (5, 1), (9, 3), (71, 1)])
 @pytest.mark.parametrize("queries", [1, 4, 40])
 def test_grouped_heads(kernel_device, queries, heads, kv_heads):
-    check_dense(
-        torch.float16,
-        kernel_device,
-        1,
-        min(queries, 4) if heads == 71 else queries,
-        50,
-        heads,
-        kv_heads,
-        16,
-        16,
-        "sinks",
-    )
+    queries = min(queries, 4) if heads == 71 else queries
+    check_dense(torch.float16, kernel_device, 1, queries, 50, heads, kv_heads, 16, 16, "sinks")
 
 
 def test_strided_inputs(kernel_device):
@@ -114,53 +103,26 @@ def test_empty_inputs(kernel_device):
 LENGTHS_Q, LENGTHS_K = (1, 0, 63, 15, 40), (1, 15, 130, 15, 7)
 
 
-def cumulative(lengths, device):
-    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_varlen(kernel_device, name):
-    made = {"dtype": torch.float16, "device": kernel_device}
-    q = random(sum(LENGTHS_Q), 4, 16, **made)
-    k, v = random(sum(LENGTHS_K), 2, 16, **made), random(sum(LENGTHS_K), 2, 32, **made)
-    lengths = cumulative(LENGTHS_Q, kernel_device), cumulative(LENGTHS_K, kernel_device), 63, 130
-    chosen = options(name, 4, kernel_device)
-    check(
-        fp.flash_attn_varlen_func(q, k, v, *lengths, **chosen),
-        fp.flash_attn_varlen_func_reference(*widened(q, k, v), *lengths, **chosen),
-    )
-
-
 def pages(lengths, block_size, kv_heads, dim, value_dim, dtype, device, spare=0):
-    """k_cache, v_cache: views of one tensor in which pages of keys and values alternate, NaN wherever no token can lie; and
-    a block_table with pages in random order and -1 behind the last one."""
-    blocks = [-(-(max(length, 0) + spare) // block_size) if length >= 0 else 0 for length in lengths]
-    order = torch.randperm(sum(blocks) + 2).tolist()
-    table = torch.full((len(lengths), max(blocks) + 1), -1, dtype=torch.int32)
-    widest = max(dim, value_dim)
-    storage = torch.full((len(order), 2, block_size, kv_heads, widest), float("nan"), dtype=dtype, device=device)
-    k_cache, v_cache = storage[:, 0, :, :, :dim], storage[:, 1, :, :, :value_dim]
-    for row, length in enumerate(lengths):
-        table[row, : blocks[row]] = torch.tensor([order.pop() for _ in range(blocks[row])], dtype=torch.int32)
-        for token in range(length):
-            block = table[row, token // block_size]
-            k_cache[block, token % block_size] = random(kv_heads, dim, dtype=dtype, device=device)
-            v_cache[block, token % block_size] = random(kv_heads, value_dim, dtype=dtype, device=device)
-    return k_cache, v_cache, table.to(device)
+    """k_cache, v_cache and block_table of `filled_cache`."""
+    return filled_cache("full", lengths, block_size, kv_heads, dim, value_dim, device, dtype, spare=spare)[0]
 
 
-@pytest.mark.parametrize("block_size", [16, 64, 12])
-@pytest.mark.parametrize("name", ["causal", "everything"])
-def test_varlen_paged(kernel_device, name, block_size):
+@pytest.mark.parametrize(
+    "name, block_size",
+    [*((name, None) for name in OPTIONS), *itertools.product(["causal", "everything"], [16, 64, 12])],
+)
+def test_varlen(kernel_device, name, block_size):
+    """Packed keys, and pages of them."""
     made = {"dtype": torch.float16, "device": kernel_device}
-    q = random(sum(LENGTHS_Q), 4, 16, **made)
-    k, v, table = pages(LENGTHS_K, block_size, 2, 16, 32, **made)
+    q, chosen = random(sum(LENGTHS_Q), 4, 16, **made), options(name, 4, kernel_device)
+    if block_size is None:
+        k, v = random(sum(LENGTHS_K), 2, 16, **made), random(sum(LENGTHS_K), 2, 32, **made)
+    else:
+        k, v, chosen["block_table"] = pages(LENGTHS_K, block_size, 2, 16, 32, **made)
     lengths = cumulative(LENGTHS_Q, kernel_device), cumulative(LENGTHS_K, kernel_device), 63, 130
-    chosen = options(name, 4, kernel_device)
-    check(
-        fp.flash_attn_varlen_func(q, k, v, *lengths, block_table=table, **chosen),
-        fp.flash_attn_varlen_func_reference(*widened(q, k, v), *lengths, block_table=table, **chosen),
-    )
+    expected = fp.flash_attn_varlen_func_reference(*widened(q, k, v), *lengths, **chosen)
+    check(fp.flash_attn_varlen_func(q, k, v, *lengths, **chosen), expected)
 
 
 def check_cached(
@@ -215,11 +177,8 @@ def test_kvcache_many_splits_match_one(kernel_device, monkeypatch):
     results = []
     for processors in (1, 3, 64):
         monkeypatch.setattr(decode, "processors", lambda device, count=processors: count)
-        results.append(
-            fp.flash_attn_with_kvcache(
-                q, k_cache, v_cache, cache_seqlens=seqlens, block_table=table, causal=True, s_aux=sinks
-            )
-        )
+        lengths = {"cache_seqlens": seqlens, "block_table": table}
+        results.append(fp.flash_attn_with_kvcache(q, k_cache, v_cache, **lengths, causal=True, s_aux=sinks))
     for result in results[1:]:
         check(result, results[0])
 

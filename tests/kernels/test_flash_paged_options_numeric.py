@@ -1,10 +1,9 @@
-"""Every option of the attention functions on every path, against float64: with sequences that are empty, of one token, of
-one page, that end at a page and odd ones, and with NaN wherever no token lies."""
+"""Every option of the attention functions on every path, against float64: with sequences that are empty, of one token,
+of one page, that end at a page and odd ones, and with NaN wherever no token lies."""
 
 import pytest
 import torch
-from helpers import assert_close
-from paged_caches import CACHES, assert_same, filled_cache
+from paged_caches import CACHES, assert_agree, assert_same, cumulative, filled_cache
 
 from hf_efficient.kernels import flash_paged as fp
 
@@ -31,8 +30,8 @@ OPTIONS = {
     },
 }
 # Quantized pages: 8 bits are another load in the kernel of all options, int4 and int2 have a kernel of their own.
-# path -> query heads, key heads, head dim, value head dim, queries a row, cached tokens a row (with new ones: the end of a
-# page, one token, one page ...; -1 is padding). 26 queries of a group of 5 heads are many (see decode.is_decode).
+# path -> query heads, key heads, head dim, value head dim, queries a row, cached tokens a row (with new ones: the end
+# of a page, one token, one page ...; -1 is padding). 26 queries of a group of 5 heads are many (see decode.is_decode).
 PATHS = {
     "dense": (5, 1, 16, 16, 26, (31,)),
     "dense_few": (4, 2, 40, 24, 3, (33,)),
@@ -61,17 +60,7 @@ def chosen(option, heads, rows, device):
 
 
 def check(actual, expected):
-    """(out, log-sum-exp) of both; the latter is -inf in the same places."""
-    tolerance = EXACT if actual[0].dtype == torch.float32 else HALF
-    assert_close(actual[0], expected[0], *tolerance)
-    nothing = expected[1] == float("-inf")
-    assert torch.equal(actual[1] == float("-inf"), nothing), "log-sum-exp -inf elsewhere"
-    assert actual[1].dtype == torch.float32
-    assert_close(actual[1].masked_fill(nothing, 0), expected[1].masked_fill(nothing, 0), *tolerance)
-
-
-def cumulative(lengths, device):
-    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    assert_agree(actual, expected, EXACT if actual[0].dtype == torch.float32 else HALF)
 
 
 def check_dense(device, path, option):
@@ -153,7 +142,7 @@ def test_options(kernel_device, path, option, name):
 
 
 def random_trees(rows, nodes, device):
-    """Every node but the first hangs from a random earlier one: int64 [rows, nodes], bit j of node i for an ancestor j."""
+    """int64 [rows, nodes]: every node but the first has a random earlier parent; bit j of node i for an ancestor j."""
     masks = [[0] * nodes for _ in range(rows)]
     for row in masks:
         for node, parent in enumerate(torch.rand(nodes).tolist()):
@@ -202,7 +191,7 @@ def test_freed_pages_of_quantized_caches(kernel_device, path, name):
 
 @pytest.mark.parametrize("name, length", [("full", None), ("full", 21), ("int8", None), ("int8", 21), ("int4", 43)])
 def test_one_page_a_row_and_one_length(kernel_device, name, length):
-    """Without a block table row b has page b; cache_seqlens may be one number for all rows, or None when all is full."""
+    """Without a block table sequence b has page b; cache_seqlens may be one number, or None when all is full."""
     held = (32, 32) if name != "int4" else (length, length)
     (k_cache, v_cache, table), rest = filled_cache(
         name, held, 64 if length == 43 else 32, 1, 16, 16, kernel_device, **CACHES[name]

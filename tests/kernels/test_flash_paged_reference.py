@@ -1,4 +1,4 @@
-"""The float64 references of flash_paged against torch's own attention, and the errors for what the kernels cannot do."""
+"""The float64 references of flash_paged against torch's attention, and errors for what the kernels cannot do."""
 
 import subprocess
 import sys
@@ -180,19 +180,6 @@ TABLE = torch.zeros(2, 3, dtype=torch.int32)
         ({"k": KV}, ValueError, "given together"),
         ({"k": KV[..., :8], "v": KV}, ValueError, "k has 2 heads of dim 8, expected those of k_cache, 2 of dim 16"),
         ({"k": KV, "v": KV[:, :1]}, ValueError, "all but the last must agree"),
-    ],
-)
-def test_bad_cache_inputs(anywhere, change, error, message):
-    cache = torch.zeros(7, 16, 2, 16)
-    with pytest.raises(error, match=message):
-        fp.flash_attn_with_kvcache(
-            **{"q": Q, "k_cache": cache, "v_cache": cache, "cache_seqlens": SEQLENS, "block_table": TABLE, **change}
-        )
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
         ({"tree_mask": torch.zeros(2, 3).int()}, TypeError, "tree_mask has dtype torch.int32: allowed is torch.int64"),
         ({"tree_mask": torch.zeros(2, 4).long()}, ValueError, r"tree_mask has shape \(2, 4\), expected \(2, 3\)"),
         ({"q": torch.zeros(2, 65, 4, 16), "tree_mask": torch.zeros(2, 65).long()}, ValueError, "at most 64"),
@@ -201,7 +188,7 @@ def test_bad_cache_inputs(anywhere, change, error, message):
         ({"k_cache": torch.zeros(7, 16, 2, 16, dtype=torch.int16)}, TypeError, "k_cache has dtype torch.int16"),
     ],
 )
-def test_bad_trees_and_formats(anywhere, change, error, message):
+def test_bad_cache_inputs(anywhere, change, error, message):
     cache = torch.zeros(7, 16, 2, 16)
     with pytest.raises(error, match=message):
         fp.flash_attn_with_kvcache(
@@ -221,14 +208,8 @@ def quantized(bits):
         return {**arguments, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale}
     cache = torch.zeros(7, 16, 2, 8, dtype=torch.uint8)
     keys, values = half(7, 2, 2, 16), half(7, 16, 2, 1)
-    arguments |= {
-        "k_cache": cache,
-        "v_cache": cache,
-        "k_scale": keys,
-        "k_min": keys,
-        "v_scale": values,
-        "v_min": values,
-    }
+    arguments |= {"k_cache": cache, "k_scale": keys, "k_min": keys}
+    arguments |= {"v_cache": cache, "v_scale": values, "v_min": values}
     tail = torch.zeros(2, 24, 2, 16)
     return {**arguments, "k_tail": tail, "v_tail": tail, "quantized_seqlens": SEQLENS * 0}
 
@@ -250,12 +231,7 @@ def quantized(bits):
         (4, {"k_tail": torch.zeros(2, 12, 2, 16)}, ValueError, "room for 12 tokens: allowed are multiples of .* 8"),
         (4, {"v_tail": torch.zeros(2, 24, 2, 32)}, ValueError, "v_cache has 8 bytes a head: expected 32 / 2"),
         (4, {"k_tail": torch.zeros(2, 24, 2, 16).half()}, TypeError, "k_tail has dtype torch.float16"),
-        (
-            4,
-            {"k": torch.zeros(2, 25, 2, 16), "v": torch.zeros(2, 25, 2, 16)},
-            ValueError,
-            "k has 25 new tokens: .* most 24",
-        ),
+        (4, dict.fromkeys("kv", torch.zeros(2, 25, 2, 16)), ValueError, "k has 25 new tokens: .* most 24"),
         (4, {"k_scale": None}, TypeError, "k_scale must be a float16 tensor with 4 dimensions"),
         (4, {"quantized_seqlens": SEQLENS.long()}, TypeError, "quantized_seqlens has dtype torch.int64"),
     ],
@@ -309,23 +285,13 @@ def debug(anywhere, monkeypatch):
     [
         ({"block_table": torch.tensor([[0, 1, -1], [6, 7, 0]]).int()}, r"block_table\[1, 1\] is 7: allowed is -1 to 6"),
         ({"block_table": torch.tensor([[0, -2, -1], [6, 6, 0]]).int()}, r"block_table\[0, 1\] is -2"),
-        (
-            {"cache_seqlens": torch.tensor([-1, 44]).int()},
-            r"cache_seqlens\[1\] is 44: allowed is at most 43, 48 tokens",
-        ),
+        ({"cache_seqlens": torch.tensor([-1, 44]).int()}, r"cache_seqlens\[1\] is 44: .* at most 43, 48 tokens"),
     ],
 )
 def test_debug_mode_checks_ranges(debug, change, message):
     cache = torch.zeros(7, 16, 2, 16)
-    given = {
-        "q": Q,
-        "k_cache": cache,
-        "v_cache": cache,
-        "k": KV,
-        "v": KV,
-        "cache_seqlens": SEQLENS,
-        "block_table": TABLE,
-    }
+    given = {"q": Q, "k_cache": cache, "v_cache": cache, "k": KV, "v": KV}
+    given |= {"cache_seqlens": SEQLENS, "block_table": TABLE}
     with pytest.raises(AssertionError, match="launched"):
         fp.flash_attn_with_kvcache(**given)
     with pytest.raises(ValueError, match=message):
@@ -365,5 +331,8 @@ def test_cpu_tensors_are_refused():
 def test_the_folder_stands_alone():
     """As the Hub serves it: imported from its own folder, without hf_efficient, on a machine without a GPU driver."""
     folder = Path(checks.__file__).parents[1]
-    code = "import sys, flash_paged; assert 'hf_efficient' not in sys.modules; [getattr(flash_paged, n) for n in flash_paged.__all__]"
+    code = (
+        "import sys, flash_paged; assert 'hf_efficient' not in sys.modules; "
+        "[getattr(flash_paged, n) for n in flash_paged.__all__]"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)

@@ -1,5 +1,5 @@
-"""The C++ attention over pages against the float64 references of flash_paged, what it leaves to torch's operators, and what
-happens where it cannot be compiled."""
+"""The C++ attention over pages against the float64 references of flash_paged, what it leaves to torch's operators, and
+what happens where it cannot be compiled."""
 
 import logging
 
@@ -113,7 +113,8 @@ def test_many_queries(kind, calls, nan_poison):
 
 @pytest.mark.parametrize("label", OPTIONS)
 def test_prompts(label, calls, nan_poison):
-    """More queries than are attended at once, a part of a block of them too; some come before the first token of their row."""
+    """More queries than are attended at once, a part of a block of them too; some come before the first token of their
+    row."""
     options = {**options_for(label), "causal": True}
     for dtype, widths in ((torch.float32, (65, 128, 200)), (torch.bfloat16, (100,))):
         for width in widths:

@@ -1,4 +1,4 @@
-"""Which blocks of a paged key-value cache belong to which row: pure Python, no tensors.
+"""Which blocks of a paged key-value cache belong to which sequence: pure Python, no tensors.
 
 Paper: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention (2309.06180).
 """
@@ -9,31 +9,43 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 
-_SMALL = 64  # blocks not worth saving
-_ROOM = 8  # blocks of room behind a row of more than that, or an eighth of the row
+_SMALL_POOL = 64  # blocks: pools up to this size are not shrunk
+_ROOM = 8  # blocks left free behind a sequence of more than that, or an eighth of the sequence where that is more
 
 
 class StorageChange(NamedTuple):
-    """What the tensors have to do before the tokens of an `append` are written, in this order."""
+    """What the tensors have to do, in this order, before the tokens of an `append` are written.
 
-    capacity: int  # blocks that must exist
-    moves: (
-        list[tuple[int, int, int]] | None
-    )  # (old, new, number) of the blocks to keep, or None: all stay where they are
-    copies: list[tuple[int, int]]  # (source, destination) of shared blocks that are written to
+    capacity: blocks that must exist.
+    moves: (old, new, number) of runs of blocks to keep; None where all stay where they are.
+    copies: (source, destination) of shared blocks that are written to.
+    """
+
+    capacity: int
+    moves: list[tuple[int, int, int]] | None
+    copies: list[tuple[int, int]]
 
 
 class BlockPool:
-    """Blocks of `block_size` tokens, shared between rows by reference counts and copied when one of them writes.
+    """Blocks of `block_size` tokens, shared between sequences by reference counts and copied when one of them writes.
+
+    The blocks of a sequence are consecutive where that costs little, so that its tokens can be read without a gather. A
+    growing pool leaves room behind sequences of about equal length, and moves them apart again when that room is used
+    up.
+    Where lengths are unequal or blocks are shared it leaves no room: it has at most 1/32 more blocks than are used (or
+        one
+    for each sequence), and gives back what forks and drops leave empty.
 
     Args:
         block_size: tokens in a block.
-        num_blocks: a pool of exactly so many blocks; None for one that grows on demand.
+        num_blocks: blocks of a pool of fixed size; None for one that grows on demand.
 
-    A row's blocks are placed one after another where that costs little, so that its tokens can be read without a gather: a
-    growing pool leaves room behind rows of about equal length, and moves them apart again when that room is used up. Rows
-    of unequal length, and rows that share blocks, lie close: such a pool has at most 1/32 more blocks than are used (or one
-    a row), and what forks and drops leave empty is given back.
+    tables: the blocks of each sequence, in order.
+    lengths: the tokens in its blocks.
+    dropped: tokens before these, which `drop` forgot.
+    is_contiguous: whether its blocks follow one another.
+    ref_count: for each block, how many sequences hold it; 0 when it is free.
+    written: the blocks that have held tokens since the pool was last resized.
     """
 
     def __init__(self, block_size: int, num_blocks: int | None = None):
@@ -42,246 +54,258 @@ class BlockPool:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all rows. A growing pool has no blocks afterwards."""
-        self.tables: list[list[int]] = []  # row -> its blocks, in order
-        self.lengths: list[int] = []  # row -> the tokens in its blocks
-        self.dropped: list[int] = []  # row -> tokens before these, which `drop` forgot
-        self.is_run: list[bool] = []  # row -> whether its blocks follow one another
-        self._reported: list[int] = []  # row -> leading blocks of its table that `table_changes` has told already
+        """Forgets all sequences. A growing pool has no blocks afterwards."""
+        self.tables: list[list[int]] = []
+        self.lengths: list[int] = []
+        self.dropped: list[int] = []
+        self.is_contiguous: list[bool] = []
+        self._reported: list[int] = []  # leading blocks of each sequence that `table_changes` has returned already
         self._resize([0] * (self.num_blocks or 0))
 
-    def _resize(self, references: list[int]) -> None:
-        self.references = references  # block -> rows that hold it, 0 when free
-        self.written = {block for block, count in enumerate(references) if count}  # blocks that were in use since then
-        self._free_heap = [block for block, count in enumerate(references) if count == 0]  # ascending, so a heap
-        self.num_free = len(self._free_heap)
+    def _resize(self, ref_count: list[int]) -> None:
+        self.ref_count = ref_count
+        self.written = {block for block, count in enumerate(ref_count) if count}
+        self.free_block_ids = [block for block, count in enumerate(ref_count) if count == 0]  # ascending, so a heap
+        self.num_free = len(self.free_block_ids)
 
     @property
     def capacity(self) -> int:
         """Blocks that exist now, used or free."""
-        return len(self.references)
+        return len(self.ref_count)
 
     @property
     def total_lengths(self) -> list[int]:
-        """Tokens of each row, the dropped ones too."""
+        """Tokens of each sequence, dropped ones included."""
         return [length + dropped for length, dropped in zip(self.lengths, self.dropped)]
 
-    def add_rows(self, number: int) -> None:
-        """Adds `number` empty rows."""
+    def add_sequences(self, number: int) -> None:
+        """Adds `number` empty sequences."""
         for _ in range(number):
             self.tables.append([])
             self.lengths.append(0)
             self.dropped.append(0)
-            self.is_run.append(True)
+            self.is_contiguous.append(True)
             self._reported.append(0)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens take."""
         return -(-tokens // self.block_size)
 
-    def slots(self, row: int, first: int, number: int) -> list[int]:
-        """block * block_size + offset of `number` tokens of the row from its token `first` on."""
-        size, first = self.block_size, first - self.dropped[row]
-        table = self.tables[row]
+    def slots(self, sequence: int, first: int, number: int) -> list[int]:
+        """The slots (block * block_size + offset) of `number` tokens of a sequence from its token `first` on."""
+        size, first = self.block_size, first - self.dropped[sequence]
+        table = self.tables[sequence]
         return [table[token // size] * size + token % size for token in range(first, first + number)]
 
     def append(self, counts: list[int]) -> StorageChange:
-        """Makes room for `counts[row]` more tokens at the end of each row.
+        """Makes room for `counts[b]` more tokens at the end of each sequence b.
 
         Raises ValueError, with nothing changed, when a pool of fixed size has too few free blocks.
         """
         size, copies = self.block_size, []
         demand = [self.blocks_for(n + c) - len(t) for n, c, t in zip(self.lengths, counts, self.tables)]
-        if not any(demand) and all(self.references[table[-1]] == 1 for table in self.tables if table):
+        if not any(demand) and all(self.ref_count[table[-1]] == 1 for table in self.tables if table):
             self.lengths = [length + count for length, count in zip(self.lengths, counts)]
             return StorageChange(self.capacity, None, copies)
 
-        writers: dict[int, int] = {}  # shared, partly filled block -> rows that write to it
+        writers: dict[int, int] = {}  # shared, partly filled block -> sequences that write to it
         for length, count, table in zip(self.lengths, counts, self.tables):
-            if count and length % size and self.references[table[-1]] > 1:
+            if count and length % size and self.ref_count[table[-1]] > 1:
                 writers[table[-1]] = writers.get(table[-1], 0) + 1
-        num_copies = sum(min(rows, self.references[block] - 1) for block, rows in writers.items())
+        num_copies = sum(min(sequences, self.ref_count[block] - 1) for block, sequences in writers.items())
         required = sum(demand) + num_copies
         moves, starts = self._grow(demand, required)
-        for row, (table, count) in enumerate(zip(self.tables, counts)):
-            if count and self.lengths[row] % size and self.references[table[-1]] > 1:
+        for sequence, (table, count) in enumerate(zip(self.tables, counts)):
+            if count and self.lengths[sequence] % size and self.ref_count[table[-1]] > 1:
                 source, destination = table[-1], self._take(None)
-                self.references[source] -= 1
+                self.ref_count[source] -= 1
                 table[-1] = destination
-                self._reported[row] = min(self._reported[row], len(table) - 1)
-                self.is_run[row] = len(table) == 1 or (self.is_run[row] and destination == table[-2] + 1)
+                self._reported[sequence] = min(self._reported[sequence], len(table) - 1)
+                self.is_contiguous[sequence] = len(table) == 1 or (
+                    self.is_contiguous[sequence] and destination == table[-2] + 1
+                )
                 copies.append((source, destination))
-            for _ in range(demand[row]):
-                wanted = table[-1] + 1 if table else starts.get(row)
+            for _ in range(demand[sequence]):
+                wanted = table[-1] + 1 if table else starts.get(sequence)
                 block = self._take(wanted)
-                self.is_run[row] = not table or (self.is_run[row] and block == wanted)
+                self.is_contiguous[sequence] = not table or (self.is_contiguous[sequence] and block == wanted)
                 table.append(block)
-            self.lengths[row] += count
+            self.lengths[sequence] += count
         return StorageChange(self.capacity, moves, copies)
 
     def _grow(self, demand: list[int], required: int) -> tuple[list[tuple[int, int, int]] | None, dict[int, int]]:
-        """Makes at least `required` blocks free, and places the rows apart where that is worth it. Returns the moves,
-        and the block to begin with for each empty row."""
+        """Makes at least `required` blocks free, and moves the sequences apart where that makes them contiguous.
+
+        Returns the moves, and the first block of each empty sequence.
+        """
         used = self.capacity - self.num_free
         total = used + required
         if self.num_blocks is not None and total > self.num_blocks:
             raise ValueError(
                 f"PagedCache(num_blocks={self.num_blocks}, block_size={self.block_size}) is too small: this step needs "
                 f"{total} blocks ({used} in use and {required} more), {total - self.num_blocks} more than there are. "
-                "Nothing was changed. Free some with batch_select_indices(), rewind(), crop() or reset(), or make a cache of "
-                f"{total} blocks or more, or one that grows (neither num_blocks nor memory)."
+                "Nothing was changed. Free some with batch_select_indices(), rewind(), crop() or reset(), or make a "
+                f"cache of {total} blocks or more, or one that grows (neither num_blocks nor memory)."
             )
-        rows, shared = len(self.tables), used != sum(map(len, self.tables))
+        sequences, shared = len(self.tables), used != sum(map(len, self.tables))
         longest = max(len(table) + more for table, more in zip(self.tables, demand))
         if self.num_blocks is not None:
-            room = self.num_blocks // rows
-            return None, {row: row * room for row in range(rows)} if used == 0 and longest <= room else {}
-        spare = longest * rows - total
-        apart = not shared and spare <= max(total // 4, min(total, _SMALL))
+            room = self.num_blocks // sequences
+            return None, {
+                sequence: sequence * room for sequence in range(sequences)
+            } if used == 0 and longest <= room else {}
+        spare = longest * sequences - total
+        apart = not shared and spare <= max(total // 4, min(total, _SMALL_POOL))
         room = longest + max(longest // 8, min(longest, _ROOM)) if apart else 0
-        capacity = room * rows if apart else total + max(total // 32, rows)
+        capacity = room * sequences if apart else total + max(total // 32, sequences)
         blocked = apart and any(
             more and not self._is_free_run(table[-1] + 1, more) for more, table in zip(demand, self.tables) if table
         )
-        if used == 0 or blocked or self.capacity > max(capacity + capacity // 2, _SMALL):
+        if used == 0 or blocked or self.capacity > max(capacity + capacity // 2, _SMALL_POOL):
             return self._place(capacity, room)
         if self.num_free < required:
-            self._resize(self.references + [0] * (capacity - self.capacity))
+            self._resize(self.ref_count + [0] * (capacity - self.capacity))
         return None, {}
 
     def _place(self, capacity: int, room: int) -> tuple[list[tuple[int, int, int]], dict[int, int]]:
-        """Moves to a pool of `capacity` blocks: row r from block r * room on, or all closely when `room` is 0. Returns the
-        moves and the block to begin with for each empty row."""
-        places: dict[int, int] = {}  # old -> new
-        for row, table in enumerate(self.tables):
-            for place, block in enumerate(table):
-                places.setdefault(block, row * room + place if room else len(places))
-            table[:] = [places[block] for block in table]
-            self._reported[row] = 0
-            self.is_run[row] = all(b == a + 1 for a, b in zip(table, table[1:]))
-        references = [0] * capacity
+        """Moves to a pool of `capacity` blocks: sequence b from block b * room on, or without gaps when `room` is 0.
+
+        Returns the moves, and the first block of each empty sequence.
+        """
+        new_ids: dict[int, int] = {}
+        for sequence, table in enumerate(self.tables):
+            for number, block in enumerate(table):
+                new_ids.setdefault(block, sequence * room + number if room else len(new_ids))
+            table[:] = [new_ids[block] for block in table]
+            self._reported[sequence] = 0
+            self.is_contiguous[sequence] = all(b == a + 1 for a, b in zip(table, table[1:]))
+        ref_count = [0] * capacity
         for block in (block for table in self.tables for block in table):
-            references[block] += 1
-        self._resize(references)
+            ref_count[block] += 1
+        self._resize(ref_count)
         moves: list[tuple[int, int, int]] = []
-        for old, new in places.items():  # piece by piece
+        for old, new in new_ids.items():  # run by run
             if moves and (old, new) == (moves[-1][0] + moves[-1][2], moves[-1][1] + moves[-1][2]):
                 moves[-1] = (*moves[-1][:2], moves[-1][2] + 1)
             else:
                 moves.append((old, new, 1))
-        return moves, {row: row * room for row, table in enumerate(self.tables) if room and not table}
+        return moves, {sequence: sequence * room for sequence, table in enumerate(self.tables) if room and not table}
 
     def _is_free_run(self, start: int, number: int) -> bool:
-        return start + number <= self.capacity and not any(self.references[start : start + number])
+        return start + number <= self.capacity and not any(self.ref_count[start : start + number])
 
     def _take(self, wanted: int | None) -> int:
-        """A free block: `wanted` if it is one, else the lowest."""
+        """Takes a free block: `wanted` if that is free, else the lowest."""
         block = wanted
-        while block is None or block >= self.capacity or self.references[block]:
-            block = heapq.heappop(self._free_heap)  # may name a block taken as `wanted` in the meantime
-        self.references[block] = 1
+        while block is None or block >= self.capacity or self.ref_count[block]:
+            block = heapq.heappop(self.free_block_ids)  # stale where the block was taken as `wanted` since
+        self.ref_count[block] = 1
         self.written.add(block)
         self.num_free -= 1
         return block
 
     def _release(self, block: int) -> None:
-        self.references[block] -= 1
-        if self.references[block] == 0:
+        self.ref_count[block] -= 1
+        if self.ref_count[block] == 0:
             self.num_free += 1
-            heapq.heappush(self._free_heap, block)
-            if len(self._free_heap) > 2 * self.capacity + 64:  # mostly stale entries
-                self._free_heap = [b for b, count in enumerate(self.references) if count == 0]
+            heapq.heappush(self.free_block_ids, block)
+            if len(self.free_block_ids) > 2 * self.capacity + 64:  # mostly stale entries
+                self.free_block_ids = [b for b, count in enumerate(self.ref_count) if count == 0]
 
     def rewind(self, lengths: list[int]) -> None:
-        """Shortens each row to `lengths[row]` tokens, dropped ones included, and frees the blocks beyond."""
-        for row, (table, length) in enumerate(zip(self.tables, lengths)):
+        """Shortens each sequence b to `lengths[b]` tokens, dropped ones included, and frees the blocks beyond."""
+        for sequence, (table, length) in enumerate(zip(self.tables, lengths)):
             if length == 0:
-                self.dropped[row] = 0
-            length -= self.dropped[row]
+                self.dropped[sequence] = 0
+            length -= self.dropped[sequence]
             while len(table) > self.blocks_for(length):
                 self._release(table.pop())
-            self.lengths[row] = length
-            self._reported[row] = min(self._reported[row], len(table))
-            self.is_run[row] = self.is_run[row] or len(table) < 2
+            self.lengths[sequence] = length
+            self._reported[sequence] = min(self._reported[sequence], len(table))
+            self.is_contiguous[sequence] = self.is_contiguous[sequence] or len(table) < 2
 
     def drop(self, tokens: list[int]) -> None:
-        """Forgets the first `tokens[row]` tokens of each row, whole blocks: what is left is the row from now on."""
-        for row, (table, number) in enumerate(zip(self.tables, tokens)):
+        """Forgets the first `tokens[b]` tokens, whole blocks, of each sequence b."""
+        for sequence, (table, number) in enumerate(zip(self.tables, tokens)):
             if number:
                 for block in table[: number // self.block_size]:
                     self._release(block)
                 del table[: number // self.block_size]
-                self.lengths[row] -= number
-                self.dropped[row] += number
-                self._reported[row] = 0
-                self.is_run[row] = self.is_run[row] or len(table) < 2
+                self.lengths[sequence] -= number
+                self.dropped[sequence] += number
+                self._reported[sequence] = 0
+                self.is_contiguous[sequence] = self.is_contiguous[sequence] or len(table) < 2
 
-    def fork(self, rows: list[int]) -> None:
-        """Row i becomes what row `rows[i]` was; a row named twice is shared, one not named is freed."""
-        tables = [list(self.tables[row]) for row in rows]
+    def fork(self, sequences: list[int]) -> None:
+        """Sequence i becomes what sequence `sequences[i]` was; one named twice is shared, one not named is freed."""
+        tables = [list(self.tables[sequence]) for sequence in sequences]
         for table in tables:
             for block in table:
-                self.references[block] += 1
+                self.ref_count[block] += 1
         for table in self.tables:
             for block in table:
                 self._release(block)
-        self.lengths = [self.lengths[row] for row in rows]
-        self.dropped = [self.dropped[row] for row in rows]
-        self.is_run = [self.is_run[row] for row in rows]
+        self.lengths = [self.lengths[sequence] for sequence in sequences]
+        self.dropped = [self.dropped[sequence] for sequence in sequences]
+        self.is_contiguous = [self.is_contiguous[sequence] for sequence in sequences]
         self.tables = tables
         self._reported = [0] * len(tables)
 
     @contextmanager
-    def only(self, rows: list[int]) -> Iterator[None]:
-        """Inside, the rows of this pool, which is of a fixed size, are `rows` alone, in this order."""
-        whole = {name: getattr(self, name) for name in ("tables", "lengths", "dropped", "is_run")}
+    def only(self, sequences: list[int]) -> Iterator[None]:
+        """Inside, the pool, which must be of a fixed size, consists of `sequences` alone, in this order."""
+        whole = {name: getattr(self, name) for name in ("tables", "lengths", "dropped", "is_contiguous")}
         for name, values in whole.items():
-            setattr(self, name, [values[row] for row in rows])
-        self._reported = [0] * len(rows)
+            setattr(self, name, [values[sequence] for sequence in sequences])
+        self._reported = [0] * len(sequences)
         try:
             yield
         finally:
             for name, values in whole.items():
-                for row, value in zip(rows, getattr(self, name)):
-                    values[row] = value
+                for sequence, value in zip(sequences, getattr(self, name)):
+                    values[sequence] = value
                 setattr(self, name, values)
             self._reported = [0] * len(self.tables)
 
     def snapshot(self) -> dict:
-        """Everything that `restore` needs, in lists and numbers."""
+        """What `restore` needs, as JSON values."""
         return {"capacity": self.capacity, "tables": self.tables, "lengths": self.lengths, "dropped": self.dropped}
 
     def restore(self, snapshot: dict) -> None:
-        """Makes this pool what another of the same block size and `num_blocks` was.
+        """Makes this pool what another one of the same block size and `num_blocks` was.
 
-        Raises ValueError, with nothing changed, when that cannot be: a negative or too large block, a block twice in a row,
+        Raises ValueError, with nothing changed, for blocks that do not exist or stand twice in a sequence, and for
         tables that do not fit the lengths.
         """
         capacity, tables, lengths, dropped = (snapshot[name] for name in ("capacity", "tables", "lengths", "dropped"))
         if self.num_blocks not in (None, capacity):
             raise ValueError(f"{capacity} blocks in a pool of {self.num_blocks}")
-        references = [0] * capacity
-        for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        ref_count = [0] * capacity
+        for sequence, (table, length) in enumerate(zip(tables, lengths, strict=True)):
             if length < 0 or len(table) != self.blocks_for(length) or len(set(table)) != len(table):
-                raise ValueError(f"row {row} has {length} tokens and the blocks {table} of {self.block_size} tokens")
+                raise ValueError(
+                    f"sequence {sequence} has {length} tokens and the blocks {table} of {self.block_size} tokens"
+                )
             for block in table:
                 if not 0 <= block < capacity:
-                    raise ValueError(f"row {row} has block {block}, and there are the blocks 0 to {capacity - 1}")
-                references[block] += 1
+                    raise ValueError(
+                        f"sequence {sequence} has block {block}, and there are the blocks 0 to {capacity - 1}"
+                    )
+                ref_count[block] += 1
         if len(dropped) != len(tables) or any(number < 0 or number % self.block_size for number in dropped):
-            raise ValueError(f"{dropped} tokens dropped, of {len(tables)} rows in blocks of {self.block_size}")
+            raise ValueError(f"{dropped} tokens dropped, of {len(tables)} sequences in blocks of {self.block_size}")
         self.reset()
-        self.add_rows(len(tables))
+        self.add_sequences(len(tables))
         self.tables, self.lengths, self.dropped = [list(table) for table in tables], list(lengths), list(dropped)
-        self.is_run = [all(b == a + 1 for a, b in zip(table, table[1:])) for table in tables]
-        self._resize(references)
+        self.is_contiguous = [all(b == a + 1 for a, b in zip(table, table[1:])) for table in tables]
+        self._resize(ref_count)
 
     def table_changes(self) -> list[tuple[int, int, int]]:
-        """(row, place, block) of every block in the tables that was not there at the last call, or at another place."""
+        """(sequence, index in its table, block) of the table entries that have changed since the last call."""
         changes = [
-            (row, place, table[place])
-            for row, (table, first) in enumerate(zip(self.tables, self._reported))
-            for place in range(first, len(table))
+            (sequence, index, table[index])
+            for sequence, (table, first) in enumerate(zip(self.tables, self._reported))
+            for index in range(first, len(table))
         ]
         self._reported = [len(table) for table in self.tables]
         return changes

@@ -1,37 +1,33 @@
-"""The block tables and lengths of a paged cache on a device, in tensors that stay where they are: what kernels, compiled
-forwards and captured CUDA graphs read. The host writes them and never waits for the device."""
+"""The block tables and lengths of a paged cache on a device, in tensors that stay where they are.
+
+Kernels, compiled forwards and captured CUDA graphs read them. The host writes them and never waits for the device.
+"""
 
 from collections.abc import Sequence
 
 import torch
 
 from hf_efficient.cache.bookkeeping.block_pool import BlockPool
-from hf_efficient.cache.bookkeeping.lazy_zeros import lazy_zeros
-
-
-def to_device(values: list, dtype: torch.dtype, device) -> torch.Tensor:
-    """`values` as a tensor on `device`, copied behind the work queued there (torch keeps the pinned memory until then)."""
-    pinned = torch.device(device).type == "cuda"
-    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+from hf_efficient.cache.bookkeeping.tensors import lazy_zeros, to_device
 
 
 class DeviceTables:
-    """What the kernels need to know of one forward.
+    """What the kernels are told of one forward.
 
-    block_table: int32 [B, blocks]: the blocks of each row; entries beyond its tokens mean nothing. As wide as a pool of
-    fixed size, else a power of two.
-    cache_seqlens: int32 [B]: tokens of each row before the forward, without `dropped` ones (int32 [B], or None in a pool
-    that has dropped none).
-    columns: int64 []: what transformers calls the length before the forward.
+    block_table: int32 [B, blocks], the blocks of each sequence; entries beyond its tokens mean nothing. As wide as a
+        pool of fixed size, else a power of two.
+    cache_seqlens: int32 [B], tokens of each sequence before the forward, without dropped ones.
+    dropped: int32 [B], dropped tokens; None in a pool that has dropped none.
+    columns: int64 [], what transformers calls the sequence length before the forward.
     """
 
     def __init__(self, pool: BlockPool, starts: list[int], columns: int, device):
         width = pool.num_blocks or 1 << max(map(len, pool.tables)).bit_length()
         longest = max(map(len, pool.tables))
-        rows = [table + [-1] * (longest - len(table)) for table in pool.tables]
-        with torch.inference_mode(False):  # else they could not be written to outside of inference mode
-            used = to_device(rows, torch.int32, device).view(len(rows), longest)
-            self.block_table = lazy_zeros(used, len(rows), width)
+        sequences = [table + [-1] * (longest - len(table)) for table in pool.tables]
+        with torch.inference_mode(False):  # inference tensors cannot be written to outside of inference mode
+            used = to_device(sequences, torch.int32, device).view(len(sequences), longest)
+            self.block_table = lazy_zeros(used, len(sequences), width)
             self.block_table[:, :longest] = used
             self.cache_seqlens = to_device(starts, torch.int32, device)
             self.columns = torch.full((), columns, dtype=torch.int64, device=device)
@@ -40,8 +36,8 @@ class DeviceTables:
             self._position_ids: dict[int, torch.Tensor] = {}
 
     def fits(self, pool: BlockPool) -> bool:
-        rows, width = self.block_table.shape
-        return rows == len(pool.tables) and max(map(len, pool.tables)) <= width
+        sequences, width = self.block_table.shape
+        return sequences == len(pool.tables) and max(map(len, pool.tables)) <= width
 
     def _set_dropped(self, dropped: Sequence[int]) -> None:
         if self.dropped is not None or any(dropped):
@@ -50,17 +46,17 @@ class DeviceTables:
     def update(
         self, changes: list[tuple[int, int, int]], starts: list[int], columns: int, dropped: Sequence[int] = ()
     ) -> None:
-        """Writes the next forward's state in place. changes: (row, column, block) of the table."""
+        """Writes the next forward's state in place. changes: from `BlockPool.table_changes`."""
         device = self.block_table.device
         if changes:
-            rows, places, blocks = to_device(list(zip(*changes)), torch.int64, device)
-            self.block_table.index_put_((rows, places), blocks.int())
+            sequences, numbers, blocks = to_device(list(zip(*changes)), torch.int64, device)
+            self.block_table.index_put_((sequences, numbers), blocks.int())
         self.cache_seqlens.copy_(to_device(starts, torch.int32, device))
         self._set_dropped(dropped)
         self.columns.fill_(columns)
 
     def position_ids(self, width: int) -> torch.Tensor:
-        """int64 [B, width]: the positions of `width` new tokens in each row, in the same tensor at every call."""
+        """int64 [B, width], the positions of `width` new tokens of each sequence, in the same tensor at every call."""
         if width not in self._position_ids:
             with torch.inference_mode(False):
                 self._position_ids[width] = self.columns.new_empty(len(self.cache_seqlens), width)

@@ -7,31 +7,31 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-_numbers, _next_number = WeakTensorKeyDictionary(), itertools.count()  # of every weight that was seen and is alive
+_numbers, _next_number = WeakTensorKeyDictionary(), itertools.count()  # of every weight seen so far that is alive
 
 
 class ModelKey:
     """Two forwards of a model with equal keys give the same keys and values for the same tokens.
 
-    The weights enter by which tensors they are, where they lie and torch's count of their changes. That misses a change through `.data` (some
-    optimizers, and PEFT where it merges and unmerges, which rounds the weights): see `PrefixCache.clear`.
+    Of a weight counts which tensor it is, its address and torch's count of its changes. A change through `.data` is
+    missed (some optimizers make it, and PEFT when it merges and unmerges, which rounds the weights): see
+    `PrefixCache.clear`.
     """
 
     def __init__(self, model):
-        self._tuners = [
-            m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)
-        ]  # PEFT's layers
+        # PEFT's layers
+        self._tuners = [m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)]
         self._settings = self._read_settings(model)
         weights = [version_of(tensor) for tensor in (*model.parameters(), *model.buffers())]
         self.digest = hashlib.sha256(repr((self._settings, weights)).encode()).digest()
 
     @property
     def is_shared(self) -> bool:
-        """False when the rows of a batch have adapters of their own (PEFT's `adapter_names`)."""
+        """False when each sequence of a batch has an adapter of its own (PEFT's `adapter_names`)."""
         return self._settings is not None
 
     def still_holds(self, model) -> bool:
-        """Looks only at what may change between two forwards of one sequence: autocast and the adapters known so far."""
+        """Checks only what may change between two forwards of one sequence: autocast and the adapters."""
         return self._read_settings(model) == self._settings
 
     def _read_settings(self, model) -> tuple | None:
@@ -43,23 +43,23 @@ class ModelKey:
 
 
 def _adapters(module) -> tuple:
-    """Of one of PEFT's layers: which adapters act, and how strongly."""
+    """Which adapters of one of PEFT's layers act, and how strongly."""
     scaling = getattr(module, "scaling", None)
     scaling = dict(scaling) if isinstance(scaling, dict) else None
     return module.disable_adapters, list(module.active_adapters), list(getattr(module, "merged_adapters", ())), scaling
 
 
 def version_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Which tensor it is, where it lies, and torch's count of its changes."""
-    number = -1  # accelerate makes a new tensor on the meta device after every forward
-    if not tensor.is_meta:  # a new tensor may lie where another one was
+    """A number that no other living tensor has, the address, and torch's count of the tensor's changes."""
+    number = -1  # on the meta device, where accelerate makes a new tensor after every forward
+    if not tensor.is_meta:  # a new tensor may have the address of a freed one
         number = _numbers.get(tensor)
         number = _numbers.setdefault(tensor, next(_next_number)) if number is None else number
     try:
-        place = tensor.data_ptr()
+        address = tensor.data_ptr()
     except RuntimeError:  # a subclass without storage of its own
-        place = id(tensor)
-    return number, place, 0 if tensor.is_inference() else tensor._version
+        address = id(tensor)
+    return number, address, 0 if tensor.is_inference() else tensor._version
 
 
 def check_model(model) -> None:
@@ -78,6 +78,6 @@ def check_model(model) -> None:
 
 
 def rope_types(decoder) -> list[dict]:
-    """The rotary embeddings of a decoder's config: one dictionary, or one for each kind of layer besides."""
+    """The rotary parameters in a decoder's config: one dictionary, and those of each layer type where they differ."""
     rope = getattr(decoder, "rope_parameters", None) or {}
     return [parameters for parameters in (rope, *rope.values()) if isinstance(parameters, dict)]

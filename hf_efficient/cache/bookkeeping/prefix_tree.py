@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 
 
-UNKNOWN = -1  # in place of a token id: neither stored nor found, nor anything after it
+UNKNOWN = -1  # in place of a token id: the tree neither stores nor finds it, nor what follows it
 
 
 class _Node:
-    """One block: `edge` is its tokens, on the path from the root those of all blocks before it."""
+    """One block. edge: its tokens; the path from the root holds those of the blocks before it."""
 
     __slots__ = ("block", "children", "edge", "parent")
 
@@ -21,10 +21,10 @@ class _Node:
 
 
 class PrefixTree:
-    """A radix tree whose edges are whole blocks of tokens, so that sequences share the blocks of their common beginning
-    and part only between blocks. Sequences under different keys share nothing.
+    """A radix tree whose edges are whole blocks of tokens, so that sequences share the blocks of their common
+    beginning.
 
-    When no block is free the least recently used one that no longer sequence needs (a leaf) is taken.
+    Sequences under different keys share nothing. When no block is free, the least recently used leaf makes room.
 
     Args:
         num_blocks: blocks there are, with the ids 0 … num_blocks - 1.
@@ -40,8 +40,8 @@ class PrefixTree:
         """Forgets all sequences."""
         self._root = _Node(None, None, -1)
         self._free = list(range(self.num_blocks - 1, -1, -1))
-        # From the least to the most recently used. Uses go from a sequence's last block to its first, so that a block
-        # stands behind all that continue it: the first in this order is a leaf.
+        # From the least to the most recently used. A use marks a sequence's last block first, so that a block stands
+        # behind all that continue it and the first one in this order is a leaf.
         self._order: OrderedDict[_Node, None] = OrderedDict()
 
     @property
@@ -49,12 +49,15 @@ class PrefixTree:
         return len(self._order)
 
     def match(self, key: Hashable, tokens: Sequence[int]) -> list[int]:
-        """The blocks of the longest stored beginning of `tokens`, in order, which are marked as used now."""
+        """The blocks of the longest stored beginning of `tokens`, in order; marks them as used."""
         return [node.block for node in self._walk(self._edges(key, tokens))]
 
     def insert(self, key: Hashable, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """Stores the whole blocks of `tokens`. Returns (place in the sequence, block) of those that were not there, which
-        the caller has to fill: fewer than are missing when this sequence alone takes all blocks."""
+        """Stores the whole blocks of `tokens`.
+
+        Returns (number in the sequence, block) of those that were not there, which the caller has to fill. Where this
+        sequence alone takes all blocks, its end is not stored.
+        """
         edges = list(self._edges(key, tokens))
         path = self._walk(edges)
         known, node = len(path), path[-1] if path else self._root
@@ -63,7 +66,7 @@ class PrefixTree:
                 block = self._free.pop()
             else:
                 oldest = next(iter(self._order))
-                if oldest is node or oldest.children:  # on this path: there is no other left
+                if oldest is node or oldest.children:  # all blocks are on this path
                     break
                 block = self._evict(oldest)
             child = node.children[edge] = _Node(node, edge, block)
@@ -71,7 +74,7 @@ class PrefixTree:
             path.append(child)
             node = child
         self._mark_used(path)
-        return [(place, path[place].block) for place in range(known, len(path))]
+        return [(number, path[number].block) for number in range(known, len(path))]
 
     def _edges(self, key: Hashable, tokens: Sequence[int]) -> Iterator[Hashable]:
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):

@@ -6,8 +6,11 @@ from hf_efficient.cache.eviction.base import Scorer, View
 
 
 class AdaKV(Scorer):
-    """Wraps another scorer, whose scores must be comparable between heads (attention is, a position is not). Paper: Feng et
-    al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation (2407.11550).
+    """Lets the heads of a layer compete for the budget, by the scores of another scorer.
+
+    The scores must be comparable between heads: attention is, a position is not.
+
+    Paper: Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation (2407.11550).
 
     Args:
         scorer: says which tokens matter.
@@ -35,9 +38,9 @@ class AdaKV(Scorer):
     def counts(self, scores: torch.Tensor, budgets: list[int]) -> list[list[int]]:
         heads = scores.shape[1]
         result = []
-        for row, budget in zip(scores, budgets):
-            own = row.topk(min(int(self.floor * budget), row.shape[1])).indices
-            first = row.scatter(1, own, float("inf")).masked_fill(row == float("-inf"), float("-inf"))
+        for sequence, budget in zip(scores, budgets):
+            own = sequence.topk(min(int(self.floor * budget), sequence.shape[1])).indices
+            first = sequence.scatter(1, own, float("inf")).masked_fill(sequence == float("-inf"), float("-inf"))
             chosen = first.flatten().topk(min(heads * budget, first.numel())).indices
-            result.append(torch.bincount(chosen // row.shape[1], minlength=heads).tolist())
+            result.append(torch.bincount(chosen // sequence.shape[1], minlength=heads).tolist())
         return result

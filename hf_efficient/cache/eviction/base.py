@@ -1,5 +1,5 @@
-"""What a method of evicting tokens is: a `Scorer` that says which tokens matter, and an `EvictionPolicy` that says how many
-stay and when the others go. A paper is one `Scorer` in a file of its own."""
+"""What an eviction method is: a `Scorer` says which tokens matter, one paper a file, and an `EvictionPolicy` how many
+stay and when the others go."""
 
 import math
 from collections.abc import Callable
@@ -9,15 +9,18 @@ import torch
 
 
 class View(NamedTuple):
-    """What a scorer sees of one layer: n is the longest head of a row, W the number of queries.
+    """What a scorer sees of one layer. n: tokens of the longest head of a sequence. W: queries.
 
-    keys: [B, Hk, n, D], values: [B, Hk, n, Dv], as stored (after the rotary embedding, the model's dtype), in the order of the
-    text. Heads may hold different tokens: key_positions int64 [B, Hk, n] (tokens of the row before it) and present bool
-    [B, Hk, n], False behind the end of a head. queries: [B, Hq, W, D], the last ones, after the rotary embedding, with
-    query_positions int64 [B, W], -1 where a column is padding. budgets: tokens per head that each row is to keep, -1 for all.
-    accumulated: float32 [B, Hk, n], the sums of what `Scorer.accumulate` returned; None for a scorer that does not.
-    rotate: (x [..., n, D], positions int64 that expand to [..., n]) -> x moved on by so many positions, for scorers that need
-    the rotary embedding.
+    keys, values: [B, Hk, n, D], [B, Hk, n, Dv], as stored (after the rotary embedding, in the model's dtype), in the
+        order of the text. Heads may hold different tokens.
+    key_positions: int64 [B, Hk, n], tokens of the sequence before each key. present: bool [B, Hk, n], False behind the
+        end of a head.
+    queries: [B, Hq, W, D], the last ones, after the rotary embedding. query_positions: int64 [B, W], -1 for padding.
+    budgets: tokens per head that each sequence is to keep, -1 for all.
+    accumulated: float32 [B, Hk, n], the sums of what `Scorer.accumulate` returned; None for scorers that accumulate
+        nothing.
+    rotate: (x [..., n, D], positions int64 that expand to [..., n]) -> x moved on by so many positions; None for
+        scorers that do not need the rotary embedding.
     """
 
     keys: torch.Tensor
@@ -33,8 +36,10 @@ class View(NamedTuple):
     rotate: Callable | None
 
     def attention(self, columns: slice = slice(None)) -> torch.Tensor:
-        """Causal attention probabilities of the queries `columns`, float32 [B, Hk, G, W, n] (query head h * G + g belongs to
-        key head h); zeros for padding."""
+        """Causal attention probabilities of the queries `columns`, float32 [B, Hk, G, W, n]; zeros for padding.
+
+        Query head h * G + g belongs to key head h.
+        """
         queries, positions = self.queries[:, :, columns], self.query_positions[:, columns]
         scores = self.logits(queries).float()
         seen = self.present[:, :, None] & (self.key_positions[:, :, None] <= positions[:, None, :, None])
@@ -57,16 +62,18 @@ def check_positive(**arguments) -> None:
 
 
 class Scorer:
-    """Which tokens of a layer matter. A subclass defines `score`, and holds no state: all layers share it.
+    """Which tokens of a layer matter. A subclass defines `score`. It holds no state, because all layers share it.
 
     Args:
-        recent: so many of the last tokens always stay. Speculation that proposes more tokens than that together with the
-            prompt cannot take them back.
+        recent: last tokens that always stay. Speculation cannot take back more than these of what it proposes together
+            with the prompt.
 
-    sinks: so many of the first tokens always stay. window: how many of the last queries `score` is to
-    see; fewer are given where fewer have been since the cache was empty. accumulates: `accumulate` sees every query once.
-    needs_rotary: `View.rotate` is wanted. reindexes: the keys of the sinks are moved on with every eviction, so that the
-    tokens that stay are consecutive for the model (only right where all but the sinks are the last tokens).
+    sinks: first tokens that always stay.
+    window: last queries that `score` is to see; fewer where there were fewer since the cache was empty.
+    accumulates: `accumulate` sees every query once.
+    needs_rotary: `score` uses `View.rotate`.
+    reindexes: every eviction moves the keys of the sinks, so that the tokens that stay are consecutive for the model.
+        Only right where all tokens but the sinks are the last ones.
     """
 
     sinks = 0
@@ -80,38 +87,40 @@ class Scorer:
         self.recent = recent
 
     def score(self, view: View) -> torch.Tensor:
-        """[B, Hk, n]: the highest stay. Sinks, recent tokens and absent ones need no care."""
+        """[B, Hk, n]: tokens with the highest scores stay. Those of sinks, recent and absent tokens are not used."""
         raise NotImplementedError
 
     def accumulate(self, view: View) -> torch.Tensor:
-        """float32 [B, Hk, n], added to `View.accumulated`; `view.queries` are those not seen before, in groups of any
-        number."""
+        """float32 [B, Hk, n], which is added to `View.accumulated`. `view.queries` are queries not seen before."""
         raise NotImplementedError
 
     def recent_tokens(self, budget: int) -> int:
-        """How many of the last tokens always stay when a head keeps `budget` tokens on average."""
+        """Last tokens that always stay when a head keeps `budget` tokens on average."""
         return self.recent
 
     def counts(self, scores: torch.Tensor, budgets: list[int]) -> list[list[int]]:
-        """Tokens that each head of each row keeps: `budgets[row]` on average, never more than it has. scores: [B, Hk, n],
-        inf for tokens that must stay, -inf for absent ones."""
+        """Tokens that each head of each sequence keeps: `budgets[b]` on average, at most what it has.
+
+        scores: [B, Hk, n], inf for tokens that must stay, -inf for absent ones.
+        """
         return [[budget] * scores.shape[1] for budget in budgets]
 
 
 class EvictionPolicy:
-    """`PagedCache(model.config, eviction=EvictionPolicy(SnapKV(), budget=0.5))`: how many tokens each layer keeps.
+    """How many tokens each layer keeps: `PagedCache(model.config, eviction=EvictionPolicy(SnapKV(), budget=0.5))`.
 
     Args:
         scorer: a `Scorer`.
-        budget: tokens that a key head keeps on average: an int, or a float between 0 and 1, the share of the tokens seen.
-        when: "prefill": after a prompt, that is after the first forward and after every later one of more than 64 columns
-            (a further chunk of the prompt, or the next turn of a chat); other forwards are not watched at all. "always": whenever a
-            forward leaves more than the budget, down to a block of the cache less one token below it, or where that is more
-            to an eighth of the budget below it, since an eviction takes as long as tens of new tokens (after a prompt always the former; never below the
-            scorer's sinks and recent tokens). So a budget should be many blocks. The tokens of a forward of up to 64
-            columns outlive it where the budget has room for them, so that speculation can take them back.
+        budget: tokens that a key head keeps on average: an int, or a float between 0 and 1, the share of the tokens
+            seen, which is never less than the scorer's sinks and recent tokens.
+        when: "prefill": after a prompt, which is the first forward and every later one of more than 64 columns (a
+            further chunk, or the next turn of a chat). Other forwards are not watched. "always": whenever a forward
+            leaves more than the budget. Because an eviction takes as long as tens of new tokens, it then goes below the
+            budget, by a block of the cache less one token or an eighth of the budget, whichever is more (after a prompt
+            always by the block), so the budget should be many blocks. The tokens of a forward of up to 64 columns
+            outlive it where the budget has room for them, so that speculation can take them back.
 
-    A share of a short text is never less than the scorer's sinks and recent tokens. Raises ValueError for other arguments.
+    Raises ValueError for other arguments.
     """
 
     def __init__(self, scorer: Scorer, budget: int | float, when: str = "prefill"):
@@ -132,10 +141,10 @@ class EvictionPolicy:
             )
 
     def target(self, seen: int) -> int:
-        """Tokens per head that a row which has seen `seen` tokens may hold."""
+        """Tokens per head that a sequence may hold after `seen` tokens."""
         return self.budget if isinstance(self.budget, int) else max(math.ceil(self.budget * seen), self.least)
 
     def left(self, target: int, block_size: int, is_prompt: bool) -> int:
-        """Tokens per head that an eviction leaves of a row which may hold `target`."""
+        """Tokens per head that an eviction leaves in a sequence that may hold `target`."""
         slack = 0 if self.when == "prefill" else block_size - 1
         return max(target - (slack if is_prompt else max(slack, target // 8)), self.least)

@@ -1,4 +1,4 @@
-"""Distinctive: the tokens that queries are expected to look at, and those whose keys are unlike the others'."""
+"""Distinctive: keeps what later queries are expected to read, and tokens whose keys are unlike the others."""
 
 import torch
 import torch.nn.functional as F
@@ -8,17 +8,20 @@ from hf_efficient.cache.eviction.expected_attention import ExpectedAttention
 
 
 class Distinctive(ExpectedAttention):
-    """What is read often keeps perplexity low, but a name or a number that was said once is read only when it is asked for:
-    its keys stand apart. A token is worth the better of two ranks among the n tokens of its head (1 for the highest, 1/n for
-    the lowest): that of its expected attention, and `weight` times that of minus the cosine between its key and the mean
-    direction of the keys, both as before the rotary embedding, whose turns make keys differ that mean the same. Meant for `AdaKV(Distinctive(), floor=0.5)`: the scores of a head are those cosines, dealt out in
-    the order of worth, so that heads whose keys differ most, which are the ones that find things again, keep more tokens.
+    """Ranks tokens by their expected attention or by how far their key stands apart, whichever rank is better.
 
-    Papers: Devoto et al., Expected Attention (2510.00636); Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for
-    Long-Context LLM Inference in Resource-Constrained Environments (2504.15364).
+    What is read often keeps perplexity low, but a name or a number is read only when it is asked for; its key stands
+    apart. Among the n tokens of a head ranks go from 1 (highest) to 1/n. The first rank is that of Expected Attention.
+    The second, times `weight`, is that of minus the cosine between a key and the mean direction of the keys, all
+    rotated back to before the rotary embedding, which makes equal keys differ. The scores of a head are its cosines,
+    dealt out in the order of the better rank, so that under `AdaKV(Distinctive(), floor=0.5)` heads whose keys differ
+    most keep more tokens.
+
+    Papers: Devoto et al., Expected Attention (2510.00636); Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction
+    for Long-Context LLM Inference in Resource-Constrained Environments (2504.15364).
 
     Args:
-        weight: of the ranks of the keys, from 0 (the order of Expected Attention) to 1.
+        weight: of the second rank, from 0 (the order of Expected Attention) to 1.
         window, future: see `ExpectedAttention`.
         recent: see `Scorer`.
     """
@@ -42,7 +45,8 @@ class Distinctive(ExpectedAttention):
 
 
 def _ranks(scores: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """1 for the highest of the last axis, 1/n for the lowest of n present ones; absent ones must be -inf."""
+    """Scores [..., n] to ranks of the last axis, from 1 for the highest to 1/m for the lowest of m present ones; absent
+    ones must be -inf."""
     number = present.sum(-1, keepdim=True)
-    places = scores.argsort(descending=True, stable=True).argsort()
-    return (number - places) / number
+    order = scores.argsort(descending=True, stable=True).argsort()
+    return (number - order) / number

@@ -1,4 +1,4 @@
-"""Expected Attention: what queries that come later will pay, were they normally distributed like the last ones."""
+"""Expected Attention: the attention that later queries pay if they are distributed like the last ones."""
 
 import torch
 
@@ -6,12 +6,15 @@ from hf_efficient.cache.eviction.base import Scorer, View, check_positive
 
 
 class ExpectedAttention(Scorer):
-    """Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
-    Distribution (2510.00636). Mean and covariance of the queries are taken before the rotary embedding; the attention is
-    weighted by the norm of the values.
+    """Estimates the mean attention of later queries, taken to be normally distributed, times the norm of the values.
+
+    Mean and covariance of the queries are those before the rotary embedding, which is averaged over later positions.
+
+    Paper: Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+    Distribution (2510.00636).
 
     Args:
-        window: the last queries, which the distribution is estimated from.
+        window: last queries from which the distribution is estimated.
         future: positions ahead over which the rotary embedding is averaged.
         recent: see `Scorer`.
     """
@@ -42,6 +45,6 @@ class ExpectedAttention(Scorer):
         return logits.softmax(-1).mean(2) * view.values.float().norm(dim=-1)
 
     def _mean_rotation(self, view: View, last: torch.Tensor) -> torch.Tensor:
-        """The mean over the next positions of each row of the matrix that the rotary embedding multiplies with."""
+        """[B, 1, D, D]: the mean over the next positions of the matrix that the rotary embedding multiplies with."""
         mean = view.rotate.mean_ahead(self.future, view.keys.shape[3], last.device)
         return view.rotate(mean.expand(len(last), -1, -1), last[:, None])[:, None]

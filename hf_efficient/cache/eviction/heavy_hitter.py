@@ -6,7 +6,13 @@ from hf_efficient.cache.eviction.base import Scorer, View
 
 
 class HeavyHitter(Scorer):
-    """Paper: Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference (2306.14048)."""
+    """Scores a token by the sum of the attention that all queries have paid to it.
+
+    Paper: Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference (2306.14048).
+
+    Args:
+        recent: see `Scorer`; half of the budget where that is more.
+    """
 
     accumulates = True
 

@@ -1,4 +1,4 @@
-"""Key norm: keys of small length get much attention."""
+"""Key norm: keeps the tokens whose keys have the smallest norm."""
 
 import torch
 
@@ -6,7 +6,13 @@ from hf_efficient.cache.eviction.base import Scorer, View
 
 
 class KeyNorm(Scorer):
-    """Paper: Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (2406.11430)."""
+    """Scores a token by minus the L2 norm of its key: keys of small norm get much attention.
+
+    Paper: Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (2406.11430).
+
+    Args:
+        recent: see `Scorer`.
+    """
 
     def score(self, view: View) -> torch.Tensor:
         return -view.keys.float().norm(dim=-1)

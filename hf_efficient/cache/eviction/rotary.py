@@ -1,4 +1,4 @@
-"""A model's own rotary position embedding, applied to stored keys and queries: moves them on by a number of positions."""
+"""A model's own rotary position embedding, by which stored keys and queries are moved to other positions."""
 
 import ast
 import importlib
@@ -8,14 +8,14 @@ import textwrap
 import torch
 
 
-_VARYING = ("dynamic", "longrope")  # their frequencies change with the length of the text
+_VARYING = ("dynamic", "longrope")  # rope types whose frequencies change with the length of the text
 
 
 class Rotary:
     """The rotary embedding of the model that a config belongs to, found in the modeling module beside the config's.
 
-    Raises ValueError where it cannot be used so: no such functions there, frequencies that change with the length, attention
-    that rotates not in all layers or changes the keys afterwards, or rotations that do not add up.
+    Raises ValueError where stored keys cannot be moved by it: where the module has no such functions, frequencies
+    change with the length, some layers do not rotate or change the keys afterwards, or rotations do not add up.
     """
 
     def __init__(self, config):
@@ -49,7 +49,7 @@ class Rotary:
         )
 
     def _check(self) -> None:
-        """Rotating by 3 and by 40 must be rotating by 43."""
+        """Raises ValueError unless rotating by 3 and then by 40 is rotating by 43."""
         cos, _ = self._embedding(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long), *self._arguments)
         states = torch.randn(2, cos.shape[-1], generator=torch.Generator().manual_seed(0))
         try:
@@ -61,13 +61,15 @@ class Rotary:
             raise self._refusal("its rotary embedding is not a rotation by the distance")
 
     def __call__(self, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`states` [..., n, D] moved on by `positions` (int64, expanding to [..., n]; may be
-        negative), float32. Dimensions beyond the rotary ones stay."""
+        """`states` [..., n, D] moved on by `positions`, float32; dimensions beyond the rotary ones stay.
+
+        positions: int64, expands to [..., n], may be negative.
+        """
         self._embedding.to(states.device)
         positions = positions.expand(states.shape[:-1]).reshape(1, -1)
         flat = states.float().reshape(1, 1, -1, states.shape[-1])
         cos, sin = self._embedding(flat, positions, *self._arguments)
-        scaling = torch.hypot(cos, sin).clamp_min(1e-30)  # of YaRN and others, which the states have already
+        scaling = torch.hypot(cos, sin).clamp_min(1e-30)  # the factor of YaRN and others, already in the states
         rotated, kept = flat[..., : cos.shape[-1]], flat[..., cos.shape[-1] :]
         rotated, _ = self._apply(rotated, rotated, cos / scaling, sin / scaling)
         return torch.cat([rotated, kept], -1).view(states.shape)
@@ -82,8 +84,8 @@ class Rotary:
 
 
 def _stores_rotated_keys(attention: type) -> bool:
-    """False when the forward of this class rotates only under a condition (some layers of Cohere2 and SmolLM3 have no positions)
-    or norms the keys after that (Hunyuan)."""
+    """False when this class rotates only under a condition (some layers of Cohere2 and SmolLM3 have no positions), or
+    normalizes the keys after that (Hunyuan)."""
     keys = None
     for statement in ast.parse(textwrap.dedent(inspect.getsource(attention.forward))).body[0].body:
         text = ast.unparse(statement)

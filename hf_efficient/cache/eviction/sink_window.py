@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens and the last ones, which the model sees as one text without a gap."""
+"""StreamingLLM: keeps the first tokens and the last ones, which the model sees as one text without a gap."""
 
 import torch
 
@@ -6,11 +6,14 @@ from hf_efficient.cache.eviction.base import Scorer, View, check_positive
 
 
 class SinkWindow(Scorer):
-    """Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks (2309.17453). The sinks' keys are rotated
-    to stand right before the window, so the text may become longer than the model was trained for.
+    """Scores a token by its position, and moves the sinks' keys to right before the window.
+
+    The text may so become longer than those that the model was trained on.
+
+    Paper: Xiao et al., Efficient Streaming Language Models with Attention Sinks (2309.17453).
 
     Args:
-        sinks: how many of the first tokens stay.
+        sinks: first tokens that stay.
     """
 
     needs_rotary = reindexes = True

@@ -1,4 +1,4 @@
-"""SnapKV: the attention that the last queries of the prompt pay, pooled over neighbours."""
+"""SnapKV: the attention that the last queries of the prompt pay, averaged over neighbours."""
 
 import torch
 import torch.nn.functional as F
@@ -7,11 +7,13 @@ from hf_efficient.cache.eviction.base import Scorer, View, check_positive
 
 
 class SnapKV(Scorer):
-    """Paper: Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (2404.14469).
+    """Scores a token by the attention of the last queries, averaged over neighbouring tokens and the heads of a group.
+
+    Paper: Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (2404.14469).
 
     Args:
-        window: the last queries, whose tokens stay.
-        kernel_size: neighbours over which the scores are averaged, an odd number.
+        window: last queries, whose tokens always stay.
+        kernel_size: neighbouring tokens over which the scores are averaged, an odd number.
     """
 
     def __init__(self, window: int = 64, kernel_size: int = 5):

@@ -1,4 +1,4 @@
-"""TOVA: the attention that the last query pays, the same tokens for all heads."""
+"""TOVA: the attention that the last query pays."""
 
 import torch
 
@@ -6,7 +6,13 @@ from hf_efficient.cache.eviction.base import Scorer, View
 
 
 class TOVA(Scorer):
-    """Paper: Oren et al., Transformers are Multi-State RNNs (2401.06104)."""
+    """Scores a token by the attention of the last query, averaged over all heads, so that all keep the same tokens.
+
+    Paper: Oren et al., Transformers are Multi-State RNNs (2401.06104).
+
+    Args:
+        recent: see `Scorer`.
+    """
 
     window = 1
 

@@ -1,50 +1,60 @@
-"""Where a layer that evicts tokens keeps its keys and values: every key head of every row holds tokens of its own."""
+"""The keys and values of a layer that evicts tokens: every key head of every sequence holds tokens of its own."""
+
+from collections.abc import Callable
 
 import torch
 
 from hf_efficient.cache.bookkeeping.block_pool import BlockPool
 from hf_efficient.cache.bookkeeping.cache_state import CacheState
-from hf_efficient.cache.bookkeeping.device_tables import DeviceTables, to_device
+from hf_efficient.cache.bookkeeping.device_tables import DeviceTables
 from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
+from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.cache.eviction.base import EvictionPolicy, View
 from hf_efficient.cache.eviction.rotary import Rotary
 from hf_efficient.cache.stores.full_precision import PageStore
-from hf_efficient.cache.stores.kv_formats import make_store
 
 
-_PROMPT = 64  # a forward of more columns is a prompt also in a filled cache; others may be taken back by speculation
-_PENDING = 64  # so many forwards of queries may wait to be accumulated
-_SCORES = 1 << 24  # attention probabilities that are held at a time
+_PROMPT = 64  # columns: a longer forward of a filled cache is a prompt; shorter ones speculation may take back
+_PENDING = 64  # forwards whose queries may wait to be accumulated
+_SCORES = 1 << 24  # attention probabilities that are held at a time, 64 MB of float32
 
 
 class EvictingStore(PageStore):
-    """A pool of blocks for this layer alone, whose row b * Hk + h is key head h of row b, so that heads keep different
-    tokens, and a `PageStore` of one head. To the attention a row of the pool is a sequence of its own.
+    """A `PageStore` of one head over a pool for this layer alone, so that heads keep different tokens.
 
-    pool: its blocks and lengths. seen: tokens that each row of the batch has been given.
+    Key head h of sequence b is sequence b * Hk + h of the pool, "inner sequence" below; the attention takes it for a
+    sequence like any other.
+
+    pool: blocks and lengths of the inner sequences. store: their pages. seen: tokens that each sequence of the batch
+        has had.
     """
 
-    def __init__(self, policy: EvictionPolicy, rotary: Rotary | None, kv_format: str, block_size: int, key, value):
-        """key [B, Hk, S, D], value [B, Hk, S, Dv]: like those that will be stored."""
-        self.policy, self.rotary, self.kv_format = policy, rotary, kv_format
+    def __init__(
+        self, policy: EvictionPolicy, rotary: Rotary | None, make_store: Callable, block_size: int, key, value
+    ):
+        """make_store: (pool, capacity, key, value) -> `PageStore`. key [B, Hk, S, D], value [B, Hk, S, Dv]: like those
+        that will be stored."""
+        self.policy, self.rotary, self._make_store = policy, rotary, make_store
         self.dtype, self.device, self.form = key.dtype, key.device, self.form_of(key, value)
         self.rows, self.heads = {}, key.shape[1]
         self.pool = BlockPool(block_size)
-        self.pool.add_rows(key.shape[0] * self.heads)
+        self.pool.add_sequences(key.shape[0] * self.heads)
         self.store = self._new_store(0, key[:, :1], value[:, :1])
         self.seen = [0] * key.shape[0]
-        self._floors = [0] * key.shape[0]  # a row can be rewound to so many tokens
+        self._floors = [0] * key.shape[0]  # the fewest tokens that each sequence can be rewound to
         self._tables: DeviceTables | None = None
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []  # queries [B, Hq, S, D] and their positions
-        with torch.inference_mode(False):  # of every pool row, in the order of its tokens
+        with torch.inference_mode(False):  # of every inner sequence, in the order of its tokens
             self._positions = torch.empty(len(self.pool.tables), 0, dtype=torch.int64, device=key.device)
             self._accumulated = torch.empty(len(self.pool.tables), 0, device=key.device)
-            self._sinks = None  # keys and values of the first tokens as they were read first, [rows, sinks, D + Dv]
-        self._placed = [0] * len(self.pool.tables)  # tokens that `_positions` knows; behind them they are consecutive
+            self._sinks = (
+                None  # keys and values of the first tokens as they were read first, [sequences, sinks, D + Dv]
+            )
+        self._placed = [0] * len(self.pool.tables)  # tokens in `_positions`; those behind them are consecutive
 
     def _new_store(self, capacity: int, key, value) -> PageStore:
-        store = make_store(self.kv_format, self.pool, capacity, key, value, has_window=False)
-        store.exact = False  # heads of unequal lengths: no other cache has the same sums
+        store = self._make_store(self.pool, capacity, key, value)
+        store.exact = False  # no other cache has heads of unequal lengths, whose bits it could have
         return store
 
     @property
@@ -54,26 +64,29 @@ class EvictingStore(PageStore):
     def make_room(self, capacity, moves, copies) -> None:
         """Nothing: the blocks of the cache's own pool are not those of this store."""
 
-    def select(self, rows: list[int]) -> None:
-        inner = [row * self.heads + head for row in rows for head in range(self.heads)]
+    def select(self, sequences: list[int]) -> None:
+        inner = [sequence * self.heads + head for sequence in sequences for head in range(self.heads)]
         self.pool.fork(inner)
-        self.seen, self._floors = [self.seen[row] for row in rows], [self._floors[row] for row in rows]
-        self._placed = [self._placed[row] for row in inner]
+        self.seen, self._floors = (
+            [self.seen[sequence] for sequence in sequences],
+            [self._floors[sequence] for sequence in sequences],
+        )
+        self._placed = [self._placed[sequence] for sequence in inner]
         self._positions, self._accumulated = self._positions[inner], self._accumulated[inner]
         self._sinks = None if self._sinks is None else self._sinks[inner]
-        self._pending = [(queries[rows], positions[rows]) for queries, positions in self._pending]
+        self._pending = [(queries[sequences], positions[sequences]) for queries, positions in self._pending]
         self._tables = None
 
     def check_rewind(self, lengths: list[int]) -> None:
         if any(length < floor for length, floor in zip(lengths, self._floors)):
             raise ValueError(
-                f"PagedCache(eviction=...) cannot go back to {lengths} tokens per row: tokens before the last eviction are "
-                f"gone, and {self._floors} tokens are the least it can go back to"
+                f"PagedCache(eviction=...) cannot go back to {lengths} tokens per sequence: tokens before the last "
+                f"eviction are gone, and {self._floors} tokens are the least it can go back to"
             )
 
     def rewind(self, lengths: list[int]) -> None:
         removed = [seen - length for seen, length in zip(self.seen, lengths)]
-        inner = [length - removed[row // self.heads] for row, length in enumerate(self.pool.lengths)]
+        inner = [length - removed[sequence // self.heads] for sequence, length in enumerate(self.pool.lengths)]
         self.pool.rewind(inner)
         self.seen, self._tables = list(lengths), None
         self._placed = [min(placed, length) for placed, length in zip(self._placed, inner)]
@@ -83,7 +96,7 @@ class EvictingStore(PageStore):
         self._pending = [(queries, positions.where(positions < ends, -1)) for queries, positions in self._pending]
 
     def attend(
-        self, step: ForwardPlan, tables_on, query, key, value, *, window_size, s_aux=None, **options
+        self, plan: ForwardPlan, tables_on, query, key, value, *, window_size, s_aux=None, **options
     ) -> torch.Tensor:
         if key is None:
             raise ValueError(
@@ -93,13 +106,14 @@ class EvictingStore(PageStore):
             raise ValueError("PagedCache(eviction=...) cannot hold models with attention sinks of their own (s_aux)")
         if window_size[0] >= 0:
             raise ValueError(
-                f"PagedCache(eviction=...): a layer of full attention was asked for a sliding window of {window_size[0] + 1}"
+                "PagedCache(eviction=...): a layer of full attention was asked for a sliding window of "
+                f"{window_size[0] + 1}"
             )
         batch, heads, width, dim = key.shape
-        plan = self._plan(step, batch, width)
+        inner_plan = self._inner_plan(plan, batch, width)
         output = self.store.attend(
-            plan,
-            lambda device: self._tables_on(plan, device),
+            inner_plan,
+            lambda device: self._tables_on(inner_plan, device),
             query.reshape(batch * heads, -1, width, dim),
             key.reshape(-1, 1, width, dim),
             value.reshape(-1, 1, width, value.shape[3]),
@@ -107,43 +121,41 @@ class EvictingStore(PageStore):
             **options,
         )
         output = output.view(batch, heads, *output.shape[1:]).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        self._observe(step, plan, query, options)
+        self._observe(plan, inner_plan, query, options)
         return output
 
-    def _plan(self, step: ForwardPlan, batch: int, width: int) -> ForwardPlan:
-        """The step in the blocks of this pool."""
+    def _inner_plan(self, plan: ForwardPlan, batch: int, width: int) -> ForwardPlan:
+        """`plan` in the blocks of this pool."""
         pool, each = self.pool, range(self.heads)
-        counts = [end - start for start, end in zip(step.starts, step.lengths) for _ in each]
+        counts = [end - start for start, end in zip(plan.starts, plan.lengths) for _ in each]
         starts = list(pool.lengths)
         try:
             change = pool.append(counts)
-        except ValueError:  # more than the budget until the next eviction
+        except ValueError:  # until the next eviction there may be more than the budget
             pool.num_blocks = None
             change = pool.append(counts)
         self.store.make_room(*change)
-        self.seen = list(step.lengths)
-        valid = None if step.valid is None else step.valid.repeat_interleave(self.heads, 0)
+        self.seen = list(plan.lengths)
+        valid = None if plan.valid is None else plan.valid.repeat_interleave(self.heads, 0)
         return ForwardPlan(pool, change, starts, valid, width)
 
-    def _tables_on(self, plan: ForwardPlan, device) -> DeviceTables:
+    def _tables_on(self, inner_plan: ForwardPlan, device) -> DeviceTables:
         changes = self.pool.table_changes()
         if self._tables is not None and self._tables.fits(self.pool):
-            self._tables.update(changes, plan.starts, 0)
+            self._tables.update(changes, inner_plan.starts, 0)
         else:
-            self._tables = DeviceTables(self.pool, plan.starts, 0, device)
+            self._tables = DeviceTables(self.pool, inner_plan.starts, 0, device)
         return self._tables
 
-    # What follows happens after the attention of a forward.
-
-    def _observe(self, step: ForwardPlan, plan: ForwardPlan, query: torch.Tensor, options: dict) -> None:
-        """Keeps the queries that the scorer wants to see, and evicts what is too much."""
+    def _observe(self, plan: ForwardPlan, inner_plan: ForwardPlan, query: torch.Tensor, options: dict) -> None:
+        """After the attention: keeps the queries that the scorer wants to see, and evicts tokens beyond the budget."""
         policy, scorer = self.policy, self.policy.scorer
-        is_prompt = step.width > _PROMPT or not any(step.starts)
+        is_prompt = plan.width > _PROMPT or not any(plan.starts)
         if policy.when == "prefill" and not is_prompt:
             self._pending.clear()
             return
         if scorer.window or scorer.accumulates:
-            self._pend(step, query, 0 if scorer.accumulates else scorer.window)
+            self._pend(plan, query, 0 if scorer.accumulates else scorer.window)
         targets = [policy.target(seen) for seen in self.seen]
         held = self.pool.lengths
         sums = [sum(held[start : start + self.heads]) for start in range(0, len(held), self.heads)]
@@ -153,31 +165,33 @@ class EvictingStore(PageStore):
         budgets = [
             policy.left(target, self.pool.block_size, is_prompt) if over else -1 for target, over in zip(targets, full)
         ]
-        view = self._view(plan, budgets, options)
+        view = self._view(inner_plan, budgets, options)
         if scorer.accumulates:
             view = self._accumulate(view)
         if any(full):
-            self._evict(view, budgets, 0 if is_prompt else step.width)
+            self._evict(view, budgets, 0 if is_prompt else plan.width)
 
-    def _pend(self, step: ForwardPlan, query: torch.Tensor, window: int) -> None:
-        """Queues the last `window` queries of the step, 0 for all."""
-        starts = to_device(step.starts, torch.int64, query.device)[:, None]
-        if step.valid is None:
-            positions = starts + torch.arange(step.width, device=query.device)
+    def _pend(self, plan: ForwardPlan, query: torch.Tensor, window: int) -> None:
+        """Keeps the last `window` queries of `plan`, 0 for all."""
+        starts = to_device(plan.starts, torch.int64, query.device)[:, None]
+        if plan.valid is None:
+            positions = starts + torch.arange(plan.width, device=query.device)
         else:  # padding first
-            valid = step.valid.to(query.device)
+            valid = plan.valid.to(query.device)
             order = valid.long().argsort(dim=1, stable=True)
             valid, query = valid.gather(1, order), query.gather(2, order[:, None, :, None].expand_as(query))
             positions = torch.where(valid, starts + valid.cumsum(1) - 1, -1)
-        if step.width > 1:
+        if plan.width > 1:
             query, positions = query[:, :, -window:].clone(), positions[:, -window:]
         self._pending.append((query, positions))
         if window and len(self._pending) > 2 * window:
             del self._pending[:-window]
 
-    def _view(self, plan: ForwardPlan, budgets: list[int], options: dict) -> View:
+    def _view(self, inner_plan: ForwardPlan, budgets: list[int], options: dict) -> View:
         batch, window = len(self.seen), self.policy.scorer.window
-        keys, values = (states.reshape(batch, self.heads, -1, states.shape[3]) for states in self.store.read(plan))
+        keys, values = (
+            states.reshape(batch, self.heads, -1, states.shape[3]) for states in self.store.read(inner_plan)
+        )
         positions, present = self.token_positions()
         queries = torch.cat([part for part, _ in self._pending], 2) if self._pending else keys[:, :, :0]
         query_positions = torch.cat([part for _, part in self._pending], 1) if self._pending else positions[:batch, :0]
@@ -200,8 +214,8 @@ class EvictingStore(PageStore):
         )
 
     def token_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of every token that a pool row holds, how many tokens of its row came before it, int64 [rows, longest], and bool of
-        that shape: False behind the end of a row."""
+        """int64 [inner sequences, longest], how many tokens of its sequence came before each token that is held, and
+        bool of that shape, False behind the end of an inner sequence."""
         count = torch.arange(max(self.pool.lengths), device=self.device)
         lengths = to_device(self.pool.lengths, torch.int64, self.device)[:, None]
         seen = to_device(self.seen, torch.int64, self.device).repeat_interleave(self.heads)[:, None]
@@ -213,9 +227,9 @@ class EvictingStore(PageStore):
         return positions, count < lengths
 
     def _accumulate(self, view: View) -> View:
-        """Adds what the scorer makes of the pending queries, in pieces."""
-        rows, length = len(self.pool.lengths), view.keys.shape[2]
-        total = self._accumulated.new_zeros(rows, length)
+        """Adds up what the scorer makes of the pending queries, some of them at a time."""
+        sequences, length = len(self.pool.lengths), view.keys.shape[2]
+        total = self._accumulated.new_zeros(sequences, length)
         total[:, : self._accumulated.shape[1]] = self._accumulated
         total = total.view(view.present.shape)
         batch, heads, width = view.queries.shape[:3]
@@ -229,11 +243,11 @@ class EvictingStore(PageStore):
         return view._replace(accumulated=total)
 
     def _evict(self, view: View, budgets: list[int], last: int) -> None:
-        """Keeps `budgets[row]` tokens per head on average, -1 for all; the `last` tokens among them, if they fit."""
+        """Keeps `budgets[b]` tokens per head of sequence b on average, -1 for all; the `last` tokens among them."""
         scorer, (batch, heads, length) = self.policy.scorer, view.present.shape
-        held = [self.pool.lengths[row * heads : (row + 1) * heads] for row in range(batch)]
+        held = [self.pool.lengths[sequence * heads : (sequence + 1) * heads] for sequence in range(batch)]
         counts = list(held)
-        full = [row for row, budget in enumerate(budgets) if budget >= 0]
+        full = [sequence for sequence, budget in enumerate(budgets) if budget >= 0]
         scores = scorer.score(view).float()
         count = torch.arange(length, device=scores.device)
         recent = [max(scorer.recent_tokens(budget), min(last, budget - scorer.sinks)) for budget in budgets]
@@ -241,10 +255,10 @@ class EvictingStore(PageStore):
         firsts = firsts - to_device(recent, torch.int64, scores.device)[:, None]
         stay = (count < scorer.sinks) | (count >= firsts[..., None])
         scores = scores.masked_fill(stay, float("inf")).masked_fill(~view.present, float("-inf"))
-        chosen = scorer.counts(scores[full], [budgets[row] for row in full])
-        for row, kept in zip(full, chosen):
-            counts[row] = [min(number, now) for number, now in zip(kept, held[row])]
-            self._floors[row] = max(self._floors[row], self.seen[row] - recent[row])
+        chosen = scorer.counts(scores[full], [budgets[sequence] for sequence in full])
+        for sequence, kept in zip(full, chosen):
+            counts[sequence] = [min(number, now) for number, now in zip(kept, held[sequence])]
+            self._floors[sequence] = max(self._floors[sequence], self.seen[sequence] - recent[sequence])
         flat = [number for kept in counts for number in kept]
         longest = max(flat)
         if min(flat) == longest:
@@ -257,9 +271,11 @@ class EvictingStore(PageStore):
         self._compact(view, kept, present, flat)
 
     def _compact(self, view: View, kept: torch.Tensor, present: torch.Tensor | None, counts: list[int]) -> None:
-        """Leaves only the tokens `kept` int64 [B, Hk, longest], where bool `present` of that shape; `counts` per pool row. Their
-        pages are moved as they are, so that nothing is quantized twice."""
-        evicted_before = [seen > self.pool.lengths[row * self.heads] for row, seen in enumerate(self.seen)]
+        """Leaves only the tokens `kept`, int64 [B, Hk, longest], where `present` is true; None where all are.
+
+        counts: tokens of each inner sequence. Pages are moved as they are, so that nothing is quantized twice.
+        """
+        evicted_before = [seen > self.pool.lengths[sequence * self.heads] for sequence, seen in enumerate(self.seen)]
         self._positions, self._placed = view.key_positions.gather(2, kept).flatten(0, 1), counts
         if view.accumulated is not None:
             self._accumulated = view.accumulated.gather(2, kept).flatten(0, 1)
@@ -274,12 +290,13 @@ class EvictingStore(PageStore):
             self._move_sinks(view, evicted_before)
 
     def _rebuild(self, sources: torch.Tensor, counts: list[int], view: View) -> None:
-        """A fresh pool of the tokens in the slots `sources`, `counts[row]` of each row, one row after the other."""
+        """Moves to a new pool of the tokens in the slots `sources`, `counts[i]` of each inner sequence i, one after the
+        other."""
         room, old = None, self.store
         if self.policy.when == "always" and isinstance(self.policy.budget, int):
             room = len(counts) * (self.pool.blocks_for(max(*counts, self.policy.budget)) + 1)
         self.pool = BlockPool(self.pool.block_size, room)
-        self.pool.add_rows(len(counts))
+        self.pool.add_sequences(len(counts))
         change = self.pool.append(counts)
         if change.capacity != old.capacity:
             self.store = self._new_store(change.capacity, view.keys[:, :1], view.values[:, :1])
@@ -288,29 +305,33 @@ class EvictingStore(PageStore):
         self._tables = None
 
     def _move_sinks(self, view: View, evicted_before: list[bool]) -> None:
-        """Rotates the keys of the sinks from where they were given to right before the tokens behind them."""
+        """Rotates the keys of the sinks to the positions right before the tokens behind them."""
         sinks = min(self.policy.scorer.sinks, view.keys.shape[2])
         given = torch.cat([view.keys[:, :, :sinks], view.values[:, :, :sinks]], -1).flatten(0, 1)
-        old = [row for row in range(len(given)) if evicted_before[row // self.heads]]
+        old = [sequence for sequence in range(len(given)) if evicted_before[sequence // self.heads]]
         if old:
             given[old] = self._sinks[old]
         self._sinks = given
-        moved = [self.seen[row // self.heads] - count for row, count in enumerate(self.pool.lengths)]
-        rows = [row for row, distance in enumerate(moved) if distance]
-        keys, values = given[rows].split([view.keys.shape[3], view.values.shape[3]], -1)
-        distance = to_device([moved[row] for row in rows], torch.int64, keys.device)[:, None]
-        slots = to_device([self.pool.slots(row, 0, sinks) for row in rows], torch.int64, keys.device).flatten()
+        moved = [self.seen[sequence // self.heads] - count for sequence, count in enumerate(self.pool.lengths)]
+        sequences = [sequence for sequence, distance in enumerate(moved) if distance]
+        keys, values = given[sequences].split([view.keys.shape[3], view.values.shape[3]], -1)
+        distance = to_device([moved[sequence] for sequence in sequences], torch.int64, keys.device)[:, None]
+        slots = to_device(
+            [self.pool.slots(sequence, 0, sinks) for sequence in sequences], torch.int64, keys.device
+        ).flatten()
         keys, values = self.rotary(keys, distance).to(keys.dtype), values.contiguous()
         self.store.put(slots, keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None])
 
 
 def bind(
-    policy, decoder, state: CacheState, layer_types: list[str], kv_format: str, **excluded
+    policy, state: CacheState, layer_types: list[str], kv_format: str, **excluded
 ) -> tuple[EvictionPolicy, Rotary | None] | None:
-    """What an `EvictingStore` is made with, for the model of this config; None without a policy.
+    """The policy and, where it moves keys, the rotary embedding of the model that `state` belongs to; None without a
+    policy.
 
-    Raises ValueError for a policy that is none, for a model that cannot be evicted from, and for arguments of `PagedCache`
-    that eviction does not go with and that are not None.
+    excluded: arguments of `PagedCache` that must be None beside a policy.
+
+    Raises ValueError for what is no policy, for models that cannot be evicted from and for other arguments.
     """
     if policy is None:
         return None
@@ -321,14 +342,15 @@ def bind(
     for argument, value in excluded.items():
         if value is not None:
             raise ValueError(
-                f"{argument}={value!r} with eviction: leave one of them out (each layer keeps its tokens in a pool of its own, "
-                "and the policy's budget bounds it)"
+                f"{argument}={value!r} with eviction: leave one of them out (each layer keeps its tokens in a pool of "
+                "its own, and the policy's budget bounds it)"
             )
     if kv_format in ("int4", "int2"):
         raise ValueError(
-            f'kv_format={kv_format!r} with eviction: its tokens share scales and cannot leave one by one; use "int8", "fp8" or '
-            '"auto"'
+            f'kv_format={kv_format!r} with eviction: its tokens share scales and cannot leave one by one; use "int8", '
+            '"fp8" or "auto"'
         )
+    decoder = state.config
     name = type(decoder).__name__
     slides = getattr(decoder, "layer_types", None) is None and getattr(decoder, "sliding_window", None)
     if slides or "full_attention" not in layer_types:

@@ -1,39 +1,46 @@
-"""Where the keys and values of one layer lie: tensors of pages, with what writes, reads and attends over them."""
+"""The pages of one layer in the model's dtype: what writes and reads them, and the attention over them."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from hf_efficient.cache.bookkeeping.device_tables import DeviceTables, to_device
+from hf_efficient.cache.bookkeeping.device_tables import DeviceTables
 from hf_efficient.cache.bookkeeping.forward_plan import ForwardPlan
-from hf_efficient.cache.bookkeeping.lazy_zeros import lazy_zeros
-from hf_efficient.kernels.attention import api, native_cpu, torch_cpu
+from hf_efficient.cache.bookkeeping.tensors import lazy_zeros, to_device
+from hf_efficient.kernels.attention import api, native_cpu, policy, torch_cpu
 
 
-_MANY = 10 << 20  # numbers of keys from which reading them page by page costs a CPU less than gathering them
-MAX_DECODE_QUERIES = 16  # so many new columns or fewer: one kernel that appends and attends
+class Form(NamedTuple):
+    """What all keys and values of a store agree in."""
+
+    dtype: torch.dtype
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
 
 
 class PageStore:
-    """Pages in the model's dtype. Other formats are subclasses (`quantized_store.py`).
+    """Pages in the model's dtype. The other formats are subclasses.
 
-    pages: name -> tensor [num_blocks, ...]: everything a block holds, so that blocks are copied, moved, saved and offloaded
-    without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks, block_size, Hk, Dv].
-    On a CPU they take memory for the blocks that were written (`lazy_zeros`).
-    rows: name -> tensor [B, ...]: what is kept by row instead, saved and loaded as it is. Here nothing.
-    lag: so many tokens before the new ones may still change their pages in a forward.
-    exact: on a CPU the attention has the bits of SDPA over a `DynamicCache`, where that costs little. Else the pages are read
-    where they lie, at least twice as fast.
+    pages: name -> tensor [num_blocks, ...], all that a block holds, so that blocks are copied, moved, saved and
+        offloaded without knowing the format. Here "keys" [num_blocks, block_size, Hk, D] and "values" [num_blocks,
+        block_size, Hk, Dv]. On a CPU they take memory for the blocks that were written (`lazy_zeros`).
+    rows: name -> tensor [B, ...], what is kept by sequence and not by block, saved and loaded as it is. Here nothing.
+    lag: tokens before the new ones whose pages a forward may still change.
+    exact: the attention on a CPU has the bits of SDPA over a `DynamicCache`, where that costs little. Else it reads the
+        pages where they lie, at least twice as fast.
     """
 
     lag = 0
     exact = True
 
     def __init__(self, capacity: int, block_size: int, key: torch.Tensor, value: torch.Tensor):
-        """key [B, Hk, S, D], value [B, Hk, S, Dv]: like those that will be stored; only shapes, dtype and device count."""
+        """key [B, Hk, S, D], value [B, Hk, S, Dv]: of the shapes, dtype and device that will be stored."""
         self.dtype, self.device, self.form = key.dtype, key.device, self.form_of(key, value)
         self.rows: dict[str, torch.Tensor] = {}
-        with torch.inference_mode(False):  # else they could not be written to outside of inference mode
+        with torch.inference_mode(False):  # inference tensors cannot be written to outside of inference mode
             self.pages = self._make_pages(capacity, block_size, key, value)
 
     def _make_pages(self, capacity, block_size, key, value) -> dict[str, torch.Tensor]:
@@ -43,9 +50,8 @@ class PageStore:
         }
 
     @staticmethod
-    def form_of(key: torch.Tensor, value: torch.Tensor) -> tuple:
-        """What must be the same in all that a store is given: dtype, heads and head dimensions."""
-        return key.dtype, key.shape[1], key.shape[3], value.shape[1], value.shape[3]
+    def form_of(key: torch.Tensor, value: torch.Tensor) -> Form:
+        return Form(key.dtype, key.shape[1], key.shape[3], value.shape[1], value.shape[3])
 
     @property
     def capacity(self) -> int:
@@ -57,11 +63,11 @@ class PageStore:
         return sum(pages.nbytes for pages in self.pages.values())
 
     def static_tensors(self) -> list[torch.Tensor]:
-        """Those that stay where they are while a pool of fixed size is in use."""
+        """The tensors that stay where they are while a pool of fixed size is in use."""
         return [*self.pages.values(), *self.rows.values()]
 
     def make_room(self, capacity: int, moves: list[tuple[int, int, int]] | None, copies: list[tuple[int, int]]) -> None:
-        """Does a `StorageChange`."""
+        """Does what a `StorageChange` says."""
         if moves is not None or capacity > self.capacity:
             self.pages = {name: _moved(pages, capacity, moves) for name, pages in self.pages.items()}
         if copies:
@@ -69,131 +75,139 @@ class PageStore:
             for pages in self.pages.values():
                 pages[destination] = pages[source]
 
-    def make_ready(self, step: ForwardPlan) -> None:
-        """Called when there is room for `step`, before one op appends its tokens."""
+    def make_ready(self, plan: ForwardPlan) -> None:
+        """Prepares for an op that appends the tokens of `plan`, whose blocks exist."""
 
     def restored(self) -> None:
-        """`rows` were read from a file."""
+        """Called when `rows` were read from a file."""
 
     def settled(self, lengths: list[int]) -> list[int]:
-        """Of rows of `lengths` tokens, how many tokens of each from its beginning are in the blocks as they will stay."""
+        """How many tokens, from the beginning of each sequence of `lengths`, lie in blocks that will not change."""
         return lengths
 
-    def beginning(self, row: int) -> dict[str, torch.Tensor]:
-        """What of a row's first block lies beside the blocks: nothing here."""
+    def beginning(self, b: int) -> dict[str, torch.Tensor]:
+        """What the store keeps of the first block of sequence b outside the blocks: nothing here."""
         return {}
 
     def resume(self, lengths: list[int], beginnings: list[dict[str, torch.Tensor] | None]) -> None:
-        """The blocks of row b have been filled with the `lengths[b]` tokens of another row, whose `beginning` is
-        `beginnings[b]`; None for a row that stays as it is."""
+        """The blocks of sequence b now hold `lengths[b]` tokens of another sequence, whose `beginning` was
+        `beginnings[b]`; None for a sequence that stays as it is."""
 
-    def select(self, rows: list[int]) -> None:
-        """Row i becomes what row `rows[i]` was: for what a store keeps by row and not by block."""
+    def select(self, indices: list[int]) -> None:
+        """Sequence i becomes what sequence `indices[i]` was: for what is kept by sequence."""
 
     def rewind(self, lengths: list[int]) -> None:
-        """Row b has `lengths[b]` tokens from now on, no more than before: likewise."""
+        """Sequence b has `lengths[b]` tokens from now on, no more than before: for what is kept by sequence."""
 
     def check_rewind(self, lengths: list[int]) -> None:
-        """Raises ValueError where `rewind(lengths)` is not possible any more."""
+        """Raises ValueError where `rewind(lengths)` is not possible."""
+
+    def drop(self, tokens: list[int]) -> None:
+        """Sequence b has lost its first `tokens[b]` tokens, whole blocks, and counts from 0 again: for what is kept by
+        sequence."""
 
     def move(self, sources: list[int], destinations: list[int]) -> None:
-        """The tokens in slots `sources` (block * block_size + offset) are in `destinations` from now on."""
+        """Copies tokens from the slots `sources` to `destinations`."""
         self.take(self, *to_device([sources, destinations], torch.int64, self.device))
 
     def take(self, other: "PageStore", sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """What `other`, of the same form, holds in slots `sources` int64 [n] is here in `destinations` from now on."""
+        """Copies tokens from slots of `other`, of the same form, to slots of this store (int64 [n])."""
         for name, pages in self.pages.items():
             flat = other.pages[name].flatten(0, 1)
             pages.flatten(0, 1).index_copy_(0, destinations, flat.index_select(0, sources))
 
-    def update(self, step: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores `key` [B, Hk, S, D] and `value`, and reads all."""
-        self.write(step, key, value)
-        return self.read(step)
+        self.write(plan, key, value)
+        return self.read(plan)
 
-    def drop(self, tokens: list[int]) -> None:
-        """Row b has lost its first `tokens[b]` tokens, whole blocks, and what is left counts from 0: likewise."""
-
-    def write(self, step: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Stores `key` [B, Hk, S, D] and `value` at the places of `step`; padding is skipped."""
+    def write(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores `key` [B, Hk, S, D] and `value` in the slots of `plan`; padding is skipped."""
         for pages, new in ((self.pages["keys"], key), (self.pages["values"], value)):
-            if step.is_even and step.run is not None:
-                offset, room = step.run
+            if plan.is_even and plan.contiguous_span is not None:
+                offset, room = plan.contiguous_span
                 heads, dim = pages.shape[2:]
                 strides = (room * heads * dim, dim, heads * dim, 1)
-                pages.as_strided(new.shape, strides, (offset + step.starts[0]) * heads * dim).copy_(new)
+                pages.as_strided(new.shape, strides, (offset + plan.starts[0]) * heads * dim).copy_(new)
             else:
-                pages.flatten(0, 1).index_copy_(0, step.slot_mapping(new.device), step.tokens_of(new))
+                pages.flatten(0, 1).index_copy_(0, plan.slot_mapping(new.device), plan.tokens_of(new))
 
     def put(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores `key` [n, Hk, D] and `value` [n, Hk, Dv] in `slots` int64 [n]."""
         for pages, new in ((self.pages["keys"], key), (self.pages["values"], value)):
             pages.flatten(0, 1).index_copy_(0, slots, new)
 
-    def read(self, step: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, Hk, longest row, D] and values of all rows: a view where the rows lie evenly, else gathered. What
-        lies beyond the end of a row is finite but meaningless."""
+    def read(self, plan: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, Hk, longest sequence, D] and values of all sequences.
+
+        A view where the sequences lie evenly, else gathered. Behind the end of a sequence stand meaningless finite
+        numbers.
+        """
         result = []
         for pages in (self.pages["keys"], self.pages["values"]):
             heads, dim = pages.shape[2:]
-            if step.run is not None:
-                offset, room = step.run
-                size = (len(step.lengths), heads, step.max_length, dim)
+            if plan.contiguous_span is not None:
+                offset, room = plan.contiguous_span
+                size = (len(plan.lengths), heads, plan.max_length, dim)
                 result.append(pages.as_strided(size, (room * heads * dim, dim, heads * dim, 1), offset * heads * dim))
             else:
-                table = step.block_table(pages.device)
+                table = plan.block_table(pages.device)
                 gathered = pages.index_select(0, table.flatten()).view(table.shape[0], -1, heads, dim)
-                result.append(gathered[:, : step.max_length].transpose(1, 2))
+                result.append(gathered[:, : plan.max_length].transpose(1, 2))
         return result[0], result[1]
 
-    def attend(self, step: ForwardPlan, tables_on: Callable, query, key, value, **options) -> torch.Tensor:
-        """Stores `key`, `value` [B, Hk, S, D] (unless they are None: stored before) and attends `query` [B, Hq, S, D]
-        over all tokens of each row. tables_on: device -> `DeviceTables`. Returns [B, S, Hq, Dv]; zeros at padding."""
-        attend = self._attend_cpu if query.device.type == "cpu" else self._attend_kernels
-        return attend(step, tables_on, query, key, value, **options)
+    def attend(self, plan: ForwardPlan, tables_on: Callable, query, key, value, **options) -> torch.Tensor:
+        """Stores `key`, `value` [B, Hk, S, D] and attends `query` [B, Hq, S, D] over all tokens of each sequence.
 
-    def _attend_cpu(self, step, tables_on, query, key, value, *, causal, window_size, **options):
-        if step.valid is None and self._reads_pages(step, query):
-            options |= dict(causal=causal, window_size=window_size, tree_mask=step.tree_mask(query.device))
+        key: None where they are stored already. tables_on: device -> `DeviceTables`. options: those of
+        `api.flash_attn_with_kvcache`. Returns [B, S, Hq, Dv]; zeros at padding.
+        """
+        attend = self._attend_cpu if query.device.type == "cpu" else self._attend_kernels
+        return attend(plan, tables_on, query, key, value, **options)
+
+    def _attend_cpu(self, plan, tables_on, query, key, value, *, causal, window_size, **options):
+        if plan.valid is None and self._reads_pages(plan, query):
+            options |= dict(causal=causal, window_size=window_size, tree_mask=plan.tree_mask(query.device))
             return self.append_and_attend(tables_on(query.device), query, key, value, **options)
         if key is not None:
-            self.write(step, key, value)
-        keys, values = self.read(step)
-        mask = step.attention_mask(causal, window_size, query.device)
+            self.write(plan, key, value)
+        keys, values = self.read(plan)
+        mask = plan.attention_mask(causal, window_size, query.device)
         return torch_cpu.attend(
-            query, keys, values, mask=mask, causal=causal and mask is None and step.width > 1, **options
+            query, keys, values, mask=mask, causal=causal and mask is None and plan.width > 1, **options
         )
 
-    def _reads_pages(self, step: ForwardPlan, query: torch.Tensor) -> bool:
-        """Whether a CPU reads the pages where they lie, which gives other bits than SDPA."""
+    def _reads_pages(self, plan: ForwardPlan, query: torch.Tensor) -> bool:
+        """Whether a CPU reads the pages in place, which gives other bits than SDPA."""
         if not self.exact and native_cpu.serves(query.transpose(1, 2), **self._cache(None)):
             return True
-        gathered = 0 if step.run is not None else len(step.lengths) * step.max_length * self.pages["keys"][0, 0].numel()
-        return step.width <= MAX_DECODE_QUERIES and gathered > _MANY
+        if plan.contiguous_span is not None:
+            return False
+        return policy.reads_in_place(plan.width, len(plan.lengths) * plan.max_length * self.pages["keys"][0, 0].numel())
 
-    def _attend_kernels(self, step, tables_on, query, key, value, **options):
+    def _attend_kernels(self, plan, tables_on, query, key, value, **options):
         device = query.device
-        tables, tokens = tables_on(device), step.token_indices(device)
-        if step.tree is not None or (tokens is None and step.width <= MAX_DECODE_QUERIES):
-            options["tree_mask"] = step.tree_mask(device)
+        tables, tokens = tables_on(device), plan.token_indices(device)
+        if plan.tree is not None or (tokens is None and plan.width <= policy.MAX_DECODE_QUERIES):
+            options["tree_mask"] = plan.tree_mask(device)
             return self.append_and_attend(tables, query, key, value, **options)
         query = query.transpose(1, 2)  # [B, S, Hq, D]
         keys, values, table = self.pages["keys"], self.pages["values"], tables.block_table
         if key is not None:
-            flat_key, flat_value = step.tokens_of(key), step.tokens_of(value)
-            api.reshape_and_cache(flat_key, flat_value, keys, values, slot_mapping=step.slot_mapping(device))
-            if not any(step.starts):  # nothing but the new tokens to see
+            flat_key, flat_value = plan.tokens_of(key), plan.tokens_of(value)
+            api.reshape_and_cache(flat_key, flat_value, keys, values, slot_mapping=plan.slot_mapping(device))
+            if not any(plan.starts):  # nothing but the new tokens to see
                 keys, values, table = flat_key, flat_value, None
         flat_query = query.flatten(0, 1) if tokens is None else query.flatten(0, 1)[tokens]
         output = api.flash_attn_varlen_func(
-            flat_query, keys, values, step.cu_seqlens(device, new=True), step.cu_seqlens(device, new=False),
-            step.max_new, step.max_length, block_table=table, **options,
+            flat_query, keys, values, plan.cu_seqlens(device, new=True), plan.cu_seqlens(device, new=False),
+            plan.max_new, plan.max_length, block_table=table, **options,
         )  # fmt: skip
-        return step.padded(output, query.shape[0], query.shape[1])
+        return plan.padded(output, query.shape[0], query.shape[1])
 
     def append_and_attend(self, tables: DeviceTables, query, key, value, **options) -> torch.Tensor:
-        """`attend` in one op, for forwards in which every new column is a token of its row: touches nothing but tensors,
-        so it can be compiled."""
+        """`attend` in one op, for forwards in which every new column is a token: touches nothing but
+        tensors, so it can be compiled."""
         seqlens = tables.cache_seqlens
         if key is None:
             value, seqlens = None, seqlens + query.shape[2]
@@ -209,7 +223,7 @@ class PageStore:
 
 
 def _moved(pages: torch.Tensor, capacity: int, moves: list[tuple[int, int, int]] | None) -> torch.Tensor:
-    """`pages` with `capacity` blocks, the used ones at their new places: the same tensor when it has that size."""
+    """`pages` with `capacity` blocks, the used ones moved; the same tensor where it has that size already."""
     moves = [(0, 0, pages.shape[0])] if moves is None else moves
     if capacity == pages.shape[0]:
         pieces = [pages[old : old + number].clone() for old, _, number in moves]

@@ -1,4 +1,4 @@
-"""The pages of one layer, on its device, in host memory or in a file: `TieredStore`."""
+"""`TieredStore`: the pages of one layer on its device, in host memory or in a file."""
 
 import copy
 import uuid
@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from hf_efficient.cache.stores.full_precision import PageStore
 
 
-# methods of a `PageStore` that may be called while the pages are away
+# methods of a `PageStore` that touch no pages
 _WITHOUT_PAGES = ("select", "drop", "check_rewind", "form_of", "restored", "settled", "beginning")
 
 
 class TieredStore:
-    """A `PageStore` of any format whose pages come to the device when they are used.
+    """Wraps a `PageStore` of any format, whose pages come to the device when they are used.
 
-    While they are away, `inner.pages` is None. The host has a copy of the blocks that `_synced` marks, also while the pages
-    are on the device; `_used` marks the blocks that hold tokens (both bool [capacity] of numpy).
+    While they are away, `inner.pages` is None. The host has a copy of the blocks in `_synced`, also while the pages are
+    on the device. `_used` are the blocks that hold tokens. Both are bool [capacity] in numpy.
     """
 
     def __init__(self, inner: PageStore, state, tiers):
@@ -35,8 +35,8 @@ class TieredStore:
         self._synced = np.zeros(self.capacity, dtype=bool)
 
     def __getattr__(self, name):
-        """Whatever else a format has. A method of it may read and write pages."""
-        if name == "inner":  # while it is being copied
+        """Everything else that the format has. Its methods may read and write pages."""
+        if name == "inner":  # not there yet while an object is being copied
             raise AttributeError(name)
         value = getattr(self.inner, name)
         if callable(value) and name not in _WITHOUT_PAGES:
@@ -50,11 +50,9 @@ class TieredStore:
         duplicate._used = self._used
         return duplicate
 
-    # what the layers and the attention call
-
     @property
     def pages(self) -> dict[str, torch.Tensor]:
-        """The pages on the device. Whoever asks may write to them, so the host's copy of them is forgotten."""
+        """The pages on the device. The caller may write to them, so the host's copy is no longer valid."""
         self.forget_host_copy()
         return self.inner.pages
 
@@ -64,7 +62,7 @@ class TieredStore:
         return self.capacity * self._block_bytes
 
     def make_room(self, capacity, moves, copies) -> None:
-        offload, step = self.tiers.offload, self.state.step
+        offload, plan = self.tiers.offload, self.state.plan
         offload.use(self)
         self.inner.make_room(capacity, moves, copies)
         if moves is not None or self.inner.capacity != self.capacity:
@@ -76,11 +74,11 @@ class TieredStore:
             if grown:
                 offload.fit([self], self)
         lag = self.inner.lag
-        self._synced[step._cached(("written", lag), lambda: _written_blocks(step, lag))] = False
-        self._used = step._cached("used", self._used_now)
+        self._synced[plan.cached(("written", lag), lambda: _written_blocks(plan, lag))] = False
+        self._used = plan.cached("used", self._used_now)
 
     def rewind(self, lengths: list[int]) -> None:
-        if self.inner.rows:  # which may have to take up what is in pages
+        if self.inner.rows:  # they may take tokens back from pages
             self._resident()
         self.inner.rewind(lengths)
 
@@ -92,9 +90,9 @@ class TieredStore:
         self._resident()
         return self.inner.update(*args)
 
-    def make_ready(self, step) -> None:
+    def make_ready(self, plan) -> None:
         self._resident()
-        self.inner.make_ready(step)
+        self.inner.make_ready(plan)
 
     def read(self, *args):
         self._resident()
@@ -108,16 +106,14 @@ class TieredStore:
         if not self.is_resident:
             raise RuntimeError(
                 "decode_step() needs the pages of all layers on the device, and Offload(device_memory="
-                f"{self.tiers.offload.device_memory}) has no room for {self.nbytes} bytes in each: give it more, or leave out "
-                "decode_step()"
+                f"{self.tiers.offload.device_memory}) has no room for {self.nbytes} bytes in each: give it more, or "
+                "leave out decode_step()"
             )
         return self.inner.append_and_attend(*args, **options)
 
     def static_tensors(self) -> list[torch.Tensor]:
         self._resident()
         return self.inner.static_tensors()
-
-    # coming and going
 
     @property
     def is_resident(self) -> bool:
@@ -129,7 +125,7 @@ class TieredStore:
         return sum(pages.nbytes for pages in (self._host or {}).values())
 
     def bring(self) -> int:
-        """Queues the copies to the device unless the pages are there. Returns the bytes."""
+        """Queues the copies to the device unless the pages are there. Returns their bytes."""
         if self.is_resident:
             return 0
         host = self._host if self._file is None else load_file(self._path)
@@ -146,13 +142,13 @@ class TieredStore:
         return number
 
     def wait(self) -> None:
-        """Lets the work queued on the device from now on wait until the pages have arrived."""
+        """Makes the work that is queued on the device from now on wait for the pages."""
         if self._arrival is not None:
             self._arrival.wait(torch.cuda.current_stream(self.device))
             self._arrival = None
 
     def leave(self) -> int:
-        """Queues the copies to the host of what it does not have, and drops the pages. Returns the bytes."""
+        """Queues the copies to the host of what it does not have, and drops the pages. Returns their bytes."""
         self.wait()
         pages, used = self.inner.pages, np.flatnonzero(self._used)
         top = int(used[-1]) + 1 if len(used) else 0
@@ -170,7 +166,7 @@ class TieredStore:
         return number
 
     def forget_host_copy(self) -> None:
-        """Brings the pages to the device for someone who may write to them."""
+        """Brings the pages to the device, where they may be written to."""
         self._resident()
         self._synced[:] = False
 
@@ -187,7 +183,7 @@ class TieredStore:
         file = weakref.finalize(self, path.unlink, missing_ok=True)
         try:
             save_file(self._host, path)
-        except BaseException:  # such as a full disk: the host keeps its copy
+        except BaseException:  # for example a full disk: the host keeps its copy
             file()
             raise
         self._path, self._file = path, file
@@ -200,28 +196,31 @@ class TieredStore:
         self.wait()
 
     def _used_now(self) -> np.ndarray:
-        return np.array(self.state.pool.references, dtype=np.int64) > 0
+        return np.array(self.state.pool.ref_count, dtype=np.int64) > 0
 
 
-def _written_blocks(step, lag: int) -> list[int]:
-    """The blocks of all tokens of `step`, and of the `lag` tokens before them."""
-    size = step.block_size
+def _written_blocks(plan, lag: int) -> list[int]:
+    """The blocks of the new tokens of `plan`, and of the `lag` tokens before them."""
+    size = plan.block_size
     return [
         block
-        for table, start, length in zip(step.tables, step.starts, step.lengths)
+        for table, start, length in zip(plan.tables, plan.starts, plan.lengths)
         for block in table[max(start - lag, 0) // size : -(-length // size)]
     ]
 
 
 def _runs(blocks: np.ndarray) -> Iterable[tuple[int, int]]:
-    """(first, behind the last) of each unbroken run of blocks in a bool mask."""
+    """(start, stop) of each run of consecutive blocks in a bool mask."""
     edges = np.flatnonzero(np.diff(blocks, prepend=False, append=False)).tolist()
     return zip(edges[::2], edges[1::2])
 
 
 def _copy(destinations: dict, sources: dict, blocks: np.ndarray, device: torch.device) -> tuple[int, object]:
-    """Copies the blocks of a bool mask between the host and `device`: behind the work queued on that and beside what is
-    queued from now on. Returns the bytes and the event of their arrival, or None where copies are done at once."""
+    """Copies the blocks of a bool mask between the host and `device`.
+
+    On CUDA the copies wait for the work queued on the device so far and run beside what is queued later. Returns the
+    bytes and the event of their arrival, None where the copies are done.
+    """
     pairs = [
         (destination[first:last], sources[name][first:last])
         for first, last in _runs(blocks)
@@ -239,7 +238,7 @@ def _copy(destinations: dict, sources: dict, blocks: np.ndarray, device: torch.d
             destination.copy_(source, non_blocking=True)
     for tensor in (*destinations.values(), *sources.values()):
         if tensor.device.type == "cuda":
-            tensor.record_stream(stream)  # its memory is not given to others before the copies are done
+            tensor.record_stream(stream)  # keeps its memory until the copies are done
     return number, stream.record_event()
 
 
@@ -247,7 +246,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for the copies in both directions, so that they follow one another."""
+    """The stream of the copies in both directions, so that they run one after the other."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]

@@ -1,8 +1,8 @@
-"""Attention by device: CUDA tensors go to the Triton kernels of `flash_paged`, CPU tensors to torch.
+"""Attention over contiguous keys and over paged caches: Triton kernels for CUDA tensors, C++ or torch for CPU tensors.
 
 Each function is a `torch.library` op of the namespace hf_efficient, so that torch.compile and CUDA graphs see through
-it. None of them has a backward. Layouts, as in FlashAttention: tokens before heads. Quantized caches: the formats are
-described in `flash_paged.kv_formats`.
+it. None has a backward. Layouts are FlashAttention's: tokens before heads. `flash_paged.kv_formats` describes quantized
+caches.
 """
 
 import torch
@@ -10,16 +10,14 @@ import torch
 from hf_efficient.kernels.attention import ops
 
 
-ATTENTION_NAMES = (
-    "flash_paged",
-    "hf-efficient/flash_paged_2",
-)  # values of attn_implementation that mean this attention
+# values of attn_implementation that mean this attention
+ATTENTION_NAMES = ("flash_paged", "hf-efficient/flash_paged_2")
 
 _OPS = ops.OPS
 
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0) -> None:
-    """Raises what the attention functions raise for what none of them can do."""
+    """Raises the errors of the attention functions for inputs that none of them takes."""
     _check_queries(q, k, v, dropout_p)
     if q.shape[-2] % k.shape[-2]:
         raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
@@ -45,15 +43,24 @@ def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, s_aux=None,
 ):  # fmt: skip
-    """Attention of q [B, Sq, Hq, D] over k [B, Sk, Hk, D], v [B, Sk, Hk, Dv]. Returns [B, Sq, Hq, Dv].
+    """Attention of queries over contiguous keys and values. Deterministic.
 
-    causal: aligned to the bottom right. window_size: keys seen to the left and right of a query, -1 for all; softcap:
-    scores become softcap * tanh(score / softcap); alibi_slopes float32 [Hq] or [B, Hq]: scores lose slope * distance;
-    s_aux [Hq]: sink logits that join the softmax's denominator. softmax_scale: D ** -0.5 by default. Always deterministic.
-    return_attn_probs: returns (out, log-sum-exp float32 [B, Hq, Sq], None), with the sink and -inf where a query sees
-    nothing.
+    Args:
+        q, k, v: [B, Sq, Hq, D], [B, Sk, Hk, D], [B, Sk, Hk, Dv].
+        softmax_scale: D ** -0.5 by default.
+        causal: aligned to the bottom right.
+        window_size: keys seen to the left and right of a query, -1 for all.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        alibi_slopes: float32 [Hq] or [B, Hq]; scores lose slope * distance.
+        s_aux: [Hq], sink logits that join the softmax's denominator.
 
-    Raises RuntimeError when a gradient is asked for or the device is neither CPU nor CUDA, ValueError for dropout.
+    Returns:
+        [B, Sq, Hq, Dv], or with return_attn_probs (out, log-sum-exp float32 [B, Hq, Sq], None). The log-sum-exp
+        includes the sink, and is -inf where a query sees nothing.
+
+    Raises:
+        RuntimeError: a gradient is asked for, or the device is neither CPU nor CUDA.
+        ValueError: dropout is asked for, or heads or dtypes do not fit each other.
     """
     check_inputs(q, k, v, dropout_p)
     out, lse = _OPS.flash_attn(
@@ -64,18 +71,27 @@ def flash_attn_func(
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
-    s_aux=None,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None, s_aux=None,
 ):  # fmt: skip
-    """The same for sequences laid end to end: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] with cumulative lengths int32
-    [B + 1]. With a block_table int32 [B, max_blocks], k and v are pages [num_blocks, block_size, Hk, D] and
-    cu_seqlens_k only gives the lengths. Returns [Tq, Hq, Dv]; the log-sum-exp is [Hq, Tq].
+    """`flash_attn_func` for sequences laid end to end.
 
-    Raises ValueError on CPU for lengths or blocks beyond the table or the pages."""
+    Args:
+        q, k, v: [Tq, Hq, D], [Tk, Hk, D], [Tk, Hk, Dv]. With a block_table k and v are pages [num_blocks, block_size,
+            Hk, D].
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], cumulative lengths. Over pages cu_seqlens_k only gives the lengths.
+        block_table: int32 [B, max_blocks].
+
+    Returns:
+        [Tq, Hq, Dv]; the log-sum-exp is [Hq, Tq].
+
+    Raises:
+        ValueError: on CPU also for lengths or blocks beyond the table or the pages.
+    """
     check_inputs(q, k, v, dropout_p)
     out, lse = _OPS.flash_attn_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), softmax_scale, causal, *window_size,
-        float(softcap or 0.0), alibi_slopes, s_aux, return_attn_probs, block_table,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), block_table, softmax_scale, causal,
+        *window_size, float(softcap or 0.0), alibi_slopes, s_aux, return_attn_probs,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 
@@ -85,17 +101,29 @@ def flash_attn_with_kvcache(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax_lse=False, s_aux=None, tree_mask=None,
     k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None, v_tail=None, quantized_seqlens=None,
 ):  # fmt: skip
-    """Attention of q [B, Sq, Hq, D] over pages [num_blocks, block_size, Hk, D] through block_table int32 [B, max_blocks]
-    (without it row b has the page k_cache[b]); row b holds cache_seqlens[b] (int32 [B], or an int for all; None: the table
-    is full) tokens, and k, v [B, Sn, Hk, D] are appended in place first. Rows with a negative length are padding; blocks of
-    -1 are neither read nor written. Returns [B, Sq, Hq, Dv], or with return_softmax_lse (out, log-sum-exp [B, Hq, Sq]).
+    """Appends new tokens to a paged cache in place, and attends over all of it.
 
-    tree_mask: int64 [B, Sq], Sq <= 64: the last Sq keys are the nodes of a token tree, and bit j of tree_mask[b, i] says
-    that query i sees node j. A node stands behind its ancestors; `causal` and the right side of the window mean nothing.
-    k_scale to quantized_seqlens: those of quantized caches. int8 and float8_e4m3fn quantize what is appended; int4 and
-    int2 (uint8) append to the rings k_tail, v_tail.
+    Args:
+        q: [B, Sq, Hq, D].
+        k_cache, v_cache: pages [num_blocks, block_size, Hk, D].
+        k, v: [B, Sn, Hk, D], tokens to append; None for none.
+        cache_seqlens: int32 [B], tokens that each sequence holds before, or an int for all; None: the table is full.
+            A sequence of negative length is padding.
+        block_table: int32 [B, max_blocks]; without it sequence b has the page k_cache[b]. Blocks of -1 are neither read
+            nor written.
+        tree_mask: int64 [B, Sq], Sq <= 64. The last Sq keys are then the nodes of a token tree, and bit j of
+            tree_mask[b, i] says that query i sees node j. A node stands behind its ancestors; `causal` and the right
+            side of the window are not used.
+        k_scale to quantized_seqlens: of quantized caches. int8 and float8_e4m3fn caches quantize what is appended; int4
+            and int2 caches (uint8) append to the rings k_tail, v_tail.
+        The others: as in `flash_attn_func`.
 
-    Raises ValueError on CPU for lengths or blocks beyond the table or the pages."""
+    Returns:
+        [B, Sq, Hq, Dv], or with return_softmax_lse (out, log-sum-exp [B, Hq, Sq]).
+
+    Raises:
+        ValueError: on CPU also for lengths or blocks beyond the table or the pages.
+    """
     quantized = k_cache.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
     if quantized:
         _check_queries(q, q if k is None else k, q if v is None else v, 0.0)
@@ -117,27 +145,33 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     out, lse = _OPS.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal, *window_size,
-        float(softcap or 0.0), alibi_slopes, s_aux, return_softmax_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail,
-        v_tail, quantized_seqlens,
+        float(softcap or 0.0), alibi_slopes, s_aux, return_softmax_lse, tree_mask, k_scale, v_scale, k_min, v_min,
+        k_tail, v_tail, quantized_seqlens,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
 
 def reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale=None, v_scale=None) -> None:
-    """Writes k [T, Hk, D], v [T, Hk, Dv] into pages, quantized where these are int8 or float8_e4m3fn; slot_mapping int64
-    [T] = block * block_size + offset, -1 to skip."""
+    """Writes k [T, Hk, D], v [T, Hk, Dv] into pages, quantized where these are int8 or float8_e4m3fn.
+
+    slot_mapping: int64 [T], block * block_size + offset, -1 to skip a token.
+    """
     _OPS.reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def quantize_and_cache(k, v, k_cache, v_cache, k_scale, k_min, v_scale, v_min, group_mapping) -> None:
-    """Writes groups of tokens k [n, G, Hk, D], v [n, G, Hk, Dv] into int4 or int2 pages; group_mapping int64 [n] = block *
-    (block_size / G) + number in the block, -1 to skip."""
+    """Writes groups of tokens k [n, G, Hk, D], v [n, G, Hk, Dv] into int4 or int2 pages.
+
+    group_mapping: int64 [n], block * (block_size / G) + number in the block, -1 to skip a group.
+    """
     _OPS.quantize_and_cache(k, v, k_cache, v_cache, k_scale, k_min, v_scale, v_min, group_mapping)
 
 
 def copy_blocks(k_cache, v_cache, mapping, *scales) -> None:
-    """Copies blocks in place in all these tensors; mapping int64 [n, 2], pairs of source and destination. No block may be
-    written twice, or be both read and written."""
+    """Copies blocks in place in all these tensors.
+
+    mapping: int64 [n, 2], source and destination. No block may be written twice, or be both read and written.
+    """
     _OPS.copy_blocks(k_cache, v_cache, mapping, list(scales))
 
 
@@ -145,8 +179,10 @@ def gather_cache(
     k_cache, v_cache, block_table, cu_seqlens_k, dtype, k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None,
     v_tail=None, quantized_seqlens=None, num_tokens=None,
 ):  # fmt: skip
-    """The tokens of all rows end to end, dequantized to `dtype`: k [num_tokens, Hk, D], v [num_tokens, Hk, Dv].
-    num_tokens: cu_seqlens_k[-1] or more; None reads it, which waits for the device."""
+    """The tokens of all sequences end to end, dequantized to `dtype`: k [num_tokens, Hk, D], v [num_tokens, Hk, Dv].
+
+    num_tokens: cu_seqlens_k[-1] or more; None reads it, which waits for the device.
+    """
     num_tokens = int(cu_seqlens_k[-1]) if num_tokens is None else num_tokens
     return _OPS.gather_cache(
         k_cache, v_cache, block_table, cu_seqlens_k, dtype, k_scale, v_scale, k_min, v_min, k_tail, v_tail,

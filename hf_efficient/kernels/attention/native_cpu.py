@@ -1,120 +1,95 @@
-"""Attention over pages on CPUs whose C++ kernels are worth compiling (see `cpu_build`): reads full-precision and quantized
-pages and rings where they lie, in one call."""
+"""Attention over pages by the C++ kernels of `native/pages`, which read full-precision and quantized pages and rings
+where they lie, in one call. `kernels.native.build` says on which CPUs they are compiled."""
 
 import ctypes
 import functools
 
 import torch
 
+from hf_efficient.kernels.attention.call import AttentionCall
+from hf_efficient.kernels.attention.policy import MAX_DIM, MAX_QUERIES
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.replay import instructions
 from hf_efficient.kernels.replay.registry import replays
 
 
-_FEW_QUERIES = 64  # of a row, as a tree has; more are a prompt: causal, over full-precision pages
-_MAX_DIM = 256
 _TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}  # NumberType of native/pages/page_call.h
 _CODES = {torch.int8: 3, torch.float8_e4m3fn: 4}
 _PACKED = {4: 5, 2: 6}  # by bits
+
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class _Pages(ctypes.Structure):
     """`Pages` of native/pages/page_call.h."""
 
     _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("minimum", ctypes.c_void_p),
-        ("dim", ctypes.c_int64),
-        ("groups", ctypes.c_int64),
-    ]
+        ("data", _POINTER), ("scale", _POINTER), ("minimum", _POINTER), ("dim", _INT), ("groups", _INT),
+    ]  # fmt: skip
 
 
-_POINTERS = {
-    "query",
-    "out",
-    "lse",
-    "table",
-    "lengths",
-    "new_keys",
-    "new_values",
-    "stored",
-    "ancestors",
-    "slopes",
-    "sinks",
-}
-_NAMES = (
-    "batch width query_heads heads query_type page_type query out lse lse_row lse_head keys values num_blocks block_size "
-    "table table_columns table_stride lengths appended new_keys new_values token_group ring_keys ring_values ring stored left right ancestors "
-    "slopes slopes_stride sinks scale softcap"
-).split()
-
-
-class _Call(ctypes.Structure):
-    """`Call` of native/pages/page_call.h."""
+class _AttentionCall(ctypes.Structure):
+    """`AttentionCall` of native/pages/page_call.h: the record of the same name with sizes, types and addresses."""
 
     _fields_ = [
-        (
-            name,
-            ctypes.c_void_p if name in _POINTERS
-            else _Pages if name.endswith(("keys", "values"))
-            else ctypes.c_double if name in ("scale", "softcap")
-            else ctypes.c_int64,
-        )
-        for name in _NAMES
+        ("batch", _INT), ("width", _INT), ("query_heads", _INT), ("heads", _INT), ("query_type", _INT),
+        ("page_type", _INT), ("q", _POINTER), ("out", _POINTER), ("lse", _POINTER), ("lse_stride", _INT),
+        ("lse_head_stride", _INT), ("k_cache", _Pages), ("v_cache", _Pages), ("num_blocks", _INT),
+        ("block_size", _INT), ("block_table", _POINTER), ("table_width", _INT), ("table_stride", _INT),
+        ("cache_seqlens", _POINTER), ("appended", _INT), ("k", _POINTER), ("v", _POINTER), ("token_group", _INT),
+        ("k_tail", _Pages), ("v_tail", _Pages), ("ring_size", _INT), ("quantized_seqlens", _POINTER), ("left", _INT),
+        ("right", _INT), ("tree_mask", _POINTER), ("alibi_slopes", _POINTER), ("slopes_stride", _INT),
+        ("s_aux", _POINTER), ("softmax_scale", ctypes.c_double), ("softcap", ctypes.c_double),
     ]  # fmt: skip
 
 
 @functools.cache
 def kernel(dtype: torch.dtype):
-    """The compiled function for queries of this dtype, compiled when it is not there; None where torch's operators are to be
-    used."""
-    library = build.load("pages", (_Pages, _Call), QUERY=_TYPES[dtype])
+    """The compiled function for queries of this dtype; compiles it at the first call. None where torch's operators are
+    to be used."""
+    library = build.load("pages", (_Pages, _AttentionCall), QUERY=_TYPES[dtype])
     if library is None:
         return None
-    library.hf_attend_pages.argtypes = [ctypes.c_void_p]
+    library.hf_attend_pages.argtypes = [_POINTER]
     return library.hf_attend_pages
 
 
 def serves(q, k_cache, v_cache, k_scale=None, v_scale=None, k_min=None, v_min=None, **_) -> bool:
-    """Whether the kernels read such pages for such queries; arguments as of `flash_attn_with_kvcache`."""
+    """Whether the kernels read such pages for such queries. Arguments as of `api.flash_attn_with_kvcache`."""
     dim, page = q.shape[-1], k_cache.shape[:3]
-    if (
-        q.dtype not in _TYPES
-        or not q.numel()
-        or dim > _MAX_DIM
-        or (q.shape[1] > _FEW_QUERIES and k_cache.dtype != q.dtype)
-    ):
+    if q.dtype not in _TYPES or not q.numel() or dim > MAX_DIM:
+        return False
+    if q.shape[1] > MAX_QUERIES and k_cache.dtype != q.dtype:
         return False
     if v_cache.shape[:3] != page or q.shape[2] % page[2] or k_cache.dtype != v_cache.dtype:
         return False
-    packed, stored = [k_cache, v_cache], [x for x in (k_scale, v_scale, k_min, v_min) if x is not None]
-    if len(stored) == 4:
-        bits, groups, size = 8 * k_cache.shape[-1] // dim, v_scale.shape[-1], k_scale.shape[1]
+    pages, scales = [k_cache, v_cache], [x for x in (k_scale, v_scale, k_min, v_min) if x is not None]
+    if len(scales) == 4:
+        bits, groups, token_groups = 8 * k_cache.shape[-1] // dim, v_scale.shape[-1], k_scale.shape[1]
         value_dim = v_cache.shape[-1] * 8 // max(1, bits)
         fits = (
             bits in _PACKED
             and (groups == 1 or value_dim % (16 * groups) == 0)
             and k_cache.dtype == torch.uint8
-            and size
-            and page[1] % size == 0
-            and k_scale.shape == k_min.shape == (page[0], size, page[2], dim)
+            and token_groups
+            and page[1] % token_groups == 0
+            and k_scale.shape == k_min.shape == (page[0], token_groups, page[2], dim)
             and v_scale.shape == v_min.shape == (*page, groups)
         )
     else:
         value_dim = v_cache.shape[-1]
         fits = k_cache.shape[-1] == dim and (
             k_cache.dtype in _CODES
-            and len(stored) == 2
+            and len(scales) == 2
             and k_scale.shape == v_scale.shape == page
             or k_cache.dtype == q.dtype
-            and not stored
+            and not scales
         )
     return (
         bool(fits)
-        and value_dim <= _MAX_DIM
-        and all(x.is_contiguous() and x.is_cpu for x in packed + stored)
-        and all(x.dtype == torch.float16 for x in stored)
+        and value_dim <= MAX_DIM
+        and all(x.is_contiguous() and x.is_cpu for x in pages + scales)
+        and all(x.dtype == torch.float16 for x in scales)
         and kernel(q.dtype) is not None
     )
 
@@ -123,65 +98,69 @@ def _int32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.int32 else x.int()
 
 
-def attend(q, k_cache, v_cache, k, v, *rest):
-    """`flash_attn_with_kvcache_cpu` for what `serves`; its arguments. None, and nothing is done, where the other arguments have
-    shapes or dtypes that do not belong to it or ask for what prompts do not get, a row has more tokens than there is room for,
-    or the table has a block that does not exist."""
-    value_dim, return_lse = v_cache.shape[-1] if rest[-2] is None else rest[-2].shape[-1], rest[9]
-    q, out = q.contiguous(), q.new_empty(*q.shape[:-1], value_dim)
-    lse = torch.empty((len(q), q.shape[2], q.shape[1]) if return_lse else 0)
-    k, v = (x if x is None else x.contiguous() for x in (k, v))
-    call, _ = describe(out, lse, q, k_cache, v_cache, k, v, *rest)
-    torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP keeps one a thread
-    return (out, lse) if call is not None and kernel(q.dtype)(ctypes.addressof(call)) else None
+def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`flash_attn_with_kvcache` for pages that the kernels serve, with a call.block_table.
+
+    Returns None, with nothing done, where `describe` does, where a sequence has more tokens than there is room for, or
+    where the table names a block that does not exist.
+    """
+    call.q, out = call.q.contiguous(), call.q.new_empty(*call.q.shape[:-1], call.value_dim)
+    batch, width, heads = call.q.shape[:3]
+    lse = torch.empty((batch, heads, width) if call.return_lse else 0)
+    call.k, call.v = (x if x is None else x.contiguous() for x in (call.k, call.v))
+    native, _alive = describe(call, out, lse)
+    torch.get_num_threads()  # gives a new Python thread torch's number of threads: OpenMP has one for each thread
+    return (out, lse) if native is not None and kernel(call.q.dtype)(ctypes.addressof(native)) else None
 
 
-def describe(
-    out, lse, q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap, alibi_slopes,
-    s_aux, return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
-):  # fmt: skip
-    """What the kernel is told to write into `out` and `lse`: a `_Call`, or None as in `attend`, and the tensors that must live
-    as long as it. q, k and v are contiguous."""
+def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[_AttentionCall | None, tuple]:
+    """`call`, whose q, k and v are contiguous, as the kernels read it, with results in `out` and `lse`.
+
+    Returns the `_AttentionCall` and the tensors that must live as long as it; (None, ()) where arguments have shapes or
+    dtypes that do not belong together, or a prompt asks for more than causal attention.
+    """
+    q, k_cache, v_cache, table = call.q, call.k_cache, call.v_cache, call.block_table
     batch, width, query_heads, dim = q.shape
     block_size, heads = k_cache.shape[1:3]
-    value_dim = out.shape[-1]
-    bits = 8 * k_cache.shape[-1] // dim if k_min is not None else 8
-    new, ring = (0 if x is None else x.shape[1] for x in (k, k_tail))
+    value_dim, packed = out.shape[-1], call.k_min is not None
+    bits = 8 * k_cache.shape[-1] // dim if packed else 8
+    appended, ring_size = (0 if x is None else x.shape[1] for x in (call.k, call.k_tail))
+    slopes_shape = () if call.alibi_slopes is None else (batch, query_heads)[2 - call.alibi_slopes.dim() :]
     numbers = (
-        (k, (batch, new, heads, dim)),
-        (v, (batch, new, heads, value_dim)),
-        (k_tail, (batch, ring, heads, dim)),
-        (v_tail, (batch, ring, heads, value_dim)),
+        (call.k, (batch, appended, heads, dim)),
+        (call.v, (batch, appended, heads, value_dim)),
+        (call.k_tail, (batch, ring_size, heads, dim)),
+        (call.v_tail, (batch, ring_size, heads, value_dim)),
     )
     others = (
         (table, (batch, table.shape[1])),
-        (cache_seqlens, (batch,)),
-        (quantized_seqlens, (batch,)),
-        (tree_mask, (batch, width)),
-        (s_aux, (query_heads,)),
-        (alibi_slopes, (batch, query_heads)[2 - alibi_slopes.dim() :] if alibi_slopes is not None else ()),
+        (call.cache_seqlens, (batch,)),
+        (call.quantized_seqlens, (batch,)),
+        (call.tree_mask, (batch, width)),
+        (call.s_aux, (query_heads,)),
+        (call.alibi_slopes, slopes_shape),
     )
     if (
         any(x is not None and (x.shape != shape or not x.is_cpu) for x, shape in numbers + others)
         or any(x is not None and x.dtype != q.dtype for x, _ in numbers)
-        or any(x is not None and not x.is_contiguous() for x in (k_tail, v_tail))
-        or (k is None) != (v is None)
-        or width > _FEW_QUERIES
-        and (not causal or tree_mask is not None)
-        or bool(ring) != (bits < 8)
-        or k_min is not None
+        or any(x is not None and not x.is_contiguous() for x in (call.k_tail, call.v_tail))
+        or (call.k is None) != (call.v is None)
+        or width > MAX_QUERIES
+        and (not call.causal or call.tree_mask is not None)
+        or bool(ring_size) != (bits < 8)
+        or packed
         and v_cache.shape[-1] * 8 // bits != value_dim
     ):
         return None, ()
-    table, lengths = _int32(table), _int32(cache_seqlens).contiguous()
+    table, seqlens = _int32(table), _int32(call.cache_seqlens).contiguous()
     if table.stride(-1) != 1:
         table = table.contiguous()
-    sinks = None if s_aux is None else s_aux.float().contiguous()
-    slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
-    tree = None if tree_mask is None else tree_mask.long().contiguous()
-    stored = None if quantized_seqlens is None else _int32(quantized_seqlens).contiguous()
-    groups = v_scale.shape[-1] if k_min is not None else 1
-    if k_min is not None:
+    s_aux = None if call.s_aux is None else call.s_aux.float().contiguous()
+    slopes = None if call.alibi_slopes is None else call.alibi_slopes.float().contiguous()
+    tree = None if call.tree_mask is None else call.tree_mask.long().contiguous()
+    quantized = None if call.quantized_seqlens is None else _int32(call.quantized_seqlens).contiguous()
+    groups = call.v_scale.shape[-1] if packed else 1
+    if packed:
         page_type = _PACKED[bits]
     else:
         page_type = _TYPES[q.dtype] if k_cache.dtype == q.dtype else _CODES[k_cache.dtype]
@@ -189,46 +168,47 @@ def describe(
     def at(x):
         return None if x is None else x.data_ptr()
 
-    call = _Call(
-        batch, width, query_heads, heads, _TYPES[q.dtype], page_type, at(q), at(out), at(lse) if return_lse else None,
-        query_heads * width, width,
-        _Pages(at(k_cache), at(k_scale), at(k_min), dim, 1), _Pages(at(v_cache), at(v_scale), at(v_min), value_dim, groups),
-        len(k_cache), block_size, at(table), table.shape[1], table.stride(0), at(lengths),
-        new, at(k), at(v), 0 if k_min is None else block_size // k_scale.shape[1],
-        _Pages(at(k_tail), None, None, dim, 1), _Pages(at(v_tail), None, None, value_dim, groups),
-        ring, at(stored), left, 0 if causal else right, at(tree), at(slopes),
-        0 if slopes is None or slopes.dim() == 1 else query_heads, at(sinks),
-        dim**-0.5 if softmax_scale is None else softmax_scale, softcap,
+    native = _AttentionCall(
+        batch=batch, width=width, query_heads=query_heads, heads=heads, query_type=_TYPES[q.dtype],
+        page_type=page_type, q=at(q), out=at(out), lse=at(lse) if call.return_lse else None,
+        lse_stride=query_heads * width, lse_head_stride=width,
+        k_cache=_Pages(at(k_cache), at(call.k_scale), at(call.k_min), dim, 1),
+        v_cache=_Pages(at(v_cache), at(call.v_scale), at(call.v_min), value_dim, groups),
+        num_blocks=len(k_cache), block_size=block_size, block_table=at(table), table_width=table.shape[1],
+        table_stride=table.stride(0), cache_seqlens=at(seqlens), appended=appended, k=at(call.k), v=at(call.v),
+        token_group=block_size // call.k_scale.shape[1] if packed else 0,
+        k_tail=_Pages(at(call.k_tail), None, None, dim, 1),
+        v_tail=_Pages(at(call.v_tail), None, None, value_dim, groups),
+        ring_size=ring_size, quantized_seqlens=at(quantized), left=call.left, right=0 if call.causal else call.right,
+        tree_mask=at(tree), alibi_slopes=at(slopes),
+        slopes_stride=0 if slopes is None or slopes.dim() == 1 else query_heads, s_aux=at(s_aux),
+        softmax_scale=dim**-0.5 if call.softmax_scale is None else call.softmax_scale, softcap=call.softcap,
     )  # fmt: skip
-    return call, (table, lengths, sinks, slopes, tree, stored)
+    return native, (table, seqlens, s_aux, slopes, tree, quantized)
 
 
 @replays("hf_efficient::flash_attn_with_kvcache")
-def _instructions(
-    out, lse, q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap, alibi_slopes,
-    s_aux, return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
-):  # fmt: skip
+def _instructions(out, lse, *args) -> list | None:
     """A captured call of the kernel; None where it would read copies of tensors, which a replay does not fill again."""
-    if table is None:
-        table = torch.arange(len(q), dtype=torch.int32)[:, None]
+    call = AttentionCall(*args)
+    if call.block_table is None:
+        call.block_table = torch.arange(len(call.q), dtype=torch.int32)[:, None]
     integers = (
-        (cache_seqlens, torch.int32), (table, torch.int32), (tree_mask, torch.int64), (quantized_seqlens, torch.int32),
+        (call.cache_seqlens, torch.int32), (call.block_table, torch.int32), (call.tree_mask, torch.int64),
+        (call.quantized_seqlens, torch.int32),
     )  # fmt: skip
-    as_they_are = all(x is None or (x.dtype is dtype and x.is_contiguous()) for x, dtype in integers)
-    if not as_they_are or not serves(q, k_cache, v_cache, k_scale, v_scale, k_min, v_min):
+    needs_no_copy = all(x is None or (x.dtype is dtype and x.is_contiguous()) for x, dtype in integers)
+    scales = call.k_scale, call.v_scale, call.k_min, call.v_min
+    if not needs_no_copy or not serves(call.q, call.k_cache, call.v_cache, *scales):
         return None
-    copies, inputs = [], []
-    for x in (q, k, v):
+    copies = []
+    for name in ("q", "k", "v"):
+        x = getattr(call, name)
         if x is not None and not x.is_contiguous():
-            y = torch.empty_like(x, memory_format=torch.contiguous_format)
-            copies.append(instructions.elementwise("COPY", y, [x]))
-            x = y
-        inputs.append(x)
-    q, k, v = inputs
-    call, tensors = describe(
-        out, lse, q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap,
-        alibi_slopes, s_aux, return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
-    )  # fmt: skip
-    if call is None:
+            setattr(call, name, torch.empty_like(x, memory_format=torch.contiguous_format))
+            copies.append(instructions.elementwise("COPY", getattr(call, name), [x]))
+    native, alive = describe(call, out, lse)
+    if native is None:
         return None
-    return [*copies, instructions.call(kernel(q.dtype), call, out, inputs, (inputs, tensors))]
+    inputs = [call.q, call.k, call.v]
+    return [*copies, instructions.call(kernel(call.q.dtype), native, out, inputs, (inputs, alive))]

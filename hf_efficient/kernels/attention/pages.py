@@ -1,5 +1,5 @@
-"""Pages on CPU: read, write, quantize, copy and gather, in full precision and in the quantized formats of
-`flash_paged.kv_formats`, to the bit as `flash_paged.quantized_reference` says."""
+"""Reads, writes, quantizes, copies and gathers pages on CPU, in full precision and in the quantized formats of
+`flash_paged.kv_formats`. Codes and scales have the bits of `flash_paged.quantized_reference`."""
 
 from typing import NamedTuple
 
@@ -11,8 +11,11 @@ _MAX_HALF = torch.finfo(torch.float16).max
 
 
 class Pages(NamedTuple):
-    """The keys or the values of a cache: data [blocks, block_size, Hk, D or packed D] with their scales and minima, `dim`
-    channels."""
+    """The keys or the values of a cache.
+
+    data: [blocks, block_size, Hk, D], D packed in uint8 for 4 and 2 bits. dim: D, channels. scale, minimum: float16, of
+    quantized pages, in the shapes that `flash_paged.kv_formats` gives.
+    """
 
     data: torch.Tensor
     dim: int
@@ -29,7 +32,7 @@ class Pages(NamedTuple):
         return cls(k_cache, dim, k_scale, k_min), cls(v_cache, value_dim, v_scale, v_min)
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[n, block_size, Hk, D] of these blocks (int64 [n]), float32 where quantized."""
+        """The numbers [n, block_size, Hk, D] of `blocks` (int64 [n]), float32 where quantized."""
         if self.scale is None:
             return self.data.index_select(0, blocks)
         scale = self.scale.index_select(0, blocks).float()
@@ -48,8 +51,8 @@ class Pages(NamedTuple):
 
 
 def _widen(bits: torch.Tensor) -> torch.Tensor:
-    """uint8 bits of finite float8_e4m3fn numbers -> these in float32, through those of float16, whose exponents begin 8 lower:
-    torch converts one number at a time."""
+    """uint8 bits of finite float8_e4m3fn numbers -> the numbers in float32. The bits are shifted into those of float16,
+    whose exponent bias is 8 larger, because torch's own conversion is not vectorized."""
     wide = bits.to(torch.int16)
     return ((wide & 0x80) << 8 | (wide & 0x7F) << 7).view(torch.float16).float().mul_(256.0)
 
@@ -61,7 +64,7 @@ def unpack(packed: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def _quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., D] -> codes [..., D] of int8 or float8_e4m3fn, scale float16 [...]."""
+    """x [..., D] -> codes [..., D] in int8 or float8_e4m3fn, and their scale float16 [...]."""
     x = x.float()
     scale = (x.abs().amax(-1) / _MAX_CODE[dtype]).clamp_max(_MAX_HALF).half()
     wide = scale.float()[..., None]
@@ -86,8 +89,8 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return packed
 
 
-def _kept(mapping: torch.Tensor, count: int, name: str, what: str) -> torch.Tensor | slice:
-    """The entries that are not negative. Raises ValueError for one that is `count` or more."""
+def _written(mapping: torch.Tensor, count: int, name: str, what: str) -> torch.Tensor | slice:
+    """An index of the entries that are not negative. Raises ValueError for an entry of `count` or more."""
     if mapping.numel() == 0:
         return slice(0)
     low, high = (int(x) for x in mapping.aminmax())
@@ -100,16 +103,16 @@ def _kept(mapping: torch.Tensor, count: int, name: str, what: str) -> torch.Tens
 def write_tokens(k, v, keys: Pages, values: Pages, slots: torch.Tensor) -> None:
     """k [T, Hk, D], v [T, Hk, Dv] into slots int64 [T] of the pages; negative ones are skipped."""
     size = keys.data.shape[1]
-    kept = _kept(slots, len(keys.data) * size, "slot_mapping", "slots")
-    place = slots[kept] // size, slots[kept] % size
-    for x, pages in ((k[kept], keys), (v[kept], values)):
+    chosen = _written(slots, len(keys.data) * size, "slot_mapping", "slots")
+    at = slots[chosen] // size, slots[chosen] % size
+    for x, pages in ((k[chosen], keys), (v[chosen], values)):
         if pages.scale is not None:
             x, scale = _quantize_tokens(x, pages.data.dtype)
-            pages.scale[place] = scale
+            pages.scale[at] = scale
         if pages.data.dtype == torch.float8_e4m3fn:
-            pages.data.view(torch.uint8)[place] = x.view(torch.uint8)
+            pages.data.view(torch.uint8)[at] = x.view(torch.uint8)
         else:
-            pages.data[place] = x
+            pages.data[at] = x
 
 
 def reshape_and_cache_cpu(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale):
@@ -119,20 +122,20 @@ def reshape_and_cache_cpu(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale
 def quantize_and_cache_cpu(k, v, k_cache, v_cache, k_scale, k_min, v_scale, v_min, group_mapping):
     group, bits = k.shape[1], 8 * k_cache.shape[-1] // k.shape[-1]
     groups = k_cache.shape[1] // group
-    kept = _kept(group_mapping, len(k_cache) * groups, "group_mapping", "group slots")
-    block, number = group_mapping[kept] // groups, group_mapping[kept] % groups
+    chosen = _written(group_mapping, len(k_cache) * groups, "group_mapping", "group slots")
+    block, number = group_mapping[chosen] // groups, group_mapping[chosen] % groups
     tokens = number[:, None] * group + torch.arange(group)
-    codes, scale, low = _quantize_groups(k[kept], bits, 1)
+    codes, scale, low = _quantize_groups(k[chosen], bits, 1)
     k_cache[block[:, None], tokens] = _pack(codes, bits)
     k_scale[block, number], k_min[block, number] = scale, low
-    codes, scale, low = _quantize_groups(v[kept].unflatten(-1, (v_scale.shape[-1], -1)), bits, -1)
+    codes, scale, low = _quantize_groups(v[chosen].unflatten(-1, (v_scale.shape[-1], -1)), bits, -1)
     v_cache[block[:, None], tokens] = _pack(codes.flatten(-2), bits)
     v_scale[block[:, None], tokens], v_min[block[:, None], tokens] = scale, low
 
 
 def copy_blocks_cpu(k_cache, v_cache, mapping, scales):
-    kept = _kept(mapping, len(k_cache), "mapping", "blocks")
-    source, destination = (mapping[kept.all(1)] if isinstance(kept, torch.Tensor) else mapping[kept]).unbind(1)
+    chosen = _written(mapping, len(k_cache), "mapping", "blocks")
+    source, destination = (mapping[chosen.all(1)] if isinstance(chosen, torch.Tensor) else mapping[chosen]).unbind(1)
     for tensor in (k_cache, v_cache, *scales):
         raw = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
         raw[destination] = raw[source]
@@ -143,43 +146,46 @@ def check_blocks(table: torch.Tensor, pages: Pages) -> None:
     if table.numel() and int(table.max()) >= len(pages.data):
         index = (table >= len(pages.data)).nonzero()[0].tolist()
         raise ValueError(
-            f"block_table{index} is {table[tuple(index)]}: allowed are -1 to {len(pages.data) - 1}, the blocks of the cache"
+            f"block_table{index} is {table[tuple(index)]}: allowed are -1 to {len(pages.data) - 1}, the blocks of the "
+            "cache"
         )
 
 
-def read_row(pages: Pages, block_table, row: int, length: int, first: int = 0, tail=None, quantized: int = 0):
-    """The first `length` tokens of a row, through block_table [B, max_blocks] from the block of token `first` on; from token
-    `quantized` on those of the ring in `tail` [B, R, Hk, D], if there is one. Returns [length, Hk, D] and bool [length],
-    where False (and 0) says that nothing was read or the table has -1, or None when there are all. Raises ValueError for
-    more tokens than the table has room for."""
+def read_sequence(pages: Pages, block_table, b: int, length: int, first: int = 0, ring=None, quantized: int = 0):
+    """The first `length` tokens of sequence b, through block_table [B, max_blocks] from the block of token `first` on.
+
+    Tokens from `quantized` on come from `ring` [B, R, Hk, D], if there is one. Returns [length, Hk, D] and bool
+    [length], False (and zeros) for tokens that were not read or whose block is -1; None in its place where all were
+    read. Raises ValueError for more tokens than the table has room for.
+    """
     size = pages.data.shape[1]
-    stored = length if tail is None else min(quantized, length)
+    stored = length if ring is None else min(quantized, length)
     if stored > block_table.shape[1] * size:
         raise ValueError(
-            f"row {row} has {stored} tokens: allowed are {block_table.shape[1] * size}, {block_table.shape[1]} blocks of "
-            f"{size} in block_table"
+            f"sequence {b} has {stored} tokens: allowed are {block_table.shape[1] * size}, {block_table.shape[1]} "
+            f"blocks of {size} in block_table"
         )
-    blocks = block_table[row, : -(-stored // size)].long()
+    blocks = block_table[b, : -(-stored // size)].long()
     blocks = torch.where(torch.arange(len(blocks)) < first // size, -1, blocks)
     check_blocks(blocks, pages)
     present = blocks >= 0
     tokens = pages.read(blocks.clamp_min(0)).flatten(0, 1)[:stored]
-    if tail is not None:
-        ring = tail[row, torch.arange(stored, length) % tail.shape[1]]
-        tokens = torch.cat([tokens, ring.to(tokens.dtype)])
+    if ring is not None:
+        newest = ring[b, torch.arange(stored, length) % ring.shape[1]]
+        tokens = torch.cat([tokens, newest.to(tokens.dtype)])
     if bool(present.all()):
         return tokens, None
     present = torch.nn.functional.pad(present.repeat_interleave(size)[:stored], (0, length - stored), value=True)
     return tokens.masked_fill(~present[:, None, None], 0), present
 
 
-def read_rows(pages: Pages, block_table: torch.Tensor, stored: torch.Tensor, longest: int, first: torch.Tensor):
-    """All rows at once: the first `stored` (int64 [B]) tokens of each, from the block of token `first` (int64 [B]) on:
-    [B, longest, Hk, D] and bool [B, longest], where False (and 0) says that nothing was read, or None when there are all."""
+def read_sequences(pages: Pages, block_table: torch.Tensor, stored: torch.Tensor, longest: int, first: torch.Tensor):
+    """All sequences at once: the first `stored` (int64 [B]) tokens of each, from the block of token `first` (int64 [B])
+    on. Returns [B, longest, Hk, D] and bool [B, longest], as `read_sequence`."""
     size = pages.data.shape[1]
     table = block_table[:, : -(-longest // size)].long()
-    places = torch.arange(table.shape[1])
-    present = (places * size < stored[:, None]) & (places >= first[:, None] // size) & (table >= 0)
+    numbers = torch.arange(table.shape[1])
+    present = (numbers * size < stored[:, None]) & (numbers >= first[:, None] // size) & (table >= 0)
     table = torch.where(present, table, 0)
     check_blocks(table, pages)
     tokens = pages.read(table.flatten()).unflatten(0, table.shape).flatten(1, 2)[:, :longest]
@@ -190,15 +196,15 @@ def read_rows(pages: Pages, block_table: torch.Tensor, stored: torch.Tensor, lon
 
 
 def gather_cache_cpu(
-    k_cache, v_cache, block_table, cu_seqlens_k, dtype, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
-    num_tokens,
+    k_cache, v_cache, block_table, cu_seqlens_k, dtype, k_scale, v_scale, k_min, v_min, k_tail, v_tail,
+    quantized_seqlens, num_tokens,
 ):  # fmt: skip
     starts = cu_seqlens_k.tolist()
     quantized = [0] * len(starts) if quantized_seqlens is None else quantized_seqlens.tolist()
     results = []
-    for pages, tail in zip(Pages.of_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min), (k_tail, v_tail)):
+    for pages, ring in zip(Pages.of_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min), (k_tail, v_tail)):
         gathered = pages.data.new_zeros(num_tokens, pages.data.shape[2], pages.dim, dtype=dtype)
-        for row, (start, end) in enumerate(zip(starts, starts[1:])):
-            gathered[start:end] = read_row(pages, block_table, row, end - start, 0, tail, quantized[row])[0]
+        for b, (start, end) in enumerate(zip(starts, starts[1:])):
+            gathered[start:end] = read_sequence(pages, block_table, b, end - start, 0, ring, quantized[b])[0]
         results.append(gathered)
     return tuple(results)

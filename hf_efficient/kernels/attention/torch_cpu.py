@@ -1,46 +1,47 @@
-"""Attention on CPU by torch operations: SDPA where it can, plain float32 operations for softcap, sinks and log-sum-exp."""
+"""Attention on CPU by torch operators: SDPA, or float32 products where softcap, sinks or log-sum-exp are asked for."""
 
 import torch
 import torch.nn.functional as F
 
-from hf_efficient.kernels.attention import native_cpu as compiled
+from hf_efficient.kernels.attention import native_cpu, policy
+from hf_efficient.kernels.attention.call import AttentionCall
 from hf_efficient.kernels.attention.flash_decoding import attend_pages
-from hf_efficient.kernels.attention.masks import QueryRows, additive, visibility
-from hf_efficient.kernels.attention.pages import Pages, check_blocks, read_row, read_rows, write_tokens
-
-
-__all__ = ["additive", "attend", "visibility"]  # what the cache uses
-
-_FEW_QUERIES = 16  # read pages in place up to so many, else gather them for SDPA
-_SMALL = 1 << 20  # numbers of keys, padded: with so few, gathering them all costs less than cutting them up
-_SCORES = 1 << 24  # numbers of a score matrix that is held at a time
+from hf_efficient.kernels.attention.masks import QueryBatch, additive
+from hf_efficient.kernels.attention.pages import Pages, check_blocks, read_sequence, read_sequences, write_tokens
 
 
 def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, softcap=0.0, s_aux=None):
-    """Attention of `query` [B, Hq, S, D] over `key` [B, Hk, n, D], `value` [B, Hk, n, Dv], any strides: with an additive
-    `mask` [B or 1, 1 or Hq, S, n], or `causal` where S = n. Returns [B, S, Hq, Dv]; zeros where nothing is visible."""
+    """Attention over contiguous keys and values.
+
+    Args:
+        query, key, value: [B, Hq, S, D], [B, Hk, n, D], [B, Hk, n, Dv], any strides.
+        mask: additive, [B or 1, 1 or Hq, S, n].
+        causal: needs S = n.
+
+    Returns:
+        [B, S, Hq, Dv]; zeros where a query sees nothing.
+    """
     batch, heads, width, dim = query.shape
-    group, plain = heads // key.shape[1], bool(softcap) or s_aux is not None
-    numbers = (
-        batch * key.shape[2] * (heads if plain else group)
-    )  # that a query costs: of scores, or of a mask that is repeated
-    if width * numbers > _SCORES and (plain or mask is not None):
+    group, needs_scores = heads // key.shape[1], bool(softcap) or s_aux is not None
+    # numbers that each query adds: scores, or a mask that is repeated for the heads of a group
+    numbers = batch * key.shape[2] * (heads if needs_scores else group)
+    if width * numbers > policy.SCORES and (needs_scores or mask is not None):
         options = dict(causal=causal, softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux)
-        step, parts = max(1, _SCORES // numbers), []
+        step, parts = max(1, policy.SCORES // numbers), []
         for start in range(0, width, step):
             seen = start + step if causal else None
-            rows = None if mask is None else mask[:, :, start : start + step]
+            part_mask = None if mask is None else mask[:, :, start : start + step]
             part = query[:, :, start : start + step], key[:, :, :seen], value[:, :, :seen]
-            parts.append(attend(*part, mask=rows, **options))
+            parts.append(attend(*part, mask=part_mask, **options))
         return torch.cat(parts, 1)
-    if plain:
-        return _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux)[0]
+    if needs_scores:
+        return _attend_with_scores(query, key, value, mask, causal, softmax_scale, softcap, s_aux)[0]
     if group == 1 or causal:
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=softmax_scale, enable_gqa=group > 1
         )
         return out.transpose(1, 2)
-    # The queries of a group as one block of rows: torch would read every key once per query head.
+    # The query heads of a group as more queries of one head: else torch reads every key once per query head.
     query = query.reshape(batch, key.shape[1], group * width, dim)
     if mask is not None and mask.shape[1] > 1:
         mask = mask.reshape(mask.shape[0], key.shape[1], group * width, -1)
@@ -50,8 +51,8 @@ def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, so
     return out.reshape(batch, heads, width, value.shape[-1]).transpose(1, 2)
 
 
-def _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux):
-    """As `attend`, `causal` aligned to the bottom right; returns the log-sum-exp float32 [B, Hq, S] too."""
+def _attend_with_scores(query, key, value, mask, causal, softmax_scale, softcap, s_aux):
+    """As `attend`, by float32 scores, `causal` aligned to the bottom right. Returns the log-sum-exp [B, Hq, S] too."""
     batch, heads, width, dim = query.shape
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     grouped = query.float().reshape(batch, key.shape[1], -1, width, dim)
@@ -75,24 +76,28 @@ def _attend_plain(query, key, value, mask, causal, softmax_scale, softcap, s_aux
     return out, (highest + total.log()).reshape(batch, heads, width)
 
 
-def _attend_rows(q, k, v, queries: QueryRows, softmax_scale, softcap, s_aux, return_lse, present=None):
-    """q [B, S, Hq, D] over k [B, n, Hk, D], v [B, n, Hk, Dv] of which bool `present` [n] or [B, n] exist. Returns [B, S, Hq, Dv] and
-    the log-sum-exp float32 [B, Hq, S], empty unless asked for."""
+def _attend_batch(call: AttentionCall, q, k, v, queries: QueryBatch, present=None):
+    """Attention of q [B, S, Hq, D] over k [B, n, Hk, D], v [B, n, Hk, Dv], with the options of `call`.
+
+    present: bool [n] or [B, n], False for keys that do not exist; None where all do. Returns [B, S, Hq, Dv] and the
+    log-sum-exp float32 [B, Hq, S], empty unless asked for.
+    """
     batch, width, heads, _ = q.shape
     length = k.shape[1]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    left, right, options = queries.left, queries.right, dict(softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux)
-    everything = queries.ancestors is None and queries.slopes is None and present is None and not return_lse
-    everything = everything and length > 0 and (left < 0 or left >= length - 1)
-    if everything and (right < 0 or right >= length - 1 or (right == 0 and width == 1)):
+    left, right = queries.left, queries.right
+    options = dict(softmax_scale=call.softmax_scale, softcap=call.softcap, s_aux=call.s_aux)
+    unmasked = queries.ancestors is None and queries.slopes is None and present is None and not call.return_lse
+    unmasked = unmasked and length > 0 and (left < 0 or left >= length - 1)
+    if unmasked and (right < 0 or right >= length - 1 or (right == 0 and width == 1)):
         return attend(q, k, v, **options).contiguous(), q.new_empty(0, dtype=torch.float32)
-    if everything and right == 0 and width == length and not softcap and s_aux is None:
+    if unmasked and right == 0 and width == length and not call.softcap and call.s_aux is None:
         return attend(q, k, v, causal=True, **options).contiguous(), q.new_empty(0, dtype=torch.float32)
     out = q.new_zeros(batch, width, heads, v.shape[-1])
     lse = torch.full((batch, heads, width), float("-inf"))
-    if s_aux is not None:
-        lse[:] = s_aux.float()[:, None]
-    step = width if queries.ancestors is not None else max(1, _SCORES // (batch * heads * max(length, 1)))
+    if call.s_aux is not None:
+        lse[:] = call.s_aux.float()[:, None]
+    step = width if queries.ancestors is not None else max(1, policy.SCORES // (batch * heads * max(length, 1)))
     for start in range(0, width, step):
         stop = min(start + step, width)
         chunk = queries._replace(positions=queries.positions[:, start:stop])
@@ -100,130 +105,128 @@ def _attend_rows(q, k, v, queries: QueryRows, softmax_scale, softcap, s_aux, ret
         high = min(int(chunk.positions.max()) + right + 1, length) if right >= 0 else length
         if low >= high:
             continue
-        numbers = torch.arange(low, high).expand(batch, -1)
-        seen = chunk.sees(numbers)
+        keys = torch.arange(low, high).expand(batch, -1)
+        seen = chunk.sees(keys)
         mask = additive(seen if present is None else seen & present[..., None, low:high])
-        mask = mask if queries.slopes is None else mask + chunk.bias(numbers)
+        mask = mask if queries.slopes is None else mask + chunk.bias(keys)
         part = q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]
-        if return_lse:
-            out[:, start:stop], lse[..., start:stop] = _attend_plain(*part, mask, False, **options)
+        if call.return_lse:
+            out[:, start:stop], lse[..., start:stop] = _attend_with_scores(*part, mask, False, **options)
         else:
             out[:, start:stop] = attend(*part, mask=mask, **options)
-    return out, lse if return_lse else lse.new_empty(0)
+    return out, lse if call.return_lse else lse.new_empty(0)
 
 
-def flash_attn_cpu(q, k, v, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux, return_lse):
-    lengths = torch.full((q.shape[0],), k.shape[1])
-    queries = QueryRows.aligned(lengths, q.shape[1], causal, left, right, slopes=alibi_slopes)
-    return _attend_rows(q, k, v, queries, softmax_scale, softcap, s_aux, return_lse)
+def flash_attn(call: AttentionCall):
+    """`flash_attn_func`: keys and values are call.k_cache, call.v_cache [B, n, Hk, D]."""
+    lengths = torch.full((call.q.shape[0],), call.k_cache.shape[1])
+    queries = QueryBatch.aligned(lengths, call.q.shape[1], call.causal, call.left, call.right, slopes=call.alibi_slopes)
+    return _attend_batch(call, call.q, call.k_cache, call.v_cache, queries)
 
 
-def flash_attn_varlen_cpu(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux,
-    return_lse, block_table,
-):  # fmt: skip
+def flash_attn_varlen(call: AttentionCall, cu_seqlens_q, cu_seqlens_k, max_q, max_k):
+    """`flash_attn_varlen_func`: keys and values are call.k_cache, call.v_cache, pages with a call.block_table."""
+    q, k, v, slopes = call.q, call.k_cache, call.v_cache, call.alibi_slopes
     out = q.new_zeros(*q.shape[:2], v.shape[-1])
-    lse = torch.full((q.shape[1], len(q) if return_lse else 0), float("-inf"))
+    lse = torch.full((q.shape[1], len(q) if call.return_lse else 0), float("-inf"))
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    keys, values = Pages.of_cache(k, v)
-    for row, (first, last) in enumerate(zip(starts_q, starts_q[1:])):
+    for b, (first, last) in enumerate(zip(starts_q, starts_q[1:])):
         if first == last:
             continue
-        begin, end, present = starts_k[row], starts_k[row + 1], None
-        slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[row]
-        queries = QueryRows.aligned(torch.tensor([end - begin]), last - first, causal, left, right, slopes=slopes)
-        if block_table is None:
-            row_keys, row_values = k[begin:end], v[begin:end]
+        begin, end, present = starts_k[b], starts_k[b + 1], None
+        own = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        lengths = torch.tensor([end - begin])
+        queries = QueryBatch.aligned(lengths, last - first, call.causal, call.left, call.right, slopes=own)
+        if call.block_table is None:
+            keys, values = k[begin:end], v[begin:end]
         else:
-            (row_keys, present), (row_values, _) = (
-                read_row(pages, block_table, row, end - begin, int(queries.first_seen)) for pages in (keys, values)
+            (keys, present), (values, _) = (
+                read_sequence(pages, call.block_table, b, end - begin, int(queries.first_seen))
+                for pages in Pages.of_cache(k, v)
             )
-        out[first:last], row_lse = _attend_rows(
-            q[None, first:last], row_keys[None], row_values[None], queries, softmax_scale, softcap, s_aux, return_lse,
-            present,
-        )  # fmt: skip
-        if return_lse:
-            lse[:, first:last] = row_lse[0]
-    return out, lse if return_lse else lse.new_empty(0)
+        out[first:last], own_lse = _attend_batch(call, q[None, first:last], keys[None], values[None], queries, present)
+        if call.return_lse:
+            lse[:, first:last] = own_lse[0]
+    return out, lse if call.return_lse else lse.new_empty(0)
 
 
-def flash_attn_with_kvcache_cpu(
-    q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux,
-    return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
-):  # fmt: skip
+def flash_attn_with_kvcache(call: AttentionCall):
+    """`flash_attn_with_kvcache`: by the C++ kernels where they serve, else by what `policy.kvcache_reader` says."""
+    q = call.q
     batch, width = q.shape[:2]
-    table = torch.arange(batch)[:, None] if block_table is None else block_table
-    if compiled.serves(q, k_cache, v_cache, k_scale, v_scale, k_min, v_min):
-        result = compiled.attend(
-            q, k_cache, v_cache, k, v, cache_seqlens, table, softmax_scale, causal, left, right, softcap, alibi_slopes, s_aux,
-            return_lse, tree_mask, k_scale, v_scale, k_min, v_min, k_tail, v_tail, quantized_seqlens,
-        )  # fmt: skip
+    has_table = call.block_table is not None
+    if not has_table:
+        call.block_table = torch.arange(batch)[:, None]
+    if native_cpu.serves(q, call.k_cache, call.v_cache, call.k_scale, call.v_scale, call.k_min, call.v_min):
+        result = native_cpu.attend(call)
         if result is not None:  # else an error that is raised below
             return result
-    keys, values = Pages.of_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min)
-    appended = 0 if k is None else k.shape[1]
-    lengths = torch.where(cache_seqlens >= 0, cache_seqlens.long() + appended, 0)
-    stored = lengths if k_tail is None else torch.where(lengths > 0, quantized_seqlens.long(), 0)
-    _check_lengths(cache_seqlens, appended, table.shape[1] * k_cache.shape[1], lengths, stored, k_tail)
+    keys, values = Pages.of_cache(call.k_cache, call.v_cache, call.k_scale, call.v_scale, call.k_min, call.v_min)
+    appended, rings = 0 if call.k is None else call.k.shape[1], (call.k_tail, call.v_tail)
+    lengths = torch.where(call.cache_seqlens >= 0, call.cache_seqlens.long() + appended, 0)
+    has_rings = call.k_tail is not None
+    stored = torch.where(lengths > 0, call.quantized_seqlens.long(), 0) if has_rings else lengths
+    _check_lengths(call, appended, lengths, stored)
     if appended:
-        _append(k, v, keys, values, cache_seqlens, table, k_tail, v_tail)
-    queries = QueryRows.aligned(lengths, width, causal, left, right, tree_mask, alibi_slopes)
+        _append(call, keys, values)
+    queries = QueryBatch.aligned(lengths, width, call.causal, call.left, call.right, call.tree_mask, call.alibi_slopes)
     longest = int(lengths.max()) if batch else 0
-    if block_table is not None and k_tail is None and tree_mask is None and width <= _FEW_QUERIES:
-        if batch * longest * k_cache.shape[2] * max(keys.dim, values.dim) <= _SMALL:
-            (row_keys, present), (row_values, _) = (
-                read_rows(pages, table, lengths, longest, queries.first_seen) for pages in (keys, values)
-            )
-            return _attend_rows(
-                q, row_keys.to(q.dtype), row_values.to(q.dtype), queries, softmax_scale, softcap, s_aux, return_lse, present
-            )  # fmt: skip
-    if block_table is not None and (width <= _FEW_QUERIES or tree_mask is not None):
-        tails = None if k_tail is None else (k_tail, v_tail, stored)
-        out, lse = attend_pages(q, keys, values, queries, table, softmax_scale, softcap, s_aux, tails)
-        return out, lse if return_lse else lse.new_empty(0)
+    key_numbers = batch * longest * call.k_cache.shape[2] * max(keys.dim, values.dim)
+    reader = policy.kvcache_reader(width, key_numbers, has_table, has_rings, call.tree_mask is not None)
+    if reader == "gather_batch":
+        (gathered_keys, present), (gathered_values, _) = (
+            read_sequences(pages, call.block_table, lengths, longest, queries.first_seen) for pages in (keys, values)
+        )
+        return _attend_batch(call, q, gathered_keys.to(q.dtype), gathered_values.to(q.dtype), queries, present)
+    if reader == "flash_decoding":
+        out, lse = attend_pages(call, keys, values, queries, (*rings, stored) if has_rings else None)
+        return out, lse if call.return_lse else lse.new_empty(0)
     out = q.new_zeros(*q.shape[:3], values.dim)
-    lse = torch.zeros(batch, q.shape[2], width if return_lse else 0)
+    lse = torch.zeros(batch, q.shape[2], width if call.return_lse else 0)
     firsts = queries.first_seen.tolist()
-    for row, (length, quantized, first) in enumerate(zip(lengths.tolist(), stored.tolist(), firsts)):
-        if block_table is None and k_scale is None:
-            (row_keys, present), row_values = (k_cache[row, :length], None), v_cache[row, :length]
+    for b, (length, quantized, first) in enumerate(zip(lengths.tolist(), stored.tolist(), firsts)):
+        if not has_table and call.k_scale is None:
+            (own_keys, present), own_values = (call.k_cache[b, :length], None), call.v_cache[b, :length]
         else:
-            (row_keys, present), (row_values, _) = (
-                read_row(pages, table, row, length, first, tail, quantized)
-                for pages, tail in ((keys, k_tail), (values, v_tail))
+            (own_keys, present), (own_values, _) = (
+                read_sequence(pages, call.block_table, b, length, first, ring, quantized)
+                for pages, ring in zip((keys, values), rings)
             )
-        out[row : row + 1], row_lse = _attend_rows(
-            q[row : row + 1], row_keys[None].to(q.dtype), row_values[None].to(q.dtype),
-            queries.select(torch.tensor([row])), softmax_scale, softcap, s_aux, return_lse, present,
-        )  # fmt: skip
-        if return_lse:
-            lse[row] = row_lse[0]
-    return out, lse if return_lse else lse.new_empty(0)
+        one = own_keys[None].to(q.dtype), own_values[None].to(q.dtype), queries.select(torch.tensor([b]))
+        out[b : b + 1], own_lse = _attend_batch(call, q[b : b + 1], *one, present)
+        if call.return_lse:
+            lse[b] = own_lse[0]
+    return out, lse if call.return_lse else lse.new_empty(0)
 
 
-def _check_lengths(cache_seqlens, appended: int, capacity: int, lengths, stored, k_tail) -> None:
-    """Raises ValueError for rows that hold more than there is room for."""
-    if k_tail is not None:
-        beyond, room, what = lengths - stored, k_tail.shape[1], "minus quantized_seqlens tokens: a ring has room for"
+def _check_lengths(call: AttentionCall, appended: int, lengths, stored) -> None:
+    """Raises ValueError for sequences of more tokens than there is room for.
+
+    lengths, stored: int64 [B], tokens of each sequence, and those of them in pages.
+    """
+    capacity, ring = call.block_table.shape[1] * call.k_cache.shape[1], call.k_tail
+    if ring is not None:
+        beyond, room, what = lengths - stored, ring.shape[1], "minus quantized_seqlens tokens: a ring has room for"
         wrong = (beyond > room) | (beyond < 0) | (stored > capacity)
     else:
         room, what, wrong = capacity, "tokens: block_table has room for", lengths > capacity
     if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
+        b = int(wrong.nonzero()[0])
         raise ValueError(
-            f"cache_seqlens[{row}] = {int(cache_seqlens[row])} + {appended} new {what} {room}"
-            + ("" if k_tail is None else f", and quantized_seqlens[{row}] = {int(stored[row])} must be in the pages")
+            f"cache_seqlens[{b}] = {int(call.cache_seqlens[b])} + {appended} new {what} {room}"
+            + ("" if ring is None else f", and quantized_seqlens[{b}] = {int(stored[b])} must be in the pages")
         )
 
 
-def _append(k, v, keys: Pages, values: Pages, cache_seqlens, table, k_tail, v_tail) -> None:
-    """k [B, n, Hk, D], v [B, n, Hk, Dv] behind the tokens that the rows have, into the pages or the rings."""
-    tokens, size = cache_seqlens.long()[:, None] + torch.arange(k.shape[1]), keys.data.shape[1]
-    if k_tail is None:
+def _append(call: AttentionCall, keys: Pages, values: Pages) -> None:
+    """Writes call.k, call.v behind the tokens that the sequences have, into the pages or the rings."""
+    k, v, table, seqlens = call.k, call.v, call.block_table, call.cache_seqlens
+    tokens, size = seqlens.long()[:, None] + torch.arange(k.shape[1]), keys.data.shape[1]
+    if call.k_tail is None:
         blocks = table.gather(1, (tokens // size).clamp(0, table.shape[1] - 1)).long()
         check_blocks(blocks, keys)
     else:
-        keys, values, size = Pages(k_tail, k.shape[-1]), Pages(v_tail, v.shape[-1]), k_tail.shape[1]
-        blocks = torch.arange(len(k_tail))[:, None]
-    slots = torch.where((cache_seqlens[:, None] >= 0) & (blocks >= 0), blocks * size + tokens % size, -1)
+        keys, values = Pages(call.k_tail, k.shape[-1]), Pages(call.v_tail, v.shape[-1])
+        blocks, size = torch.arange(len(call.k_tail))[:, None], call.k_tail.shape[1]
+    slots = torch.where((seqlens[:, None] >= 0) & (blocks >= 0), blocks * size + tokens % size, -1)
     write_tokens(k.flatten(0, 1), v.flatten(0, 1), keys, values, slots.flatten())

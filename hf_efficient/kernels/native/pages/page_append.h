@@ -1,5 +1,5 @@
-// New tokens, written behind those that the rows have: into their pages (of 8 bits quantized as kv_formats.py says, to the bit)
-// or into their rings.
+// Appends new tokens to the sequences: to their pages, where 8-bit pages are quantized with the bits of kv_formats.py, or to
+// their rings.
 
 #pragma once
 #include "page_call.h"
@@ -45,7 +45,7 @@ static uint16_t quantize(const void *x, int64_t type, int64_t at, int64_t dim, b
     return scale;
 }
 
-static void append_numbers(const Call &call, const Pages &pages, bool in_ring, int64_t slot, const void *x, int64_t token) {
+static void append_numbers(const AttentionCall &call, const Pages &pages, bool in_ring, int64_t slot, const void *x, int64_t token) {
     const int64_t dim = pages.dim, size = call.query_type == FLOAT32 ? 4 : 2;
     const bool quantizes = !in_ring && call.page_type != call.query_type;
     for (int64_t head = 0; head < call.heads; head++) {
@@ -55,15 +55,15 @@ static void append_numbers(const Call &call, const Pages &pages, bool in_ring, i
     }
 }
 
-static void append(const Call &call) {
-    for (int64_t row = 0; row < call.batch; row++) {
-        if (call.lengths[row] < 0) continue;
+static void append(const AttentionCall &call) {
+    for (int64_t sequence = 0; sequence < call.batch; sequence++) {
+        if (call.cache_seqlens[sequence] < 0) continue;
         for (int64_t i = 0; i < call.appended; i++) {
-            const Source source = {call, row, call.ring != 0};
-            const int64_t slot = source.slot(call.lengths[row] + i), token = row * call.appended + i;
+            const Source source = {call, sequence, call.ring_size != 0};
+            const int64_t slot = source.slot(call.cache_seqlens[sequence] + i), token = sequence * call.appended + i;
             if (slot < 0) continue;
-            append_numbers(call, source.keys(), source.in_ring, slot, call.new_keys, token);
-            append_numbers(call, source.values(), source.in_ring, slot, call.new_values, token);
+            append_numbers(call, source.keys(), source.in_ring, slot, call.k, token);
+            append_numbers(call, source.values(), source.in_ring, slot, call.v, token);
         }
     }
 }

@@ -1,38 +1,38 @@
-// Attention of the queries that share a key head to a stretch of the tokens of their row.
+// Attention of the queries that share a key head over some tokens of their sequence.
 
 #pragma once
 #include "online_softmax.h"
 #include "page_tiles.h"
 #include "visibility.h"
 
-struct Span {  // tokens [begin, end) of a row, all in pages or all in its ring
-    int64_t row, begin, end;
+struct Span {  // tokens [begin, end) of a sequence, all in pages or all in its ring
+    int64_t sequence, begin, end;
     bool in_ring;
 };
 
-// What a span contributes: a Softmax a row of queries, and the weighted sums of values [block of channels][row][4] vectors.
+// The result of a span: a Softmax for each row of queries, and the weighted sums of values [block of channels][row][4] vectors.
 struct Partial {
     Softmax *softmax;
     Floats (*sums)[TILE_BLOCKS];
 };
 
-// The queries of a row for `heads` key heads, [key head, head of the group, query], as terms of channels.
+// The queries of a sequence for `heads` key heads, [key head, head of the group, query], as terms of channels.
 template <class A> struct Queries {
     typedef typename A::Term Term;
-    int64_t rows, dim, ld;  // rows: of a key head, ld: terms of a row, whole chunks
+    int64_t rows, dim, ld;  // rows: of a key head, ld: terms of a sequence, whole chunks
     Term *terms;
 
-    Queries(const Call &call, int64_t row, int64_t head, int64_t heads) : rows(call.height()), dim(call.keys.dim), ld(ceil_div(dim, CHUNK) * CHUNK / A::NUMBERS) {
+    Queries(const AttentionCall &call, int64_t sequence, int64_t head, int64_t heads) : rows(call.height()), dim(call.k_cache.dim), ld(ceil_div(dim, CHUNK) * CHUNK / A::NUMBERS) {
         static thread_local Buffer buffer;
         terms = buffer.get<Term>(heads * rows * ld);
         memset(terms, 0, heads * rows * ld * sizeof(Term));
         for (int64_t m = 0; m < heads * rows; m++) {
             const int64_t query_head = head * call.group() + m / call.width;
-            const int64_t at = ((row * call.width + m % call.width) * call.query_heads + query_head) * dim;
-            if (call.query_type == BFLOAT16) memcpy(terms + m * ld, (const uint16_t *)call.query + at, dim * 2);
-            if (call.query_type == FLOAT32) memcpy(terms + m * ld, (const float *)call.query + at, dim * 4);
+            const int64_t at = ((sequence * call.width + m % call.width) * call.query_heads + query_head) * dim;
+            if (call.query_type == BFLOAT16) memcpy(terms + m * ld, (const uint16_t *)call.q + at, dim * 2);
+            if (call.query_type == FLOAT32) memcpy(terms + m * ld, (const float *)call.q + at, dim * 4);
             if (call.query_type == FLOAT16)
-                for (int64_t c = 0; c < dim; c++) terms[m * ld + c] = _cvtsh_ss(((const uint16_t *)call.query)[at + c]);
+                for (int64_t c = 0; c < dim; c++) terms[m * ld + c] = _cvtsh_ss(((const uint16_t *)call.q)[at + c]);
         }
     }
     static INLINE void widened(const Term *terms, int64_t chunk, Floats *out) {
@@ -66,18 +66,18 @@ template <class A> struct Queries {
     }
 };
 
-// What turns products into scores in powers of two: the softmax's scale, softcap and ALiBi.
+// Turns products into scores in powers of two, by the softmax's scale, softcap and ALiBi.
 struct Biases {
-    const Call &call;
+    const AttentionCall &call;
     const float *slopes;  // of the group's heads, or null
 
-    Biases(const Call &call, int64_t row, int64_t head)
-        : call(call), slopes(call.slopes ? call.slopes + row * call.slopes_stride + head * call.group() : nullptr) {}
+    Biases(const AttentionCall &call, int64_t sequence, int64_t head)
+        : call(call), slopes(call.alibi_slopes ? call.alibi_slopes + sequence * call.slopes_stride + head * call.group() : nullptr) {}
 
     // score: of row m of the queries, for 16 keys from `token` on
     INLINE Floats apply(Floats score, const Visibility &sight, int64_t m, int64_t token) const {
-        if (call.softcap) score = soft_capped(score * float(call.scale), call.softcap) * LOG2_E;
-        else score *= float(call.scale * LOG2_E);
+        if (call.softcap) score = soft_capped(score * float(call.softmax_scale), call.softcap) * LOG2_E;
+        else score *= float(call.softmax_scale * LOG2_E);
         if (!slopes) return score;
         const int64_t at = sight.position(m % call.width);
         Floats distance;
@@ -96,15 +96,15 @@ template <class A> static INLINE void store_terms(const Floats *weights, int64_t
     }
 }
 
-// `heads` key heads from `first_head` on, whose keys lie side by side, tile by tile; results: of each of them. A: the arithmetic; F:
-// the format of the pages or of the ring.
+// Attends over a span, tile by tile, for `heads` key heads from `first_head` on, whose keys lie side by side. results: one for
+// each head. A: the arithmetic. F: the format of the pages or of the ring.
 template <class A, class F>
-static void attend_span(const Call &call, const F &key_format, const F &value_format, const Span &span, int64_t first_head, int64_t heads, Prefetch ahead, const Partial *results) {
+static void attend_span(const AttentionCall &call, const F &key_format, const F &value_format, const Span &span, int64_t first_head, int64_t heads, Prefetch ahead, const Partial *results) {
     typedef typename A::Term Term;
     constexpr int TERMS = TILE_TOKENS / A::NUMBERS;  // of a tile's tokens
-    const Source source = {call, span.row, span.in_ring};
+    const Source source = {call, span.sequence, span.in_ring};
     const Pages &keys = source.keys(), &values = source.values();
-    const Visibility sight(call, span.row);
+    const Visibility sight(call, span.sequence);
     const ChannelBlocks channels(values);
     const int64_t rows = call.height(), width = call.width, ld = ceil_div(keys.dim, CHUNK) * CHUNK / A::NUMBERS;
 
@@ -116,7 +116,7 @@ static void attend_span(const Call &call, const F &key_format, const F &value_fo
     float *offsets = buffers[5].get<float>(2 * rows), *corrections = offsets + rows;
     uint64_t *seen = buffers[6].get<uint64_t>(width);
 
-    const Queries<A> queries(call, span.row, first_head, heads);
+    const Queries<A> queries(call, span.sequence, first_head, heads);
     for (int64_t h = 0; h < heads; h++) {
         for (int64_t m = 0; m < rows; m++) results[h].softmax[m] = Softmax();
         std::fill_n((Floats *)results[h].sums, channels.count * rows * TILE_BLOCKS, Floats{});
@@ -129,7 +129,7 @@ static void attend_span(const Call &call, const F &key_format, const F &value_fo
         for (int64_t h = 0; h < heads; h++) {
             const int64_t head = first_head + h;
             const Partial &result = results[h];
-            const Biases biases(call, span.row, head);
+            const Biases biases(call, span.sequence, head);
             Tile tile(source, start, end - start, head, key_format.bytes, value_format.bytes);
             uint64_t anyone = 0;
             for (int64_t i = 0; i < width; i++) {

@@ -1,10 +1,10 @@
-// What one call is told. hf_efficient/kernels/attention/native_cpu.py has the same structures.
+// The arguments of one call: hf_efficient/kernels/attention/native_cpu.py has the same structures, call.py the record.
 
 #pragma once
 #include "vectors.h"
 
 // The keys or the values of a cache, or of its rings: data [tokens, heads, dim] of one format, a token being a slot of a page
-// (block * block_size + offset) or of a ring (row * ring + slot).
+// (block * block_size + offset) or of a ring (sequence * ring + slot).
 struct Pages {
     const void *data;
     const uint16_t *scale, *minimum;  // float16: kv_formats.py says of which shapes
@@ -14,55 +14,55 @@ struct Pages {
 
 enum NumberType : int64_t { BFLOAT16, FLOAT32, FLOAT16, INT8, FP8, INT4, INT2 };
 
-struct Call {
-    int64_t batch, width, query_heads, heads;  // width: queries of a row
+struct AttentionCall {
+    int64_t batch, width, query_heads, heads;  // width: queries of a sequence
     int64_t query_type, page_type;
-    const void *query;  // [batch, width, query_heads, keys.dim]
-    void *out;          // [batch, width, query_heads, values.dim], as the queries
-    float *lse;         // [batch, query_heads, width] with strides lse_row, lse_head, 1, or null
-    int64_t lse_row, lse_head;
+    const void *q;  // [batch, width, query_heads, k_cache.dim]
+    void *out;      // [batch, width, query_heads, v_cache.dim], of the queries' type
+    float *lse;     // [batch, query_heads, width] with strides lse_stride, lse_head_stride, 1, or null
+    int64_t lse_stride, lse_head_stride;
 
-    Pages keys, values;
+    Pages k_cache, v_cache;
     int64_t num_blocks, block_size;
-    const int32_t *table;  // [batch, table_stride or less]
-    int64_t table_columns, table_stride;
-    const int32_t *lengths;  // tokens of a row before the new ones; negative: a row of padding
-    int64_t appended;        // new tokens of a row
-    const void *new_keys, *new_values;  // [batch, appended, heads, dim], numbers as the queries
-    int64_t token_group;  // tokens whose keys share scales: 4 and 2 bits
+    const int32_t *block_table;  // [batch, table_width], rows table_stride apart
+    int64_t table_width, table_stride;
+    const int32_t *cache_seqlens;  // tokens of a sequence before the new ones; negative: a sequence of padding
+    int64_t appended;              // new tokens of a sequence
+    const void *k, *v;             // [batch, appended, heads, dim], of the queries' type
+    int64_t token_group;           // tokens whose keys share scales, of 4 and 2-bit pages
 
-    Pages ring_keys, ring_values;  // null without; numbers of the queries' type
-    int64_t ring;
-    const int32_t *stored;  // tokens of a row in pages, the others are in the ring
+    Pages k_tail, v_tail;  // rings, of the queries' type; null without
+    int64_t ring_size;     // slots of a ring
+    const int32_t *quantized_seqlens;  // tokens of a sequence in pages, the others are in the ring
 
-    int64_t left, right;      // the window; -1: no limit
-    const int64_t *ancestors;  // [batch, width] bits of a token tree, or null
-    const float *slopes;      // of ALiBi [query_heads] a row, or null
-    int64_t slopes_stride;    // from row to row
-    const float *sinks;       // [query_heads], or null
-    double scale, softcap;
+    int64_t left, right;        // the window; -1: no limit
+    const int64_t *tree_mask;   // [batch, width] bits of a token tree, or null
+    const float *alibi_slopes;  // [query_heads] for each sequence, or null
+    int64_t slopes_stride;      // from sequence to sequence
+    const float *s_aux;         // [query_heads] sink logits, or null
+    double softmax_scale, softcap;
 
     int64_t group() const { return query_heads / heads; }
     int64_t height() const { return group() * width; }  // rows of queries that share a key head: head of the group, query
-    int64_t length(int64_t row) const { return lengths[row] < 0 ? 0 : lengths[row] + appended; }
-    int64_t in_pages(int64_t row) const {
-        const int64_t all = length(row);
-        return ring && all ? stored[row] : all;
+    int64_t length(int64_t sequence) const { return cache_seqlens[sequence] < 0 ? 0 : cache_seqlens[sequence] + appended; }
+    int64_t in_pages(int64_t sequence) const {
+        const int64_t all = length(sequence);
+        return ring_size && all ? quantized_seqlens[sequence] : all;
     }
 };
 
-// Where the tokens of a row lie: in pages, or in its ring.
+// Where the tokens of a sequence lie: in pages, or in its ring.
 struct Source {
-    const Call &call;
-    int64_t row;
+    const AttentionCall &call;
+    int64_t sequence;
     bool in_ring;
 
-    const Pages &keys() const { return in_ring ? call.ring_keys : call.keys; }
-    const Pages &values() const { return in_ring ? call.ring_values : call.values; }
+    const Pages &keys() const { return in_ring ? call.k_tail : call.k_cache; }
+    const Pages &values() const { return in_ring ? call.v_tail : call.v_cache; }
 
     int64_t slot(int64_t token) const {  // -1: nowhere
-        if (in_ring) return row * call.ring + token % call.ring;
-        const int64_t block = call.table[row * call.table_stride + token / call.block_size];
+        if (in_ring) return sequence * call.ring_size + token % call.ring_size;
+        const int64_t block = call.block_table[sequence * call.table_stride + token / call.block_size];
         return block < 0 ? -1 : block * call.block_size + token % call.block_size;
     }
 };

@@ -1,5 +1,4 @@
-// How numbers come out of pages, 32 channels of a token and head at a time, in their order. Codes are exact in bfloat16;
-// scales are left to the caller.
+// Loads 32 channels of a token and head from pages, in their order. Codes are exact in bfloat16; the caller applies scales.
 
 #pragma once
 #include "page_call.h"
@@ -7,7 +6,7 @@
 enum Scales { NONE, PER_TOKEN, PER_GROUP };
 constexpr int CHUNK = 32;  // channels
 
-// What products are made of: pairs of bfloat16, or floats. A term is what a lane has of it.
+// The arithmetic of products: pairs of bfloat16, or floats. A term is the content of one lane.
 struct BFloat16 {
     typedef uint32_t Term;
     static constexpr int NUMBERS = 2, VECTORS = 1;  // numbers of a term, vectors of terms in a chunk
@@ -97,7 +96,8 @@ struct Fp8Pages : Format<PER_TOKEN> {
     }
 };
 
-// Codes of 4 or 2 bits less the middle of their range, which halves what rounding the scaled queries and weights costs. Byte c
+// Codes of 4 or 2 bits less the middle of their range: the rounding errors of scaled queries and weights are then half as
+// large. Byte c
 // has channel c + part * (dim * BITS / 8) at bit part * BITS.
 template <int BITS> struct PackedPages : Format<PER_GROUP> {
     static constexpr float MIDDLE = ((1 << BITS) - 1) / 2.0f;

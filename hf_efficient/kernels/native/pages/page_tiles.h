@@ -1,4 +1,4 @@
-// Up to 64 tokens of one key head, laid out for products: keys with 16 tokens to a vector, values with 16 channels.
+// Up to 64 tokens of one key head, laid out for products: 16 tokens of keys to a vector, 16 channels of values.
 
 #pragma once
 #include "page_formats.h"
@@ -7,7 +7,7 @@
 
 constexpr int TILE_TOKENS = TILE_BLOCKS * LANES;
 
-alignas(64) static const uint8_t NOTHING[4 * 256] = {};  // what a token that is not there has
+alignas(64) static const uint8_t NOTHING[4 * 256] = {};  // keys and values of a token that does not exist
 
 struct Tile {
     int64_t count, blocks;                                       // tokens, times 16
@@ -18,7 +18,7 @@ struct Tile {
     // key_bytes, value_bytes: of a token and head
     Tile(const Source &source, int64_t start, int64_t count, int64_t head, int64_t key_bytes, int64_t value_bytes)
         : count(count), blocks(ceil_div(count, LANES)) {
-        const int64_t heads = source.call.heads, size = source.in_ring ? source.call.ring : source.call.block_size;
+        const int64_t heads = source.call.heads, size = source.in_ring ? source.call.ring_size : source.call.block_size;
         for (int64_t i = 0; i < count;) {  // page by page
             const int64_t slot = source.slot(start + i), end = std::min(count, i + size - (start + i) % size);
             if (slot < 0) {
@@ -35,7 +35,7 @@ struct Tile {
         for (int64_t i = count; i < blocks * LANES; i++) skip(i);
     }
     void skip(int64_t i) { place[i] = 0, key[i] = value[i] = NOTHING; }
-    void keep(uint64_t seen) {  // what nobody sees is not read
+    void keep(uint64_t seen) {  // does not read tokens that no query sees
         for (uint64_t unseen = present & ~seen; unseen; unseen &= unseen - 1) skip(__builtin_ctzll(unseen));
         present &= seen;
     }
@@ -48,14 +48,14 @@ struct Tile {
     }
 };
 
-struct Stretch {  // tokens [at, end) of a row
-    const Call *call;
-    int64_t row;
+struct Stretch {  // tokens [at, end) of a sequence
+    const AttentionCall *call;
+    int64_t sequence;
     bool in_ring;
     int64_t at, end, key_bytes, value_bytes;  // bytes: of a token and head
 };
 
-// Fetches the tokens of two stretches ahead of use, `heads` of their heads from `head` on, which lie side by side.
+// Prefetches the tokens of two stretches: `heads` heads from `head` on, which lie side by side.
 struct Prefetch {
     Stretch stretches[2];
     int64_t head, heads;
@@ -65,7 +65,7 @@ struct Prefetch {
         for (Stretch &stretch : stretches)
             for (; stretch.at < stretch.end; stretch.at++) {
                 if (count-- == 0) return;
-                const Source source = {*stretch.call, stretch.row, stretch.in_ring};
+                const Source source = {*stretch.call, stretch.sequence, stretch.in_ring};
                 const int64_t slot = source.slot(stretch.at), place = slot * source.call.heads + head;
                 if (slot < 0) continue;
                 lines((const uint8_t *)source.keys().data + place * stretch.key_bytes, heads * stretch.key_bytes);

@@ -1,6 +1,6 @@
-// Attention of few queries over pages read where they lie, the FlashDecoding of
-// https://crfm.stanford.edu/2023/10/12/flashdecoding.html: each row's tokens in spans, which threads share, combined at the end.
-// Spans do not depend on the threads, and each sum has one order: so have results.
+// Attention of few queries over pages that are read in place: FlashDecoding,
+// https://crfm.stanford.edu/2023/10/12/flashdecoding.html. Each sequence's tokens are cut into spans, which threads share, and the
+// results of the spans are added up. Neither the spans nor the order of sums depends on the threads, so results do not either.
 
 #include "page_append.h"
 #include "page_attention.h"
@@ -9,34 +9,35 @@
 #include <vector>
 
 EXPORT_LAYOUTS(LAYOUT(Pages, data, scale, minimum, dim, groups)
-               LAYOUT(Call, batch, width, query_heads, heads, query_type, page_type, query, out, lse, lse_row, lse_head, keys, values,
-                      num_blocks, block_size, table, table_columns, table_stride, lengths, appended, new_keys, new_values,
-                      token_group, ring_keys, ring_values, ring, stored, left, right, ancestors, slopes, slopes_stride, sinks,
-                      scale, softcap))
+               LAYOUT(AttentionCall, batch, width, query_heads, heads, query_type, page_type, q, out, lse, lse_stride,
+                      lse_head_stride, k_cache, v_cache, num_blocks, block_size, block_table, table_width, table_stride,
+                      cache_seqlens, appended, k, v, token_group, k_tail, v_tail, ring_size, quantized_seqlens, left,
+                      right, tree_mask, alibi_slopes, slopes_stride, s_aux, softmax_scale, softcap))
 
-constexpr int64_t SPAN = 256;           // tokens
-constexpr int64_t SPAN_BYTES = 1 << 18, TILE_BYTES = 1 << 17;
-constexpr int64_t PARTIALS = 1 << 22;   // floats of all spans' results; longer spans rather than more
+constexpr int64_t SPAN = 256;           // tokens of a span at most
+constexpr int64_t SPAN_BYTES = 1 << 18;  // of keys and values of a span at most, of all heads
+constexpr int64_t TILE_BYTES = 1 << 17;  // of a tile of all heads, up to which one thread takes all heads of a span
+constexpr int64_t PARTIALS = 1 << 22;   // floats of all spans' results; beyond that spans become longer
 
-struct Plan {
+struct Schedule {
     std::vector<Span> spans;
-    std::vector<int64_t> first;  // span of each row, and their number
+    std::vector<int64_t> first;  // span of each sequence, and their number
 
-    Plan(const Call &call, int64_t longest) {
-        for (int64_t row = 0; row < call.batch; row++) {
+    Schedule(const AttentionCall &call, int64_t longest) {
+        for (int64_t sequence = 0; sequence < call.batch; sequence++) {
             first.push_back(spans.size());
-            const int64_t length = call.length(row), in_pages = call.in_pages(row), seen = Visibility(call, row).first_seen();
-            cut({row, std::min(seen, in_pages), in_pages, false}, longest);
-            cut({row, std::max(seen, in_pages), length, true}, longest);
+            const int64_t length = call.length(sequence), in_pages = call.in_pages(sequence), seen = Visibility(call, sequence).first_seen();
+            cut({sequence, std::min(seen, in_pages), in_pages, false}, longest);
+            cut({sequence, std::max(seen, in_pages), length, true}, longest);
         }
         first.push_back(spans.size());
     }
-    void cut(const Span &all, int64_t longest) {  // in equal parts, on borders of tiles
+    void cut(const Span &all, int64_t longest) {  // in equal parts that begin at tiles
         const int64_t begin = all.begin / TILE_TOKENS * TILE_TOKENS, count = ceil_div(all.end - begin, longest);
         if (all.end <= all.begin) return;
         const int64_t part = ceil_div(ceil_div(all.end - begin, count), TILE_TOKENS) * TILE_TOKENS;
         for (int64_t start = begin; start < all.end; start += part)
-            spans.push_back({all.row, std::max(start, all.begin), std::min(start + part, all.end), all.in_ring});
+            spans.push_back({all.sequence, std::max(start, all.begin), std::min(start + part, all.end), all.in_ring});
     }
 };
 
@@ -55,18 +56,18 @@ static void store(void *out, int64_t type, int64_t at, int64_t count, Floats val
     else _mm256_mask_storeu_epi16((uint16_t *)out + at, present, _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// The spans' results of a row and key head, in one.
-static void combine(const Call &call, const Plan &plan, const Results &results, const ChannelBlocks &channels, int64_t row, int64_t head) {
-    const int64_t dim = call.values.dim;
+// Adds up the results of the spans of one sequence and key head.
+static void combine(const AttentionCall &call, const Schedule &schedule, const Results &results, const ChannelBlocks &channels, int64_t sequence, int64_t head) {
+    const int64_t dim = call.v_cache.dim;
     for (int64_t m = 0; m < call.height(); m++) {
         const int64_t query_head = head * call.group() + m / call.width, query = m % call.width;
-        const float sink = call.sinks ? call.sinks[query_head] * LOG2_E : -INFINITY;
+        const float sink = call.s_aux ? call.s_aux[query_head] * LOG2_E : -INFINITY;
         float top = std::max(LOWEST, sink);
-        for (int64_t span = plan.first[row]; span < plan.first[row + 1]; span++)
+        for (int64_t span = schedule.first[sequence]; span < schedule.first[sequence + 1]; span++)
             top = std::max(top, results.of(span * call.heads + head).softmax[m].top);
         float total = exp2f(sink - top);
         Floats sums[16] = {};
-        for (int64_t span = plan.first[row]; span < plan.first[row + 1]; span++) {
+        for (int64_t span = schedule.first[sequence]; span < schedule.first[sequence + 1]; span++) {
             const Partial part = results.of(span * call.heads + head);
             const float weight = exp2f(part.softmax[m].top - top);
             total += part.softmax[m].total * weight;
@@ -75,44 +76,44 @@ static void combine(const Call &call, const Plan &plan, const Results &results, 
                 sums[v] += part.sums[block * results.rows + m][v - channels.block[block].first] * weight;
             }
         }
-        const int64_t at = ((row * call.width + query) * call.query_heads + query_head) * dim;
+        const int64_t at = ((sequence * call.width + query) * call.query_heads + query_head) * dim;
         const float inverse = total == 0 ? 0 : 1 / total;
         for (int64_t v = 0; v < channels.vectors; v++) store(call.out, call.query_type, at + v * LANES, dim - v * LANES, sums[v] * inverse);
-        if (call.lse) call.lse[row * call.lse_row + query_head * call.lse_head + query] = total == 0 ? -INFINITY : (top + log2f(total)) * LN_2;
+        if (call.lse) call.lse[sequence * call.lse_stride + query_head * call.lse_head_stride + query] = total == 0 ? -INFINITY : (top + log2f(total)) * LN_2;
     }
 }
 
-// A: the arithmetic; F: the format of the pages; R: that of the rings, and of the queries.
-template <class A, class F, class R> static void attend(const Call &call) {
-    const F keys(call.keys.dim), values(call.values.dim);
-    const R ring_keys(call.keys.dim), ring_values(call.values.dim);
-    const ChannelBlocks channels(call.values);
+// A: the arithmetic. F: the format of the pages. R: the format of the rings and of the queries.
+template <class A, class F, class R> static void attend(const AttentionCall &call) {
+    const F keys(call.k_cache.dim), values(call.v_cache.dim);
+    const R ring_keys(call.k_cache.dim), ring_values(call.v_cache.dim);
+    const ChannelBlocks channels(call.v_cache);
     const int64_t rows = call.height(), of_unit = channels.count * rows;
     const int64_t token_bytes = call.heads * (keys.bytes + values.bytes);
     int64_t longest = std::max<int64_t>(TILE_TOKENS, std::min<int64_t>(SPAN, SPAN_BYTES / token_bytes / TILE_TOKENS * TILE_TOKENS)), total = 0;
-    for (int64_t row = 0; row < call.batch; row++) total += call.length(row);
+    for (int64_t sequence = 0; sequence < call.batch; sequence++) total += call.length(sequence);
     while (total / longest * call.heads * of_unit * TILE_BLOCKS * LANES > PARTIALS) longest *= 2;
-    const Plan plan(call, longest);
-    const int64_t at_once = plan.spans.size() > 2 && token_bytes * TILE_TOKENS <= TILE_BYTES ? call.heads : 1;  // heads of a unit
-    const int64_t units = plan.spans.size() * (call.heads / at_once), partials = plan.spans.size() * call.heads;
+    const Schedule schedule(call, longest);
+    const int64_t at_once = schedule.spans.size() > 2 && token_bytes * TILE_TOKENS <= TILE_BYTES ? call.heads : 1;  // heads of a unit
+    const int64_t units = schedule.spans.size() * (call.heads / at_once), partials = schedule.spans.size() * call.heads;
     static thread_local Buffer softmaxes, sums;
     const Results results = {rows, of_unit, softmaxes.get<Softmax>(partials * rows), (Floats(*)[TILE_BLOCKS])sums.get<Floats>(partials * of_unit * TILE_BLOCKS)};
-    std::vector<std::atomic<int64_t>> spans_left(call.batch * call.heads);  // who is last combines
-    for (int64_t row = 0; row < call.batch; row++)
+    std::vector<std::atomic<int64_t>> spans_left(call.batch * call.heads);  // whoever finishes the last span combines them
+    for (int64_t sequence = 0; sequence < call.batch; sequence++)
         for (int64_t head = 0; head < call.heads; head++) {
-            const int64_t count = plan.first[row + 1] - plan.first[row];
-            spans_left[row * call.heads + head] = count;
-            if (count == 0) combine(call, plan, results, channels, row, head);
+            const int64_t count = schedule.first[sequence + 1] - schedule.first[sequence];
+            spans_left[sequence * call.heads + head] = count;
+            if (count == 0) combine(call, schedule, results, channels, sequence, head);
         }
     parallel(units, [&](int64_t unit, int64_t end) {
         auto stretch = [&](const Span &span, int64_t begin, int64_t end) -> Stretch {
             const bool r = span.in_ring;
-            return {&call, span.row, r, begin, std::min(end, span.end), r ? ring_keys.bytes : keys.bytes, r ? ring_values.bytes : values.bytes};
+            return {&call, span.sequence, r, begin, std::min(end, span.end), r ? ring_keys.bytes : keys.bytes, r ? ring_values.bytes : values.bytes};
         };
         std::vector<Partial> parts(at_once);
-        for (const int64_t last = end - 1; unit < end; unit++) {  // heads of a span follow each other: they share lines of the cache
+        for (const int64_t last = end - 1; unit < end; unit++) {  // heads of one span follow each other because they share cache lines
             const int64_t groups = call.heads / at_once, head = unit % groups * at_once, next_unit = std::min(unit + 1, last);
-            const Span &span = plan.spans[unit / groups], &next = plan.spans[next_unit / groups];
+            const Span &span = schedule.spans[unit / groups], &next = schedule.spans[next_unit / groups];
             Prefetch ahead = {{stretch(next, next.begin, next.end)}, next_unit % groups * at_once, at_once};
             if (groups == 1) {  // the next tile, up to the first of the next span
                 const int64_t second = (span.begin / TILE_TOKENS + 1) * TILE_TOKENS;
@@ -122,12 +123,12 @@ template <class A, class F, class R> static void attend(const Call &call) {
             if (span.in_ring) attend_span<A>(call, ring_keys, ring_values, span, head, at_once, ahead, parts.data());
             else attend_span<A>(call, keys, values, span, head, at_once, ahead, parts.data());
             for (int64_t h = head; h < head + at_once; h++)
-                if (--spans_left[span.row * call.heads + h] == 0) combine(call, plan, results, channels, span.row, h);
+                if (--spans_left[span.sequence * call.heads + h] == 0) combine(call, schedule, results, channels, span.sequence, h);
         }
     });
 }
 
-template <class A, class R> static void attend(const Call &call) {
+template <class A, class R> static void attend(const AttentionCall &call) {
     switch (call.page_type) {
         case INT8: return attend<A, Int8Pages, R>(call);
         case FP8: return attend<A, Fp8Pages, R>(call);
@@ -137,21 +138,21 @@ template <class A, class R> static void attend(const Call &call) {
     }
 }
 
-// Whether every row has room for its tokens, and every block that is looked up is one that the cache has.
-static bool fits(const Call &call) {
-    const int64_t room = call.table_columns * call.block_size;
-    for (int64_t row = 0; row < call.batch; row++) {
-        const int64_t length = call.length(row), in_pages = call.in_pages(row), beyond = length - in_pages;
-        if (in_pages < 0 || in_pages > room || beyond < 0 || beyond > call.ring) return false;
-        int64_t first = Visibility(call, row).first_seen();
-        if (!call.ring && length) first = std::min<int64_t>(first, call.lengths[row]);
+// Whether every sequence has room for its tokens, and every block that will be read exists.
+static bool fits(const AttentionCall &call) {
+    const int64_t room = call.table_width * call.block_size;
+    for (int64_t sequence = 0; sequence < call.batch; sequence++) {
+        const int64_t length = call.length(sequence), in_pages = call.in_pages(sequence), beyond = length - in_pages;
+        if (in_pages < 0 || in_pages > room || beyond < 0 || beyond > call.ring_size) return false;
+        int64_t first = Visibility(call, sequence).first_seen();
+        if (!call.ring_size && length) first = std::min<int64_t>(first, call.cache_seqlens[sequence]);
         for (int64_t column = first / call.block_size; column < ceil_div(in_pages, call.block_size); column++)
-            if (call.table[row * call.table_stride + column] >= call.num_blocks) return false;
+            if (call.block_table[sequence * call.table_stride + column] >= call.num_blocks) return false;
     }
     return true;
 }
 
-static void attend_queries(const Call &call) {
+static void attend_queries(const AttentionCall &call) {
 #if QUERY == 0
     attend<BFloat16, BFloat16Pages>(call);
 #elif QUERY == 1
@@ -161,30 +162,30 @@ static void attend_queries(const Call &call) {
 #endif
 }
 
-// Queries [first, end) of a row of causal attention, in calls of one row for each `width` of them.
-static void attend_part(const Call &call, int64_t row, int64_t first, int64_t end, int64_t width) {
-    const int64_t size = call.query_type == FLOAT32 ? 4 : 2, at = (row * call.width + first) * call.query_heads * size;
+// Attends with queries [first, end) of a prompt, as a batch of one sequence for each `width` of them.
+static void attend_part(const AttentionCall &call, int64_t sequence, int64_t first, int64_t end, int64_t width) {
+    const int64_t size = call.query_type == FLOAT32 ? 4 : 2, at = (sequence * call.width + first) * call.query_heads * size;
     std::vector<int32_t> lengths;
-    for (int64_t last = first + width; last <= end; last += width) lengths.push_back(call.length(row) - call.width + last);
-    Call part = call;
-    part.batch = lengths.size(), part.width = width, part.appended = 0, part.lengths = lengths.data();
-    part.query = (const char *)call.query + at * call.keys.dim, part.out = (char *)call.out + at * call.values.dim;
-    part.table += row * call.table_stride, part.table_stride = 0;
-    if (call.lse) part.lse += row * call.lse_row + first, part.lse_row = width;
-    if (call.slopes) part.slopes += row * call.slopes_stride, part.slopes_stride = 0;
+    for (int64_t last = first + width; last <= end; last += width) lengths.push_back(call.length(sequence) - call.width + last);
+    AttentionCall part = call;
+    part.batch = lengths.size(), part.width = width, part.appended = 0, part.cache_seqlens = lengths.data();
+    part.q = (const char *)call.q + at * call.k_cache.dim, part.out = (char *)call.out + at * call.v_cache.dim;
+    part.block_table += sequence * call.table_stride, part.table_stride = 0;
+    if (call.lse) part.lse += sequence * call.lse_stride + first, part.lse_stride = width;
+    if (call.alibi_slopes) part.alibi_slopes += sequence * call.slopes_stride, part.slopes_stride = 0;
     attend_queries(part);
 }
 
-// Appends and attends; QUERY, a compiler flag, is the type of the queries. Returns whether `fits`: else nothing is done.
-extern "C" int hf_attend_pages(const Call *call) {
+// Appends and attends. QUERY, a compiler flag, is the type of the queries. Returns 0, with nothing done, unless `fits`.
+extern "C" int hf_attend_pages(const AttentionCall *call) {
     constexpr int64_t QUERIES = 64, AT_ONCE = 16 * QUERIES;  // of a prompt
     if (!fits(*call)) return 0;
     append(*call);
     if (call->width <= QUERIES) return attend_queries(*call), 1;
-    for (int64_t row = 0; row < call->batch; row++) {
+    for (int64_t sequence = 0; sequence < call->batch; sequence++) {
         int64_t first = call->width % QUERIES;
-        if (first) attend_part(*call, row, 0, first, first);
-        for (; first < call->width; first += AT_ONCE) attend_part(*call, row, first, std::min(first + AT_ONCE, call->width), QUERIES);
+        if (first) attend_part(*call, sequence, 0, first, first);
+        for (; first < call->width; first += AT_ONCE) attend_part(*call, sequence, first, std::min(first + AT_ONCE, call->width), QUERIES);
     }
     return 1;
 }

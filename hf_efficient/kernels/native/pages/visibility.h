@@ -1,4 +1,4 @@
-// Which keys the queries of a row see, and how far away they are (attention_cpu_masks.py says it in torch).
+// Which keys the queries of a sequence see, and how far away they are (kernels/attention/masks.py says the same in torch).
 
 #pragma once
 #include "page_call.h"
@@ -7,9 +7,9 @@ struct Visibility {
     int64_t length, width, left, right;
     const uint64_t *ancestors;  // bits of the tree's nodes that each query sees, or null
 
-    Visibility(const Call &call, int64_t row)
-        : length(call.length(row)), width(call.width), left(call.left), right(call.right),
-          ancestors(call.ancestors ? (const uint64_t *)call.ancestors + row * call.width : nullptr) {}
+    Visibility(const AttentionCall &call, int64_t sequence)
+        : length(call.length(sequence)), width(call.width), left(call.left), right(call.right),
+          ancestors(call.tree_mask ? (const uint64_t *)call.tree_mask + sequence * call.width : nullptr) {}
 
     int64_t first_new() const { return length - width; }
     int64_t position(int64_t query) const {  // in a tree: behind its ancestors

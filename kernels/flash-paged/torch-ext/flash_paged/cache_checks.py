@@ -1,4 +1,4 @@
-"""Checks of caches and of the tensors beside quantized ones."""
+"""Checks of caches, and of the scales and rings of quantized ones."""
 
 import torch
 
@@ -7,8 +7,8 @@ from .kv_formats import QuantizedKV
 
 
 def check_cache(k_cache, v_cache, dtype: torch.dtype | None, like: torch.Tensor) -> None:
-    """k_cache and v_cache are pages [num_blocks, block_size, Hk, D or Dv] of one dtype: `dtype`, or that of a quantized
-    format."""
+    """Checks that k_cache and v_cache are pages [num_blocks, block_size, Hk, D or Dv] of one dtype: `dtype`, or a
+    quantized one."""
     allowed = f"{dtype or 'float16, bfloat16 or float32'}, or int8, float8_e4m3fn or uint8 for quantized pages"
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         quantized = getattr(tensor, "dtype", None) in (torch.int8, torch.float8_e4m3fn, torch.uint8)
@@ -50,7 +50,7 @@ def check_quantized(
     k_min=None,
     v_min=None,
 ) -> QuantizedKV | None:
-    """The format of checked pages, None for those in full precision; head_dim is that of the keys as they were."""
+    """The quantized format of checked pages, None for full precision. head_dim: channels of the keys."""
     present = [
         n for n, t in (("k_scale", k_scale), ("v_scale", v_scale), ("k_min", k_min), ("v_min", v_min)) if t is not None
     ]
@@ -76,8 +76,8 @@ def check_quantized(
     parts = head_dim // packed if packed else 0
     if parts not in (2, 4) or parts * packed != head_dim:
         raise ValueError(
-            f"k_cache has {packed} bytes a head: allowed are {head_dim} / 2 (int4) or {head_dim} / 4 (int2) for head dim "
-            f"{head_dim}"
+            f"k_cache has {packed} bytes a head: allowed are {head_dim} / 2 (int4) or {head_dim} / 4 (int2) for head "
+            f"dim {head_dim}"
         )
     if value_dim is not None and parts * v_cache.shape[-1] != value_dim:
         raise ValueError(
@@ -107,7 +107,10 @@ def check_quantized(
 def check_tails(
     kv: QuantizedKV | None, k_cache, v_cache, rows: int, dtype, k_tail, v_tail, quantized_seqlens, needed: bool
 ) -> QuantizedKV | None:
-    """`kv` with the rings of its rows: for int4 and int2 only, and `needed` or not for these. dtype None allows any."""
+    """`kv` with the rings of its sequences, which only int4 and int2 caches have.
+
+    needed: whether these must have them. dtype: of the rings, None for any.
+    """
     tails = {"k_tail": k_tail, "v_tail": v_tail, "quantized_seqlens": quantized_seqlens}
     given = [name for name, tensor in tails.items() if tensor is not None]
     if kv is None or kv.bits == 8:

@@ -1,4 +1,4 @@
-"""Device functions between numbers and codes, exactly as quantized_reference.py: float32, rounded to nearest even."""
+"""Device functions that quantize, with the bits of quantized_reference.py: float32, rounded to nearest even."""
 
 import triton
 import triton.language as tl
@@ -6,13 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def round_half_even(x):
-    """float32 below 2**22 in magnitude."""
+    """x rounded, for float32 below 2**22 in magnitude."""
     return (x + 12582912.0) - 12582912.0  # 1.5 * 2**23: the sum has no bits behind the point
 
 
 @triton.jit
 def to_e4m3(x):
-    """float32 in [-448, 448] -> the bits of float8_e4m3fn, uint8. By integers: sm_80 has no such type."""
+    """float32 in [-448, 448] -> the bits of float8_e4m3fn, uint8. By integer operations, because sm_80 has no such
+    type."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
@@ -24,7 +25,7 @@ def to_e4m3(x):
 
 @triton.jit
 def from_e4m3(bits):
-    """The bits of float8_e4m3fn, uint8 -> float32: those of a float16 that is 2**8 too small."""
+    """The bits of float8_e4m3fn, uint8 -> float32, by way of a float16 number that is 2**8 too small."""
     wide = bits.to(tl.int16)
     half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return half.to(tl.float32) * 256.0
@@ -47,7 +48,7 @@ def quantize_tokens(x, IS_FLOAT: tl.constexpr):
 
 @triton.jit
 def group_scale(low, high, BITS: tl.constexpr):
-    """Least and largest number of every group -> scale and minimum, float16."""
+    """Scale and minimum, float16, of every group from its least and largest number."""
     LEVELS: tl.constexpr = 2.0**BITS - 1
     low = tl.minimum(tl.maximum(low, -65504.0), 65504.0).to(tl.float16)
     scale = tl.div_rn(high - low.to(tl.float32), LEVELS)

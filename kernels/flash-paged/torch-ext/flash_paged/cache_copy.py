@@ -1,4 +1,4 @@
-"""Whole blocks of a cache to other places of it."""
+"""Copies whole blocks inside a cache."""
 
 import torch
 import triton
@@ -24,7 +24,7 @@ def copy_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """TILE of the SIZE elements of one block, which lie as [rows, SUBROWS, COLUMNS] with contiguous columns."""
+    """Copies TILE of the SIZE elements of one block, which lie as [rows, SUBROWS, COLUMNS] with contiguous columns."""
     pair = mapping + tl.program_id(0).to(tl.int64) * stride_pair
     source = tl.load(pair)
     target = tl.load(pair + 1)

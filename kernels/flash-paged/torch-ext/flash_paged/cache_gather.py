@@ -1,4 +1,4 @@
-"""Pages to contiguous keys and values in full precision, whatever the format of the cache."""
+"""Gathers pages into contiguous keys and values in full precision, whatever the format of the cache."""
 
 import torch
 import triton
@@ -49,11 +49,13 @@ def gather_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """BLOCK_T tokens of one row and head, of the keys or of the values, into contiguous out [tokens, heads, DIM].
+    """Gathers BLOCK_T tokens of one sequence and head, of the keys or the values, into contiguous out [tokens, heads,
+    DIM].
 
-    Row b of out: tokens cu_seqlens[b] to cu_seqlens[b + 1], or from b * width on those of cache_seqlens[b] + appended. With
-    4 and 2 bits GROUP is how many tokens (keys) or channels (values) share a scale and minimum. Tokens from
-    quantized_seqlens[b] on come from the ring `tail`; pages named -1, and what lies beyond `capacity`, give 0."""
+    Sequence b lies at tokens cu_seqlens[b] to cu_seqlens[b + 1] of out, or has cache_seqlens[b] + appended tokens from
+    b * width on. With 4 and 2 bits GROUP tokens (keys) or channels (values) share a scale and minimum. Tokens from
+    quantized_seqlens[b] on come from the ring `tail`. Pages named -1, and tokens beyond `capacity`, give 0.
+    """
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(2).to(tl.int64)
@@ -126,9 +128,11 @@ def gather(
     appended: int = 0,
     width: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches `gather_kernel` for keys and for values, on checked arguments -> k [num_tokens, Hk, D], v [num_tokens, Hk, Dv]
-    of `dtype`, of which the places of no token are not written. Rows lie at cu_seqlens_k, or `width` tokens apart and
-    cache_seqlens + appended long."""
+    """Launches `gather_kernel` for keys and for values, on checked arguments.
+
+    Sequences lie at cu_seqlens_k, or have cache_seqlens + appended tokens and lie `width` tokens apart. Returns k
+    [num_tokens, Hk, D] and v [num_tokens, Hk, Dv] of `dtype`; tokens of no sequence are not written.
+    """
     page_size, heads = k_cache.shape[1:3]
     rows, max_blocks = block_table.shape
     kv = quantized or QuantizedKV(16, False, None, None)
@@ -190,8 +194,11 @@ def gather_pages(
     cache_seqlens: torch.Tensor,
     appended: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pages of `dtype` with everything that quantized pages and rings hold, and their block table: sizes follow from shapes
-    alone, so that nothing waits for the GPU. Pages named -1 stay -1 unless tokens of the ring belong there."""
+    """Pages of `dtype` with all that quantized pages and rings hold, and their block table.
+
+    Sizes follow from shapes alone, so that nothing waits for the GPU. Pages named -1 stay -1 unless they get tokens of
+    a ring.
+    """
     page_size = k_cache.shape[1]
     rows, max_blocks = block_table.shape
     exists = block_table >= 0

@@ -1,8 +1,8 @@
-"""The functions on paged caches alone: write, quantize, copy and gather. They check their arguments and launch.
+"""Writes, quantizes, copies and gathers paged caches: functions that check their arguments and launch a kernel.
 
-k_cache [num_blocks, block_size, Hk, D], v_cache [num_blocks, block_size, Hk, Dv]: pages in float16, bfloat16 or float32, or
-quantized as kv_formats.py says, with the scales that belong to them. Strided views are fine, the last dimension contiguous.
-Errors and debug mode as in interface.py.
+k_cache [num_blocks, block_size, Hk, D], v_cache [num_blocks, block_size, Hk, Dv]: pages in float16, bfloat16 or
+float32, or quantized as kv_formats.py says, with the scales that belong to them. Strided views are fine, the last
+dimension contiguous. Errors and debug mode as in interface.py.
 """
 
 import torch
@@ -55,8 +55,8 @@ def quantize_and_cache(
     group_mapping: torch.Tensor,
 ) -> None:
     """Writes whole groups of tokens k [n, G, Hk, D] and v [n, G, Hk, Dv] in place into int4 or int2 pages (uint8), with
-    their scales and minima. The keys of a group share them per channel, the values of a token per head and channel group
-    (https://arxiv.org/abs/2402.02750).
+    their scales and minima. The keys of a group share them per channel, the values of a token per head and channel
+    group (https://arxiv.org/abs/2402.02750).
 
     group_mapping: int64 [n], group i goes to group slot block * (block_size / G) + its number in the block; a negative
     slot, or one beyond the cache, is skipped.
@@ -71,8 +71,8 @@ def quantize_and_cache(
     group, heads = k_cache.shape[1] // k_scale.shape[1], k_cache.shape[2]
     if k.shape[1:3] != (group, heads) or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected groups of {group} tokens and {heads} heads, "
-            "as many in both"
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected groups of {group} tokens and {heads} "
+            "heads, as many in both"
         )
     check_integers("group_mapping", group_mapping, 1, k, torch.int64, length=k.shape[0])
     check_numbers("group_mapping", group_mapping, k_scale.shape[0] * k_scale.shape[1], "group slots of the cache")
@@ -82,8 +82,8 @@ def quantize_and_cache(
 def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, mapping: torch.Tensor, *scales: torch.Tensor) -> None:
     """Copies whole blocks in place, in k_cache, v_cache and all of `scales` (whatever else has one entry a block).
 
-    mapping: int64 [n, 2], pairs of source and destination block; a pair with a block outside the cache is skipped. No block
-    may be written twice, or be read and written: the copies run side by side.
+    mapping: int64 [n, 2], pairs of source and destination block; a pair with a block outside the cache is skipped. No
+    block may be written twice, or be read and written: the copies run side by side.
     """
     check_device(k_cache)
     check_cache(k_cache, v_cache, None, k_cache)
@@ -121,11 +121,11 @@ def gather_cache(
     quantized_seqlens: torch.Tensor | None = None,
     num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of all rows one after the other, dequantized: k [num_tokens, Hk, D] and v [num_tokens, Hk, Dv] of `dtype`.
+    """The tokens of all sequences end to end, dequantized: k [num_tokens, Hk, D] and v [num_tokens, Hk, Dv] of `dtype`.
 
     block_table: int32 [B, max_blocks]; tokens in pages named -1 become 0.
-    cu_seqlens_k: int32 [B + 1], row b goes to tokens cu_seqlens_k[b] to cu_seqlens_k[b + 1] of the result.
-    Scales, minima, tails and quantized_seqlens as in `flash_attn_with_kvcache`; tails may be absent: then all is quantized.
+    cu_seqlens_k: int32 [B + 1], sequence b goes to tokens cu_seqlens_k[b] to cu_seqlens_k[b + 1] of the result. Scales,
+    minima, tails and quantized_seqlens as in `flash_attn_with_kvcache`; tails may be absent: then all is quantized.
     num_tokens: cu_seqlens_k[-1], or more (the rest is not written); None reads it, which waits for the GPU.
     """
     check_device(k_cache)

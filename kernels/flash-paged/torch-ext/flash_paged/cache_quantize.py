@@ -1,5 +1,7 @@
-"""Whole groups of tokens into int4 or int2 pages: keys per channel over the group, values per token (KIVI,
-https://arxiv.org/abs/2402.02750). The layout is that of kv_formats.py."""
+"""Quantizes whole groups of tokens into int4 or int2 pages: keys per channel over the group, values per token.
+
+The method is KIVI's (https://arxiv.org/abs/2402.02750), the layout that of kv_formats.py.
+"""
 
 import torch
 import triton
@@ -39,7 +41,7 @@ def quantize_keys_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One group of TOKENS tokens, one head, BLOCK_W of the WIDTH bytes a token has."""
+    """Quantizes one group of TOKENS tokens of one head, BLOCK_W of the WIDTH bytes of a token."""
     index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     slot = tl.load(group_mapping + index)
@@ -98,7 +100,7 @@ def quantize_values_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """BLOCK_T of the TOKENS tokens of one group, one head, all WIDTH bytes."""
+    """Quantizes BLOCK_T of the TOKENS tokens of one group, one head, all WIDTH bytes."""
     index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     slot = tl.load(group_mapping + index)
@@ -136,7 +138,7 @@ def quantize_values_kernel(
 
 
 def tiles(tokens: int, k_width: int, v_width: int) -> tuple[int, int]:
-    """Tokens a program of the values and bytes a program of the keys."""
+    """Tokens of a program of the values, and bytes of a program of the keys."""
     padded = triton.next_power_of_2(tokens)
     block_t = min(padded, max(1, _TILE // triton.next_power_of_2(v_width)))
     return block_t, min(triton.next_power_of_2(k_width), max(8, _TILE // padded))

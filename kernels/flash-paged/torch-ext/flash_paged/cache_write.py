@@ -1,4 +1,4 @@
-"""New keys and values into the pages of a cache, as they are or quantized to int8 or fp8 per token and head."""
+"""Writes new keys and values into pages, as they are or quantized to int8 or fp8 per token and head."""
 
 import torch
 import triton
@@ -10,11 +10,12 @@ from .config import launch_device
 
 @triton.jit
 def locate_token(token, slot_mapping, cache_seqlens, block_table, stride_table, page_size, appended, capacity):
-    """Row and offset of a token in k and v, its page and position there, and whether it is written at all.
+    """Sequence and offset of a token in k and v, its page and slot there, and whether it is written at all.
 
-    Its slot: slot_mapping[token], or position cache_seqlens[row] + offset of row's block table (None: page `row`), where
-    token = row * appended + offset. Nothing is written for a negative slot, length or page, or beyond `capacity` (slots of
-    the cache, or positions of the row)."""
+    Its slot is slot_mapping[token], or position cache_seqlens[row] + offset of the sequence's block table (None: page
+    `row`), where token = row * appended + offset. Nothing is written for a negative slot, length or page, or beyond
+    `capacity` (slots of the cache, or positions of the sequence).
+    """
     if slot_mapping is not None:
         row = token * 0
         offset = token
@@ -69,7 +70,7 @@ def write_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """One token, BLOCK_H heads, as they are."""
+    """Writes BLOCK_H heads of one token as they are."""
     token = tl.program_id(0).to(tl.int64)
     row, offset, page, position, write = locate_token(
         token, slot_mapping, cache_seqlens, block_table, stride_table, page_size, appended, capacity
@@ -115,7 +116,7 @@ def write_quantized_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """One token, BLOCK_H heads of the keys or of the values, as codes and a scale a head."""
+    """Writes BLOCK_H heads of one token of the keys or the values, as codes and a scale for each head."""
     token = tl.program_id(0).to(tl.int64)
     row, offset, page, position, write = locate_token(
         token, slot_mapping, cache_seqlens, block_table, stride_table, page_size, appended, capacity
@@ -144,9 +145,11 @@ def write(
     v_scale: torch.Tensor | None = None,
     ring: bool = False,
 ) -> None:
-    """Launches on checked arguments: k [T, Hk, D] with slot_mapping, or [B, Sn, Hk, D] with cache_seqlens. With scales
-    (float16 [num_blocks, block_size, Hk]) the caches are int8 or fp8 pages. ring: k_cache is [B, R, Hk, D] and token t of
-    row b goes to slot t % R of k_cache[b]."""
+    """Launches a kernel on checked arguments: k [T, Hk, D] with slot_mapping, or [B, Sn, Hk, D] with cache_seqlens.
+
+    With scales (float16 [num_blocks, block_size, Hk]) the caches are int8 or fp8 pages. ring: k_cache is [B, R, Hk, D],
+    and token t of sequence b goes to slot t % R of k_cache[b].
+    """
     if k.numel() == 0:
         return
     by_slot = slot_mapping is not None

@@ -11,7 +11,7 @@ _UNLIMITED = 2**30  # a window this wide is no window
 
 
 def check_device(q: torch.Tensor) -> None:
-    """The kernels run on CUDA (or ROCm) tensors, and on CPU tensors only under the Triton interpreter."""
+    """Checks that tensors are on CUDA (or ROCm), or on CPU under the Triton interpreter."""
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q must be a tensor, got {type(q).__name__}")
     if not q.is_cuda and not (INTERPRETED and q.device.type == "cpu"):
@@ -22,8 +22,9 @@ def check_device(q: torch.Tensor) -> None:
 
 
 def check_tensor(name: str, tensor, dims: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-    """`tensor` has `dims` dimensions, the device of `like` (which is q or k), its dtype or `dtype`, and a contiguous last
-    dimension, the head dim."""
+    """Checks that `tensor` has `dims` dimensions, the device of `like` (q or k), its dtype or `dtype`, and a contiguous
+    last dimension.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dim() != dims:
@@ -45,7 +46,7 @@ def check_tensor(name: str, tensor, dims: int, like: torch.Tensor, dtype: torch.
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tuple[str, str] = ("k", "v")) -> None:
-    """q [..., Hq, D], k [..., Hk, D] and v [..., Hk, Dv] (checked one by one before) fit each other and need no gradient."""
+    """Checks that q [..., Hq, D], k [..., Hk, D] and v [..., Hk, Dv] fit each other and need no gradient."""
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"{names[0]} has shape {tuple(k.shape)} and {names[1]} {tuple(v.shape)}: all but the last must agree"
@@ -57,7 +58,7 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: tu
 
 
 def check_heads(q: torch.Tensor, heads: int, name: str) -> None:
-    """The query heads fall into groups, one a key head."""
+    """Checks that the query heads fall into groups, one for each key head."""
     if heads == 0 or q.shape[-2] % heads:
         raise ValueError(f"q has {q.shape[-2]} heads: allowed are multiples of the {heads} heads of {name}")
 
@@ -65,15 +66,17 @@ def check_heads(q: torch.Tensor, heads: int, name: str) -> None:
 def check_no_grad(*tensors: torch.Tensor) -> None:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise RuntimeError(
-            "flash_paged has no backward pass, but an input requires grad: use torch.no_grad() to run the model, or train "
-            'it with attn_implementation="sdpa"'
+            "flash_paged has no backward pass, but an input requires grad: use torch.no_grad() to run the model, or "
+            'train it with attn_implementation="sdpa"'
         )
 
 
 def check_integers(
     name: str, tensor, dims: int, q: torch.Tensor, dtype: torch.dtype = torch.int32, length=None
 ) -> None:
-    """`tensor` is a contiguous-rowed integer tensor of `dims` dimensions on q's device, `length` long in the first."""
+    """Checks that `tensor` holds integers in `dims` dimensions, the last contiguous, on q's device. length: of the
+    first dimension.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a {dtype} tensor, got {type(tensor).__name__}")
     if tensor.dtype != dtype:
@@ -119,7 +122,7 @@ def check_options(
 
 
 def _check_per_head(name: str, tensor, q: torch.Tensor, shapes: list[tuple], kind: str) -> torch.Tensor | None:
-    """`tensor`, contiguous, if it is None or a tensor of a `kind` in one of `shapes`."""
+    """`tensor`, contiguous; checks that it is None or has a dtype of `kind` and one of `shapes`."""
     if tensor is None:
         return None
     right = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) in shapes
@@ -133,7 +136,7 @@ def _check_per_head(name: str, tensor, q: torch.Tensor, shapes: list[tuple], kin
 
 
 def check_tree(tree_mask, q: torch.Tensor) -> None:
-    """int64 [B, Sq] with at most 64 queries, one bit each."""
+    """Checks that tree_mask is int64 [B, Sq] with at most 64 queries, one bit each."""
     if q.shape[1] > 64:
         raise ValueError(f"q has {q.shape[1]} queries: allowed are at most 64 with a tree_mask, one bit each")
     check_integers("tree_mask", tree_mask, 2, q, torch.int64, length=q.shape[0])

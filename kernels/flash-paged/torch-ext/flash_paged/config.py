@@ -1,4 +1,5 @@
-"""Tile sizes by head dim, dtype and maker of the GPU: one table, no autotuning. Also what the launchers ask about the device."""
+"""Tile sizes by head dim, dtype and maker of the GPU: one table, no autotuning. Also what the launchers ask about the
+device."""
 
 import contextlib
 import functools
@@ -16,10 +17,10 @@ class Config:
     num_stages: int
 
 
-# kind of GPU -> (largest head dim, bytes an element) -> configuration for `forward_kernel`. As large as fits the registers
-# without spills in causal attention (triton 3.7.1). "sm_80": also sm_86, sm_89 and sm_120, so that 99 KiB of shared memory
-# must do; sm_90 and sm_100 have 227; "amd" (gfx942): 64 KiB and wavefronts of 64 threads, and what it spills are scalars that
-# go to vector registers.
+# kind of GPU -> (largest head dim, bytes an element) -> configuration for `forward_kernel`. As large as fits the
+# registers without spills in causal attention (triton 3.7.1). "sm_80": also sm_86, sm_89 and sm_120, so that 99 KiB of
+# shared memory must do; sm_90 and sm_100 have 227; "amd" (gfx942): 64 KiB and wavefronts of 64 threads, and what it
+# spills are scalars that go to vector registers.
 _FORWARD_FLOAT32 = {
     (64, 4): Config(32, 16, 4, 2),
     (128, 4): Config(32, 16, 8, 2),
@@ -63,8 +64,8 @@ _FORWARD = {
 # forward_hopper.py. No GPU could measure those here, so nothing chooses them yet; benchmarks name them.
 FORWARD_VARIANT = {"sm_80": "portable", "sm_90": "portable", "sm_100": "portable", "amd": "portable"}
 # backend -> (largest head dim, bits of a cached number) -> configurations, by rows of the tile. Of 4 and
-# 2 bits a step is at most one group of tokens; 32 stands for float32 queries, whatever the cache. Small enough for the 99 KiB
-# of sm_86 and sm_89.
+# 2 bits a step is at most one group of tokens; 32 stands for float32 queries, whatever the cache. Small enough for the
+# 99 KiB of sm_86 and sm_89.
 _DECODE = {
     "nvidia": {
         (64, 16): (Config(16, 64, 4, 3), Config(64, 64, 4, 3)),
@@ -104,8 +105,8 @@ def gpu_kind(device: torch.device) -> str:
 
 
 def forward_config(dtype: torch.dtype, head_dim: int, queries: int, page_size: int, kind: str) -> Config:
-    """For `forward_kernel`; head_dim is the larger of key and value head dim, queries the longest row, page_size 0 means no
-    pages."""
+    """The tiles of `forward_kernel`. head_dim: the larger of key and value head dim. queries: of the longest sequence.
+    page_size: 0 for no pages."""
     limit = next(limit for limit in (64, 128, 192, 256) if head_dim <= limit)
     config = _FORWARD[kind][limit, dtype.itemsize]
     block_m = max(16, triton.next_power_of_2(queries))
@@ -118,7 +119,7 @@ def forward_config(dtype: torch.dtype, head_dim: int, queries: int, page_size: i
 
 
 def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | None = None, bits: int = 16) -> Config:
-    """For the decode kernels; rows is queries times query heads per key head, bits those of a cached number."""
+    """The tiles of the decode kernels. rows: queries times query heads per key head. bits: of a cached number."""
     table = _DECODE[backend or ("amd" if torch.version.hip else "nvidia")]
     bits = 32 if dtype == torch.float32 else bits
     configs = table[min(key for key in table if key[1] == bits and head_dim <= key[0])]
@@ -126,7 +127,7 @@ def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | N
 
 
 def processors(device: torch.device) -> int:
-    """How many programs run side by side (the interpreter: 8, so that keys are split there too)."""
+    """Programs that run side by side; 8 in the interpreter, so that keys are split there too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 

@@ -1,5 +1,7 @@
-"""Checks of what lies in the integer tensors: each waits for the GPU (and so fails in a CUDA graph capture), so they run
-only with the environment variable FLASH_PAGED_DEBUG=1, read when the package is imported."""
+"""Checks of the values in integer tensors, which wait for the GPU and so fail in a CUDA graph capture.
+
+They run only with the environment variable FLASH_PAGED_DEBUG=1, read when the package is imported.
+"""
 
 import os
 
@@ -12,27 +14,27 @@ DEBUG = os.environ.get("FLASH_PAGED_DEBUG") == "1"
 
 
 def _fail(name: str, tensor: torch.Tensor, wrong: torch.Tensor, allowed: str) -> None:
-    """Raises for the first entry of `tensor` that is `wrong`."""
+    """Raises ValueError for the first entry of `tensor` that is `wrong`."""
     if wrong.any():
         index = wrong.nonzero()[0].tolist()
         raise ValueError(f"{name}[{', '.join(map(str, index))}] is {tensor[tuple(index)].item()}: allowed is {allowed}")
 
 
 def check_numbers(name: str, tensor: torch.Tensor | None, count: int, what: str) -> None:
-    """Numbers of blocks, slots ...: -1 (none) to count - 1."""
+    """Checks numbers of blocks or slots: -1 (none) to count - 1."""
     if DEBUG and tensor is not None:
         _fail(name, tensor, (tensor < -1) | (tensor >= count), f"-1 to {count - 1}, the {what}")
 
 
 def check_lengths(cache_seqlens: torch.Tensor, appended: int, capacity: int) -> None:
-    """What the rows hold with the new tokens fits into `capacity` tokens."""
+    """Checks that the sequences with their new tokens fit into `capacity` tokens."""
     if DEBUG:
         allowed = f"at most {capacity - appended}, {capacity} tokens in the pages of a row less {appended} new ones"
         _fail("cache_seqlens", cache_seqlens, cache_seqlens > capacity - appended, allowed)
 
 
 def check_ring(kv: QuantizedKV, cache_seqlens: torch.Tensor, appended: int, capacity: int, block_size: int) -> None:
-    """Whole groups are quantized, and what is not fits into the ring, in every row that is not padding."""
+    """Checks that whole groups are quantized and the other tokens fit into the ring, but for padding."""
     if DEBUG:
         quantized, ring, group = kv.quantized_seqlens, kv.k_tail.shape[1], block_size // kv.k_scale.shape[1]
         wrong = (quantized < 0) | (quantized > capacity) | (quantized % group != 0)
@@ -43,7 +45,7 @@ def check_ring(kv: QuantizedKV, cache_seqlens: torch.Tensor, appended: int, capa
 
 
 def check_cumulative(name: str, lengths: torch.Tensor, end: int | None = None, longest: int | None = None) -> None:
-    """Cumulative lengths start at 0, do not decrease, end at `end` or before and no sequence is longer than `longest`."""
+    """Checks that cumulative lengths start at 0, never decrease, end at `end` or before, in steps up to `longest`."""
     if DEBUG:
         _fail(name, lengths[:1], lengths[:1] != 0, "0, where the first sequence starts")
         steps = lengths.diff()
@@ -55,7 +57,7 @@ def check_cumulative(name: str, lengths: torch.Tensor, end: int | None = None, l
 
 
 def check_copies(mapping: torch.Tensor, num_blocks: int) -> None:
-    """Block pairs in range, no block written twice or both read and written."""
+    """Checks that block pairs are in range, no block is written twice or both read and written."""
     if DEBUG:
         check_numbers("mapping", mapping, num_blocks, "blocks of the cache")
         sources, targets = mapping[(mapping >= 0).all(1)].unbind(1)

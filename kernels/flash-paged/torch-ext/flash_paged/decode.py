@@ -1,9 +1,11 @@
-"""Attention of few queries over many keys: the query heads that share a key head are the rows of one matrix product, and
-the keys of a row are split over programs (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html), in one
-launch: decode_schedule.py says who reads what, decode_combine.py how parts become results.
+"""Attention of few queries over many keys, in one launch.
 
-Results do not depend on the order in which programs run. They depend, in the last bits, on the lengths of the other rows and
-on the number of processors, because these decide where keys are split.
+The query heads that share a key head are the rows of one matrix product, and the keys of a sequence are split over
+programs (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). decode_schedule.py says which program
+reads which keys, decode_combine.py how partial results are added.
+
+Results do not depend on the order in which programs run. Their last bits depend on the lengths of the other sequences
+and on the number of processors, which decide where keys are split.
 """
 
 import torch
@@ -80,9 +82,12 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,
     IS_FLOAT: tl.constexpr,
 ):
-    """Plain keys and values, or with k_scale and v_scale codes of 8 bits (fp8 where IS_FLOAT). A lane is one key head and one
-    tile of rows: row i * GROUP + g is query i of head g of the group. tree_mask is contiguous [B, Sq]; k_scale and v_scale
-    have the same strides. For the other pointers see `attend_few`; absent ones are None."""
+    """Decodes over keys and values as they are, or codes of 8 bits with k_scale and v_scale (fp8 where IS_FLOAT).
+
+    A lane is one key head and one tile of rows; row i * GROUP + g is query i of head g of the group. tree_mask is
+    contiguous [B, Sq]; k_scale and v_scale have the same strides. The other pointers are those of `attend_few`, None
+    where absent.
+    """
     DTYPE: tl.constexpr = q.dtype.element_ty
     TREE: tl.constexpr = tree_mask is not None
     lanes = kv_heads * tiles
@@ -155,19 +160,20 @@ def decode_kernel(
             acc = acc * shrink[:, None] + dot(p.to(DTYPE), values)
 
         finish_lane(
-            out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, row, kv_head, tile, lane_start, lane_tiles,
+            out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, row, kv_head, tile, lane_start,
+            lane_tiles,
             first, last, share, seqlen_q, kv_heads, tl.arange(0, BLOCK_DV), GROUP, VALUE_DIM, ROWS, STEP,
         )  # fmt: skip
         row_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)
 
 
 def is_decode(queries: int, group: int) -> bool:
-    """Whether so few queries per row are better served by `attend_few` than by forward.attend."""
+    """Whether `attend_few` is faster than forward.attend for so many queries a sequence."""
     return queries <= 16 or queries * group <= 128
 
 
 def parts_at_once(rows: int, columns: int) -> int:
-    """How many parts of a lane are added at once: as many numbers as leave the other registers alone."""
+    """How many parts of a lane are added at once: as many as fit the registers beside the other values."""
     return max(1, min(32, 4096 // (rows * columns)))
 
 
@@ -188,14 +194,17 @@ def attend_few(
     return_lse: bool = False,
     quantized: QuantizedKV | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launches a decode kernel on checked arguments: out [B, Sq, Hq, Dv] in the dtype of q and, with return_lse, float32
-    [B, Hq, Sq], the natural logarithm of the softmax sums (sink included; -inf without keys and sink).
+    """Launches a decode kernel on checked arguments.
 
-    q [B, Sq, Hq, D]; k and v are [B, Sk, Hk, D or Dv], or with block_table (int32 [B, max_blocks]) pages; with `quantized`
-    they are codes. cache_seqlens (int32 [B], None: Sk keys in every row) plus `appended` are the keys of a row. window -1 is
-    no limit. alibi_slopes float32 [Hq] or [B, Hq]; tree_mask int64 [B, Sq] (then the right window is not looked at).
+    q is [B, Sq, Hq, D]; k and v are [B, Sk, Hk, D or Dv], or with block_table (int32 [B, max_blocks]) pages, of codes
+    with `quantized`. A sequence has cache_seqlens (int32 [B], None: Sk) plus `appended` keys. window -1 is no limit.
+    alibi_slopes float32 [Hq] or [B, Hq]. With tree_mask int64 [B, Sq] the right window is not used.
 
-    Raises ValueError for more than 2**31 key tiles."""
+    Returns out [B, Sq, Hq, Dv] in the dtype of q and, with return_lse, float32 [B, Hq, Sq], the natural logarithm of
+    the softmax sums (sink included; -inf without keys and sink).
+
+    Raises ValueError for more than 2**31 key tiles.
+    """
     rows, queries, heads, head_dim = q.shape
     kv_heads, page_size = k.shape[2], k.shape[1]
     grouped = quantized is not None and quantized.bits < 8
@@ -224,8 +233,8 @@ def attend_few(
     tiles = triton.cdiv(queries * group, config.block_m)
     if rows * kv_heads * tiles * triton.cdiv(capacity, block_n) >= 2**31:
         raise ValueError(
-            f"{rows} rows of {kv_heads} key heads and up to {capacity} keys are too many: allowed are 2**31 tiles of {block_n} "
-            "keys; give block_table fewer columns, or fewer rows at once"
+            f"{rows} rows of {kv_heads} key heads and up to {capacity} keys are too many: allowed are 2**31 tiles of "
+            f"{block_n} keys; give block_table fewer columns, or fewer rows at once"
         )
     visited = min(capacity, window[0] + queries + 2 * block_n) if window[0] >= 0 else capacity
     work = rows * kv_heads * tiles * triton.cdiv(max(visited, 1), MIN_KEYS.value)
@@ -296,7 +305,7 @@ def _eight_bits(k: torch.Tensor, v: torch.Tensor, quantized: QuantizedKV) -> tup
 
 
 def _grouped_block_n(tokens: int, block_n: int) -> int:
-    """Keys a step: of one group of tokens, where groups are not smaller than a matrix instruction."""
+    """Keys of a step: of one group of tokens, where groups are not smaller than a matrix instruction."""
     return min(block_n, tokens & -tokens) if tokens % 16 == 0 else 16
 
 

@@ -1,9 +1,9 @@
-"""Results of the decode kernels: written at once where one program has seen all keys of a lane, else put together by the
-program that arrives last.
+"""Results of the decode kernels: written at once where one program has seen all keys of a lane, else added up by the
+program that finishes last.
 
-A part is float32: acc [ROWS, BLOCK_DV] and total [ROWS], both relative to 2**maximum [ROWS]. Program p has room for two: part
-2 p of a lane that began in a program before it, part 2 p + 1 of a lane that begins in it. Parts are added in the order of the
-programs, whoever arrives last.
+A part is float32: acc [ROWS, BLOCK_DV] and total [ROWS], both relative to 2**maximum [ROWS]. Program p has room for
+two: part 2 p of a lane that began in an earlier program, part 2 p + 1 of a lane that begins in it. Parts are added in
+the order of the programs, whichever finishes last.
 """
 
 import torch
@@ -16,9 +16,12 @@ _counters: dict[torch.device, torch.Tensor] = {}
 
 
 def arrival_counters(programs: int, device: torch.device) -> torch.Tensor:
-    """int32 [>= programs] of zeros that the kernels leave zero. One buffer a device for its default stream, on which launches
-    do not overlap; new ones elsewhere: graphs captured on one stream may be replayed on several, and torch.compile warms its
-    graphs up on a side stream, in a pool that must keep nothing."""
+    """int32 [>= programs] of zeros that the kernels leave zero.
+
+    The default stream of a device has one buffer, because its launches do not overlap. Other streams get new ones:
+    graphs captured on one stream may be replayed on several, and torch.compile warms graphs up on a side stream, in a
+    pool that must keep nothing.
+    """
     if device.type == "cpu" or torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         return torch.zeros(programs, dtype=torch.int32, device=device)
     if device not in _counters or _counters[device].numel() < programs:
@@ -28,7 +31,7 @@ def arrival_counters(programs: int, device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def store_part(partial, statistics, part, acc, total, maximum, ROWS: tl.constexpr):
-    """acc [BLOCK_M, BLOCK_DV], of which the first ROWS rows are real."""
+    """Stores acc [BLOCK_M, BLOCK_DV], of which the first ROWS rows are real."""
     row = tl.arange(0, acc.shape[0])
     column = tl.arange(0, acc.shape[1])
     real = row < ROWS
@@ -53,7 +56,7 @@ def arrives_last(arrivals, first, last):
 
 @triton.jit
 def add_parts(partial, statistics, first, last, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, STEP: tl.constexpr):
-    """acc, total, maximum of ROWS rows from the parts of programs first..last, STEP at once."""
+    """acc, total, maximum of ROWS rows, added up from the parts of programs first..last, STEP at once."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DV)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -94,8 +97,11 @@ def write_rows(
     GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Rows m (query m // GROUP, head m % GROUP of the group) of the result: out is contiguous [B, Sq, Hq, Dv], lse float32
-    [B, Hq, Sq] or None. channel [BLOCK_DV]: where the columns of acc belong; VALUE_DIM and above: nowhere."""
+    """Writes rows m (query m // GROUP, head m % GROUP of the group) of the result.
+
+    out is contiguous [B, Sq, Hq, Dv], lse float32 [B, Hq, Sq] or None. channel [BLOCK_DV]: the channel of each column
+    of acc; columns of VALUE_DIM and above are not written.
+    """
     valid = m < seqlen_q * GROUP
     query = m // GROUP
     head = kv_head * GROUP + m % GROUP
@@ -144,8 +150,10 @@ def finish_lane(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """What this program makes of the sums over its key tiles first..last of a lane (query tile `tile` of a key head) that
-    has lane_tiles of them, from lane_start in the sequence of all."""
+    """Stores or writes this program's sums over key tiles first..last of a lane (query tile `tile` of a key head).
+
+    The lane has lane_tiles tiles, from lane_start on in the sequence of all tiles.
+    """
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_DV: tl.constexpr = acc.shape[1]
     if last - first == lane_tiles:
@@ -160,5 +168,6 @@ def finish_lane(
             sums = add_parts(partial, statistics, first_program, last_program, ROWS, BLOCK_DV, STEP)
             m = tile * BLOCK_M + tl.arange(0, ROWS)
             write_rows(
-                out, lse, sinks, sums[0], sums[1], sums[2], row, kv_head, m, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM
+                out, lse, sinks, sums[0], sums[1], sums[2], row, kv_head, m, seqlen_q, kv_heads, channel, GROUP,
+                VALUE_DIM,
             )  # fmt: skip

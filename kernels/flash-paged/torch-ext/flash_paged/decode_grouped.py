@@ -1,10 +1,11 @@
-"""`decode_kernel` for KIVI caches (https://arxiv.org/abs/2402.02750): pages of int4 or int2 codes, then a tail in full precision.
+"""`decode_kernel` for KIVI caches (https://arxiv.org/abs/2402.02750): pages of int4 or int2 codes, then a tail in full
+precision.
 
-With x = min + code * scale for every channel of a group of keys, q . x = (q * scale) . code + q . min: the group's scale joins
-the query, the minimum is one number a query. With x = min + code * scale for a value of weight p, sum p x = sum (p * scale)
-code + sum p * min: the scale joins the weight, the minimum is one number a query. Codes come as offset_of(DTYPE) + code, which
-the same numbers take back. They also count codes from the middle of their range: what rounding q * scale and p * scale loses
-is then multiplied by numbers around 0.
+With x = min + code * scale for every channel of a group of keys, q . x = (q * scale) . code + q . min: the group's
+scale joins the query, the minimum is one number a query. With x = min + code * scale for a value of weight p, sum p x =
+sum (p * scale) code + sum p * min: the scale joins the weight, the minimum is one number a query. Codes come as
+offset_of(DTYPE) + code, which the same numbers take back. They also count codes from the middle of their range: what
+rounding q * scale and p * scale loses is then multiplied by numbers around 0.
 """
 
 import triton
@@ -19,7 +20,8 @@ from .tiles import dot, softmax_weights
 
 @triton.jit
 def _load_part(rows, present, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[rows, BLOCK]: columns PART * WIDTH to (PART + 1) * WIDTH of row pointers, zero behind them and where not `present`."""
+    """[rows, BLOCK]: columns PART * WIDTH to (PART + 1) * WIDTH of row pointers, zero behind them and where not
+    `present`."""
     column = tl.arange(0, BLOCK)
     pointers = rows[:, None] + (PART * WIDTH + column)[None, :]
     return tl.load(pointers, mask=present[:, None] & (column < WIDTH)[None, :], other=0)
@@ -106,9 +108,9 @@ def decode_grouped_kernel(
     CHANNEL_GROUPS: tl.constexpr,
     RING: tl.constexpr,
 ):
-    """As `decode_kernel`; k and v are uint8, TOKENS share a key scale, the tail has RING slots; k_min and v_min have the
-    strides of k_scale and v_scale. BLOCK_D and BLOCK_DV cover one of the PARTS of the channels, which are tiles of their
-    own."""
+    """As `decode_kernel`; k and v are uint8, TOKENS share a key scale, the tail has RING slots; k_min and v_min have
+    the strides of k_scale and v_scale. BLOCK_D and BLOCK_DV cover one of the PARTS of the channels, which are tiles of
+    their own."""
     PARTS: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = HEAD_DIM // PARTS
     VALUE_WIDTH: tl.constexpr = VALUE_DIM // PARTS

@@ -1,8 +1,8 @@
 """Quantized keys and values to numbers that the matrix instructions take (formats: kv_formats.py).
 
-A few integer operations do what conversion instructions would: a code of 4 or 2 bits in the low mantissa bits of 1024 (float16)
-or 128 (bfloat16) is 1024 + code or 128 + code, and E4M3 bits shifted into place are a float16 number whose exponent is off by
-a constant. The products are corrected instead (`offset_of`, `FP8_FACTOR`).
+A few integer operations do what conversion instructions would: a code of 4 or 2 bits in the low mantissa bits of 1024
+(float16) or 128 (bfloat16) is 1024 + code or 128 + code, and E4M3 bits shifted into place are a float16 number whose
+exponent is off by a constant. The products are corrected instead (`offset_of`, `FP8_FACTOR`).
 """
 
 import triton
@@ -31,7 +31,8 @@ def offset_of(DTYPE):
 
 @triton.jit
 def part_numbers(codes, PART: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes of part PART of uint8 `codes` (channel c + PART * D * BITS / 8 of byte c), plus offset_of(DTYPE), in DTYPE."""
+    """The codes of part PART of uint8 `codes` (channel c + PART * D * BITS / 8 of byte c), plus offset_of(DTYPE), in
+    DTYPE."""
     code = (codes.to(tl.int16) >> (PART * BITS)) & ((1 << BITS) - 1)
     if DTYPE == tl.float32:
         numbers = code.to(tl.float32)

@@ -1,10 +1,10 @@
-"""Who reads which keys when few queries are decoded: every program takes an equal share of all key tiles of the batch.
+"""Which program reads which keys when few queries are decoded: every program takes an equal share of all key tiles.
 
-The work is one sequence of key tiles: rows one after the other, in a row its lanes (key head, query tile), in a lane the
-key tiles that its queries see. Program p takes tiles p * share to (p + 1) * share, whatever rows and lanes they belong to
-(stream-K, https://arxiv.org/abs/2301.03598): a batch of very different lengths is spread as evenly as one of equal lengths.
-The number of programs follows from shapes, the share from the lengths on the device: a CUDA graph can be replayed while
-lengths grow.
+The work is one list of key tiles: sequence by sequence, in a sequence lane by lane (key head, query tile), in a lane
+the key tiles that its queries see. Program p takes tiles p * share to (p + 1) * share, across lanes and sequences
+(stream-K, https://arxiv.org/abs/2301.03598), so that a batch of very different lengths is spread as evenly as one of
+equal lengths. The number of programs follows from shapes, the share from the lengths on the device: a CUDA graph can be
+replayed while lengths grow. In the code a row is a sequence of the batch.
 """
 
 import triton
@@ -28,8 +28,11 @@ def row_tiles(
     TREE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Of one row or a vector of them: its keys, the first key tile that any query sees, and how many tiles a lane has from
-    there on. A row without keys has one (empty) tile, so that somebody writes its output; a row beyond `rows` has none."""
+    """Of one sequence or a vector of them: its keys, the first key tile that any query sees, and the tiles of a lane
+    from there.
+
+    A sequence without keys has one empty tile, so that a program writes its output; rows beyond `rows` have none.
+    """
     length = (row * 0).to(tl.int32) + seqlen_k
     if cache_seqlens is not None:
         length = tl.load(cache_seqlens + row, mask=row < rows, other=-1)
@@ -62,8 +65,9 @@ def program_share(
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """What this program does: the tiles of a share, its own tiles position..stop, its own lanes first..end among the
-    rows * lanes of the batch, and the first tile of the first lane's row. BLOCK_B rows are looked at at once."""
+    """The share of this program: its number of tiles, its own tiles position..stop, its own lanes first..end among the
+    rows * lanes of the batch, and the first tile of the first lane's sequence. BLOCK_B sequences are read at once.
+    """
     total = tl.zeros([BLOCK_B], tl.int32)
     longest = tl.zeros([BLOCK_B], tl.int32)
     for start in tl.range(0, rows, BLOCK_B):

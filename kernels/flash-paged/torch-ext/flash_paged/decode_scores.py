@@ -1,4 +1,4 @@
-"""What the decode kernels share beside the tiles of the forward kernel: where keys lie and which queries see them."""
+"""What the decode kernels share beyond the tiles of the forward kernel: where keys lie and which queries see them."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,12 @@ from .tiles import cap_scores
 
 @triton.jit
 def find_pages(block_table, row, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages of the keys start..start+BLOCK_N of a row, int32: one number where the keys lie in one page, else one a key; -1
-    from `length` on. Without a block_table (PAGE_SIZE 0) the row is a page of its own. `start` is a multiple of BLOCK_N.
-    Kernels ask for them one key tile ahead, so that loads of keys need not wait for them."""
+    """The pages of keys start..start+BLOCK_N of a sequence, int32: one number where they lie in one page, else one for
+    each key.
+
+    -1 from `length` on. Without a block_table (PAGE_SIZE 0) the sequence is a page of its own. `start` is a multiple of
+    BLOCK_N. Kernels look pages up one key tile ahead, so that loads of keys need not wait for them.
+    """
     if PAGE_SIZE == 0:
         pages = row.to(tl.int32)
     elif PAGE_SIZE % BLOCK_N == 0:
@@ -23,8 +26,9 @@ def find_pages(block_table, row, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N
 
 @triton.jit
 def locate(pages, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the keys start..start+BLOCK_N of a row lie, whose `find_pages` are given: page, first slot, slots after that one;
-    and which of them exist: table entries of -1 are not followed, their keys do not exist."""
+    """Where keys start..start+BLOCK_N of a sequence lie, by their `find_pages`: page, first slot, slots after that one,
+    and which of them exist. Table entries of -1 are not followed; their keys do not exist.
+    """
     offset = tl.arange(0, BLOCK_N)
     present = start + offset < length
     slot = tl.cast(start, tl.int64)
@@ -49,7 +53,7 @@ def popcount(x):
 
 @triton.jit
 def query_positions(query, valid, shift, tree_mask, TREE: tl.constexpr):
-    """Positions of the queries [M] of a row, and with TREE their masks; tree_mask points to the row's masks."""
+    """Positions of the queries [M] of a sequence, and with TREE their masks, from the sequence's part of tree_mask."""
     tree = tl.zeros_like(query).to(tl.int64)
     position = query + shift
     if TREE:
@@ -79,11 +83,12 @@ def visible_scores(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    """Products s [M, N] of queries and keys start..start+N to scores in powers of two: scaled, capped, less ALiBi's slope
-    [M] times distance (https://arxiv.org/abs/2108.12409), -inf where a query does not see a key.
+    """Products s [M, N] of queries and keys start..start+N to scores in powers of two: scaled, capped, less ALiBi's
+    slope [M] times distance (https://arxiv.org/abs/2108.12409), -inf where a query does not see a key.
 
-    With TREE the last seqlen_q keys (from `shift` on) are nodes of a tree: a query sees those of its mask, and they stand at
-    the position of the query of the same node. Else query i at `position` i + shift sees up to `right` keys after it."""
+    With TREE the last seqlen_q keys (from `shift` on) are nodes of a tree: a query sees those of its mask, and they
+    stand at the position of the query of the same node. Else query i at `position` i + shift sees up to `right` keys
+    after it."""
     if SOFTCAP:
         s = cap_scores(s, scale, cap)
     else:

@@ -1,7 +1,7 @@
 """Attention of many queries: one program computes BLOCK_M queries of one head and walks over the keys they can see.
 
-FlashAttention-2 (https://arxiv.org/abs/2307.08691): online softmax, no [Sq, Sk] matrix in memory. Blocks of keys that no
-query of the tile sees are never visited; only blocks at an edge (causal, window, end) pay for masks.
+FlashAttention-2 (https://arxiv.org/abs/2307.08691): online softmax, no [Sq, Sk] matrix in memory. Blocks of keys that
+no query of the tile sees are never visited; only blocks at an edge (causal, window, end) pay for masks.
 
 Head dims that are no power of two are computed in two parts (96 = 64 + 32, see `split_dim`), so that the matrix units
 multiply few zeros.
@@ -270,13 +270,14 @@ def attend(
     return_lse: bool = False,
     variant: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launches a forward kernel on checked arguments -> (out, softmax_lse or None).
+    """Launches a forward kernel on checked arguments. Returns (out, softmax_lse or None).
 
-    q is [B, Sq, Hq, D], or [Tq, Hq, D] with cu_seqlens_q; k and v are [B, Sk, Hk, D], [Tk, Hk, D] with cu_seqlens_k, or
-    pages with block_table. window -1 is no limit. alibi_slopes: float32 [Hq] or [B, Hq]. softmax_lse: float32 [B, Hq, Sq],
-    or [Hq, Tq] with cu_seqlens_q, natural logarithm, sinks included, -inf for a query that sees nothing.
-    variant: "portable" (`forward_kernel`), "tma" or "warp_specialized" (forward_hopper.py; ValueError where it cannot);
-    None is what config.py chooses, and the portable kernel where that cannot.
+    q is [B, Sq, Hq, D], or [Tq, Hq, D] with cu_seqlens_q. k and v are [B, Sk, Hk, D], [Tk, Hk, D] with cu_seqlens_k, or
+    pages with block_table. window -1 is no limit. alibi_slopes is float32 [Hq] or [B, Hq]. softmax_lse is float32 [B,
+    Hq, Sq], or [Hq, Tq] with cu_seqlens_q: natural logarithm, sinks included, -inf for a query that sees nothing.
+    variant: "portable" (`forward_kernel`), "tma" or "warp_specialized" (forward_hopper.py; ValueError where it cannot).
+        None
+    takes what config.py chooses, and the portable kernel where that cannot.
     """
     if variant not in (None, "portable", *VARIANTS):
         raise ValueError(f"variant is {variant!r}: allowed are 'portable', {VARIANTS} or None")

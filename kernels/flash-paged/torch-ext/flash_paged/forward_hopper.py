@@ -1,9 +1,10 @@
-"""Attention of many queries on Hopper: `forward_kernel` for the plain case (dense or packed, causal or full, head dim 64 or
-128), with keys and values fetched by the tensor memory accelerator (TMA) through descriptors made on the device.
+"""Attention of many queries on Hopper: `forward_kernel` for the plain case (dense or packed, causal or full, head dim
+64 or 128), with keys and values fetched by the tensor memory accelerator (TMA) through descriptors made on the device.
 
-Two ways to run it: "tma" pipelines the loads in one group of warps; "warp_specialized" has Triton divide the program into a
-warp that loads and two groups of warps that compute, as FlashAttention-3 (https://arxiv.org/abs/2407.08608) does. No GPU could
-measure them here: config.py chooses the portable kernel, and benchmarks ask for the others by name (`attend(variant=...)`).
+Two ways to run it: "tma" pipelines the loads in one group of warps; "warp_specialized" has Triton divide the program
+into a warp that loads and two groups of warps that compute, as FlashAttention-3 (https://arxiv.org/abs/2407.08608)
+does. No GPU could measure them here: config.py chooses the portable kernel, and benchmarks ask for the others by name
+(`attend(variant=...)`).
 """
 
 import torch
@@ -87,8 +88,9 @@ def hopper_kernel(
     MASKED: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ):
-    """Arguments as of `forward_kernel`. WARP_SPECIALIZE: Triton's pass (3.7.1) fails on an early return and on a second loop and
-    does nothing when the loop contains a branch, so all blocks are masked or (not MASKED: every key is seen) none."""
+    """Arguments as of `forward_kernel`. WARP_SPECIALIZE: Triton's pass (3.7.1) fails on an early return and on a second
+    loop and does nothing when the loop contains a branch, so all blocks are masked or (not MASKED: every key is seen)
+    none."""
     tile, pair = program_tile(tl.program_id(0), tiles, pairs, section)
     head = pair % heads
     row = (pair // heads).to(tl.int64)
@@ -150,7 +152,7 @@ VARIANTS = tuple(CONFIGS)
 
 
 def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: tuple[int, int], plain: bool) -> str | None:
-    """Why `attend_hopper` cannot compute this, or None. plain: no softcap, sinks, ALiBi slopes, cache or pages."""
+    """Why `attend_hopper` cannot compute this, or None. plain: no softcap, sinks, ALiBi slopes, cache and pages."""
     if q.is_cuda and (torch.version.hip or torch.cuda.get_device_capability(q.device)[0] != 9):
         return "the device is not of compute capability 9"
     if not plain:

@@ -8,20 +8,21 @@ _L2_BYTES = 32 * 2**20  # keys and values that programs running side by side sho
 
 
 def token_strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """(row, token, head) of x [B, S, H, D], or of x [T, H, D], whose rows lie one after the other."""
+    """(sequence, token, head) of x [B, S, H, D], or of x [T, H, D], whose sequences lie one after the other."""
     return (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]
 
 
 def lse_strides(lse: torch.Tensor | None) -> tuple[int, int]:
-    """(row, head) of softmax_lse [B, H, S] or [H, T]."""
+    """(sequence, head) of softmax_lse [B, H, S] or [H, T]."""
     if lse is None:
         return 0, 0
     return (0, lse.stride(0)) if lse.dim() == 2 else lse.stride()[:2]
 
 
 def pairs_a_section(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int, keys: int) -> int:
-    """How many of the (row, head) pairs to work on at a time (see tiles.program_tile), so that the keys and values they read
-    fit the L2 cache. keys: of a row, or of all rows together where k is [T, H, D]."""
+    """How many (sequence, head) pairs to work on at a time (see tiles.program_tile), so that the keys and values they
+    read fit into the L2 cache. keys: of a sequence, or of all together where k is [T, H, D].
+    """
     if k.dim() == 3:
         keys = triton.cdiv(keys, rows)
     bytes_a_head = max(1, keys * (k.shape[-1] + v.shape[-1]) * k.element_size())

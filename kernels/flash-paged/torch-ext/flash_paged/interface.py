@@ -8,13 +8,13 @@ causal: query i stands at position i + Sk - Sq (bottom-right aligned) and sees n
 window_size: (left, right), a query sees the keys from position - left to position + right; -1 is no limit.
 softcap: scores become softcap * tanh(scores / softcap); 0.0 is off.
 alibi_slopes: float32 [Hq] or [B, Hq]; scores lose slope * |position - key| (https://arxiv.org/abs/2108.12409).
-s_aux: [Hq] logits of learned sinks, which join the denominator of the softmax only.
-A query that sees no key gives 0. The log-sum-exp, where asked for, is float32 [B, Hq, Sq] ([Hq, Tq] when packed), natural,
-with the sink, and -inf for a query that sees no key and has no sink.
+s_aux: [Hq] logits of learned sinks, which join the denominator of the softmax only. A query that sees no key gives 0.
+The log-sum-exp, where asked for, is float32 [B, Hq, Sq] ([Hq, Tq] when packed), natural, with the sink, and -inf for a
+query that sees no key and has no sink.
 
-Errors: TypeError and ValueError name the argument, what was given and what is allowed; RuntimeError for inputs that require
-grad while grad is enabled (there is no backward pass). What lies in the integer tensors is on the device and only checked
-with the environment variable FLASH_PAGED_DEBUG=1 (see debug_checks.py).
+Errors: TypeError and ValueError name the argument, what was given and what is allowed; RuntimeError for inputs that
+require grad while grad is enabled (there is no backward pass). What lies in the integer tensors is on the device and
+only checked with the environment variable FLASH_PAGED_DEBUG=1 (see debug_checks.py).
 """
 
 import operator
@@ -56,9 +56,9 @@ def flash_attn_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """Attention of q [B, Sq, Hq, D] over k [B, Sk, Hk, D] and v [B, Sk, Hk, Dv] -> [B, Sq, Hq, Dv].
 
-    return_attn_probs: returns (out, log-sum-exp, None), as flash-attn without dropout. The result is always deterministic;
-    `deterministic` is accepted because callers of flash-attn pass it. dropout_p must be 0.0.
-    See https://arxiv.org/abs/2307.08691 and, for few queries, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
+    return_attn_probs: returns (out, log-sum-exp, None), as flash-attn without dropout. The result is always
+    deterministic; `deterministic` is accepted because callers of flash-attn pass it. dropout_p must be 0.0. See
+    https://arxiv.org/abs/2307.08691 and, for few queries, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
     """
     check_device(q)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -97,8 +97,8 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """Attention of B packed sequences: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> [Tq, Hq, Dv].
 
-    cu_seqlens_q, cu_seqlens_k: int32 [B + 1], sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1]; rows of the result
-    behind the last sequence are not written.
+    cu_seqlens_q, cu_seqlens_k: int32 [B + 1], sequence b has tokens cu_seqlens[b] to cu_seqlens[b + 1]; tokens of the
+    result behind the last sequence are not written.
     max_seqlen_q: the longest of the query lengths or more (a tensor works, but reading it waits for the GPU);
     max_seqlen_k is not needed.
     block_table: int32 [B, max_blocks]; then k and v are pages [num_blocks, block_size, Hk, D or Dv], cu_seqlens_k gives
@@ -156,26 +156,27 @@ def flash_attn_with_kvcache(
     v_tail: torch.Tensor | None = None,
     quantized_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q [B, Sq, Hq, D] over a cache -> [B, Sq, Hq, Dv], or (out, log-sum-exp) with return_softmax_lse; k and v
-    are first appended to the cache in place.
+    """Attention of q [B, Sq, Hq, D] over a cache -> [B, Sq, Hq, Dv], or (out, log-sum-exp) with return_softmax_lse; k
+    and v are first appended to the cache in place.
 
-    k_cache [num_blocks, block_size, Hk, D], v_cache [num_blocks, block_size, Hk, Dv]: the pages; strided views are fine.
-    k [B, Sn, Hk, D], v [B, Sn, Hk, Dv]: new keys and values, written at positions cache_seqlens[b] and following.
-    cache_seqlens: int32 [B], or one int for all rows, tokens in the cache before the new ones; None for a full cache. A
-    negative row is padding: nothing is written for it and it sees no key.
-    block_table: int32 [B, max_blocks]; without it row b has the one page k_cache[b]. Pages named -1 are neither read nor
-    written, and their keys are not seen. What does not fit into max_blocks * block_size is not stored.
+    k_cache [num_blocks, block_size, Hk, D], v_cache [num_blocks, block_size, Hk, Dv]: the pages; strided views are
+    fine. k [B, Sn, Hk, D], v [B, Sn, Hk, Dv]: new keys and values, written at positions cache_seqlens[b] and following.
+    cache_seqlens: int32 [B], or one int for all, tokens in the cache before the new ones; None for a full cache. A
+    sequence of negative length is padding: nothing is written for it and it sees no key.
+    block_table: int32 [B, max_blocks]; without it sequence b has the one page k_cache[b]. Pages named -1 are neither
+        read
+    nor written, and their keys are not seen. What does not fit into max_blocks * block_size is not stored.
 
-    tree_mask: int64 [B, Sq], Sq <= 64: the last Sq keys are the nodes of a drafted token tree, and bit j of tree_mask[b, i]
-    says that query i sees node j (its ancestors and itself); all earlier keys are seen. The position of a node counts its
-    ancestors. `causal` and the right side of the window are ignored with it.
+    tree_mask: int64 [B, Sq], Sq <= 64: the last Sq keys are the nodes of a drafted token tree, and bit j of
+    tree_mask[b, i] says that query i sees node j (its ancestors and itself); all earlier keys are seen. The position of
+    a node counts its ancestors. `causal` and the right side of the window are ignored with it.
 
-    Quantized pages (kv_formats.py has the layouts) are known by their dtype:
-    int8 and float8_e4m3fn with k_scale, v_scale float16 [num_blocks, block_size, Hk]; new tokens are quantized into the pages.
-    uint8, int4 or int2 by D: k_scale, k_min float16 [num_blocks, block_size / G, Hk, D], v_scale, v_min float16 [num_blocks,
-    block_size, Hk, C], k_tail [B, R, Hk, D], v_tail [B, R, Hk, Dv], quantized_seqlens int32 [B]: row b has its first
-    quantized_seqlens[b] tokens in the pages and the others, at most R, in the ring, where new ones are appended.
-    With many queries the pages are dequantized to memory first, all that block_table has room for.
+    Quantized pages (kv_formats.py has the layouts) are known by their dtype: int8 and float8_e4m3fn with k_scale,
+    v_scale float16 [num_blocks, block_size, Hk]; new tokens are quantized into the pages. uint8, int4 or int2 by D:
+    k_scale, k_min float16 [num_blocks, block_size / G, Hk, D], v_scale, v_min float16 [num_blocks, block_size, Hk, C],
+    k_tail [B, R, Hk, D], v_tail [B, R, Hk, Dv], quantized_seqlens int32 [B]: sequence b has its first
+    quantized_seqlens[b] tokens in the pages and the others, at most R, in the ring, where new ones are appended. With
+    many queries the pages are dequantized to memory first, all that block_table has room for.
 
     The launches depend on shapes only, so that a captured CUDA graph stays valid while lengths grow.
     """
@@ -231,7 +232,7 @@ def flash_attn_with_kvcache(
 
 
 def check_new(q, k, v, k_cache, v_cache, dims: int) -> None:
-    """New k and v [..., Hk, D or Dv] of q's dtype fit the cache (or the rings) they go to."""
+    """Checks that new k and v [..., Hk, D or Dv] of q's dtype fit the cache or the rings they go to."""
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
         check_tensor(name, tensor, dims, q)
         if tensor.shape[-2:] != cache.shape[-2:]:
@@ -245,7 +246,7 @@ def check_new(q, k, v, k_cache, v_cache, dims: int) -> None:
 
 
 def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
-    """Tokens that the pages of a row can hold."""
+    """Tokens that the pages of a sequence can hold."""
     return (1 if block_table is None else block_table.shape[1]) * k_cache.shape[1]
 
 
@@ -262,7 +263,7 @@ def _lengths(q, k_cache, k, cache_seqlens, block_table, quantized: QuantizedKV |
 
 
 def _check_ranges(k_cache, cache_seqlens, appended: int, block_table, quantized: QuantizedKV | None) -> None:
-    """In debug mode: page numbers and lengths."""
+    """Checks page numbers and lengths, in debug mode."""
     check_numbers("block_table", block_table, k_cache.shape[0], "blocks of k_cache")
     capacity = _capacity(k_cache, block_table)
     if quantized is None or quantized.k_tail is None:
@@ -272,7 +273,7 @@ def _check_ranges(k_cache, cache_seqlens, appended: int, block_table, quantized:
 
 
 def _append(k, v, k_cache, v_cache, cache_seqlens, block_table, quantized: QuantizedKV | None) -> None:
-    """k and v into the pages, as they are or in 8 bits, or into the rings."""
+    """Writes k and v into the pages, as they are or in 8 bits, or into the rings."""
     if quantized is None:
         write(k, v, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table)
     elif quantized.k_tail is None:

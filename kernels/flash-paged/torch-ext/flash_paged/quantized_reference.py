@@ -1,7 +1,7 @@
 """Quantized keys and values in plain torch: how codes are chosen, packed and read (the layout: kv_formats.py).
 
-Codes and scales are defined by float32 arithmetic, every operation rounded to nearest even, so that kernels can be held to
-them bit for bit; dequantized numbers are float64.
+Codes and scales are defined by float32 arithmetic, every operation rounded to nearest even, so that kernels can be held
+to them bit for bit; dequantized numbers are float64.
 """
 
 import torch
@@ -31,7 +31,8 @@ def quantize_groups(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor,
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [..., D] below 2**bits -> uint8 [..., D * bits / 8]: byte c holds channel c + p * D * bits / 8 at bit p * bits."""
+    """uint8 [..., D] below 2**bits -> uint8 [..., D * bits / 8]: byte c holds channel c + p * D * bits / 8 at bit p *
+    bits."""
     parts = codes.unflatten(-1, (8 // bits, -1))
     return sum((parts[..., p, :] << (p * bits)) for p in range(8 // bits)).to(torch.uint8)
 
@@ -57,8 +58,8 @@ def dequantize_cache(k_cache, v_cache, k_scale=None, v_scale=None, k_min=None, v
 
 
 def reshape_and_cache_reference(k, v, k_cache, v_cache, slot_mapping, k_scale=None, v_scale=None):
-    """k [T, Hk, D] and v [T, Hk, Dv] written in place to slot block * block_size + offset, quantized to the dtype of the
-    cache where there are scales; negative slots and slots beyond the cache are skipped."""
+    """k [T, Hk, D] and v [T, Hk, Dv] written in place to slot block * block_size + offset, quantized to the dtype of
+    the cache where there are scales; negative slots and slots beyond the cache are skipped."""
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         codes, scales = (x, None) if scale is None else quantize_tokens(x, cache.dtype)
         for token, slot in enumerate(slot_mapping.tolist()):
@@ -70,8 +71,9 @@ def reshape_and_cache_reference(k, v, k_cache, v_cache, slot_mapping, k_scale=No
 
 
 def quantize_and_cache_reference(k, v, k_cache, v_cache, k_scale, k_min, v_scale, v_min, group_mapping):
-    """Groups of tokens k [n, G, Hk, D], v [n, G, Hk, Dv], group i in place to group slot group_mapping[i] (block * (block_size
-    / G) + its number in the block; others are skipped), in as many bits as the caches have for a channel."""
+    """Groups of tokens k [n, G, Hk, D], v [n, G, Hk, Dv], group i in place to group slot group_mapping[i] (block *
+    (block_size / G) + its number in the block; others are skipped), in as many bits as the caches have for a channel.
+    """
     tokens, bits, channel_groups = k.shape[1], 8 * k_cache.shape[-1] // k.shape[-1], v_scale.shape[-1]
     groups = k_cache.shape[1] // tokens
     for i, slot in enumerate(group_mapping.tolist()):
@@ -88,8 +90,8 @@ def quantize_and_cache_reference(k, v, k_cache, v_cache, k_scale, k_min, v_scale
 
 
 def copy_blocks_reference(k_cache, v_cache, mapping, *scales):
-    """Block mapping[i, 0] becomes the content of block mapping[i, 1], in every tensor; pairs with a block outside the cache
-    are skipped."""
+    """Block mapping[i, 0] becomes the content of block mapping[i, 1], in every tensor; pairs with a block outside the
+    cache are skipped."""
     for source, target in mapping.tolist():
         if 0 <= source < k_cache.shape[0] and 0 <= target < k_cache.shape[0]:
             for tensor in (k_cache, v_cache, *scales):
@@ -97,8 +99,10 @@ def copy_blocks_reference(k_cache, v_cache, mapping, *scales):
 
 
 def gather_row(pages, block_table, length, tail=None, quantized=0):
-    """One row: `pages` [num_blocks, block_size, Hk, D] through block_table [max_blocks], from token `quantized` on the ring
-    `tail` [R, Hk, D] -> [length, Hk, D] and the bool [length] that is False (and the entry 0) where the table says -1."""
+    """The tokens of one sequence: `pages` [num_blocks, block_size, Hk, D] through block_table [max_blocks], from token
+    `quantized` on the ring `tail` [R, Hk, D]. Returns [length, Hk, D] and bool [length], False (and zeros) where the
+    table says -1.
+    """
     token = torch.arange(length, device=pages.device)
     in_tail = token >= (length if tail is None else quantized)
     block = block_table[torch.where(in_tail, 0, token // pages.shape[1])].long()
@@ -126,8 +130,10 @@ def gather_cache_reference(
     quantized_seqlens=None,
     num_tokens=None,
 ):
-    """Pages (and rings) of all rows one after the other, dequantized: k [num_tokens, Hk, D], v [num_tokens, Hk, Dv] of
-    `dtype`, 0 where the table says -1 and behind the last row."""
+    """Pages (and rings) of all sequences one after the other, dequantized to `dtype`.
+
+    Returns k [num_tokens, Hk, D] and v [num_tokens, Hk, Dv], 0 where the table says -1 and behind the last sequence.
+    """
     pages = dequantize_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min)
     starts = cu_seqlens_k.tolist()
     out = []

@@ -24,9 +24,9 @@ def attention_reference(
     """One sequence: q [Sq, Hq, D], k [Sk, Hk, D], v [Sk, Hk, Dv], alibi_slopes [Hq], visible bool [Sk], tree_mask int64
     [Sq] -> out float64 [Sq, Hq, Dv] and log-sum-exp float32 [Hq, Sq].
 
-    Query i stands at position i + Sk - Sq (bottom-right aligned) and sees key j when
-    position - left <= j <= position + right; `causal` makes right 0 and -1 means no limit. With tree_mask the last Sq keys
-    are nodes of a tree, whose positions count their ancestors. A query that sees no key gives 0.
+    Query i stands at position i + Sk - Sq (bottom-right aligned) and sees key j when position - left <= j <= position +
+    right; `causal` makes right 0 and -1 means no limit. With tree_mask the last Sq keys are nodes of a tree, whose
+    positions count their ancestors. A query that sees no key gives 0.
     """
     queries, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
@@ -153,8 +153,9 @@ def flash_attn_with_kvcache_reference(
     v_tail=None,
     quantized_seqlens=None,
 ):
-    """q [B, Sq, Hq, D], k_cache [num_blocks, block_size, Hk, D], v_cache [..., Dv], k and v [B, Sn, Hk, D or Dv] appended
-    in place, cache_seqlens [B], block_table [B, max_blocks] (None: row b is block b) -> [B, Sq, Hq, Dv]."""
+    """q [B, Sq, Hq, D], k_cache [num_blocks, block_size, Hk, D], v_cache [..., Dv], k and v [B, Sn, Hk, D or Dv]
+    appended in place, cache_seqlens [B], block_table [B, max_blocks] (None: sequence b is block b) -> [B, Sq, Hq,
+    Dv]."""
     if block_table is None:
         block_table = torch.arange(q.shape[0], device=q.device)[:, None]
     capacity = block_table.shape[1] * k_cache.shape[1] + (0 if k_tail is None else k_tail.shape[1])

@@ -24,7 +24,8 @@ def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """The powers of two, at least 16 (the second may be 0), whose sum covers a head dim: 96 is (64, 32), 128 is (128, 0)."""
+    """The powers of two, at least 16 (the second may be 0), whose sum covers a head dim: 96 is (64, 32), 128 is (128,
+    0)."""
     whole = max(16, triton.next_power_of_2(dim))
     half = whole // 2
     rest = max(16, triton.next_power_of_2(dim - half)) if dim > half >= 16 else half
@@ -33,8 +34,11 @@ def split_dim(dim: int) -> tuple[int, int]:
 
 @triton.jit
 def program_tile(program, tiles, pairs, section):
-    """Which tile of queries of which (row, head) pair a program computes. Sections of `section` pairs follow each other;
-    within one the last tiles of all pairs come first, because under a causal mask they are the longest."""
+    """Which tile of queries of which (sequence, head) pair a program computes.
+
+    Sections of `section` pairs follow each other. Within one the last tiles of all pairs come first, because under a
+    causal mask they are the longest.
+    """
     first_pair = program // (tiles * section) * section
     place = program - first_pair * tiles
     width = tl.minimum(section, pairs - first_pair)
@@ -123,9 +127,11 @@ def subtract_alibi(s, slope, position, key, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def softmax_weights(s, total, maximum, scale, SCALED: tl.constexpr):
-    """One step of the online softmax (https://arxiv.org/abs/1805.02867): scores s [M, N] join the sum total [M], which is
-    relative to 2**maximum [M]. Gives their weights [M, N], the factor [M] of what was summed before, total and maximum.
-    SCALED: s is in powers of two already (softcap or ALiBi)."""
+    """One step of the online softmax (https://arxiv.org/abs/1805.02867): scores s [M, N] join the sum total [M], which
+    is relative to 2**maximum [M]. Returns their weights [M, N], the factor [M] of what was summed before, total and
+    maximum.
+    SCALED: s is in powers of two already (softcap or ALiBi).
+    """
     if SCALED:
         higher = tl.maximum(maximum, tl.max(s, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -1,4 +1,4 @@
-"""A pool sized by a budget of bytes: `PagedCache(config, memory="2GB")`."""
+"""Pools sized by bytes: `PagedCache(config, memory="2GB")`."""
 
 import torch
 
@@ -7,9 +7,9 @@ from hf_efficient.cache.stores.full_precision import PageStore
 
 
 def parse_bytes(name: str, size: int | str) -> int:
-    """`size` in bytes: an int, or a string such as "512MB" (10^6 bytes a MB) or "1.5GiB" (2^30 a GiB).
+    """`size` in bytes: an int, or a string such as "512MB" (10^6 bytes a MB) or "1.5GiB" (2^30 bytes a GiB).
 
-    Raises ValueError that calls the argument `name` for anything else and for less than one byte.
+    Raises ValueError, which names the argument `name`, for anything else and for less than one byte.
     """
     from accelerate.utils.modeling import convert_file_size_to_int
 
@@ -23,7 +23,7 @@ def parse_bytes(name: str, size: int | str) -> int:
 
 
 def check_pool_size(num_blocks: int | None, memory: int | str | None) -> None:
-    """Raises ValueError when both are given, or `num_blocks` is no positive integer."""
+    """Raises ValueError when both are given, or when `num_blocks` is no positive integer."""
     if num_blocks is not None and memory is not None:
         raise ValueError(f"num_blocks={num_blocks} and memory={memory!r}: give one of them")
     if num_blocks is not None and (isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1):
@@ -36,11 +36,11 @@ def bytes_per_block(store: PageStore) -> int:
 
 
 class MemoryBudget:
-    """Fixes the size of the pools at the first forward, when dtype and heads are known.
+    """Fixes the size of the pools at the first forward, which shows dtype and heads.
 
     Args:
         size: bytes for the pages of all layers together, int or str (`parse_bytes`).
-        states: the state of every layer that stores keys and values; layers of several states get as many blocks each.
+        states: the state of every layer that stores keys and values; all get equally many blocks.
     """
 
     def __init__(self, size: int | str, states: list[CacheState]):
@@ -50,10 +50,11 @@ class MemoryBudget:
         self.block_bytes: int | None = None  # of one layer
 
     def fix_pools(self, make_store, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Gives the empty pools as many blocks as the budget holds, unless they have them already. make_store: (capacity,
-        key, value) -> `PageStore`; key, value: the first ones [B, H, S, D].
+        """Gives the empty pools as many blocks as the budget holds, unless they have them already.
 
-        Raises ValueError, with nothing changed, when that is not even one block.
+        make_store: (capacity, key, value) -> `PageStore`. key, value: the first ones [B, H, S, D].
+
+        Raises ValueError, with nothing changed, when the budget does not hold one block.
         """
         if self.block_bytes is not None:
             return
@@ -63,8 +64,8 @@ class MemoryBudget:
         number = self.bytes // (block_bytes * len(self.states))
         if number == 0:
             raise ValueError(
-                f"PagedCache(memory={self.size!r}) holds not one block: {block_size} tokens in {len(self.states)} layers "
-                f"take {block_bytes * len(self.states)} bytes. Give that much or more."
+                f"PagedCache(memory={self.size!r}) holds not one block: {block_size} tokens in {len(self.states)} "
+                f"layers take {block_bytes * len(self.states)} bytes. Give that much or more."
             )
         self.block_bytes = block_bytes
         for state in dict.fromkeys(self.states):
@@ -72,16 +73,15 @@ class MemoryBudget:
             state.pool.reset()
 
     def check(self, store: PageStore, layer_idx: int) -> None:
-        """Raises ValueError when the blocks of this layer are larger than those of the first one, so that the budget
-        would be exceeded."""
+        """Raises ValueError when a block of this layer takes more bytes than one of the first layer."""
         if bytes_per_block(store) > self.block_bytes:
             raise ValueError(
-                f"PagedCache(memory={self.size!r}): a block takes {bytes_per_block(store)} bytes in layer {layer_idx} and "
-                f"{self.block_bytes} in the first. Where layers differ, give num_blocks instead."
+                f"PagedCache(memory={self.size!r}): a block takes {bytes_per_block(store)} bytes in layer {layer_idx} "
+                f"and {self.block_bytes} in the first. Where layers differ, give num_blocks instead."
             )
 
     def forget(self) -> None:
-        """The next first forward fixes the pools anew."""
+        """Lets the next forward, of an empty cache, fix the pools anew."""
         self.block_bytes = None
         for state in dict.fromkeys(self.states):
             state.pool.num_blocks = None

@@ -1,37 +1,38 @@
-"""Pages that are not in use leave the device: for host memory, and from there for the disk.
+"""Moves pages that are not in use from the device to host memory, and from there to the disk.
 
-Paper: Yu et al., Stateful Large Language Model Serving with Pensieve (2312.05516), whose unit is a part of a conversation; here
-it is one layer of one `PagedCache`, of which each conversation has its own.
+Paper: Yu et al., Stateful Large Language Model Serving with Pensieve (2312.05516), which moves parts of a conversation;
+    here
+the unit is one layer of one `PagedCache`, and each conversation has a cache of its own.
 """
 
 import os
 import weakref
 from pathlib import Path
 
-from hf_efficient.cache.memory_budget import parse_bytes
+from hf_efficient.cache.stores.memory_budget import parse_bytes
 from hf_efficient.cache.stores.tiered import TieredStore
 
 
 class Offload:
-    """Memory that several `PagedCache`s share, with results that are bit for bit the same.
+    """Memory that several `PagedCache`s share. The results have the same bits as without it.
 
-    When more pages are on a device than may stay there, those leave that are needed last: first the layers of the caches
-    that ran longest ago (a chat parked while others run, which comes back at its next turn), then of the running cache the
-    layer that it has just used (a context larger than the device). Each layer is brought back while the one before it
-    computes, on a CUDA device by asynchronous copies from pinned memory on a stream of their own. Only blocks that changed
-    are copied out again. What a decoding step has to bring back takes as long as its bytes take over the bus, at every token.
-    Caches that share an `Offload` must run in one thread.
+    When more pages are on a device than may stay there, those leave that are needed last: first the layers of the
+    caches that ran longest ago (a chat parked while others run), then of the running cache the layer that it has just
+    used (a context larger than the device). Each layer is brought back while the one before it computes, on a CUDA
+    device by asynchronous copies from pinned memory on a stream of their own. Only blocks that changed are copied out
+    again. Every decode step waits for the bytes that it has to bring back to cross the bus. Caches that share an
+    `Offload` must run in one thread.
 
     >>> offload = Offload("4GB")
     >>> chats = [PagedCache(model.config, offload=offload) for _ in range(10)]
 
     Args:
         device_memory: bytes of pages that may stay on each device, an int or "512MB", "2GiB". Two layers of the running
-            cache stay whatever it is. Pages of a model on the CPU leave for other host memory, so for them only the disk
+            cache stay whatever it is. Pages of a model on the CPU leave for other host memory: there only the disk
             saves any.
-        host_memory: bytes of host memory for the pages that left; needs `disk`. None for as many as there are.
-        disk: a folder for the pages beyond, each layer a memory-mapped safetensors file, deleted when it is read or the
-            cache is. They are read where they are needed, not ahead.
+        host_memory: bytes of host memory for the pages that left; needs `disk`. None for no limit.
+        disk: a folder for the pages beyond that, one memory-mapped safetensors file a layer, deleted when it is read or
+            its cache is. They are read when they are needed, not ahead.
 
     bytes_to_device, bytes_to_host, bytes_to_disk: copied so far.
 
@@ -43,8 +44,8 @@ class Offload:
     ):
         if (host_memory is None) != (disk is None):
             raise ValueError(
-                f"Offload(host_memory={host_memory!r}, disk={disk!r}): give both, what may stay in host memory and where the "
-                "rest goes, or neither"
+                f"Offload(host_memory={host_memory!r}, disk={disk!r}): give both, what may stay in host memory and "
+                "where the rest goes, or neither"
             )
         self.device_memory = parse_bytes("device_memory", device_memory)
         self.host_memory = None if host_memory is None else parse_bytes("host_memory", host_memory)
@@ -59,7 +60,7 @@ class Offload:
         return self  # a copied cache shares the memory with the others
 
     def use(self, store: TieredStore) -> None:
-        """Brings the pages of `store` to its device now and those of the layer after it meanwhile."""
+        """Brings the pages of `store` to its device, and begins to bring those of the layer after it."""
         self._turns += 1
         store.tiers.turn = self._turns
         following = store.tiers.after(store)
@@ -71,7 +72,7 @@ class Offload:
         store.wait()
 
     def fit(self, keep: list[TieredStore], current: TieredStore) -> None:
-        """Lets pages leave the device of `current` until there is room for those of `keep`, which stay."""
+        """Moves pages from the device of `current` to the host until there is room for those of `keep`."""
         device = current.device
         candidates = [
             each for each in self._stores() if each.device == device and each.is_resident and each not in keep
@@ -84,7 +85,7 @@ class Offload:
             self.leave(each, current)
 
     def leave(self, store: TieredStore, current: TieredStore | None = None) -> None:
-        """Moves the pages of `store` to the host, and what then is too much there to the disk."""
+        """Moves the pages of `store` to the host, and what exceeds `host_memory` there to the disk."""
         self.bytes_to_host += store.leave()
         if self.host_memory is None:
             return
@@ -105,7 +106,8 @@ class Offload:
 
     @staticmethod
     def _next_use(store: TieredStore, current: TieredStore | None) -> tuple:
-        """Larger for what is needed later: stores of other caches, the longer ago these ran; then by the layers between."""
+        """Larger for what is needed later: stores of other caches, the longer ago these ran; then by the layers
+        between."""
         own = current is not None and store.tiers is current.tiers
         return not own, -store.tiers.turn, store.tiers.distance(store, current if own else None)
 
@@ -115,7 +117,7 @@ class CacheTiers:
 
     def __init__(self, offload: Offload):
         self.offload = offload
-        self.turn = 0  # of its last use
+        self.turn = 0  # the number of the last use, of all uses of the `Offload`
         self._stores: list[weakref.ref[TieredStore]] = []
         offload._caches.add(self)
 
@@ -127,7 +129,7 @@ class CacheTiers:
         return [store for each in self._stores if (store := each()) is not None]
 
     def adopt(self, store, state) -> TieredStore:
-        """`store` of the next layer, whose blocks are those of `state`, with pages that come and go."""
+        """Wraps the store of the next layer, whose blocks are those of `state`."""
         tiered = TieredStore(store, state, self)
         self._stores = [weakref.ref(each) for each in (*self.stores, tiered)]
         self.offload.fit([tiered], tiered)
@@ -138,7 +140,7 @@ class CacheTiers:
         return stores[(stores.index(store) + 1) % len(stores)]
 
     def distance(self, store: TieredStore, current: TieredStore | None) -> int:
-        """How many layers are used before `store`: from `current` on, or from the first."""
+        """How many layers are used before `store`, from `current` on, or from the first where that is None."""
         stores = self.stores
         return (stores.index(store) - (0 if current is None else stores.index(current))) % len(stores)
 
