@@ -140,17 +140,19 @@ def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple
         (call.s_aux, (query_heads,)),
         (call.alibi_slopes, slopes_shape),
     )
-    if (
-        any(x is not None and (x.shape != shape or not x.is_cpu) for x, shape in numbers + others)
-        or any(x is not None and x.dtype != q.dtype for x, _ in numbers)
-        or any(x is not None and not x.is_contiguous() for x in (call.k_tail, call.v_tail))
-        or (call.k is None) != (call.v is None)
-        or width > MAX_QUERIES
-        and (not call.causal or call.tree_mask is not None)
-        or bool(ring_size) != (bits < 8)
-        or packed
-        and v_cache.shape[-1] * 8 // bits != value_dim
-    ):
+    for x, shape in numbers:
+        if x is not None and (x.shape != shape or x.dtype != q.dtype or not x.is_cpu):
+            return None, ()
+    for x, shape in others:
+        if x is not None and (x.shape != shape or not x.is_cpu):
+            return None, ()
+    if width > MAX_QUERIES and (not call.causal or call.tree_mask is not None):
+        return None, ()
+    if (call.k is None) != (call.v is None) or bool(ring_size) != packed:
+        return None, ()
+    if packed and v_cache.shape[-1] * 8 // bits != value_dim:
+        return None, ()
+    if packed and not (call.k_tail.is_contiguous() and call.v_tail.is_contiguous()):
         return None, ()
     table, seqlens = _int32(table), _int32(call.cache_seqlens).contiguous()
     if table.stride(-1) != 1:
