@@ -38,8 +38,6 @@ class PruningPlan:
             )
         self.axes = anatomy.hidden_axes() if method == "slicegpt" or "hidden_size" in (shape or {}) else {}
         search = ShapeSearch(anatomy, method, self.axes)
-        if shape is not None:
-            search.check(old.smaller(**shape))  # before the pass over the text that llm_pruner takes
         self._products = self._channel_products() if method == "llm_pruner" else {}
         self.shape = search.without(remove, self._loss) if shape is None else old.smaller(**shape)
         search.check(self.shape)
