@@ -76,7 +76,8 @@ def __dir__() -> list[str]:
 
 def register() -> None:
     """Registers the quantizers and attention implementations with transformers. Idempotent; import calls it."""
-    for name in ("integrations.transformers_registration", "integrations.transformers_attention", "checkpoints.adopt"):
+    integrations = ("transformers_registration", "transformers_attention", "transformers_warnings")
+    for name in (*(f"integrations.{name}" for name in integrations), "checkpoints.adopt"):
         importlib.import_module(f"hf_efficient.{name}").register()
 
 

@@ -14,7 +14,7 @@ import torch
 
 from hf_efficient.cache.over_pages import is_over_pages
 from hf_efficient.cache.page_handle import PAGES
-from hf_efficient.integrations import transformers_compat, transformers_compile, transformers_warnings
+from hf_efficient.integrations import transformers_compat, transformers_compile
 from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
 from hf_efficient.integrations import transformers_masks as masks
 from hf_efficient.kernels.attention import api, torch_cpu
@@ -225,7 +225,6 @@ def register() -> None:
             interface.__getitem__ = _look_up_over_pages(interface.__getitem__, stock)
     continuous_batching.register()
     transformers_compile.register()
-    transformers_warnings.register()
 
 
 def _look_up_over_pages(original, stock):

@@ -1,4 +1,4 @@
-"""The GPU benchmarks on a machine without a GPU: they say what they need, and run through on tiny sizes, interpreted."""
+"""The GPU benchmarks on a machine without a GPU: they say what they need, and run interpreted on tiny sizes."""
 
 import json
 import os
