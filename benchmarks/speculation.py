@@ -132,8 +132,8 @@ def instrument(model) -> tuple[list[float], list[SpeculativeOutput]]:
 
 
 def ways_to_generate(heads: Path | None, bits: int) -> tuple[dict, tuple]:
-    """name -> (plain way whose tokens are the right ones, largest batch, generate(**inputs)); and what `noting` notes
-    of our model."""
+    """name -> (plain way whose tokens are the right ones, largest batch, generate(**inputs)); and what `instrument`
+    collects of our model."""
     quantized = {}
     if bits == 4:
         head = {"quantize_lm_head": True, "overrides": {"lm_head": {"bits": 8}}}
