@@ -55,8 +55,9 @@ class CompressionConfig(QuantizationConfigMixin):
         Raises:
             ValueError: an argument that the class does not have, or a value that is not allowed.
         """
-        kind, given = type(self).__name__, {**dict.fromkeys(_SHARED), **arguments.pop("unknown"), **arguments}
-        del given["self"]
+        kind = type(self).__name__
+        own = {name: value for name, value in arguments.items() if name not in ("self", "unknown")}
+        given = {**dict.fromkeys(_SHARED), **arguments["unknown"], **own}
         given.pop("quant_method", None)
         if given["version"] != CONFIG_VERSION:
             raise ValueError(
