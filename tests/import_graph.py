@@ -115,9 +115,9 @@ def _imports_of(name: str, path: Path, modules: dict[str, Path]) -> dict[str, in
             targets = [alias.name.removeprefix("hf_efficient.") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) + 1 - node.level] if node.level else []
-            module = ".".join([*start, *([node.module] if node.module else [])]).removeprefix("hf_efficient.")
-            targets = [f"{module}.{alias.name}" for alias in node.names]
-            targets = [target if target in modules else module for target in targets]
+            module = ".".join([*start, *([node.module] if node.module else [])])
+            names = [f"{module}.{alias.name}".removeprefix("hf_efficient.") for alias in node.names]
+            targets = [name if name in modules else module.removeprefix("hf_efficient.") for name in names]
         else:
             continue
         found |= {target: node.lineno for target in targets if target in modules and target != name}

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from hf_efficient.configs import CompressionConfig
-from hf_efficient.integrations.transformers_quantizer import register
+from hf_efficient.integrations.transformers_registration import register
 
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -1,4 +1,4 @@
-"""The table of the README that says what is read: each row is made from a random weight in that layout."""
+"""The table of docs/formats.md that says what is read: each row is made from a random weight in that layout."""
 
 import inspect
 import json
@@ -16,7 +16,7 @@ from hf_efficient.checkpoints.adopt.stored import Place, StoredWeight
 from hf_efficient.formats.base import Format
 
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text()
 SIZE = 1024
 HALF, WIDE = torch.float16, torch.bfloat16
 ROWS = {  # library, layout -> how it is made
@@ -90,10 +90,10 @@ def test_row(library, layout):
     else:
         assert torch.equal(dense, weight.to(dtype))
     theirs = sum(tensor.nbytes for tensor in parts.values()) * 8 / SIZE**2
-    assert row(library, layout, config, format, theirs, dtype) in README.splitlines()
+    assert row(library, layout, config, format, theirs, dtype) in PAGE.splitlines()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_row_of_gguf(kind):
     config = configs.WeightOnlyConfig(**KINDS[kind].scheme(WIDE))
-    assert row("GGUF", f"`{kind}`", config, config.format(), KINDS[kind].theirs, WIDE) in README.splitlines()
+    assert row("GGUF", f"`{kind}`", config, config.format(), KINDS[kind].theirs, WIDE) in PAGE.splitlines()

@@ -1,4 +1,4 @@
-"""The README's tables of what other engines read, made from round trips of tiny models."""
+"""The table of docs/formats.md that says what other engines read, made from round trips of tiny models."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import hf_efficient
 from hf_efficient.checkpoints.export import FORMATS
 
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text()
 W8A8 = dict(quant_method="efficient_w8a8")
 EXPORTED = {
     "4 bits": dict(bits=4, group_size=32),
@@ -69,4 +69,4 @@ def test_what_export_writes(plain):
         folder = plain / f"{len(rows)}"
         folder.mkdir()
         rows.append([name, *(round_trip(model, folder, format) for format in FORMATS)])
-    assert table(["", *(f'`"{format}"`' for format in FORMATS)], rows) in README
+    assert table(["", *(f'`"{format}"`' for format in FORMATS)], rows) in PAGE

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, Pr
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer
 
+from hf_efficient.integrations import transformers_attention
 from hf_efficient.integrations import transformers_compat as compat
 
 
@@ -25,8 +27,6 @@ PRIVATE = {name for kind in (*OBJECTS, HfQuantizer) for name in dir(kind) if nam
 PRIVATE -= {name for kind in (nn.Module, PreTrainedConfig.__mro__[-1], Path) for name in dir(kind)}
 PRIVATE |= {inside.name for inside in compat.INSIDES if inside.name.startswith("_")}
 PRIVATE = {name for name in PRIVATE if not name.startswith("__")}
-# rooms whose uses are still to move
-TO_COME = tuple(f"hf_efficient/{room}/" for room in ("generation", "compression", "planning", "pruning/structured"))
 
 
 def touched(path: Path) -> list[tuple[int, str]]:
@@ -62,7 +62,7 @@ def test_no_other_file_touches_an_inside():
     paths = [*(ROOT / "hf_efficient").rglob("*.py"), *INTEGRATIONS.rglob("*.py")]
     paths = [path for path in paths if path.parent != INTEGRATIONS or not path.name.startswith("transformers_")]
     found = [f"{path.relative_to(ROOT)}:{line}: {name}" for path in paths for line, name in touched(path)]
-    assert [place for place in found if not place.startswith(TO_COME)] == []
+    assert found == []
 
 
 def test_an_inside_that_is_gone_is_named(monkeypatch):
@@ -97,3 +97,20 @@ def test_the_releases_are_those_that_are_installed_and_required():
     compat.check_release()
     (required,) = (line for line in metadata.requires("hf_efficient") if line.startswith("transformers"))
     assert set(required.removeprefix("transformers").split(",")) == set(compat.RELEASES.split(","))
+
+
+@pytest.mark.parametrize("name", ["attention", "compile", "continuous_batching", "masks", "paged_formats"])
+def test_registering_the_attention_looks_for_its_insides(name, monkeypatch):
+    """Each of them, one after another, is gone."""
+    find = compat.find
+    for gone in [inside for inside in compat.INSIDES if inside.used_by == f"integrations/transformers_{name}.py"]:
+
+        def find_all_but_one(inside, gone=gone):
+            if inside is gone:
+                raise AttributeError(gone.name)
+            return find(inside)
+
+        monkeypatch.setattr(compat, "find", find_all_but_one)
+        path = re.escape(gone.path.removeprefix("transformers.").replace(":", "."))
+        with pytest.raises(ImportError, match=rf"needs {path}.*, which transformers .* Supported: transformers"):
+            transformers_attention.register()
