@@ -72,7 +72,7 @@ class Drafter(ABC):
         """Learns the tokens each sequence continued with: its accepted guesses and one token of the target's; none for
         a sequence that has ended.
 
-        hidden: float [rows, longest, hidden size * (1 + layers)]; hidden[b, i] predicted tokens[b][i].
+        hidden: float [rows, longest, hidden size * (1 + layers)]; `hidden[b, i]` predicted `tokens[b][i]`.
         """
 
     @abstractmethod
