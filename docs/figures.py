@@ -180,7 +180,9 @@ def benchmarks_page() -> str:
         "Perplexity on 24 windows of 1,024 tokens of Wikipedia, and on news, which no method was calibrated on. Bits "
         "count scales and zero points.",
         all_methods(), machine("quality"),
-        "Peers on the same windows, with their own packages:", peer_methods(),
+        "Peers on the same windows, with their own packages. These figures were measured once and stand in "
+        "`benchmarks/quality.py`; no result file was kept. The chart takes the peers' perplexities from here:",
+        peer_methods(),
         "## Quality of quantized pages", cache(), machine("kv_quality"),
         "## Pruning", "Perplexity after pruning single weights:", (RESULTS / "pruning.md").read_text().strip(),
         "And after structured pruning:", (RESULTS / "pruning_structured.md").read_text().strip(),
