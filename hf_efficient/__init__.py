@@ -49,6 +49,8 @@ _PUBLIC = {
     "TranslatedDrafter": "hf_efficient.generation.drafters.translated",
     "SpeculativeGenerationMixin": "hf_efficient.integrations.transformers_generation",
     "enable_speculation": "hf_efficient.integrations.transformers_generation",
+    "optimize": "hf_efficient.integrations.transformers_generation",
+    "report": "hf_efficient.planning.model_report",
     "speculative_generate": "hf_efficient.generation.decode",
     "prune_structure": "hf_efficient.compression.structured_pruning",
     "ContextualSparsity": "hf_efficient.pruning.contextual.saved",
@@ -76,8 +78,8 @@ def __dir__() -> list[str]:
 
 def register() -> None:
     """Registers the quantizers and attention implementations with transformers. Idempotent; import calls it."""
-    integrations = ("transformers_registration", "transformers_attention", "transformers_warnings")
-    for name in (*(f"integrations.{name}" for name in integrations), "checkpoints.adopt"):
+    integrations = ("registration", "attention", "attention_choice", "warnings")
+    for name in (*(f"integrations.transformers_{name}" for name in integrations), "checkpoints.adopt"):
         importlib.import_module(f"hf_efficient.{name}").register()
 
 

@@ -173,7 +173,7 @@ def recipe(config: CompressionConfig) -> str:
     """The Python expression that makes `config`, without the calibration text itself."""
     arguments = {
         field: getattr(config, field)
-        for field, default in config.defaults().items()
+        for field, default in config.plain().items()
         if field in config._fields() and field not in _DERIVED
         if field in _ALWAYS or getattr(config, field) not in (default, {})
     }

@@ -7,8 +7,6 @@ their own files.
 """
 
 import functools
-import inspect
-import sys
 
 import torch
 
@@ -204,7 +202,7 @@ def register() -> None:
 
     Raises ImportError when transformers lacks an inside that this needs, naming the versions that have it.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers import modeling_flash_attention_utils as utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -216,10 +214,6 @@ def register() -> None:
         AttentionMaskInterface.register(name, masks.flash_paged_mask)
     if not hasattr(utils._lazy_imports, "_hf_efficient"):
         utils._lazy_imports = _answer_for_our_names(utils._lazy_imports, utils)
-    if not hasattr(PreTrainedModel._check_and_adjust_attn_implementation, "_hf_efficient"):
-        PreTrainedModel._check_and_adjust_attn_implementation = _allow_our_names(
-            PreTrainedModel._check_and_adjust_attn_implementation
-        )
     for interface, stock in ((AttentionInterface, sdpa_attention_forward), (AttentionMaskInterface, sdpa_mask)):
         if "__getitem__" not in vars(interface):
             interface.__getitem__ = _look_up_over_pages(interface.__getitem__, stock)
@@ -257,44 +251,3 @@ def _answer_for_our_names(original, utils):
 
     _lazy_imports._hf_efficient = True
     return _lazy_imports
-
-
-@functools.cache
-def _keeps_windows_in_masks(module: str) -> bool:
-    """Whether a modeling file (such as PhiMoE's) makes masks for a sliding window and gives its attention no window."""
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):
-        return False
-    return "create_sliding_window_causal_mask" in source and "sliding_window=" not in source
-
-
-def _allow_our_names(original):
-    @functools.wraps(original)
-    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
-        compatible = getattr(self, "_compatible_flash_implementations", None)
-        if attn_implementation not in api.ATTENTION_NAMES:
-            return original(self, attn_implementation, *args, **kwargs)
-        # transformers checks these for its own names only
-        if not self._supports_flash_attn or not type(self)._can_set_attn_implementation():
-            raise ValueError(
-                f"attn_implementation={attn_implementation!r}: {type(self).__name__} does not support flash attention "
-                '(its attention cannot be replaced, or needs masks or biases that such kernels lack). Use "sdpa" or '
-                '"eager".'
-            )
-        if getattr(self.config, "sliding_window", None) and _keeps_windows_in_masks(type(self).__module__):
-            raise ValueError(
-                f"attn_implementation={attn_implementation!r}: {type(self).__name__} puts its sliding window into "
-                'masks alone, which flash attention does not take. Use "sdpa" or "eager".'
-            )
-        if compatible is not None and attn_implementation not in compatible:
-            if not any("attn" in name or name.startswith("flash_attention") for name in compatible):
-                raise ValueError(
-                    f"attn_implementation={attn_implementation!r}: {type(self).__name__} needs a kernel of its own "
-                    f'({compatible}). Use one of these, "sdpa" or "eager".'
-                )
-            type(self)._compatible_flash_implementations = [*compatible, *api.ATTENTION_NAMES]
-        return original(self, attn_implementation, *args, **kwargs)
-
-    _check_and_adjust_attn_implementation._hf_efficient = True
-    return _check_and_adjust_attn_implementation

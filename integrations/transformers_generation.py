@@ -3,12 +3,16 @@
 from functools import cache
 
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils import logging
 
 from hf_efficient.generation import decode, model_state, served
 from hf_efficient.generation.model_traits import check_ragged
 from hf_efficient.generation.output import as_transformers
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.speculation.options import chosen
+
+
+logger = logging.get_logger(__name__)
 
 
 class SpeculativeGenerationMixin:
@@ -61,8 +65,8 @@ class SpeculativeGenerationMixin:
 
 
 class AutomaticGenerationMixin(SpeculativeGenerationMixin):
-    """What a quantized model on a CPU has from loading on: as `SpeculativeGenerationMixin`, but calls that it refuses
-    and transformers takes are left to transformers."""
+    """What a model on a CPU has from loading on where it is quantized or has `flash_paged`: as
+    `SpeculativeGenerationMixin`, but calls that it refuses and transformers takes are left to transformers."""
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         is_left = served.is_transformers_draft(generation_mode_kwargs.get("assistant_model")) and served.raises(
@@ -98,6 +102,27 @@ def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
     disable_automatic(model)
     if not isinstance(model, SpeculativeGenerationMixin):
         model.__class__ = _class_with(SpeculativeGenerationMixin, type(model))
+    return model
+
+
+def optimize(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes `generate()` of any loaded model as fast as this package can without changing what it answers, in place,
+    and returns the model.
+
+    On a CPU that means the native decoding loop, which quantized models and those loaded with
+    `attn_implementation="flash_paged"` have from the start. Calls that it does not take are left to transformers.
+    Where the model cannot have it, a warning says why; `hf_efficient.report(model)` says it again.
+
+    Raises TypeError for anything that is not a transformers model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model={type(model).__name__}: optimize takes a transformers model (a PreTrainedModel); unwrap PEFT or "
+            "torch.compile wrappers first"
+        )
+    enable_automatic(model)
+    if (reason := served.why_not(model)) is not None:
+        logger.warning(f"optimize: generate() runs transformers' loop, because {reason}")
     return model
 
 

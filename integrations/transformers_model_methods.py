@@ -3,9 +3,12 @@ CPU."""
 
 import os
 import types
+from contextlib import contextmanager
 from pathlib import Path
 
 from hf_efficient.files import atomic_checkpoint
+from hf_efficient.integrations.transformers_compat import attention_of
+from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
 def replace_methods(model) -> None:
@@ -26,7 +29,25 @@ def restore_methods(model) -> None:
     if model.can_generate():
         from hf_efficient.integrations.transformers_generation import disable_automatic
 
+        if attention_of(model.config) not in ATTENTION_NAMES:  # such models have the loop for their own sake
+            disable_automatic(model)
+
+
+@contextmanager
+def writing(model):
+    """Inside, `model` writes the text of its calibration with our loop where it can."""
+    if not model.can_generate():
+        yield
+        return
+    from hf_efficient.generation import model_state
+    from hf_efficient.integrations.transformers_generation import disable_automatic, enable_automatic
+
+    enable_automatic(model)
+    try:
+        yield
+    finally:
         disable_automatic(model)
+        model_state.forget(model)
 
 
 def push_to_hub(self, repo_id, **options) -> str:

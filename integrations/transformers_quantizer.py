@@ -21,7 +21,7 @@ class EfficientQuantizer(HfQuantizer):
 
     Attributes:
         swapped: the weights that it compresses; see `Swapped`.
-        arrived: names of the weights that were compressed while they were loaded.
+        arrived: names of its weights that the checkpoint has.
         heap: counts the bytes of dense weights, to return them to the system.
     """
 
@@ -53,12 +53,15 @@ class EfficientQuantizer(HfQuantizer):
 
     def before_loading(self, model, files, device_map=None) -> None:
         """Swaps the modules of `model`, on the meta device. files: of the checkpoint, or None."""
-        config, own_files = self.quantization_config, type(self) is EfficientQuantizer
+        own_files = type(self) is EfficientQuantizer
+        if own_files and not self.pre_quantized:
+            self.quantization_config = self.quantization_config.settled(loading.can_run(model, device_map))
+        config = self.quantization_config
         tensor_parallel.check(model, config, self.pre_quantized, own_files)
         self._files, self._uses_device_map = files, device_map is not None
         self.swapped = swap(model, config, self.pre_quantized, files, own_files)
         if self.swapped.calibrated:
-            loading.prepare(config, self.swapped.calibrated, device_map, model.name_or_path)
+            loading.prepare(config, self.swapped.calibrated, device_map, model)
 
     def update_parallel_plan(self, model, plan):
         if plan is model.tp_plan:
@@ -68,6 +71,8 @@ class EfficientQuantizer(HfQuantizer):
         if self.pre_quantized:
             return False
         tied_head = self.swapped.tied_head
+        if param_name in self.swapped.weights and not self.on_arrival(param_name):
+            self.arrived.add(param_name)
         return self.on_arrival(param_name) or (tied_head is not None and param_name == tied_head[0])
 
     def on_arrival(self, name: str) -> bool:
@@ -138,14 +143,15 @@ class EfficientQuantizer(HfQuantizer):
             weight_conversions.forget(model)
             return
         if not self.pre_quantized:
-            missing = sorted(set(filter(self.on_arrival, self.swapped.weights)) - self.arrived)
+            missing = sorted(set(self.swapped.weights) - self.arrived)
             if missing:
                 raise ValueError(
                     f"the checkpoint has no weights for {len(missing)} of the {len(self.swapped.weights)} weights to "
                     f"quantize, for example {missing[:3]}: is its config that of another architecture?"
                 )
         if self.swapped.calibrated:
-            loading.run(model, self.quantization_config, self.swapped.calibrated)
+            with model_methods.writing(model):
+                loading.run(model, self.quantization_config, self.swapped.calibrated)
         is_cut = tensor_parallel.localize(model)
         weight_conversions.forget(model, self._joined)
         for module in model.modules():

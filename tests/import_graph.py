@@ -65,6 +65,7 @@ ROOMS = {
     "compression": "configs layers formats observers pruning calibration integrations",
     "planning": "configs layers formats methods kernels.native cache cache.stores planning.model_trace evaluation "
     "targets integrations",
+    "planning.model_report": "layers kernels.attention generation generation.decode integrations",
     "evaluation": "",
     "model_cards": "",
     "cli": "configs evaluation calibration checkpoints checkpoints.export compression planning integrations "

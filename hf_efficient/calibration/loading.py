@@ -1,7 +1,6 @@
 """Compression that needs to see activations: runs when `from_pretrained` has loaded the model, block by block."""
 
 import copy
-import importlib
 import importlib.util
 from pathlib import Path
 
@@ -9,7 +8,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_efficient.calibration import own_text
 from hf_efficient.calibration.data import load_tokens
+from hf_efficient.calibration.steps import refinement, transforms
+from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.integrations.transformers_compat import block_classes
 
 
@@ -18,39 +20,38 @@ _LINEARS = (nn.Linear, Conv1D)
 _OF_THE_LOSS = {"gradient", "fisher"}  # fields of `LinearGradients`
 
 
-class MissingText(ValueError):
-    """Calibration text is needed and none is given; `reason` names the arguments that need it."""
+def can_run(model, device_map) -> bool:
+    """Whether `model` can be run on random tokens of its own when it is loaded, and they reach all of it: not with
+    images or sound, experts, several devices or processes. Needs no weights."""
+    tp_size = getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
+    try:
+        own_text.check(model, CalibrationConfig(own_text="random"))
+        if isinstance(device_map, dict):
+            _check_one_device(device_map)
+    except ValueError:
+        return False
+    is_routed = any("expert" in name for name, _ in model.named_modules())
+    is_spread = tp_size > 1 or isinstance(device_map, str)  # "auto": where to is not known yet
+    return not is_spread and not is_routed and model.config is model.config.get_text_config()
 
-    def __init__(self, reason: str, module: str):
-        self.reason = reason
-        super().__init__(
-            f"calibration=None is not supported with {reason} ({module}): it must be CalibrationConfig(texts=[...]), "
-            "CalibrationConfig(dataset='file.txt'), or another source of text"
-        )
 
-
-def prepare(config, schemes: dict, device_map, name_or_path: str) -> None:
+def prepare(config, schemes: dict, device_map, model) -> None:
     """Refuses what cannot be calibrated and reads the text, before weights are loaded.
 
     Args:
-        config: its `calibration` is replaced by a copy that holds the tokens.
+        config: its `calibration` is replaced by a copy, which holds the tokens where they come from elsewhere.
         schemes: module name -> its config, of the modules to calibrate.
-        name_or_path: of the model, where its tokenizer is.
+        model: on the meta device.
 
     Raises:
-        MissingText: no calibration text.
-        ValueError: too little calibration text, no tokenizer for it, or weights that would be offloaded while blocks
-            run.
+        ValueError: a model without text of its own where none is given; too little calibration text, no tokenizer for
+            it, or weights that would be offloaded while blocks run.
         ImportError: a dataset of the Hub without the package `datasets`.
     """
-    if config.calibration is None:
-        name, own = next(iter(schemes.items()))
-        fields = [f"method={own.method!r}"]
-        fields += [f"{field}=True" for field in ("refine", "mixed_precision") if getattr(own, field, False)]
-        fields += ["allocation='owl'"] if _is_owl(own) else []
-        raise MissingText(", ".join(fields), name)
+    config.calibration = copy.copy(config.calibration or CalibrationConfig())
     if config.calibration.source is None:
-        raise ValueError("calibration names no text: give it texts, a dataset, tokens or inputs")
+        config.calibration.own_text = config.calibration.own_text or "sampled"
+        own_text.check(model, config.calibration)
     for is_asked, argument in (
         (_is_mixed, "mixed_precision=True"),
         (_is_owl, "allocation='owl'"),
@@ -62,10 +63,9 @@ def prepare(config, schemes: dict, device_map, name_or_path: str) -> None:
             raise ValueError(f"{argument} needs text: give calibration texts, a dataset or tokens instead of inputs")
     if isinstance(device_map, dict):
         _check_one_device(device_map)
-    if config.calibration.source not in ("tokens", "inputs"):
-        config.calibration = copy.copy(config.calibration)
+    if config.calibration.source in ("texts", "dataset"):
         with torch.device("cpu"):  # transformers calls this where new tensors are meta tensors
-            config.calibration.tokens = load_tokens(config.calibration, _tokenizer(name_or_path))
+            config.calibration.tokens = load_tokens(config.calibration, _tokenizer(model.name_or_path))
 
 
 def check_text(calibration, config, name_or_path: str) -> None:
@@ -115,49 +115,22 @@ def run(model, config, schemes: dict) -> None:
 
     _check_one_device(getattr(model, "hf_device_map", None) or {})  # "auto" is known only now
     source = config.calibration
+    described = source.to_dict()
+    if source.source is None:
+        source.tokens = own_text.own_tokens(model, source)
     for differs, allocate in ((_is_mixed, _with_bits), (_is_owl, _with_sparsities)):
         chosen = {name: own for name, own in schemes.items() if differs(own)}
         if chosen:
             schemes = {**schemes, **allocate(model, chosen, source.tokens[:SENSITIVITY_WINDOWS])}
     gradients = _gradients(model, schemes, source.tokens)
-    decided = calibrate(model, schemes, source, None, _transforms(schemes), _refinement(schemes), gradients)
+    decided = calibrate(model, schemes, source, None, transforms(schemes), refinement(schemes), gradients)
     own = {}
     for name, scheme in decided.items():
         before, top = config.for_module(name).scheme(), config.scheme()
         if any(before[field] != value for field, value in scheme.items()):
             own[name] = {field: value for field, value in scheme.items() if top[field] != value}
     config.overrides = {**own, **config.overrides}  # full names come first: the first match counts
-    config.calibration = type(source)(**source.to_dict())  # what describes the text, not the text
-
-
-def _transforms(schemes: dict) -> list:
-    """What changes the weights of a block, but not what it computes, before codes are chosen:
-    rotations, and `transform` of the file in `hf_efficient/calibration` that has the name of a method."""
-    from hf_efficient.calibration.rotation import rotate_block
-
-    found = [rotate_block] if any(getattr(own, "rotate", False) for own in schemes.values()) else []
-    for method in sorted({own.method for own in schemes.values()}):
-        if importlib.util.find_spec(f"hf_efficient.calibration.{method}"):
-            found.append(importlib.import_module(f"hf_efficient.calibration.{method}").transform)
-    return found
-
-
-def _refinement(schemes: dict):
-    if not any(getattr(own, "refine", False) for own in schemes.values()):
-        return None
-    from hf_efficient.calibration.refine import refine_block
-    from hf_efficient.calibration.refine_sparse import refine_sparse_block
-
-    is_sparse = any(own.name == "efficient_sparse" for own in schemes.values())
-    return refine_sparse_block if is_sparse else refine_block
-
-
-def _is_mixed(own) -> bool:
-    return getattr(own, "mixed_precision", False)
-
-
-def _is_owl(own) -> bool:
-    return getattr(own, "allocation", "uniform") == "owl"
+    config.calibration = type(source)(**described)  # what describes the text, not the text
 
 
 def _with_bits(model, schemes: dict, tokens) -> dict:
@@ -178,11 +151,6 @@ def _with_sparsities(model, schemes: dict, tokens) -> dict:
     return {name: type(schemes[name])(**{**schemes[name].scheme(), "sparsity": own}) for name, own in sparsity.items()}
 
 
-def _reads_loss(own) -> set[str]:
-    """What the method of a config asks for of the gradients of the whole model's loss."""
-    return _OF_THE_LOSS.intersection(own.observed())
-
-
 def _gradients(model, schemes: dict, tokens) -> dict:
     """Module name -> the `LinearGradients` that its method asks for."""
     asked = {name: fields for name, own in schemes.items() if (fields := _reads_loss(own))}
@@ -198,3 +166,16 @@ def _gradients(model, schemes: dict, tokens) -> dict:
 
 def _blocks(model) -> list:
     return [module for module in model.modules() if type(module).__name__ in block_classes(model)]
+
+
+def _is_mixed(own) -> bool:
+    return getattr(own, "mixed_precision", False)
+
+
+def _is_owl(own) -> bool:
+    return getattr(own, "allocation", "uniform") == "owl"
+
+
+def _reads_loss(own) -> set[str]:
+    """What the method of a config asks for of the gradients of the whole model's loss."""
+    return _OF_THE_LOSS.intersection(own.observed())

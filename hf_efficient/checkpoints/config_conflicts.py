@@ -35,7 +35,7 @@ def check(saved, asked):
 
 def describe(config: CompressionConfig) -> str:
     """`config` as it would be written, without what is left at its default."""
-    defaults, given = config.defaults(), config.to_dict()
+    defaults, given = config.plain(), config.to_dict()
     own = {name: given[name] for name in defaults if name in given and given[name] not in (defaults[name], [])}
     return f"{type(config).__name__}({', '.join(f'{name}={value!r}' for name, value in own.items())})"
 

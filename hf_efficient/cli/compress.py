@@ -24,7 +24,6 @@ def compress_and_save(name: str, config, output: str, asked: str, dtype: str = "
 
     import transformers
 
-    from hf_efficient.calibration.loading import MissingText
     from hf_efficient.evaluation import memory
 
     is_bitnet = (saved_quantization(found) or {}).get("quant_method") == "bitnet"
@@ -36,10 +35,7 @@ def compress_and_save(name: str, config, output: str, asked: str, dtype: str = "
         raise ValueError(f"{name}: transformers {transformers.__version__} has no {architecture}")
     check_calibration(config.calibration, found, name)
     start = time.perf_counter()
-    try:
-        model = model_class.from_pretrained(name, dtype=dtype, quantization_config=config)
-    except MissingText as error:
-        raise ValueError(f"{error.reason} needs calibration text: give it with --calibration FILE") from None
+    model = model_class.from_pretrained(name, dtype=dtype, quantization_config=config)
     seconds = time.perf_counter() - start
     save(folder, model, find_tokenizer(name), name, describe)
     print(f"{output}: {memory.weight_bytes(model) / 1e6:.1f} MB of weights, made in {seconds:.0f} s")

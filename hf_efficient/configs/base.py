@@ -144,10 +144,13 @@ class CompressionConfig(QuantizationConfigMixin):
         saved["calibration"] = None if self.calibration is None else self.calibration.to_dict()
         return {"quant_method": self.quant_method, **saved}
 
-    @classmethod
-    def defaults(cls) -> dict[str, Any]:
-        """Argument -> its default."""
-        return {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+    def settled(self, can_run: bool) -> "CompressionConfig":
+        """The config with which a model is loaded. can_run: the model can be run on tokens of its own."""
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Argument -> its value where it is left out. What differs from it describes the config."""
+        return {name: parameter.default for name, parameter in inspect.signature(type(self)).parameters.items()}
 
     @classmethod
     def _fields(cls) -> tuple[str, ...]:

@@ -6,11 +6,12 @@ from hf_efficient.configs.checks import check, is_collection_of, is_integer
 
 
 _SOURCES = ("texts", "dataset", "tokens", "inputs")
-_SAVED = ("dataset", "split", "text_column", "num_samples", "sequence_length", "batch_size", "seed")
+_SAVED = ("dataset", "split", "text_column", "num_samples", "sequence_length", "batch_size", "seed", "own_text")
+OWN_TEXTS = ("sampled", "random")
 
 
 class CalibrationConfig:
-    """The text that calibration sees: exactly one of `texts`, `dataset`, `tokens` and `inputs`.
+    """The text that calibration sees: one of `texts`, `dataset`, `tokens` and `inputs`, or tokens of the model's own.
 
     Args:
         texts (list of str, at least one; default None): documents.
@@ -29,7 +30,11 @@ class CalibrationConfig:
             the model is.
         checkpoint_dir (str or path; default None): folder that keeps the progress after every block, so that an
             interrupted run resumes there.
-        seed (int; default 0): seed of the order in which documents are drawn.
+        seed (int; default 0): seed of the order in which documents are drawn, and of tokens of the model's own.
+        own_text ("sampled", "random" or None; default None): which tokens to take where none of the four sources is
+            given. "sampled": text that the model writes (LLM-QAT, https://arxiv.org/abs/2305.17888). "random": tokens
+            of its vocabulary, drawn uniformly; enough for methods that read only the size of each channel. None means
+            "sampled". Both take no more tokens a window than the model has positions.
 
     Raises:
         ValueError: a value that is not allowed, or two sources; names the argument, the value and what is allowed.
@@ -50,6 +55,7 @@ class CalibrationConfig:
         device: str | None = None,
         checkpoint_dir: str | None = None,
         seed: int = 0,
+        own_text: str | None = None,
         **unknown,
     ):
         if unknown:
@@ -60,10 +66,12 @@ class CalibrationConfig:
         self.num_samples, self.sequence_length, self.batch_size = num_samples, sequence_length, batch_size
         self.device = None if device is None else str(device)
         self.checkpoint_dir = None if checkpoint_dir is None else str(checkpoint_dir)
-        self.seed = seed
+        self.seed, self.own_text = seed, own_text
         given = [name for name in _SOURCES if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given: allowed is one of {_SOURCES}")
+        check(own_text in (*OWN_TEXTS, None), "own_text", own_text, f"one of {OWN_TEXTS} or None")
+        check(own_text is None or not given, "own_text", own_text, f"None where {given[:1]} is given")
         check(texts is None or is_collection_of(texts, str), "texts", texts, "a list of strings, at least one")
         for name in ("split", "text_column", *(["dataset"] if dataset is not None else [])):
             value = getattr(self, name)
@@ -81,8 +89,8 @@ class CalibrationConfig:
 
     @property
     def source(self) -> str | None:
-        """Which of "texts", "dataset", "tokens" and "inputs" is given. None for a config read from a checkpoint, where
-        the text was not saved."""
+        """Which of "texts", "dataset", "tokens" and "inputs" is given. None for tokens of the model's own, and for a
+        config read from a checkpoint, where the text was not saved."""
         return next((name for name in _SOURCES if getattr(self, name) is not None), None)
 
     def __eq__(self, other) -> bool:

@@ -71,7 +71,7 @@ class SparseConfig(CompressionConfig):
         **unknown,
     ):
         self._initialize(locals())
-        self.weights = None if self.weights is None else WeightOnlyConfig(**self.weights)
+        self.weights = None if self.weights is None else _kept_weights(self.weights)
         if self.group is None:  # saved in the checkpoint, because the number of weights of a row follows from it
             self.group = "row" if self.pattern else getattr(self.method_module(), "GROUP", "row")
 
@@ -181,11 +181,16 @@ def _parsed(pattern: str) -> tuple[int, int] | None:
     return (n, m) if 0 < n < m else None
 
 
+def _kept_weights(arguments: dict[str, Any]) -> WeightOnlyConfig:
+    """The config of the weights that are kept: rounded to nearest unless it names a method."""
+    return WeightOnlyConfig(**{"method": "rtn", **arguments})
+
+
 def _check_weights(weights) -> None:
     """Raises ValueError unless `weights` is a scheme (a dict) that kept weights can be stored in."""
     check(isinstance(weights, dict), "weights", weights, "a WeightOnlyConfig, a dict of its arguments, or None")
     with naming("weights"):
-        config = WeightOnlyConfig(**weights)
+        config = _kept_weights(weights)
         if given := sorted(set(weights) - set(WeightOnlyConfig.scheme_fields)):
             allowed = WeightOnlyConfig.scheme_fields
             raise ValueError(f"{given[0]!r} is not a field of a weight: allowed are {allowed}")

@@ -1,5 +1,6 @@
 """Weights in few bits, activations as they are."""
 
+import copy
 import functools
 import pkgutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer
+from hf_efficient.configs.quality import AUTO, QUALITIES, choose, data_free
 
 
 WEIGHT_BITS = (2, 3, 4, 8)
@@ -30,17 +32,26 @@ class WeightOnlyConfig(CompressionConfig):
     `group_size` neighbours along in_features share a scale; a width that `group_size` does not divide gets a short last
     group. With a codebook, `w = codebook[code] * scale`.
 
+    `WeightOnlyConfig()` alone is a good start. What is left out is chosen by `quality` and `bits`, and is an ordinary
+    field of the config afterwards.
+
     Args:
         bits (2, 3, 4 or 8; default 4): bits of a code. With `mixed_precision` the average over the layers.
-        group_size (int or None; default 64): weights that share a scale: a positive multiple of 8, -1 for one group per
-            output channel, None for one scale for the whole tensor. On CPU the fast kernels take -1 with 8 bits, and
-            multiples of 32 with 4 bits.
-        symmetric (bool; default False): zero is the middle of the grid and no zero point is stored. False stores an
-            integer zero point per group.
-        method (str; default "rtn"): how codes, scales and zero points are chosen; a file of `hf_efficient/methods`, see
-            `available_methods`. "rtn" (round to nearest), "mse" (clipped for the least squared error), "hqq" and
+        group_size (int or None; default "auto"): weights that share a scale: a positive multiple of 8, -1 for one group
+            per output channel, None for one scale for the whole tensor. "auto" is -1 with 8 bits and 64 below. On CPU
+            the fast kernels take -1 with 8 bits, and multiples of 32 with 4 bits.
+        symmetric (bool; default "auto"): zero is the middle of the grid and no zero point is stored. False stores a
+            zero point per group. "auto" is True with 8 bits and group_size="auto".
+        method (str; default "auto"): how codes, scales and zero points are chosen; a file of `hf_efficient/methods`,
+            see `available_methods`. "rtn" (round to nearest), "mse" (clipped for the least squared error), "hqq" and
             "kmeans" need no data, though "mse" and "kmeans" are better with it. "gptq"
-            (https://arxiv.org/abs/2210.17323) and "awq" (https://arxiv.org/abs/2306.00978) need `calibration`.
+            (https://arxiv.org/abs/2210.17323) and "awq" (https://arxiv.org/abs/2306.00978) see `calibration`, or text
+            that the model writes itself where none is given. "auto" is what `quality` says.
+        quality ("fast", "balanced", "best" or None; default None): how long making the model may take, where `method`
+            is left out. "fast" takes seconds and no text: "mse" with inputs from random tokens, "rtn" with 8 bits.
+            Where such a model cannot be run while loading (several devices, tensor parallelism, no token ids as
+            input), it is "hqq" with float zero points. "balanced" and "best" take minutes: "gptq" with `refine`, with
+            few and many windows of text. None is "balanced" where `calibration` is given, else "fast".
         codebook ("nf4", "fp4", "kmeans" or None; default None): codes are indices into a table instead of points of a
             grid. "nf4" (https://arxiv.org/abs/2305.14314) and "fp4" have 4 bits, "kmeans" learns tables of 2, 3 or 4
             bits.
@@ -62,12 +73,13 @@ class WeightOnlyConfig(CompressionConfig):
         quantize_lm_head (bool; default False): also quantize the output embedding; one that is tied to the input
             embedding is untied.
         calibration (`CalibrationConfig` or a dict of its arguments; default None): the text that data-aware methods
-            see.
+            see. None: text that the model writes itself.
         dequantize (bool; default False): turn a quantized checkpoint back into an ordinary model when loading it.
         input_scale (bool; default False): set by calibration for modules whose input is multiplied by stored factors.
-        zero_point ("integer", "float" or "minimum"; default "integer"): what an asymmetric grid stores. Only
-            method="hqq" chooses "float". "minimum" means `w = code * scale + minimum`; like `scale_dtype` and
-            `input_order` it is only read from checkpoints of other libraries (`hf_efficient.adopt`).
+        zero_point ("integer", "float" or "minimum"; default "auto"): what an asymmetric grid stores. Only method="hqq"
+            chooses "float", and does so by "auto" below 8 bits; else "auto" is "integer". "minimum" means `w = code *
+            scale + minimum`; like `scale_dtype` and `input_order` it is only read from checkpoints of other libraries
+            (`hf_efficient.adopt`).
         scale_dtype ("float16", "bfloat16", "float32" or None; default None): dtype of stored scales; None: the
             weight's.
         input_order (bool; default False): the columns of the weight are stored permuted, and the input is permuted
@@ -90,9 +102,9 @@ class WeightOnlyConfig(CompressionConfig):
         self,
         /,
         bits: int = 4,
-        group_size: int | None = 64,
-        symmetric: bool = False,
-        method: str = "rtn",
+        group_size: int | str | None = AUTO,
+        symmetric: bool | str = AUTO,
+        method: str = AUTO,
         codebook: str | None = None,
         double_quantization: bool = False,
         rotate: bool = False,
@@ -105,13 +117,18 @@ class WeightOnlyConfig(CompressionConfig):
         calibration=None,
         dequantize: bool = False,
         input_scale: bool = False,
-        zero_point: str = "integer",
+        zero_point: str = AUTO,
         scale_dtype: str | None = None,
         input_order: bool = False,
+        quality: str | None = None,
         version: int = CONFIG_VERSION,
         **unknown,
     ):
-        self._initialize(locals())
+        given = {name: value for name, value in locals().items() if name != "quality"}
+        check(quality in (*QUALITIES, None), "quality", quality, f"one of {QUALITIES} or None")
+        self.is_automatic = method == AUTO
+        self._asked = {name: given[name] for name in (*self.scheme_fields, "calibration")} | {"quality": quality}
+        self._initialize(choose(given, quality))
 
     @classmethod
     def check_scheme(cls, scheme):
@@ -140,6 +157,41 @@ class WeightOnlyConfig(CompressionConfig):
         else:
             for field in ("refine", "mixed_precision", "int8_on_cpu"):
                 check(not scheme[field], field, True, f"False for codebook={codebook!r}")
+
+    def plain(self):
+        asked = {**dict.fromkeys(self._asked, None), **super().plain(), "bits": self.bits, "codebook": self.codebook}
+        return {**choose({**asked, "method": self.method}, None), "bits": 4, "codebook": None, "method": None}
+
+    def settled(self, can_run: bool) -> "WeightOnlyConfig":
+        """This config when a model is loaded: nothing in it is left to choose.
+
+        Args:
+            can_run: the model can be run on tokens of its own. If not, a method that was not asked for is one that
+                reads weights alone.
+        """
+        config = copy.copy(self)
+        if self.is_automatic and not can_run:
+            fields = data_free(self.scheme())
+            config.__dict__ |= fields
+            config.overrides = {p: f and data_free(self.scheme() | f, f) for p, f in self.overrides.items()}
+            config.calibration = None
+        config._asked, config.is_automatic = config.scheme() | {"quality": None, "calibration": None}, False
+        return config
+
+    def _merged(self, fields):
+        quality = None if "method" in fields else self._asked["quality"]
+        chosen = choose({**self._asked, **fields}, quality)
+        return {field: chosen[field] for field in self.scheme_fields}
+
+    def _checked_overrides(self, overrides):
+        """Overrides with all that they change: other bits also mean another group size and method where those are left
+        out."""
+        checked, own = super()._checked_overrides(overrides), self.scheme()
+        for pattern, fields in checked.items():
+            if fields is not None:
+                merged = self._merged(fields)
+                checked[pattern] = {**{f: v for f, v in merged.items() if v != own[f]}, **fields}
+        return checked
 
     def format(self):
         from hf_efficient.formats.affine import AffineFormat

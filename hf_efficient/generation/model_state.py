@@ -90,3 +90,9 @@ def current(model) -> ModelVersion:
 def latest(model) -> ModelVersion:
     """What `current` returned last, without looking at the model."""
     return state_of(model).version
+
+
+def forget(model) -> None:
+    """Drops what is remembered of `model`, its captured forwards among it."""
+    with _lock:
+        _states.pop(model, None)

@@ -3,14 +3,15 @@
 from collections.abc import Callable
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation import model_state
 from hf_efficient.generation.model_traits import check_ragged, exact_length, overrides_steps
-from hf_efficient.generation.replay.captured_forward import is_being_watched
+from hf_efficient.generation.replay.captured_forward import is_being_watched, why_not_captured
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.sequences import STATEFUL
+from hf_efficient.integrations.transformers_compat import attention_of
 from hf_efficient.integrations.transformers_loop import is_users_cache
 
 
@@ -48,6 +49,26 @@ def serves(request: GenerationRequest) -> bool:
         return False
     version = model_state.current(model)
     return version.is_capturable and (version.exact_length is None or request.max_length <= version.exact_length)
+
+
+def why_not(model) -> str | None:
+    """Why plain `generate()` of `model` never runs the native loop; None where it does for the calls of `serves`."""
+    if not isinstance(model, GenerationMixin):
+        return "the model writes no text"
+    if model.config is not model.config.get_text_config(decoder=True):
+        return "the native loop takes text decoders, and this model reads something else, too"
+    try:
+        check_ragged(model, 1, "model")
+    except ValueError as error:
+        return str(error)
+    if (reason := why_not_captured(model)) is not None:
+        return reason
+    if overrides_steps(model):
+        return "the model overrides a step of transformers' decoding loop"
+    if not model_state.current(model).is_capturable:
+        implementation = attention_of(model.config.get_text_config(decoder=True))
+        return f"attention of this model does not read pages with attn_implementation={implementation!r}"
+    return None
 
 
 def refuses(request: GenerationRequest) -> bool:

@@ -179,7 +179,7 @@ def _dtype(asked, config: PreTrainedConfig, notes: list[str]) -> torch.dtype:
 def _described(quantization: CompressionConfig | None) -> str | None:
     if quantization is None:
         return None
-    defaults = quantization.defaults()
+    defaults = quantization.plain()
     changed = {k: v for k, v in quantization.scheme().items() if v != defaults[k] or k in ("bits", "group_size")}
     return f"{type(quantization).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 

@@ -54,7 +54,7 @@ class SelfSpeculation(AssistantDrafter):
         for name, value in (("exit_layer", exit_layer), ("num_tokens", num_tokens)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r}: must be an integer of at least 1")
-        self.config = None if bits is None else WeightOnlyConfig(bits=bits, group_size=GROUP_SIZE)
+        self.config = None if bits is None else WeightOnlyConfig(bits=bits, group_size=GROUP_SIZE, method="rtn")
         self.skip_layers, self.exit_layer = skip_layers, exit_layer
         check_tree(tree)
         self.num_tokens, self.tokenizers, self.tree, self.draws = num_tokens, (None, None), tree, tree is None

@@ -131,14 +131,22 @@ class CapturedForward:
 
 def can_be_captured(model) -> bool:
     """Whether captures of forwards of `model` over a cache of fixed size are tried. A capture may still fail."""
-    return (
-        interpreter() is not None
-        and not model.training
-        and model.dtype in (torch.float32, torch.bfloat16)
-        and all(parameter.device.type == "cpu" for parameter in model.parameters())
-        and not is_watched(model)
-        and not any("_hf_hook" in module.__dict__ for module in model.modules())  # accelerate's
-    )
+    return why_not_captured(model) is None
+
+
+def why_not_captured(model) -> str | None:
+    """Why forwards of `model` are not captured, None where that is tried."""
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return "forwards are captured on CPUs, and the model is elsewhere"
+    if interpreter() is None:
+        return "the C++ kernels are not available (`hf-efficient doctor` says why)"
+    if model.training:
+        return "the model is in training mode (model.eval() ends it)"
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        return f"forwards are captured in bfloat16 and float32, and the model has {model.dtype}"
+    if is_watched(model) or any("_hf_hook" in module.__dict__ for module in model.modules()):  # accelerate's
+        return "hooks, a replaced forward or a compiled module would not run in captured forwards"
+    return None
 
 
 def is_watched(model) -> bool:

@@ -1,0 +1,83 @@
+"""Calibration tokens that need no data: text that the model writes, or random tokens."""
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from hf_efficient.configs.calibration import CalibrationConfig
+
+
+_ROWS = 32  # that are written at once
+_SHARE_NEW = 0.5  # of the 8-token runs of a window that must stand nowhere else in the text
+_RUN = 8
+_MOST_ROUNDS = 4  # times the windows asked for that are written at most
+
+
+def check(model, calibration: CalibrationConfig) -> None:
+    """Raises ValueError where `model` cannot make the tokens that `calibration` asks for; needs no weights."""
+    reads_text = model.main_input_name == "input_ids" and hasattr(model.config.get_text_config(), "vocab_size")
+    writes = reads_text and model.can_generate() and not model.config.is_encoder_decoder
+    if not (reads_text if calibration.own_text == "random" else writes):
+        kind = type(model).__name__
+        reason = f"{kind} writes no text" if reads_text else f"{kind} reads {model.main_input_name!r} and not text"
+        raise ValueError(
+            f"{reason}, so calibration has none: give CalibrationConfig(texts=[...]), (dataset='file.txt'), "
+            "(tokens=...) or (inputs=[...])"
+        )
+
+
+def own_tokens(model, calibration: CalibrationConfig) -> torch.Tensor:
+    """Tokens int64 [num_samples, sequence_length] of `model`, a shorter length where it has fewer positions."""
+    config = model.config.get_text_config()
+    length = min(calibration.sequence_length, getattr(config, "max_position_embeddings", None) or 1 << 62)
+    generator = torch.Generator().manual_seed(calibration.seed)
+    if calibration.own_text == "random":
+        vocabulary = model.get_input_embeddings().num_embeddings
+        return torch.randint(vocabulary, (calibration.num_samples, length), generator=generator)
+    return _written(model, calibration.num_samples, length, generator)
+
+
+def _written(model, number: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Windows that `model` samples at temperature 1, each after its first token: the one that begins text, or a random
+    one where there is none. Windows that mostly repeat themselves or others are left out."""
+    windows, seen, written = [], set(), 0
+    was_training = model.training
+    with logging.tqdm(total=number, unit="window", desc="writing text to calibrate on") as bar:
+        while len(windows) < number and written < _MOST_ROUNDS * number:
+            count = min(_ROWS, number - len(windows))
+            written += count
+            with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+                torch.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
+                rows = _sample(model.eval(), _first_tokens(model, count, generator), length)
+            for row in rows:
+                runs = [tuple(run) for run in row.unfold(0, min(_RUN, length), 1).tolist()]
+                new = set(runs) - seen
+                if len(new) >= _SHARE_NEW * len(runs):
+                    windows.append(row)
+                    seen |= new
+                    bar.update()
+    model.train(was_training)
+    if not windows:
+        raise ValueError(
+            f"{type(model).__name__} repeats itself in every text that it writes, which is nothing to calibrate on: "
+            "give CalibrationConfig(texts=[...]) or another source"
+        )
+    return torch.stack(windows)
+
+
+def _first_tokens(model, count: int, generator: torch.Generator) -> torch.Tensor:
+    begin = model.config.get_text_config().bos_token_id
+    if isinstance(begin, int):
+        return torch.full((count, 1), begin)
+    return torch.randint(model.get_input_embeddings().num_embeddings, (count, 1), generator=generator)
+
+
+def _sample(model, first: torch.Tensor, length: int) -> torch.Tensor:
+    """Windows int64 [count, length] on the CPU that begin with `first` [count, 1]."""
+    if length == 1:
+        return first
+    settings = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - 1, pad_token_id=0
+    )
+    first = first.to(model.device)
+    return model.generate(first, attention_mask=torch.ones_like(first), generation_config=settings).cpu()

@@ -1,0 +1,60 @@
+"""What a `WeightOnlyConfig` chooses where the user does not: the method, its text, the groups.
+
+The choices are the best ones that `benchmarks/quality.py` has measured at their bits and in their time.
+"""
+
+from typing import Any
+
+from hf_efficient.configs.checks import check
+
+
+AUTO = "auto"
+QUALITIES = ("fast", "balanced", "best")
+_RANDOM = {"own_text": "random", "num_samples": 4}  # tokens enough for the mean squares of the channels
+_WINDOWS = {"balanced": 32, "best": 128}
+
+
+def choose(given: dict[str, Any], quality: str | None) -> dict[str, Any]:
+    """The arguments of a `WeightOnlyConfig` without "auto".
+
+    Raises:
+        ValueError: `quality` and what it would choose are both given.
+    """
+    bits, codebook, method, calibration = (given[name] for name in ("bits", "codebook", "method", "calibration"))
+    chosen = dict(given)
+    if given["symmetric"] == AUTO:
+        chosen["symmetric"] = bits == 8 and given["group_size"] == AUTO and codebook is None
+    if given["group_size"] == AUTO:
+        chosen["group_size"] = -1 if bits == 8 else 64
+    if method == AUTO:
+        quality = quality or ("fast" if calibration is None else "balanced")
+        chosen |= _method(chosen, quality)
+    else:
+        check(quality is None, "quality", quality, f"None with method={method!r}: it chooses the method")
+    if given["zero_point"] == AUTO:
+        is_float = chosen["method"] == "hqq" and bits != 8 and not chosen["symmetric"]
+        chosen["zero_point"] = "float" if is_float else "integer"
+    return chosen
+
+
+def _method(given: dict[str, Any], quality: str) -> dict[str, Any]:
+    """The method of `quality`, and the text it needs where none is given."""
+    calibration = given["calibration"]
+    tunes = given["refine"] or given["mixed_precision"]
+    if quality == "fast" and not tunes:
+        if given["bits"] == 8 or given["codebook"] is not None:
+            return {"method": "rtn"}
+        return {"method": "mse", "calibration": _RANDOM if calibration is None else calibration}
+    windows = _WINDOWS["balanced" if quality == "fast" else quality]
+    refines = given["refine"] or given["codebook"] is None
+    text = {"num_samples": windows} if calibration is None else calibration
+    return {"method": "gptq", "refine": refines, "calibration": text}
+
+
+def data_free(scheme: dict[str, Any], fields: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`fields` of a scheme with the best method that reads the weight alone in the place of "mse": "hqq" with float
+    zero points, "rtn" for symmetric grids."""
+    fields = scheme if fields is None else fields
+    if scheme["method"] != "mse":
+        return fields
+    return fields | ({"method": "rtn"} if scheme["symmetric"] else {"method": "hqq", "zero_point": "float"})
