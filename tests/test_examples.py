@@ -1,11 +1,13 @@
-"""Every script of `examples/` runs to its end and leaves what it says."""
+"""Every script of `examples/` runs to its end and leaves what it says; every notebook runs."""
 
 import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
@@ -13,6 +15,7 @@ from hf_efficient import WeightOnlyConfig
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TEXT = "The river runs past the old mill, past the bridge and into the sea, where ships wait for the tide.\n" * 60
 QUICK = ["--windows", "2", "--sequence-length", "32"]
 # script -> (its arguments, a file that it leaves)
@@ -70,6 +73,17 @@ def test_scripts_run(name, folder):
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert left is None or (folder / left).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run(path, folder, tmp_path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        assert not cell.get("outputs"), "notebooks are stored without outputs"
+        cell.source = cell.source.replace(MODEL_ID, str(folder / "model"))
+    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": tmp_path}}).execute()
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs pip install lm_eval")
