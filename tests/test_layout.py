@@ -1,4 +1,4 @@
-"""The house holds: imports go one way, importing is cheap and quiet, PyPI's `kernels` stays visible, lines are short."""
+"""The house holds: imports go one way, importing is cheap and quiet, PyPI's `kernels` stays visible, lines fit."""
 
 import ast
 import os
