@@ -21,7 +21,7 @@ def positions(cache, width):
 
 @torch.no_grad()
 def alone(model, rows):
-    """The logits after the last token of each row, without a cache."""
+    """The logits after the last token of each sequence, without a cache."""
     return torch.stack([model(row[None], use_cache=False).logits[0, -1] for row in rows])
 
 
@@ -64,7 +64,7 @@ def test_memory_stays_that_of_the_window(name, implementation, num_blocks):
 
 @pytest.mark.parametrize("name", SLIDING)
 def test_ragged_padded_rows_forks_and_rewinds(name):
-    """Every row goes on as it would alone, after any of them, and through `decode_step()` too."""
+    """Every sequence goes on as it would alone, after any of them, and through `decode_step()` too."""
     model = tiny_model(name, max_position_embeddings=1024)
     model.set_attn_implementation("flash_paged")
     inputs = left_padded_batch((130, 20, 77))

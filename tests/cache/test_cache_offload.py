@@ -62,7 +62,7 @@ def test_a_context_larger_than_the_device(model, layers, kind):
     ragged, even = (
         left_padded_batch((5, 33, 8)),
         left_padded_batch((6, 6, 6)),
-    )  # even rows are moved apart as they grow
+    )  # even sequences are moved apart as they grow
     for inputs, kwargs in (
         (ragged, {}),
         (ragged, dict(num_beams=3, max_new_tokens=8)),
@@ -83,7 +83,7 @@ def test_a_context_larger_than_the_device(model, layers, kind):
 
 @pytest.mark.parametrize("kv_format", ["int4", "int2"])
 def test_formats_that_quantize_later(model, kv_format):
-    """Tokens move from a ring of the row to the pages long after they came; rewinding takes them up from there."""
+    """Tokens move from a ring of the sequence to the pages long after they came; rewinding takes them up from there."""
     ids = torch.randint(3, 128, (2, 400))
     caches = [PagedCache(model.config, kv_format=kv_format, offload=offload) for offload in (None, Offload(1))]
     for first, last in ((0, 300), (300, 301), (301, 400)):
@@ -102,7 +102,7 @@ def test_formats_that_quantize_later(model, kv_format):
 
 
 def causal(positions):
-    """Of new tokens at `positions` [B, S], the ones that they see: bool [B, 1, S, longest row]."""
+    """Of new tokens at `positions` [B, S], the ones that they see: bool [B, 1, S, longest sequence]."""
     return (torch.arange(int(positions.max()) + 1) <= positions[..., None])[:, None]
 
 

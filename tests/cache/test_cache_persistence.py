@@ -16,7 +16,7 @@ from hf_efficient.cache.persistence import _digest
 
 @pytest.fixture
 def saved(llama, tmp_path):
-    """(path, inputs of its two ragged rows)"""
+    """(path, inputs of its two ragged sequences)"""
     llama.set_attn_implementation("flash_paged")
     inputs = left_padded_batch((5, 19))
     cache = PagedCache(llama.config, block_size=8)
@@ -80,7 +80,7 @@ def test_one_prompt_for_many_continuations(llama, tmp_path, kwargs):
     assert torch.equal(*results)
 
 
-def test_rewound_and_ragged_rows(llama, tmp_path):
+def test_rewound_and_ragged_sequences(llama, tmp_path):
     llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config, block_size=8)
     step(llama, cache, torch.randint(3, 128, (3, 30)))
@@ -142,10 +142,10 @@ def test_a_truncated_file(saved, llama, part):
         PagedCache.load(saved[0], llama)
 
 
-@pytest.mark.parametrize("place", [0.1, 0.5, 0.999])
-def test_an_altered_file(saved, llama, place):
+@pytest.mark.parametrize("position", [0.1, 0.5, 0.999])
+def test_an_altered_file(saved, llama, position):
     content = bytearray(saved[0].read_bytes())
-    content[int(len(content) * place)] ^= 1
+    content[int(len(content) * position)] ^= 1
     saved[0].write_bytes(content)
     with pytest.raises(ValueError, match=r"load\('.*chat\.safetensors'\)"):
         PagedCache.load(saved[0], llama)

@@ -42,7 +42,7 @@ def test_shared_blocks_count_once(model):
     shared = cache.stats()
     assert (shared.blocks_used, shared.blocks_shared, shared.tokens) == (3, 3, 20)
     assert shared.bytes_used == alone.bytes_used and shared.wasted_slots == alone.wasted_slots == 4
-    step(model, cache, torch.randint(3, 128, (3, 1)))  # the partly filled block is copied for two of the rows
+    step(model, cache, torch.randint(3, 128, (3, 1)))  # the partly filled block is copied for two of the sequences
     apart = cache.stats()
     assert (apart.blocks_used, apart.blocks_shared, apart.tokens) == (5, 2, 16 + 3 * 5)
 
@@ -121,8 +121,8 @@ def test_layers_larger_than_the_first_are_refused(llama):
         cache.update(torch.ones(1, 2, 3, 32), torch.ones(1, 2, 3, 32), 1)
 
 
-def test_a_full_pool_keeps_the_running_rows(model):
-    """What is missing is said, the rows are as they were, and they go on after one of them is freed."""
+def test_a_full_pool_keeps_the_running_sequences(model):
+    """What is missing is said, the sequences are as they were, and they go on after one of them is freed."""
     ids = torch.randint(3, 128, (2, 16))
     cache = PagedCache(model.config, block_size=8, memory=5 * BLOCK_BYTES)
     step(model, cache, ids)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from helpers import left_padded_batch, tiny_model
+from helpers import left_padded_batch, tiny_config, tiny_model
 from table import SCORERS
 
 from hf_efficient import (
@@ -222,8 +222,8 @@ def test_the_rotary_embedding_is_the_models():
     yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
     small = dict(hidden_size=64, num_attention_heads=4)
     configs = [
-        transformers.LlamaConfig(**small),
-        transformers.LlamaConfig(**small, rope_parameters=yarn),
+        tiny_config("llama"),
+        tiny_config("llama", rope_parameters=yarn),
         transformers.PhiConfig(**small),
         transformers.GlmConfig(**small, head_dim=16),
     ]
@@ -243,7 +243,7 @@ def test_the_rotary_embedding_is_the_models():
         torch.testing.assert_close(rotary(at(positions), torch.tensor([17])), at(positions + 17), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(rotary(at(positions), -positions[:, None]), at(positions * 0), rtol=1e-4, atol=1e-4)
     for parameters in (dict(rope_type="dynamic", factor=2.0), dict(rope_type="default", mrope_section=[2, 3, 3])):
-        config = transformers.LlamaConfig(**small, rope_parameters=dict(parameters, rope_theta=10000.0))
+        config = tiny_config("llama", rope_parameters=dict(parameters, rope_theta=10000.0))
         with pytest.raises(ValueError, match="LlamaConfig: its rotary embedding .*not one rotation for all texts"):
             Rotary(config)
     for name in ("Cohere2", "SmolLM3", "Exaone4", "HunYuanDenseV1"):  # no rotation in some layers, or a norm after it
@@ -290,7 +290,7 @@ def test_bad_arguments(make, message):
 
 def cache_with(eviction=None, config=None, **kwargs):
     eviction = EvictionPolicy(KeyNorm(), 0.5) if eviction is None else eviction
-    return PagedCache(transformers.LlamaConfig() if config is None else config, eviction=eviction, **kwargs)
+    return PagedCache(config or tiny_config("llama"), eviction=eviction, **kwargs)
 
 
 def test_what_a_forward_refuses(llama):

@@ -50,7 +50,7 @@ def test_padding_takes_no_slots_and_no_blocks(llama):
     assert cache.get_seq_length() == 40 and cache.get_mask_sizes(1, 0) == (41, 0)
     assert cache.layers[0].store.pages["keys"].shape[0] <= 3 * 5 * 2
     stored = [cache.layers[0].store.pages["keys"].flatten(0, 1)[cache.state.pool.tables[0][0] * 8 + 2 :][:6]]
-    assert not stored[0].any()  # beyond the row's end nothing was written
+    assert not stored[0].any()  # beyond the sequence's end nothing was written
 
 
 def test_beams_share_the_blocks_of_their_prompt(llama):
@@ -122,7 +122,7 @@ def cache_before(cache, width):
 
 
 def test_ragged_rows_under_other_implementations(llama):
-    """update() gives each row from the left, zeros after it; the caller brings the 4-D mask."""
+    """update() gives each sequence from the left, zeros after it; the caller brings the 4-D mask."""
     llama.set_attn_implementation("sdpa")
     ids = torch.randint(3, 128, (2, 12))
     cache = PagedCache(llama.config, block_size=8)

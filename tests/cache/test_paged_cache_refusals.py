@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import left_padded_batch
 from kv_models import step
-from transformers import BartConfig, JambaConfig, LlamaConfig, MambaConfig
+from transformers import BartConfig, JambaConfig, MambaConfig
 
 from hf_efficient import PagedCache
 from hf_efficient.cache.page_handle import PAGES
@@ -22,7 +22,7 @@ def test_masks_that_contradict_the_cache(llama):
     token = torch.ones(2, 1, dtype=torch.long)
     mask = torch.cat([inputs["attention_mask"], token], 1)
     moved = mask.clone()
-    moved[0, [0, 8]] = torch.tensor([1, 0])  # as many tokens, at other places
+    moved[0, [0, 8]] = torch.tensor([1, 0])  # as many tokens, at other positions
     hidden = mask.clone()
     hidden[1, 3] = 0
     for wrong in (moved, hidden):
@@ -91,9 +91,9 @@ def test_a_layer_that_found_no_room_is_found(llama, layer, in_decode_step, monke
         (dict(config={"hidden_size": 3}), "config=dict: must be a transformers config"),
     ],
 )
-def test_bad_arguments(arguments, message):
+def test_bad_arguments(llama, arguments, message):
     with pytest.raises(ValueError, match=message):
-        PagedCache(**{"config": LlamaConfig(), **arguments})
+        PagedCache(**{"config": llama.config, **arguments})
 
 
 def test_bad_operations(llama):

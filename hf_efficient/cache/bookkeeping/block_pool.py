@@ -31,10 +31,8 @@ class BlockPool:
 
     The blocks of a sequence are consecutive where that costs little, so that its tokens can be read without a gather. A
     growing pool leaves room behind sequences of about equal length, and moves them apart again when that room is used
-    up.
-    Where lengths are unequal or blocks are shared it leaves no room: it has at most 1/32 more blocks than are used (or
-        one
-    for each sequence), and gives back what forks and drops leave empty.
+    up. Where lengths are unequal or blocks are shared it leaves no room: it has at most 1/32 more blocks than are used
+    (or one for each sequence), and gives back what forks and drops leave empty.
 
     Args:
         block_size: tokens in a block.

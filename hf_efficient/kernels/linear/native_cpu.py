@@ -18,7 +18,7 @@ from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
 from hf_efficient.kernels.linear.layout import FLOATS, Layout
 from hf_efficient.kernels.native import build
-from hf_efficient.kernels.native.structs import Product
+from hf_efficient.kernels.native.structs import Product, filled
 from hf_efficient.kernels.replay.instructions import packed_product
 from hf_efficient.kernels.replay.registry import replays
 
@@ -44,18 +44,13 @@ class _Weight(ctypes.Structure):
     ]
 
 
-@functools.lru_cache(65536)  # the op makes a layout in each call
-def _cached_weight(*fields) -> tuple[_Weight, int]:
-    weight = _Weight(*fields)
-    return weight, ctypes.addressof(weight)
-
-
 def weight_structure(packed, scale, zero_point, group, out_features, in_features, rounds_inputs) -> tuple[_Weight, int]:
     """(the structure of a weight, its address)."""
     zero = None if zero_point is None else zero_point.data_ptr()
     sizes = out_features, in_features, group
     floats = scale.dtype is torch.float32, zero is not None and zero_point.dtype is torch.float32
-    return _cached_weight(packed.data_ptr(), scale.data_ptr(), zero, *sizes, floats[0], rounds_inputs, floats[1])
+    pointers = packed.data_ptr(), scale.data_ptr(), zero
+    return filled(_Weight, *pointers, *sizes, floats[0], rounds_inputs, floats[1])
 
 
 def _places(bits: int):

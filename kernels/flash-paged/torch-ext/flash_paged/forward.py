@@ -276,8 +276,7 @@ def attend(
     pages with block_table. window -1 is no limit. alibi_slopes is float32 [Hq] or [B, Hq]. softmax_lse is float32 [B,
     Hq, Sq], or [Hq, Tq] with cu_seqlens_q: natural logarithm, sinks included, -inf for a query that sees nothing.
     variant: "portable" (`forward_kernel`), "tma" or "warp_specialized" (forward_hopper.py; ValueError where it cannot).
-        None
-    takes what config.py chooses, and the portable kernel where that cannot.
+    None takes what config.py chooses, and the portable kernel where that cannot.
     """
     if variant not in (None, "portable", *VARIANTS):
         raise ValueError(f"variant is {variant!r}: allowed are 'portable', {VARIANTS} or None")

@@ -164,8 +164,7 @@ def flash_attn_with_kvcache(
     cache_seqlens: int32 [B], or one int for all, tokens in the cache before the new ones; None for a full cache. A
     sequence of negative length is padding: nothing is written for it and it sees no key.
     block_table: int32 [B, max_blocks]; without it sequence b has the one page k_cache[b]. Pages named -1 are neither
-        read
-    nor written, and their keys are not seen. What does not fit into max_blocks * block_size is not stored.
+    read nor written, and their keys are not seen. What does not fit into max_blocks * block_size is not stored.
 
     tree_mask: int64 [B, Sq], Sq <= 64: the last Sq keys are the nodes of a drafted token tree, and bit j of
     tree_mask[b, i] says that query i sees node j (its ancestors and itself); all earlier keys are seen. The position of
