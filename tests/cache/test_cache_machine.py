@@ -73,9 +73,7 @@ class CacheMachine(RuleBasedStateMachine):
         starts = torch.tensor(list(map(len, self.sequences))) + torch.tensor(counts) - width
         new = [stored(torch.where(valid, columns, -7), starts[:, None], sign).transpose(1, 2) for sign in (1, -1)]
         sequences = self.sequences
-        self.sequences = [
-            torch.cat([sequence, more[width - n :]]) for sequence, more, n in zip(sequences, columns, counts)
-        ]
+        self.sequences = [torch.cat([held, more[width - n :]]) for held, more, n in zip(sequences, columns, counts)]
         self.next_token += columns.numel()
         self.highest = max(self.highest, *map(len, self.sequences))
         try:
@@ -187,9 +185,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(counts=COUNTS, deep=st.booleans())
     def rewind(self, counts, deep):
         counts = counts if deep else [min(count, 5) for count in counts]
-        self.shorten(
-            [max(0, len(sequence) - count) for sequence, count in zip(self.sequences, counts)], self.cache.rewind
-        )
+        lengths = [max(0, len(sequence) - count) for sequence, count in zip(self.sequences, counts)]
+        self.shorten(lengths, self.cache.rewind)
 
     @precondition(lambda self: self.sequences)
     @rule(removed=st.integers(0, 50))

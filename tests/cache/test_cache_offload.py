@@ -59,16 +59,13 @@ KINDS = {
 
 @pytest.mark.parametrize(("kind", "layers"), [("growing", 2), ("growing", LAYERS), ("fixed", 3), ("int8", 2)])
 def test_a_context_larger_than_the_device(model, layers, kind):
-    ragged, even = (
-        left_padded_batch((5, 33, 8)),
-        left_padded_batch((6, 6, 6)),
-    )  # even sequences are moved apart as they grow
+    ragged, even = left_padded_batch((5, 33, 8)), left_padded_batch((6, 6, 6))  # even ones are moved apart as they grow
     for inputs, kwargs in (
         (ragged, {}),
         (ragged, dict(num_beams=3, max_new_tokens=8)),
         (even, dict(max_new_tokens=30)),
     ):
-        rows = len(inputs["input_ids"]) * kwargs.get("num_beams", 1)
+        sequences = len(inputs["input_ids"]) * kwargs.get("num_beams", 1)
         plain = PagedCache(model.config, **KINDS[kind])
         expected = generate(model, inputs, plain, **kwargs)
         full = max(layer.store.nbytes for layer in plain.layers)
@@ -76,7 +73,7 @@ def test_a_context_larger_than_the_device(model, layers, kind):
         cache = PagedCache(model.config, **KINDS[kind], offload=offload)
         actual = generate(model, inputs, cache, **kwargs)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-        assert cache.stats() == plain.stats() and len(cache.cache_seqlens) == rows
+        assert cache.stats() == plain.stats() and len(cache.cache_seqlens) == sequences
         assert len(resident(cache)) == layers
         assert (offload.bytes_to_host > 0) == (offload.bytes_to_device > 0) == (layers < LAYERS)
 

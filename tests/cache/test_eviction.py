@@ -56,7 +56,7 @@ def test_a_budget_larger_than_the_text_changes_nothing(llama, when):
 
 @pytest.mark.parametrize("when", ["prefill", "always"])
 @pytest.mark.parametrize("name", SCORERS)
-def test_rows_of_a_padded_batch_are_as_alone(llama, name, when, monkeypatch):
+def test_sequences_of_a_padded_batch_are_as_alone(llama, name, when, monkeypatch):
     """Prompts of unequal length, single tokens, a further prompt: what a sequence keeps does not depend on others."""
     monkeypatch.setattr(evicting, "_PROMPT", 16)
     ids = torch.stack([torch.randperm(125) + 3 for _ in range(3)])  # no token twice, whose keys would be equally long
@@ -67,12 +67,12 @@ def test_rows_of_a_padded_batch_are_as_alone(llama, name, when, monkeypatch):
     for part in parts:
         mask = torch.cat([mask, torch.ones_like(part)], 1)
         together.append(logits(llama, cache, part, mask))
-    for row, length in enumerate((12, 60, 35)):
+    for b, length in enumerate((12, 60, 35)):
         single = cache_of(llama, SCORERS[name], 30, when)
-        alone = [logits(llama, single, prompt[row : row + 1, -length:])[:, -1:]]
-        alone += [logits(llama, single, part[row : row + 1]) for part in parts]
-        torch.testing.assert_close(torch.cat(together, 1)[row : row + 1], torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
-        assert held(cache)[2 * row : 2 * row + 2] == held(single)
+        alone = [logits(llama, single, prompt[b : b + 1, -length:])[:, -1:]]
+        alone += [logits(llama, single, part[b : b + 1]) for part in parts]
+        torch.testing.assert_close(torch.cat(together, 1)[b : b + 1], torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+        assert held(cache)[2 * b : 2 * b + 2] == held(single)
 
 
 @pytest.mark.parametrize("name", SCORERS)
@@ -83,8 +83,8 @@ def test_generation_stays_within_the_budget(llama, name):
     generate(llama, inputs, 60, past_key_values=cache)
     assert cache.cache_seqlens == [89, 123] and cache.get_seq_length() == 123
     for layer in (0, 1):
-        rows = torch.tensor(held(cache, layer)).view(2, 2).sum(1)
-        assert (rows <= 2 * 32).all() and (rows >= 2 * 25).all()
+        lengths = torch.tensor(held(cache, layer)).view(2, 2).sum(1)
+        assert (lengths <= 2 * 32).all() and (lengths >= 2 * 25).all()
         store = cache.layers[layer].store
         assert store.pool.capacity - store.pool.num_free == sum(map(store.pool.blocks_for, held(cache, layer)))
         assert store.pages["keys"].shape[0] * 8 <= 2 * 4 * (32 + 16)
@@ -127,8 +127,8 @@ def test_memory_of_the_prompt_is_given_back(llama):
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_selected_rows_go_on_as_copies(llama, name):
-    """Rows that share blocks, are evicted apart and selected again are what they were."""
+def test_selected_sequences_go_on_as_copies(llama, name):
+    """Sequences that share blocks, are evicted apart and selected again are what they were."""
     ids, more = torch.randint(3, 128, (2, 50)), torch.randint(3, 128, (3, 24))
     cache = cache_of(llama, SCORERS[name], 28, "always")
     logits(llama, cache, ids[:, :40])

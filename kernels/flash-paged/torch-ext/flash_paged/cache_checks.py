@@ -41,15 +41,9 @@ def _same_strides(**tensors: torch.Tensor) -> None:
 
 
 def check_quantized(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    head_dim: int,
-    value_dim: int | None = None,
-    k_scale=None,
-    v_scale=None,
-    k_min=None,
-    v_min=None,
-) -> QuantizedKV | None:
+    k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int, value_dim: int | None = None, k_scale=None,
+    v_scale=None, k_min=None, v_min=None,
+) -> QuantizedKV | None:  # fmt: skip
     """The quantized format of checked pages, None for full precision. head_dim: channels of the keys."""
     present = [
         n for n, t in (("k_scale", k_scale), ("v_scale", v_scale), ("k_min", k_min), ("v_min", v_min)) if t is not None

@@ -14,41 +14,13 @@ _TOKENS = 32  # a program
 
 @triton.jit(do_not_specialize=["capacity", "appended", "page_size", "ring"])
 def gather_kernel(
-    cache,
-    scale,
-    low,
-    tail,
-    out,
-    block_table,
-    cu_seqlens,
-    cache_seqlens,
-    quantized_seqlens,
-    stride_cb,
-    stride_ct,
-    stride_ch,
-    stride_sb,
-    stride_st,
-    stride_sh,
-    stride_lb,
-    stride_lt,
-    stride_lh,
-    stride_tb,
-    stride_tt,
-    stride_th,
-    stride_table,
-    page_size,
-    capacity,
-    ring,
-    width,
-    appended,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    KEYS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+    cache, scale, low, tail, out, block_table, cu_seqlens, cache_seqlens, quantized_seqlens,
+    stride_cb, stride_ct, stride_ch, stride_sb, stride_st, stride_sh, stride_lb, stride_lt, stride_lh, stride_tb,
+    stride_tt, stride_th, stride_table,
+    page_size, capacity, ring, width, appended,
+    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """Gathers BLOCK_T tokens of one sequence and head, of the keys or the values, into contiguous out [tokens, heads,
     DIM].
 
@@ -116,18 +88,10 @@ def gather_kernel(
 
 
 def gather(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    num_tokens: int,
-    dtype: torch.dtype,
-    quantized: QuantizedKV | None,
-    *,
-    cu_seqlens_k: torch.Tensor | None = None,
-    cache_seqlens: torch.Tensor | None = None,
-    appended: int = 0,
-    width: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, num_tokens: int, dtype: torch.dtype,
+    quantized: QuantizedKV | None, *, cu_seqlens_k: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None, appended: int = 0, width: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Launches `gather_kernel` for keys and for values, on checked arguments.
 
     Sequences lie at cu_seqlens_k, or have cache_seqlens + appended tokens and lie `width` tokens apart. Returns k
@@ -154,34 +118,15 @@ def gather(
             group = page_size // scale.shape[1] if keys else dim // scale.shape[-1]
         with launch_device(cache):
             gather_kernel[(triton.cdiv(longest, _TOKENS), rows, heads)](
-                cache.view(torch.uint8) if kv.is_float else cache,
-                scale,
-                low,
-                tail,
-                out,
-                block_table,
-                cu_seqlens_k,
-                cache_seqlens,
-                kv.quantized_seqlens,
-                *cache.stride()[:3],
-                *((0, 0, 0) if scale is None else scale.stride()[:3]),
-                *((0, 0, 0) if low is None else low.stride()[:3]),
-                *((0, 0, 0) if tail is None else tail.stride()[:3]),
+                cache.view(torch.uint8) if kv.is_float else cache, scale, low, tail, out, block_table, cu_seqlens_k,
+                cache_seqlens, kv.quantized_seqlens,
+                *cache.stride()[:3], *((0, 0, 0) if scale is None else scale.stride()[:3]),
+                *((0, 0, 0) if low is None else low.stride()[:3]), *((0, 0, 0) if tail is None else tail.stride()[:3]),
                 block_table.stride(0),
-                page_size,
-                capacity,
-                ring,
-                width,
-                appended,
-                BITS=kv.bits,
-                IS_FLOAT=kv.is_float,
-                KEYS=keys,
-                GROUP=group,
-                DIM=dim,
-                BLOCK_T=_TOKENS,
-                BLOCK_W=max(16, triton.next_power_of_2(cache.shape[-1])),
-                num_warps=4,
-            )
+                page_size, capacity, ring, width, appended,
+                BITS=kv.bits, IS_FLOAT=kv.is_float, KEYS=keys, GROUP=group, DIM=dim, BLOCK_T=_TOKENS,
+                BLOCK_W=max(16, triton.next_power_of_2(cache.shape[-1])), num_warps=4,
+            )  # fmt: skip
     return tuple(results)
 
 

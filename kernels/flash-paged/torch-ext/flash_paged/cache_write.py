@@ -40,36 +40,13 @@ def locate_token(token, slot_mapping, cache_seqlens, block_table, stride_table, 
 
 @triton.jit(do_not_specialize=["heads", "page_size", "appended", "capacity"])
 def write_kernel(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    cache_seqlens,
-    block_table,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_kcb,
-    stride_kct,
-    stride_kch,
-    stride_vcb,
-    stride_vct,
-    stride_vch,
-    stride_table,
-    heads,
-    page_size,
-    appended,
-    capacity,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    k, v, k_cache, v_cache, slot_mapping, cache_seqlens, block_table,
+    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_kcb, stride_kct, stride_kch, stride_vcb,
+    stride_vct, stride_vch, stride_table,
+    heads, page_size, appended, capacity,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-):
+):  # fmt: skip
     """Writes BLOCK_H heads of one token as they are."""
     token = tl.program_id(0).to(tl.int64)
     row, offset, page, position, write = locate_token(
@@ -91,31 +68,11 @@ def write_kernel(
 
 @triton.jit(do_not_specialize=["heads", "page_size", "appended", "capacity"])
 def write_quantized_kernel(
-    x,
-    cache,
-    scale,
-    slot_mapping,
-    cache_seqlens,
-    block_table,
-    stride_xb,
-    stride_xt,
-    stride_xh,
-    stride_cb,
-    stride_ct,
-    stride_ch,
-    stride_sb,
-    stride_st,
-    stride_sh,
-    stride_table,
-    heads,
-    page_size,
-    appended,
-    capacity,
-    IS_FLOAT: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
+    x, cache, scale, slot_mapping, cache_seqlens, block_table,
+    stride_xb, stride_xt, stride_xh, stride_cb, stride_ct, stride_ch, stride_sb, stride_st, stride_sh, stride_table,
+    heads, page_size, appended, capacity,
+    IS_FLOAT: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
     """Writes BLOCK_H heads of one token of the keys or the values, as codes and a scale for each head."""
     token = tl.program_id(0).to(tl.int64)
     row, offset, page, position, write = locate_token(
@@ -133,18 +90,11 @@ def write_quantized_kernel(
 
 
 def write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    slot_mapping: torch.Tensor | None = None,
-    cache_seqlens: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+    slot_mapping: torch.Tensor | None = None, cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
     ring: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Launches a kernel on checked arguments: k [T, Hk, D] with slot_mapping, or [B, Sn, Hk, D] with cache_seqlens.
 
     With scales (float16 [num_blocks, block_size, Hk]) the caches are int8 or fp8 pages. ring: k_cache is [B, R, Hk, D],
@@ -171,23 +121,12 @@ def write(
     with launch_device(k):
         if k_scale is None:
             write_kernel[grid](
-                k,
-                v,
-                k_cache,
-                v_cache,
-                *where,
-                *strides_k,
-                *strides_v,
-                *k_cache.stride()[:3],
-                *v_cache.stride()[:3],
+                k, v, k_cache, v_cache, *where, *strides_k, *strides_v,
+                *k_cache.stride()[:3], *v_cache.stride()[:3],
                 *sizes,
-                HEAD_DIM=k.shape[-1],
-                VALUE_DIM=v.shape[-1],
-                BLOCK_H=block_h,
-                BLOCK_D=block_k,
-                BLOCK_DV=block_v,
+                HEAD_DIM=k.shape[-1], VALUE_DIM=v.shape[-1], BLOCK_H=block_h, BLOCK_D=block_k, BLOCK_DV=block_v,
                 num_warps=4,
-            )
+            )  # fmt: skip
             return
         for x, cache, scale, strides, block in (
             (k, k_cache, k_scale, strides_k, block_k),
@@ -195,17 +134,8 @@ def write(
         ):
             is_float = cache.dtype != torch.int8
             write_quantized_kernel[grid](
-                x,
-                cache.view(torch.uint8) if is_float else cache,
-                scale,
-                *where,
-                *strides,
-                *cache.stride()[:3],
-                *scale.stride(),
+                x, cache.view(torch.uint8) if is_float else cache, scale, *where, *strides,
+                *cache.stride()[:3], *scale.stride(),
                 *sizes,
-                IS_FLOAT=is_float,
-                DIM=x.shape[-1],
-                BLOCK_H=block_h,
-                BLOCK_DIM=block,
-                num_warps=4,
-            )
+                IS_FLOAT=is_float, DIM=x.shape[-1], BLOCK_H=block_h, BLOCK_DIM=block, num_warps=4,
+            )  # fmt: skip

@@ -82,21 +82,9 @@ def add_parts(partial, statistics, first, last, ROWS: tl.constexpr, BLOCK_DV: tl
 
 @triton.jit
 def write_rows(
-    out,
-    lse,
-    sinks,
-    acc,
-    total,
-    maximum,
-    row,
-    kv_head,
-    m,
-    seqlen_q,
-    kv_heads,
-    channel,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-):
+    out, lse, sinks, acc, total, maximum, row, kv_head, m, seqlen_q, kv_heads, channel,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
     """Writes rows m (query m // GROUP, head m % GROUP of the group) of the result.
 
     out is contiguous [B, Sq, Hq, Dv], lse float32 [B, Hq, Sq] or None. channel [BLOCK_DV]: the channel of each column
@@ -125,31 +113,10 @@ def write_rows(
 
 @triton.jit
 def finish_lane(
-    out,
-    lse,
-    sinks,
-    partial,
-    statistics,
-    arrivals,
-    acc,
-    total,
-    maximum,
-    row,
-    kv_head,
-    tile,
-    lane_start,
-    lane_tiles,
-    first,
-    last,
-    share,
-    seqlen_q,
-    kv_heads,
-    channel,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, row, kv_head, tile, lane_start, lane_tiles,
+    first, last, share, seqlen_q, kv_heads, channel,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Stores or writes this program's sums over key tiles first..last of a lane (query tile `tile` of a key head).
 
     The lane has lane_tiles tiles, from lane_start on in the sequence of all tiles.

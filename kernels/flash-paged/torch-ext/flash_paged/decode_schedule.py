@@ -17,17 +17,9 @@ MIN_KEYS = tl.constexpr(128)  # of a program: fewer cost more to combine than th
 
 @triton.jit
 def row_tiles(
-    row,
-    rows,
-    cache_seqlens,
-    seqlen_q,
-    seqlen_k,
-    appended,
-    left,
-    HAS_LEFT: tl.constexpr,
-    TREE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left,
+    HAS_LEFT: tl.constexpr, TREE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Of one sequence or a vector of them: its keys, the first key tile that any query sees, and the tiles of a lane
     from there.
 
@@ -53,18 +45,9 @@ def _find(position, ends, before):
 
 @triton.jit
 def program_share(
-    rows,
-    lanes,
-    cache_seqlens,
-    seqlen_q,
-    seqlen_k,
-    appended,
-    left,
-    HAS_LEFT: tl.constexpr,
-    TREE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    rows, lanes, cache_seqlens, seqlen_q, seqlen_k, appended, left,
+    HAS_LEFT: tl.constexpr, TREE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     """The share of this program: its number of tiles, its own tiles position..stop, its own lanes first..end among the
     rows * lanes of the batch, and the first tile of the first lane's sequence. BLOCK_B sequences are read at once.
     """

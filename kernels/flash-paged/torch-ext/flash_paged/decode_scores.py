@@ -64,25 +64,9 @@ def query_positions(query, valid, shift, tree_mask, TREE: tl.constexpr):
 
 @triton.jit
 def visible_scores(
-    s,
-    start,
-    present,
-    position,
-    tree,
-    tree_mask,
-    slope,
-    shift,
-    seqlen_q,
-    left,
-    right,
-    scale,
-    cap,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    TREE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-):
+    s, start, present, position, tree, tree_mask, slope, shift, seqlen_q, left, right, scale, cap,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
     """Products s [M, N] of queries and keys start..start+N to scores in powers of two: scaled, capped, less ALiBi's
     slope [M] times distance (https://arxiv.org/abs/2108.12409), -inf where a query does not see a key.
 

@@ -23,20 +23,9 @@ def _mask(s, start, high, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _walk(
-    q,
-    k_tiles,
-    v_tiles,
-    acc,
-    total,
-    maximum,
-    end,
-    outer,
-    high,
-    scale,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-):
+    q, k_tiles, v_tiles, acc, total, maximum, end, outer, high, scale,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+):  # fmt: skip
     """The keys 0..end in steps of BLOCK_N; from `outer` on row r sees only keys below high[r]."""
     for start in tl.range(0, end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         s = dot(q, k_tiles.load([start, 0]).T)
@@ -52,42 +41,13 @@ def _walk(
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads", "tiles", "pairs", "section"])
 def hopper_kernel(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    stride_lb,
-    stride_lh,
-    seqlen_q,
-    seqlen_k,
-    heads,
-    tiles,
-    pairs,
-    section,
-    scale,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-):
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ob,
+    stride_ot, stride_oh, stride_lb, stride_lh,
+    seqlen_q, seqlen_k, heads, tiles, pairs, section, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+):  # fmt: skip
     """Arguments as of `forward_kernel`. WARP_SPECIALIZE: Triton's pass (3.7.1) fails on an early return and on a second
     loop and does nothing when the loop contains a branch, so all blocks are masked or (not MASKED: every key is seen)
     none."""
@@ -168,19 +128,10 @@ def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: tuple[in
 
 
 def attend_hopper(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    max_seqlen_q: int,
-    *,
-    variant: str,
-    softmax_scale: float,
-    causal: bool,
-    cu_seqlens_q: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, max_seqlen_q: int,
+    *, variant: str, softmax_scale: float, causal: bool, cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Launches `hopper_kernel` for tensors without an `obstacle`, shaped as in forward.attend; writes out and lse."""
     heads, kv_heads, head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
     rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -190,35 +141,14 @@ def attend_hopper(
         triton.set_allocator(_scratch)
     with launch_device(q):
         hopper_kernel[(tiles * heads * rows,)](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            *token_strides(q),
-            *token_strides(k),
-            *token_strides(v),
-            *token_strides(out),
-            *lse_strides(lse),
-            max_seqlen_q,
-            k.shape[-3],
-            heads,
-            tiles,
-            rows * heads,
-            pairs_a_section(q, k, v, rows, k.shape[-3]) if causal else 1,
-            score_scales(softmax_scale, 0.0)[0],
-            GROUP=heads // kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            CAUSAL=causal,
+            q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+            *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(out), *lse_strides(lse),
+            max_seqlen_q, k.shape[-3], heads, tiles, rows * heads,
+            pairs_a_section(q, k, v, rows, k.shape[-3]) if causal else 1, score_scales(softmax_scale, 0.0)[0],
+            GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=causal,
             MASKED=causal or cu_seqlens_k is not None or k.shape[-3] % config.block_n != 0,
-            WARP_SPECIALIZE=variant == "warp_specialized",
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+            WARP_SPECIALIZE=variant == "warp_specialized", num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
 
 
 def _scratch(size: int, alignment: int, stream) -> torch.Tensor:

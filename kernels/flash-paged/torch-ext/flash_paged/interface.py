@@ -41,19 +41,11 @@ from .kv_formats import QuantizedKV
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     s_aux: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:  # fmt: skip
     """Attention of q [B, Sq, Hq, D] over k [B, Sk, Hk, D] and v [B, Sk, Hk, Dv] -> [B, Sq, Hq, Dv].
 
     return_attn_probs: returns (out, log-sum-exp, None), as flash-attn without dropout. The result is always
@@ -77,24 +69,12 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:  # fmt: skip
     """Attention of B packed sequences: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> [Tq, Hq, Dv].
 
     cu_seqlens_q, cu_seqlens_k: int32 [B + 1], sequence b has tokens cu_seqlens[b] to cu_seqlens[b + 1]; tokens of the
@@ -133,29 +113,15 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    cache_seqlens: torch.Tensor | int | None = None,
-    block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    return_softmax_lse: bool = False,
-    s_aux: torch.Tensor | None = None,
-    tree_mask: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    k_min: torch.Tensor | None = None,
-    v_min: torch.Tensor | None = None,
-    k_tail: torch.Tensor | None = None,
-    v_tail: torch.Tensor | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, cache_seqlens: torch.Tensor | int | None = None,
+    block_table: torch.Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    return_softmax_lse: bool = False, s_aux: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, k_min: torch.Tensor | None = None,
+    v_min: torch.Tensor | None = None, k_tail: torch.Tensor | None = None, v_tail: torch.Tensor | None = None,
     quantized_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of q [B, Sq, Hq, D] over a cache -> [B, Sq, Hq, Dv], or (out, log-sum-exp) with return_softmax_lse; k
     and v are first appended to the cache in place.
 

@@ -116,20 +116,9 @@ def gather_row(pages, block_table, length, tail=None, quantized=0):
 
 
 def gather_cache_reference(
-    k_cache,
-    v_cache,
-    block_table,
-    cu_seqlens_k,
-    dtype,
-    k_scale=None,
-    v_scale=None,
-    k_min=None,
-    v_min=None,
-    k_tail=None,
-    v_tail=None,
-    quantized_seqlens=None,
-    num_tokens=None,
-):
+    k_cache, v_cache, block_table, cu_seqlens_k, dtype, k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None,
+    v_tail=None, quantized_seqlens=None, num_tokens=None,
+):  # fmt: skip
     """Pages (and rings) of all sequences one after the other, dequantized to `dtype`.
 
     Returns k [num_tokens, Hk, D] and v [num_tokens, Hk, Dv], 0 where the table says -1 and behind the last sequence.

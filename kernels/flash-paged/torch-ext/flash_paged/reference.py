@@ -9,18 +9,10 @@ from .quantized_reference import dequantize_cache, gather_row, quantize_tokens
 
 
 def attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
-    visible: torch.Tensor | None = None,
-    tree_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None, visible: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One sequence: q [Sq, Hq, D], k [Sk, Hk, D], v [Sk, Hk, Dv], alibi_slopes [Hq], visible bool [Sk], tree_mask int64
     [Sq] -> out float64 [Sq, Hq, Dv] and log-sum-exp float32 [Hq, Sq].
 
@@ -67,19 +59,9 @@ def _slopes(alibi_slopes, row):
 
 
 def flash_attn_func_reference(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    s_aux=None,
-):
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, s_aux=None,
+):  # fmt: skip
     """q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv] -> [B, Sq, Hq, Dv]."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
@@ -92,24 +74,10 @@ def flash_attn_func_reference(
 
 
 def flash_attn_varlen_func_reference(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-    s_aux=None,
-):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None, s_aux=None,
+):  # fmt: skip
     """q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], or pages k [num_blocks, block_size, Hk, D] with block_table
     [B, max_blocks] -> [Tq, Hq, Dv]."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
@@ -130,29 +98,10 @@ def flash_attn_varlen_func_reference(
 
 
 def flash_attn_with_kvcache_reference(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    cache_seqlens=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    return_softmax_lse=False,
-    s_aux=None,
-    tree_mask=None,
-    k_scale=None,
-    v_scale=None,
-    k_min=None,
-    v_min=None,
-    k_tail=None,
-    v_tail=None,
-    quantized_seqlens=None,
-):
+    q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, block_table=None, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax_lse=False, s_aux=None, tree_mask=None,
+    k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None, v_tail=None, quantized_seqlens=None,
+):  # fmt: skip
     """q [B, Sq, Hq, D], k_cache [num_blocks, block_size, Hk, D], v_cache [..., Dv], k and v [B, Sn, Hk, D or Dv]
     appended in place, cache_seqlens [B], block_table [B, max_blocks] (None: sequence b is block b) -> [B, Sq, Hq,
     Dv]."""

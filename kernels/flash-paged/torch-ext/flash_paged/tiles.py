@@ -56,18 +56,10 @@ def dot(a, b, acc=None):
 
 @triton.jit
 def locate_keys(
-    k,
-    v,
-    block_table,
-    start,
-    length,
-    stride_kb,
-    stride_kt,
-    stride_vb,
-    stride_vt,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    k, v, block_table, start, length,
+    stride_kb, stride_kt, stride_vb, stride_vt,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Pointers to the rows of keys and values start..start+BLOCK_N of a sequence, and which of them exist.
 
     k and v point to the head's first key (PAGE_SIZE 0: keys follow each other) or to the head in page 0. `start` is
