@@ -39,8 +39,7 @@ def llama():
 
 
 def flash_model(name, **overrides):
-    model = tiny_model(name, **overrides)
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model(name, **overrides, attn_implementation="flash_paged")
     return model
 
 

@@ -120,7 +120,6 @@ def test_two_layers_stay_and_the_next_is_ahead(model):
 
 def test_the_layer_needed_last_leaves(llama):
     """With room for 3 of 4 layers only the two that must rotate do: not all, as the least recently used would."""
-    llama.set_attn_implementation("flash_paged")
     offload = Offload(3 * 12 * BLOCK_BYTES)
     cache = PagedCache(llama.config, block_size=8, num_blocks=12, offload=offload)
     for width in (20, 1, 1):
@@ -211,7 +210,6 @@ def test_a_disk_that_fails_loses_nothing(llama, tmp_path):
 
 
 def test_a_copied_and_a_saved_cache(llama, tmp_path):
-    llama.set_attn_implementation("flash_paged")
     offload = Offload(1)
     cache = PagedCache(llama.config, block_size=8, offload=offload)
     step(llama, cache, torch.randint(3, 128, (1, 21)))
@@ -230,7 +228,6 @@ def test_a_copied_and_a_saved_cache(llama, tmp_path):
 
 
 def test_reset_and_memory(llama):
-    llama.set_attn_implementation("flash_paged")
     offload = Offload(1)
     cache = PagedCache(llama.config, block_size=8, offload=offload)
     inputs = left_padded_batch((5, 33))
@@ -249,7 +246,6 @@ def test_reset_and_memory(llama):
 
 
 def test_whoever_asks_for_pages_may_write_to_them(llama):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config, block_size=8, offload=Offload("1GB"))
     step(llama, cache, torch.randint(3, 128, (1, 21)))
     cache.park()
@@ -259,7 +255,6 @@ def test_whoever_asks_for_pages_may_write_to_them(llama):
 
 
 def test_blocks_that_move(llama):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config, block_size=8, offload=Offload("1GB"))
     step(llama, cache, torch.randint(3, 128, (1, 40)))
     step(llama, cache, torch.randint(3, 128, (1, 1)))
@@ -272,7 +267,6 @@ def test_blocks_that_move(llama):
 
 
 def test_inference_mode_and_no_grad_mix(llama):
-    llama.set_attn_implementation("flash_paged")
     cache, ids = PagedCache(llama.config, block_size=8, offload=Offload(1)), torch.randint(3, 128, (2, 40))
     with torch.inference_mode():
         llama(ids[:, :20], past_key_values=cache)
@@ -284,7 +278,6 @@ def test_inference_mode_and_no_grad_mix(llama):
 
 
 def test_decode_step_needs_all_layers(llama):
-    llama.set_attn_implementation("flash_paged")
     ids, token = torch.randint(3, 128, (1, 9)), torch.tensor([[5]])
     results = []
     for offload in (None, Offload("1GB"), Offload(1)):
@@ -375,8 +368,7 @@ def test_runs():
 @pytest.mark.parametrize("layers", [2, 3])
 def test_streams(layers):
     """On a device copies run beside the computation: many steps, chats that take turns, memory that stays bounded."""
-    model = tiny_model("llama", torch.bfloat16, num_hidden_layers=8).cuda()
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", torch.bfloat16, num_hidden_layers=8, attn_implementation="flash_paged").cuda()
     pages = 4 * 64 * 16 * 2 * 2 * 16 * 2
     offload = Offload(layers * pages)
     for seed in range(3):

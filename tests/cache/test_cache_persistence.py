@@ -63,7 +63,6 @@ def test_generate_goes_on_bit_for_bit(name, implementation, num_blocks, tmp_path
 )
 def test_one_prompt_for_many_continuations(llama, tmp_path, kwargs):
     """Rows that share blocks are stored once and share them after loading."""
-    llama.set_attn_implementation("flash_paged")
     prompt = left_padded_batch((21,))
     cache = PagedCache(llama.config, block_size=8)
     step(llama, cache, prompt["input_ids"])
@@ -81,7 +80,6 @@ def test_one_prompt_for_many_continuations(llama, tmp_path, kwargs):
 
 
 def test_rewound_and_ragged_sequences(llama, tmp_path):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config, block_size=8)
     step(llama, cache, torch.randint(3, 128, (3, 30)))
     cache.rewind([0, 30, 9])

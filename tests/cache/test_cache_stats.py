@@ -15,7 +15,6 @@ BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 8  # layers, keys and values, heads, head dim
 
 
 def test_counts_of_a_ragged_batch(llama):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config, block_size=8, num_blocks=20)
     empty = cache.stats()
     assert (empty.blocks_used, empty.blocks_free, empty.tokens, empty.bytes_allocated) == (0, 20, 0, 0)
@@ -48,7 +47,6 @@ def test_shared_blocks_count_once(model):
 
 
 def test_rows_that_share_a_block_to_different_depths(llama):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config, block_size=8)
     step(llama, cache, torch.randint(3, 128, (1, 14)))
     cache.batch_repeat_interleave(2)
@@ -101,7 +99,6 @@ def test_the_dtype_of_the_first_forward_counts():
 
 
 def test_budgets_that_cannot_be(llama):
-    llama.set_attn_implementation("flash_paged")
     for memory in (0, -1, True, "much", "0GB", 1.5):
         with pytest.raises(ValueError, match=r"memory=.*must be a positive number of bytes"):
             PagedCache(llama.config, memory=memory)

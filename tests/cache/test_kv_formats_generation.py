@@ -228,8 +228,7 @@ def test_unknown_formats(kv_format):
 
 def test_a_refused_decode_step_changes_nothing():
     """Also when the growing pool has moved its blocks for it."""
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", attn_implementation="flash_paged")
     prompt, new = torch.randint(3, 128, (2, 230)), torch.randint(3, 128, (2, 1))
     refused, plain = (PagedCache(model.config, kv_format="int2") for _ in range(2))
     with torch.no_grad():

@@ -15,7 +15,6 @@ from hf_efficient.cache.page_handle import PAGES
 
 
 def test_masks_that_contradict_the_cache(llama):
-    llama.set_attn_implementation("flash_paged")
     inputs = left_padded_batch((4, 9))
     cache = PagedCache(llama.config)
     step(llama, cache, **{"tokens": inputs["input_ids"], "attention_mask": inputs["attention_mask"]})
@@ -36,7 +35,6 @@ def test_masks_that_contradict_the_cache(llama):
 
 
 def test_unread_keys_raise_instead_of_being_lost(llama):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config)
     key = torch.randn(1, 2, 3, 16)
     marked, _ = cache.update(key, key, 0)
@@ -62,7 +60,6 @@ def test_a_layer_that_was_left_out_is_found(llama):
 @pytest.mark.parametrize("in_decode_step", [False, True])
 def test_a_layer_that_found_no_room_is_found(llama, layer, in_decode_step, monkeypatch):
     """Its pages are not where the tables say, the last layer's too."""
-    llama.set_attn_implementation("flash_paged")
     cache, ids = PagedCache(llama.config, block_size=8), torch.randint(3, 128, (2, 20))
     step(llama, cache, ids)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):

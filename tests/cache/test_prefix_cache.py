@@ -25,8 +25,7 @@ GENERATIONS = {
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_generate_is_the_same(name):
     """Left-padded batches: prompts seen before, others that begin alike, and longer ones that continue an answer."""
-    model = tiny_model(name)
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model(name, attn_implementation="flash_paged")
     prefix = new_prefix(model, 512)
     for label, kwargs in GENERATIONS.items():
         for seed in (0, 1):

@@ -148,8 +148,7 @@ def test_in_inference_mode_and_outside(llama):
 
 
 def test_hooks_and_memory_go_with_it():
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", attn_implementation="flash_paged")
     gc.disable()
     try:
         prefix = new_prefix(model)
