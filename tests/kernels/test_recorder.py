@@ -178,7 +178,7 @@ def captured(model, cache, tokens):
     ("name", "kv_format"), [*((name, "auto") for name in TINY_MODELS), ("mistral", "int8"), ("mistral", "int4")]
 )
 def test_replayed_steps_are_those_of_the_model(name, kv_format, dtype):
-    model = tiny_model(name).to(dtype, attn_implementation="flash_paged")
+    model = tiny_model(name, dtype, attn_implementation="flash_paged")
     prompt = torch.randint(3, 128, (2, 20))
     block_size = 8 if kv_format == "auto" else 32
     caches = [PagedCache(model.config, num_blocks=40, block_size=block_size, kv_format=kv_format) for _ in range(2)]

@@ -23,10 +23,10 @@ def copy_kernel(
     target = tl.load(pair + 1)
     element = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row = element // COLUMNS
-    place = row // SUBROWS * stride_r + row % SUBROWS * stride_s + element % COLUMNS
+    offset = row // SUBROWS * stride_r + row % SUBROWS * stride_s + element % COLUMNS
     valid = (source >= 0) & (source < blocks) & (target >= 0) & (target < blocks)
     inside = (element < SIZE) & valid
-    tl.store(cache + target * stride_b + place, tl.load(cache + source * stride_b + place, mask=inside), mask=inside)
+    tl.store(cache + target * stride_b + offset, tl.load(cache + source * stride_b + offset, mask=inside), mask=inside)
 
 
 def rows_of_block(tensor: torch.Tensor) -> tuple[int, int, int, int]:

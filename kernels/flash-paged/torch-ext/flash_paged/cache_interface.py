@@ -121,9 +121,9 @@ def gather_cache(
     value_dim = getattr(v_tail, "shape", (None,))[-1]
     quantized = check_quantized(k_cache, v_cache, head_dim, value_dim, k_scale, v_scale, k_min, v_min)
     check_integers("block_table", block_table, 2, k_cache)
-    rows = block_table.shape[0]
-    quantized = check_tails(quantized, k_cache, v_cache, rows, None, k_tail, v_tail, quantized_seqlens, needed=False)
-    check_integers("cu_seqlens_k", cu_seqlens_k, 1, k_cache, length=rows + 1)
+    batch = block_table.shape[0]
+    quantized = check_tails(quantized, k_cache, v_cache, batch, None, k_tail, v_tail, quantized_seqlens, needed=False)
+    check_integers("cu_seqlens_k", cu_seqlens_k, 1, k_cache, length=batch + 1)
     check_numbers("block_table", block_table, k_cache.shape[0], "blocks of the cache")
     room = block_table.shape[1] * k_cache.shape[1] + (0 if k_tail is None else k_tail.shape[1])
     check_cumulative("cu_seqlens_k", cu_seqlens_k, longest=room)

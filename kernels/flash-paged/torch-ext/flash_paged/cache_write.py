@@ -12,30 +12,30 @@ from .config import launch_device
 def locate_token(token, slot_mapping, cache_seqlens, block_table, stride_table, page_size, appended, capacity):
     """Sequence and offset of a token in k and v, its page and slot there, and whether it is written at all.
 
-    Its slot is slot_mapping[token], or position cache_seqlens[row] + offset of the sequence's block table (None: page
-    `row`), where token = row * appended + offset. Nothing is written for a negative slot, length or page, or beyond
-    `capacity` (slots of the cache, or positions of the sequence).
+    Its slot is slot_mapping[token], or position cache_seqlens[sequence] + offset of the sequence's block table (None:
+    page `sequence`), where token = sequence * appended + offset. Nothing is written for a negative slot, length or
+    page, or beyond `capacity` (slots of the cache, or positions of the sequence).
     """
     if slot_mapping is not None:
-        row = token * 0
+        sequence = token * 0
         offset = token
         slot = tl.load(slot_mapping + token).to(tl.int64)
         page = slot // page_size
         position = slot % page_size
         write = (slot >= 0) & (slot < capacity)
     else:
-        row = token // appended
+        sequence = token // appended
         offset = token % appended
-        length = tl.load(cache_seqlens + row)
-        place = length + offset
-        write = (length >= 0) & (place < capacity)
-        page = row
+        length = tl.load(cache_seqlens + sequence)
+        index = length + offset
+        write = (length >= 0) & (index < capacity)
+        page = sequence
         if block_table is not None:
-            entry = block_table + row * stride_table + place // page_size
+            entry = block_table + sequence * stride_table + index // page_size
             page = tl.load(entry, mask=write, other=-1).to(tl.int64)
             write = write & (page >= 0)
-        position = place % page_size
-    return row, offset, page, position, write
+        position = index % page_size
+    return sequence, offset, page, position, write
 
 
 @triton.jit(do_not_specialize=["heads", "page_size", "appended", "capacity"])
@@ -49,19 +49,19 @@ def write_kernel(
 ):  # fmt: skip
     """Writes BLOCK_H heads of one token as they are."""
     token = tl.program_id(0).to(tl.int64)
-    row, offset, page, position, write = locate_token(
+    sequence, offset, page, position, write = locate_token(
         token, slot_mapping, cache_seqlens, block_table, stride_table, page_size, appended, capacity
     )
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     there = (head < heads) & write
     column = tl.arange(0, BLOCK_D)
     inside = there[:, None] & (column < HEAD_DIM)[None, :]
-    source = k + row * stride_kb + offset * stride_kt + head[:, None] * stride_kh + column[None, :]
+    source = k + sequence * stride_kb + offset * stride_kt + head[:, None] * stride_kh + column[None, :]
     target = k_cache + page * stride_kcb + position * stride_kct + head[:, None] * stride_kch + column[None, :]
     tl.store(target, tl.load(source, mask=inside), mask=inside)
     column = tl.arange(0, BLOCK_DV)
     inside = there[:, None] & (column < VALUE_DIM)[None, :]
-    source = v + row * stride_vb + offset * stride_vt + head[:, None] * stride_vh + column[None, :]
+    source = v + sequence * stride_vb + offset * stride_vt + head[:, None] * stride_vh + column[None, :]
     target = v_cache + page * stride_vcb + position * stride_vct + head[:, None] * stride_vch + column[None, :]
     tl.store(target, tl.load(source, mask=inside), mask=inside)
 
@@ -75,14 +75,14 @@ def write_quantized_kernel(
 ):  # fmt: skip
     """Writes BLOCK_H heads of one token of the keys or the values, as codes and a scale for each head."""
     token = tl.program_id(0).to(tl.int64)
-    row, offset, page, position, write = locate_token(
+    sequence, offset, page, position, write = locate_token(
         token, slot_mapping, cache_seqlens, block_table, stride_table, page_size, appended, capacity
     )
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     there = (head < heads) & write
     column = tl.arange(0, BLOCK_DIM)
     inside = there[:, None] & (column < DIM)[None, :]
-    source = x + row * stride_xb + offset * stride_xt + head[:, None] * stride_xh + column[None, :]
+    source = x + sequence * stride_xb + offset * stride_xt + head[:, None] * stride_xh + column[None, :]
     codes, scales = quantize_tokens(tl.load(source, mask=inside, other=0.0).to(tl.float32), IS_FLOAT)
     target = cache + page * stride_cb + position * stride_ct + head[:, None] * stride_ch + column[None, :]
     tl.store(target, codes, mask=inside)

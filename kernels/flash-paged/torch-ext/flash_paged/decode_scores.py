@@ -7,7 +7,7 @@ from .tiles import cap_scores
 
 
 @triton.jit
-def find_pages(block_table, row, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def find_pages(block_table, sequence, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The pages of keys start..start+BLOCK_N of a sequence, int32: one number where they lie in one page, else one for
     each key.
 
@@ -15,7 +15,7 @@ def find_pages(block_table, row, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N
     BLOCK_N. Kernels look pages up one key tile ahead, so that loads of keys need not wait for them.
     """
     if PAGE_SIZE == 0:
-        pages = row.to(tl.int32)
+        pages = sequence.to(tl.int32)
     elif PAGE_SIZE % BLOCK_N == 0:
         pages = tl.load(block_table + start // PAGE_SIZE, mask=start < length, other=-1)
     else:

@@ -88,12 +88,12 @@ def forward_kernel(
     with pages seqlen_k is what a row of the block table holds. Absent pointers are None."""
     tile, pair = program_tile(tl.program_id(0), tiles, pairs, section)
     head = pair % heads
-    row = (pair // heads).to(tl.int64)
+    sequence = (pair // heads).to(tl.int64)
 
     first_q = 0
     if cu_seqlens_q is not None:
-        first_q = tl.load(cu_seqlens_q + row)
-        seqlen_q = tl.load(cu_seqlens_q + row + 1) - first_q
+        first_q = tl.load(cu_seqlens_q + sequence)
+        seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_q
     first_m = tile * BLOCK_M
     if first_m >= seqlen_q:
         return
@@ -101,11 +101,11 @@ def forward_kernel(
     first_k = 0
     length = seqlen_k
     if cache_seqlens is not None:
-        length = tl.load(cache_seqlens + row)
+        length = tl.load(cache_seqlens + sequence)
         length = tl.minimum(tl.where(length < 0, 0, length + appended), seqlen_k)
     elif cu_seqlens_k is not None:
-        first_k = tl.load(cu_seqlens_k + row)
-        length = tl.load(cu_seqlens_k + row + 1) - first_k
+        first_k = tl.load(cu_seqlens_k + sequence)
+        length = tl.load(cu_seqlens_k + sequence + 1) - first_k
         if PAGE_SIZE > 0:
             length = tl.minimum(length, seqlen_k)
 
@@ -114,11 +114,11 @@ def forward_kernel(
     k += kv_head * stride_kh
     v += kv_head * stride_vh
     if PAGE_SIZE == 0:
-        k += row * stride_kb + tl.cast(first_k, tl.int64) * stride_kt
-        v += row * stride_vb + tl.cast(first_k, tl.int64) * stride_vt
+        k += sequence * stride_kb + tl.cast(first_k, tl.int64) * stride_kt
+        v += sequence * stride_vb + tl.cast(first_k, tl.int64) * stride_vt
     else:
-        block_table += row * stride_table
-    q += row * stride_qb + tl.cast(first_q + first_m, tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+        block_table += sequence * stride_table
+    q += sequence * stride_qb + tl.cast(first_q + first_m, tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
     rows = q + tl.arange(0, BLOCK_M) * stride_qt
     query = load_rows(rows, m < seqlen_q, True, min(HEAD_DIM, BLOCK_D), BLOCK_D)
     query_rest = query
@@ -147,7 +147,7 @@ def forward_kernel(
 
     slope = 0.0
     if slopes is not None:
-        slope = tl.load(slopes + row * stride_slopes + head) * 1.4426950408889634
+        slope = tl.load(slopes + sequence * stride_slopes + head) * 1.4426950408889634
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -171,9 +171,9 @@ def forward_kernel(
 
     divisor = tl.where(total == 0.0, 1.0, total)
     if lse is not None:
-        lse += row * stride_lb + head.to(tl.int64) * stride_lh + first_q
+        lse += sequence * stride_lb + head.to(tl.int64) * stride_lh + first_q
         tl.store(lse + m, (maximum + tl.log2(divisor)) * 0.6931471805599453, mask=m < seqlen_q)
-    out += row * stride_ob + tl.cast(first_q + first_m, tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
+    out += sequence * stride_ob + tl.cast(first_q + first_m, tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
     rows = out + tl.arange(0, BLOCK_M) * stride_ot
     _store_rows(rows, acc / divisor[:, None], m < seqlen_q, min(VALUE_DIM, BLOCK_DV), BLOCK_DV)
     if REST_DV:
@@ -199,12 +199,12 @@ def attend(
         raise ValueError(f"variant is {variant!r}: allowed are 'portable', {VARIANTS} or None")
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     heads, kv_heads, head_dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-    rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     lse = None
     if return_lse:
-        shape = (heads, q.shape[0]) if q.dim() == 3 else (rows, heads, q.shape[1])
+        shape = (heads, q.shape[0]) if q.dim() == 3 else (batch, heads, q.shape[1])
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    if out.numel() == 0 or rows == 0 or max_seqlen_q == 0:
+    if out.numel() == 0 or batch == 0 or max_seqlen_q == 0:
         return out, lse
     paged = block_table is not None
     kind = gpu_kind(q.device)
@@ -227,13 +227,13 @@ def attend(
     block_d, rest_d = split_dim(head_dim)
     block_dv, rest_dv = split_dim(value_dim)
     with launch_device(q):
-        forward_kernel[(tiles * heads * rows,)](
+        forward_kernel[(tiles * heads * batch,)](
             q, k, v, out, lse, s_aux, alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
             *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(out),
             block_table.stride(0) if paged else 0, *lse_strides(lse),
             alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-            max_seqlen_q, keys, appended, heads, tiles, rows * heads,
-            pairs_a_section(q, k, v, rows, keys) if window[1] >= 0 else 1, scale, cap, *window,
+            max_seqlen_q, keys, appended, heads, tiles, batch * heads,
+            pairs_a_section(q, k, v, batch, keys) if window[1] >= 0 else 1, scale, cap, *window,
             GROUP=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m,
             BLOCK_N=config.block_n, BLOCK_D=block_d, REST_D=rest_d, BLOCK_DV=block_dv, REST_DV=rest_dv,
             PAGE_SIZE=page_size, HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0,

@@ -92,11 +92,11 @@ def flash_attn_varlen_func(
     check_attention(q, k, v)
     check_integers("cu_seqlens_q", cu_seqlens_q, 1, q)
     check_integers("cu_seqlens_k", cu_seqlens_k, 1, q, length=cu_seqlens_q.shape[0])
-    rows = cu_seqlens_q.shape[0] - 1
-    if rows < 0:
+    batch = cu_seqlens_q.shape[0] - 1
+    if batch < 0:
         raise ValueError("cu_seqlens_q has shape (0,), expected one more element than there are sequences")
     if block_table is not None:
-        check_integers("block_table", block_table, 2, q, length=rows)
+        check_integers("block_table", block_table, 2, q, length=batch)
         check_numbers("block_table", block_table, k.shape[0], "blocks of k")
         check_cumulative("cu_seqlens_k", cu_seqlens_k, longest=block_table.shape[1] * k.shape[1])
     else:
@@ -104,7 +104,7 @@ def flash_attn_varlen_func(
     max_seqlen_q = operator.index(max_seqlen_q)
     check_cumulative("cu_seqlens_q", cu_seqlens_q, end=q.shape[0], longest=max_seqlen_q)
     options = check_options(
-        q, rows, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_attn_probs
+        q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_attn_probs
     )
     out, lse = attend(
         q, k, v, max_seqlen_q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table, **options

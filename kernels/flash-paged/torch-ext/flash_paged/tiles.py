@@ -40,9 +40,9 @@ def program_tile(program, tiles, pairs, section):
     causal mask they are the longest.
     """
     first_pair = program // (tiles * section) * section
-    place = program - first_pair * tiles
+    index = program - first_pair * tiles
     width = tl.minimum(section, pairs - first_pair)
-    return tiles - 1 - place // width, first_pair + place % width
+    return tiles - 1 - index // width, first_pair + index % width
 
 
 @triton.jit
