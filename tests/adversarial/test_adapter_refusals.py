@@ -110,14 +110,8 @@ def test_nothing_writes_to_a_compressed_weight():
     def out():
         torch.add(dense, 1, out=base.weight)
 
-    for write in (
-        add,
-        assign,
-        replace,
-        out,
-        lambda: base.weight.data.copy_(dense),
-        lambda: nn.init.zeros_(base.weight),
-    ):
+    writes = add, assign, replace, out, lambda: base.weight.data.copy_(dense), lambda: nn.init.zeros_(base.weight)
+    for write in writes:
         with pytest.raises(RuntimeError, match="compressed"):
             write()
     assert torch.equal(base.weight.clone(), dense)

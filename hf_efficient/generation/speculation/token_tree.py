@@ -51,7 +51,7 @@ def best_first(
     """The `nodes` most probable candidates of each sequence as a tree on `device`, most probable node first.
 
     tokens, parents: int64 [rows, candidates], parents before their children. confidence: float alike, of a node at most
-    its parent's. depths: int64 [candidates], from 1. limits: the deepest node allowed, for each row.
+    its parent's. depths: int64 [candidates], from 1. limits: the deepest node allowed, for each sequence.
     """
     if not any(limits):
         return None
