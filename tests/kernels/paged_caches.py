@@ -6,29 +6,11 @@ from helpers import assert_close
 from hf_efficient.kernels import flash_paged as fp
 
 
-# The references compute in float64 or, for inputs in half precision, in float32.
-TOLERANCE = {
-    torch.float32: (2e-6, 1e-5, "float32: products and sums are rounded"),
-    torch.float16: (1e-3, 4e-3, "float16: weights and output are rounded"),
-    torch.bfloat16: (8e-3, 3e-2, "bfloat16: weights and output are rounded (truncated by the interpreter)"),
-}
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8, "int2": torch.uint8}
 
 
 def random(*shape, dtype, device):
     return torch.randn(shape, device=device).to(dtype)
-
-
-def with_tensors(options, heads, batch, device):
-    """The options with real sinks for s_aux=True, and for alibi_slopes=1 slopes [Hq], for 2 [B, Hq]."""
-    options = dict(options)
-    if "s_aux" in options:
-        options["s_aux"] = torch.linspace(-2, 6, heads, device=device)
-    if "alibi_slopes" in options:
-        slopes = torch.linspace(0.02, 0.5, heads, device=device)
-        each = torch.linspace(1, 0.1, batch, device=device)[:, None] * slopes
-        options["alibi_slopes"] = slopes if options["alibi_slopes"] == 1 else each
-    return options
 
 
 def cumulative(lengths, device):
