@@ -115,13 +115,6 @@ def left_padded_batch(lengths=(5, 11, 8), vocab_size: int = 128, seed: int = 0) 
     return {"input_ids": input_ids * attention_mask, "attention_mask": attention_mask}
 
 
-@torch.no_grad()
-def logits_under(model, implementation: str, **inputs) -> torch.Tensor:
-    """Logits of `model` with that attention implementation, which it keeps."""
-    model.set_attn_implementation(implementation)
-    return model(**inputs).logits
-
-
 TEXT = "The river runs past the old mill, past the bridge and into the sea. "  # for `tiny_tokenizer`: 68 tokens
 
 

@@ -110,8 +110,14 @@ def test_nothing_writes_to_a_compressed_weight():
     def out():
         torch.add(dense, 1, out=base.weight)
 
-    writes = add, assign, replace, out, lambda: base.weight.data.copy_(dense), lambda: nn.init.zeros_(base.weight)
-    for write in writes:
+    for write in (
+        add,
+        assign,
+        replace,
+        out,
+        lambda: base.weight.data.copy_(dense),
+        lambda: nn.init.zeros_(base.weight),
+    ):
         with pytest.raises(RuntimeError, match="compressed"):
             write()
     assert torch.equal(base.weight.clone(), dense)

@@ -7,7 +7,7 @@ Greedy decoding of every architecture with every cache stands in `test_matrix.py
 import pytest
 import torch
 import transformers
-from helpers import TINY_MODELS, assert_close, left_padded_batch, logits_under, tiny_model
+from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
 from transformers import AutoModelForCausalLM, masking_utils
 
 from hf_efficient import PagedCache
@@ -17,9 +17,10 @@ FLOAT32 = dict(rms=1e-5, maximum=1e-4, reason="float32 sums in another order")
 GREEDY = dict(max_new_tokens=10, do_sample=False)
 
 
-def generated_under(model, implementation, inputs, **options):
+def logits(model, implementation, **inputs):
     model.set_attn_implementation(implementation)
-    return model.generate(**inputs, **{**GREEDY, **options})
+    with torch.no_grad():
+        return model(**inputs).logits
 
 
 def random_weights(model, scale=1.5):
@@ -36,9 +37,9 @@ def test_logits(name):
     """Of a left-padded batch, without a cache, with transformers' own and with one that is read in place."""
     model, batch = tiny_model(name), left_padded_batch()
     tokens = batch["attention_mask"].bool()
-    expected = logits_under(model, "eager", **batch)[tokens]
+    expected = logits(model, "eager", **batch)[tokens]
     for cache in (dict(use_cache=False), {}, dict(past_key_values=PagedCache(model.config, block_size=8))):
-        assert_close(logits_under(model, "flash_paged", **batch, **cache)[tokens], expected, **FLOAT32)
+        assert_close(logits(model, "flash_paged", **batch, **cache)[tokens], expected, **FLOAT32)
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -48,18 +49,20 @@ def test_packed_sequences(name):
     parts = [torch.randint(3, 128, (1, length)) for length in (4, 9, 6)]
     positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
     packed = dict(input_ids=torch.cat(parts, 1), position_ids=positions, use_cache=False)
-    alone = torch.cat([logits_under(model, "eager", input_ids=part) for part in parts], 1)
-    assert_close(logits_under(model, "flash_paged", **packed), alone, **FLOAT32)
+    alone = torch.cat([logits(model, "eager", input_ids=part) for part in parts], 1)
+    assert_close(logits(model, "flash_paged", **packed), alone, **FLOAT32)
     with pytest.raises(ValueError, match="position_ids restart.*use_cache=False"):
-        logits_under(model, "flash_paged", **{**packed, "use_cache": True}, past_key_values=PagedCache(model.config))
+        logits(model, "flash_paged", **{**packed, "use_cache": True}, past_key_values=PagedCache(model.config))
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_beam_search(name):
     model, batch = tiny_model(name), left_padded_batch()
-    options = dict(num_beams=3, num_return_sequences=2)
-    expected = generated_under(model, "eager", batch, **options)
-    assert torch.equal(generated_under(model, "flash_paged", batch, **options), expected)
+    options = dict(**GREEDY, num_beams=3, num_return_sequences=2)
+    model.set_attn_implementation("eager")
+    expected = model.generate(**batch, **options)
+    model.set_attn_implementation("flash_paged")
+    assert torch.equal(model.generate(**batch, **options), expected)
 
 
 MLA = dict(
@@ -77,11 +80,13 @@ def test_latent_attention(name):
     config = getattr(transformers, f"{name}Config")(**MLA)
     model, batch = random_weights(AutoModelForCausalLM.from_config(config)), left_padded_batch()
     tokens = batch["attention_mask"].bool()
-    expected = logits_under(model, "eager", **batch)[tokens]
-    assert_close(logits_under(model, "flash_paged", **batch)[tokens], expected, **FLOAT32)
-    expected = generated_under(model, "eager", batch)
+    expected = logits(model, "eager", **batch)[tokens]
+    assert_close(logits(model, "flash_paged", **batch)[tokens], expected, **FLOAT32)
+    model.set_attn_implementation("eager")
+    expected = model.generate(**batch, **GREEDY)
+    model.set_attn_implementation("flash_paged")
     for cache in (None, PagedCache(model.config)):
-        assert torch.equal(generated_under(model, "flash_paged", batch, past_key_values=cache), expected)
+        assert torch.equal(model.generate(**batch, **GREEDY, past_key_values=cache), expected)
 
 
 SIZES = dict(
@@ -122,11 +127,13 @@ def test_encoder_decoders(name):
         decoder = left_padded_batch(lengths, seed=1)
         mask = decoder["attention_mask"].flip(1)
         targets = dict(decoder_input_ids=decoder["input_ids"].flip(1), decoder_attention_mask=mask)
-        expected = logits_under(model, "eager", **inputs, **targets)[mask.bool()]
-        assert_close(logits_under(model, "flash_paged", **inputs, **targets)[mask.bool()], expected, **FLOAT32)
-    for options in ({}, dict(num_beams=2)):
-        expected = generated_under(model, "eager", inputs, **options)
-        assert torch.equal(generated_under(model, "flash_paged", inputs, **options), expected)
+        expected = logits(model, "eager", **inputs, **targets)[mask.bool()]
+        assert_close(logits(model, "flash_paged", **inputs, **targets)[mask.bool()], expected, **FLOAT32)
+    for options in (GREEDY, dict(**GREEDY, num_beams=2)):
+        model.set_attn_implementation("eager")
+        expected = model.generate(**inputs, **options)
+        model.set_attn_implementation("flash_paged")
+        assert torch.equal(model.generate(**inputs, **options), expected)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +174,7 @@ def test_attention_weights_are_refused(name):
     model.set_attn_implementation("flash_paged")
     for cache in (None, PagedCache(model.config)):
         with pytest.raises(ValueError, match='output_attentions=True.*attn_implementation="eager"'):
-            logits_under(model, "flash_paged", **batch, output_attentions=True, past_key_values=cache)
+            logits(model, "flash_paged", **batch, output_attentions=True, past_key_values=cache)
     with pytest.raises(ValueError, match='output_attentions=True.*attn_implementation="eager"'):
         model.generate(**batch, **GREEDY, output_attentions=True, return_dict_in_generate=True)
     with pytest.raises(ValueError, match="'eager'"):
@@ -230,15 +237,15 @@ def test_masks_of_four_dimensions_are_refused(name):
     if name == "gemma2":
         mask = {"full_attention": mask, "sliding_attention": mask}
     with pytest.raises(ValueError, match='attention_mask with 4 dimensions.*"sdpa"'):
-        logits_under(model, "flash_paged", input_ids=batch["input_ids"], attention_mask=mask)
+        logits(model, "flash_paged", input_ids=batch["input_ids"], attention_mask=mask)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_head_masks_are_ignored_as_by_every_implementation(name):
     model, batch = tiny_model(name), left_padded_batch()
     tokens, mask = batch["attention_mask"].bool(), torch.zeros(2, 4)
-    expected = logits_under(model, "eager", **batch, head_mask=mask)[tokens]
-    assert_close(logits_under(model, "flash_paged", **batch, head_mask=mask)[tokens], expected, **FLOAT32)
+    expected = logits(model, "eager", **batch, head_mask=mask)[tokens]
+    assert_close(logits(model, "flash_paged", **batch, head_mask=mask)[tokens], expected, **FLOAT32)
 
 
 def test_masks_of_a_model_are_refused_inside_a_compiled_graph():

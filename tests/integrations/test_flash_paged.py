@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import transformers
-from helpers import assert_close, left_padded_batch, logits_under, tiny_model
+from helpers import assert_close, left_padded_batch, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import modeling_flash_attention_utils as flash_utils
 
@@ -15,6 +15,12 @@ from hf_efficient.kernels.attention import api
 
 
 FLOAT32 = dict(rms=1e-5, maximum=1e-4, reason="float32 sums in another order")
+
+
+def logits(model, implementation, **inputs):
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(**inputs).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -29,8 +35,8 @@ def test_the_dtype_is_kept(name, dtype, monkeypatch):
     model.config._is_quantized = True  # transformers would cast to config.dtype
     model.config.dtype = torch.bfloat16
     ids = torch.randint(3, 128, (2, 6))
-    expected = logits_under(model, "eager", input_ids=ids)
-    actual = logits_under(model, "flash_paged", input_ids=ids)
+    expected = logits(model, "eager", input_ids=ids)
+    actual = logits(model, "flash_paged", input_ids=ids)
     flash_utils._loaded_implementation = None
     assert seen == {dtype}
     tolerance = FLOAT32 if dtype == torch.float32 else dict(rms=0.05, maximum=4.0, reason="bf16 in two layers")
@@ -90,22 +96,22 @@ def test_on_the_accelerator(name):
     batch = {key: tensor.cuda() for key, tensor in left_padded_batch((5, 40, 8)).items()}
     tokens = batch["attention_mask"].bool()
     batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
-    expected = logits_under(model, "eager", **batch)[tokens]
+    expected = logits(model, "eager", **batch)[tokens]
     new = torch.randint(3, 128, (3, 10), device="cuda")
     for make in (lambda: PagedCache(model.config), lambda: transformers.DynamicCache(config=model.config)):
         cache, mask = make(), batch["attention_mask"]
         bf16 = dict(rms=0.03, maximum=2.0, reason="bfloat16 through two layers")
-        assert_close(logits_under(model, "flash_paged", **batch, past_key_values=cache)[tokens], expected, **bf16)
+        assert_close(logits(model, "flash_paged", **batch, past_key_values=cache)[tokens], expected, **bf16)
         for step in range(10):
             mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
             positions = mask.cumsum(1)[:, -1:] - 1
-            last = logits_under(
+            last = logits(
                 model, "flash_paged", input_ids=new[:, step : step + 1], attention_mask=mask, position_ids=positions,
                 past_key_values=cache,
             )  # fmt: skip
         everything = torch.cat([batch["input_ids"], new], 1)
         positions = (mask.cumsum(1) - 1).clamp_min(0)
-        full = logits_under(model, "eager", input_ids=everything, attention_mask=mask, position_ids=positions)
+        full = logits(model, "eager", input_ids=everything, attention_mask=mask, position_ids=positions)
         assert_close(last[:, -1], full[:, -1], **bf16)
 
 
@@ -160,9 +166,7 @@ def test_padding_is_masked():
     model, batch = tiny_model("llama"), left_padded_batch((3, 9))
     other = {**batch, "input_ids": torch.where(batch["attention_mask"].bool(), batch["input_ids"], 77)}
     tokens = batch["attention_mask"].bool()
-    assert torch.equal(
-        logits_under(model, "flash_paged", **batch)[tokens], logits_under(model, "flash_paged", **other)[tokens]
-    )
+    assert torch.equal(logits(model, "flash_paged", **batch)[tokens], logits(model, "flash_paged", **other)[tokens])
 
 
 def test_registering_twice_and_other_names():

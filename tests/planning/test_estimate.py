@@ -7,7 +7,7 @@ import pytest
 import table
 import torch
 import transformers
-from helpers import TINY_MODELS, save_tiny, threads, tiny_config
+from helpers import TINY_MODELS, save_tiny, threads
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_efficient
@@ -296,7 +296,10 @@ def test_few_tokens_read_few_experts(folders):
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 def test_every_tiny_model_is_estimated_whole(name):
-    found = hf_efficient.estimate(tiny_config(name, dtype="bfloat16"), batch_size=2, prompt_tokens=24, new_tokens=8)
+    cls, arguments = TINY_MODELS[name]
+    small = dict(n_embd=64, n_layer=2, n_head=4) if name == "gpt2" else dict(SHAPE, hidden_size=64)
+    config = getattr(transformers, cls)(**{**small, **arguments, "pad_token_id": 0, "dtype": "bfloat16"})
+    found = hf_efficient.estimate(config, batch_size=2, prompt_tokens=24, new_tokens=8)
     assert found.notes == ()
     assert found.prefill.flops > found.decode.flops > 0 and found.active_parameters <= found.parameters
     assert found.total_bytes == found.weight_bytes + found.kv_cache_bytes + found.activation_bytes

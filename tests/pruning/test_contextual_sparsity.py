@@ -182,12 +182,13 @@ def test_bad_input_is_refused_and_nothing_changes(name, options, message):
     assert {key: type(module) for key, module in model.named_modules()} == before
 
 
-def test_a_layer_that_gives_something_else_is_refused_and_put_back(llama):
-    layer = llama.model.layers[1].mlp
+def test_a_layer_that_gives_something_else_is_refused_and_put_back():
+    model = tiny_model("llama")
+    layer = model.model.layers[1].mlp
     layer.forward = lambda x, own=layer.forward: 2 * own(x)
     with pytest.raises(ValueError, match="layers.1.mlp gives something else"):
-        hf_efficient.sparsify_context(llama, dict(tokens=TOKENS))
-    assert not layers_of(llama) and llama.model.layers[1].mlp is layer
+        hf_efficient.sparsify_context(model, dict(tokens=TOKENS))
+    assert not layers_of(model) and model.model.layers[1].mlp is layer
 
 
 def test_the_command_writes_what_the_function_does(tmp_path, capsys):
