@@ -16,15 +16,19 @@ demo: $(STAMP)
 	$(BIN)/hf-efficient demo --output output/demo
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# The native kernels' numeric tests on libraries compiled with AddressSanitizer and UndefinedBehaviorSanitizer. A finding ends the
-# process and stands in its output; test_the_sanitizers_see_an_overrun, among these tests, shows that one is seen.
-SANITIZED := tests/adversarial/test_native_indices.py tests/kernels/test_recorder.py tests/kernels/test_native_pages.py tests/kernels/test_native_linear.py \
+# The native kernels' numeric tests on libraries compiled with AddressSanitizer and UndefinedBehaviorSanitizer. A
+# finding ends the process and stands in its output; test_the_sanitizers_see_an_overrun, among these tests, shows that
+# one is seen.
+SANITIZED := tests/adversarial/test_native_indices.py tests/kernels/test_recorder.py \
+	tests/kernels/test_native_pages.py tests/kernels/test_native_linear.py \
 	tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py
-SANITIZED_CASES := native_indices or test_operators or dense_products or where_the_largest or separate_ones or (replayed and gpt2) \
-	or (formats_and_heads and 80-48) or test_options or page_sizes or many_queries or test_prompts or test_trees or appended or \
-	nobody_looks_up or products_and_inverses or test_inputs or test_kernel or of_one_input or exactly_the_chosen
+SANITIZED_CASES := native_indices or test_operators or dense_products or where_the_largest or separate_ones or \
+	(replayed and gpt2) or (formats_and_heads and 80-48) or test_options or page_sizes or many_queries or \
+	test_prompts or test_trees or appended or nobody_looks_up or products_and_inverses or test_inputs or test_kernel or \
+	of_one_input or exactly_the_chosen
 
 sanitize: $(STAMP)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \

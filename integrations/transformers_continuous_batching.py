@@ -28,9 +28,8 @@ def attend_pages(
 
     Returns:
         [1, T, Hq, D]. None, with nothing written, where no sequence has tokens in the cache, and for a layer with a
-        sliding
-        window: its tokens lie in a ring of `window` slots that begins in the middle of a page, and new tokens may
-        overwrite what their own queries see, so transformers gathers the ring before it writes.
+        sliding window: its tokens lie in a ring of `window` slots that begins in the middle of a page, and new tokens
+        may overwrite what their own queries see, so transformers gathers the ring before it writes.
 
     Raises:
         ValueError: the pages do not fit the layer's keys and values (multi-head latent attention).

@@ -80,12 +80,10 @@ class AutomaticGenerationMixin(SpeculativeGenerationMixin):
 
 
 def enable_speculation(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives `model` the `SpeculativeGenerationMixin`, in place, and returns it.
+    """Gives `model` the `SpeculativeGenerationMixin`, in place, and returns it. Doing it twice changes nothing.
 
-    Afterwards `generate(assistant_model=draft)`, `generate(prompt_lookup_num_tokens=n)` and pipelines with
-    `assistant_model=` work at any batch size. The class keeps its name and module, so saving writes the same
-    `architectures`. Doing it twice changes nothing. Models wrapped by PEFT are reached through
-    `model.get_base_model()`.
+    The class keeps its name and module, so saving writes the same `architectures`. Models wrapped by PEFT are reached
+    through `model.get_base_model()`.
 
     Raises TypeError for anything that is not a transformers model with `generate()`, ValueError for a model that
     several processes share (tensor parallelism).

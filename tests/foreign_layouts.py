@@ -154,11 +154,9 @@ def marlin24(rows, columns, dtype, bits=4, size=128):
     """compressed-tensors' "marlin-24". Its order is that of mma.m16n8k16's second operand: of 16 kept columns by 64
     rows a thread holds, for each of 4 x 2 strips of rows, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9."""
     groups = 1 if size == -1 else columns // size
-    codes, scale, mask = (
-        random_codes(rows, columns, bits),
-        random_scale(rows, groups, bits=bits),
-        mask_2_of_4(rows, columns),
-    )
+    codes = random_codes(rows, columns, bits)
+    scale = random_scale(rows, groups, bits=bits)
+    mask = mask_2_of_4(rows, columns)
     kept, middle = codes[mask].view(rows // 64, 64, -1, 16).numpy(), 2 ** (bits - 1)
     ordered, fields = np.zeros((columns // 32, rows // 64, 1024), dtype=np.uint32), 32 // bits
     for thread in range(32):

@@ -79,17 +79,21 @@ TINY_MODELS = {
 }
 
 
-def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides):
-    """A random causal LM of architecture `name` (a key of `TINY_MODELS`), 2 layers, hidden size 64, vocabulary 128.
-    Weights are scaled up so that attention is far from uniform and greedy decoding does not settle on one token."""
+def tiny_config(name: str, **overrides):
+    """The config of architecture `name` (a key of `TINY_MODELS`): 2 layers, hidden size 64, vocabulary 128."""
     import transformers
 
     class_name, arguments = TINY_MODELS[name]
-    if name == "gpt2":
-        small = dict(vocab_size=128, n_embd=64, n_layer=2, n_head=4)
-    else:
-        small = _SMALL
-    config = getattr(transformers, class_name)(**{**small, **_TOKENS, **arguments, **overrides})
+    small = dict(vocab_size=128, n_embd=64, n_layer=2, n_head=4) if name == "gpt2" else _SMALL
+    return getattr(transformers, class_name)(**{**small, **_TOKENS, **arguments, **overrides})
+
+
+def tiny_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides):
+    """A random causal LM with `tiny_config`. Weights are scaled up so that attention is far from uniform and greedy
+    decoding does not settle on one token."""
+    import transformers
+
+    config = tiny_config(name, **overrides)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)

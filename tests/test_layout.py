@@ -1,4 +1,4 @@
-"""The house holds: imports go one way, importing is cheap and quiet, PyPI's `kernels` stays visible."""
+"""The house holds: imports go one way, importing is cheap and quiet, PyPI's `kernels` stays visible, lines fit."""
 
 import ast
 import os
@@ -28,6 +28,13 @@ def test_kernel_folders_import_only_torch_triton_and_the_standard_library():
     ]
     assert wrong == []
     assert not (ROOT / "kernels" / "__init__.py").exists(), "it would hide PyPI's kernels from transformers"
+
+
+def test_lines_of_the_native_kernels_have_at_most_120_characters():
+    sources = [path for suffix in ("h", "cpp") for path in (ROOT / "hf_efficient").rglob(f"*.{suffix}")]
+    assert len(sources) > 10
+    lines = ((path, i, line) for path in sources for i, line in enumerate(path.read_text().splitlines(), 1))
+    assert [f"{path.name}:{i}" for path, i, line in lines if len(line) > 120] == []
 
 
 def absolute_imports(node: ast.AST) -> list[str]:

@@ -153,14 +153,9 @@ class DecodeStepMixin:
 
     @contextmanager
     def only(self, rows: list[int], batch: int) -> Iterator[None]:
-        """Inside, the cache consists of some sequences of a batch, whose prompts run apart from those of the others.
-
-        Afterwards all sequences stand at the left, and the next forward needs `position_ids` of its own, as after
-        `rewind`.
-
-        Args:
-            rows: different indices of empty sequences, in any order.
-            batch: sequences of the whole batch.
+        """Inside, the cache consists of the empty sequences `rows` of a batch, in any order, whose prompts run apart
+        from those of the others. Afterwards all sequences stand at the left, and the next forward needs `position_ids`
+        of its own, as after `rewind`.
 
         Raises ValueError for a pool that grows, for layers that drop tokens, and for sequences that hold tokens or do
         not exist.

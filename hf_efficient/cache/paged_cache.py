@@ -29,8 +29,7 @@ class PagedCache(DecodeStepMixin, Cache):
     int2 pages these layers keep all tokens.
 
     A 2-D mask must agree with what is stored, and is checked. On an accelerator the mask of a forward of one new column
-    is
-    not: reading it would wait for the device at every token.
+    is not: reading it would wait for the device at every token.
 
     A decoding loop can compile its decode step once for all lengths, or capture it in a CUDA graph:
 

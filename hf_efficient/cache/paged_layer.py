@@ -15,12 +15,8 @@ from hf_efficient.cache.stores.kv_formats import check_form
 class PagedLayer(CacheLayerMixin):
     """What transformers calls a layer of a cache: hands keys and values to the layer's `PageStore`.
 
-    Args:
-        state: the bookkeeping, shared by the layers that see equally many tokens.
-        layer_idx: the layer's number in the model.
-        evicts: whether the layer keeps only what the cache's `EvictionPolicy` chooses.
-        has_window: whether its attention sees only tokens near the query.
-        exact: see `PageStore`.
+    state: the bookkeeping, shared by the layers that see equally many tokens. evicts: the layer keeps only what the
+    cache's `EvictionPolicy` chooses. has_window: its attention sees only tokens near the query. exact: see `PageStore`.
     """
 
     is_compileable = False

@@ -114,10 +114,9 @@ class PrefixCache:
         """Counts since this object was made, and the state of the pool.
 
         `hits`, `misses`: sequences whose beginning was stored and cut, and others that were looked up. `bypassed`:
-            sequences
-        that were not looked up. `prompt_tokens`: tokens of forwards that were looked up, `skipped_tokens`: those of
-        them that did not run. `evicted_blocks`. Now: `num_blocks`, `used_blocks`, and `bytes` of the pool and of what
-        lies outside it; a pool sized by `memory` has no blocks before the first forward.
+        sequences that were not looked up. `prompt_tokens`: tokens of forwards that were looked up, `skipped_tokens`:
+        those of them that did not run. `evicted_blocks`. Now: `num_blocks`, `used_blocks`, and `bytes` of the pool and
+        of what lies outside it; a pool sized by `memory` has no blocks before the first forward.
         """
         return {
             **self._counts,

@@ -38,14 +38,9 @@ def transform(block, method: str = "awq") -> None:
 def search_scale(
     weights: list[torch.Tensor], formats: list[AffineFormat], inputs, producer: Producer | None = None
 ) -> torch.Tensor:
-    """The best s, float32 [K], whose largest and smallest value have the geometric mean 1.
-
-    Args:
-        weights: [N_i, K] each, of linears that read the same rows.
-        formats: in which each is rounded to nearest.
-        inputs: `LinearInputs` of those rows.
-        producer: channels that share a row of it share a scale.
-    """
+    """The best s, float32 [K], whose largest and smallest value have the geometric mean 1. weights: [N_i, K] each, of
+    linears that read the same rows; formats: in which each is rounded to nearest; inputs: their `LinearInputs`;
+    producer: channels that share a row of it share a scale."""
     candidates = candidate_scales(weights, formats, inputs, producer)
     return min(candidates, key=lambda scale: output_error(weights, formats, inputs.hessian, scale))
 

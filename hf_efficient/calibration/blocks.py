@@ -126,10 +126,7 @@ class Chain:
 
     def record(self, run: Callable[[int], Any], batches: int) -> list[torch.Tensor]:
         """Calls `run(batch)`, the model's forward, for each batch and keeps the arguments that it gives to the blocks.
-
-        Returns:
-            the hidden states into the first block, one tensor a batch, on the CPU.
-        """
+        Returns the hidden states into the first block, one tensor a batch, on the CPU."""
         kept, inputs, self.arguments, self.outputs = _ArgumentStore(), [], [], None
         for batch in range(batches):
             kept.next_batch()

@@ -70,12 +70,8 @@ class Producer:
 
 
 class Folding:
-    """Finds the producers of one block and folds scales into them.
-
-    Args:
-        block: a `Block` (calibration/blocks.py); its module is dense. Its first batch is run twice or more for every
-            tensor that linears read, with the outputs of all its modules kept.
-    """
+    """Finds the producers of one dense `Block` and folds scales into them. The block's first batch is run twice or more
+    for every tensor that linears read, with the outputs of all its modules kept."""
 
     def __init__(self, block):
         self.block = block

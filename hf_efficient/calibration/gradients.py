@@ -27,11 +27,8 @@ class LinearGradients:
 def gradients(
     model: nn.Module, asked: Mapping[str, Collection[str]], tokens: torch.Tensor, blocks: Iterable[nn.Module] = ()
 ) -> dict[str, LinearGradients]:
-    """Name of a linear -> its `LinearGradients`, from one backward pass over `tokens` int64 [windows, length].
-
-    Args:
-        asked: name of a linear -> names of the fields of `LinearGradients` to compute.
-        model, blocks: see `language_loss_gradients`, also for the memory it takes and the errors.
+    """Name of a linear -> its `LinearGradients`, from one backward pass over `tokens` int64 [windows, length]. asked:
+    name of a linear -> names of the fields to compute. model, blocks, memory and errors: see `language_loss_gradients`.
     """
     modules = {name: model.get_submodule(name) for name in asked}
     found = {name: LinearGradients(**{field: _zeros(modules[name]) for field in asked[name]}) for name in asked}

@@ -70,14 +70,10 @@ def prepare(config, schemes: dict, device_map, model) -> None:
 
 def check_text(calibration, config, name_or_path: str) -> None:
     """Reads the text of `calibration`, where it is a file, as calibration will, so that what is wrong shows before a
-    model is loaded.
+    model is loaded. config: of the model `name_or_path`, where its tokenizer is.
 
-    Args:
-        config: of the model `name_or_path`, where its tokenizer is.
-
-    Raises:
-        ValueError: no such file, no text, too little of it, or windows longer than the model has positions.
-        ImportError: a dataset of the Hub without the package `datasets`.
+    Raises ValueError for no such file, no text, too little of it, or windows longer than the model has positions;
+    ImportError for a dataset of the Hub without the package `datasets`.
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and calibration.sequence_length > positions:

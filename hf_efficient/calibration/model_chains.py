@@ -18,14 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 def find_chains(model: nn.Module, targets: Iterable[str], run: Callable[[], Any]) -> tuple[list[Chain], list[str]]:
-    """The chains of `model` that hold modules named in `targets`, found by watching one forward pass.
+    """The chains of `model` that hold modules named in `targets`, found by watching one forward pass, which `run` calls
+    on a small example.
 
-    Args:
-        run: calls the model's forward on a small example.
-
-    Returns:
-        (the chains in the order they are called, the targets outside of them in the order they are called). A target
-        that the forward did not call is in neither, unless it lies in a block.
+    Returns (the chains in the order they are called, the targets outside of them in that order). A target that the
+    forward did not call is in neither, unless it lies in a block.
     """
     targets = set(targets)
     lists = {

@@ -40,11 +40,8 @@ def sensitivities(
     model: nn.Module, names: Iterable[str], tokens: torch.Tensor, blocks: Iterable[nn.Module] = ()
 ) -> dict[str, Sensitivity]:
     """Name of a linear -> its `Sensitivity`, from one backward pass over `tokens` int64 [windows, length]; see
-    `language_loss_gradients` for the memory, the other arguments and the errors.
-
-    Raises:
-        ValueError: gradients that are not finite.
-    """
+    `language_loss_gradients` for the memory, the other arguments and the errors. ValueError for gradients that are not
+    finite."""
     modules = {name: model.get_submodule(name) for name in names}
     found = {name: _empty(module) for name, module in modules.items()}
 
@@ -67,14 +64,11 @@ def choose_bits(
     widths: Iterable[int] = (2, 3, 4, 8),
     method: str = "mse",
 ) -> dict[str, int]:
-    """Name -> bits: together the linears take at most the memory that they take in the given formats, scales and zero
-    points counted. Fused experts, and layers that no token reached, keep their bits.
+    """Name -> bits, of `widths`: together the linears take at most the memory that they take in the given formats (full
+    name -> Format with the bits meant on average), scales and zero points counted. Fused experts, and layers that no
+    token reached, keep their bits.
 
-    Args:
-        formats: full name -> Format with the bits meant on average.
-        widths: bits to choose from.
-        method: data-free method that stands in for the one that will be used.
-        model, tokens, blocks: see `sensitivities`, also for the errors.
+    method: data-free, stands in for the one that will be used. model, tokens, blocks and errors: see `sensitivities`.
     """
     linears = [name for name in formats if isinstance(model.get_submodule(name), (nn.Linear, Conv1D))]
     losses, sizes, budget = {}, {}, 0
@@ -99,19 +93,12 @@ def choose_bits(
 def allocate(
     losses: Mapping[str, Mapping[int, float]], sizes: Mapping[str, Mapping[int, int]], budget: int
 ) -> dict[str, int]:
-    """Layer -> width, of the least sum of losses among those whose sizes together do not exceed `budget`.
+    """Layer -> width, of the least sum of `losses` (layer -> width -> loss) among those whose `sizes` (layer -> width
+    -> whole number of bits) together do not exceed `budget`; ValueError where even the smallest widths do.
 
     Dynamic programming over the total size in steps of the sizes' greatest common divisor. Exact up to 65,536 steps
     above the smallest total (layers of a model have few shapes); beyond, sizes are rounded up to a 65,536th of the
     budget above it.
-
-    Args:
-        losses: layer -> width -> loss.
-        sizes: layer -> width -> whole number of bits the layer takes.
-        budget: bits for all layers.
-
-    Raises:
-        ValueError: even the smallest widths exceed the budget.
     """
     smallest = {name: min(by_width.values()) for name, by_width in sizes.items()}
     spare = math.floor(budget) - sum(smallest.values())

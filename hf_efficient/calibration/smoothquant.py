@@ -56,15 +56,10 @@ def sample_rows(block, names: list[str]) -> list[torch.Tensor]:
 def search_scale(
     weights: list[torch.Tensor], rounding: list[tuple], inputs, rows: torch.Tensor, producer: Producer | None = None
 ) -> torch.Tensor:
-    """The best s, float32 [K], whose largest and smallest value have the geometric mean 1.
-
-    Args:
-        weights: [N_i, K] each, of linears that read the same rows.
-        rounding: (format, `W8A8Config`) of each.
-        inputs: `LinearInputs` of those rows, of which `absmax` is used.
-        rows: float32 [n, K], on which the outputs are compared.
-        producer: channels that share a row of it share a scale.
-    """
+    """The best s, float32 [K], whose largest and smallest value have the geometric mean 1. weights: [N_i, K] each, of
+    linears that read the same rows; rounding: (format, `W8A8Config`) of each; inputs: their `LinearInputs`, of which
+    `absmax` is used; rows: float32 [n, K], on which the outputs are compared; producer: channels that share a row of it
+    share a scale."""
     candidates = candidate_scales(weights, inputs, producer)
     return min(candidates, key=lambda scale: output_error(weights, rounding, rows, scale))
 

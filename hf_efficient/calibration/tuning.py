@@ -41,15 +41,12 @@ def refine_linears(
     epochs: float,
     seed: int,
 ) -> None:
-    """Tunes `tuned` and writes their tensors to `block.tensors`, unless the loss over all batches is not lower than
-    before. The other linears compute with the tensors they have, fused experts with their original weights.
+    """Tunes `tuned` (name of a linear -> its weight) and writes their tensors to `block.tensors`, unless the loss over
+    all batches is not lower than before. The other linears compute with the tensors they have, fused experts with their
+    original weights.
 
-    Args:
-        targets: outputs of the original model after the block, [B, T, H] for each batch.
-        tuned: name of a linear -> its weight.
-        parameters: groups of parameters for Adam.
-        epochs: passes over the batches, one step a batch.
-        seed: seed of the order of the batches.
+    targets: outputs of the original model after the block, [B, T, H] for each batch. parameters: groups of parameters
+    for Adam. epochs: passes over the batches, one step a batch, in an order drawn from `seed`.
     """
     names = list(block.linears)
 

@@ -86,17 +86,11 @@ def by_model_name(places: dict[str, Place], model, conversions, more_names=()) -
 
 
 def check_ordinary(found: dict[str, Place], model, compressed: set[str], parts: tuple[str, ...] = ()) -> None:
-    """Checks the tensors that are loaded as they are.
+    """Checks the tensors that are loaded as they are: those `found` by `by_model_name` whose weight is not
+    `compressed`. parts: names of the tensors that may stand for the weight of a linear layer.
 
-    Args:
-        found: of `by_model_name`.
-        compressed: names of the weights that are converted instead.
-        parts: names of the tensors that may stand for the weight of a linear layer.
-
-    Raises:
-        ValueError: an integer or float8 tensor stands where the model has floats, and no scale belongs to it; or the
-            checkpoint lacks a parameter of the model. The checkpoint of another class may lack whole parts: heads,
-            poolers.
+    Raises ValueError: an integer or float8 tensor stands where the model has floats, and no scale belongs to it; or the
+    checkpoint lacks a parameter of the model. The checkpoint of another class may lack whole parts: heads, poolers.
     """
     tied = {name for pair in (model.all_tied_weights_keys or {}).items() for name in pair}
     ignored = optional_names(model)

@@ -4,20 +4,19 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_efficient.formats.base import Format
-from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
+from hf_efficient.formats.grouped_codes import GroupedCodes
+from hf_efficient.kernels.linear.codes import packed_width
 from hf_efficient.kernels.linear.grouped import GroupedTritonLayout
 from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
 
 
 @dataclass(frozen=True)
-class AffineFormat(Format):
+class AffineFormat(GroupedCodes):
     """Canonical tensors: "qweight" uint8 (see `kernels.linear.codes`), "scale" and "zero_point" or "minimum", one a
     group.
 
     Args:
-        bits: of a code: 2, 3, 4 or 8.
-        group_size: weights along in_features that share a scale; -1: the whole row, None: the whole tensor.
+        bits, group_size: see `GroupedCodes`; 2, 3, 4 or 8 bits.
         symmetric: the zero point is the middle of the grid and not stored.
         int8_on_cpu: inputs are rounded to int8 on a CPU, as in `WeightOnlyConfig`.
         zero_point: "integer", "float" (of the scale's dtype), or "minimum" (of the scale's dtype): w = code * scale +
@@ -42,12 +41,8 @@ class AffineFormat(Format):
     def adopted(self) -> bool:
         return self.zero_point == "minimum" or self.scale_dtype is not None
 
-    def groups(self, in_features: int) -> int:
-        """Groups of a row; the last one is short when the group does not divide the row."""
-        return 1 if self.group_size in (None, -1) else -(-in_features // self.group_size)
-
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        per_group = (1 if self.group_size is None else out_features, self.groups(in_features))
+        per_group = self.per_group(out_features, in_features)
         shapes = {"qweight": (out_features, packed_width(in_features, self.bits)), "scale": per_group}
         return shapes if self.symmetric else {**shapes, self._offset: per_group}
 
@@ -61,14 +56,6 @@ class AffineFormat(Format):
     @property
     def _offset(self) -> str:
         return "minimum" if self.zero_point == "minimum" else "zero_point"
-
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """uint8 codes [..., N, K] -> qweight."""
-        return pack_codes(codes, self.bits)
-
-    def unpack(self, qweight: torch.Tensor, in_features: int) -> torch.Tensor:
-        """qweight -> uint8 codes [..., N, in_features]."""
-        return unpack_codes(qweight, self.bits, in_features)
 
     def check(self, tensors, in_features):
         super().check(tensors, in_features)

@@ -11,8 +11,7 @@ from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_c
 @dataclass(frozen=True)
 class BitmapFormat(MaskedFormat):
     """Canonical tensors: "bitmap" uint8 [N, ceil(K / 8)], in which bit k % 8 of byte k / 8 is set where column k is
-    kept, and "qweight",
-    the kept weights row after row: [kept] values or [packed_width(kept)] codes.
+    kept, and "qweight", the kept weights row after row: [kept] values or [packed_width(kept)] codes.
 
     `sparsity`, `pattern` and `group`, which decide how many weights are kept, are those of
     `hf_efficient.pruning.mask.Sparsity`.

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hf_efficient.formats.base import Format
+from hf_efficient.formats.grouped_codes import GroupedCodes
 from hf_efficient.kernels.linear.codebook import codebook_layout, dequantize_codebook
-from hf_efficient.kernels.linear.codes import pack_codes, packed_width, unpack_codes
+from hf_efficient.kernels.linear.codes import packed_width
 
 
 _FP4_MAGNITUDES = tuple(value / 12 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
@@ -26,15 +26,14 @@ _ELEMENTS_AT_ONCE = 1 << 20  # float32 elements of a weight that are copied at o
 
 
 @dataclass(frozen=True)
-class CodebookFormat(Format):
+class CodebookFormat(GroupedCodes):
     """Canonical tensors: "qweight" uint8 (see `kernels.linear.codes`), "scale" [N, G] and, where the table is learned,
     "codebook".
 
     Args:
         codebook: "nf4" or "fp4", fixed tables of 16 entries in [-1, 1], or "kmeans", a learned one in the weight's
             dtype: [N, 2^bits] (one a row) for group_size -1, else [1, 2^bits].
-        bits: of a code.
-        group_size: weights along in_features that share a scale; -1: the whole row, None: the whole tensor.
+        bits, group_size: see `GroupedCodes`.
         double_quantization: scales in 8 bits (QLoRA): "scale_codes" uint8 [N, G], a float32 "scale_scale" for each 256
             of them and their mean "scale_mean" in place of "scale"; scale = (code - 128) * scale_scale + scale_mean.
         scale_dtype: of "scale", a name like "float32", where it is not the weight's dtype.
@@ -50,16 +49,12 @@ class CodebookFormat(Format):
     def adopted(self) -> bool:
         return self.scale_dtype is not None
 
-    def groups(self, in_features: int) -> int:
-        """Groups of a row; the last one is short when the group does not divide the row."""
-        return 1 if self.group_size in (None, -1) else -(-in_features // self.group_size)
-
     def tables(self, out_features: int) -> int:
         """How many tables a weight has: one a row or one."""
         return out_features if self.codebook == "kmeans" and self.group_size == -1 else 1
 
     def shapes(self, out_features, in_features):
-        per_group = (1 if self.group_size is None else out_features, self.groups(in_features))
+        per_group = self.per_group(out_features, in_features)
         shapes = {"qweight": (out_features, packed_width(in_features, self.bits))}
         if self.double_quantization:
             blocks = -(-per_group[0] * per_group[1] // SCALES_AT_ONCE)
@@ -77,14 +72,6 @@ class CodebookFormat(Format):
         else:
             dtypes["scale"] = getattr(torch, self.scale_dtype) if self.scale_dtype else dtype
         return dtypes if self.codebook != "kmeans" else {**dtypes, "codebook": dtype}
-
-    def pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """uint8 codes [..., N, K] -> qweight."""
-        return pack_codes(codes, self.bits)
-
-    def unpack(self, qweight: torch.Tensor, in_features: int) -> torch.Tensor:
-        """qweight -> uint8 codes [..., N, in_features]."""
-        return unpack_codes(qweight, self.bits, in_features)
 
     def store_scale(self, scale: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """float [N, G] (or [1, 1]) -> the tensors that hold it in a weight of `dtype`; `scale` reads them."""

@@ -89,7 +89,7 @@ class SpeculativeLoop:
             self._begin()
         proposal = drafter.propose(limits, nodes) if any(limits) else None
         if proposal is not None and proposal.parents is not None:
-            # processors that read ids need those before every node in one row, so they take one path only
+            # processors that read ids need those before every node in one sequence, so they take one path only
             if sequences.processors_read_ids or not self.target.takes_trees:
                 proposal = proposal.chain()
         if proposal is not None and policy is not None:

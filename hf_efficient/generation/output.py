@@ -18,18 +18,18 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """What `generate(..., return_dict_in_generate=True)` returns under speculation.
 
     `sequences`, `scores`, `logits` and `past_key_values` are those of plain generation. `scores[i]` and `logits[i]`
-    ([batch, vocabulary]) are zero for a row that ended before its i-th generated token. `past_key_values` holds only
-    the rows that had not left the batch at the end, unless the caller passed a cache: that one keeps all rows.
+    ([batch, vocabulary]) are zero for a sequence that ended before its i-th generated token. `past_key_values` holds
+    only the sequences that had not left the batch at the end, unless the caller passed a cache: that one keeps all.
 
-    num_steps: verification forwards of the target (each is one forward for all live rows). The prompt's forward, which
-        gives every row its first token, is not counted.
-    row_steps: int64 [batch], the verification forwards in which the row took part.
-    drafted_tokens: int64 [batch], tokens proposed for the row and verified; all nodes of a tree.
+    num_steps: verification forwards of the target (each is one forward for all live sequences). The prompt's forward,
+        which gives every sequence its first token, is not counted.
+    row_steps: int64 [batch], the verification forwards in which each sequence took part.
+    drafted_tokens: int64 [batch], tokens proposed for the sequence and verified; all nodes of a tree.
     accepted_tokens: int64 [batch], those of them that are in the output.
-    tokens_per_step: generated tokens a row gains per verification forward, over all rows and steps: (tokens generated
-        after the first of each row) / (sum of row_steps). Plain decoding is 1.0; 0.0 when there was no such forward.
-    acceptance_by_position: entry i: of the steps in which a row had a draft deeper than i, the share that accepted its
-        token i, and so all before it.
+    tokens_per_step: generated tokens a sequence gains per verification forward: (tokens generated after the first of
+        each sequence) / (sum of row_steps). Plain decoding is 1.0; 0.0 when there was no such forward.
+    acceptance_by_position: entry i: of the steps in which a sequence had a draft deeper than i, the share that accepted
+        its token i, and so all before it.
     draft_seconds, verify_seconds, host_seconds: time spent in the drafter, in the target (forward, logits processors,
         verification) and in the rest of the loop, after the prompt. On a GPU queued work counts where the host first
         waits for it, mostly in `verify_seconds`.

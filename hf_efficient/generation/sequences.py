@@ -251,13 +251,12 @@ class Sequences:
     def extend(
         self, tokens: torch.Tensor, accepted: torch.Tensor, counts: torch.Tensor, scores=None, logits=None
     ) -> tuple[list[list[int]], list[int], list[int]]:
-        """Appends to each unfinished live sequence its first `accepted + 1` tokens, or fewer where it stops before.
-        Takes one transfer to the host, whatever the batch.
+        """Appends to each unfinished live sequence its first `accepted + 1` of `tokens` int64 [rows, width], or fewer
+        where it stops before. Takes one transfer to the host, whatever the batch.
 
-        Args:
-            tokens: int64 [rows, width].
-            accepted, counts: int64 [rows], drafts accepted (see `verify`) and proposed.
-            scores, logits: [rows, width, vocabulary] of these positions, where they are collected.
+        accepted, counts: int64 [rows], drafts accepted (see `verify`) and proposed. scores, logits: [rows, width,
+        vocabulary] of these positions, where they are collected.
+
         Returns the tokens appended to each sequence, and how many drafts each had accepted and proposed.
         """
         width = tokens.shape[1]

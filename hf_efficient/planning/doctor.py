@@ -125,10 +125,8 @@ def check_registration() -> Iterator[Finding]:
     try:
         hf_efficient.register()
     except Exception as error:
-        why, help = (
-            "from_pretrained() does not know this package's configs",
-            "install a supported transformers, see above",
-        )
+        why = "from_pretrained() does not know this package's configs"
+        help = "install a supported transformers, see above"
         yield Finding("registration", "broken", f"{type(error).__name__}: {error}", why, help)
     else:
         yield Finding("registration", "ok", "quantizers and attention are registered with transformers")
@@ -255,10 +253,8 @@ def check_disk() -> Iterator[Finding]:
     for name, folder in (("HF_HOME", Path(constants.HF_HOME)), ("model cache", Path(constants.HF_HUB_CACHE))):
         why_not = why_unwritable(folder)
         if why_not:
-            what, why = (
-                f"{folder} cannot be written: {why_not}",
-                "downloads fail, and every process compiles the kernels anew",
-            )
+            what = f"{folder} cannot be written: {why_not}"
+            why = "downloads fail, and every process compiles the kernels anew"
             yield Finding(name, "broken", what, why, "set HF_HOME to a folder that can")
             continue
         free = shutil.disk_usage(existing_parent(folder)).free

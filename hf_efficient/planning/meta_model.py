@@ -21,11 +21,9 @@ from hf_efficient.targets import patterns
 class MetaModel:
     """The model of a config on the meta device, and the bytes of its parts.
 
-    Args:
-        dtype: of the weights that are not compressed.
-        quantization: None for the model as it is.
-        check_names: raise ValueError for patterns of `quantization` that match no module.
-        kind: of the device, as in `weight_bytes.bytes_by_module`.
+    dtype: of the weights that are not compressed. quantization: None for the model as it is. check_names: raise
+    ValueError for patterns of `quantization` that match no module. kind: of the device, as in
+    `weight_bytes.bytes_by_module`.
     """
 
     def __init__(

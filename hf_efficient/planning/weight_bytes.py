@@ -20,12 +20,9 @@ def checkpoint_bytes(model: nn.Module) -> int:
 
 
 def bytes_by_module(model: nn.Module, kind: str | None) -> dict[nn.Module, dict]:
-    """Module -> {allocation: bytes} of its own parameters and buffers in memory.
-
-    Args:
-        kind: compressed weights are counted in the layouts of this machine's CPU for "cpu", in those of the Triton
-            kernels for "accelerator", as in the checkpoint for None.
-    """
+    """Module -> {allocation: bytes} of its own parameters and buffers in memory. kind: compressed weights are counted
+    in the layouts of this machine's CPU for "cpu", in those of the Triton kernels for "accelerator", as in the
+    checkpoint for None."""
     found, layouts = {}, {}
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -19,13 +19,8 @@ _CONJUGATE_STEPS = 10
 def prune(
     weight: torch.Tensor, target: Sparsity, inputs=None, damping: float = 0.01, steps: int = _STEPS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `hf_efficient.pruning`.
-
-    Args:
-        inputs: `hessian` float32 [K, K] is read.
-        damping: added to the diagonal of the Hessian, in units of its mean.
-        steps: of ADMM.
-    """
+    """See `hf_efficient.pruning`. Reads `inputs.hessian`; `damping` is added to its diagonal, in units of its mean.
+    steps: of ADMM."""
     hessian = inputs.hessian.to(weight.device).clone()
     mean = hessian.diagonal().mean()
     hessian.diagonal().add_(damping * mean if mean > 0 else 1)

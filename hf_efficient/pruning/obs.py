@@ -15,14 +15,10 @@ MOST_ELEMENTS = 1 << 27  # of the inverse Hessians of all rows: 1 GiB in float64
 def prune(
     weight: torch.Tensor, target: Sparsity, inputs=None, damping: float = 1e-4
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `hf_efficient.pruning`; computed in float64.
+    """See `hf_efficient.pruning`; in float64. Reads `inputs.hessian`; `damping` is added to its diagonal, in units of
+    its mean.
 
-    Args:
-        inputs: `hessian` float32 [K, K] is read.
-        damping: added to the diagonal of the Hessian, in units of its mean.
-
-    Raises:
-        ValueError: the layer is too large (N K^2 above 2^27), or the damped Hessian is not positive definite.
+    Raises ValueError: the layer is too large (N K^2 above 2^27), or the damped Hessian is not positive definite.
     """
     rows, columns = weight.shape
     if rows * columns**2 > MOST_ELEMENTS:

@@ -17,15 +17,8 @@ _BLOCK = 128  # columns
 
 
 def prune(weight: torch.Tensor, target: Sparsity, inputs, damping: float = 0.01) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `hf_efficient.pruning`.
-
-    Args:
-        inputs: `hessian` float32 [K, K] is read.
-        damping: added to the diagonal of the Hessian, in units of its mean; see `Feedback`.
-
-    Raises:
-        ValueError: NaN or infinite values in the Hessian.
-    """
+    """See `hf_efficient.pruning`. Reads `inputs.hessian`; `damping` is added to its diagonal, in units of its mean
+    (`Feedback`). ValueError for NaN or infinite values in it."""
     hessian = inputs.hessian.to(weight.device)
     feedback = Feedback(hessian, damping, act_order=False)
     importance = feedback.importance.where(hessian.diagonal() > 0, 0)  # weights of inputs that are always 0 go first

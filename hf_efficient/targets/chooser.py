@@ -15,14 +15,12 @@ from hf_efficient.targets.weights_in_files import lost_when_saved, weights_in_fi
 
 
 class TargetChooser:
-    """Chooses for one load.
+    """Chooses for one load, by its `config`, to whose `modules_to_not_convert` the modules are added that a checkpoint
+    of another class lacks.
 
-    Args:
-        config: of the load. Modules that a checkpoint of another class lacks are added to `modules_to_not_convert`.
-        pre_quantized: the checkpoint is compressed already.
-        kept: patterns of modules that stay as they are.
-        files: of the checkpoint, or None where there is none.
-        own_files: the checkpoint is dense or compressed by us; one of another library has chosen what is compressed.
+    pre_quantized: the checkpoint is compressed already. kept: patterns of modules that stay as they are. files: of the
+    checkpoint, or None where there is none. own_files: it is dense or compressed by us; one of another library has
+    chosen what is compressed.
     """
 
     def __init__(self, model, config: CompressionConfig, pre_quantized: bool, kept: set[str], files, own_files: bool):

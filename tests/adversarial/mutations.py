@@ -12,30 +12,9 @@ PARTS = (
     *("weight_packed", "weight_g_idx", "input_scale", "zero", "weight.absmax", "SCB", "bitmap", "places", "anything"),
 )
 VALUES = (
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    2,
-    3,
-    5,
-    8,
-    16,
-    64,
-    2**70,
-    0.5,
-    "",
-    "x",
-    "tensor",
-    "float",
-    [],
-    [3],
-    {},
-    {"x": 1},
+    None, True, False, 0, 1, -1, 2, 3, 5, 8, 16, 64, 2**70, 0.5, "", "x", "tensor", "float", [], [3], {}, {"x": 1},
     "(a+)+$",
-)
+)  # fmt: skip
 
 
 def layer_tensor(rng, checkpoint, layers) -> str:

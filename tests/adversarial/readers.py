@@ -31,10 +31,8 @@ def groups(values: np.ndarray, columns: int) -> np.ndarray:
 
 def gptq(config, parts, shape, _):
     rows, columns = shape
-    bits, less = (
-        config.get("bits", parts["qweight"].shape[0] * 32 // columns),
-        {"gptq": 1, "gptq_v2": 0}[config.get("checkpoint_format", "gptq")],
-    )
+    bits = config.get("bits", parts["qweight"].shape[0] * 32 // columns)
+    less = {"gptq": 1, "gptq_v2": 0}[config.get("checkpoint_format", "gptq")]
     size = columns if config["group_size"] in (-1, None) else config["group_size"]
     count = -(-columns // size)
     packed = take(parts, "qweight", ["I32"], (columns * bits // 32, rows))
@@ -95,10 +93,8 @@ def compressed_tensors(config, parts, shape, _):
         assert "weight_shape" not in parts or take(parts, "weight_shape", ["I64", "I32"]).tolist() == [rows, columns]
         middle = 2 ** (bits - 1)
     else:
-        codes, middle = (
-            take(parts, "weight", [{"float": "F8_E4M3", "int": "I8"}[weights.get("type", "int")]], shape),
-            0,
-        )
+        codes = take(parts, "weight", [{"float": "F8_E4M3", "int": "I8"}[weights.get("type", "int")]], shape)
+        middle = 0
     size = weights["group_size"] if strategy == "group" else columns
     kinds = {"tensor": [(1,), (1, 1), ()], "channel": [(rows, 1)], "group": [(rows, -(-columns // size))]}
     kinds["block"] = [(-(-rows // 128), -(-columns // 128))]
@@ -152,10 +148,8 @@ def bitsandbytes_4bit(config, parts, shape, _):
     assert np.array_equal(table.astype(np.float32), TABLES[name.rpartition("__")[2]].astype(np.float32))
     absmax = parts["weight.absmax"]
     if "weight.nested_absmax" in parts:
-        steps, nested = (
-            take(parts, "weight.nested_absmax", ["F32"]),
-            take(parts, "weight.nested_quant_map", ["F32"], (256,)),
-        )
+        steps = take(parts, "weight.nested_absmax", ["F32"])
+        nested = take(parts, "weight.nested_quant_map", ["F32"], (256,))
         absmax = take(parts, "weight.absmax", ["U8"])
         absmax = nested[absmax] * steps[np.arange(len(absmax)) // state["nested_blocksize"]] + state["nested_offset"]
     else:

@@ -9,23 +9,8 @@ from hf_efficient import BitNetConfig, CalibrationConfig, SparseConfig, W8A8Conf
 
 
 VALUES = [
-    5,
-    -1,
-    1.5,
-    float("nan"),
-    True,
-    "x",
-    "",
-    [],
-    [1],
-    ["a"],
-    [[1, 2]],
-    [["a", 1]],
-    {},
-    {"a": 1},
-    {"self": 1},
-    None,
-]
+    5, -1, 1.5, float("nan"), True, "x", "", [], [1], ["a"], [[1, 2]], [["a", 1]], {}, {"a": 1}, {"self": 1}, None,
+]  # fmt: skip
 CONFIGS = (WeightOnlyConfig, W8A8Config, BitNetConfig, SparseConfig, CalibrationConfig)
 
 

@@ -69,8 +69,7 @@ def test_padding_anywhere(name, layout, served):
         assert served[-1] == (layout == "left")
     model.set_attn_implementation("flash_paged")
     assert torch.equal(model.generate(**batch, **OPTIONS), expected)
-    stock = tiny_model(name)
-    stock.set_attn_implementation("flash_paged")
+    stock = tiny_model(name, attn_implementation="flash_paged")
     assert torch.equal(stock.generate(**batch, **OPTIONS), expected)
     windowed = getattr(model.config, "sliding_window", None)
     paged = dict(**batch, **OPTIONS, past_key_values=PagedCache(stock.config))
@@ -264,10 +263,9 @@ def test_gemma3_with_images_types():
     assert torch.equal(model.generate(ids, token_type_ids=types, **OPTIONS, prompt_lookup_num_tokens=3), expected)
 
 
-def test_what_is_remembered_is_of_the_model_as_it_is():
+def test_what_is_remembered_is_of_the_model_as_it_is(llama):
     """`latest` is what `current` gave, and not looked at again."""
-    model = tiny_model("llama")
-    state = model_state.current(model)
-    assert model_state.latest(model) is state is model_state.current(model) and state.is_capturable
-    model.train()
-    assert not model_state.current(model).is_capturable
+    state = model_state.current(llama)
+    assert model_state.latest(llama) is state is model_state.current(llama) and state.is_capturable
+    llama.train()
+    assert not model_state.current(llama).is_capturable

@@ -48,8 +48,7 @@ def test_what_is_not_written_takes_no_memory():
 @pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8", "int4"])
 @needs_smaps
 def test_a_pool_of_fixed_size(kv_format):
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", attn_implementation="flash_paged")
     cache = PagedCache(model.config, num_blocks=MANY // 64, block_size=64, kv_format=kv_format)
     with torch.no_grad():
         model(torch.randint(3, 128, (2, 200)), past_key_values=cache, use_cache=True)

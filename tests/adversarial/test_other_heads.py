@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from helpers import tiny_config
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -158,7 +159,7 @@ def test_the_class_that_was_saved_finds_all_of_it(folders, tmp_path):
 
 
 def test_nothing_of_the_model_in_the_files_is_refused(folders):
-    config = transformers.LlamaConfig(**CONFIGS["Llama"][1], quantization_config=WeightOnlyConfig(**INT4).to_dict())
+    config = tiny_config("llama", quantization_config=WeightOnlyConfig(**INT4).to_dict())
     config.architectures = ["Other"]
     with pytest.raises(ValueError, match="lacks .*its config is that of another model"):
         transformers.LlamaForCausalLM.from_pretrained(

@@ -1,4 +1,4 @@
-"""The bookkeeping of the paged cache, against rows kept as plain Python lists."""
+"""The bookkeeping of the paged cache, against sequences kept as plain Python lists."""
 
 import random
 
@@ -15,26 +15,28 @@ class Storage:
 
     def append(self, tokens):
         starts = list(self.pool.lengths)
-        change = self.pool.append([len(row) for row in tokens])
+        change = self.pool.append([len(sequence) for sequence in tokens])
         size = self.pool.block_size
         if change.moves is not None:
-            places = {old + i: new + i for old, new, number in change.moves for i in range(number)}
-            assert len(set(places.values())) == len(places)
-            self.slots = {places[s // size] * size + s % size: t for s, t in self.slots.items() if s // size in places}
+            moved_to = {old + i: new + i for old, new, number in change.moves for i in range(number)}
+            assert len(set(moved_to.values())) == len(moved_to)
+            self.slots = {
+                moved_to[s // size] * size + s % size: t for s, t in self.slots.items() if s // size in moved_to
+            }
         for source, destination in change.copies:
             for offset in range(size):
                 self.slots.pop(destination * size + offset, None)
                 if source * size + offset in self.slots:
                     self.slots[destination * size + offset] = self.slots[source * size + offset]
-        for row, start, table in zip(tokens, starts, self.pool.tables):
-            for position, token in enumerate(row, start):
+        for sequence, start, table in zip(tokens, starts, self.pool.tables):
+            for position, token in enumerate(sequence, start):
                 assert table[position // size] < change.capacity
                 self.slots[table[position // size] * size + position % size] = token
         return change
 
-    def row(self, row):
-        size, table = self.pool.block_size, self.pool.tables[row]
-        return [self.slots[table[i // size] * size + i % size] for i in range(self.pool.lengths[row])]
+    def sequence(self, sequence):
+        size, table = self.pool.block_size, self.pool.tables[sequence]
+        return [self.slots[table[i // size] * size + i % size] for i in range(self.pool.lengths[sequence])]
 
 
 def check_invariants(pool):
@@ -56,7 +58,7 @@ def test_random_operations_keep_every_row_and_leak_nothing(trial, num_blocks):
     pool = BlockPool(rng.choice([2, 4, 8]), num_blocks)
     storage, expected, token = Storage(pool), [[] for _ in range(rng.randint(1, 4))], 0
     pool.add_sequences(len(expected))
-    mirror, refused = {}, 0  # (row, place) -> block, as told by table_changes
+    mirror, refused = {}, 0  # (sequence, index) -> block, as told by table_changes
     for _ in range(60):
         operation = rng.choice(["append"] * 4 + ["decode"] * 6 + ["rewind", "fork", "fork"])
         if operation in ("append", "decode"):
@@ -75,23 +77,23 @@ def test_random_operations_keep_every_row_and_leak_nothing(trial, num_blocks):
                 assert num_blocks is not None
                 assert before == (pool.tables, pool.lengths, pool.ref_count)
                 pool.rewind([length // 4 for length in pool.lengths])
-                expected = [row[: len(row) // 4] for row in expected]
+                expected = [sequence[: len(sequence) // 4] for sequence in expected]
             else:
-                expected = [row + more for row, more in zip(expected, new)]
+                expected = [sequence + more for sequence, more in zip(expected, new)]
         elif operation == "rewind":
-            lengths = [rng.randint(len(row) // 2, len(row)) for row in expected]
+            lengths = [rng.randint(len(sequence) // 2, len(sequence)) for sequence in expected]
             pool.rewind(lengths)
-            expected = [row[:length] for row, length in zip(expected, lengths)]
+            expected = [sequence[:length] for sequence, length in zip(expected, lengths)]
         else:
-            rows = [rng.randrange(len(expected)) for _ in range(rng.randint(1, 5))]
-            pool.fork(rows)
-            expected = [list(expected[row]) for row in rows]
+            sequences = [rng.randrange(len(expected)) for _ in range(rng.randint(1, 5))]
+            pool.fork(sequences)
+            expected = [list(expected[sequence]) for sequence in sequences]
         check_invariants(pool)
         if rng.random() < 0.5:
-            mirror.update({(row, place): block for row, place, block in pool.table_changes()})
-            for row, table in enumerate(pool.tables):
-                assert [mirror[row, place] for place in range(len(table))] == table
-        assert [storage.row(row) for row in range(len(expected))] == expected
+            mirror.update({(sequence, index): block for sequence, index, block in pool.table_changes()})
+            for sequence, table in enumerate(pool.tables):
+                assert [mirror[sequence, index] for index in range(len(table))] == table
+        assert [storage.sequence(sequence) for sequence in range(len(expected))] == expected
     pool.rewind([0] * len(expected))
     assert pool.num_free == pool.capacity
     if num_blocks is None:

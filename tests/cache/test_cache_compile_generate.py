@@ -39,8 +39,7 @@ def llama():
 
 
 def flash_model(name, **overrides):
-    model = tiny_model(name, **overrides)
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model(name, **overrides, attn_implementation="flash_paged")
     return model
 
 
@@ -91,7 +90,7 @@ def test_a_conversation_goes_on(llama, counter):
 
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_chunks_of_a_prompt_are_not_compiled(llama, chunk, counter):
-    """Also of one column, which is padding in some rows."""
+    """Also of one column, which is padding in some sequences."""
     inputs = left_padded_batch((5, 9, 3))
     expected = generate(llama, None, PagedCache(llama.config), inputs)
     cache = PagedCache(llama.config, num_blocks=16)
@@ -136,7 +135,7 @@ def test_not_compiled(llama, attention, make, options, counter):
 
 
 def test_a_full_pool(llama, counter):
-    """The error of an uncompiled run, and the rows stay as they are."""
+    """The error of an uncompiled run, and the sequences stay as they are."""
     cache = PagedCache(llama.config, block_size=8, num_blocks=3)
     with pytest.raises(ValueError, match=r"num_blocks=3.*needs"):
         generate(llama, counter, cache, left_padded_batch((5, 7)))

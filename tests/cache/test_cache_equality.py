@@ -16,7 +16,7 @@ from hf_efficient import PagedCache
 
 NEW_TOKENS = 12
 SAMPLING = dict(do_sample=True, temperature=0.9, top_k=20)
-MODES = {  # name -> rows of the batch, arguments of generate()
+MODES = {  # name -> sequences of the batch, arguments of generate()
     "greedy": (3, {}),
     "sampling": (3, SAMPLING),
     "several samples": (2, dict(SAMPLING, num_return_sequences=2)),

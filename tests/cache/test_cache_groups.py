@@ -21,7 +21,7 @@ def positions(cache, width):
 
 @torch.no_grad()
 def alone(model, rows):
-    """The logits after the last token of each row, without a cache."""
+    """The logits after the last token of each sequence, without a cache."""
     return torch.stack([model(row[None], use_cache=False).logits[0, -1] for row in rows])
 
 
@@ -64,9 +64,8 @@ def test_memory_stays_that_of_the_window(name, implementation, num_blocks):
 
 @pytest.mark.parametrize("name", SLIDING)
 def test_ragged_padded_rows_forks_and_rewinds(name):
-    """Every row goes on as it would alone, after any of them, and through `decode_step()` too."""
-    model = tiny_model(name, max_position_embeddings=1024)
-    model.set_attn_implementation("flash_paged")
+    """Every sequence goes on as it would alone, after any of them, and through `decode_step()` too."""
+    model = tiny_model(name, max_position_embeddings=1024, attn_implementation="flash_paged")
     inputs = left_padded_batch((130, 20, 77))
     cache = PagedCache(model.config, BLOCK)
     mask = inputs["attention_mask"]
@@ -153,8 +152,7 @@ def test_rows_of_unequal_length_under_sdpa():
 
 
 def test_unequal_drops_stay_with_the_paged_attention():
-    model = tiny_model("mistral", max_position_embeddings=1024)
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("mistral", max_position_embeddings=1024, attn_implementation="flash_paged")
     cache = PagedCache(model.config, BLOCK)
     ids = torch.randint(3, 128, (2, 120))
     step(model, cache, ids)
@@ -167,8 +165,7 @@ def test_unequal_drops_stay_with_the_paged_attention():
 
 def test_a_layer_that_sees_further_than_the_config_says():
     """Before anything is dropped it ends the dropping, afterwards it is an error."""
-    model = tiny_model("gemma2", max_position_embeddings=1024)
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("gemma2", max_position_embeddings=1024, attn_implementation="flash_paged")
     attention, ids = model.model.layers[0].self_attn, torch.randint(3, 128, (1, 200))
     cache = PagedCache(model.config, BLOCK)
     attention.sliding_window = None
@@ -186,8 +183,7 @@ def test_a_layer_that_sees_further_than_the_config_says():
 
 
 def test_a_full_pool_of_either_kind_changes_nothing():
-    model = tiny_model("gemma2")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("gemma2", attn_implementation="flash_paged")
     cache = PagedCache(model.config, BLOCK, num_blocks=4)
     ids = torch.randint(3, 128, (1, 30))
     step(model, cache, ids)
@@ -198,8 +194,7 @@ def test_a_full_pool_of_either_kind_changes_nothing():
 
 
 def test_saved_and_loaded_with_what_is_dropped(tmp_path):
-    model = tiny_model("gemma2", max_position_embeddings=1024)
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("gemma2", max_position_embeddings=1024, attn_implementation="flash_paged")
     ids = torch.randint(3, 128, (2, 200))
     cache = PagedCache(model.config, BLOCK)
     step(model, cache, ids)

@@ -59,16 +59,13 @@ KINDS = {
 
 @pytest.mark.parametrize(("kind", "layers"), [("growing", 2), ("growing", LAYERS), ("fixed", 3), ("int8", 2)])
 def test_a_context_larger_than_the_device(model, layers, kind):
-    ragged, even = (
-        left_padded_batch((5, 33, 8)),
-        left_padded_batch((6, 6, 6)),
-    )  # even rows are moved apart as they grow
+    ragged, even = left_padded_batch((5, 33, 8)), left_padded_batch((6, 6, 6))  # even ones are moved apart as they grow
     for inputs, kwargs in (
         (ragged, {}),
         (ragged, dict(num_beams=3, max_new_tokens=8)),
         (even, dict(max_new_tokens=30)),
     ):
-        rows = len(inputs["input_ids"]) * kwargs.get("num_beams", 1)
+        sequences = len(inputs["input_ids"]) * kwargs.get("num_beams", 1)
         plain = PagedCache(model.config, **KINDS[kind])
         expected = generate(model, inputs, plain, **kwargs)
         full = max(layer.store.nbytes for layer in plain.layers)
@@ -76,14 +73,14 @@ def test_a_context_larger_than_the_device(model, layers, kind):
         cache = PagedCache(model.config, **KINDS[kind], offload=offload)
         actual = generate(model, inputs, cache, **kwargs)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-        assert cache.stats() == plain.stats() and len(cache.cache_seqlens) == rows
+        assert cache.stats() == plain.stats() and len(cache.cache_seqlens) == sequences
         assert len(resident(cache)) == layers
         assert (offload.bytes_to_host > 0) == (offload.bytes_to_device > 0) == (layers < LAYERS)
 
 
 @pytest.mark.parametrize("kv_format", ["int4", "int2"])
 def test_formats_that_quantize_later(model, kv_format):
-    """Tokens move from a ring of the row to the pages long after they came; rewinding takes them up from there."""
+    """Tokens move from a ring of the sequence to the pages long after they came; rewinding takes them up from there."""
     ids = torch.randint(3, 128, (2, 400))
     caches = [PagedCache(model.config, kv_format=kv_format, offload=offload) for offload in (None, Offload(1))]
     for first, last in ((0, 300), (300, 301), (301, 400)):
@@ -102,7 +99,7 @@ def test_formats_that_quantize_later(model, kv_format):
 
 
 def causal(positions):
-    """Of new tokens at `positions` [B, S], the ones that they see: bool [B, 1, S, longest row]."""
+    """Of new tokens at `positions` [B, S], the ones that they see: bool [B, 1, S, longest sequence]."""
     return (torch.arange(int(positions.max()) + 1) <= positions[..., None])[:, None]
 
 
@@ -123,7 +120,6 @@ def test_two_layers_stay_and_the_next_is_ahead(model):
 
 def test_the_layer_needed_last_leaves(llama):
     """With room for 3 of 4 layers only the two that must rotate do: not all, as the least recently used would."""
-    llama.set_attn_implementation("flash_paged")
     offload = Offload(3 * 12 * BLOCK_BYTES)
     cache = PagedCache(llama.config, block_size=8, num_blocks=12, offload=offload)
     for width in (20, 1, 1):
@@ -214,7 +210,6 @@ def test_a_disk_that_fails_loses_nothing(llama, tmp_path):
 
 
 def test_a_copied_and_a_saved_cache(llama, tmp_path):
-    llama.set_attn_implementation("flash_paged")
     offload = Offload(1)
     cache = PagedCache(llama.config, block_size=8, offload=offload)
     step(llama, cache, torch.randint(3, 128, (1, 21)))
@@ -233,7 +228,6 @@ def test_a_copied_and_a_saved_cache(llama, tmp_path):
 
 
 def test_reset_and_memory(llama):
-    llama.set_attn_implementation("flash_paged")
     offload = Offload(1)
     cache = PagedCache(llama.config, block_size=8, offload=offload)
     inputs = left_padded_batch((5, 33))
@@ -252,7 +246,6 @@ def test_reset_and_memory(llama):
 
 
 def test_whoever_asks_for_pages_may_write_to_them(llama):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config, block_size=8, offload=Offload("1GB"))
     step(llama, cache, torch.randint(3, 128, (1, 21)))
     cache.park()
@@ -262,7 +255,6 @@ def test_whoever_asks_for_pages_may_write_to_them(llama):
 
 
 def test_blocks_that_move(llama):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config, block_size=8, offload=Offload("1GB"))
     step(llama, cache, torch.randint(3, 128, (1, 40)))
     step(llama, cache, torch.randint(3, 128, (1, 1)))
@@ -275,7 +267,6 @@ def test_blocks_that_move(llama):
 
 
 def test_inference_mode_and_no_grad_mix(llama):
-    llama.set_attn_implementation("flash_paged")
     cache, ids = PagedCache(llama.config, block_size=8, offload=Offload(1)), torch.randint(3, 128, (2, 40))
     with torch.inference_mode():
         llama(ids[:, :20], past_key_values=cache)
@@ -287,7 +278,6 @@ def test_inference_mode_and_no_grad_mix(llama):
 
 
 def test_decode_step_needs_all_layers(llama):
-    llama.set_attn_implementation("flash_paged")
     ids, token = torch.randint(3, 128, (1, 9)), torch.tensor([[5]])
     results = []
     for offload in (None, Offload("1GB"), Offload(1)):
@@ -378,8 +368,7 @@ def test_runs():
 @pytest.mark.parametrize("layers", [2, 3])
 def test_streams(layers):
     """On a device copies run beside the computation: many steps, chats that take turns, memory that stays bounded."""
-    model = tiny_model("llama", torch.bfloat16, num_hidden_layers=8).cuda()
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", torch.bfloat16, num_hidden_layers=8, attn_implementation="flash_paged").cuda()
     pages = 4 * 64 * 16 * 2 * 2 * 16 * 2
     offload = Offload(layers * pages)
     for seed in range(3):

@@ -16,7 +16,7 @@ from hf_efficient.cache.persistence import _digest
 
 @pytest.fixture
 def saved(llama, tmp_path):
-    """(path, inputs of its two ragged rows)"""
+    """(path, inputs of its two ragged sequences)"""
     llama.set_attn_implementation("flash_paged")
     inputs = left_padded_batch((5, 19))
     cache = PagedCache(llama.config, block_size=8)
@@ -63,7 +63,6 @@ def test_generate_goes_on_bit_for_bit(name, implementation, num_blocks, tmp_path
 )
 def test_one_prompt_for_many_continuations(llama, tmp_path, kwargs):
     """Rows that share blocks are stored once and share them after loading."""
-    llama.set_attn_implementation("flash_paged")
     prompt = left_padded_batch((21,))
     cache = PagedCache(llama.config, block_size=8)
     step(llama, cache, prompt["input_ids"])
@@ -80,8 +79,7 @@ def test_one_prompt_for_many_continuations(llama, tmp_path, kwargs):
     assert torch.equal(*results)
 
 
-def test_rewound_and_ragged_rows(llama, tmp_path):
-    llama.set_attn_implementation("flash_paged")
+def test_rewound_and_ragged_sequences(llama, tmp_path):
     cache = PagedCache(llama.config, block_size=8)
     step(llama, cache, torch.randint(3, 128, (3, 30)))
     cache.rewind([0, 30, 9])
@@ -142,10 +140,10 @@ def test_a_truncated_file(saved, llama, part):
         PagedCache.load(saved[0], llama)
 
 
-@pytest.mark.parametrize("place", [0.1, 0.5, 0.999])
-def test_an_altered_file(saved, llama, place):
+@pytest.mark.parametrize("position", [0.1, 0.5, 0.999])
+def test_an_altered_file(saved, llama, position):
     content = bytearray(saved[0].read_bytes())
-    content[int(len(content) * place)] ^= 1
+    content[int(len(content) * position)] ^= 1
     saved[0].write_bytes(content)
     with pytest.raises(ValueError, match=r"load\('.*chat\.safetensors'\)"):
         PagedCache.load(saved[0], llama)

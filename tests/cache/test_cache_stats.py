@@ -15,7 +15,6 @@ BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 8  # layers, keys and values, heads, head dim
 
 
 def test_counts_of_a_ragged_batch(llama):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config, block_size=8, num_blocks=20)
     empty = cache.stats()
     assert (empty.blocks_used, empty.blocks_free, empty.tokens, empty.bytes_allocated) == (0, 20, 0, 0)
@@ -42,13 +41,12 @@ def test_shared_blocks_count_once(model):
     shared = cache.stats()
     assert (shared.blocks_used, shared.blocks_shared, shared.tokens) == (3, 3, 20)
     assert shared.bytes_used == alone.bytes_used and shared.wasted_slots == alone.wasted_slots == 4
-    step(model, cache, torch.randint(3, 128, (3, 1)))  # the partly filled block is copied for two of the rows
+    step(model, cache, torch.randint(3, 128, (3, 1)))  # the partly filled block is copied for two of the sequences
     apart = cache.stats()
     assert (apart.blocks_used, apart.blocks_shared, apart.tokens) == (5, 2, 16 + 3 * 5)
 
 
 def test_rows_that_share_a_block_to_different_depths(llama):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config, block_size=8)
     step(llama, cache, torch.randint(3, 128, (1, 14)))
     cache.batch_repeat_interleave(2)
@@ -101,7 +99,6 @@ def test_the_dtype_of_the_first_forward_counts():
 
 
 def test_budgets_that_cannot_be(llama):
-    llama.set_attn_implementation("flash_paged")
     for memory in (0, -1, True, "much", "0GB", 1.5):
         with pytest.raises(ValueError, match=r"memory=.*must be a positive number of bytes"):
             PagedCache(llama.config, memory=memory)
@@ -121,8 +118,8 @@ def test_layers_larger_than_the_first_are_refused(llama):
         cache.update(torch.ones(1, 2, 3, 32), torch.ones(1, 2, 3, 32), 1)
 
 
-def test_a_full_pool_keeps_the_running_rows(model):
-    """What is missing is said, the rows are as they were, and they go on after one of them is freed."""
+def test_a_full_pool_keeps_the_running_sequences(model):
+    """What is missing is said, the sequences are as they were, and they go on after one of them is freed."""
     ids = torch.randint(3, 128, (2, 16))
     cache = PagedCache(model.config, block_size=8, memory=5 * BLOCK_BYTES)
     step(model, cache, ids)

@@ -58,8 +58,7 @@ def test_quantized_pages(kv_format, attention):
 
 @pytest.mark.parametrize("options", [dict(num_beams=3), dict(num_return_sequences=2, do_sample=True, top_k=1)])
 def test_beams_and_samples(options):
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", attn_implementation="flash_paged")
     inputs = left_padded_batch((5, 17))
     options = {"max_new_tokens": 6, "eos_token_id": -1, "pad_token_id": 0, **options}
     expected = model.generate(**inputs, **options)
@@ -84,8 +83,7 @@ class Largest(TorchDispatchMode):
 def test_the_chunk_bounds_memory(name):
     """A padded prompt of 2,048 tokens: nothing is larger than the scores of a chunk for every head."""
     batch, length, chunk = 2, 2048, 256
-    model = tiny_model(name, max_position_embeddings=4096, num_hidden_layers=1)
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model(name, max_position_embeddings=4096, num_hidden_layers=1, attn_implementation="flash_paged")
     inputs = left_padded_batch((length - 300, length))
     cache = PagedCache(model.config)
     with Largest() as largest:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from helpers import left_padded_batch, tiny_model
+from helpers import left_padded_batch, tiny_config, tiny_model
 from table import SCORERS
 
 from hf_efficient import (
@@ -56,7 +56,7 @@ def test_a_budget_larger_than_the_text_changes_nothing(llama, when):
 
 @pytest.mark.parametrize("when", ["prefill", "always"])
 @pytest.mark.parametrize("name", SCORERS)
-def test_rows_of_a_padded_batch_are_as_alone(llama, name, when, monkeypatch):
+def test_sequences_of_a_padded_batch_are_as_alone(llama, name, when, monkeypatch):
     """Prompts of unequal length, single tokens, a further prompt: what a sequence keeps does not depend on others."""
     monkeypatch.setattr(evicting, "_PROMPT", 16)
     ids = torch.stack([torch.randperm(125) + 3 for _ in range(3)])  # no token twice, whose keys would be equally long
@@ -67,12 +67,12 @@ def test_rows_of_a_padded_batch_are_as_alone(llama, name, when, monkeypatch):
     for part in parts:
         mask = torch.cat([mask, torch.ones_like(part)], 1)
         together.append(logits(llama, cache, part, mask))
-    for row, length in enumerate((12, 60, 35)):
+    for b, length in enumerate((12, 60, 35)):
         single = cache_of(llama, SCORERS[name], 30, when)
-        alone = [logits(llama, single, prompt[row : row + 1, -length:])[:, -1:]]
-        alone += [logits(llama, single, part[row : row + 1]) for part in parts]
-        torch.testing.assert_close(torch.cat(together, 1)[row : row + 1], torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
-        assert held(cache)[2 * row : 2 * row + 2] == held(single)
+        alone = [logits(llama, single, prompt[b : b + 1, -length:])[:, -1:]]
+        alone += [logits(llama, single, part[b : b + 1]) for part in parts]
+        torch.testing.assert_close(torch.cat(together, 1)[b : b + 1], torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+        assert held(cache)[2 * b : 2 * b + 2] == held(single)
 
 
 @pytest.mark.parametrize("name", SCORERS)
@@ -83,8 +83,8 @@ def test_generation_stays_within_the_budget(llama, name):
     generate(llama, inputs, 60, past_key_values=cache)
     assert cache.cache_seqlens == [89, 123] and cache.get_seq_length() == 123
     for layer in (0, 1):
-        rows = torch.tensor(held(cache, layer)).view(2, 2).sum(1)
-        assert (rows <= 2 * 32).all() and (rows >= 2 * 25).all()
+        lengths = torch.tensor(held(cache, layer)).view(2, 2).sum(1)
+        assert (lengths <= 2 * 32).all() and (lengths >= 2 * 25).all()
         store = cache.layers[layer].store
         assert store.pool.capacity - store.pool.num_free == sum(map(store.pool.blocks_for, held(cache, layer)))
         assert store.pages["keys"].shape[0] * 8 <= 2 * 4 * (32 + 16)
@@ -127,8 +127,8 @@ def test_memory_of_the_prompt_is_given_back(llama):
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_selected_rows_go_on_as_copies(llama, name):
-    """Rows that share blocks, are evicted apart and selected again are what they were."""
+def test_selected_sequences_go_on_as_copies(llama, name):
+    """Sequences that share blocks, are evicted apart and selected again are what they were."""
     ids, more = torch.randint(3, 128, (2, 50)), torch.randint(3, 128, (3, 24))
     cache = cache_of(llama, SCORERS[name], 28, "always")
     logits(llama, cache, ids[:, :40])
@@ -222,8 +222,8 @@ def test_the_rotary_embedding_is_the_models():
     yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
     small = dict(hidden_size=64, num_attention_heads=4)
     configs = [
-        transformers.LlamaConfig(**small),
-        transformers.LlamaConfig(**small, rope_parameters=yarn),
+        tiny_config("llama"),
+        tiny_config("llama", rope_parameters=yarn),
         transformers.PhiConfig(**small),
         transformers.GlmConfig(**small, head_dim=16),
     ]
@@ -243,7 +243,7 @@ def test_the_rotary_embedding_is_the_models():
         torch.testing.assert_close(rotary(at(positions), torch.tensor([17])), at(positions + 17), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(rotary(at(positions), -positions[:, None]), at(positions * 0), rtol=1e-4, atol=1e-4)
     for parameters in (dict(rope_type="dynamic", factor=2.0), dict(rope_type="default", mrope_section=[2, 3, 3])):
-        config = transformers.LlamaConfig(**small, rope_parameters=dict(parameters, rope_theta=10000.0))
+        config = tiny_config("llama", rope_parameters=dict(parameters, rope_theta=10000.0))
         with pytest.raises(ValueError, match="LlamaConfig: its rotary embedding .*not one rotation for all texts"):
             Rotary(config)
     for name in ("Cohere2", "SmolLM3", "Exaone4", "HunYuanDenseV1"):  # no rotation in some layers, or a norm after it
@@ -290,7 +290,7 @@ def test_bad_arguments(make, message):
 
 def cache_with(eviction=None, config=None, **kwargs):
     eviction = EvictionPolicy(KeyNorm(), 0.5) if eviction is None else eviction
-    return PagedCache(transformers.LlamaConfig() if config is None else config, eviction=eviction, **kwargs)
+    return PagedCache(config or tiny_config("llama"), eviction=eviction, **kwargs)
 
 
 def test_what_a_forward_refuses(llama):

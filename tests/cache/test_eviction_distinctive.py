@@ -3,22 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig
+from helpers import tiny_config
+from kv_models import attend
 
 from hf_efficient import AdaKV, Distinctive, EvictionPolicy, ExpectedAttention, PagedCache
 from hf_efficient.cache.eviction.base import View
 from hf_efficient.cache.eviction.rotary import Rotary
-from hf_efficient.cache.page_handle import PAGES
 
 
 HEADS, DIM, LENGTH = 2, 16, 40
-CONFIG = LlamaConfig(
-    num_hidden_layers=1, num_attention_heads=2 * HEADS, num_key_value_heads=HEADS, head_dim=DIM, hidden_size=64
-)
+CONFIG = tiny_config("llama", num_hidden_layers=1, attn_implementation="flash_paged")
 
 
 def ragged_view():
-    """Two rows; the heads hold 40, 31, 17 and 40 tokens."""
+    """Two sequences; the heads hold 40, 31, 17 and 40 tokens."""
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(2, HEADS, LENGTH, DIM, generator=generator) for _ in range(2))
     columns = torch.arange(LENGTH)
@@ -47,25 +45,18 @@ def ranks(scores):
 def test_scores_are_the_differences_of_the_keys_in_the_order_of_worth(weight):
     view = ragged_view()
     scores, attention = Distinctive(weight).score(view), ExpectedAttention().score(view)
-    for row in range(2):
+    for b in range(2):
         for head in range(HEADS):
-            number = int(view.present[row, head].sum())
-            keys = view.rotate(view.keys[row, head, :number], -torch.arange(number))
+            number = int(view.present[b, head].sum())
+            keys = view.rotate(view.keys[b, head, :number], -torch.arange(number))
             keys = F.normalize(keys, dim=-1)
             difference = -F.cosine_similarity(keys, keys.mean(0, keepdim=True))
-            expected = attention[row, head, :number].tolist()
+            expected = attention[b, head, :number].tolist()
             worth = [max(a, weight * d) for a, d in zip(ranks(expected), ranks(difference.tolist()))]
             order = sorted(range(number), key=lambda token: -round(worth[token], 6))  # equals in the order of the text
-            own = scores[row, head]
+            own = scores[b, head]
             torch.testing.assert_close(own[order], difference.sort(descending=True).values)
             assert own[number:].eq(float("-inf")).all()
-
-
-def attend(cache, query, key, value):
-    marked, _ = cache.update(key, value, 0)
-    return getattr(marked, PAGES).attend(
-        query, key, value, None, softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, s_aux=None
-    )
 
 
 @pytest.mark.parametrize("scorer, survives", [(ExpectedAttention, False), (Distinctive, True)])
@@ -73,15 +64,14 @@ def test_a_key_that_stands_apart_is_found_when_asked_for(scorer, survives):
     """The keys of head 0 point one way before they are rotated, but for one that no query looks at; those of head 1 are
     all but the same."""
     generator = torch.Generator().manual_seed(0)
-    config = LlamaConfig(**{**CONFIG.to_dict(), "_attn_implementation": "flash_paged"})
-    cache = PagedCache(config, block_size=8, eviction=EvictionPolicy(AdaKV(scorer(recent=8), floor=0.5), 0.5))
+    cache = PagedCache(CONFIG, block_size=8, eviction=EvictionPolicy(AdaKV(scorer(recent=8), floor=0.5), 0.5))
     keys, values, queries = (torch.randn(1, heads, 64, DIM, generator=generator) for heads in (HEADS, HEADS, 2 * HEADS))
     direction = F.normalize(torch.ones(DIM), dim=0)
     keys = keys * torch.tensor([0.5, 0.01])[:, None, None] + 4 * direction
     keys[0, 0, 30] = -4 * direction
-    rotary, places = Rotary(CONFIG), torch.arange(64)
-    keys = rotary(keys, places)
-    attend(cache, rotary(queries * 0.1 + direction, places), keys, values)
+    rotary, positions = Rotary(CONFIG), torch.arange(64)
+    keys = rotary(keys, positions)
+    attend(cache, rotary(queries * 0.1 + direction, positions), keys, values)
     lengths = cache.layers[0].store.pool.lengths
     assert sum(lengths) == 64 and (lengths[0] > lengths[1]) == survives
     asked = keys[0, 0, 30].mul(5).expand(1, 2 * HEADS, 1, DIM)  # logit 20 for the key, and none above 5 for the others

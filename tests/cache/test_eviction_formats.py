@@ -21,7 +21,7 @@ def feed(model, cache, ids):
 
 
 def stored(store, inner, tokens):
-    """Everything that the pages hold of tokens number `tokens` of pool row `inner`: name -> [n, ...]."""
+    """Everything that the pages hold of tokens number `tokens` of pool sequence `inner`: name -> [n, ...]."""
     slots = torch.tensor([store.pool.slots(inner, token, 1)[0] for token in tokens])
     return {name: pages.flatten(0, 1)[slots] for name, pages in store.pages.items()}
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import tiny_config
+from kv_models import attend
 from table import SCORERS
-from transformers import LlamaConfig
 
 from hf_efficient import AdaKV, EvictionPolicy, HeavyHitter, PagedCache
-from hf_efficient.cache.page_handle import PAGES
 from hf_efficient.cache.stores import evicting
 
 
@@ -33,7 +33,7 @@ def softmax_over(keys, key_positions, query, position):
 
 
 class Reference:
-    """One row: per key head a list of kept positions, and everything ever given. queries [Hq, n, D]."""
+    """One sequence: per key head a list of kept positions, and everything ever given. queries [Hq, n, D]."""
 
     def __init__(self, name, budget, when):
         self.name, self.budget, self.when = name, budget, when
@@ -41,7 +41,7 @@ class Reference:
         self.sums = [torch.empty(0) for _ in range(KEY_HEADS)]
         self.queries = torch.empty(KEY_HEADS * GROUP, 0, DIM)
         self.keys = self.values = torch.empty(KEY_HEADS, 0, DIM)
-        self.first_query = 0  # of those in a row that the scorer may see
+        self.first_query = 0  # of the latest run of queries, which the scorer may see
         self.moved = 0  # how far the sinks of SinkWindow have been moved on
 
     def forward(self, query, key, value):
@@ -136,22 +136,6 @@ DEFINED = {name: scorer for name, scorer in SCORERS.items() if name != "Distinct
 DEFINED["AdaKV HeavyHitter"] = AdaKV(HeavyHitter(recent=16))
 
 
-def one_layer_cache(policy):
-    config = LlamaConfig(
-        num_hidden_layers=1, num_attention_heads=KEY_HEADS * GROUP, num_key_value_heads=KEY_HEADS, head_dim=DIM
-    )
-    config._attn_implementation = "flash_paged"
-    return PagedCache(config, block_size=BLOCK, eviction=policy)
-
-
-def forward(cache, query, key, value):
-    """Through the cache as a model does it: query [B, Hq, S, D], key and value [B, Hk, S, D] -> [B, S, Hq, D]."""
-    marked, _ = cache.update(key, value, 0)
-    return getattr(marked, PAGES).attend(
-        query, key, value, None, softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, s_aux=None
-    )
-
-
 def check_storage(cache, references):
     """The tokens that are stored are those of the references, and no block more is in use than they need."""
     store = cache.layers[0].store
@@ -175,7 +159,8 @@ def check_storage(cache, references):
 @pytest.mark.parametrize("name", DEFINED)
 def test_what_is_kept_and_attended_equals_the_definition(name, budget, when, monkeypatch):
     monkeypatch.setattr(evicting, "_PROMPT", 16)
-    cache = one_layer_cache(EvictionPolicy(DEFINED[name], budget, when))
+    config = tiny_config("llama", num_hidden_layers=1, attn_implementation="flash_paged")
+    cache = PagedCache(config, block_size=BLOCK, eviction=EvictionPolicy(DEFINED[name], budget, when))
     references = [Reference(name, budget, when) for _ in range(BATCH)]
     generator = torch.Generator().manual_seed(1)
     for width in (48, *[1] * 12, 5, 20, *[1] * 9):
@@ -183,7 +168,7 @@ def test_what_is_kept_and_attended_equals_the_definition(name, budget, when, mon
             torch.randn(BATCH, heads, width, DIM, generator=generator) * 1.5
             for heads in (KEY_HEADS * GROUP, KEY_HEADS, KEY_HEADS)
         )
-        output = forward(cache, query, key, value)
+        output = attend(cache, query, key, value)
         expected = torch.stack([r.forward(*new) for r, *new in zip(references, query, key, value)])
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)  # float32, sums of 100 products
         check_storage(cache, references)

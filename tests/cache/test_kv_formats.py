@@ -40,8 +40,8 @@ def quantized(key: torch.Tensor, value: torch.Tensor, kv_format: str) -> tuple[t
     return keys, (low.float() + codes.float() * scale.float()).flatten(-2)
 
 
-class Row:
-    """What one row of one layer must hold: `exact` tokens, a pair [T, H, D], and `stored`, as they are read."""
+class Sequence:
+    """What one sequence of one layer must hold: `exact` tokens, a pair [T, H, D], and `stored`, as they are read."""
 
     def __init__(self, kv_format: str):
         self.kv_format, self.in_pages = kv_format, 0
@@ -74,7 +74,7 @@ class Harness:
 
     def __init__(self, kv_format, route, block_size, **kwargs):
         self.cache = PagedCache(config_of(route), block_size, kv_format, **kwargs)
-        self.kv_format, self.route, self.rows = kv_format, route, []
+        self.kv_format, self.route, self.sequences = kv_format, route, []
 
     @property
     def store(self):
@@ -82,29 +82,29 @@ class Harness:
 
     def forward(self, batch: int, width: int, valid: torch.Tensor | None = None) -> None:
         """valid: bool [B, S]. Checks what comes back, and what is stored then."""
-        self.rows = self.rows or [Row(self.kv_format) for _ in range(batch)]
-        batch = len(self.rows)
+        self.sequences = self.sequences or [Sequence(self.kv_format) for _ in range(batch)]
+        batch = len(self.sequences)
         query, key, value = (torch.randn(batch, heads, width, DIM) for heads in (2 * HEADS, HEADS, HEADS))
         key[:, :, :, 3] += 20  # keys have channels far from zero
-        before = copy.deepcopy(self.rows)
+        before = copy.deepcopy(self.sequences)
         got = self.cache.update(key, value, 0)
         if self.route == "flash_paged":
             options = dict(softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, s_aux=None)
             got = getattr(got[0], PAGES).attend(query, key, value, valid, **options)
-        for i, row in enumerate(self.rows):
+        for i, sequence in enumerate(self.sequences):
             tokens = (x[i].transpose(0, 1) if valid is None else x[i].transpose(0, 1)[valid[i]] for x in (key, value))
-            row.append(*tokens)
-            old, new = len(before[i].stored[0]), len(row.stored[0])
-            seen = [torch.cat([was, now[old:]]) for was, now in zip(before[i].stored, row.exact)]
+            sequence.append(*tokens)
+            old, new = len(before[i].stored[0]), len(sequence.stored[0])
+            seen = [torch.cat([was, now[old:]]) for was, now in zip(before[i].stored, sequence.exact)]
             if self.kv_format in ("int4", "int2"):
-                row.quantize(self.store.first, self.store.quantized[i], self.store.group)
+                sequence.quantize(self.store.first, self.store.quantized[i], self.store.group)
             if self.route == "sdpa":
                 for actual, expected in zip(got, seen):
                     torch.testing.assert_close(actual[i, :, :new].transpose(0, 1), expected)
                     assert not actual[i, :, new:].any()
             elif new > old:
-                if valid is None and width <= 16 and any(len(row.stored[0]) for row in before):
-                    seen = row.stored  # few tokens: the op appends them and reads the codes
+                if valid is None and width <= 16 and any(len(sequence.stored[0]) for sequence in before):
+                    seen = sequence.stored  # few tokens: the op appends them and reads the codes
                 expected = attention(query[i] if valid is None else query[i][:, valid[i]], *seen)
                 actual = got[i] if valid is None else got[i][valid[i]]
                 torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)  # float32 and float64
@@ -112,23 +112,23 @@ class Harness:
 
     def check(self) -> None:
         lengths = self.cache.cache_seqlens
-        assert lengths == [len(row.stored[0]) for row in self.rows]
+        assert lengths == [len(sequence.stored[0]) for sequence in self.sequences]
         if sum(lengths):
             table = [blocks + [0] * (64 - len(blocks)) for blocks in self.cache.state.pool.tables]
             flat = self.store.gather(torch.tensor(table, dtype=torch.int32), lengths)
             for actual, name in zip(flat, (0, 1)):
-                torch.testing.assert_close(actual, torch.cat([row.stored[name] for row in self.rows]))
+                torch.testing.assert_close(actual, torch.cat([sequence.stored[name] for sequence in self.sequences]))
 
     def rewind(self, lengths) -> None:
         self.cache.rewind(lengths)
-        for i, (row, length) in enumerate(zip(self.rows, lengths)):
+        for i, (sequence, length) in enumerate(zip(self.sequences, lengths)):
             grouped = self.kv_format in ("int4", "int2")
-            row.rewind(length, *((self.store.first, self.store.quantized[i]) if grouped else (0, 0)))
+            sequence.rewind(length, *((self.store.first, self.store.quantized[i]) if grouped else (0, 0)))
         self.check()
 
-    def select(self, rows) -> None:
-        self.cache.reorder_cache(torch.tensor(rows))
-        self.rows = [copy.deepcopy(self.rows[row]) for row in rows]
+    def select(self, sequences) -> None:
+        self.cache.reorder_cache(torch.tensor(sequences))
+        self.sequences = [copy.deepcopy(self.sequences[sequence]) for sequence in sequences]
         self.check()
 
 
@@ -157,7 +157,7 @@ def test_every_token_through_everything(kv_format, route, block_size, small_wind
         harness.forward(3, 90)
     in_pages = 0
     for _ in range(14):
-        in_pages = max(in_pages, *(row.in_pages for row in harness.rows))
+        in_pages = max(in_pages, *(sequence.in_pages for sequence in harness.sequences))
         harness.forward(3, int(torch.randint(1, 9, (), generator=generator)))
         lengths = harness.cache.cache_seqlens
         kind = int(torch.randint(4, (), generator=generator))
@@ -174,7 +174,7 @@ def test_every_token_through_everything(kv_format, route, block_size, small_wind
 
 
 def test_the_rings_hold_whatever_may_come(small_window):
-    """Steps of one token, each flush at its time, with rows of unequal length."""
+    """Steps of one token, each flush at its time, with sequences of unequal length."""
     with torch.no_grad():
         harness = Harness("int4", "flash_paged", 8)
         harness.forward(2, 20, left_padded_batch((20, 9))["attention_mask"].bool())
@@ -191,7 +191,7 @@ def test_the_rings_hold_whatever_may_come(small_window):
 def test_codes_are_those_of_the_reference(kv_format):
     harness = Harness(kv_format, "sdpa", 32)
     harness.forward(1, 32 * 7)
-    exact, pages, table = harness.rows[0].exact, harness.store.pages, harness.cache.state.pool.tables[0]
+    exact, pages, table = harness.sequences[0].exact, harness.store.pages, harness.cache.state.pool.tables[0]
     block = 1 if kv_format in ("int4", "int2") else 0
     key, value = (x[32 * block : 32 * (block + 1)] for x in exact)
     if kv_format in ("int8", "fp8"):
@@ -226,7 +226,7 @@ def test_bytes_of_a_token(kv_format, most, head_dim):
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_tensors_stay_while_rows_change_places(kv_format, small_window):
+def test_tensors_stay_while_sequences_are_reordered(kv_format, small_window):
     """So that a CUDA graph of decode_step() stays valid."""
     with torch.no_grad():
         harness = Harness(kv_format, "flash_paged", 8, num_blocks=60)
@@ -262,5 +262,7 @@ def test_a_window_that_the_config_does_not_name(small_window):
     query, key, value = (torch.randn(1, heads, 1, DIM) for heads in (2 * HEADS, HEADS, HEADS))
     options = dict(softmax_scale=None, causal=True, window_size=(20, 20), softcap=0.0, s_aux=None)
     actual = getattr(harness.cache.update(key, value, 0)[0], PAGES).attend(query, key, value, None, **options)
-    tokens = (torch.cat([old, new[0].transpose(0, 1)])[-21:] for old, new in zip(harness.rows[0].stored, (key, value)))
+    tokens = (
+        torch.cat([old, new[0].transpose(0, 1)])[-21:] for old, new in zip(harness.sequences[0].stored, (key, value))
+    )
     torch.testing.assert_close(actual[0].double(), attention(query[0], *tokens), rtol=1e-4, atol=1e-4)

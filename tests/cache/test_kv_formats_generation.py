@@ -1,4 +1,4 @@
-"""PagedCache with quantized pages: generate() with every way of moving, forking and rewinding rows."""
+"""PagedCache with quantized pages: generate() with every way of moving, forking and rewinding sequences."""
 
 import copy
 
@@ -42,8 +42,8 @@ def regret(model, sequences, mask, new_tokens=40) -> float:
     return ((logits.amax(-1) - chosen) / spread).mean().item()
 
 
-# Errors of the attention grow with fewer bits, and choices between near equal logits fall differently. A row or a token
-# that is mixed up gives about 2.4.
+# Errors of the attention grow with fewer bits, and choices between near equal logits fall differently. A sequence or a
+# token that is mixed up gives about 2.4.
 REGRET = {"int8": 0.01, "fp8": 0.05, "int4": 0.1, "int2": 0.6}
 
 
@@ -73,7 +73,7 @@ def test_generate(kv_format, route, small_window):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_beams(kv_format, route, small_window):
-    """Each beam is as likely as its score says, so rows keep their own tokens while beams are forked and dropped."""
+    """Each beam is as likely as its score says: sequences keep their own tokens while beams are forked and dropped."""
     model = llama()
     model.set_attn_implementation(route)
     inputs, cache = left_padded_batch((15, 30)), PagedCache(model.config, 8, kv_format)
@@ -228,8 +228,7 @@ def test_unknown_formats(kv_format):
 
 def test_a_refused_decode_step_changes_nothing():
     """Also when the growing pool has moved its blocks for it."""
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", attn_implementation="flash_paged")
     prompt, new = torch.randint(3, 128, (2, 230)), torch.randint(3, 128, (2, 1))
     refused, plain = (PagedCache(model.config, kv_format="int2") for _ in range(2))
     with torch.no_grad():

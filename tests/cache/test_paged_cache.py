@@ -41,7 +41,6 @@ def test_continuing_and_copying_a_prefix(llama, implementation):
 
 
 def test_padding_takes_no_slots_and_no_blocks(llama):
-    llama.set_attn_implementation("flash_paged")
     inputs = left_padded_batch((2, 40, 9))
     cache = PagedCache(llama.config, block_size=8)
     with torch.no_grad():
@@ -50,11 +49,10 @@ def test_padding_takes_no_slots_and_no_blocks(llama):
     assert cache.get_seq_length() == 40 and cache.get_mask_sizes(1, 0) == (41, 0)
     assert cache.layers[0].store.pages["keys"].shape[0] <= 3 * 5 * 2
     stored = [cache.layers[0].store.pages["keys"].flatten(0, 1)[cache.state.pool.tables[0][0] * 8 + 2 :][:6]]
-    assert not stored[0].any()  # beyond the row's end nothing was written
+    assert not stored[0].any()  # beyond the sequence's end nothing was written
 
 
 def test_beams_share_the_blocks_of_their_prompt(llama):
-    llama.set_attn_implementation("flash_paged")
     prompt = left_padded_batch((64,), seed=3)
     cache = PagedCache(llama.config, block_size=8)
     generate(llama, prompt, new_tokens=16, num_beams=4, past_key_values=cache)
@@ -97,7 +95,6 @@ def test_the_calls_of_the_kernels(name, monkeypatch):
 @pytest.mark.parametrize("block_size", [8, 16])
 def test_ragged_rows_under_flash_paged(llama, block_size):
     """Rows rewound to different lengths go on at their own ends, as each would alone."""
-    llama.set_attn_implementation("flash_paged")
     ids = torch.randint(3, 128, (3, 20))
     cache = PagedCache(llama.config, block_size=block_size)
     step(llama, cache, ids)
@@ -122,7 +119,7 @@ def cache_before(cache, width):
 
 
 def test_ragged_rows_under_other_implementations(llama):
-    """update() gives each row from the left, zeros after it; the caller brings the 4-D mask."""
+    """update() gives each sequence from the left, zeros after it; the caller brings the 4-D mask."""
     llama.set_attn_implementation("sdpa")
     ids = torch.randint(3, 128, (2, 12))
     cache = PagedCache(llama.config, block_size=8)
@@ -187,7 +184,6 @@ def test_the_length_follows_the_rows_that_are_left(llama, implementation):
 
 
 def test_reset_and_reuse_with_another_batch(llama):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config, num_blocks=8)
     for lengths in ((5, 11, 8), (6,)):
         inputs = left_padded_batch(lengths)
@@ -216,7 +212,6 @@ def test_pool_too_small_changes_nothing(llama, implementation):
 
 def test_right_padding_and_holes_are_packed(llama):
     """Tokens hidden by the first mask are not stored, wherever they stand."""
-    llama.set_attn_implementation("flash_paged")
     ids = torch.randint(3, 128, (2, 8))
     mask = torch.tensor([[1, 1, 0, 1, 1, 0, 0, 0], [1] * 8])
     positions = (mask.cumsum(1) - 1).clamp_min(0)
@@ -247,7 +242,6 @@ def test_switching_the_implementation_midway(llama):
 
 
 def test_rows_all_freed_and_new_ones(llama):
-    llama.set_attn_implementation("flash_paged")
     inputs = left_padded_batch((5, 11, 8))
     for kv_format in ("auto", "int4"):
         cache = PagedCache(llama.config, kv_format=kv_format)

@@ -8,21 +8,20 @@ import pytest
 import torch
 from helpers import left_padded_batch
 from kv_models import step
-from transformers import BartConfig, JambaConfig, LlamaConfig, MambaConfig
+from transformers import BartConfig, JambaConfig, MambaConfig
 
 from hf_efficient import PagedCache
 from hf_efficient.cache.page_handle import PAGES
 
 
 def test_masks_that_contradict_the_cache(llama):
-    llama.set_attn_implementation("flash_paged")
     inputs = left_padded_batch((4, 9))
     cache = PagedCache(llama.config)
     step(llama, cache, **{"tokens": inputs["input_ids"], "attention_mask": inputs["attention_mask"]})
     token = torch.ones(2, 1, dtype=torch.long)
     mask = torch.cat([inputs["attention_mask"], token], 1)
     moved = mask.clone()
-    moved[0, [0, 8]] = torch.tensor([1, 0])  # as many tokens, at other places
+    moved[0, [0, 8]] = torch.tensor([1, 0])  # as many tokens, at other positions
     hidden = mask.clone()
     hidden[1, 3] = 0
     for wrong in (moved, hidden):
@@ -36,7 +35,6 @@ def test_masks_that_contradict_the_cache(llama):
 
 
 def test_unread_keys_raise_instead_of_being_lost(llama):
-    llama.set_attn_implementation("flash_paged")
     cache = PagedCache(llama.config)
     key = torch.randn(1, 2, 3, 16)
     marked, _ = cache.update(key, key, 0)
@@ -62,7 +60,6 @@ def test_a_layer_that_was_left_out_is_found(llama):
 @pytest.mark.parametrize("in_decode_step", [False, True])
 def test_a_layer_that_found_no_room_is_found(llama, layer, in_decode_step, monkeypatch):
     """Its pages are not where the tables say, the last layer's too."""
-    llama.set_attn_implementation("flash_paged")
     cache, ids = PagedCache(llama.config, block_size=8), torch.randint(3, 128, (2, 20))
     step(llama, cache, ids)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
@@ -91,9 +88,9 @@ def test_a_layer_that_found_no_room_is_found(llama, layer, in_decode_step, monke
         (dict(config={"hidden_size": 3}), "config=dict: must be a transformers config"),
     ],
 )
-def test_bad_arguments(arguments, message):
+def test_bad_arguments(llama, arguments, message):
     with pytest.raises(ValueError, match=message):
-        PagedCache(**{"config": LlamaConfig(), **arguments})
+        PagedCache(**{"config": llama.config, **arguments})
 
 
 def test_bad_operations(llama):

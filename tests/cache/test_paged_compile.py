@@ -251,8 +251,7 @@ def test_the_example_of_the_docstring(llama, monkeypatch):
 @pytest.mark.gpu
 def test_a_cuda_graph_replayed_while_lengths_grow():
     """One graph for all lengths; nothing in the loop, in_decode_step or not, waits for the GPU."""
-    model = tiny_model("llama", head_dim=32).cuda()
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", head_dim=32, attn_implementation="flash_paged").cuda()
     inputs = {name: tensor.cuda() for name, tensor in left_padded_batch().items()}
     expected, expected_logits = decode(model, None, PagedCache(model.config), inputs, 100)
     cache = PagedCache(model.config, num_blocks=64)
@@ -289,8 +288,7 @@ def test_a_cuda_graph_replayed_while_lengths_grow():
 
 @pytest.mark.gpu
 def test_compiled_with_cuda_graphs():
-    model = tiny_model("llama", head_dim=32).cuda()
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", head_dim=32, attn_implementation="flash_paged").cuda()
     inputs = {name: tensor.cuda() for name, tensor in left_padded_batch().items()}
     forward = torch.compile(model.forward, fullgraph=True, mode="reduce-overhead")
     tokens, logits = decode(model, forward, PagedCache(model.config, num_blocks=64), inputs, 60)

@@ -25,8 +25,7 @@ GENERATIONS = {
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_generate_is_the_same(name):
     """Left-padded batches: prompts seen before, others that begin alike, and longer ones that continue an answer."""
-    model = tiny_model(name)
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model(name, attn_implementation="flash_paged")
     prefix = new_prefix(model, 512)
     for label, kwargs in GENERATIONS.items():
         for seed in (0, 1):
@@ -98,14 +97,14 @@ def test_one_cache_over_several_turns(llama, implementation):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flash_paged"])
 def test_speculation(implementation):
-    """Drafts that were rejected are forgotten; those of other rows are not mixed up."""
+    """Drafts that were rejected are forgotten; those of other sequences are not mixed up."""
     model, draft = tiny_model("llama"), tiny_model("llama", num_hidden_layers=1)
     model.set_attn_implementation(implementation)
     prefix = new_prefix(model)
     plain = prompts((30, 30, 30))
     one = {name: x[:1] for name, x in plain.items()}
     modes = {"lookup": dict(prompt_lookup_num_tokens=3), "draft": dict(assistant_model=draft)}
-    for batch, prepare in ((one, lambda m: m), (plain, enable_speculation)):  # transformers' own takes one row
+    for batch, prepare in ((one, lambda m: m), (plain, enable_speculation)):  # transformers' own takes one sequence
         expected = generate(model, batch, new_tokens=24)
         prepare(model)
         for label, kwargs in modes.items():

@@ -119,8 +119,7 @@ def test_changed_weights_are_not_served_from_before():
 
 def test_a_new_weight_where_another_one_lay(llama):
     """Allocators give an address again: a weight is not the one that was there before."""
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", attn_implementation="flash_paged")
     prefix, ids, layer = new_prefix(model, 512), prompts((40,))["input_ids"], model.model.layers[0].self_attn.k_proj
     addresses = set()
     for seed in range(50):
@@ -177,8 +176,7 @@ def test_autocast_is_told_apart(llama):
 
 
 def test_models_share_nothing(llama):
-    other = tiny_model("llama", seed=5)
-    other.set_attn_implementation("flash_paged")
+    other = tiny_model("llama", seed=5, attn_implementation="flash_paged")
     ours, theirs = new_prefix(llama), new_prefix(other)
     generate(llama, prompts(), ours)
     assert theirs.stats()["used_blocks"] == 0

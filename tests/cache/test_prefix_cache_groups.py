@@ -1,4 +1,4 @@
-"""PrefixCache of int4 and int2 pages, which keep the first block and the newest tokens of a row beside the blocks."""
+"""PrefixCache of int4 and int2 pages, which keep a sequence's first block and newest tokens beside the blocks."""
 
 import pytest
 import torch

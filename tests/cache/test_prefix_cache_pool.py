@@ -8,10 +8,9 @@ import weakref
 
 import pytest
 import torch
-from helpers import left_padded_batch, tiny_model
+from helpers import left_padded_batch, tiny_config, tiny_model
 from prefix_models import SIZE, forward, generate, new_prefix, prompts, skipped
 from torch import nn
-from transformers import LlamaConfig
 
 from hf_efficient import Offload, PagedCache, PrefixCache
 
@@ -145,12 +144,11 @@ def test_in_inference_mode_and_outside(llama):
             assert torch.equal(generate(llama, inputs, prefix), generate(llama, inputs))
     assert prefix.stats()["skipped_tokens"] == 2 * (
         35 + 28 + 16
-    )  # two whole blocks of the shortest row, and 19 columns of padding
+    )  # two whole blocks of the shortest sequence, and 19 columns of padding
 
 
 def test_hooks_and_memory_go_with_it():
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", attn_implementation="flash_paged")
     gc.disable()
     try:
         prefix = new_prefix(model)
@@ -202,7 +200,7 @@ def test_bad_arguments(llama):
     with pytest.raises(ValueError, match="block_size=16 with a prefix_cache of block_size=8"):
         PagedCache(llama.config, prefix_cache=new_prefix(llama))
     with pytest.raises(ValueError, match="made for another model"):
-        PagedCache(LlamaConfig(), block_size=SIZE, prefix_cache=new_prefix(llama))
+        PagedCache(tiny_config("qwen3"), block_size=SIZE, prefix_cache=new_prefix(llama))
 
 
 def test_models_whose_keys_depend_on_more_than_the_tokens_before():

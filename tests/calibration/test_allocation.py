@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers import tiny_model
 
 from hf_efficient.calibration.allocation import choose_sparsity
 
@@ -11,19 +10,18 @@ TOKENS = torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(
 
 
 @torch.no_grad()
-def test_blocks_with_outliers_keep_more_and_the_average_stays():
-    model = tiny_model("llama")
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+def test_blocks_with_outliers_keep_more_and_the_average_stays(llama):
+    names = [name for name, module in llama.named_modules() if isinstance(module, torch.nn.Linear)]
     inside = [name for name in names if "lm_head" not in name]
     for name in inside:
         if ".1." in name:
-            model.get_submodule(name).weight[::5, ::5] *= 30
-    chosen = choose_sparsity(model, dict.fromkeys(names, 0.5), TOKENS, model.model.layers)
+            llama.get_submodule(name).weight[::5, ::5] *= 30
+    chosen = choose_sparsity(llama, dict.fromkeys(names, 0.5), TOKENS, llama.model.layers)
     assert list(chosen) == names and chosen["lm_head"] == 0.5
     for name in inside:  # two blocks of one size lie at both ends of the span
         assert chosen[name] == pytest.approx(0.58 if ".0." in name else 0.42)
-    sizes = {name: model.get_submodule(name).weight.numel() for name in inside}
+    sizes = {name: llama.get_submodule(name).weight.numel() for name in inside}
     assert sum(chosen[name] * size for name, size in sizes.items()) == pytest.approx(0.5 * sum(sizes.values()))
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    one = choose_sparsity(model, dict.fromkeys(inside[:2], 0.5), TOKENS, model.model.layers[:1])
+    assert not any(module._forward_pre_hooks for module in llama.modules())
+    one = choose_sparsity(llama, dict.fromkeys(inside[:2], 0.5), TOKENS, llama.model.layers[:1])
     assert set(one.values()) == {0.5}  # nothing to share with

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import tiny_model, tiny_tokenizer
+from helpers import tiny_tokenizer
 
 from hf_efficient.calibration.data import load_tokens, model_inputs
 from hf_efficient.configs import CalibrationConfig
@@ -97,11 +97,10 @@ def test_round_trip_through_json_leaves_texts_and_places_out():
     assert json.loads(json.dumps(tokens.to_dict()))["num_samples"] == 4
 
 
-def test_tokens_that_the_model_cannot_read():
-    model = tiny_model("llama")
+def test_tokens_that_the_model_cannot_read(llama):
     with pytest.raises(ValueError, match="between 0 and 500.*vocabulary of 128"):
-        model_inputs(CalibrationConfig(tokens=torch.tensor([[0, 500]])), None, model)
+        model_inputs(CalibrationConfig(tokens=torch.tensor([[0, 500]])), None, llama)
     with pytest.raises(ValueError, match="sequence_length=300 is more than the 256 positions"):
-        model_inputs(CalibrationConfig(tokens=torch.ones(1, 300, dtype=torch.int64)), None, model)
-    batches = model_inputs(CalibrationConfig(tokens=torch.ones(5, 8, dtype=torch.int64), batch_size=2), None, model)
+        model_inputs(CalibrationConfig(tokens=torch.ones(1, 300, dtype=torch.int64)), None, llama)
+    batches = model_inputs(CalibrationConfig(tokens=torch.ones(5, 8, dtype=torch.int64), batch_size=2), None, llama)
     assert [list(batch["input_ids"].shape) for batch in batches] == [[2, 8], [2, 8], [1, 8]]

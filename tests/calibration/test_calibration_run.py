@@ -68,10 +68,9 @@ def test_every_linear_sees_what_the_compressed_model_feeds_its_block(method):
     assert_close(head.hessian, normed.t() @ normed, 1e-5, 0.1, "the same rows, summed in another order")
 
 
-def test_original_outputs_are_handed_to_refinement(method):
-    model = tiny_model("llama")
-    original = [own_hidden_states(model, batch, ["model.layers.0", "model.layers.1"]) for batch in batches()]
-    configs, seen = configs_of(model, refine=True), []
+def test_original_outputs_are_handed_to_refinement(method, llama):
+    original = [own_hidden_states(llama, batch, ["model.layers.0", "model.layers.1"]) for batch in batches()]
+    configs, seen = configs_of(llama, refine=True), []
 
     def refine(block, targets):
         assert set(block.tensors) == set(block.linears)
@@ -81,9 +80,9 @@ def test_original_outputs_are_handed_to_refinement(method):
             tensors["scale"] = torch.ones_like(tensors["scale"])
         seen.append(block.name)
 
-    calibrate(model, configs, config(), None, refine=refine)
+    calibrate(llama, configs, config(), None, refine=refine)
     assert seen == ["model.layers.0", "model.layers.1"]
-    assert torch.all(model.model.layers[0].self_attn.q_proj.canonical()["scale"] == 1)
+    assert torch.all(llama.model.layers[0].self_attn.q_proj.canonical()["scale"] == 1)
     with pytest.raises(ValueError, match="refine=True is asked for"):
         calibrate(tiny_model("llama"), configs, config(), None)
 
@@ -98,12 +97,13 @@ def scaling(block) -> None:
     block.transforms[name + "o_proj"] = {"input_scale": torch.linspace(0.5, 2, 64)}
 
 
-def test_what_transforms_decide_is_reported(method):
-    model = tiny_model("llama", num_hidden_layers=1)
-    decided = calibrate(model, configs_of(model), config(), None, [scaling])
+def test_what_transforms_decide_is_reported(method, shallow_llama):
+    decided = calibrate(shallow_llama, configs_of(shallow_llama), config(), None, [scaling])
     assert decided["model.layers.0.self_attn.o_proj"]["input_scale"] is True
     assert decided["model.layers.0.self_attn.q_proj"] == Scheme(bits=4, group_size=16).scheme()
-    assert torch.equal(model.model.layers[0].self_attn.o_proj.canonical()["input_scale"], torch.linspace(0.5, 2, 64))
+    assert torch.equal(
+        shallow_llama.model.layers[0].self_attn.o_proj.canonical()["input_scale"], torch.linspace(0.5, 2, 64)
+    )
 
 
 @pytest.mark.parametrize("name, stop_after", [("llama", 9), ("llama", 16), ("t5", 9), ("t5", 30), ("mixtral", 14)])
@@ -186,14 +186,13 @@ def test_errors_name_the_layer(method):
         calibrate(model, configs_of(model), config(), None)
 
 
-def test_modules_that_are_not_there_or_never_called(method):
-    model = tiny_model("llama")
+def test_modules_that_are_not_there_or_never_called(method, llama):
     with pytest.raises(ValueError, match=r"configs names modules that LlamaForCausalLM does not have.*model.layers.9"):
-        calibrate(model, {"model.layers.9": Scheme()}, config(), None)
-    model.spare = torch.nn.Linear(64, 64)
+        calibrate(llama, {"model.layers.9": Scheme()}, config(), None)
+    llama.spare = torch.nn.Linear(64, 64)
     with pytest.raises(ValueError, match=r"never reaches 1 modules, for example \['spare'\]"):
-        calibrate(model, configs_of(model), config(), None)
+        calibrate(llama, configs_of(llama), config(), None)
     with torch.device("meta"):
-        model.spare = torch.nn.Linear(64, 64)
+        llama.spare = torch.nn.Linear(64, 64)
     with pytest.raises(ValueError, match=r"2 are offloaded, for example \['spare.weight'"):
-        calibrate(model, configs_of(model), config(), None)
+        calibrate(llama, configs_of(llama), config(), None)

@@ -73,13 +73,12 @@ def linears_of(model, prefix: str) -> dict[str, nn.Module]:
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(prefix)}
 
 
-def test_linears_of_a_block_and_what_they_share():
-    model = tiny_model("llama")
+def test_linears_of_a_block_and_what_they_share(llama):
     batches = torch.randint(3, 128, (3, 2, 20))
-    linears = linears_of(model, "model.layers.1")
+    linears = linears_of(llama, "model.layers.1")
     seen = {name: [] for name in linears}
     with watching_inputs(linears, lambda name, x: seen[name].append(x)):
-        statistics = collect(lambda batch: model(batches[batch], use_cache=False), 3, linears)
+        statistics = collect(lambda batch: llama(batches[batch], use_cache=False), 3, linears)
     assert [len(rows) for rows in seen.values()] == [3] * 7
     for name, rows in seen.items():
         check(statistics[name], torch.cat(rows))

@@ -1,7 +1,7 @@
 """Gradients of the loss for single weights against autograd, and the methods that prune by them."""
 
 import torch
-from helpers import assert_close, tiny_model
+from helpers import assert_close
 from test_sensitivity import language_loss
 
 from hf_efficient.calibration.gradients import gradients
@@ -14,15 +14,14 @@ TOKENS = torch.randint(3, 128, (2, 6), generator=torch.Generator().manual_seed(0
 NAME = "model.layers.0.self_attn.o_proj"
 
 
-def test_against_autograd():
-    model = tiny_model("llama")
-    found = gradients(model, {NAME: ("gradient", "fisher")}, TOKENS, model.model.layers)[NAME]
-    module = model.get_submodule(NAME)
+def test_against_autograd(llama):
+    found = gradients(llama, {NAME: ("gradient", "fisher")}, TOKENS, llama.model.layers)[NAME]
+    module = llama.get_submodule(NAME)
     gradient, fisher = torch.zeros(module.weight.shape), torch.zeros(module.weight.shape)
     for window in TOKENS:
         seen = []
         with watching_outputs({NAME: module}, lambda name, args, kwargs, y, seen=seen: seen.extend((args[0], y))):
-            loss = language_loss(model, window)
+            loss = language_loss(llama, window)
         delta, whole = torch.autograd.grad(loss, [seen[1], module.weight])
         gradient += whole.abs()
         for row, change in zip(seen[0][0], delta[0]):

@@ -150,14 +150,13 @@ def test_models_that_change_outputs_in_place(recomputed):
     assert_close(found.outputs, expected, 1e-5, 1e-4 * expected.max().item(), "sums in another order")
 
 
-def test_the_model_is_left_as_it_was():
-    model = tiny_model("llama")
-    model.model.norm.weight.requires_grad_(False)
-    before = {name: p.requires_grad for name, p in model.named_parameters()}
-    sensitivities(model, ["model.layers.0.mlp.up_proj"], TOKENS, model.model.layers)
-    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(module._forward_hooks or "forward" in module.__dict__ for module in model.modules())
+def test_the_model_is_left_as_it_was(llama):
+    llama.model.norm.weight.requires_grad_(False)
+    before = {name: p.requires_grad for name, p in llama.named_parameters()}
+    sensitivities(llama, ["model.layers.0.mlp.up_proj"], TOKENS, llama.model.layers)
+    assert {name: p.requires_grad for name, p in llama.named_parameters()} == before
+    assert all(p.grad is None for p in llama.parameters())
+    assert not any(module._forward_hooks or "forward" in module.__dict__ for module in llama.modules())
 
 
 def test_the_expected_loss_is_the_weighted_squared_error():
@@ -169,18 +168,17 @@ def test_the_expected_loss_is_the_weighted_squared_error():
     assert found == pytest.approx(explicit.item(), rel=1e-5)
 
 
-def test_bits_are_chosen_within_the_size_of_the_uniform_formats():
-    model = tiny_model("llama")
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "layers" in name]
+def test_bits_are_chosen_within_the_size_of_the_uniform_formats(llama):
+    names = [name for name, module in llama.named_modules() if isinstance(module, torch.nn.Linear) and "layers" in name]
     with torch.no_grad():  # one layer that nothing depends on, one that all depends on
-        model.model.layers[0].mlp.down_proj.weight.mul_(1e-4)
-        model.model.layers[0].self_attn.o_proj.weight.mul_(30)
+        llama.model.layers[0].mlp.down_proj.weight.mul_(1e-4)
+        llama.model.layers[0].self_attn.o_proj.weight.mul_(30)
     formats = {name: AffineFormat(3, 32, False) for name in names}
-    bits = choose_bits(model, formats, TOKENS, model.model.layers)
+    bits = choose_bits(llama, formats, TOKENS, llama.model.layers)
 
     def size(widths):
         formats = {name: AffineFormat(widths[name], 32, False) for name in names}
-        weights = {name: model.get_submodule(name).weight for name in names}
+        weights = {name: llama.get_submodule(name).weight for name in names}
         return sum(formats[n].bits_per_weight(*w.shape, w.dtype) * w.numel() for n, w in weights.items())
 
     assert set(bits) == set(names) and set(bits.values()) <= set(WIDTHS)

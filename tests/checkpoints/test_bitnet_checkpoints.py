@@ -119,10 +119,8 @@ def assert_same_weights(ours, theirs):
 
 def assert_close_logits(ours, theirs, dtype):
     if dtype is torch.float32:
-        limits, reason = (
-            (2e-3, 0.02),
-            "float32 products in another order, by which a rounding to int8 may fall otherwise",
-        )
+        limits = (2e-3, 0.02)
+        reason = "float32 products in another order, by which a rounding to int8 may fall otherwise"
     else:
         limits, reason = (0.04, 0.3), "transformers rounds scales, quotients and products to bfloat16 one by one"
     assert_close(logits(ours), logits(theirs), *limits, reason)

@@ -187,24 +187,23 @@ def test_minutes_end_training_and_lower_the_rate():
     assert 0 < rates[0] < 0.2 and rates[1] > 0.99 and 0.5 < rates[2] < 0.55 and abs(rates[3] - 0.05) < 1e-6
 
 
-def test_masks_are_kept_in_anybodys_trainer(tmp_path):
+def test_masks_are_kept_in_anybodys_trainer(tmp_path, llama):
     """A dense model with zeros, an optimizer that moves everything, and weight decay."""
-    model = tiny_model("llama")
     zeros = {}
-    for name, module in model.model.named_modules():
+    for name, module in llama.model.named_modules():
         if isinstance(module, nn.Linear):
             zeros[name] = module.weight.abs() < module.weight.abs().median()
             module.weight.data[zeros[name]] = 0
-    before = model.model.layers[0].mlp.up_proj.weight.clone()
+    before = llama.model.layers[0].mlp.up_proj.weight.clone()
     arguments = TrainingArguments(
         str(tmp_path), max_steps=4, learning_rate=1e-2, weight_decay=0.1, optim="sgd", optim_args="momentum=0.9",
         use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False, save_strategy="no",
     )  # fmt: skip
     rows = [{"input_ids": row, "labels": row} for row in TOKENS]
-    Trainer(model, arguments, train_dataset=rows, callbacks=[KeepMasks()]).train()
+    Trainer(llama, arguments, train_dataset=rows, callbacks=[KeepMasks()]).train()
     for name, pruned_places in zeros.items():
-        assert torch.equal(model.model.get_submodule(name).weight == 0, pruned_places)
-    assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
+        assert torch.equal(llama.model.get_submodule(name).weight == 0, pruned_places)
+    assert not torch.equal(llama.model.layers[0].mlp.up_proj.weight, before)
     with pytest.raises(ValueError, match="no pruned linear layer"):
         Trainer(tiny_model("llama"), arguments, train_dataset=rows, callbacks=[KeepMasks()]).train()
 

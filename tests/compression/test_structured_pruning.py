@@ -161,16 +161,15 @@ def test_units_are_taken_as_brute_force_takes_them():
     assert_close(correction.solve(), right, 1e-4, 1e-4, "a system of condition below 1e4 in float32")
 
 
-def test_repair_brings_the_dense_model_back():
-    model = tiny_model("llama")
+def test_repair_brings_the_dense_model_back(llama):
     with torch.no_grad():  # neurons 48.. are copies of 0..47: half of them can do it all
-        for layer in model.model.layers:
+        for layer in llama.model.layers:
             for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
                 linear.weight[48:] = linear.weight[:48]
     arguments = dict(shape={"intermediate_size": 48}, calibration=CALIBRATION)
-    repaired = hf_efficient.prune_structure(model, "shape", **arguments)
-    cut = hf_efficient.prune_structure(model, "shape", repair=False, **arguments)
-    error = [(logits(small) - logits(model)).norm() / logits(model).norm() for small in (repaired, cut)]
+    repaired = hf_efficient.prune_structure(llama, "shape", **arguments)
+    cut = hf_efficient.prune_structure(llama, "shape", repair=False, **arguments)
+    error = [(logits(small) - logits(llama)).norm() / logits(llama).norm() for small in (repaired, cut)]
     assert error[0] < 0.1 < 0.5 < error[1]
 
 
@@ -207,17 +206,16 @@ def test_calibration_that_would_be_ignored_is_refused(field):
         hf_efficient.prune_structure(tiny_model("llama"), "l1", remove=0.2, calibration=calibration)
 
 
-def test_compressed_models_and_unlike_layers_are_refused(tmp_path):
-    model = tiny_model("llama")
-    model.save_pretrained(tmp_path)
+def test_compressed_models_and_unlike_layers_are_refused(tmp_path, llama):
+    llama.save_pretrained(tmp_path)
     config = hf_efficient.WeightOnlyConfig(bits=4, group_size=32)
     quantized = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
     with pytest.raises(ValueError, match="compressed already"):
         hf_efficient.prune_structure(quantized, "l1", remove=0.2)
     for name, sizes in (("up_proj", (64, 80)), ("gate_proj", (64, 80)), ("down_proj", (80, 64))):
-        setattr(model.model.layers[1].mlp, name, torch.nn.Linear(*sizes, bias=False))
+        setattr(llama.model.layers[1].mlp, name, torch.nn.Linear(*sizes, bias=False))
     with pytest.raises(ValueError, match="model.layers.1 is not like model.layers.0"):
-        hf_efficient.prune_structure(model, "l1", remove=0.2)
+        hf_efficient.prune_structure(llama, "l1", remove=0.2)
 
 
 def test_command(tmp_path, capsys):

@@ -284,9 +284,8 @@ class TestAssistant:
             # float32 attention in another order of summation
             torch.testing.assert_close(proposal.probabilities[row], expected, rtol=1e-4, atol=1e-6)
 
-    def test_default_settings_are_those_of_transformers(self):
-        model = tiny_model("llama")
-        drafter = AssistantDrafter(model)
+    def test_default_settings_are_those_of_transformers(self, llama):
+        drafter = AssistantDrafter(llama)
         assert drafter.max_tokens == 20 and drafter.threshold == 0.4
 
     @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}])

@@ -102,8 +102,7 @@ def test_sequences_filled_one_after_another_are_those_filled_together():
     ],
 )
 def test_sequences_that_cannot_be_filled_apart(cache, rows, message):
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", attn_implementation="flash_paged")
     cache = PagedCache(model.config, **cache)
     if rows == [1]:
         with torch.no_grad(), cache.only([1], 3):

@@ -200,11 +200,10 @@ def test_arguments_that_are_not_allowed(changes, message, target, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_model_whose_layers_cannot_be_found_is_refused_before_anything_is_written(target, tmp_path):
-    model = tiny_model("llama", eos_token_id=None)
-    model.model.layers = torch.nn.Sequential(*model.model.layers)
+def test_a_model_whose_layers_cannot_be_found_is_refused_before_anything_is_written(target, tmp_path, endless_llama):
+    endless_llama.model.layers = torch.nn.Sequential(*endless_llama.model.layers)
     with pytest.raises(ValueError, match="its decoder has 0 lists of 2 layers"):
-        train_draft(model, target[1], tmp_path / "heads", **SMALL)
+        train_draft(endless_llama, target[1], tmp_path / "heads", **SMALL)
     assert not any(tmp_path.iterdir())
 
 

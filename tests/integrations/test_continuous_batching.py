@@ -156,11 +156,10 @@ def test_quantized_models(config, calls, decode_path, tmp_path):
     assert calls["decode"] > 0 and calls["pages"] > 0 and calls["gathered full_attention"] == 0
 
 
-def test_manager_streams_and_shares_prefixes(calls):
+def test_manager_streams_and_shares_prefixes(calls, llama):
     """The second request finds the pages of the first, of whose tokens it computes none."""
-    model = tiny_model("llama")
-    expected = one_by_one(model)
-    manager = model.init_continuous_batching(
+    expected = one_by_one(llama)
+    manager = llama.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, eos_token_id=2, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(**PAGES, max_batch_tokens=24),
     )
@@ -228,16 +227,15 @@ def test_the_first_layer_derives_anew():
 
 
 @pytest.mark.parametrize("name", [*api.ATTENTION_NAMES, "sdpa"])
-def test_the_gate_of_the_decode_path(name, decode_path):
+def test_the_gate_of_the_decode_path(name, decode_path, llama):
     """Trap A2. Fails when transformers changes its gate: then `_count_our_names` must change, or can go."""
-    model = tiny_model("llama")
-    model.set_attn_implementation(name)
+    llama.set_attn_implementation(name)
     config = ContinuousBatchingConfig(max_blocks_per_request=8)
-    initialization.ensure_decode_fast_path_is_available(model.config, config, True)
+    initialization.ensure_decode_fast_path_is_available(llama.config, config, True)
     ours = name in api.ATTENTION_NAMES
     assert config.max_blocks_per_request == (8 if ours else 0)
     original = initialization.is_flash_attention_requested.__wrapped__
-    assert original(model.config, version=[2, 3]) == (name == "hf-efficient/flash_paged_2")
+    assert original(llama.config, version=[2, 3]) == (name == "hf-efficient/flash_paged_2")
 
 
 def test_other_names_are_handed_on():

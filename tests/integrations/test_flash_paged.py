@@ -46,8 +46,7 @@ def test_the_dtype_is_kept(name, dtype, monkeypatch):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", attn_implementation="flash_paged")
     model.save_pretrained(folder)
     return folder
 
@@ -141,8 +140,7 @@ def test_masks_that_flash_attention_drops_are_refused():
     """Trap A10: transformers leaves out what a 2-D mask cannot say."""
     from transformers import masking_utils
 
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", attn_implementation="flash_paged")
     arguments = dict(
         config=model.config,
         inputs_embeds=torch.zeros(1, 6, 64),

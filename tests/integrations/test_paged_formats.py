@@ -104,8 +104,7 @@ def test_chunks_beside_decoding(name, padded):  # noqa: F811
 
 def test_prefixes_are_shared(calls):  # noqa: F811
     """The second request finds two pages of the first, scales and all, and computes only the rest."""
-    model = tiny_model("llama")
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model("llama", attn_implementation="flash_paged")
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, eos_token_id=2, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(**PAGES, max_batch_tokens=24, kv_format="fp8"),
@@ -128,8 +127,7 @@ def test_prefixes_are_shared(calls):  # noqa: F811
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_forks_copy_scales(name):
     """Several answers to a prompt: full pages are shared, or copied with the others where layers slide."""
-    model = tiny_model(name)
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model(name, attn_implementation="flash_paged")
     config = GenerationConfig(  # samples, from one token
         max_new_tokens=NEW_TOKENS, do_sample=True, top_k=1, num_return_sequences=3, eos_token_id=2, pad_token_id=0
     )
@@ -143,24 +141,22 @@ def test_forks_copy_scales(name):
     assert sorted(answers) == sorted(expected * 3)
 
 
-def test_a_full_pool_evicts_and_goes_on():
+def test_a_full_pool_evicts_and_goes_on(llama):
     """So few blocks that pages kept for sharing are given up and requests are put back. int8: tokens as from
     generate()."""
-    model = tiny_model("llama")
     prompts = PROMPTS + [[7 + n] * 9 for n in range(4)]
-    expected = one_by_one(model, prompts)
+    expected = one_by_one(llama, prompts)
     evictions = []
     original = formats.FormattedCache.evict_cached_blocks
     with mock.patch.object(
         formats.FormattedCache, "evict_cached_blocks", lambda self: evictions.append(original(self)) or evictions[-1]
     ):
-        assert batch_of(model, "int8", prompts, num_blocks=12) == expected
+        assert batch_of(llama, "int8", prompts, num_blocks=12) == expected
     assert any(evictions)
 
 
 def flash_model(name):
-    model = tiny_model(name, head_dim=64)
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model(name, head_dim=64, attn_implementation="flash_paged")
     return model
 
 
@@ -234,8 +230,7 @@ def test_bad_formats():
 def test_other_caches_stay_as_they_are():
     """transformers' own config, and ours without a format, get transformers' own allocators."""
     for config in (ContinuousBatchingConfig(**PAGES), transformers.ContinuousBatchingConfig(**PAGES)):
-        model = tiny_model("gemma2")
-        model.set_attn_implementation("flash_paged")
+        model = tiny_model("gemma2", attn_implementation="flash_paged")
         manager = model.init_continuous_batching(GenerationConfig(eos_token_id=2), config)
         allocators = manager._create_batch_processor().cache.cache_allocators.values()
         names = {type(allocator).__module__ for allocator in allocators}
@@ -247,7 +242,6 @@ def test_other_caches_stay_as_they_are():
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_on_the_accelerator(name, kv_format, decode_path):  # noqa: F811
     """With transformers' defaults for CUDA: graphs for both paths."""
-    model = tiny_model(name).cuda()
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model(name, attn_implementation="flash_paged").cuda()
     expected = one_by_one_rounded(model, kv_format, rounds_prompt=True)
     assert batch_of(model, kv_format, page_size=16, max_requests_per_batch=4) == expected

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import rms_error_ratio, tiny_model, tiny_tokenizer
+from helpers import rms_error_ratio, tiny_config, tiny_model, tiny_tokenizer
 from transformers import pipeline
 
 from hf_efficient import W8A8Config, WeightOnlyConfig
@@ -110,9 +110,7 @@ def test_image_and_text(attention, tmp_path):
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**sizes, image_size=28, patch_size=14, projection_dim=64),
-        text_config=transformers.LlamaConfig(
-            **sizes, vocab_size=128, num_key_value_heads=2, bos_token_id=1, eos_token_id=None, pad_token_id=0
-        ),
+        text_config=tiny_config("llama", eos_token_id=None),
         image_token_index=image_token,
         vision_feature_layer=-1,
     )

@@ -156,8 +156,7 @@ def test_transposed_experts_are_refused():
         EfficientQuantizer(WeightOnlyConfig(group_size=32), pre_quantized=False).preprocess_model(model=model)
 
 
-def test_speculation_is_refused():
-    model = tiny_model("llama")
-    model._tp_size = 2
+def test_speculation_is_refused(llama):
+    llama._tp_size = 2
     with pytest.raises(ValueError, match="tp_size=2.*clock"):
-        enable_speculation(model)
+        enable_speculation(llama)

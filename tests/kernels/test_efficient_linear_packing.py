@@ -8,18 +8,8 @@ from hf_efficient.kernels.efficient_linear import launch_configs
 
 
 SHAPES = [
-    (1, 1),
-    (1, 2),
-    (2, 7),
-    (3, 129),
-    (15, 64),
-    (16, 128),
-    (17, 100),
-    (33, 575),
-    (40, 333),
-    (100, 300),
-    (64, 1536),
-]
+    (1, 1), (1, 2), (2, 7), (3, 129), (15, 64), (16, 128), (17, 100), (33, 575), (40, 333), (100, 300), (64, 1536),
+]  # fmt: skip
 
 
 def canonical(out_features, in_features, bits):

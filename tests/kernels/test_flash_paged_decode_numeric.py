@@ -69,7 +69,7 @@ def shares_kernel(
         rows, lanes, seqlens, 1, seqlen_k, 0, left, HAS_LEFT, False, BLOCK_N, BLOCK_B
     )
     for lane in tl.range(first_lane, end_lane):
-        length, begin, lane_tiles = decode_schedule.row_tiles(
+        length, begin, lane_tiles = decode_schedule.sequence_tiles(
             lane // lanes, rows, seqlens, 1, seqlen_k, 0, left, HAS_LEFT, False, BLOCK_N
         )
         lane_start = row_start + lane % lanes * lane_tiles

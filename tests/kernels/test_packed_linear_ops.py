@@ -61,10 +61,8 @@ def test_sparse24(group_size):
 def test_codebook(bits=4):
     codes = torch.randint(0, 2**bits, (40, 200), dtype=torch.uint8)
     packed = el.pack_codebook_weight(el.pack_canonical(codes, bits), bits)
-    tensors, layout = (
-        (packed, torch.randn(40, 2**bits), torch.rand(40, 4)),
-        dict(bits=bits, group_size=64, in_features=200),
-    )
+    tensors = (packed, torch.randn(40, 2**bits), torch.rand(40, 4))
+    layout = dict(bits=bits, group_size=64, in_features=200)
     x, bias = torch.randn(5, 200, requires_grad=True), torch.randn(40, requires_grad=True)
     arguments = (x, *tensors, bias, *layout.values())
     torch.library.opcheck(OPS.codebook_linear.default, arguments)

@@ -178,8 +178,7 @@ def captured(model, cache, tokens):
     ("name", "kv_format"), [*((name, "auto") for name in TINY_MODELS), ("mistral", "int8"), ("mistral", "int4")]
 )
 def test_replayed_steps_are_those_of_the_model(name, kv_format, dtype):
-    model = tiny_model(name).to(dtype)
-    model.set_attn_implementation("flash_paged")
+    model = tiny_model(name, dtype, attn_implementation="flash_paged")
     prompt = torch.randint(3, 128, (2, 20))
     block_size = 8 if kv_format == "auto" else 32
     caches = [PagedCache(model.config, num_blocks=40, block_size=block_size, kv_format=kv_format) for _ in range(2)]
@@ -259,16 +258,15 @@ def test_what_is_read_elsewhere_is_not_fused():
         torch.testing.assert_close(output, right)
 
 
-def test_models_that_somebody_watches_are_not_captured(monkeypatch):
-    model = tiny_model("llama")
-    assert can_be_captured(model)
-    hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
-    assert not can_be_captured(model)
+def test_models_that_somebody_watches_are_not_captured(monkeypatch, llama):
+    assert can_be_captured(llama)
+    hook = llama.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+    assert not can_be_captured(llama)
     hook.remove()
-    assert can_be_captured(model) and not can_be_captured(model.train())
-    model.eval()
-    monkeypatch.setattr(model.model.layers[1], "forward", lambda *args, **kwargs: None)
-    assert not can_be_captured(model)
+    assert can_be_captured(llama) and not can_be_captured(llama.train())
+    llama.eval()
+    monkeypatch.setattr(llama.model.layers[1], "forward", lambda *args, **kwargs: None)
+    assert not can_be_captured(llama)
 
 
 def test_captured_forwards_are_kept_until_the_model_changes():

@@ -30,20 +30,12 @@ class BlockPool:
     """Blocks of `block_size` tokens, shared between sequences by reference counts and copied when one of them writes.
 
     The blocks of a sequence are consecutive where that costs little, so that its tokens can be read without a gather. A
-    growing pool leaves room behind sequences of about equal length, and moves them apart again when that room is used
-    up.
-    Where lengths are unequal or blocks are shared it leaves no room: it has at most 1/32 more blocks than are used (or
-        one
-    for each sequence), and gives back what forks and drops leave empty.
+    growing pool (num_blocks None) leaves room behind sequences of about equal length, and moves them apart again when
+    that room is used up. Where lengths are unequal or blocks are shared it leaves no room: it has at most 1/32 more
+    blocks than are used (or one for each sequence), and gives back what forks and drops leave empty.
 
-    Args:
-        block_size: tokens in a block.
-        num_blocks: blocks of a pool of fixed size; None for one that grows on demand.
-
-    tables: the blocks of each sequence, in order.
-    lengths: the tokens in its blocks.
-    dropped: tokens before these, which `drop` forgot.
-    is_contiguous: whether its blocks follow one another.
+    tables, lengths: the blocks of each sequence, in order, and the tokens in them.
+    dropped: tokens before these, which `drop` forgot. is_contiguous: whether its blocks follow one another.
     ref_count: for each block, how many sequences hold it; 0 when it is free.
     written: the blocks that have held tokens since the pool was last resized.
     """

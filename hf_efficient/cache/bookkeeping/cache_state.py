@@ -184,8 +184,7 @@ class CacheState:
         """Plans a forward of the paged attention. mask: bool or int [B, columns + width], 0 is padding; or None.
 
         Raises ValueError when the mask contradicts what the cache holds. Of a mask on an accelerator that adds one
-        column
-        to a filled cache only the shape is checked: reading it would wait for the device at every token.
+        column to a filled cache only the shape is checked: reading it would wait for the device at every token.
         """
         if mask is not None and (mask.dim() != 2 or tuple(mask.shape) != (batch, self.columns + width)):
             raise ValueError(

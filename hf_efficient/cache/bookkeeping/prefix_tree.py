@@ -24,11 +24,8 @@ class PrefixTree:
     """A radix tree whose edges are whole blocks of tokens, so that sequences share the blocks of their common
     beginning.
 
-    Sequences under different keys share nothing. When no block is free, the least recently used leaf makes room.
-
-    Args:
-        num_blocks: blocks there are, with the ids 0 … num_blocks - 1.
-        block_size: tokens of a block.
+    Sequences under different keys share nothing. When no block is free, the least recently used leaf makes room. Blocks
+    have the ids 0 … num_blocks - 1.
     """
 
     def __init__(self, num_blocks: int, block_size: int):

@@ -17,19 +17,13 @@ def mark_tokens(
     starts: list[int],
     columns: int,
 ) -> torch.Tensor:
-    """The ids, and UNKNOWN where keys and values do not follow from the sequence's tokens alone: where a position is
-    not the number of tokens before it, or a token before it is hidden.
+    """The ids [B, S], and UNKNOWN where keys and values do not follow from the sequence's tokens alone: where a
+    position is not the number of tokens before it, or a token before it is hidden. int64 [B, S] on the device of `ids`.
 
-    Args:
-        ids: [B, S].
-        position_ids: [..., B or 1, S], or None for those that models make, which count columns and not tokens.
-        valid: bool [B, S], which columns are tokens; None for all.
-        seen: bool [B, columns + S], which columns the attention may see; None for all.
-        starts: tokens of each sequence before these.
-        columns: columns before these.
-
-    Returns:
-        int64 [B, S] on the device of `ids`.
+    position_ids: [..., B or 1, S], or None for those that models make, which count columns and not tokens.
+    valid: bool [B, S], which columns are tokens; None for all.
+    seen: bool [B, columns + S], which columns the attention may see; None for all.
+    starts, columns: tokens of each sequence, and columns, before these.
     """
     offsets = torch.arange(ids.shape[1], device=ids.device)
     expected = to_device(starts, torch.int64, ids.device)[:, None]

@@ -25,12 +25,8 @@ def checked_block_size(kv_format: str, block_size, num_blocks, memory, offload) 
 
 
 class StoreFactory:
-    """Makes the stores of one cache's layers.
-
-    Args:
-        states: the state of every layer that stores keys and values.
-        layer_types: of all layers.
-        kv_format, num_blocks, memory, eviction, prefix_cache, offload: as in `PagedCache`.
+    """Makes the stores of one cache's layers. states: of every layer that stores keys and values. The others: as in
+    `PagedCache`.
 
     Raises ValueError for an eviction that the model or the other arguments exclude.
     """

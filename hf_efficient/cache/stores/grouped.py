@@ -2,8 +2,7 @@
 first ones are not quantized.
 
 Papers: Liu et al., KIVI (2402.02750); Xiao et al., Efficient Streaming Language Models with Attention Sinks
-    (2309.17453),
-which shows that most of the attention falls on the first tokens.
+(2309.17453), which shows that most of the attention falls on the first tokens.
 """
 
 from itertools import accumulate

@@ -38,9 +38,8 @@ def bytes_per_block(store: PageStore) -> int:
 class MemoryBudget:
     """Fixes the size of the pools at the first forward, which shows dtype and heads.
 
-    Args:
-        size: bytes for the pages of all layers together, int or str (`parse_bytes`).
-        states: the state of every layer that stores keys and values; all get equally many blocks.
+    size: bytes for the pages of all layers together, int or str (`parse_bytes`). states: of every layer that stores
+    keys and values; all get equally many blocks.
     """
 
     def __init__(self, size: int | str, states: list[CacheState]):

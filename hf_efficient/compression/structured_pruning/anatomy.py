@@ -105,14 +105,10 @@ class Anatomy:
 
 
 def examine(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> Anatomy:
-    """What of `model` can be cut.
+    """What of `model` can be cut. batches: arguments of its forward, at least one.
 
-    Args:
-        batches: arguments of its forward, at least one.
-
-    Raises:
-        ValueError: a compressed model, no text decoder, a mixture of experts, weights that are not in memory, layers
-            that are not alike, groups that are not uniform.
+    Raises ValueError: a compressed model, no text decoder, a mixture of experts, weights that are not in memory, layers
+    that are not alike, groups that are not uniform.
     """
     kind = type(model).__name__
     _check_kind(model)

@@ -28,16 +28,12 @@ def cut_units(anatomy: Anatomy, name: str, value: torch.Tensor, kept: dict[str, 
 
 
 def check_shapes(anatomy: Anatomy, small: nn.Module, kept: dict[str, torch.Tensor], axes: dict, hidden: int) -> None:
-    """Compares the parameters of the smaller model with what is left of the dense one.
+    """Compares the parameters of the smaller model `small`, on the meta device, with what is left of the dense one.
 
-    Args:
-        small: the smaller model, on the meta device.
-        kept: reader -> bool [G, R] of the units that stay in a block.
-        axes: key of a parameter -> its axes along the residual stream.
-        hidden: new width of the residual stream.
+    kept: reader -> bool [G, R] of the units that stay in a block. axes: key of a parameter -> its axes along the
+    residual stream, whose new width is `hidden`.
 
-    Raises:
-        ValueError: the class of the model makes parameters of other shapes from its config.
+    Raises ValueError: the class of the model makes parameters of other shapes from its config.
     """
     block = anatomy.chain.names[0] + "."
     for name, parameter in small.named_parameters():

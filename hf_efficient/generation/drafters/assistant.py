@@ -21,7 +21,7 @@ UNLIMITED = 2**31  # max_new_tokens of a draft with another tokenizer: the targe
 
 
 class AssistantDrafter(Drafter):
-    """Lets `model` continue every row, over a `PagedCache` of its own. In a sampled run it draws its drafts.
+    """Lets `model` continue every sequence, over a `PagedCache` of its own. In a sampled run it draws its drafts.
 
     As in transformers' assisted generation, `model.generation_config` says how far: `num_assistant_tokens` (20 when
     unset) tokens, fewer after a token that the draft itself gives less probability than

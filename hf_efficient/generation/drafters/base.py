@@ -59,13 +59,9 @@ class Drafter(ABC):
         when no sequence has a guess."""
 
     def observe(self, tokens: torch.Tensor, counts: torch.Tensor, logits: torch.Tensor) -> None:  # noqa: B027
-        """Sees the target's logits for a proposal.
-
-        Args:
-            tokens: int64 [rows, width + 1], as the target read them: each sequence's last token, then the guesses.
-            counts: int64 [rows], how many guesses are real.
-            logits: float [rows, width + 1, vocabulary], of what follows each token.
-        """
+        """Sees the target's logits for a proposal: `logits` float [rows, width + 1, vocabulary], of what follows each
+        of `tokens` int64 [rows, width + 1], each sequence's last token and then its guesses, `counts` int64 [rows] of
+        which are real."""
 
     @abstractmethod
     def accept(self, tokens: list[list[int]], hidden: torch.Tensor | None = None) -> None:

@@ -13,12 +13,8 @@ MAX_CAPTURED_TOKENS = 128  # of all sequences: more are read eagerly
 
 
 class EagleCache:
-    """Keys and values of `rows` sequences. The first `tree` columns hold drafted nodes, the others accepted tokens.
-
-    Args:
-        heads: the `EagleHead`, bound to its target.
-        branches: guesses that follow each token.
-    """
+    """Keys and values of `rows` sequences, for `heads`, an `EagleHead` bound to its target. The first `tree` columns
+    hold drafted nodes, the others accepted tokens. branches: guesses that follow each token."""
 
     def __init__(self, heads, rows: int, tree: int, branches: int):
         self.heads, self.tree, self.branches = heads, tree, branches

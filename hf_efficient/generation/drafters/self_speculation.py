@@ -99,15 +99,12 @@ class SelfSpeculation(AssistantDrafter):
     @classmethod
     @torch.no_grad()
     def search(cls, model, input_ids: torch.Tensor, number: int, **options) -> "SelfSpeculation":
-        """A drafter that skips `number` layers, chosen greedily: each time the layer without which the draft's most
-        probable token agrees with the whole model's at most positions of a text. Takes about `number` times as many
-        forwards of the text as the model has layers.
+        """A drafter that skips `number` layers, 1 to all but one, chosen greedily: each time the layer without which
+        the draft's most probable token agrees with the whole model's at most positions of the text `input_ids` int64
+        [batch, length], without padding. Takes about `number` times as many forwards of the text as the model has
+        layers.
 
-        Args:
-            input_ids: int64 [batch, length], a text without padding.
-            number: of layers to skip, 1 to all but one.
-            options: as in `SelfSpeculation`.
-        Raises ValueError for another number.
+        options: as in `SelfSpeculation`. Raises ValueError for another number.
         """
         kept = list(range(len(skippable_layers(model)[1])))
         if type(number) is not int or not 1 <= number < len(kept):

@@ -64,12 +64,9 @@ class CapturedForward:
         return self._falls_back or width > WIDTHS[-1] or rows * width > MAX_TOKENS
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, tree_mask: torch.Tensor | None) -> tuple | None:
-        """Runs the forward and appends `tokens` to the cache, with padding behind them up to one of `WIDTHS`.
+        """Runs the forward and appends `tokens` int64 [rows, columns] to the cache, with padding behind them up to one
+        of `WIDTHS`. positions: int64, of the shape that the model takes. tree_mask: as in `PagedCache.decode_step`.
 
-        Args:
-            tokens: int64 [rows, columns].
-            positions: int64, of the shape that the model takes.
-            tree_mask: as in `PagedCache.decode_step`.
         Returns what `forward` returned, in tensors that the next call overwrites; None when the caller has to run the
         forward eagerly.
         """

@@ -134,14 +134,9 @@ class DraftLengthPolicy:
         verify_seconds: float,
         is_steady: bool = True,
     ) -> None:
-        """Learns from a step.
-
-        Args:
-            proposal: what was verified.
-            accepted, depths: of each sequence: tokens accepted, and depth of its deepest draft.
-            draft_seconds, verify_seconds: of the drafter, and of the rest of the step.
-            is_steady: False where such steps will take less time from now on, as this one captured its forward.
-        """
+        """Learns from a step in which `proposal` was verified. accepted, depths: of each sequence, tokens accepted and
+        depth of its deepest draft. is_steady: False where such steps will take less time from now on, as this one
+        captured its forward."""
         width, statistics = 0 if proposal is None else proposal.width, self.statistics
         if self.timed:
             self._add_forward(self._tokens(len(accepted), width), width, verify_seconds, is_steady)

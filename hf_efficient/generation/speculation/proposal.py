@@ -12,12 +12,13 @@ MAX_NODES = 63  # drafted tokens of a sequence: with the root they fill the 64 b
 class Proposal:
     """The drafted tokens of one step, for every live sequence: one continuation, or a tree of continuations.
 
-    tokens: int64 [rows, width], width >= 1, on the device of the sequences; padding after a row's own count.
+    tokens: int64 [rows, width], width >= 1, on the device of the sequences; padding after a sequence's own count.
     counts: int64 [rows], how many of them are real (0..width).
     probabilities: float [rows, width, target vocabulary], the distribution q that each token was drawn from; None when
         tokens were not drawn. Siblings are drawn without replacement: q of the next one is what is left, normalised.
     parents: int64 [rows, width], the node that each token follows, -1 for the sequence's last token (the root). A
-        parent stands before its children, and siblings differ. At most `MAX_NODES` nodes. None: one continuation a row.
+        parent stands before its children, and siblings differ. At most `MAX_NODES` nodes. None: one continuation a
+        sequence.
     confidence: float [rows, width], the estimated probability that the token is accepted, with all those before it. The
         loop verifies only as many leading tokens as pay by it. None: the loop estimates the acceptance itself.
     """
@@ -33,7 +34,7 @@ class Proposal:
         return self.tokens.shape[1]
 
     def truncated(self, width: int) -> "Proposal":
-        """Its first `width` tokens a row."""
+        """Its first `width` tokens a sequence."""
         if width >= self.width:
             return self
         parts = (self.probabilities, self.parents, self.confidence)
@@ -41,7 +42,7 @@ class Proposal:
         return Proposal(self.tokens[:, :width], self.counts.clamp(max=width), *parts)
 
     def chain(self) -> "Proposal":
-        """The path of a tree that takes the first child everywhere, as one continuation a row."""
+        """The path of a tree that takes the first child everywhere, as one continuation a sequence."""
         if self.parents is None:
             return self
         paths = []  # in Python: torch's calls take longer than the work on so few numbers

@@ -50,12 +50,8 @@ def best_first(
 ) -> Proposal | None:
     """The `nodes` most probable candidates of each sequence as a tree on `device`, most probable node first.
 
-    Args:
-        tokens: int64 [rows, candidates].
-        confidence: float [rows, candidates], of a node at most its parent's.
-        parents: int64 [rows, candidates], each before its children.
-        depths: int64 [candidates], from 1.
-        limits: the deepest node allowed, for each row.
+    tokens, parents: int64 [rows, candidates], parents before their children. confidence: float alike, of a node at most
+    its parent's. depths: int64 [candidates], from 1. limits: the deepest node allowed, for each sequence.
     """
     if not any(limits):
         return None
@@ -71,12 +67,9 @@ def best_first(
 
 
 def ancestors(parents: torch.Tensor) -> torch.Tensor:
-    """Which node descends from which: bool [rows, width + 1, width + 1] over the root (index 0) and the nodes.
-
-    Row i is true at the ancestors of node i and at itself: what it attends to. Its sum is the node's depth + 1.
-
-    parents: int64 [rows, width], as in `Proposal`.
-    """
+    """Which node descends from which: bool [rows, width + 1, width + 1] over the root (index 0) and the nodes `parents`
+    int64 [rows, width]. Row i is true at the ancestors of node i and at itself: what it attends to. Its sum is the
+    node's depth + 1."""
     above = parents.cpu().numpy() + 1  # numpy's bits: torch's calls take longer than the work on so few numbers
     seen, row = np.ones((above.shape[0], above.shape[1] + 1), np.uint64), np.arange(len(above))
     for node in range(1, seen.shape[1]):

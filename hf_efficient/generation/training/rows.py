@@ -18,8 +18,7 @@ class Row:
     """One answer with its prompt.
 
     tokens: int64 [n]. hidden: [n - 1, hidden_size * (1 + layers)]; the i-th predicted token i + 1. prompt: how many of
-        the
-    tokens are the prompt.
+    the tokens are the prompt.
     """
 
     def __init__(self, tokens: torch.Tensor, hidden: torch.Tensor, prompt: int):

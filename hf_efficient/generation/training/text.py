@@ -134,8 +134,7 @@ def collect_text(
     """Calls `generate_text` batch by batch until the answers have `num_tokens` tokens.
 
     count: the number of batches of an earlier run, after which this one ends as well. is_late: without `count`, the
-        first
-    batch after which it returns True is the last.
+    first batch after which it returns True is the last.
     """
     files, answered = [], 0
     with tqdm(total=num_tokens, desc="generating text", unit="token") as bar:

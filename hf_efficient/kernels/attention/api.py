@@ -43,24 +43,11 @@ def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, s_aux=None,
 ):  # fmt: skip
-    """Attention of queries over contiguous keys and values. Deterministic.
+    """`flash_paged.flash_attn_func` on CPU, too: q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv] -> [B, Sq, Hq,
+    Dv], or with return_attn_probs (out, log-sum-exp float32 [B, Hq, Sq], None).
 
-    Args:
-        q, k, v: [B, Sq, Hq, D], [B, Sk, Hk, D], [B, Sk, Hk, Dv].
-        softmax_scale: D ** -0.5 by default.
-        causal: aligned to the bottom right.
-        window_size: keys seen to the left and right of a query, -1 for all.
-        softcap: scores become softcap * tanh(score / softcap); 0 for none.
-        alibi_slopes: float32 [Hq] or [B, Hq]; scores lose slope * distance.
-        s_aux: [Hq], sink logits that join the softmax's denominator.
-
-    Returns:
-        [B, Sq, Hq, Dv], or with return_attn_probs (out, log-sum-exp float32 [B, Hq, Sq], None). The log-sum-exp
-        includes the sink, and is -inf where a query sees nothing.
-
-    Raises:
-        RuntimeError: a gradient is asked for, or the device is neither CPU nor CUDA.
-        ValueError: dropout is asked for, or heads or dtypes do not fit each other.
+    Raises RuntimeError where a gradient is asked for or the device is neither CPU nor CUDA, ValueError for dropout and
+    for heads or dtypes that do not fit each other.
     """
     check_inputs(q, k, v, dropout_p)
     out, lse = _OPS.flash_attn(
@@ -74,19 +61,10 @@ def flash_attn_varlen_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None, s_aux=None,
 ):  # fmt: skip
-    """`flash_attn_func` for sequences laid end to end.
+    """`flash_paged.flash_attn_varlen_func` on CPU, too: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], sequences laid
+    end to end (or pages, with a block_table) -> [Tq, Hq, Dv]; the log-sum-exp is [Hq, Tq].
 
-    Args:
-        q, k, v: [Tq, Hq, D], [Tk, Hk, D], [Tk, Hk, Dv]. With a block_table k and v are pages [num_blocks, block_size,
-            Hk, D].
-        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], cumulative lengths. Over pages cu_seqlens_k only gives the lengths.
-        block_table: int32 [B, max_blocks].
-
-    Returns:
-        [Tq, Hq, Dv]; the log-sum-exp is [Hq, Tq].
-
-    Raises:
-        ValueError: on CPU also for lengths or blocks beyond the table or the pages.
+    Raises as `flash_attn_func`; on CPU also ValueError for lengths or blocks beyond the table or the pages.
     """
     check_inputs(q, k, v, dropout_p)
     out, lse = _OPS.flash_attn_varlen(
@@ -101,28 +79,11 @@ def flash_attn_with_kvcache(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax_lse=False, s_aux=None, tree_mask=None,
     k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None, v_tail=None, quantized_seqlens=None,
 ):  # fmt: skip
-    """Appends new tokens to a paged cache in place, and attends over all of it.
+    """`flash_paged.flash_attn_with_kvcache` on CPU, too: appends k, v [B, Sn, Hk, D] to a paged cache in place, and
+    attends with q [B, Sq, Hq, D] over all of it -> [B, Sq, Hq, Dv], or with return_softmax_lse (out, log-sum-exp [B,
+    Hq, Sq]).
 
-    Args:
-        q: [B, Sq, Hq, D].
-        k_cache, v_cache: pages [num_blocks, block_size, Hk, D].
-        k, v: [B, Sn, Hk, D], tokens to append; None for none.
-        cache_seqlens: int32 [B], tokens that each sequence holds before, or an int for all; None: the table is full.
-            A sequence of negative length is padding.
-        block_table: int32 [B, max_blocks]; without it sequence b has the page k_cache[b]. Blocks of -1 are neither read
-            nor written.
-        tree_mask: int64 [B, Sq], Sq <= 64. The last Sq keys are then the nodes of a token tree, and bit j of
-            tree_mask[b, i] says that query i sees node j. A node stands behind its ancestors; `causal` and the right
-            side of the window are not used.
-        k_scale to quantized_seqlens: of quantized caches. int8 and float8_e4m3fn caches quantize what is appended; int4
-            and int2 caches (uint8) append to the rings k_tail, v_tail.
-        The others: as in `flash_attn_func`.
-
-    Returns:
-        [B, Sq, Hq, Dv], or with return_softmax_lse (out, log-sum-exp [B, Hq, Sq]).
-
-    Raises:
-        ValueError: on CPU also for lengths or blocks beyond the table or the pages.
+    Raises as `flash_attn_varlen_func`.
     """
     quantized = k_cache.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
     if quantized:

@@ -11,16 +11,8 @@ from hf_efficient.kernels.attention.pages import Pages, check_blocks, read_seque
 
 
 def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, softcap=0.0, s_aux=None):
-    """Attention over contiguous keys and values.
-
-    Args:
-        query, key, value: [B, Hq, S, D], [B, Hk, n, D], [B, Hk, n, Dv], any strides.
-        mask: additive, [B or 1, 1 or Hq, S, n].
-        causal: needs S = n.
-
-    Returns:
-        [B, S, Hq, Dv]; zeros where a query sees nothing.
-    """
+    """Attention of query [B, Hq, S, D] over contiguous key [B, Hk, n, D], value [B, Hk, n, Dv], any strides: [B, S, Hq,
+    Dv], zeros where a query sees nothing. mask: additive, [B or 1, 1 or Hq, S, n]. causal: needs S = n."""
     batch, heads, width, dim = query.shape
     group, needs_scores = heads // key.shape[1], bool(softcap) or s_aux is not None
     # numbers that each query adds: scores, or a mask that is repeated for the heads of a group

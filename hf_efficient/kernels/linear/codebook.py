@@ -10,7 +10,7 @@ import torch
 
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import expand_groups, pack_codes, unpack_codes
-from hf_efficient.kernels.linear.layout import FLOATS, Layout, RowsLayout
+from hf_efficient.kernels.linear.layout import Layout, RowsLayout, TritonRowsLayout, triton_groups
 from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout
 from hf_efficient.kernels.replay.recorder import as_one_step
 
@@ -103,8 +103,8 @@ class CodebookInt4Layout(Int4CpuLayout):
         super().__init__(codes, scale.float() * step, zero_point, 8, group_size, in_features, dtype)
         self.code_bits = bits
         inverse = torch.zeros(len(table), 256, dtype=torch.uint8)
-        places = torch.arange(2**bits - 1, -1, -1, dtype=torch.uint8).expand(len(table), -1)
-        self.inverse = inverse.scatter_(1, points.long().flip(1), places)
+        codes_of = torch.arange(2**bits - 1, -1, -1, dtype=torch.uint8).expand(len(table), -1)
+        self.inverse = inverse.scatter_(1, points.long().flip(1), codes_of)
         self.tensors["packed_inverse"] = self.inverse
         self.is_exact = torch.equal(self.canonical(), qweight)
 
@@ -142,31 +142,24 @@ def _fit_known(table: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor, to
     return fit_grid(torch.tensor([table], dtype=torch.float32, device="cpu"), 256)
 
 
-class CodebookTritonLayout(RowsLayout):
-    """The layout of the Triton kernel (CUDA, ROCm): codes in the order of byte permutations."""
+class CodebookTritonLayout(TritonRowsLayout):
+    """The layout of the Triton kernel: codes in the order of byte permutations."""
 
     def __init__(self, qweight, table, scale, bits, group_size, in_features, dtype):
         self.bits, self.in_features, self.dtype, self.out_features = bits, in_features, dtype, len(qweight)
-        self.group_size = group_size
-        if group_size is not None and group_size > 64 and group_size % 128:  # as several groups of 32
-            scale = scale.repeat_interleave(group_size // 32, 1)[:, : -(-in_features // 32)]
-            self.group_size = 32
+        scale, _, self.group_size = triton_groups(scale, None, group_size, in_features)
         self.packed = op.triton_kernels().pack_codebook_weight(qweight, bits)
         self.table = (table[0] if len(table) == 1 else table).to(dtype).contiguous()
         self.scale = scale.contiguous()
         self.tensors = {"packed": self.packed, "packed_table": self.table, "packed_scale": self.scale}
-
-    @staticmethod
-    def supports(group_size, dtype) -> bool:
-        return dtype in FLOATS and (group_size in (None, -1) or group_size % 32 == 0)
 
     def product(self, x, bias):
         tensors = x, self.packed, self.table, self.scale, bias
         return torch.ops.hf_efficient.codebook_linear(*tensors, self.bits, self.group_size, self.in_features)
 
     def dequantize(self):
-        scheme = dict(bits=self.bits, group_size=self.group_size, in_features=self.in_features)
-        return dequantize_packed(self.dtype, packed=self.packed, codebook=self.table, scale=self.scale, **scheme)
+        tensors = dict(packed=self.packed, codebook=self.table, scale=self.scale)
+        return dequantize_packed(self.dtype, **tensors, **self.scheme)
 
     def canonical(self):
         return op.triton_kernels().unpack_codebook_weight(self.packed, self.in_features, self.bits)

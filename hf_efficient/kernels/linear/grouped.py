@@ -3,8 +3,8 @@
 import torch
 
 from hf_efficient.kernels.linear import op
-from hf_efficient.kernels.linear.layout import Layout, rows_of
-from hf_efficient.kernels.linear.weight_only import TritonLayout, dequantize_packed, triton_groups
+from hf_efficient.kernels.linear.layout import Layout, rows_of, triton_groups
+from hf_efficient.kernels.linear.weight_only import TritonLayout, dequantize_packed
 
 
 class GroupedTritonLayout(Layout):

@@ -49,6 +49,27 @@ class RowsLayout(Layout):
         return self.product(rows_of(x, self.in_features), bias).view(*x.shape[:-1], self.out_features)
 
 
+class TritonRowsLayout(RowsLayout):
+    """Codes `packed` in the order of a Triton kernel (CUDA, ROCm). A subclass also sets bits, group_size and dtype."""
+
+    @staticmethod
+    def supports(group_size: int | None, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS and (group_size in (None, -1) or group_size % 32 == 0)
+
+    @property
+    def scheme(self) -> dict[str, int | None]:
+        return dict(bits=self.bits, group_size=self.group_size, in_features=self.in_features)
+
+
+def triton_groups(scale, zero_point, group_size, in_features):
+    """(scale, zero_point, group_size) in groups that the Triton kernels serve: a group of another multiple of 32
+    becomes several of 32."""
+    if group_size is None or group_size <= 64 or group_size % 128 == 0:
+        return scale, zero_point, group_size
+    repeats, groups = group_size // 32, -(-in_features // 32)
+    return *(None if t is None else t.repeat_interleave(repeats, -1)[..., :groups] for t in (scale, zero_point)), 32
+
+
 class DequantizedLayout(Layout):
     """Serves every device, format and shape: dequantizes the canonical tensors in each call, allocates nothing for
     longer.

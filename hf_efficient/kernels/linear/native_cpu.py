@@ -18,7 +18,7 @@ from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
 from hf_efficient.kernels.linear.layout import FLOATS, Layout
 from hf_efficient.kernels.native import build
-from hf_efficient.kernels.native.structs import Product
+from hf_efficient.kernels.native.structs import Product, filled
 from hf_efficient.kernels.replay.instructions import packed_product
 from hf_efficient.kernels.replay.registry import replays
 
@@ -44,21 +44,16 @@ class _Weight(ctypes.Structure):
     ]
 
 
-@functools.lru_cache(65536)  # the op makes a layout in each call
-def _cached_weight(*fields) -> tuple[_Weight, int]:
-    weight = _Weight(*fields)
-    return weight, ctypes.addressof(weight)
-
-
 def weight_structure(packed, scale, zero_point, group, out_features, in_features, rounds_inputs) -> tuple[_Weight, int]:
     """(the structure of a weight, its address)."""
     zero = None if zero_point is None else zero_point.data_ptr()
     sizes = out_features, in_features, group
     floats = scale.dtype is torch.float32, zero is not None and zero_point.dtype is torch.float32
-    return _cached_weight(packed.data_ptr(), scale.data_ptr(), zero, *sizes, floats[0], rounds_inputs, floats[1])
+    pointers = packed.data_ptr(), scale.data_ptr(), zero
+    return filled(_Weight, *pointers, *sizes, floats[0], rounds_inputs, floats[1])
 
 
-def _places(bits: int):
+def _pieces(bits: int):
     """(column, line, shift in the word, shift in the code, mask) of each piece of a code in a step."""
     for column in range(COLUMNS[bits]):
         pair, half = divmod(column, 2)
@@ -78,7 +73,7 @@ def pack_lines(codes: torch.Tensor, bits: int) -> torch.Tensor:
         codes = torch.where(codes < 128, ~codes, codes ^ 128)
     steps = codes.view(-1, LANES, codes.shape[1] // COLUMNS[bits], COLUMNS[bits]).permute(3, 0, 2, 1).contiguous()
     words = codes.new_zeros(*steps.shape[1:3], 3 if bits == 3 else 1, LANES, dtype=torch.int32)
-    for column, line, word_shift, code_shift, mask in _places(bits):
+    for column, line, word_shift, code_shift, mask in _pieces(bits):
         words[:, :, line] |= (steps[column] >> code_shift & mask).int() << word_shift
     return words
 
@@ -86,7 +81,7 @@ def pack_lines(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_lines(words: torch.Tensor, bits: int, out_features: int, in_features: int) -> torch.Tensor:
     """The inverse of `pack_lines`."""
     codes = words.new_zeros(COLUMNS[bits], *words.shape[:2], LANES, dtype=torch.uint8)
-    for column, line, word_shift, code_shift, mask in _places(bits):
+    for column, line, word_shift, code_shift, mask in _pieces(bits):
         codes[column] |= ((words[:, :, line] >> word_shift & mask) << code_shift).to(torch.uint8)
     codes = codes.permute(1, 3, 2, 0).reshape(words.shape[0] * LANES, -1)[:out_features, :in_features]
     return torch.where(codes > 127, ~codes, codes ^ 128) if bits == 8 else codes

@@ -16,7 +16,7 @@ from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
 from hf_efficient.kernels.linear.native_cpu import LANES, NativeLayout
 from hf_efficient.kernels.native import build
-from hf_efficient.kernels.native.structs import Product
+from hf_efficient.kernels.native.structs import Product, filled
 from hf_efficient.kernels.replay.instructions import packed_product
 from hf_efficient.kernels.replay.registry import replays
 
@@ -37,15 +37,10 @@ class _SparseWeight(ctypes.Structure):
     ]
 
 
-@functools.lru_cache(65536)  # the op makes a layout in each call
-def _cached_weight(*fields) -> tuple[_SparseWeight, int]:
-    weight = _SparseWeight(*fields)
-    return weight, ctypes.addressof(weight)
-
-
 def weight_structure(values, masks, starts, out_features, in_features) -> tuple[_SparseWeight, int]:
     """(the structure of a weight, its address)."""
-    return _cached_weight(values.data_ptr(), masks.data_ptr(), starts.data_ptr(), out_features, in_features)
+    pointers = values.data_ptr(), masks.data_ptr(), starts.data_ptr()
+    return filled(_SparseWeight, *pointers, out_features, in_features)
 
 
 @functools.cache

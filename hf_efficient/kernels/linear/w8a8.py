@@ -28,27 +28,18 @@ class Quantized(NamedTuple):
 
 
 def quantize(x, format, scale=None, zero_point=None) -> Quantized:
-    """Rounds x [M, K] to codes.
+    """Rounds x [M, K] to codes in one of FORMATS, which `efficient_linear.quantize` documents. scale, zero_point:
+    static ones, float32 and int8 of one element.
 
-    Args:
-        format: one of FORMATS: "int8" (symmetric), "int8_asymmetric", "fp8" (one scale a row), "fp8_block" (one scale
-            for 128 columns of a row).
-        scale, zero_point: static ones, float32 and int8 of one element.
-
-    Raises:
-        RuntimeError: x requires grad while grad is enabled.
-        ValueError: another format.
+    Raises RuntimeError where x requires grad while grad is enabled, ValueError for another format.
     """
     _check(format, x)
     return _assemble(torch.ops.hf_efficient.quantize_activation(x, format, scale, zero_point), scale, zero_point)
 
 
 def rms_norm_quantize(x, weight, eps, residual=None, *, format, scale=None, zero_point=None, normalised=False):
-    """`quantize` of the RMS norm of x [M, K] (+ residual) times weight [K].
-
-    Returns:
-        (Quantized, x + residual or None, the normalised rows in the dtype of x or None).
-    """
+    """`quantize` of the RMS norm of x [M, K] (+ residual) times weight [K]: (Quantized, x + residual or None, the
+    normalised rows in the dtype of x or None)."""
     _check(format, x, weight, residual)
     tensors = torch.ops.hf_efficient.rms_norm_quantize(x, weight, residual, eps, format, scale, zero_point, normalised)
     made = len(tensors) - (residual is not None) - bool(normalised)
@@ -63,16 +54,13 @@ def silu_mul_quantize(gate, up, *, format, scale=None, zero_point=None) -> Quant
 
 
 def multiply(x: Quantized, w_codes, w_scale, bias=None, *, w_zero_point=None, w_sums=None, out_dtype):
-    """Quantized rows [M, K] @ w_codes [N, K]^T + bias [N]: [M, N] in out_dtype.
+    """Quantized rows [M, K] @ w_codes [N, K]^T + bias [N]: [M, N] in out_dtype. TypeError for codes of different or
+    other dtypes.
 
-    Args:
-        w_codes: of the dtype of the codes of x; on a CPU int8 codes may be what `pack_int8` made of them.
-        w_scale: float32, one value, [N, 1] or [N]; [ceil(N / 128), ceil(K / 128)] for x in "fp8_block".
-        w_zero_point: for int8, int8 like w_scale.
-        w_sums: for x in "int8_asymmetric", `w_codes.sum(1, dtype=torch.int32)`; None computes it in each call.
-
-    Raises:
-        TypeError: codes of different or other dtypes.
+    w_codes: of the dtype of the codes of x; on a CPU int8 codes may be what `pack_int8` made of them.
+    w_scale: float32, one value, [N, 1] or [N]; [ceil(N / 128), ceil(K / 128)] for x in "fp8_block".
+    w_zero_point: for int8, int8 like w_scale.
+    w_sums: for x in "int8_asymmetric", `w_codes.sum(1, dtype=torch.int32)`; None computes it in each call.
     """
     if x.codes.dtype != w_codes.dtype or w_codes.dtype not in (torch.int8, torch.float8_e4m3fn):
         raise TypeError(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import expand_groups, unpack_codes
-from hf_efficient.kernels.linear.layout import FLOATS, Layout, RowsLayout
+from hf_efficient.kernels.linear.layout import Layout, TritonRowsLayout, triton_groups
 from hf_efficient.kernels.linear.native_cpu import NativeCodesLayout
 from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout, Int8CpuLayout
 
@@ -38,8 +38,8 @@ def dequantize_packed(packed, scale, zero_point, dtype, **scheme) -> torch.Tenso
     return kernels.dequantize_reference(packed, scale, zero_point, **scheme).to(dtype)
 
 
-class TritonLayout(RowsLayout):
-    """The layout of the Triton kernels (CUDA, ROCm), which take any number of rows."""
+class TritonLayout(TritonRowsLayout):
+    """The layout of the Triton kernels, which take any number of rows."""
 
     def __init__(self, packed, scale, zero_point, bits, group_size, in_features, dtype):
         self.out_features, self.in_features, self.dtype = packed.shape[0], in_features, dtype
@@ -54,17 +54,12 @@ class TritonLayout(RowsLayout):
         packed = op.triton_kernels().pack_weight(qweight, bits, group_size)
         return cls(packed, scale, zero_point, bits, group_size, in_features, dtype)
 
-    @staticmethod
-    def supports(group_size, dtype) -> bool:
-        return dtype in FLOATS and (group_size in (None, -1) or group_size % 32 == 0)
-
     def product(self, x, bias):
         tensors = x, self.packed, self.scale, self.zero_point, bias
         return torch.ops.hf_efficient.weight_only_linear(*tensors, self.bits, self.group_size, self.in_features)
 
     def dequantize(self):
-        scheme = dict(bits=self.bits, group_size=self.group_size, in_features=self.in_features)
-        return dequantize_packed(self.packed, self.scale, self.zero_point, self.dtype, **scheme)
+        return dequantize_packed(self.packed, self.scale, self.zero_point, self.dtype, **self.scheme)
 
     def canonical(self):
         return op.triton_kernels().unpack_weight(self.packed, self.in_features, self.bits, self.group_size)
@@ -91,15 +86,6 @@ class FloatZeroTritonLayout(Layout):
     def dequantize(self):
         shift = self.shift.t().repeat_interleave(self.width, 1)[:, : self.in_features]
         return (self.inner.dequantize().float() + shift).to(self.dtype)
-
-
-def triton_groups(scale, zero_point, group_size, in_features):
-    """(scale, zero_point, group_size) in groups that the Triton kernels serve: a group of another multiple of 32
-    becomes several of 32."""
-    if group_size is None or group_size <= 64 or group_size % 128 == 0:
-        return scale, zero_point, group_size
-    repeats, groups = group_size // 32, -(-in_features // 32)
-    return *(None if t is None else t.repeat_interleave(repeats, -1)[..., :groups] for t in (scale, zero_point)), 32
 
 
 def device_layout(

@@ -5,6 +5,7 @@ A mirror is a `ctypes.Structure` of the same name; leading underscores do not co
 """
 
 import ctypes
+import functools
 
 
 class Product(ctypes.Structure):
@@ -17,6 +18,13 @@ class Product(ctypes.Structure):
 
 
 MOST_PRODUCTS = 4  # of one call; native/common/products.h has the same number
+
+
+@functools.lru_cache(131072)  # an op describes its weight anew in each call
+def filled(structure: type[ctypes.Structure], *fields) -> tuple[ctypes.Structure, int]:
+    """(structure(*fields), its address); the same ones again for the same fields."""
+    made = structure(*fields)
+    return made, ctypes.addressof(made)
 
 
 class LayoutMismatch(TypeError):

@@ -16,13 +16,11 @@ def share(
 ) -> tuple[torch.Tensor | None, set[int]]:
     """Moves the results that only instructions read and write into one buffer.
 
-    Args:
-        program: instructions, whose addresses are changed, and (function to call, the tensors it reads).
-        made: address -> storage, of all results.
-        pinned: addresses of storages that stay where they lie. A storage that somebody else holds stays as well.
+    program: instructions, whose addresses are changed, and (function to call, the tensors it reads). made: address ->
+    storage, of all results. pinned: addresses of storages that stay where they lie, as one that somebody else holds
+    does.
 
-    Returns:
-        The buffer (None where nothing was moved), and the addresses of the storages that are needed no more.
+    Returns the buffer (None where nothing was moved), and the addresses of the storages that are needed no more.
     """
     starts = sorted(made)
     pinned, uses = set(pinned), {}  # address -> [index of its first instruction, of its last]

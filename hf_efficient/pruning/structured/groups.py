@@ -72,14 +72,10 @@ def best_units(group_scores: torch.Tensor, unit_scores: torch.Tensor, keep: tupl
 
 
 def find_groups(linears: dict[str, nn.Module], run: Callable[[], object]) -> list[Groups]:
-    """The groups of a block, heads first, of readers that have more than one group.
+    """The groups of a block, heads first, of readers that have more than one group. linears: name -> nn.Linear or
+    Conv1D, all of the block. run: runs the block on about 16 tokens.
 
-    Args:
-        linears: name -> nn.Linear or Conv1D, all of the block.
-        run: runs the block on about 16 tokens.
-
-    Raises:
-        ValueError: groups of one linear that differ in size.
+    Raises ValueError: groups of one linear that differ in size.
     """
     depends: dict[str, dict[str, torch.Tensor]] = {}
     for seed in range(_PROBES):

@@ -17,12 +17,7 @@ _STEPS = 64  # most steps; of many groups several go in one step
 
 def kept_units(groups: Groups, keep: tuple[int, int], weight: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """bool [G, R]: keep[0] groups of keep[1] units each stay. Units go a few at a time, and the others make up for
-    them.
-
-    Args:
-        weight: [N, K], of the reader.
-        hessian: [K, K], the sum of x^T x over its inputs.
-    """
+    them. weight: [N, K], of the reader. hessian: [K, K], the sum of x^T x over its inputs."""
     damped = hessian + _DAMPING * hessian.diagonal().mean() * torch.eye(len(hessian)).to(hessian)
     inverse, weight = torch.linalg.inv(damped.double()).float(), weight.float().clone()
     columns = groups.columns.to(weight.device)

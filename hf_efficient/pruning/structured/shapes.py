@@ -75,16 +75,12 @@ def shape_of(config, intermediate_size: int) -> Shape:
 
 
 def smaller_config(config, old: Shape, new: Shape, layers: list[int], head_dim: int, untie: bool = False):
-    """A config of the same class for the shape `new`.
+    """A config of the class of `config`, a model of shape `old`, for the shape `new`.
 
-    Args:
-        config: of a model of shape `old`.
-        layers: indices of the old layers that the new ones are.
-        head_dim: width of a head.
-        untie: whether the output embedding gets weights of its own.
+    layers: indices of the old layers that the new ones are. untie: whether the output embedding gets weights of its
+    own.
 
-    Raises:
-        ValueError: the class refuses, or has no name for a size that changes.
+    Raises ValueError: the class refuses, or has no name for a size that changes.
     """
     values = config.to_dict()
     for name, value in values.items():

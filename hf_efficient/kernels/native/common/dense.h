@@ -24,7 +24,8 @@ static INLINE Floats sums_of_lanes(const Floats (&values)[SUMS]) {
         const __m512 a = fours[2 * i], b = fours[2 * i + 1];
         pairs[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, EVEN), _mm512_shuffle_f32x4(a, b, ODD));
     }
-    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], EVEN), _mm512_shuffle_f32x4(pairs[0], pairs[1], ODD));
+    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], EVEN),
+                                 _mm512_shuffle_f32x4(pairs[0], pairs[1], ODD));
 #else
     Floats sums = {};
     for (int i = 0; i < SUMS; i++)
@@ -34,7 +35,9 @@ static INLINE Floats sums_of_lanes(const Floats (&values)[SUMS]) {
 }
 
 // y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M
-template <int M, int AHEAD> static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16_t *bias, int64_t width, int64_t count, uint16_t *y, int64_t ld) {
+template <int M, int AHEAD>
+static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16_t *bias, int64_t width, int64_t count,
+                              uint16_t *y, int64_t ld) {
     constexpr int N = SUMS / M;
     Floats sums[SUMS] = {};
 #if BF16_DOT
@@ -49,13 +52,15 @@ template <int M, int AHEAD> static INLINE void dense_tile(const uint16_t *x, con
             __builtin_prefetch(from + AHEAD, 0, 0);
             const __m512bh weights = (__m512bh)_mm512_maskz_loadu_epi16(inside, from);
 #pragma GCC unroll 8
-            for (int i = 0; i < M; i++) sums[i * N + j] = (Floats)_mm512_dpbf16_ps((__m512)sums[i * N + j], weights, values[i]);
+            for (int i = 0; i < M; i++)
+                sums[i * N + j] = (Floats)_mm512_dpbf16_ps((__m512)sums[i * N + j], weights, values[i]);
         }
     }
 #else
     for (int i = 0; i < M; i++)
         for (int j = 0; j < count; j++)
-            for (int64_t k = 0; k < width; k++) sums[i * N + j][0] += bfloat16_value(x[i * width + k]) * bfloat16_value(w[j * width + k]);
+            for (int64_t k = 0; k < width; k++)
+                sums[i * N + j][0] += bfloat16_value(x[i * width + k]) * bfloat16_value(w[j * width + k]);
 #endif
     Floats results = sums_of_lanes(sums);
     if (bias)
@@ -67,7 +72,9 @@ template <int M, int AHEAD> static INLINE void dense_tile(const uint16_t *x, con
 }
 
 // y [rows, columns] <- x [rows, width] @ w [columns, width]^T + bias [columns] or null, all bfloat16
-template <class Ahead> static INLINE void dense_ahead(Ahead ahead, const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows, int64_t columns, int64_t width) {
+template <class Ahead>
+static INLINE void dense_ahead(Ahead ahead, const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y,
+                               int64_t rows, int64_t columns, int64_t width) {
     parallel(ceil_div(columns, SUMS), [&](int64_t tile, int64_t end) {
         for (; tile < end; tile++)
             for (int64_t row = 0, left = rows; left > 0;) {
@@ -75,7 +82,9 @@ template <class Ahead> static INLINE void dense_ahead(Ahead ahead, const uint16_
                     constexpr int M = decltype(m)::value, N = SUMS / M;
                     const int64_t last = std::min(columns, (tile + 1) * SUMS);
                     for (int64_t j = tile * SUMS; j < last; j += N)
-                        dense_tile<M, decltype(ahead)::value>(x + row * width, w + j * width, bias ? bias + j : nullptr, width, std::min<int64_t>(N, last - j), y + row * columns + j, columns);
+                        dense_tile<M, decltype(ahead)::value>(x + row * width, w + j * width, bias ? bias + j : nullptr,
+                                                              width, std::min<int64_t>(N, last - j),
+                                                              y + row * columns + j, columns);
                     row += M, left -= M;
                 };
                 if (left >= 8) some(std::integral_constant<int, 8>());
@@ -87,8 +96,11 @@ template <class Ahead> static INLINE void dense_ahead(Ahead ahead, const uint16_
 }
 
 // The distances of prefetching, in elements, are measured: larger where the rows of x take several passes.
-static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows, int64_t columns, int64_t width) {
-    auto run = [&](auto ahead) __attribute__((always_inline)) { dense_ahead(ahead, x, w, bias, y, rows, columns, width); };
+static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,
+                  int64_t columns, int64_t width) {
+    auto run = [&](auto ahead) __attribute__((always_inline)) {
+        dense_ahead(ahead, x, w, bias, y, rows, columns, width);
+    };
     if (rows <= 4) run(std::integral_constant<int, 2048>());
     else if (rows <= 8) run(std::integral_constant<int, 2560>());
     else run(std::integral_constant<int, 8192>());

@@ -16,7 +16,8 @@ static INLINE Floats select(Ints mask, Floats yes, Floats no) {
 // e^x to 2 units in the last place: 2^n * e^r with |r| <= ln 2 / 2
 static INLINE Floats exponential(Floats x) {
     x = select(x < -87.3f, splat(-87.3f), select(x > 88.7f, splat(88.7f), x));
-    const Floats n = __builtin_convertvector(__builtin_convertvector(x * 1.44269504f + select(x < 0.0f, splat(-0.5f), splat(0.5f)), Ints), Floats);
+    const Floats n = __builtin_convertvector(
+        __builtin_convertvector(x * 1.44269504f + select(x < 0.0f, splat(-0.5f), splat(0.5f)), Ints), Floats);
     const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
     Floats p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -28,7 +29,7 @@ static INLINE Floats exponential(Floats x) {
     return p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
 }
 
-// Calls body(at) for every place of the first three of `sizes`.
+// Calls body(at) for every index of the first three of `sizes`.
 template <class F> static INLINE void for_rows(const int64_t *sizes, F body) {
     int64_t at[3];
     for (at[0] = 0; at[0] < sizes[0]; at[0]++)
@@ -42,7 +43,7 @@ static INLINE int64_t offset(const int64_t *strides, const int64_t *at) {
 
 static INLINE float half_value(uint16_t half) { return (float)*(_Float16 *)&half; }
 
-// x <- `count` elements from place `first` of `data` on, `stride` apart; x has room for a whole vector at the end
+// x <- `count` elements from index `first` of `data` on, `stride` apart; x has room for a whole vector at the end
 static INLINE void load(float *x, const void *data, int64_t type, int64_t first, int64_t stride, int64_t count) {
     if (type == FLOAT) {
         const float *from = (const float *)data + first;

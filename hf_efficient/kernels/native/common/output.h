@@ -12,22 +12,23 @@ struct Output {
 
     // 16 results of a row from column `first` on, less where y ends
     INLINE void store(int64_t row, int64_t first, Floats values) const {
-        const int64_t count = std::min<int64_t>(LANES, columns - first), place = row * columns + first;
+        const int64_t count = std::min<int64_t>(LANES, columns - first), index = row * columns + first;
         if (count == LANES) {
             if (is_float) {
                 if (bias) values += *(const Floats *)((const float *)bias + first);
-                *(Floats *)((float *)y + place) = values;
+                *(Floats *)((float *)y + index) = values;
             } else {
                 if (bias) values += widen(*(const Halves *)((const uint16_t *)bias + first));
-                *(Halves *)((uint16_t *)y + place) = narrow(values);
+                *(Halves *)((uint16_t *)y + index) = narrow(values);
             }
         } else if (is_float) {
-            for (int i = 0; i < count; i++) ((float *)y)[place + i] = values[i] + (bias ? ((const float *)bias)[first + i] : 0);
+            for (int i = 0; i < count; i++)
+                ((float *)y)[index + i] = values[i] + (bias ? ((const float *)bias)[first + i] : 0);
         } else {
             Halves some = {};
             if (bias) memcpy(&some, (const uint16_t *)bias + first, count * 2), values += widen(some);
             some = narrow(values);
-            memcpy((uint16_t *)y + place, &some, count * 2);
+            memcpy((uint16_t *)y + index, &some, count * 2);
         }
     }
 };

@@ -13,7 +13,8 @@ static INLINE Floats tile_dot(Floats sum, Floats pairs, uint32_t x) { return dot
 #endif
 
 template <int M, int BLOCKS, class T>
-static INLINE void tile_product(const T *x, int64_t ld, const Floats *tile, int64_t steps, bool begin, Floats (*sums)[TILE_BLOCKS]) {
+static INLINE void tile_product(const T *x, int64_t ld, const Floats *tile, int64_t steps, bool begin,
+                                Floats (*sums)[TILE_BLOCKS]) {
     Floats sum[M][BLOCKS];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
@@ -32,7 +33,8 @@ static INLINE void tile_product(const T *x, int64_t ld, const Floats *tile, int6
 
 // tile: [steps][BLOCKS], x: [rows][ld]
 template <int BLOCKS, class T, int M = TILE_ROWS>
-static void tile_rows(int64_t rows, const T *x, int64_t ld, const Floats *tile, int64_t steps, bool begin, Floats (*sums)[TILE_BLOCKS]) {
+static void tile_rows(int64_t rows, const T *x, int64_t ld, const Floats *tile, int64_t steps, bool begin,
+                      Floats (*sums)[TILE_BLOCKS]) {
     for (; rows >= M; rows -= M, x += M * ld, sums += M) tile_product<M, BLOCKS>(x, ld, tile, steps, begin, sums);
     if constexpr (M > 1)
         if (rows) tile_rows<BLOCKS, T, M - 1>(rows, x, ld, tile, steps, begin, sums);
@@ -40,7 +42,8 @@ static void tile_rows(int64_t rows, const T *x, int64_t ld, const Floats *tile, 
 
 // The same for any number of blocks up to TILE_BLOCKS.
 template <class T>
-static void tile_rows(int64_t blocks, int64_t rows, const T *x, int64_t ld, const Floats *tile, int64_t steps, bool begin, Floats (*sums)[TILE_BLOCKS]) {
+static void tile_rows(int64_t blocks, int64_t rows, const T *x, int64_t ld, const Floats *tile, int64_t steps,
+                      bool begin, Floats (*sums)[TILE_BLOCKS]) {
     if (blocks == 4) tile_rows<4>(rows, x, ld, tile, steps, begin, sums);
     if (blocks == 3) tile_rows<3>(rows, x, ld, tile, steps, begin, sums);
     if (blocks == 2) tile_rows<2>(rows, x, ld, tile, steps, begin, sums);

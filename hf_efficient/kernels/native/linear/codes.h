@@ -59,7 +59,8 @@ struct Codes {
             out[1].bits = _mm512_or_si512(_mm512_srli_epi16(low, 8), _mm512_andnot_si512(even, high));
         } else {
 #pragma GCC unroll 16
-            for (int j = 0; j < PAIRS; j++) out[j].bits = _mm512_permutexvar_epi16((__m512i)shifted(words, j), table[0]);
+            for (int j = 0; j < PAIRS; j++)
+                out[j].bits = _mm512_permutexvar_epi16((__m512i)shifted(words, j), table[0]);
         }
     }
 
@@ -67,7 +68,10 @@ struct Codes {
         Pairs both[PAIRS];
         decode(line, both);
 #pragma GCC unroll 16
-        for (int j = 0; j < PAIRS; j++) out[2 * j] = (Floats)((Words)both[j].bits << 16), out[2 * j + 1] = (Floats)((Words)both[j].bits & 0xffff0000u);
+        for (int j = 0; j < PAIRS; j++) {
+            out[2 * j] = (Floats)((Words)both[j].bits << 16);
+            out[2 * j + 1] = (Floats)((Words)both[j].bits & 0xffff0000u);
+        }
     }
 #else
     static INLINE Floats value(Words word) {
@@ -102,15 +106,18 @@ struct Matrix : Weight {
         return packed + (block * steps + step) * Codes::LINES * 64;
     }
     INLINE Floats scales(int64_t block, int64_t g) const {
-        int64_t place = (block * groups + g) * LANES;
-        return scale_is_float ? *(const Floats *)((const float *)scale + place) : widen(*(const Halves *)((const uint16_t *)scale + place));
+        int64_t index = (block * groups + g) * LANES;
+        return scale_is_float ? *(const Floats *)((const float *)scale + index)
+                              : widen(*(const Halves *)((const uint16_t *)scale + index));
     }
     INLINE Floats zeros(int64_t block, int64_t g) const {
         if (!zero) return float(1 << (BITS - 1)) - Floats{};
-        const int64_t place = (block * groups + g) * LANES;
-        return zero_is_float ? *(const Floats *)((const float *)zero + place) : widen(*(const Bytes *)((const uint8_t *)zero + place));
+        const int64_t index = (block * groups + g) * LANES;
+        return zero_is_float ? *(const Floats *)((const float *)zero + index)
+                             : widen(*(const Bytes *)((const uint8_t *)zero + index));
     }
-    INLINE Floats offsets(int64_t block, int64_t g) const { return Codes::MIDDLE - zeros(block, g); }  // to add to decoded values
+    // to add to decoded values
+    INLINE Floats offsets(int64_t block, int64_t g) const { return Codes::MIDDLE - zeros(block, g); }
     bool has_offsets() const { return zero || BITS == 8; }
 };
 
@@ -141,7 +148,8 @@ static void dequantize_tile(const Matrix &w, int64_t block, int blocks, int64_t 
 #pragma GCC unroll 16
                 for (int j = 0; j < Codes::PAIRS; j++) {
                     const Floats even = (values[2 * j] + offset) * scale, odd = (values[2 * j + 1] + offset) * scale;
-                    to[j * blocks] = _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+                    to[j * blocks] =
+                        _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
                 }
             }
         });

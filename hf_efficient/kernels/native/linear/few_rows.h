@@ -6,12 +6,14 @@
 #include "output.h"
 
 constexpr int ROWS_AT_ONCE = 8;  // rows of x that share one decoding
-constexpr int BLOCKS_AT_ONCE = BITS == 3 ? 1 : 2;  // of W that share one load of x; 32 columns of 3 bits fill the registers
+// Blocks of W that share one load of x. 32 columns of 3 bits fill the registers.
+constexpr int BLOCKS_AT_ONCE = BITS == 3 ? 1 : 2;
 
 // totals[m][b] of BLOCKS neighbouring blocks for M rows of x. T is uint32_t (pairs of bfloat16) or float; ld counts T,
 // sums are [M][ld_sums].
 template <int M, int BLOCKS, class T>
-static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums, int64_t ld_sums, Floats (*totals)[BLOCKS]) {
+static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums, int64_t ld_sums,
+                            Floats (*totals)[BLOCKS]) {
     constexpr bool PAIRED = std::is_same<T, uint32_t>::value;
     constexpr int TERMS = PAIRED ? Codes::PAIRS : Codes::COLUMNS;  // of a line, for one row of x
     constexpr int CHAINS = std::min(4, 16 / (M * BLOCKS));         // sums that do not wait for each other
@@ -66,7 +68,8 @@ static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t 
 }
 
 template <int BLOCKS, class T>
-static void few_rows_of_blocks(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums, int64_t ld_sums, int64_t rows, const Output &out) {
+static void few_rows_of_blocks(const Matrix &w, int64_t block, const T *x, int64_t ld, const float *sums,
+                               int64_t ld_sums, int64_t rows, const Output &out) {
     Floats totals[ROWS_AT_ONCE][BLOCKS];
     for (int64_t row = 0; row < rows;) {
         const int64_t left = rows - row;
@@ -84,7 +87,8 @@ static void few_rows_of_blocks(const Matrix &w, int64_t block, const T *x, int64
 }
 
 // The sums of x over each segment: [rows][ld_sums].
-template <class T> static void sum_segments(const Matrix &w, const T *x, int64_t ld, int64_t rows, float *sums, int64_t ld_sums) {
+template <class T>
+static void sum_segments(const Matrix &w, const T *x, int64_t ld, int64_t rows, float *sums, int64_t ld_sums) {
     constexpr bool PAIRED = std::is_same<T, uint32_t>::value;
     constexpr int LENGTH = Codes::COLUMNS / (PAIRED ? 2 : 1);
     for (int64_t row = 0; row < rows; row++)
@@ -105,14 +109,17 @@ template <class T> static void sum_segments(const Matrix &w, const T *x, int64_t
 }
 
 // For `count` weights with the same groups.
-template <class T> static void few(const Matrix *w, const Output *out, int count, const T *x, int64_t ld, int64_t rows) {
+template <class T>
+static void few(const Matrix *w, const Output *out, int count, const T *x, int64_t ld, int64_t rows) {
     int64_t segments = 0;
     for_segments(*w, [&](int64_t, int64_t, int64_t, int64_t) { segments++; });
     static thread_local Buffer input_sums;
     float *sums = input_sums.get<float>(rows * segments);
-    if (std::any_of(w, w + count, [](const Matrix &matrix) { return matrix.has_offsets(); })) sum_segments(*w, x, ld, rows, sums, segments);
+    if (std::any_of(w, w + count, [](const Matrix &matrix) { return matrix.has_offsets(); }))
+        sum_segments(*w, x, ld, rows, sums, segments);
     for_blocks(w, count, BLOCKS_AT_ONCE, [&](int i, int64_t block) {
-        if (block + BLOCKS_AT_ONCE <= w[i].blocks) few_rows_of_blocks<BLOCKS_AT_ONCE>(w[i], block, x, ld, sums, segments, rows, out[i]);
+        if (block + BLOCKS_AT_ONCE <= w[i].blocks)
+            few_rows_of_blocks<BLOCKS_AT_ONCE>(w[i], block, x, ld, sums, segments, rows, out[i]);
         else few_rows_of_blocks<1>(w[i], block, x, ld, sums, segments, rows, out[i]);
     });
 }

@@ -17,7 +17,8 @@ struct Bytewise {
     static INLINE void decode(const uint8_t *line, __m512i *out) {
         const __m512i word = _mm512_loadu_si512(line);
         if (BITS == 8) {  // from sign and magnitude of code - 127.5
-            const __m512i flip = _mm512_mask_blend_epi8(_mm512_movepi8_mask(word), _mm512_set1_epi8(-128), _mm512_set1_epi8(-1));
+            const __m512i flip =
+                _mm512_mask_blend_epi8(_mm512_movepi8_mask(word), _mm512_set1_epi8(-128), _mm512_set1_epi8(-1));
             out[0] = _mm512_xor_si512(word, flip);
         } else if (BITS != 3) {
 #pragma GCC unroll 4
@@ -27,7 +28,8 @@ struct Bytewise {
             const Words words[3] = {(Words)word, ((const Words *)line)[1], ((const Words *)line)[2]};
 #pragma GCC unroll 8
             for (int i = 0; i < VECTORS; i++)
-                out[i] = (__m512i)((Codes::shifted(words, 2 * i) & 0x70007) | (Codes::shifted(words, 2 * i + 1) & 0x70007) << 8);
+                out[i] = (__m512i)((Codes::shifted(words, 2 * i) & 0x70007) |
+                                   (Codes::shifted(words, 2 * i + 1) & 0x70007) << 8);
         }
     }
 
@@ -56,17 +58,20 @@ static void round_row(const Matrix &w, const uint16_t *x, __m512i order, int8_t 
         __m512i largest = _mm512_setzero_si512();  // of the bits, so that NaN and infinity stay
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            values[i] = (__m512)widen((Halves)_mm256_maskz_loadu_epi16(bits_below(count - LANES * i), x + first + LANES * i));
+            values[i] =
+                (__m512)widen((Halves)_mm256_maskz_loadu_epi16(bits_below(count - LANES * i), x + first + LANES * i));
             largest = _mm512_max_epi32(largest, _mm512_and_si512((__m512i)values[i], _mm512_set1_epi32(0x7fffffff)));
         }
         const float most = _mm512_cvtss_f32((__m512)_mm512_set1_epi32(_mm512_reduce_max_epi32(largest)));
         const __m512 factor = _mm512_set1_ps(most > 0 ? 127 / most : 0);
         alignas(64) __m128i bytes[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) bytes[i] = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(values[i], factor)));
+        for (int i = 0; i < 4; i++)
+            bytes[i] = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(values[i], factor)));
         const __m512i ordered = _mm512_permutexvar_epi8(order, _mm512_load_si512(bytes));
         _mm512_mask_storeu_epi8(codes + first, bits_below(last - first), ordered);
-        const int32_t sum = _mm512_reduce_add_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), ordered));
+        const int32_t sum =
+            _mm512_reduce_add_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), ordered));
         scales[segment] = most / 127;
         sums[segment] = scales[segment] * sum;
     });
@@ -83,7 +88,8 @@ static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows) {
     const __m512i bytes = _mm512_load_si512(order);
     auto some = [&](int64_t row, int64_t end) {
         for (; row < end; row++)
-            round_row(w, x + row * w.in_features, bytes, codes + row * w.width, scales + row * segments, sums + row * segments);
+            round_row(w, x + row * w.in_features, bytes, codes + row * w.width, scales + row * segments,
+                      sums + row * segments);
     };
     if (rows * w.width < ALONE) some(0, rows);
     else parallel(rows, some);
@@ -92,7 +98,8 @@ static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows) {
 
 template <int M, int BLOCKS>
 static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, int64_t row, const Output &out) {
-    constexpr int VECTORS = Bytewise::VECTORS, CHAINS = M * BLOCKS < 4 && VECTORS > 1 ? 2 : 1;  // sums that do not wait for each other
+    constexpr int VECTORS = Bytewise::VECTORS;
+    constexpr int CHAINS = M * BLOCKS < 4 && VECTORS > 1 ? 2 : 1;  // sums that do not wait for each other
     const int64_t stride = w.line(1, 0) - w.line(0, 0);
     const int8_t *codes = x.codes + row * x.width;
     const float *scales = x.scales + row * x.segments, *sums = x.sums + row * x.segments;
@@ -105,7 +112,8 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
             __m512i values[BLOCKS][VECTORS];
 #pragma GCC unroll 2
             for (int b = 0; b < BLOCKS; b++) {
-                for (int i = 0; i < Codes::LINES; i++) __builtin_prefetch(line + (b + BLOCKS) * stride + 64 * i, 0, 2);  // as in few_rows.h
+                for (int i = 0; i < Codes::LINES; i++)
+                    __builtin_prefetch(line + (b + BLOCKS) * stride + 64 * i, 0, 2);  // as in few_rows.h
                 Bytewise::decode(line + b * stride, values[b]);
             }
 #pragma GCC unroll 8
@@ -116,7 +124,8 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
                     memcpy(&four, at + m * x.width + 4 * v, 4);
 #pragma GCC unroll 2
                     for (int b = 0; b < BLOCKS; b++)
-                        sum[m][b][v % CHAINS] = plus_products(sum[m][b][v % CHAINS], values[b][v], _mm512_set1_epi32(four));
+                        sum[m][b][v % CHAINS] =
+                            plus_products(sum[m][b][v % CHAINS], values[b][v], _mm512_set1_epi32(four));
                 }
         }
 #pragma GCC unroll 2
@@ -127,7 +136,8 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
                 __m512i all = sum[m][b][0];
                 if (CHAINS > 1) all = _mm512_add_epi32(all, sum[m][b][CHAINS - 1]);
                 const Floats products = (Floats)_mm512_cvtepi32_ps(all);
-                totals[m][b] += scale * (products * scales[m * x.segments + segment] - zero * sums[m * x.segments + segment]);
+                totals[m][b] +=
+                    scale * (products * scales[m * x.segments + segment] - zero * sums[m * x.segments + segment]);
             }
         }
     });
@@ -137,7 +147,8 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
         for (int b = 0; b < BLOCKS; b++) out.store(row + m, (block + b) * LANES, totals[m][b]);
 }
 
-template <int BLOCKS> static void int8_rows_of_blocks(const Matrix &w, int64_t block, const Rounded &x, int64_t rows, const Output &out) {
+template <int BLOCKS>
+static void int8_rows_of_blocks(const Matrix &w, int64_t block, const Rounded &x, int64_t rows, const Output &out) {
     int64_t row = 0;
     for (; row + 8 <= rows; row += 8) int8_rows<8, BLOCKS>(w, block, x, row, out);
     if (rows - row >= 4) int8_rows<4, BLOCKS>(w, block, x, row, out), row += 4;

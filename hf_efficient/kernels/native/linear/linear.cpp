@@ -40,17 +40,17 @@ extern "C" void hf_linear(const Product *products, int64_t count, const void *x,
 // y[column][row] (float, ld_y) <- rows 16 * first to 16 * end of W, transposed
 extern "C" void hf_dequantize(const Weight *weight, int64_t first, int64_t end, float *y, int64_t ld_y) {
     const Matrix w(*weight);
-    parallel(end - first, [&](int64_t place, int64_t last) {
-        for (; place < last; place++)
+    parallel(end - first, [&](int64_t index, int64_t last) {
+        for (; index < last; index++)
             for_segments(w, [&](int64_t, int64_t g, int64_t step, int64_t last_step) {
-                const int64_t block = first + place, rows = std::min<int64_t>(LANES, w.out_features - block * LANES);
+                const int64_t block = first + index, rows = std::min<int64_t>(LANES, w.out_features - block * LANES);
                 const Floats scale = w.scales(block, g), offset = w.offsets(block, g);
                 for (; step < last_step; step++) {
                     Floats values[w.COLUMNS];
                     w.codes.decode(w.line(block, step), values);
                     for (int64_t j = 0; j < std::min<int64_t>(w.COLUMNS, w.in_features - step * w.COLUMNS); j++) {
                         const Floats result = (values[j] + offset) * scale;
-                        float *to = y + (step * w.COLUMNS + j) * ld_y + place * LANES;
+                        float *to = y + (step * w.COLUMNS + j) * ld_y + index * LANES;
                         if (rows == LANES) *(Floats *)to = result;
                         else memcpy(to, &result, rows * 4);
                     }

@@ -1,4 +1,5 @@
-// Softmax over keys that come tile by tile (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), with powers of two.
+// Softmax over keys that come tile by tile (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), in powers
+// of two.
 
 #pragma once
 #include "vectors.h"

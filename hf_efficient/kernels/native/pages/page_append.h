@@ -1,5 +1,5 @@
-// Appends new tokens to the sequences: to their pages, where 8-bit pages are quantized with the bits of kv_formats.py, or to
-// their rings.
+// Appends new tokens to the sequences: to their pages, where 8-bit pages are quantized with the bits of kv_formats.py,
+// or to their rings.
 
 #pragma once
 #include "page_call.h"
@@ -37,7 +37,8 @@ static uint16_t quantize(const void *x, int64_t type, int64_t at, int64_t dim, b
         __m128i result = _mm_setzero_si128();
         if (wide > 0) {
             const Floats numbers = read_numbers(x, type, at + i, dim - i) / wide;
-            const __m512 bounded = _mm512_min_ps(_mm512_max_ps((__m512)numbers, _mm512_set1_ps(-levels)), _mm512_set1_ps(levels));
+            const __m512 bounded =
+                _mm512_min_ps(_mm512_max_ps((__m512)numbers, _mm512_set1_ps(-levels)), _mm512_set1_ps(levels));
             result = is_fp8 ? to_fp8((Floats)bounded) : _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(bounded));
         }
         _mm_mask_storeu_epi8(codes + i, bits_below(dim - i), result);
@@ -45,13 +46,16 @@ static uint16_t quantize(const void *x, int64_t type, int64_t at, int64_t dim, b
     return scale;
 }
 
-static void append_numbers(const AttentionCall &call, const Pages &pages, bool in_ring, int64_t slot, const void *x, int64_t token) {
+static void append_numbers(const AttentionCall &call, const Pages &pages, bool in_ring, int64_t slot, const void *x,
+                           int64_t token) {
     const int64_t dim = pages.dim, size = call.query_type == FLOAT32 ? 4 : 2;
     const bool quantizes = !in_ring && call.page_type != call.query_type;
     for (int64_t head = 0; head < call.heads; head++) {
-        const int64_t from = (token * call.heads + head) * dim, place = slot * call.heads + head;
-        if (quantizes) ((uint16_t *)pages.scale)[place] = quantize(x, call.query_type, from, dim, call.page_type == FP8, (uint8_t *)pages.data + place * dim);
-        else memcpy((uint8_t *)pages.data + place * dim * size, (const uint8_t *)x + from * size, dim * size);
+        const int64_t from = (token * call.heads + head) * dim, index = slot * call.heads + head;
+        if (quantizes)
+            ((uint16_t *)pages.scale)[index] =
+                quantize(x, call.query_type, from, dim, call.page_type == FP8, (uint8_t *)pages.data + index * dim);
+        else memcpy((uint8_t *)pages.data + index * dim * size, (const uint8_t *)x + from * size, dim * size);
     }
 }
 

@@ -10,7 +10,8 @@ struct Span {  // tokens [begin, end) of a sequence, all in pages or all in its 
     bool in_ring;
 };
 
-// The result of a span: a Softmax for each row of queries, and the weighted sums of values [block of channels][row][4] vectors.
+// The result of a span: a Softmax for each row of queries, and the weighted sums of values [block of channels][row][4]
+// vectors.
 struct Partial {
     Softmax *softmax;
     Floats (*sums)[TILE_BLOCKS];
@@ -22,7 +23,8 @@ template <class A> struct Queries {
     int64_t rows, dim, ld;  // rows: of a key head, ld: terms of a sequence, whole chunks
     Term *terms;
 
-    Queries(const AttentionCall &call, int64_t sequence, int64_t head, int64_t heads) : rows(call.height()), dim(call.k_cache.dim), ld(ceil_div(dim, CHUNK) * CHUNK / A::NUMBERS) {
+    Queries(const AttentionCall &call, int64_t sequence, int64_t head, int64_t heads)
+        : rows(call.height()), dim(call.k_cache.dim), ld(ceil_div(dim, CHUNK) * CHUNK / A::NUMBERS) {
         static thread_local Buffer buffer;
         terms = buffer.get<Term>(heads * rows * ld);
         memset(terms, 0, heads * rows * ld * sizeof(Term));
@@ -43,9 +45,10 @@ template <class A> struct Queries {
         }
     }
 
-    // Keys minimum + (code - MIDDLE) * scale: scaled[row] <- the query times the scales, offsets[row] <- its product with what
-    // code MIDDLE stands for. terms: of one key head.
-    void scale(const Term *terms, const uint16_t *scale, const uint16_t *minimum, float middle, Term *scaled, float *offsets) const {
+    // Keys minimum + (code - MIDDLE) * scale: scaled[row] <- the query times the scales, offsets[row] <- its product
+    // with what code MIDDLE stands for. terms: of one key head.
+    void scale(const Term *terms, const uint16_t *scale, const uint16_t *minimum, float middle, Term *scaled,
+               float *offsets) const {
         for (int64_t m = 0; m < rows; m++) offsets[m] = 0;
         for (int64_t chunk = 0; chunk < ceil_div(dim, CHUNK); chunk++) {
             Floats scales[2], middles[2];
@@ -53,7 +56,8 @@ template <class A> struct Queries {
                 const int64_t at = chunk * CHUNK + half * LANES;
                 const __mmask16 present = bits_below(dim - at);
                 scales[half] = (Floats)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(present, scale + at));
-                middles[half] = (Floats)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(present, minimum + at)) + middle * scales[half];
+                middles[half] =
+                    (Floats)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(present, minimum + at)) + middle * scales[half];
             }
             for (int64_t m = 0; m < rows; m++) {
                 Floats query[2];
@@ -72,7 +76,9 @@ struct Biases {
     const float *slopes;  // of the group's heads, or null
 
     Biases(const AttentionCall &call, int64_t sequence, int64_t head)
-        : call(call), slopes(call.alibi_slopes ? call.alibi_slopes + sequence * call.slopes_stride + head * call.group() : nullptr) {}
+        : call(call),
+          slopes(call.alibi_slopes ? call.alibi_slopes + sequence * call.slopes_stride + head * call.group()
+                                   : nullptr) {}
 
     // score: of row m of the queries, for 16 keys from `token` on
     INLINE Floats apply(Floats score, const Visibility &sight, int64_t m, int64_t token) const {
@@ -81,7 +87,8 @@ struct Biases {
         if (!slopes) return score;
         const int64_t at = sight.position(m % call.width);
         Floats distance;
-        for (int i = 0; i < LANES; i++) distance[i] = std::abs(at - sight.key_position(std::min(token + i, sight.length - 1)));
+        for (int i = 0; i < LANES; i++)
+            distance[i] = std::abs(at - sight.key_position(std::min(token + i, sight.length - 1)));
         return score - distance * (slopes[m / call.width] * LOG2_E);
     }
 };
@@ -89,17 +96,20 @@ struct Biases {
 // Weights of the keys [blocks] as terms of tokens.
 template <class A> static INLINE void store_terms(const Floats *weights, int64_t blocks, typename A::Term *out) {
     if constexpr (A::NUMBERS == 2) {
-        for (int64_t b = 0; b < blocks; b += 2)
-            _mm512_storeu_si512(out + b * LANES / 2, chunk_of<A>((__m512)weights[b], b + 1 < blocks ? (__m512)weights[b + 1] : __m512{}).terms[0]);
+        for (int64_t b = 0; b < blocks; b += 2) {
+            const __m512 second = b + 1 < blocks ? (__m512)weights[b + 1] : __m512{};
+            _mm512_storeu_si512(out + b * LANES / 2, chunk_of<A>((__m512)weights[b], second).terms[0]);
+        }
     } else {
         for (int64_t b = 0; b < blocks; b++) ((Floats *)out)[b] = weights[b];
     }
 }
 
-// Attends over a span, tile by tile, for `heads` key heads from `first_head` on, whose keys lie side by side. results: one for
-// each head. A: the arithmetic. F: the format of the pages or of the ring.
+// Attends over a span, tile by tile, for `heads` key heads from `first_head` on, whose keys lie side by side. results:
+// one for each head. A: the arithmetic. F: the format of the pages or of the ring.
 template <class A, class F>
-static void attend_span(const AttentionCall &call, const F &key_format, const F &value_format, const Span &span, int64_t first_head, int64_t heads, Prefetch ahead, const Partial *results) {
+static void attend_span(const AttentionCall &call, const F &key_format, const F &value_format, const Span &span,
+                        int64_t first_head, int64_t heads, Prefetch ahead, const Partial *results) {
     typedef typename A::Term Term;
     constexpr int TERMS = TILE_TOKENS / A::NUMBERS;  // of a tile's tokens
     const Source source = {call, span.sequence, span.in_ring};
@@ -121,7 +131,8 @@ static void attend_span(const AttentionCall &call, const F &key_format, const F 
         for (int64_t m = 0; m < rows; m++) results[h].softmax[m] = Softmax();
         std::fill_n((Floats *)results[h].sums, channels.count * rows * TILE_BLOCKS, Floats{});
     }
-    const int64_t share = ceil_div(ahead.tokens(), 4 * heads * ceil_div(span.end - span.begin, TILE_TOKENS));  // four times a tile and head
+    // prefetches four times a tile and head
+    const int64_t share = ceil_div(ahead.tokens(), 4 * heads * ceil_div(span.end - span.begin, TILE_TOKENS));
     for (int64_t start = span.begin, end; start < span.end; start = end) {
         end = std::min(start + TILE_TOKENS, span.end);
         const int64_t group_end = F::SCALES == PER_GROUP ? (start / call.token_group + 1) * call.token_group : end;
@@ -153,7 +164,8 @@ static void attend_span(const AttentionCall &call, const F &key_format, const F 
                     query_terms = scaled;
                 }
                 load_keys<A>(tile, block, last, key_format, keys, key_tile);
-                tile_rows(last - block, rows, query_terms, ld, key_tile, ceil_div(keys.dim, A::NUMBERS), true, (Floats(*)[TILE_BLOCKS])&scores[0][block]);
+                tile_rows(last - block, rows, query_terms, ld, key_tile, ceil_div(keys.dim, A::NUMBERS), true,
+                          (Floats(*)[TILE_BLOCKS])&scores[0][block]);
                 if (F::SCALES == PER_GROUP)
                     for (int64_t m = 0; m < rows; m++)
                         for (int64_t b = block; b < last; b++) scores[m][b] += offsets[m];

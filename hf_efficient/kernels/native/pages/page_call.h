@@ -3,8 +3,8 @@
 #pragma once
 #include "vectors.h"
 
-// The keys or the values of a cache, or of its rings: data [tokens, heads, dim] of one format, a token being a slot of a page
-// (block * block_size + offset) or of a ring (sequence * ring + slot).
+// The keys or the values of a cache, or of its rings: data [tokens, heads, dim] of one format, a token being a slot of
+// a page (block * block_size + offset) or of a ring (sequence * ring + slot).
 struct Pages {
     const void *data;
     const uint16_t *scale, *minimum;  // float16: kv_formats.py says of which shapes
@@ -43,8 +43,11 @@ struct AttentionCall {
     double softmax_scale, softcap;
 
     int64_t group() const { return query_heads / heads; }
-    int64_t height() const { return group() * width; }  // rows of queries that share a key head: head of the group, query
-    int64_t length(int64_t sequence) const { return cache_seqlens[sequence] < 0 ? 0 : cache_seqlens[sequence] + appended; }
+    // rows of queries that share a key head: head of the group, query
+    int64_t height() const { return group() * width; }
+    int64_t length(int64_t sequence) const {
+        return cache_seqlens[sequence] < 0 ? 0 : cache_seqlens[sequence] + appended;
+    }
     int64_t in_pages(int64_t sequence) const {
         const int64_t all = length(sequence);
         return ring_size && all ? quantized_seqlens[sequence] : all;

@@ -1,4 +1,5 @@
-// Loads 32 channels of a token and head from pages, in their order. Codes are exact in bfloat16; the caller applies scales.
+// Loads 32 channels of a token and head from pages, in their order. Codes are exact in bfloat16; the caller applies
+// the scales.
 
 #pragma once
 #include "page_call.h"
@@ -22,7 +23,9 @@ template <class A> struct Chunk {
 
 template <class A> static INLINE Chunk<A> chunk_of(__m512i bfloat16s) {
     if constexpr (A::VECTORS == 1) return {{bfloat16s}};
-    else return {{(__m512i)widen((Halves)_mm512_castsi512_si256(bfloat16s)), (__m512i)widen((Halves)_mm512_extracti64x4_epi64(bfloat16s, 1))}};
+    else
+        return {{(__m512i)widen((Halves)_mm512_castsi512_si256(bfloat16s)),
+                 (__m512i)widen((Halves)_mm512_extracti64x4_epi64(bfloat16s, 1))}};
 }
 
 template <class A> static INLINE Chunk<A> chunk_of(__m512 low, __m512 high) {
@@ -50,7 +53,8 @@ struct Float16Pages : Format<NONE> {
     explicit Float16Pages(int64_t dim) : Format{dim, 2 * dim} {}
     template <class A> INLINE Chunk<A> load(const uint8_t *token, int64_t chunk) const {
         const __m512i halves = _mm512_maskz_loadu_epi16(channels(dim, chunk), token + 64 * chunk);
-        return chunk_of<A>(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
+        return chunk_of<A>(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)),
+                           _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
     }
 };
 
@@ -59,7 +63,8 @@ struct Float32Pages : Format<NONE> {
     template <class A> INLINE Chunk<A> load(const uint8_t *token, int64_t chunk) const {
         const uint32_t present = channels(dim, chunk);
         token += 128 * chunk;
-        return chunk_of<A>(_mm512_maskz_loadu_ps(present & 0xffff, token), _mm512_maskz_loadu_ps(present >> 16, token + 64));
+        return chunk_of<A>(_mm512_maskz_loadu_ps(present & 0xffff, token),
+                           _mm512_maskz_loadu_ps(present >> 16, token + 64));
     }
 };
 
@@ -67,7 +72,8 @@ struct Int8Pages : Format<PER_TOKEN> {
     explicit Int8Pages(int64_t dim) : Format{dim, dim} {}
     template <class A> INLINE Chunk<A> load(const uint8_t *token, int64_t chunk) const {
         const __m256i codes = _mm256_maskz_loadu_epi8(channels(dim, chunk), token + CHUNK * chunk);
-        const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)), high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1));
+        const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)),
+                      high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1));
         return chunk_of<A>(_mm512_cvtepi32_ps(low), _mm512_cvtepi32_ps(high));
     }
 };
@@ -87,7 +93,8 @@ struct Fp8Pages : Format<PER_TOKEN> {
         memcpy(low_bytes, low, 128), memcpy(high_bytes, high, 128);
     }
     template <class A> INLINE Chunk<A> load(const uint8_t *token, int64_t chunk) const {
-        const __m512i codes = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(channels(dim, chunk), token + CHUNK * chunk));
+        const __m512i codes =
+            _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(channels(dim, chunk), token + CHUNK * chunk));
         const __m512i in_both_bytes = _mm512_or_si512(codes, _mm512_slli_epi16(codes, 8));
         const __m512i low = _mm512_permutex2var_epi8(low_bytes[0], in_both_bytes, low_bytes[1]);
         const __m512i high = _mm512_permutex2var_epi8(high_bytes[0], in_both_bytes, high_bytes[1]);
@@ -96,9 +103,8 @@ struct Fp8Pages : Format<PER_TOKEN> {
     }
 };
 
-// Codes of 4 or 2 bits less the middle of their range: the rounding errors of scaled queries and weights are then half as
-// large. Byte c
-// has channel c + part * (dim * BITS / 8) at bit part * BITS.
+// Codes of 4 or 2 bits less the middle of their range: the rounding errors of scaled queries and weights are then half
+// as large. Byte c has channel c + part * (dim * BITS / 8) at bit part * BITS.
 template <int BITS> struct PackedPages : Format<PER_GROUP> {
     static constexpr float MIDDLE = ((1 << BITS) - 1) / 2.0f;
     __m512i values;                 // by code, again and again
@@ -118,7 +124,9 @@ template <int BITS> struct PackedPages : Format<PER_GROUP> {
         const __m512i first = _mm512_maskz_loadu_epi8(bits_below(bytes), token);
         __m512i codes;  // in the low bits of 16
         if (bytes <= 64) codes = _mm512_permutexvar_epi8(bytes_of[chunk], first);
-        else codes = _mm512_permutex2var_epi8(first, bytes_of[chunk], _mm512_maskz_loadu_epi8(bits_below(bytes - 64), token + 64));
+        else
+            codes = _mm512_permutex2var_epi8(first, bytes_of[chunk],
+                                             _mm512_maskz_loadu_epi8(bits_below(bytes - 64), token + 64));
         return chunk_of<A>(_mm512_permutexvar_epi16(_mm512_srlv_epi16(codes, shifts[chunk]), values));
     }
 };

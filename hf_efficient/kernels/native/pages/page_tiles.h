@@ -12,7 +12,7 @@ alignas(64) static const uint8_t NOTHING[4 * 256] = {};  // keys and values of a
 struct Tile {
     int64_t count, blocks;                                       // tokens, times 16
     uint64_t present = 0;                                        // a bit for each token that is there
-    int64_t place[TILE_TOKENS];                                  // slot * heads + head, 0 for others
+    int64_t index[TILE_TOKENS];                                  // slot * heads + head, 0 for others
     const uint8_t *key[TILE_TOKENS], *value[TILE_TOKENS];
 
     // key_bytes, value_bytes: of a token and head
@@ -30,21 +30,22 @@ struct Tile {
             const uint8_t *key_at = (const uint8_t *)source.keys().data + at * key_bytes;
             const uint8_t *value_at = (const uint8_t *)source.values().data + at * value_bytes;
             for (; i < end; i++, at += heads, key_at += heads * key_bytes, value_at += heads * value_bytes)
-                place[i] = at, key[i] = key_at, value[i] = value_at;
+                index[i] = at, key[i] = key_at, value[i] = value_at;
         }
         for (int64_t i = count; i < blocks * LANES; i++) skip(i);
     }
-    void skip(int64_t i) { place[i] = 0, key[i] = value[i] = NOTHING; }
+    void skip(int64_t i) { index[i] = 0, key[i] = value[i] = NOTHING; }
     void keep(uint64_t seen) {  // does not read tokens that no query sees
         for (uint64_t unseen = present & ~seen; unseen; unseen &= unseen - 1) skip(__builtin_ctzll(unseen));
         present &= seen;
     }
-    // A scale for each token, float16 at scale[place * stride]; 0 where there is none.
+    // A scale for each token, float16 at scale[index * stride]; 0 where there is none.
     INLINE void scales(const uint16_t *scale, int64_t stride, Floats *out) const {
         alignas(64) uint16_t halves[TILE_TOKENS];
-        for (int64_t i = 0; i < blocks * LANES; i++) halves[i] = scale[place[i] * stride];
+        for (int64_t i = 0; i < blocks * LANES; i++) halves[i] = scale[index[i] * stride];
         for (int64_t b = 0; b < blocks; b++)
-            out[b] = (Floats)_mm512_maskz_cvtph_ps(present >> (b * LANES), _mm256_load_si256((const __m256i *)halves + b));
+            out[b] =
+                (Floats)_mm512_maskz_cvtph_ps(present >> (b * LANES), _mm256_load_si256((const __m256i *)halves + b));
     }
 };
 
@@ -60,16 +61,19 @@ struct Prefetch {
     Stretch stretches[2];
     int64_t head, heads;
 
-    int64_t tokens() const { return std::max<int64_t>(0, stretches[0].end - stretches[0].at) + std::max<int64_t>(0, stretches[1].end - stretches[1].at); }
+    int64_t tokens() const {
+        return std::max<int64_t>(0, stretches[0].end - stretches[0].at) +
+               std::max<int64_t>(0, stretches[1].end - stretches[1].at);
+    }
     void some(int64_t count) {
         for (Stretch &stretch : stretches)
             for (; stretch.at < stretch.end; stretch.at++) {
                 if (count-- == 0) return;
                 const Source source = {*stretch.call, stretch.sequence, stretch.in_ring};
-                const int64_t slot = source.slot(stretch.at), place = slot * source.call.heads + head;
+                const int64_t slot = source.slot(stretch.at), index = slot * source.call.heads + head;
                 if (slot < 0) continue;
-                lines((const uint8_t *)source.keys().data + place * stretch.key_bytes, heads * stretch.key_bytes);
-                lines((const uint8_t *)source.values().data + place * stretch.value_bytes, heads * stretch.value_bytes);
+                lines((const uint8_t *)source.keys().data + index * stretch.key_bytes, heads * stretch.key_bytes);
+                lines((const uint8_t *)source.values().data + index * stretch.value_bytes, heads * stretch.value_bytes);
             }
     }
     static INLINE void lines(const uint8_t *data, int64_t bytes) {
@@ -78,7 +82,8 @@ struct Prefetch {
 };
 
 // out[term of channels][block] <- keys of blocks [first, end), a term of 16 tokens to a vector
-template <class A, class F> static void load_keys(const Tile &tile, int64_t first, int64_t end, const F &format, const Pages &pages, Floats *out) {
+template <class A, class F>
+static void load_keys(const Tile &tile, int64_t first, int64_t end, const F &format, const Pages &pages, Floats *out) {
     for (int64_t chunk = 0; chunk < ceil_div(pages.dim, CHUNK); chunk++)
         for (int64_t b = first; b < end; b++) {
             __m512i terms[A::VECTORS][LANES];
@@ -118,7 +123,8 @@ struct ChannelBlocks {
 
 // For each block of channels, tile[term of tokens][width] <- values, a term of 16 channels to a vector
 template <class A, class F>
-static void load_values(const Tile &tile, const F &format, const Pages &pages, const ChannelBlocks &channels, Floats *out) {
+static void load_values(const Tile &tile, const F &format, const Pages &pages, const ChannelBlocks &channels,
+                        Floats *out) {
     const int64_t steps = ceil_div(tile.count, A::NUMBERS), chunks = ceil_div(pages.dim, CHUNK);
     // its lanes: one number of each of two tokens, for the first 16 channels of a chunk, and for the last
     alignas(64) uint16_t order[2][32];

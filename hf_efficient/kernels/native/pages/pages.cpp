@@ -1,6 +1,7 @@
 // Attention of few queries over pages that are read in place: FlashDecoding,
-// https://crfm.stanford.edu/2023/10/12/flashdecoding.html. Each sequence's tokens are cut into spans, which threads share, and the
-// results of the spans are added up. Neither the spans nor the order of sums depends on the threads, so results do not either.
+// https://crfm.stanford.edu/2023/10/12/flashdecoding.html. Each sequence's tokens are cut into spans, which threads
+// share, and the results of the spans are added up. Neither the spans nor the order of sums depends on the threads, so
+// results do not either.
 
 #include "page_append.h"
 #include "page_attention.h"
@@ -26,7 +27,8 @@ struct Schedule {
     Schedule(const AttentionCall &call, int64_t longest) {
         for (int64_t sequence = 0; sequence < call.batch; sequence++) {
             first.push_back(spans.size());
-            const int64_t length = call.length(sequence), in_pages = call.in_pages(sequence), seen = Visibility(call, sequence).first_seen();
+            const int64_t length = call.length(sequence), in_pages = call.in_pages(sequence),
+                          seen = Visibility(call, sequence).first_seen();
             cut({sequence, std::min(seen, in_pages), in_pages, false}, longest);
             cut({sequence, std::max(seen, in_pages), length, true}, longest);
         }
@@ -53,11 +55,14 @@ static void store(void *out, int64_t type, int64_t at, int64_t count, Floats val
     const __mmask16 present = bits_below(count);
     if (type == FLOAT32) _mm512_mask_storeu_ps((float *)out + at, present, (__m512)values);
     else if (type == BFLOAT16) _mm256_mask_storeu_epi16((uint16_t *)out + at, present, (__m256i)narrow(values));
-    else _mm256_mask_storeu_epi16((uint16_t *)out + at, present, _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    else
+        _mm256_mask_storeu_epi16((uint16_t *)out + at, present,
+                                 _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 // Adds up the results of the spans of one sequence and key head.
-static void combine(const AttentionCall &call, const Schedule &schedule, const Results &results, const ChannelBlocks &channels, int64_t sequence, int64_t head) {
+static void combine(const AttentionCall &call, const Schedule &schedule, const Results &results,
+                    const ChannelBlocks &channels, int64_t sequence, int64_t head) {
     const int64_t dim = call.v_cache.dim;
     for (int64_t m = 0; m < call.height(); m++) {
         const int64_t query_head = head * call.group() + m / call.width, query = m % call.width;
@@ -78,8 +83,11 @@ static void combine(const AttentionCall &call, const Schedule &schedule, const R
         }
         const int64_t at = ((sequence * call.width + query) * call.query_heads + query_head) * dim;
         const float inverse = total == 0 ? 0 : 1 / total;
-        for (int64_t v = 0; v < channels.vectors; v++) store(call.out, call.query_type, at + v * LANES, dim - v * LANES, sums[v] * inverse);
-        if (call.lse) call.lse[sequence * call.lse_stride + query_head * call.lse_head_stride + query] = total == 0 ? -INFINITY : (top + log2f(total)) * LN_2;
+        for (int64_t v = 0; v < channels.vectors; v++)
+            store(call.out, call.query_type, at + v * LANES, dim - v * LANES, sums[v] * inverse);
+        if (call.lse)
+            call.lse[sequence * call.lse_stride + query_head * call.lse_head_stride + query] =
+                total == 0 ? -INFINITY : (top + log2f(total)) * LN_2;
     }
 }
 
@@ -90,15 +98,19 @@ template <class A, class F, class R> static void attend(const AttentionCall &cal
     const ChannelBlocks channels(call.v_cache);
     const int64_t rows = call.height(), of_unit = channels.count * rows;
     const int64_t token_bytes = call.heads * (keys.bytes + values.bytes);
-    int64_t longest = std::max<int64_t>(TILE_TOKENS, std::min<int64_t>(SPAN, SPAN_BYTES / token_bytes / TILE_TOKENS * TILE_TOKENS)), total = 0;
+    const int64_t cached = SPAN_BYTES / token_bytes / TILE_TOKENS * TILE_TOKENS;
+    int64_t longest = std::max<int64_t>(TILE_TOKENS, std::min<int64_t>(SPAN, cached)), total = 0;
     for (int64_t sequence = 0; sequence < call.batch; sequence++) total += call.length(sequence);
     while (total / longest * call.heads * of_unit * TILE_BLOCKS * LANES > PARTIALS) longest *= 2;
     const Schedule schedule(call, longest);
-    const int64_t at_once = schedule.spans.size() > 2 && token_bytes * TILE_TOKENS <= TILE_BYTES ? call.heads : 1;  // heads of a unit
+    // heads of a unit
+    const int64_t at_once = schedule.spans.size() > 2 && token_bytes * TILE_TOKENS <= TILE_BYTES ? call.heads : 1;
     const int64_t units = schedule.spans.size() * (call.heads / at_once), partials = schedule.spans.size() * call.heads;
     static thread_local Buffer softmaxes, sums;
-    const Results results = {rows, of_unit, softmaxes.get<Softmax>(partials * rows), (Floats(*)[TILE_BLOCKS])sums.get<Floats>(partials * of_unit * TILE_BLOCKS)};
-    std::vector<std::atomic<int64_t>> spans_left(call.batch * call.heads);  // whoever finishes the last span combines them
+    const Results results = {rows, of_unit, softmaxes.get<Softmax>(partials * rows),
+                             (Floats(*)[TILE_BLOCKS])sums.get<Floats>(partials * of_unit * TILE_BLOCKS)};
+    // whoever finishes the last span combines them
+    std::vector<std::atomic<int64_t>> spans_left(call.batch * call.heads);
     for (int64_t sequence = 0; sequence < call.batch; sequence++)
         for (int64_t head = 0; head < call.heads; head++) {
             const int64_t count = schedule.first[sequence + 1] - schedule.first[sequence];
@@ -108,22 +120,28 @@ template <class A, class F, class R> static void attend(const AttentionCall &cal
     parallel(units, [&](int64_t unit, int64_t end) {
         auto stretch = [&](const Span &span, int64_t begin, int64_t end) -> Stretch {
             const bool r = span.in_ring;
-            return {&call, span.sequence, r, begin, std::min(end, span.end), r ? ring_keys.bytes : keys.bytes, r ? ring_values.bytes : values.bytes};
+            const int64_t key_bytes = r ? ring_keys.bytes : keys.bytes;
+            const int64_t value_bytes = r ? ring_values.bytes : values.bytes;
+            return {&call, span.sequence, r, begin, std::min(end, span.end), key_bytes, value_bytes};
         };
         std::vector<Partial> parts(at_once);
-        for (const int64_t last = end - 1; unit < end; unit++) {  // heads of one span follow each other because they share cache lines
-            const int64_t groups = call.heads / at_once, head = unit % groups * at_once, next_unit = std::min(unit + 1, last);
+        // heads of one span follow each other because they share cache lines
+        for (const int64_t last = end - 1; unit < end; unit++) {
+            const int64_t groups = call.heads / at_once, head = unit % groups * at_once;
+            const int64_t next_unit = std::min(unit + 1, last);
             const Span &span = schedule.spans[unit / groups], &next = schedule.spans[next_unit / groups];
             Prefetch ahead = {{stretch(next, next.begin, next.end)}, next_unit % groups * at_once, at_once};
             if (groups == 1) {  // the next tile, up to the first of the next span
                 const int64_t second = (span.begin / TILE_TOKENS + 1) * TILE_TOKENS;
-                ahead.stretches[0] = stretch(span, second, span.end), ahead.stretches[1] = stretch(next, next.begin, next.begin + TILE_TOKENS);
+                ahead.stretches[0] = stretch(span, second, span.end);
+                ahead.stretches[1] = stretch(next, next.begin, next.begin + TILE_TOKENS);
             }
             for (int64_t h = 0; h < at_once; h++) parts[h] = results.of(unit / groups * call.heads + head + h);
             if (span.in_ring) attend_span<A>(call, ring_keys, ring_values, span, head, at_once, ahead, parts.data());
             else attend_span<A>(call, keys, values, span, head, at_once, ahead, parts.data());
             for (int64_t h = head; h < head + at_once; h++)
-                if (--spans_left[span.sequence * call.heads + h] == 0) combine(call, schedule, results, channels, span.sequence, h);
+                if (--spans_left[span.sequence * call.heads + h] == 0)
+                    combine(call, schedule, results, channels, span.sequence, h);
         }
     });
 }
@@ -164,9 +182,11 @@ static void attend_queries(const AttentionCall &call) {
 
 // Attends with queries [first, end) of a prompt, as a batch of one sequence for each `width` of them.
 static void attend_part(const AttentionCall &call, int64_t sequence, int64_t first, int64_t end, int64_t width) {
-    const int64_t size = call.query_type == FLOAT32 ? 4 : 2, at = (sequence * call.width + first) * call.query_heads * size;
+    const int64_t size = call.query_type == FLOAT32 ? 4 : 2,
+                  at = (sequence * call.width + first) * call.query_heads * size;
     std::vector<int32_t> lengths;
-    for (int64_t last = first + width; last <= end; last += width) lengths.push_back(call.length(sequence) - call.width + last);
+    for (int64_t last = first + width; last <= end; last += width)
+        lengths.push_back(call.length(sequence) - call.width + last);
     AttentionCall part = call;
     part.batch = lengths.size(), part.width = width, part.appended = 0, part.cache_seqlens = lengths.data();
     part.q = (const char *)call.q + at * call.k_cache.dim, part.out = (char *)call.out + at * call.v_cache.dim;
@@ -185,7 +205,8 @@ extern "C" int hf_attend_pages(const AttentionCall *call) {
     for (int64_t sequence = 0; sequence < call->batch; sequence++) {
         int64_t first = call->width % QUERIES;
         if (first) attend_part(*call, sequence, 0, first, first);
-        for (; first < call->width; first += AT_ONCE) attend_part(*call, sequence, first, std::min(first + AT_ONCE, call->width), QUERIES);
+        for (; first < call->width; first += AT_ONCE)
+            attend_part(*call, sequence, first, std::min(first + AT_ONCE, call->width), QUERIES);
     }
     return 1;
 }

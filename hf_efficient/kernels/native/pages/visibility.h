@@ -1,4 +1,5 @@
-// Which keys the queries of a sequence see, and how far away they are (kernels/attention/masks.py says the same in torch).
+// Which keys the queries of a sequence see, and how far away they are (in torch:
+// kernels/attention/masks.py).
 
 #pragma once
 #include "page_call.h"

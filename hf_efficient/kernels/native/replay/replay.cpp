@@ -45,7 +45,8 @@ template <class F> static INLINE void each(float *x, int64_t count, F f) {
 }
 
 template <class F> static INLINE void binary(float *x, const float *b, int64_t count, F f) {
-    for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = f(*(const Floats *)(x + i), *(const Floats *)(b + i));
+    for (int64_t i = 0; i < count; i += LANES)
+        *(Floats *)(x + i) = f(*(const Floats *)(x + i), *(const Floats *)(b + i));
 }
 
 // x <- op(x, b), both CHUNK floats of which the first `count` are used
@@ -62,7 +63,8 @@ static void compute(const Instruction &in, int64_t op, float *x, const float *b,
     case TANH: return each(x, count, [](float v) { return std::tanh(v); });
     case GELU: return each(x, count, [](float v) { return 0.5f * v * (1 + std::erf(v * 0.70710678f)); });
     case GELU_TANH:
-        return each(x, count, [](float v) { return 0.5f * v * (1 + std::tanh(0.79788456f * (v + 0.044715f * v * v * v))); });
+        return each(x, count,
+                    [](float v) { return 0.5f * v * (1 + std::tanh(0.79788456f * (v + 0.044715f * v * v * v))); });
     case SQRT: return each(x, count, [](float v) { return std::sqrt(v); });
     case RSQRT: return each(x, count, [](float v) { return 1 / std::sqrt(v); });
     case RECIPROCAL: return unary(x, count, [=](Floats v) { return one / v; });
@@ -95,7 +97,8 @@ static void elementwise(const Instruction &in) {
             const int64_t count = std::min<int64_t>(CHUNK, in.sizes[3] - first);
             load(x, in.a.data, in.a.type, offset(in.a.strides, at) + first * in.a.strides[3], in.a.strides[3], count);
             if (has_b && in.b.data)
-                load(b, in.b.data, in.b.type, offset(in.b.strides, at) + first * in.b.strides[3], in.b.strides[3], count);
+                load(b, in.b.data, in.b.type, offset(in.b.strides, at) + first * in.b.strides[3], in.b.strides[3],
+                     count);
             compute(in, in.op, x, b, count);
             store(x, in.y.data, in.y.type, offset(in.y.strides, at) + first * in.y.strides[3], in.y.strides[3], count);
         }
@@ -180,12 +183,14 @@ static void rotary(const Instruction &in) {
     const int64_t dim = in.sizes[3], half = dim / 2;
     for_many_rows(in, [&](const int64_t *at) {
         static thread_local Buffer buffer;
-        float *x = buffer.get<float>(4 * (dim + LANES)), *turned = x + dim + LANES, *cosine = turned + dim + LANES, *sine = cosine + dim + LANES;
+        float *x = buffer.get<float>(4 * (dim + LANES)), *turned = x + dim + LANES;
+        float *cosine = turned + dim + LANES, *sine = cosine + dim + LANES;
         load_row(x, in.a, at, 0, dim);
         load_row(cosine, in.b, at, 0, dim);
         load_row(sine, in.c, at, 0, dim);
         for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + i) = -*(const Floats *)(x + half + i);
-        for (int64_t i = 0; i < half; i += LANES) *(Floats *)(turned + half + i) = *(const Floats *)(x + i);  // covers the excess of the last vector
+        for (int64_t i = 0; i < half; i += LANES)
+            *(Floats *)(turned + half + i) = *(const Floats *)(x + i);  // covers the excess of the last vector
         for (int64_t i = 0; i < dim; i += LANES) {
             *(Floats *)(x + i) *= *(const Floats *)(cosine + i);
             *(Floats *)(turned + i) *= *(const Floats *)(sine + i);
@@ -214,9 +219,9 @@ static void gated(const Instruction &in) {
 
 struct Best {
     int32_t key;  // ordered as the numbers, NaN above all others
-    int32_t place;
+    int32_t index;
     INLINE void meet(Best other) {
-        if (other.key > key || (other.key == key && other.place < place)) *this = other;
+        if (other.key > key || (other.key == key && other.index < index)) *this = other;
     }
 };
 
@@ -234,23 +239,23 @@ static void argmax(const Instruction &in) {
             const int64_t at[3] = {row / (sizes[1] * sizes[2]), row / sizes[2] % sizes[1], row % sizes[2]};
             load_row(x, in.a, at, first, count);
             for (int64_t j = count; j % LANES; j++) x[j] = -INFINITY;
-            Ints keys = lanes * 0 + INT32_MIN, places = lanes;
+            Ints keys = lanes * 0 + INT32_MIN, indices = lanes;
             for (int64_t j = 0; j < count; j += LANES) {
                 const Floats values = *(const Floats *)(x + j) + 0.0f;  // -0 becomes 0
                 const Ints bits = (Ints)values, nans = (Ints)(values != values);
                 const Ints key = ((bits ^ (bits >> 31 & INT32_MAX)) & ~nans) | (nans & INT32_MAX), larger = key > keys;
                 keys = (key & larger) | (keys & ~larger);
-                places = ((lanes + (int32_t)(first + j)) & larger) | (places & ~larger);
+                indices = ((lanes + (int32_t)(first + j)) & larger) | (indices & ~larger);
             }
-            Best found{keys[0], places[0]};
-            for (int lane = 1; lane < LANES; lane++) found.meet({keys[lane], places[lane]});
+            Best found{keys[0], indices[0]};
+            for (int lane = 1; lane < LANES; lane++) found.meet({keys[lane], indices[lane]});
             best[row * parts + i / rows] = found;
         }
     });
     for (int64_t row = 0; row < rows; row++) {
         Best found = best[row * parts];
         for (int64_t part = 1; part < parts; part++) found.meet(best[row * parts + part]);
-        ((int64_t *)in.y.data)[row] = found.place;
+        ((int64_t *)in.y.data)[row] = found.index;
     }
 }
 
@@ -259,7 +264,8 @@ static bool rows(const Instruction &in) {
     const int64_t *index = (const int64_t *)in.b.data, present = in.sizes[1], count = in.sizes[2], bytes = in.sizes[3];
     for (int64_t i = 0; i < count; i++)
         if (index[i] < 0 || index[i] >= present) return false;
-    for (int64_t i = 0; i < count; i++) memcpy((char *)in.y.data + i * bytes, (const char *)in.a.data + index[i] * bytes, bytes);
+    for (int64_t i = 0; i < count; i++)
+        memcpy((char *)in.y.data + i * bytes, (const char *)in.a.data + index[i] * bytes, bytes);
     return true;
 }
 
@@ -276,8 +282,8 @@ extern "C" int64_t hf_replay(const Instruction *in, int64_t count) {
         else if (in->op == GATED) gated(*in);
         else if (in->op == ARGMAX) argmax(*in);
         else if (in->op == DENSE)
-            dense((const uint16_t *)in->a.data, (const uint16_t *)in->b.data, (const uint16_t *)in->c.data, (uint16_t *)in->y.data,
-                  in->sizes[1], in->sizes[2], in->sizes[3]);
+            dense((const uint16_t *)in->a.data, (const uint16_t *)in->b.data, (const uint16_t *)in->c.data,
+                  (uint16_t *)in->y.data, in->sizes[1], in->sizes[2], in->sizes[3]);
         else if (in->op == CALL) {
             if (!((int (*)(const void *))in->linear)(in->weight)) return i + 1;
         }

@@ -70,7 +70,8 @@ static INLINE void few_rows(const Sparse &w, int64_t band, const uint16_t *x, Fl
         for (int j = 0; j < BAND; j++) sums[m][j] = sum[m][j];
 }
 
-template <int M> static void few_rows_of_block(const Sparse &w, int64_t block, const uint16_t *x, int64_t row, const Output &out) {
+template <int M>
+static void few_rows_of_block(const Sparse &w, int64_t block, const uint16_t *x, int64_t row, const Output &out) {
     Floats sums[M][LANES];
     for (int64_t i = 0; i < BANDS; i++) {
         const int64_t band = block * BANDS + i;
@@ -100,7 +101,8 @@ static void dequantize_tile(const Sparse &w, int64_t block, int blocks, int64_t 
             const int64_t band = (block + b) * BANDS + i;
             from[i] = w.values + w.starts[band];
             masks[i] = w.band_masks(band);
-            for (const uint32_t *end = masks[i] + first * BAND; masks[i] < end; masks[i]++) from[i] += __builtin_popcount(*masks[i]);
+            for (const uint32_t *end = masks[i] + first * BAND; masks[i] < end; masks[i]++)
+                from[i] += __builtin_popcount(*masks[i]);
         }
         for (int64_t step = first; step < last; step++) {
             __m512i square[LANES];  // a pair of columns in each word, once it is transposed a row of w in each lane

@@ -89,7 +89,7 @@ def unpack_canonical(qweight: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack([(stream >> bits * i & mask).to(torch.uint8) for i in range(count)], dim=-1).flatten(-2)
 
 
-def _places(bits: int, codebook: bool):
+def _positions(bits: int, codebook: bool):
     """Where codes stand in a step: tuples (plane j, half h, first bit of the code, number of bits, block, bit)."""
     for j in range(step_columns(bits) // 16):
         for h in range(2):
@@ -124,7 +124,7 @@ def _pack(qweight: torch.Tensor, bits: int, codebook: bool) -> torch.Tensor:
     # tile, row half, r, step, j, column half, t, h -> j, h, tile, step, r, t, column half, row half
     codes = codes.view(tiles, 2, 8, steps, columns // 16, 2, 4, 2).permute(4, 7, 0, 3, 2, 6, 5, 1)
     words = codes.new_zeros(tiles, steps, columns * bits // 256, 8, 4, 2, 2, dtype=torch.int32)
-    for j, h, first, count, block, bit in _places(bits, codebook):
+    for j, h, first, count, block, bit in _positions(bits, codebook):
         words[:, :, block] |= (codes[j, h] >> first & 2**count - 1).to(torch.int32) << bit
     width = packed_width(out_features, in_features, bits)
     words = words.flatten()
@@ -137,7 +137,7 @@ def unpack_codes(packed: torch.Tensor, in_features: int, bits: int, codebook: bo
     tiles, steps = -(-out_features // ROWS), -(-in_features // columns)
     words = packed.flatten()[: tiles * _blocks(in_features, bits) * 128].view(tiles, steps, -1, 8, 4, 2, 2)
     codes = packed.new_zeros(columns // 16, 2, tiles, steps, 8, 4, 2, 2, dtype=torch.uint8)
-    for j, h, first, count, block, bit in _places(bits, codebook):
+    for j, h, first, count, block, bit in _positions(bits, codebook):
         codes[j, h] |= (words[:, :, block] >> bit & 2**count - 1).to(torch.uint8) << first
     codes = codes.permute(2, 7, 4, 3, 0, 6, 5, 1).reshape(tiles * ROWS, steps * columns)
     return codes[:out_features, :in_features].contiguous()

@@ -18,8 +18,8 @@ TILES = {16: Tile(64, 16, 4, 3, 4), 32: Tile(64, 32, 4, 3, 4), 64: Tile(64, 64, 
 
 
 @triton.jit
-def tokens_by_place(x_at, column, K, EVEN_K: tl.constexpr):
-    """The tokens at columns column + 4 g + p for 16 groups g: one [16, M] for every place p."""
+def tokens_by_position(x_at, column, K, EVEN_K: tl.constexpr):
+    """The tokens at columns column + 4 g + p for 16 groups g: one [16, M] for every position p."""
     if EVEN_K:
         x = tl.load(x_at + column)
     else:
@@ -32,8 +32,8 @@ def tokens_by_place(x_at, column, K, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def product_at_place(result, first, second, nibbles, x, P: tl.constexpr, UPCAST: tl.constexpr):
-    """Adds the weights that stand at place P of their group of four times the tokens there."""
+def product_at_position(result, first, second, nibbles, x, P: tl.constexpr, UPCAST: tl.constexpr):
+    """Adds the weights that stand at position P of their group of four times the tokens there."""
     weight = tl.where(nibbles & 3 == P, first, tl.where(nibbles >> 2 == P, second, tl.zeros_like(second)))
     if UPCAST:
         weight = weight.to(tl.float32)
@@ -80,35 +80,35 @@ def sparse24_kernel(
             else:
                 first = tl.load(values_at + step * 4096 + half * 16).to(DTYPE)
                 second = tl.load(values_at + step * 4096 + 2048 + half * 16).to(DTYPE)
-            x_0, x_1, x_2, x_3 = tokens_by_place(x_at, column, K, EVEN_K)
+            x_0, x_1, x_2, x_3 = tokens_by_position(x_at, column, K, EVEN_K)
             part = result
             if FOUR_BITS and GROUP > 0:
                 part = tl.zeros((64, BLOCK_M), tl.float32)
-            part = product_at_place(part, first, second, nibbles, x_0, 0, UPCAST)
-            part = product_at_place(part, first, second, nibbles, x_1, 1, UPCAST)
-            part = product_at_place(part, first, second, nibbles, x_2, 2, UPCAST)
-            part = product_at_place(part, first, second, nibbles, x_3, 3, UPCAST)
+            part = product_at_position(part, first, second, nibbles, x_0, 0, UPCAST)
+            part = product_at_position(part, first, second, nibbles, x_1, 1, UPCAST)
+            part = product_at_position(part, first, second, nibbles, x_2, 2, UPCAST)
+            part = product_at_position(part, first, second, nibbles, x_3, 3, UPCAST)
             if FOUR_BITS and GROUP > 0:
                 scale = tl.load(scale_ptr + rows * stride_sn + group * stride_sg).to(tl.float32)
                 result += part * scale[:, None]
             else:
                 result = part
     inside = (row_ids < N)[:, None] & (token_ids < M)[None, :]
-    place = token_ids.to(tl.int64)[None, :] * N + row_ids[:, None]
+    index = token_ids.to(tl.int64)[None, :] * N + row_ids[:, None]
     last = True
     if SPLIT:
         splits = tl.num_programs(2)
         part_stride = tl.cast(M, tl.int64) * N
         arrivals_ptr += row_block * tl.num_programs(1) + token_block
-        last = arrive(result, partial_ptr + place, part_stride, inside, arrivals_ptr, split, splits)
+        last = arrive(result, partial_ptr + index, part_stride, inside, arrivals_ptr, split, splits)
         if last:
-            result = sum_of_parts(partial_ptr + place, part_stride, inside, splits, 64, BLOCK_M)
+            result = sum_of_parts(partial_ptr + index, part_stride, inside, splits, 64, BLOCK_M)
     if last:
         if FOUR_BITS and GROUP == 0:
             result *= tl.load(scale_ptr + rows * stride_sn).to(tl.float32)[:, None]
         if bias_ptr is not None:
             result += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
-        tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + index, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def dequantize_sparse24(

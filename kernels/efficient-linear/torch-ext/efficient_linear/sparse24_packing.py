@@ -1,10 +1,10 @@
 """2:4 sparse weights: of every four neighbours in a row at most two are not zero, and only two are stored.
 
 Tiles of 64 rows and 128 columns, that is 32 groups of four columns a row. A group stores the values of its first and
-second kept place and a nibble that says which: bits 0-1 the first place, bits 2-3 the second.
+second kept position and a nibble that says which: bits 0-1 the first position, bits 2-3 the second.
 
 values16: [ceil(N / 64), ceil(K / 128), 2, 64, 32] in the weight's dtype: first values of all groups, then second ones.
-values4: uint8 [ceil(N / 64), ceil(K / 128), 64, 32]: codes of the first (low nibble) and second kept place.
+values4: uint8 [ceil(N / 64), ceil(K / 128), 64, 32]: codes of the first (low nibble) and second kept position.
 places: uint8 [ceil(N / 64), ceil(K / 128), 64, 16]: the nibbles of group g (low) and g + 16 (high).
 That is 9 bits a weight for 16-bit weights and 3 for 4-bit ones, plus scales.
 """
@@ -22,10 +22,10 @@ def _tiles(weight: torch.Tensor) -> torch.Tensor:
     return padded.view(padded.shape[0] // ROWS, ROWS, -1, 32, 4).transpose(1, 2).contiguous()
 
 
-def _kept_places(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool [..., 4] with at most two true -> the first and second kept place, int64 [...], always two different
+def _kept_positions(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [..., 4] with at most two true -> the first and second kept position, int64 [...], always two different
     ones."""
-    # kept places first, each kind in order: the second of fewer than two is a place that is not kept
+    # kept positions first, each kind in order: the second of fewer than two is a position that is not kept
     order = torch.argsort(torch.logical_not(kept).to(torch.uint8), dim=-1, stable=True)[..., :2].sort(-1).values
     return order[..., 0], order[..., 1]
 
@@ -40,7 +40,7 @@ def _check(weight: torch.Tensor, kept: torch.Tensor) -> None:
         raise ValueError(f"{first}: allowed are at most 2 of every 4")
 
 
-def _pack_places(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def _pack_positions(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     nibbles = (first | second << 2).to(torch.uint8)
     return (nibbles[..., :16] | nibbles[..., 16:] << 4).contiguous()
 
@@ -49,15 +49,15 @@ def pack_sparse24(weight: torch.Tensor, kept: torch.Tensor | None = None) -> tup
     """A float16 or bfloat16 (or float32) weight [N, K] -> (values16, places). kept: bool alike, what is stored; by
     default what is not zero.
 
-    Raises ValueError where more than two of four neighbours are stored, naming the first such place."""
+    Raises ValueError where more than two of four neighbours are stored, naming the first such position."""
     if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"the weight has dtype {weight.dtype}: allowed is float16, bfloat16 or float32")
     kept = weight != 0 if kept is None else kept
     _check(weight, kept)
     tiles = _tiles(weight)
-    first, second = _kept_places(_tiles(kept.to(torch.uint8)) != 0)
-    values = [tiles.gather(-1, place[..., None])[..., 0] for place in (first, second)]
-    return torch.stack(values, 2), _pack_places(first, second)
+    first, second = _kept_positions(_tiles(kept.to(torch.uint8)) != 0)
+    values = [tiles.gather(-1, position[..., None])[..., 0] for position in (first, second)]
+    return torch.stack(values, 2), _pack_positions(first, second)
 
 
 def pack_sparse24_codes(
@@ -70,9 +70,9 @@ def pack_sparse24_codes(
     kept = codes != zero if kept is None else kept
     _check(codes, kept)
     tiles = _tiles(codes)
-    first, second = _kept_places(_tiles(kept.to(torch.uint8)) != 0)
-    low, high = (tiles.gather(-1, place[..., None])[..., 0] for place in (first, second))
-    return low | high << 4, _pack_places(first, second)
+    first, second = _kept_positions(_tiles(kept.to(torch.uint8)) != 0)
+    low, high = (tiles.gather(-1, position[..., None])[..., 0] for position in (first, second))
+    return low | high << 4, _pack_positions(first, second)
 
 
 def unpack_sparse24(values: torch.Tensor, places: torch.Tensor, out_features: int, in_features: int):
@@ -85,9 +85,9 @@ def unpack_sparse24(values: torch.Tensor, places: torch.Tensor, out_features: in
     nibbles = torch.cat((places & 15, places >> 4), -1).long()
     dense = values.new_zeros(*parts[0].shape, 4)
     stored = torch.zeros(dense.shape, dtype=torch.bool, device=values.device)
-    for part, place in zip(parts, (nibbles & 3, nibbles >> 2)):
-        dense.scatter_(-1, place[..., None], part[..., None])
-        stored.scatter_(-1, place[..., None], True)
+    for part, position in zip(parts, (nibbles & 3, nibbles >> 2)):
+        dense.scatter_(-1, position[..., None], part[..., None])
+        stored.scatter_(-1, position[..., None], True)
     shape = dense.shape[0] * ROWS, dense.shape[1] * COLUMNS
     return tuple(t.transpose(1, 2).reshape(shape)[:out_features, :in_features].contiguous() for t in (dense, stored))
 

@@ -45,22 +45,22 @@ def ternary_kernel(
             trits = ((words >> 2 * part) & 3).to(tl.int8) - 1
             result = tl.dot(trits, x, result, out_dtype=tl.int32)
     inside = (row_ids < N)[:, None] & (token_ids < M)[None, :]
-    place = token_ids.to(tl.int64)[None, :] * N + row_ids[:, None]
+    index = token_ids.to(tl.int64)[None, :] * N + row_ids[:, None]
     last = True
     if SPLIT:
         splits = tl.num_programs(2)
         part_stride = tl.cast(M, tl.int64) * N
         arrivals_ptr += row_block * tl.num_programs(1) + token_block
-        last = arrive(result, partial_ptr + place, part_stride, inside, arrivals_ptr, split, splits)
+        last = arrive(result, partial_ptr + index, part_stride, inside, arrivals_ptr, split, splits)
         if last:
-            result = sum_of_parts(partial_ptr + place, part_stride, inside, splits, 64, BLOCK_M)
+            result = sum_of_parts(partial_ptr + index, part_stride, inside, splits, 64, BLOCK_M)
     if last:
         rows = tl.minimum(row_ids, N - 1)
         total = result.to(tl.float32) * tl.load(x_scale_ptr + tokens * stride_xs)[None, :]
         total *= tl.load(w_scale_ptr + rows * stride_ws)[:, None]
         if bias_ptr is not None:
             total += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
-        tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def ternary_linear_reference(x_codes, packed, x_scale, w_scale, bias=None, *, out_features) -> torch.Tensor:

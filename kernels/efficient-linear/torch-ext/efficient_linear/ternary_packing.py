@@ -53,7 +53,7 @@ def pack_trits(trits: torch.Tensor) -> torch.Tensor:
     """int8 [N, K] of -1, 0, 1 -> uint8 [N, ceil(K / 5)], five a byte. Errors as `pack_ternary`."""
     _check_trits(trits)
     digits = (torch.nn.functional.pad(trits, (0, -trits.shape[1] % 5)) + 1).view(torch.uint8).unflatten(1, (-1, 5))
-    return sum(digits[..., place] * 3**place for place in range(5))
+    return sum(digits[..., digit] * 3**digit for digit in range(5))
 
 
 def unpack_trits(packed: torch.Tensor, in_features: int) -> torch.Tensor:
@@ -66,5 +66,5 @@ def unpack_trits(packed: torch.Tensor, in_features: int) -> torch.Tensor:
         raise ValueError(f"packed has shape {tuple(packed.shape)}: allowed is [N, {-(-in_features // 5)}]")
     if bool((packed >= 243).any()):
         raise ValueError(f"packed has the byte {int(packed.max())}: five base-3 digits are at most 242")
-    digits = torch.stack([packed // 3**place % 3 for place in range(5)], -1).flatten(1)
+    digits = torch.stack([packed // 3**digit % 3 for digit in range(5)], -1).flatten(1)
     return digits[:, :in_features].to(torch.int8) - 1

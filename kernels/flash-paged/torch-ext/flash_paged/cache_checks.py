@@ -41,15 +41,9 @@ def _same_strides(**tensors: torch.Tensor) -> None:
 
 
 def check_quantized(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    head_dim: int,
-    value_dim: int | None = None,
-    k_scale=None,
-    v_scale=None,
-    k_min=None,
-    v_min=None,
-) -> QuantizedKV | None:
+    k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int, value_dim: int | None = None, k_scale=None,
+    v_scale=None, k_min=None, v_min=None,
+) -> QuantizedKV | None:  # fmt: skip
     """The quantized format of checked pages, None for full precision. head_dim: channels of the keys."""
     present = [
         n for n, t in (("k_scale", k_scale), ("v_scale", v_scale), ("k_min", k_min), ("v_min", v_min)) if t is not None
@@ -105,7 +99,7 @@ def check_quantized(
 
 
 def check_tails(
-    kv: QuantizedKV | None, k_cache, v_cache, rows: int, dtype, k_tail, v_tail, quantized_seqlens, needed: bool
+    kv: QuantizedKV | None, k_cache, v_cache, batch: int, dtype, k_tail, v_tail, quantized_seqlens, needed: bool
 ) -> QuantizedKV | None:
     """`kv` with the rings of its sequences, which only int4 and int2 caches have.
 
@@ -134,8 +128,8 @@ def check_tails(
             raise ValueError(
                 f"k_tail has room for {tensor.shape[1]} tokens: allowed are multiples of the group, {group}"
             )
-        expected = (rows, k_tail.shape[1], heads, parts * cache.shape[-1])
+        expected = (batch, k_tail.shape[1], heads, parts * cache.shape[-1])
         if tuple(tensor.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
-    check_integers("quantized_seqlens", quantized_seqlens, 1, k_cache, length=rows)
+    check_integers("quantized_seqlens", quantized_seqlens, 1, k_cache, length=batch)
     return kv._replace(k_tail=k_tail, v_tail=v_tail, quantized_seqlens=quantized_seqlens)

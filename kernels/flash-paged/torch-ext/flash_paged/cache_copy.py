@@ -12,28 +12,21 @@ _TILE = 4096
 
 @triton.jit
 def copy_kernel(
-    cache,
-    mapping,
-    stride_b,
-    stride_r,
-    stride_s,
-    stride_pair,
+    cache, mapping,
+    stride_b, stride_r, stride_s, stride_pair,
     blocks,
-    SUBROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    SUBROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Copies TILE of the SIZE elements of one block, which lie as [rows, SUBROWS, COLUMNS] with contiguous columns."""
     pair = mapping + tl.program_id(0).to(tl.int64) * stride_pair
     source = tl.load(pair)
     target = tl.load(pair + 1)
     element = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row = element // COLUMNS
-    place = row // SUBROWS * stride_r + row % SUBROWS * stride_s + element % COLUMNS
+    offset = row // SUBROWS * stride_r + row % SUBROWS * stride_s + element % COLUMNS
     valid = (source >= 0) & (source < blocks) & (target >= 0) & (target < blocks)
     inside = (element < SIZE) & valid
-    tl.store(cache + target * stride_b + place, tl.load(cache + source * stride_b + place, mask=inside), mask=inside)
+    tl.store(cache + target * stride_b + offset, tl.load(cache + source * stride_b + offset, mask=inside), mask=inside)
 
 
 def rows_of_block(tensor: torch.Tensor) -> tuple[int, int, int, int]:
@@ -60,16 +53,8 @@ def copy(tensors: list[torch.Tensor], mapping: torch.Tensor) -> None:
             stride_r, stride_s, subrows, columns = rows_of_block(tensor)
             block = min(_TILE, triton.next_power_of_2(size))
             copy_kernel[(mapping.shape[0], triton.cdiv(size, block))](
-                tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor,
-                mapping,
-                tensor.stride(0),
-                stride_r,
-                stride_s,
-                mapping.stride(0),
+                tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor, mapping,
+                tensor.stride(0), stride_r, stride_s, mapping.stride(0),
                 tensor.shape[0],
-                SUBROWS=subrows,
-                COLUMNS=columns,
-                SIZE=size,
-                TILE=block,
-                num_warps=4,
-            )
+                SUBROWS=subrows, COLUMNS=columns, SIZE=size, TILE=block, num_warps=4,
+            )  # fmt: skip

@@ -44,16 +44,9 @@ def reshape_and_cache(
 
 
 def quantize_and_cache(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    k_min: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_min: torch.Tensor,
-    group_mapping: torch.Tensor,
-) -> None:
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor,
+    k_min: torch.Tensor, v_scale: torch.Tensor, v_min: torch.Tensor, group_mapping: torch.Tensor,
+) -> None:  # fmt: skip
     """Writes whole groups of tokens k [n, G, Hk, D] and v [n, G, Hk, Dv] in place into int4 or int2 pages (uint8), with
     their scales and minima. The keys of a group share them per channel, the values of a token per head and channel
     group (https://arxiv.org/abs/2402.02750).
@@ -107,20 +100,11 @@ def copy_blocks(k_cache: torch.Tensor, v_cache: torch.Tensor, mapping: torch.Ten
 
 
 def gather_cache(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    dtype: torch.dtype,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    k_min: torch.Tensor | None = None,
-    v_min: torch.Tensor | None = None,
-    k_tail: torch.Tensor | None = None,
-    v_tail: torch.Tensor | None = None,
-    quantized_seqlens: torch.Tensor | None = None,
-    num_tokens: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    dtype: torch.dtype, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    k_min: torch.Tensor | None = None, v_min: torch.Tensor | None = None, k_tail: torch.Tensor | None = None,
+    v_tail: torch.Tensor | None = None, quantized_seqlens: torch.Tensor | None = None, num_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The tokens of all sequences end to end, dequantized: k [num_tokens, Hk, D] and v [num_tokens, Hk, Dv] of `dtype`.
 
     block_table: int32 [B, max_blocks]; tokens in pages named -1 become 0.
@@ -137,9 +121,9 @@ def gather_cache(
     value_dim = getattr(v_tail, "shape", (None,))[-1]
     quantized = check_quantized(k_cache, v_cache, head_dim, value_dim, k_scale, v_scale, k_min, v_min)
     check_integers("block_table", block_table, 2, k_cache)
-    rows = block_table.shape[0]
-    quantized = check_tails(quantized, k_cache, v_cache, rows, None, k_tail, v_tail, quantized_seqlens, needed=False)
-    check_integers("cu_seqlens_k", cu_seqlens_k, 1, k_cache, length=rows + 1)
+    batch = block_table.shape[0]
+    quantized = check_tails(quantized, k_cache, v_cache, batch, None, k_tail, v_tail, quantized_seqlens, needed=False)
+    check_integers("cu_seqlens_k", cu_seqlens_k, 1, k_cache, length=batch + 1)
     check_numbers("block_table", block_table, k_cache.shape[0], "blocks of the cache")
     room = block_table.shape[1] * k_cache.shape[1] + (0 if k_tail is None else k_tail.shape[1])
     check_cumulative("cu_seqlens_k", cu_seqlens_k, longest=room)

@@ -16,31 +16,12 @@ _TILE = 2048  # bytes a program packs: more do not fit the registers
 
 @triton.jit
 def quantize_keys_kernel(
-    k,
-    cache,
-    scale,
-    low,
-    group_mapping,
-    stride_kn,
-    stride_kt,
-    stride_kh,
-    stride_cb,
-    stride_ct,
-    stride_ch,
-    stride_sb,
-    stride_sg,
-    stride_sh,
-    stride_lb,
-    stride_lg,
-    stride_lh,
-    groups,
-    blocks,
-    BITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+    k, cache, scale, low, group_mapping,
+    stride_kn, stride_kt, stride_kh, stride_cb, stride_ct, stride_ch, stride_sb, stride_sg, stride_sh, stride_lb,
+    stride_lg, stride_lh,
+    groups, blocks,
+    BITS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
     """Quantizes one group of TOKENS tokens of one head, BLOCK_W of the WIDTH bytes of a token."""
     index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -74,32 +55,13 @@ def quantize_keys_kernel(
 
 @triton.jit
 def quantize_values_kernel(
-    v,
-    cache,
-    scale,
-    low,
-    group_mapping,
-    stride_vn,
-    stride_vt,
-    stride_vh,
-    stride_cb,
-    stride_ct,
-    stride_ch,
-    stride_sb,
-    stride_st,
-    stride_sh,
-    stride_lb,
-    stride_lt,
-    stride_lh,
-    groups,
-    blocks,
-    BITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHANNEL_GROUPS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    v, cache, scale, low, group_mapping,
+    stride_vn, stride_vt, stride_vh, stride_cb, stride_ct, stride_ch, stride_sb, stride_st, stride_sh, stride_lb,
+    stride_lt, stride_lh,
+    groups, blocks,
+    BITS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNEL_GROUPS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
-):
+):  # fmt: skip
     """Quantizes BLOCK_T of the TOKENS tokens of one group, one head, all WIDTH bytes."""
     index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -145,16 +107,9 @@ def tiles(tokens: int, k_width: int, v_width: int) -> tuple[int, int]:
 
 
 def quantize_groups(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_scale: torch.Tensor,
-    k_min: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_min: torch.Tensor,
-    group_mapping: torch.Tensor,
-) -> None:
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor,
+    k_min: torch.Tensor, v_scale: torch.Tensor, v_min: torch.Tensor, group_mapping: torch.Tensor,
+) -> None:  # fmt: skip
     """Launches both kernels on checked arguments."""
     if k.numel() == 0:
         return
@@ -164,39 +119,16 @@ def quantize_groups(
     block_t, block_w = tiles(tokens, k_cache.shape[-1], v_cache.shape[-1])
     with launch_device(k):
         quantize_keys_kernel[(count, heads, triton.cdiv(k_cache.shape[-1], block_w))](
-            k,
-            k_cache,
-            k_scale,
-            k_min,
-            group_mapping,
-            *k.stride()[:3],
-            *k_cache.stride()[:3],
-            *k_scale.stride()[:3],
-            *k_min.stride()[:3],
+            k, k_cache, k_scale, k_min, group_mapping,
+            *k.stride()[:3], *k_cache.stride()[:3], *k_scale.stride()[:3], *k_min.stride()[:3],
             **where,
-            BITS=bits,
-            TOKENS=tokens,
-            WIDTH=k_cache.shape[-1],
-            BLOCK_T=triton.next_power_of_2(tokens),
-            BLOCK_W=block_w,
+            BITS=bits, TOKENS=tokens, WIDTH=k_cache.shape[-1], BLOCK_T=triton.next_power_of_2(tokens), BLOCK_W=block_w,
             num_warps=4,
-        )
+        )  # fmt: skip
         quantize_values_kernel[(count, heads, triton.cdiv(tokens, block_t))](
-            v,
-            v_cache,
-            v_scale,
-            v_min,
-            group_mapping,
-            *v.stride()[:3],
-            *v_cache.stride()[:3],
-            *v_scale.stride()[:3],
-            *v_min.stride()[:3],
+            v, v_cache, v_scale, v_min, group_mapping,
+            *v.stride()[:3], *v_cache.stride()[:3], *v_scale.stride()[:3], *v_min.stride()[:3],
             **where,
-            BITS=bits,
-            TOKENS=tokens,
-            WIDTH=v_cache.shape[-1],
-            CHANNEL_GROUPS=v_scale.shape[-1],
-            BLOCK_T=block_t,
-            BLOCK_W=triton.next_power_of_2(v_cache.shape[-1]),
-            num_warps=4,
-        )
+            BITS=bits, TOKENS=tokens, WIDTH=v_cache.shape[-1], CHANNEL_GROUPS=v_scale.shape[-1], BLOCK_T=block_t,
+            BLOCK_W=triton.next_power_of_2(v_cache.shape[-1]), num_warps=4,
+        )  # fmt: skip

@@ -91,7 +91,7 @@ def check_integers(
 
 
 def check_options(
-    q, rows, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_lse
+    q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_lse
 ) -> dict:
     """The options as the launchers take them: softmax_scale, window (-1 is no limit), softcap, alibi_slopes, s_aux."""
     if dropout_p:
@@ -109,7 +109,7 @@ def check_options(
         raise ValueError(f"softcap is {softcap}: allowed are positive numbers, or 0.0 for none")
     heads = q.shape[-2]
     s_aux = _check_per_head("s_aux", s_aux, q, [(heads,)], "a floating point tensor")
-    alibi_slopes = _check_per_head("alibi_slopes", alibi_slopes, q, [(heads,), (rows, heads)], "a float32 tensor")
+    alibi_slopes = _check_per_head("alibi_slopes", alibi_slopes, q, [(heads,), (batch, heads)], "a float32 tensor")
     left, right = (-1 if w < 0 or w >= _UNLIMITED else w for w in window_size)
     return {
         "softmax_scale": softmax_scale,

@@ -29,7 +29,7 @@ def check_numbers(name: str, tensor: torch.Tensor | None, count: int, what: str)
 def check_lengths(cache_seqlens: torch.Tensor, appended: int, capacity: int) -> None:
     """Checks that the sequences with their new tokens fit into `capacity` tokens."""
     if DEBUG:
-        allowed = f"at most {capacity - appended}, {capacity} tokens in the pages of a row less {appended} new ones"
+        allowed = f"at most {capacity - appended}, {capacity} tokens in the pages less {appended} new ones"
         _fail("cache_seqlens", cache_seqlens, cache_seqlens > capacity - appended, allowed)
 
 

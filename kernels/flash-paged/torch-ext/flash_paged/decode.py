@@ -16,7 +16,7 @@ from .config import decode_config, launch_device, processors
 from .decode_combine import arrival_counters, finish_lane
 from .decode_grouped import decode_grouped_kernel
 from .decode_quantized import FP8_FACTOR, widen
-from .decode_schedule import MIN_KEYS, program_share, row_tiles
+from .decode_schedule import MIN_KEYS, program_share, sequence_tiles
 from .decode_scores import find_pages, locate, query_positions, visible_scores
 from .kv_formats import QuantizedKV
 from .tiles import dot, load_rows, score_scales, softmax_weights
@@ -25,63 +25,18 @@ from .tiles import dot, load_rows, score_scales, softmax_weights
 _PROGRAMS_PER_PROCESSOR = 2
 
 
-@triton.jit(do_not_specialize=["rows", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads"])
 def decode_kernel(
-    q,
-    k,
-    v,
-    k_scale,
-    v_scale,
-    out,
-    lse,
-    partial,
-    statistics,
-    arrivals,
-    sinks,
-    slopes,
-    tree_mask,
-    cache_seqlens,
+    q, k, v, k_scale, v_scale, out, lse, partial, statistics, arrivals, sinks, slopes, tree_mask, cache_seqlens,
     block_table,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_sb,
-    stride_st,
-    stride_sh,
-    stride_slopes,
-    stride_table,
-    rows,
-    seqlen_q,
-    seqlen_k,
-    appended,
-    kv_heads,
-    tiles,
-    scale,
-    cap,
-    left,
-    right,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_sb,
+    stride_st, stride_sh, stride_slopes, stride_table,
+    batch, seqlen_q, seqlen_k, appended, kv_heads, tiles, scale, cap, left, right,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     IS_FLOAT: tl.constexpr,
-):
+):  # fmt: skip
     """Decodes over keys and values as they are, or codes of 8 bits with k_scale and v_scale (fp8 where IS_FLOAT).
 
     A lane is one key head and one tile of rows; row i * GROUP + g is query i of head g of the group. tree_mask is
@@ -91,15 +46,15 @@ def decode_kernel(
     DTYPE: tl.constexpr = q.dtype.element_ty
     TREE: tl.constexpr = tree_mask is not None
     lanes = kv_heads * tiles
-    share, position, stop, first_lane, end_lane, row_start = program_share(
-        rows, lanes, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N, BLOCK_B
+    share, position, stop, first_lane, end_lane, sequence_start = program_share(
+        batch, lanes, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N, BLOCK_B
     )
     for lane in tl.range(first_lane, end_lane):
-        row = (lane // lanes).to(tl.int64)
-        length, begin, lane_tiles = row_tiles(
-            row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N
+        sequence = (lane // lanes).to(tl.int64)
+        length, begin, lane_tiles = sequence_tiles(
+            sequence, batch, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N
         )
-        lane_start = row_start + lane % lanes * lane_tiles
+        lane_start = sequence_start + lane % lanes * lane_tiles
         first = tl.maximum(position - lane_start, 0)
         last = tl.minimum(stop - lane_start, lane_tiles)
         kv_head = (lane % lanes // tiles).to(tl.int64)
@@ -108,33 +63,33 @@ def decode_kernel(
         valid = m < seqlen_q * GROUP
         query_index = m // GROUP
         head = kv_head * GROUP + m % GROUP
-        query_rows = q + row * stride_qb + query_index.to(tl.int64) * stride_qt + head * stride_qh
+        query_rows = q + sequence * stride_qb + query_index.to(tl.int64) * stride_qt + head * stride_qh
         query = load_rows(query_rows, valid, True, HEAD_DIM, BLOCK_D)
 
         shift = length - seqlen_q
-        row_tree = tree_mask
+        own_tree = tree_mask
         if TREE:
-            row_tree = tree_mask + row * seqlen_q
-        query_position, tree = query_positions(query_index, valid, shift, row_tree, TREE)
+            own_tree = tree_mask + sequence * seqlen_q
+        query_position, tree = query_positions(query_index, valid, shift, own_tree, TREE)
         slope = tl.zeros([BLOCK_M], tl.float32)
         if slopes is not None:
-            slope = tl.load(slopes + row * stride_slopes + head, mask=valid, other=0.0) * 1.4426950408889634
+            slope = tl.load(slopes + sequence * stride_slopes + head, mask=valid, other=0.0) * 1.4426950408889634
         k_head = k + kv_head * stride_kh
         v_head = v + kv_head * stride_vh
-        row_table = block_table
+        own_table = block_table
         if PAGE_SIZE > 0:
-            row_table = block_table + row * stride_table
+            own_table = block_table + sequence * stride_table
 
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         first_key = (begin + first) * BLOCK_N
         last_key = tl.minimum((begin + last) * BLOCK_N, length)
-        pages = find_pages(row_table, row, first_key, length, PAGE_SIZE, BLOCK_N)
+        pages = find_pages(own_table, sequence, first_key, length, PAGE_SIZE, BLOCK_N)
         for start in tl.range(first_key, last_key, BLOCK_N):
             start = tl.multiple_of(start, BLOCK_N)
             page, slot, offset, present = locate(pages, start, length, PAGE_SIZE, BLOCK_N)
-            pages = find_pages(row_table, row, start + BLOCK_N, length, PAGE_SIZE, BLOCK_N)
+            pages = find_pages(own_table, sequence, start + BLOCK_N, length, PAGE_SIZE, BLOCK_N)
             key_rows = k_head + page * stride_kb + slot * stride_kt + offset * stride_kt
             value_rows = v_head + page * stride_vb + slot * stride_vt + offset * stride_vt
             keys = load_rows(key_rows, present, True, HEAD_DIM, BLOCK_D)
@@ -151,7 +106,7 @@ def decode_kernel(
                 values = widen(values, DTYPE, IS_FLOAT)
                 s = dot(query, tl.trans(widen(keys, DTYPE, IS_FLOAT))) * key_scale[None, :]
             s = visible_scores(
-                s, start, present, query_position, tree, row_tree, slope, shift, seqlen_q, left, right, scale, cap,
+                s, start, present, query_position, tree, own_tree, slope, shift, seqlen_q, left, right, scale, cap,
                 HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
             )  # fmt: skip
             p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, True)
@@ -160,11 +115,11 @@ def decode_kernel(
             acc = acc * shrink[:, None] + dot(p.to(DTYPE), values)
 
         finish_lane(
-            out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, row, kv_head, tile, lane_start,
+            out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, sequence, kv_head, tile, lane_start,
             lane_tiles,
             first, last, share, seqlen_q, kv_heads, tl.arange(0, BLOCK_DV), GROUP, VALUE_DIM, ROWS, STEP,
         )  # fmt: skip
-        row_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)
+        sequence_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)
 
 
 def is_decode(queries: int, group: int) -> bool:
@@ -178,22 +133,11 @@ def parts_at_once(rows: int, columns: int) -> int:
 
 
 def attend_few(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    softmax_scale: float,
-    window: tuple[int, int],
-    softcap: float,
-    s_aux: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None = None,
-    tree_mask: torch.Tensor | None = None,
-    cache_seqlens: torch.Tensor | None = None,
-    appended: int = 0,
-    block_table: torch.Tensor | None = None,
-    return_lse: bool = False,
-    quantized: QuantizedKV | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, window: tuple[int, int], softcap: float,
+    s_aux: torch.Tensor | None, alibi_slopes: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None, appended: int = 0, block_table: torch.Tensor | None = None,
+    return_lse: bool = False, quantized: QuantizedKV | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Launches a decode kernel on checked arguments.
 
     q is [B, Sq, Hq, D]; k and v are [B, Sk, Hk, D or Dv], or with block_table (int32 [B, max_blocks]) pages, of codes
@@ -205,12 +149,12 @@ def attend_few(
 
     Raises ValueError for more than 2**31 key tiles.
     """
-    rows, queries, heads, head_dim = q.shape
+    batch, queries, heads, head_dim = q.shape
     kv_heads, page_size = k.shape[2], k.shape[1]
     grouped = quantized is not None and quantized.bits < 8
     value_dim = quantized.v_tail.shape[3] if grouped else v.shape[3]
-    out = torch.empty((rows, queries, heads, value_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((rows, heads, queries), dtype=torch.float32, device=q.device) if return_lse else None
+    out = torch.empty((batch, queries, heads, value_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device) if return_lse else None
     if out.numel() == 0:
         return out, lse
     group = heads // kv_heads
@@ -231,13 +175,13 @@ def attend_few(
         capacity += options["RING"]
 
     tiles = triton.cdiv(queries * group, config.block_m)
-    if rows * kv_heads * tiles * triton.cdiv(capacity, block_n) >= 2**31:
+    if batch * kv_heads * tiles * triton.cdiv(capacity, block_n) >= 2**31:
         raise ValueError(
-            f"{rows} rows of {kv_heads} key heads and up to {capacity} keys are too many: allowed are 2**31 tiles of "
-            f"{block_n} keys; give block_table fewer columns, or fewer rows at once"
+            f"{batch} sequences of {kv_heads} key heads and up to {capacity} keys are too many: allowed are 2**31 "
+            f"tiles of {block_n} keys; give block_table fewer columns, or fewer sequences at once"
         )
     visited = min(capacity, window[0] + queries + 2 * block_n) if window[0] >= 0 else capacity
-    work = rows * kv_heads * tiles * triton.cdiv(max(visited, 1), MIN_KEYS.value)
+    work = batch * kv_heads * tiles * triton.cdiv(max(visited, 1), MIN_KEYS.value)
     programs = min(_PROGRAMS_PER_PROCESSOR * processors(q.device), work)
     parts = 8 // quantized.bits if grouped else 1
     block_d, block_dv = (max(16, triton.next_power_of_2(dim // parts)) for dim in (head_dim, value_dim))
@@ -247,50 +191,19 @@ def attend_few(
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     with launch_device(q):
         kernel[(programs,)](
-            q,
-            *arrays,
-            out,
-            lse,
-            partial,
-            statistics,
-            arrival_counters(programs, q.device),
-            s_aux,
-            slopes,
-            None if tree_mask is None else tree_mask.contiguous(),
-            cache_seqlens,
-            block_table,
-            *q.stride()[:3],
-            *arrays[0].stride()[:3],
-            *arrays[1].stride()[:3],
+            q, *arrays, out, lse, partial, statistics, arrival_counters(programs, q.device), s_aux, slopes,
+            None if tree_mask is None else tree_mask.contiguous(), cache_seqlens, block_table,
+            *q.stride()[:3], *arrays[0].stride()[:3], *arrays[1].stride()[:3],
             *strides,
-            slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-            block_table.stride(0) if paged else 0,
-            rows,
-            queries,
-            capacity,
-            appended,
-            kv_heads,
-            tiles,
-            *score_scales(softmax_scale, softcap),
-            *window,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            VALUE_DIM=value_dim,
-            BLOCK_M=config.block_m,
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
-            BLOCK_DV=block_dv,
-            BLOCK_B=min(1024, max(32, triton.next_power_of_2(rows))),
-            ROWS=real_rows,
-            STEP=parts_at_once(real_rows, parts * block_dv),
-            PAGE_SIZE=page_size if paged else 0,
-            HAS_LEFT=window[0] >= 0,
-            HAS_RIGHT=window[1] >= 0,
-            SOFTCAP=softcap > 0,
-            num_warps=config.num_warps,
+            slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0, block_table.stride(0) if paged else 0,
+            batch, queries, capacity, appended, kv_heads, tiles, *score_scales(softmax_scale, softcap), *window,
+            GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m, BLOCK_N=block_n,
+            BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_B=min(1024, max(32, triton.next_power_of_2(batch))),
+            ROWS=real_rows, STEP=parts_at_once(real_rows, parts * block_dv), PAGE_SIZE=page_size if paged else 0,
+            HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0, num_warps=config.num_warps,
             num_stages=config.num_stages,
             **options,
-        )
+        )  # fmt: skip
     return out, lse
 
 

@@ -82,21 +82,9 @@ def add_parts(partial, statistics, first, last, ROWS: tl.constexpr, BLOCK_DV: tl
 
 @triton.jit
 def write_rows(
-    out,
-    lse,
-    sinks,
-    acc,
-    total,
-    maximum,
-    row,
-    kv_head,
-    m,
-    seqlen_q,
-    kv_heads,
-    channel,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-):
+    out, lse, sinks, acc, total, maximum, sequence, kv_head, m, seqlen_q, kv_heads, channel,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
     """Writes rows m (query m // GROUP, head m % GROUP of the group) of the result.
 
     out is contiguous [B, Sq, Hq, Dv], lse float32 [B, Hq, Sq] or None. channel [BLOCK_DV]: the channel of each column
@@ -117,39 +105,18 @@ def write_rows(
     divisor = tl.where(total == 0.0, 1.0, total)
     if lse is not None:
         value = tl.where(total == 0.0, float("-inf"), (maximum + tl.log2(divisor)) * 0.6931471805599453)
-        tl.store(lse + (row * heads + head) * seqlen_q + query, value, mask=valid)
-    pointers = out + (((row * seqlen_q + query) * heads + head) * VALUE_DIM)[:, None] + channel[None, :]
+        tl.store(lse + (sequence * heads + head) * seqlen_q + query, value, mask=valid)
+    pointers = out + (((sequence * seqlen_q + query) * heads + head) * VALUE_DIM)[:, None] + channel[None, :]
     result = (acc / divisor[:, None]).to(out.dtype.element_ty)
     tl.store(pointers, result, mask=valid[:, None] & (channel < VALUE_DIM)[None, :])
 
 
 @triton.jit
 def finish_lane(
-    out,
-    lse,
-    sinks,
-    partial,
-    statistics,
-    arrivals,
-    acc,
-    total,
-    maximum,
-    row,
-    kv_head,
-    tile,
-    lane_start,
-    lane_tiles,
-    first,
-    last,
-    share,
-    seqlen_q,
-    kv_heads,
-    channel,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, sequence, kv_head, tile, lane_start,
+    lane_tiles, first, last, share, seqlen_q, kv_heads, channel,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Stores or writes this program's sums over key tiles first..last of a lane (query tile `tile` of a key head).
 
     The lane has lane_tiles tiles, from lane_start on in the sequence of all tiles.
@@ -158,7 +125,9 @@ def finish_lane(
     BLOCK_DV: tl.constexpr = acc.shape[1]
     if last - first == lane_tiles:
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        write_rows(out, lse, sinks, acc, total, maximum, row, kv_head, m, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM)
+        write_rows(
+            out, lse, sinks, acc, total, maximum, sequence, kv_head, m, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM
+        )
     else:
         first_program = lane_start // share
         last_program = (lane_start + lane_tiles - 1) // share
@@ -168,6 +137,6 @@ def finish_lane(
             sums = add_parts(partial, statistics, first_program, last_program, ROWS, BLOCK_DV, STEP)
             m = tile * BLOCK_M + tl.arange(0, ROWS)
             write_rows(
-                out, lse, sinks, sums[0], sums[1], sums[2], row, kv_head, m, seqlen_q, kv_heads, channel, GROUP,
+                out, lse, sinks, sums[0], sums[1], sums[2], sequence, kv_head, m, seqlen_q, kv_heads, channel, GROUP,
                 VALUE_DIM,
             )  # fmt: skip

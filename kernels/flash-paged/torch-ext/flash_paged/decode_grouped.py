@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .decode_combine import finish_lane
 from .decode_quantized import join_parts, offset_of, part_numbers
-from .decode_schedule import program_share, row_tiles
+from .decode_schedule import program_share, sequence_tiles
 from .decode_scores import find_pages, locate, query_positions, visible_scores
 from .tiles import dot, softmax_weights
 
@@ -34,80 +34,19 @@ def _load_vector(at, present, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl
     return tl.load(at + PART * WIDTH + column, mask=present & (column < WIDTH), other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads"])
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads"])
 def decode_grouped_kernel(
-    q,
-    k,
-    v,
-    k_scale,
-    k_min,
-    v_scale,
-    v_min,
-    k_tail,
-    v_tail,
-    quantized_seqlens,
-    out,
-    lse,
-    partial,
-    statistics,
-    arrivals,
-    sinks,
-    slopes,
-    tree_mask,
-    cache_seqlens,
-    block_table,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_ksb,
-    stride_ksg,
-    stride_ksh,
-    stride_vsb,
-    stride_vst,
-    stride_vsh,
-    stride_ktb,
-    stride_ktt,
-    stride_kth,
-    stride_vtb,
-    stride_vtt,
-    stride_vth,
-    stride_slopes,
-    stride_table,
-    rows,
-    seqlen_q,
-    seqlen_k,
-    appended,
-    kv_heads,
-    tiles,
-    scale,
-    cap,
-    left,
-    right,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNEL_GROUPS: tl.constexpr,
-    RING: tl.constexpr,
-):
+    q, k, v, k_scale, k_min, v_scale, v_min, k_tail, v_tail, quantized_seqlens, out, lse, partial, statistics, arrivals,
+    sinks, slopes, tree_mask, cache_seqlens, block_table,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ksb,
+    stride_ksg, stride_ksh, stride_vsb, stride_vst, stride_vsh, stride_ktb, stride_ktt, stride_kth, stride_vtb,
+    stride_vtt, stride_vth, stride_slopes, stride_table,
+    batch, seqlen_q, seqlen_k, appended, kv_heads, tiles, scale, cap, left, right,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BITS: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNEL_GROUPS: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
     """As `decode_kernel`; k and v are uint8, TOKENS share a key scale, the tail has RING slots; k_min and v_min have
     the strides of k_scale and v_scale. BLOCK_D and BLOCK_DV cover one of the PARTS of the channels, which are tiles of
     their own."""
@@ -121,15 +60,15 @@ def decode_grouped_kernel(
     OFFSET: tl.constexpr = offset_of(DTYPE)
     MIDDLE: tl.constexpr = (2**BITS - 1) / 2
     lanes = kv_heads * tiles
-    share, position, stop, first_lane, end_lane, row_start = program_share(
-        rows, lanes, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N, BLOCK_B
+    share, position, stop, first_lane, end_lane, sequence_start = program_share(
+        batch, lanes, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N, BLOCK_B
     )
     for lane in tl.range(first_lane, end_lane):
-        row = (lane // lanes).to(tl.int64)
-        length, begin, lane_tiles = row_tiles(
-            row, rows, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N
+        sequence = (lane // lanes).to(tl.int64)
+        length, begin, lane_tiles = sequence_tiles(
+            sequence, batch, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N
         )
-        lane_start = row_start + lane % lanes * lane_tiles
+        lane_start = sequence_start + lane % lanes * lane_tiles
         first = tl.maximum(position - lane_start, 0)
         last = tl.minimum(stop - lane_start, lane_tiles)
         kv_head = (lane % lanes // tiles).to(tl.int64)
@@ -138,22 +77,22 @@ def decode_grouped_kernel(
         valid = m < seqlen_q * GROUP
         query_index = m // GROUP
         head = kv_head * GROUP + m % GROUP
-        query_rows = q + row * stride_qb + query_index.to(tl.int64) * stride_qt + head * stride_qh
+        query_rows = q + sequence * stride_qb + query_index.to(tl.int64) * stride_qt + head * stride_qh
         query = ()
         for part in tl.static_range(PARTS):
             query = query + (_load_part(query_rows, valid, part, WIDTH, BLOCK_D),)
 
         shift = length - seqlen_q
-        row_tree = tree_mask
+        own_tree = tree_mask
         if TREE:
-            row_tree = tree_mask + row * seqlen_q
-        query_position, tree = query_positions(query_index, valid, shift, row_tree, TREE)
+            own_tree = tree_mask + sequence * seqlen_q
+        query_position, tree = query_positions(query_index, valid, shift, own_tree, TREE)
         slope = tl.zeros([BLOCK_M], tl.float32)
         if slopes is not None:
-            slope = tl.load(slopes + row * stride_slopes + head, mask=valid, other=0.0) * 1.4426950408889634
-        row_table = block_table
+            slope = tl.load(slopes + sequence * stride_slopes + head, mask=valid, other=0.0) * 1.4426950408889634
+        own_table = block_table
         if PAGE_SIZE > 0:
-            row_table = block_table + row * stride_table
+            own_table = block_table + sequence * stride_table
 
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -162,12 +101,12 @@ def decode_grouped_kernel(
             acc = acc + acc
         first_key = (begin + first) * BLOCK_N
         last_key = tl.minimum((begin + last) * BLOCK_N, length)
-        quantized = tl.minimum(tl.load(quantized_seqlens + row), length)
-        pages = find_pages(row_table, row, first_key, quantized, PAGE_SIZE, BLOCK_N)
+        quantized = tl.minimum(tl.load(quantized_seqlens + sequence), length)
+        pages = find_pages(own_table, sequence, first_key, quantized, PAGE_SIZE, BLOCK_N)
         for start in tl.range(first_key, tl.minimum(last_key, quantized), BLOCK_N):
             start = tl.multiple_of(start, BLOCK_N)
             page, slot, offset, present = locate(pages, start, quantized, PAGE_SIZE, BLOCK_N)
-            pages = find_pages(row_table, row, start + BLOCK_N, quantized, PAGE_SIZE, BLOCK_N)
+            pages = find_pages(own_table, sequence, start + BLOCK_N, quantized, PAGE_SIZE, BLOCK_N)
             key_rows = k + page * stride_kb + kv_head * stride_kh + slot * stride_kt + offset * stride_kt
             value_rows = v + page * stride_vb + kv_head * stride_vh + slot * stride_vt + offset * stride_vt
             keys = _load_part(key_rows, present, 0, WIDTH, BLOCK_D)
@@ -192,7 +131,7 @@ def decode_grouped_kernel(
                     numbers = part_numbers(keys, part, BITS, DTYPE).to(tl.float32) - OFFSET
                     s = dot(query[part], tl.trans((numbers * key_scale + key_min).to(DTYPE)), s)
             s = visible_scores(
-                s, start, present, query_position, tree, row_tree, slope, shift, seqlen_q, left, right, scale, cap,
+                s, start, present, query_position, tree, own_tree, slope, shift, seqlen_q, left, right, scale, cap,
                 HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
             )  # fmt: skip
             p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, True)
@@ -226,13 +165,13 @@ def decode_grouped_kernel(
             key = start + tl.arange(0, BLOCK_N)
             present = (key >= quantized) & (key < length)
             slot = key % RING
-            key_rows = k_tail + row * stride_ktb + kv_head * stride_kth + slot * stride_ktt
-            value_rows = v_tail + row * stride_vtb + kv_head * stride_vth + slot * stride_vtt
+            key_rows = k_tail + sequence * stride_ktb + kv_head * stride_kth + slot * stride_ktt
+            value_rows = v_tail + sequence * stride_vtb + kv_head * stride_vth + slot * stride_vtt
             s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for part in tl.static_range(PARTS):
                 s = dot(query[part], tl.trans(_load_part(key_rows, present, part, WIDTH, BLOCK_D)), s)
             s = visible_scores(
-                s, start, present, query_position, tree, row_tree, slope, shift, seqlen_q, left, right, scale, cap,
+                s, start, present, query_position, tree, own_tree, slope, shift, seqlen_q, left, right, scale, cap,
                 HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
             )  # fmt: skip
             p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, True)
@@ -246,7 +185,7 @@ def decode_grouped_kernel(
         inside = column % BLOCK_DV < VALUE_WIDTH
         channel = tl.where(inside, column // BLOCK_DV * VALUE_WIDTH + column % BLOCK_DV, VALUE_DIM)
         finish_lane(
-            out, lse, sinks, partial, statistics, arrivals, join_parts(acc), total, maximum, row, kv_head, tile,
+            out, lse, sinks, partial, statistics, arrivals, join_parts(acc), total, maximum, sequence, kv_head, tile,
             lane_start, lane_tiles, first, last, share, seqlen_q, kv_heads, channel, GROUP, VALUE_DIM, ROWS, STEP,
         )  # fmt: skip
-        row_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)
+        sequence_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)

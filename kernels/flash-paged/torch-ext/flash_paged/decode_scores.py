@@ -7,7 +7,7 @@ from .tiles import cap_scores
 
 
 @triton.jit
-def find_pages(block_table, row, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def find_pages(block_table, sequence, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The pages of keys start..start+BLOCK_N of a sequence, int32: one number where they lie in one page, else one for
     each key.
 
@@ -15,7 +15,7 @@ def find_pages(block_table, row, start, length, PAGE_SIZE: tl.constexpr, BLOCK_N
     BLOCK_N. Kernels look pages up one key tile ahead, so that loads of keys need not wait for them.
     """
     if PAGE_SIZE == 0:
-        pages = row.to(tl.int32)
+        pages = sequence.to(tl.int32)
     elif PAGE_SIZE % BLOCK_N == 0:
         pages = tl.load(block_table + start // PAGE_SIZE, mask=start < length, other=-1)
     else:
@@ -64,25 +64,9 @@ def query_positions(query, valid, shift, tree_mask, TREE: tl.constexpr):
 
 @triton.jit
 def visible_scores(
-    s,
-    start,
-    present,
-    position,
-    tree,
-    tree_mask,
-    slope,
-    shift,
-    seqlen_q,
-    left,
-    right,
-    scale,
-    cap,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    TREE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-):
+    s, start, present, position, tree, tree_mask, slope, shift, seqlen_q, left, right, scale, cap,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
     """Products s [M, N] of queries and keys start..start+N to scores in powers of two: scaled, capped, less ALiBi's
     slope [M] times distance (https://arxiv.org/abs/2108.12409), -inf where a query does not see a key.
 

@@ -29,40 +29,13 @@ from .tiles import (
 
 @triton.jit
 def _walk(
-    q,
-    q_rest,
-    k,
-    v,
-    block_table,
-    acc,
-    acc_rest,
-    total,
-    maximum,
-    first,
-    last,
-    length,
-    low,
-    high,
-    position,
-    slope,
-    stride_kb,
-    stride_kt,
-    stride_vb,
-    stride_vt,
-    scale,
-    cap,
-    MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    REST_DV: tl.constexpr,
+    q, q_rest, k, v, block_table, acc, acc_rest, total, maximum, first, last, length, low, high, position, slope,
+    stride_kb, stride_kt, stride_vb, stride_vt,
+    scale, cap,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-):
+):  # fmt: skip
     """The keys first..last in steps of BLOCK_N. MASKED: row r sees only keys in [low[r], high[r])."""
     CHECK: tl.constexpr = MASKED or PAGE_SIZE > 0
     for start in tl.range(first, last, BLOCK_N):
@@ -103,68 +76,24 @@ def _store_rows(rows, tile, present, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr)
     do_not_specialize=["seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "heads", "pairs", "section"]
 )
 def forward_kernel(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    sinks,
-    slopes,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    cache_seqlens,
-    block_table,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    stride_table,
-    stride_lb,
-    stride_lh,
-    stride_slopes,
-    seqlen_q,
-    seqlen_k,
-    appended,
-    heads,
-    tiles,
-    pairs,
-    section,
-    scale,
-    cap,
-    left,
-    right,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    REST_DV: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
+    q, k, v, out, lse, sinks, slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ob,
+    stride_ot, stride_oh, stride_table, stride_lb, stride_lh, stride_slopes,
+    seqlen_q, seqlen_k, appended, heads, tiles, pairs, section, scale, cap, left, right,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """Query lengths: cu_seqlens_q or seqlen_q. Key lengths: cache_seqlens plus `appended`, cu_seqlens_k or seqlen_k;
     with pages seqlen_k is what a row of the block table holds. Absent pointers are None."""
     tile, pair = program_tile(tl.program_id(0), tiles, pairs, section)
     head = pair % heads
-    row = (pair // heads).to(tl.int64)
+    sequence = (pair // heads).to(tl.int64)
 
     first_q = 0
     if cu_seqlens_q is not None:
-        first_q = tl.load(cu_seqlens_q + row)
-        seqlen_q = tl.load(cu_seqlens_q + row + 1) - first_q
+        first_q = tl.load(cu_seqlens_q + sequence)
+        seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_q
     first_m = tile * BLOCK_M
     if first_m >= seqlen_q:
         return
@@ -172,11 +101,11 @@ def forward_kernel(
     first_k = 0
     length = seqlen_k
     if cache_seqlens is not None:
-        length = tl.load(cache_seqlens + row)
+        length = tl.load(cache_seqlens + sequence)
         length = tl.minimum(tl.where(length < 0, 0, length + appended), seqlen_k)
     elif cu_seqlens_k is not None:
-        first_k = tl.load(cu_seqlens_k + row)
-        length = tl.load(cu_seqlens_k + row + 1) - first_k
+        first_k = tl.load(cu_seqlens_k + sequence)
+        length = tl.load(cu_seqlens_k + sequence + 1) - first_k
         if PAGE_SIZE > 0:
             length = tl.minimum(length, seqlen_k)
 
@@ -185,11 +114,11 @@ def forward_kernel(
     k += kv_head * stride_kh
     v += kv_head * stride_vh
     if PAGE_SIZE == 0:
-        k += row * stride_kb + tl.cast(first_k, tl.int64) * stride_kt
-        v += row * stride_vb + tl.cast(first_k, tl.int64) * stride_vt
+        k += sequence * stride_kb + tl.cast(first_k, tl.int64) * stride_kt
+        v += sequence * stride_vb + tl.cast(first_k, tl.int64) * stride_vt
     else:
-        block_table += row * stride_table
-    q += row * stride_qb + tl.cast(first_q + first_m, tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+        block_table += sequence * stride_table
+    q += sequence * stride_qb + tl.cast(first_q + first_m, tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
     rows = q + tl.arange(0, BLOCK_M) * stride_qt
     query = load_rows(rows, m < seqlen_q, True, min(HEAD_DIM, BLOCK_D), BLOCK_D)
     query_rest = query
@@ -218,7 +147,7 @@ def forward_kernel(
 
     slope = 0.0
     if slopes is not None:
-        slope = tl.load(slopes + row * stride_slopes + head) * 1.4426950408889634
+        slope = tl.load(slopes + sequence * stride_slopes + head) * 1.4426950408889634
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -242,9 +171,9 @@ def forward_kernel(
 
     divisor = tl.where(total == 0.0, 1.0, total)
     if lse is not None:
-        lse += row * stride_lb + head.to(tl.int64) * stride_lh + first_q
+        lse += sequence * stride_lb + head.to(tl.int64) * stride_lh + first_q
         tl.store(lse + m, (maximum + tl.log2(divisor)) * 0.6931471805599453, mask=m < seqlen_q)
-    out += row * stride_ob + tl.cast(first_q + first_m, tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
+    out += sequence * stride_ob + tl.cast(first_q + first_m, tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
     rows = out + tl.arange(0, BLOCK_M) * stride_ot
     _store_rows(rows, acc / divisor[:, None], m < seqlen_q, min(VALUE_DIM, BLOCK_DV), BLOCK_DV)
     if REST_DV:
@@ -252,43 +181,30 @@ def forward_kernel(
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    max_seqlen_q: int,
-    *,
-    softmax_scale: float,
-    window: tuple[int, int],
-    softcap: float,
-    s_aux: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    cache_seqlens: torch.Tensor | None = None,
-    appended: int = 0,
-    block_table: torch.Tensor | None = None,
-    return_lse: bool = False,
-    variant: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, max_seqlen_q: int, *, softmax_scale: float,
+    window: tuple[int, int], softcap: float, s_aux: torch.Tensor | None, alibi_slopes: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None, appended: int = 0, block_table: torch.Tensor | None = None,
+    return_lse: bool = False, variant: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Launches a forward kernel on checked arguments. Returns (out, softmax_lse or None).
 
     q is [B, Sq, Hq, D], or [Tq, Hq, D] with cu_seqlens_q. k and v are [B, Sk, Hk, D], [Tk, Hk, D] with cu_seqlens_k, or
     pages with block_table. window -1 is no limit. alibi_slopes is float32 [Hq] or [B, Hq]. softmax_lse is float32 [B,
     Hq, Sq], or [Hq, Tq] with cu_seqlens_q: natural logarithm, sinks included, -inf for a query that sees nothing.
     variant: "portable" (`forward_kernel`), "tma" or "warp_specialized" (forward_hopper.py; ValueError where it cannot).
-        None
-    takes what config.py chooses, and the portable kernel where that cannot.
+    None takes what config.py chooses, and the portable kernel where that cannot.
     """
     if variant not in (None, "portable", *VARIANTS):
         raise ValueError(f"variant is {variant!r}: allowed are 'portable', {VARIANTS} or None")
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     heads, kv_heads, head_dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-    rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     lse = None
     if return_lse:
-        shape = (heads, q.shape[0]) if q.dim() == 3 else (rows, heads, q.shape[1])
+        shape = (heads, q.shape[0]) if q.dim() == 3 else (batch, heads, q.shape[1])
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    if out.numel() == 0 or rows == 0 or max_seqlen_q == 0:
+    if out.numel() == 0 or batch == 0 or max_seqlen_q == 0:
         return out, lse
     paged = block_table is not None
     kind = gpu_kind(q.device)
@@ -311,49 +227,16 @@ def attend(
     block_d, rest_d = split_dim(head_dim)
     block_dv, rest_dv = split_dim(value_dim)
     with launch_device(q):
-        forward_kernel[(tiles * heads * rows,)](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            s_aux,
-            alibi_slopes,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            cache_seqlens,
-            block_table,
-            *token_strides(q),
-            *token_strides(k),
-            *token_strides(v),
-            *token_strides(out),
-            block_table.stride(0) if paged else 0,
-            *lse_strides(lse),
+        forward_kernel[(tiles * heads * batch,)](
+            q, k, v, out, lse, s_aux, alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
+            *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(out),
+            block_table.stride(0) if paged else 0, *lse_strides(lse),
             alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-            max_seqlen_q,
-            keys,
-            appended,
-            heads,
-            tiles,
-            rows * heads,
-            pairs_a_section(q, k, v, rows, keys) if window[1] >= 0 else 1,
-            scale,
-            cap,
-            *window,
-            GROUP=heads // kv_heads,
-            HEAD_DIM=head_dim,
-            VALUE_DIM=value_dim,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_D=block_d,
-            REST_D=rest_d,
-            BLOCK_DV=block_dv,
-            REST_DV=rest_dv,
-            PAGE_SIZE=page_size,
-            HAS_LEFT=window[0] >= 0,
-            HAS_RIGHT=window[1] >= 0,
-            SOFTCAP=softcap > 0,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+            max_seqlen_q, keys, appended, heads, tiles, batch * heads,
+            pairs_a_section(q, k, v, batch, keys) if window[1] >= 0 else 1, scale, cap, *window,
+            GROUP=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n, BLOCK_D=block_d, REST_D=rest_d, BLOCK_DV=block_dv, REST_DV=rest_dv,
+            PAGE_SIZE=page_size, HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
     return out, lse

@@ -23,20 +23,9 @@ def _mask(s, start, high, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _walk(
-    q,
-    k_tiles,
-    v_tiles,
-    acc,
-    total,
-    maximum,
-    end,
-    outer,
-    high,
-    scale,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-):
+    q, k_tiles, v_tiles, acc, total, maximum, end, outer, high, scale,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+):  # fmt: skip
     """The keys 0..end in steps of BLOCK_N; from `outer` on row r sees only keys below high[r]."""
     for start in tl.range(0, end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         s = dot(q, k_tiles.load([start, 0]).T)
@@ -52,65 +41,36 @@ def _walk(
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads", "tiles", "pairs", "section"])
 def hopper_kernel(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    stride_lb,
-    stride_lh,
-    seqlen_q,
-    seqlen_k,
-    heads,
-    tiles,
-    pairs,
-    section,
-    scale,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-):
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ob,
+    stride_ot, stride_oh, stride_lb, stride_lh,
+    seqlen_q, seqlen_k, heads, tiles, pairs, section, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+):  # fmt: skip
     """Arguments as of `forward_kernel`. WARP_SPECIALIZE: Triton's pass (3.7.1) fails on an early return and on a second
     loop and does nothing when the loop contains a branch, so all blocks are masked or (not MASKED: every key is seen)
     none."""
     tile, pair = program_tile(tl.program_id(0), tiles, pairs, section)
     head = pair % heads
-    row = (pair // heads).to(tl.int64)
+    sequence = (pair // heads).to(tl.int64)
     first_q = 0
     if cu_seqlens_q is not None:
-        first_q = tl.load(cu_seqlens_q + row)
-        seqlen_q = tl.load(cu_seqlens_q + row + 1) - first_q
+        first_q = tl.load(cu_seqlens_q + sequence)
+        seqlen_q = tl.load(cu_seqlens_q + sequence + 1) - first_q
     first_k = 0
     if cu_seqlens_k is not None:
-        first_k = tl.load(cu_seqlens_k + row)
-        seqlen_k = tl.load(cu_seqlens_k + row + 1) - first_k
+        first_k = tl.load(cu_seqlens_k + sequence)
+        seqlen_k = tl.load(cu_seqlens_k + sequence + 1) - first_k
     first_m = tile * BLOCK_M
     if not WARP_SPECIALIZE:
         if first_m >= seqlen_q:
             return
 
     kv_head = (head // GROUP).to(tl.int64)
-    q += row * stride_qb + tl.cast(first_q, tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
-    k += row * stride_kb + tl.cast(first_k, tl.int64) * stride_kt + kv_head * stride_kh
-    v += row * stride_vb + tl.cast(first_k, tl.int64) * stride_vt + kv_head * stride_vh
+    q += sequence * stride_qb + tl.cast(first_q, tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
+    k += sequence * stride_kb + tl.cast(first_k, tl.int64) * stride_kt + kv_head * stride_kh
+    v += sequence * stride_vb + tl.cast(first_k, tl.int64) * stride_vt + kv_head * stride_vh
     # a descriptor of no rows would be one of 2**32: it has at least one, which is then not loaded or not stored
     keys = tl.maximum(seqlen_k, 1)
     q_tiles = tl.make_tensor_descriptor(q, [tl.maximum(seqlen_q, 1), HEAD_DIM], [stride_qt, 1], [BLOCK_M, HEAD_DIM])
@@ -140,9 +100,9 @@ def hopper_kernel(
     divisor = tl.where(total == 0.0, 1.0, total)
     valid = m < seqlen_q
     if lse is not None:
-        lse += row * stride_lb + head.to(tl.int64) * stride_lh + first_q
+        lse += sequence * stride_lb + head.to(tl.int64) * stride_lh + first_q
         tl.store(lse + m, (maximum + tl.log2(divisor)) * 0.6931471805599453, mask=valid)
-    out += row * stride_ob + tl.cast(first_q + first_m, tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
+    out += sequence * stride_ob + tl.cast(first_q + first_m, tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
     pointers = out + (tl.arange(0, BLOCK_M) * stride_ot)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(pointers, (acc / divisor[:, None]).to(query.dtype), mask=valid[:, None])
 
@@ -168,57 +128,27 @@ def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: tuple[in
 
 
 def attend_hopper(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    max_seqlen_q: int,
-    *,
-    variant: str,
-    softmax_scale: float,
-    causal: bool,
-    cu_seqlens_q: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, max_seqlen_q: int,
+    *, variant: str, softmax_scale: float, causal: bool, cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Launches `hopper_kernel` for tensors without an `obstacle`, shaped as in forward.attend; writes out and lse."""
     heads, kv_heads, head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
-    rows = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     config = CONFIGS[variant]
     tiles = triton.cdiv(max_seqlen_q, config.block_m)
     if not INTERPRETED:
         triton.set_allocator(_scratch)
     with launch_device(q):
-        hopper_kernel[(tiles * heads * rows,)](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            *token_strides(q),
-            *token_strides(k),
-            *token_strides(v),
-            *token_strides(out),
-            *lse_strides(lse),
-            max_seqlen_q,
-            k.shape[-3],
-            heads,
-            tiles,
-            rows * heads,
-            pairs_a_section(q, k, v, rows, k.shape[-3]) if causal else 1,
-            score_scales(softmax_scale, 0.0)[0],
-            GROUP=heads // kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            CAUSAL=causal,
+        hopper_kernel[(tiles * heads * batch,)](
+            q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+            *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(out), *lse_strides(lse),
+            max_seqlen_q, k.shape[-3], heads, tiles, batch * heads,
+            pairs_a_section(q, k, v, batch, k.shape[-3]) if causal else 1, score_scales(softmax_scale, 0.0)[0],
+            GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=causal,
             MASKED=causal or cu_seqlens_k is not None or k.shape[-3] % config.block_n != 0,
-            WARP_SPECIALIZE=variant == "warp_specialized",
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+            WARP_SPECIALIZE=variant == "warp_specialized", num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
 
 
 def _scratch(size: int, alignment: int, stream) -> torch.Tensor:

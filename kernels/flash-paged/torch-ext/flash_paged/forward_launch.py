@@ -19,12 +19,12 @@ def lse_strides(lse: torch.Tensor | None) -> tuple[int, int]:
     return (0, lse.stride(0)) if lse.dim() == 2 else lse.stride()[:2]
 
 
-def pairs_a_section(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int, keys: int) -> int:
+def pairs_a_section(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int, keys: int) -> int:
     """How many (sequence, head) pairs to work on at a time (see tiles.program_tile), so that the keys and values they
     read fit into the L2 cache. keys: of a sequence, or of all together where k is [T, H, D].
     """
     if k.dim() == 3:
-        keys = triton.cdiv(keys, rows)
+        keys = triton.cdiv(keys, batch)
     bytes_a_head = max(1, keys * (k.shape[-1] + v.shape[-1]) * k.element_size())
     heads = q.shape[-2]
-    return min(max(1, _L2_BYTES // bytes_a_head) * (heads // k.shape[-2]), rows * heads)
+    return min(max(1, _L2_BYTES // bytes_a_head) * (heads // k.shape[-2]), batch * heads)

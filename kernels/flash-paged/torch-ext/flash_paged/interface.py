@@ -41,19 +41,11 @@ from .kv_formats import QuantizedKV
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     s_aux: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:  # fmt: skip
     """Attention of q [B, Sq, Hq, D] over k [B, Sk, Hk, D] and v [B, Sk, Hk, Dv] -> [B, Sq, Hq, Dv].
 
     return_attn_probs: returns (out, log-sum-exp, None), as flash-attn without dropout. The result is always
@@ -77,24 +69,12 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:  # fmt: skip
     """Attention of B packed sequences: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv] -> [Tq, Hq, Dv].
 
     cu_seqlens_q, cu_seqlens_k: int32 [B + 1], sequence b has tokens cu_seqlens[b] to cu_seqlens[b + 1]; tokens of the
@@ -112,11 +92,11 @@ def flash_attn_varlen_func(
     check_attention(q, k, v)
     check_integers("cu_seqlens_q", cu_seqlens_q, 1, q)
     check_integers("cu_seqlens_k", cu_seqlens_k, 1, q, length=cu_seqlens_q.shape[0])
-    rows = cu_seqlens_q.shape[0] - 1
-    if rows < 0:
+    batch = cu_seqlens_q.shape[0] - 1
+    if batch < 0:
         raise ValueError("cu_seqlens_q has shape (0,), expected one more element than there are sequences")
     if block_table is not None:
-        check_integers("block_table", block_table, 2, q, length=rows)
+        check_integers("block_table", block_table, 2, q, length=batch)
         check_numbers("block_table", block_table, k.shape[0], "blocks of k")
         check_cumulative("cu_seqlens_k", cu_seqlens_k, longest=block_table.shape[1] * k.shape[1])
     else:
@@ -124,7 +104,7 @@ def flash_attn_varlen_func(
     max_seqlen_q = operator.index(max_seqlen_q)
     check_cumulative("cu_seqlens_q", cu_seqlens_q, end=q.shape[0], longest=max_seqlen_q)
     options = check_options(
-        q, rows, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_attn_probs
+        q, batch, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, return_attn_probs
     )
     out, lse = attend(
         q, k, v, max_seqlen_q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table, **options
@@ -133,29 +113,15 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    cache_seqlens: torch.Tensor | int | None = None,
-    block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    return_softmax_lse: bool = False,
-    s_aux: torch.Tensor | None = None,
-    tree_mask: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    k_min: torch.Tensor | None = None,
-    v_min: torch.Tensor | None = None,
-    k_tail: torch.Tensor | None = None,
-    v_tail: torch.Tensor | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, cache_seqlens: torch.Tensor | int | None = None,
+    block_table: torch.Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    return_softmax_lse: bool = False, s_aux: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, k_min: torch.Tensor | None = None,
+    v_min: torch.Tensor | None = None, k_tail: torch.Tensor | None = None, v_tail: torch.Tensor | None = None,
     quantized_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of q [B, Sq, Hq, D] over a cache -> [B, Sq, Hq, Dv], or (out, log-sum-exp) with return_softmax_lse; k
     and v are first appended to the cache in place.
 
@@ -164,8 +130,7 @@ def flash_attn_with_kvcache(
     cache_seqlens: int32 [B], or one int for all, tokens in the cache before the new ones; None for a full cache. A
     sequence of negative length is padding: nothing is written for it and it sees no key.
     block_table: int32 [B, max_blocks]; without it sequence b has the one page k_cache[b]. Pages named -1 are neither
-        read
-    nor written, and their keys are not seen. What does not fit into max_blocks * block_size is not stored.
+    read nor written, and their keys are not seen. What does not fit into max_blocks * block_size is not stored.
 
     tree_mask: int64 [B, Sq], Sq <= 64: the last Sq keys are the nodes of a drafted token tree, and bit j of
     tree_mask[b, i] says that query i sees node j (its ancestors and itself); all earlier keys are seen. The position of

@@ -98,7 +98,7 @@ def copy_blocks_reference(k_cache, v_cache, mapping, *scales):
                 tensor[target] = tensor[source]
 
 
-def gather_row(pages, block_table, length, tail=None, quantized=0):
+def gather_sequence(pages, block_table, length, tail=None, quantized=0):
     """The tokens of one sequence: `pages` [num_blocks, block_size, Hk, D] through block_table [max_blocks], from token
     `quantized` on the ring `tail` [R, Hk, D]. Returns [length, Hk, D] and bool [length], False (and zeros) where the
     table says -1.
@@ -116,20 +116,9 @@ def gather_row(pages, block_table, length, tail=None, quantized=0):
 
 
 def gather_cache_reference(
-    k_cache,
-    v_cache,
-    block_table,
-    cu_seqlens_k,
-    dtype,
-    k_scale=None,
-    v_scale=None,
-    k_min=None,
-    v_min=None,
-    k_tail=None,
-    v_tail=None,
-    quantized_seqlens=None,
-    num_tokens=None,
-):
+    k_cache, v_cache, block_table, cu_seqlens_k, dtype, k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None,
+    v_tail=None, quantized_seqlens=None, num_tokens=None,
+):  # fmt: skip
     """Pages (and rings) of all sequences one after the other, dequantized to `dtype`.
 
     Returns k [num_tokens, Hk, D] and v [num_tokens, Hk, Dv], 0 where the table says -1 and behind the last sequence.
@@ -139,8 +128,8 @@ def gather_cache_reference(
     out = []
     for cache, tail in zip(pages, (k_tail, v_tail)):
         rows = cache.new_zeros((starts[-1] if num_tokens is None else num_tokens, *cache.shape[2:]))
-        for row, (start, stop) in enumerate(zip(starts, starts[1:])):
-            ring = () if tail is None else (tail[row], int(quantized_seqlens[row]))
-            rows[start:stop] = gather_row(cache, block_table[row], stop - start, *ring)[0]
+        for sequence, (start, stop) in enumerate(zip(starts, starts[1:])):
+            ring = () if tail is None else (tail[sequence], int(quantized_seqlens[sequence]))
+            rows[start:stop] = gather_sequence(cache, block_table[sequence], stop - start, *ring)[0]
         out.append(rows.to(dtype))
     return tuple(out)

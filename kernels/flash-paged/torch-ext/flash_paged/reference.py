@@ -5,22 +5,14 @@ Every function has the signature and the returns of the kernel function without 
 
 import torch
 
-from .quantized_reference import dequantize_cache, gather_row, quantize_tokens
+from .quantized_reference import dequantize_cache, gather_sequence, quantize_tokens
 
 
 def attention_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
-    visible: torch.Tensor | None = None,
-    tree_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None, visible: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One sequence: q [Sq, Hq, D], k [Sk, Hk, D], v [Sk, Hk, Dv], alibi_slopes [Hq], visible bool [Sk], tree_mask int64
     [Sq] -> out float64 [Sq, Hq, Dv] and log-sum-exp float32 [Hq, Sq].
 
@@ -62,67 +54,43 @@ def attention_reference(
     return torch.einsum("hij,jhd->ihd", weights, v), torch.logsumexp(scores, dim=-1).float()
 
 
-def _slopes(alibi_slopes, row):
-    return alibi_slopes[row] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+def _slopes(alibi_slopes, sequence):
+    return alibi_slopes[sequence] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
 
 
 def flash_attn_func_reference(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    s_aux=None,
-):
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, s_aux=None,
+):  # fmt: skip
     """q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv] -> [B, Sq, Hq, Dv]."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    for row in range(q.shape[0]):
-        slopes = _slopes(alibi_slopes, row)
-        out[row], lse[row] = attention_reference(
-            q[row], k[row], v[row], softmax_scale, causal, window_size, softcap, slopes, s_aux
+    for sequence in range(q.shape[0]):
+        slopes = _slopes(alibi_slopes, sequence)
+        out[sequence], lse[sequence] = attention_reference(
+            q[sequence], k[sequence], v[sequence], softmax_scale, causal, window_size, softcap, slopes, s_aux
         )
     return (out, lse, None) if return_attn_probs else out
 
 
 def flash_attn_varlen_func_reference(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-    s_aux=None,
-):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None, s_aux=None,
+):  # fmt: skip
     """q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], or pages k [num_blocks, block_size, Hk, D] with block_table
     [B, max_blocks] -> [Tq, Hq, Dv]."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for row in range(len(starts_q) - 1):
-        queries, keys = slice(*starts_q[row : row + 2]), slice(*starts_k[row : row + 2])
+    for sequence in range(len(starts_q) - 1):
+        queries, keys = slice(*starts_q[sequence : sequence + 2]), slice(*starts_k[sequence : sequence + 2])
         if block_table is None:
             row_k, row_v, visible = k[keys], v[keys], None
         else:
-            row_k, visible = gather_row(k, block_table[row], keys.stop - keys.start)
-            row_v, _ = gather_row(v, block_table[row], keys.stop - keys.start)
-        slopes = _slopes(alibi_slopes, row)
+            row_k, visible = gather_sequence(k, block_table[sequence], keys.stop - keys.start)
+            row_v, _ = gather_sequence(v, block_table[sequence], keys.stop - keys.start)
+        slopes = _slopes(alibi_slopes, sequence)
         out[queries], lse[:, queries] = attention_reference(
             q[queries], row_k, row_v, softmax_scale, causal, window_size, softcap, slopes, s_aux, visible
         )
@@ -130,29 +98,10 @@ def flash_attn_varlen_func_reference(
 
 
 def flash_attn_with_kvcache_reference(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    cache_seqlens=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    return_softmax_lse=False,
-    s_aux=None,
-    tree_mask=None,
-    k_scale=None,
-    v_scale=None,
-    k_min=None,
-    v_min=None,
-    k_tail=None,
-    v_tail=None,
-    quantized_seqlens=None,
-):
+    q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, block_table=None, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax_lse=False, s_aux=None, tree_mask=None,
+    k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None, v_tail=None, quantized_seqlens=None,
+):  # fmt: skip
     """q [B, Sq, Hq, D], k_cache [num_blocks, block_size, Hk, D], v_cache [..., Dv], k and v [B, Sn, Hk, D or Dv]
     appended in place, cache_seqlens [B], block_table [B, max_blocks] (None: sequence b is block b) -> [B, Sq, Hq,
     Dv]."""
@@ -164,39 +113,40 @@ def flash_attn_with_kvcache_reference(
     lengths = [cache_seqlens] * q.shape[0] if isinstance(cache_seqlens, int) else cache_seqlens.tolist()
     quantized = [0] * q.shape[0] if quantized_seqlens is None else quantized_seqlens.tolist()
     appended = 0 if k is None else k.shape[1]
-    for row, length in enumerate(lengths):
+    for sequence, length in enumerate(lengths):
         for new in range(appended if length >= 0 else 0):
             if k_tail is not None:
-                k_tail[row, (length + new) % k_tail.shape[1]] = k[row, new]
-                v_tail[row, (length + new) % v_tail.shape[1]] = v[row, new]
+                k_tail[sequence, (length + new) % k_tail.shape[1]] = k[sequence, new]
+                v_tail[sequence, (length + new) % v_tail.shape[1]] = v[sequence, new]
             elif length + new < capacity:
                 page, offset = divmod(length + new, k_cache.shape[1])
-                if block_table[row, page] >= 0:
-                    _write(k[row, new], k_cache, k_scale, block_table[row, page], offset)
-                    _write(v[row, new], v_cache, v_scale, block_table[row, page], offset)
+                if block_table[sequence, page] >= 0:
+                    _write(k[sequence, new], k_cache, k_scale, block_table[sequence, page], offset)
+                    _write(v[sequence, new], v_cache, v_scale, block_table[sequence, page], offset)
     pages = dequantize_cache(k_cache, v_cache, k_scale, v_scale, k_min, v_min)
 
     head_dim = v_cache.shape[-1] if v_tail is None else v_tail.shape[-1]
     out = q.new_zeros((*q.shape[:-1], head_dim))
     lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    for row, length in enumerate(lengths):
+    for sequence, length in enumerate(lengths):
         length = min(length + appended, capacity) if length >= 0 else 0
-        tails = [None if tail is None else tail[row] for tail in (k_tail, v_tail)]
-        (row_k, visible), (row_v, _) = (
-            gather_row(cache, block_table[row], length, tail, quantized[row]) for cache, tail in zip(pages, tails)
+        tails = [None if tail is None else tail[sequence] for tail in (k_tail, v_tail)]
+        (own_k, visible), (own_v, _) = (
+            gather_sequence(cache, block_table[sequence], length, tail, quantized[sequence])
+            for cache, tail in zip(pages, tails)
         )
-        out[row], lse[row] = attention_reference(
-            q[row],
-            row_k,
-            row_v,
+        out[sequence], lse[sequence] = attention_reference(
+            q[sequence],
+            own_k,
+            own_v,
             softmax_scale,
             causal,
             window_size,
             softcap,
-            _slopes(alibi_slopes, row),
+            _slopes(alibi_slopes, sequence),
             s_aux,
             visible,
-            None if tree_mask is None else tree_mask[row],
+            None if tree_mask is None else tree_mask[sequence],
         )
     return (out, lse) if return_softmax_lse else out
 

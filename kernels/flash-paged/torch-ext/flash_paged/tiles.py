@@ -40,9 +40,9 @@ def program_tile(program, tiles, pairs, section):
     causal mask they are the longest.
     """
     first_pair = program // (tiles * section) * section
-    place = program - first_pair * tiles
+    index = program - first_pair * tiles
     width = tl.minimum(section, pairs - first_pair)
-    return tiles - 1 - place // width, first_pair + place % width
+    return tiles - 1 - index // width, first_pair + index % width
 
 
 @triton.jit
@@ -56,18 +56,10 @@ def dot(a, b, acc=None):
 
 @triton.jit
 def locate_keys(
-    k,
-    v,
-    block_table,
-    start,
-    length,
-    stride_kb,
-    stride_kt,
-    stride_vb,
-    stride_vt,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    k, v, block_table, start, length,
+    stride_kb, stride_kt, stride_vb, stride_vt,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Pointers to the rows of keys and values start..start+BLOCK_N of a sequence, and which of them exist.
 
     k and v point to the head's first key (PAGE_SIZE 0: keys follow each other) or to the head in page 0. `start` is
