@@ -38,7 +38,7 @@ ROOMS = {
     "methods": "observers kernels formats",
     "pruning": "observers kernels.linear formats methods",
     "configs": "observers formats methods pruning",
-    "calibration": "observers configs kernels formats methods pruning layers",
+    "calibration": "observers configs kernels formats methods pruning layers evaluation",
     "cache": "cache.bookkeeping cache.eviction cache.stores kernels.attention",
     "cache.bookkeeping": "kernels.attention",
     "cache.eviction": "",

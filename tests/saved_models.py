@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_efficient import WeightOnlyConfig
 
 
-INT4 = dict(bits=4, group_size=32)
+INT4 = dict(bits=4, group_size=32, method="rtn")
 _SCRATCH = tempfile.TemporaryDirectory()
 
 

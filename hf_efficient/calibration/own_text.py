@@ -5,6 +5,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_efficient.configs.calibration import CalibrationConfig
+from hf_efficient.evaluation.devices import available_memory
 
 
 _ROWS = 32  # that are written at once
@@ -24,6 +25,23 @@ def check(model, calibration: CalibrationConfig) -> None:
             f"{reason}, so calibration has none: give CalibrationConfig(texts=[...]), (dataset='file.txt'), "
             "(tokens=...) or (inputs=[...])"
         )
+
+
+def can_run(model, device_map: dict | None) -> bool:
+    """Whether random tokens can be run through `model` when it is loaded, and reach all of it: not with images or
+    sound, experts, several processes, or weights that do not fit into the free memory. Needs no weights."""
+    tp_size = getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
+    is_routed = any("expert" in name for name, _ in model.named_modules())
+    if tp_size > 1 or is_routed or model.config is not model.config.get_text_config():
+        return False
+    try:
+        check(model, CalibrationConfig(own_text="random"))
+    except ValueError:
+        return False
+    device = torch.device(next(iter((device_map or {"": "cpu"}).values())))
+    is_cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if is_cuda else available_memory()
+    return sum(parameter.nbytes for parameter in model.parameters()) < free
 
 
 def own_tokens(model, calibration: CalibrationConfig) -> torch.Tensor:

@@ -206,7 +206,7 @@ def anonymous():
 
 def load(path):
     return AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, quantization_config=hf_efficient.WeightOnlyConfig(bits=4))
+        path, dtype=torch.bfloat16, quantization_config=hf_efficient.WeightOnlyConfig(method="rtn"))
 
 model = load(sys.argv[1])  # everything that is loaded once
 model.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
