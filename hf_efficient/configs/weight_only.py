@@ -159,8 +159,8 @@ class WeightOnlyConfig(CompressionConfig):
                 check(not scheme[field], field, True, f"False for codebook={codebook!r}")
 
     def plain(self):
-        asked = {**dict.fromkeys(self._asked, None), **super().plain(), "bits": self.bits, "codebook": self.codebook}
-        return {**choose({**asked, "method": self.method}, None), "bits": 4, "codebook": None, "method": None}
+        asked = super().plain() | {"bits": self.bits, "codebook": self.codebook, "method": self.method}
+        return choose(asked, None) | {"bits": 4, "codebook": None, "method": None}
 
     def settled(self, can_run: bool) -> "WeightOnlyConfig":
         """This config when a model is loaded: nothing in it is left to choose.
