@@ -37,7 +37,7 @@ def check(content: Any) -> None:
     """Raises ValueError unless `content` has the form that `hf-efficient evaluate` writes, so that no text stands
     where a card shows a number."""
     try:
-        numbers, texts = [], [content["environment"][key] for key in ("command", "date")]
+        numbers, texts = [content["weight_bytes"]], [content["environment"][key] for key in ("command", "date")]
         if (measured := content["perplexity"]) is not None:
             numbers += [measured[key] for key in ("perplexity", "nll", "standard_error", "windows", "window_length")]
             texts.append(measured["text"])
@@ -103,6 +103,7 @@ def _section(content: dict) -> str:
         _BEGIN,
         "## Evaluation",
         table(content),
+        f"Weights in memory: {content['weight_bytes']} bytes.",
         f"Hardware: {code_span(hardware['gpu'] or hardware['cpu'])}, {hardware['threads']} threads. "
         f"Versions: {code_span(shown)}.\nCommit {code_span(environment['commit'])}, {code_span(environment['date'])}, "
         f"command {code_span(environment['command'])}.",
@@ -119,7 +120,7 @@ def _results(content: dict) -> list:
         found.append(
             EvalResult(
                 task_type="text-generation",
-                dataset_type="text",
+                dataset_type=measured["text"],  # what tells data sets apart in a model-index
                 dataset_name=measured["text"],
                 metric_type="perplexity",
                 metric_value=measured["perplexity"],

@@ -47,21 +47,18 @@ def render(
         f"{base} {kind.what}, made with {made}.",
         "## How to load it",
         kind.usage(place, shown_base, None if record is None else record.get("engines")),
-        *made_with(record),
+        *_made_with(record),
         *_measured(record),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def made_with(record: dict[str, Any] | None) -> list[str]:
-    """The part of a card that tells the command; nothing where there is no record."""
+def _made_with(record: dict[str, Any] | None) -> list[str]:
+    """The part of a card that tells the commands; nothing where there is no record."""
     if record is None:
         return []
-    lines = [f"hf_efficient {model_card.code_span(record['hf_efficient'])}:"]
-    if isinstance(record.get("made_from"), str):
-        lines = [f"hf_efficient {model_card.code_span(record['hf_efficient'])}, from "
-                 f"{model_card.code_span(record['made_from'])}:"]  # fmt: skip
-    return ["## Command", *lines, model_card.code_block(record["command"], "bash")]
+    version = model_card.code_span(record["hf_efficient"])
+    return ["## How it was made", f"With hf_efficient {version}:", model_card.code_block(record["commands"], "bash")]
 
 
 def _measured(record: dict[str, Any] | None) -> list[str]:

@@ -10,7 +10,7 @@ from hf_efficient.integrations.model_card import is_hub_id
 
 KINDS = ("compressed", "pruned", "recovered", "exported", "draft heads", "context predictors")
 _NAME = "hf_efficient.json"
-_TEXTS = ("kind", "command", "base_model", "hf_efficient")
+_TEXTS = ("kind", "base_model", "hf_efficient")
 
 
 def path_of(output: Path) -> Path:
@@ -18,19 +18,19 @@ def path_of(output: Path) -> Path:
     return output / _NAME if output.is_dir() else output.with_name(f"{output.name}.{_NAME}")
 
 
-def write(output: Path, kind: str, command: str, base_model: str, **measured: Any) -> None:
+def write(output: Path, kind: str, commands: list[str], base_model: str, **measured: Any) -> None:
     """Writes the record of `output`, a folder or a file.
 
     Args:
         kind: one of `KINDS`.
-        command: as it may be published.
+        commands: those that made it from the base model, as they may be published, the last one last.
         base_model: Hub id, or a folder, kept as "path/to/" and its name.
         measured: figures and names for the card, ready for JSON.
     """
     from hf_efficient import __version__
 
     base_model = base_model if is_hub_id(base_model) else f"path/to/{Path(base_model).resolve().name}"
-    content = {"kind": kind, "command": command, "base_model": base_model, "hf_efficient": __version__, **measured}
+    content = {"kind": kind, "commands": commands, "base_model": base_model, "hf_efficient": __version__, **measured}
     with atomic_write(path_of(output)) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -43,6 +43,7 @@ def read(output: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         assert all(isinstance(content[key], str) for key in _TEXTS) and content["kind"] in KINDS
+        assert content["commands"] and all(isinstance(command, str) for command in content["commands"])
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not what hf-efficient wrote ({type(error).__name__} {error})") from None
     return content

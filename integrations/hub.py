@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from transformers.utils import logging
 
 from hf_efficient.files import new_folder, why_not_new
 from hf_efficient.integrations import evaluation_card, folder_card, folder_kinds, folder_record, model_card
@@ -124,7 +125,8 @@ def recorded_base_model(folder: str | os.PathLike) -> str | None:
 def weights_sha256(folder: Path) -> str:
     """One hash of the names and contents of the weight files in `folder`."""
     total = hashlib.sha256()
-    for path in sorted(path for ending in folder_kinds.WEIGHTS for path in folder.glob(f"*{ending}")):
+    paths = sorted(path for ending in folder_kinds.WEIGHTS for path in folder.glob(f"*{ending}"))
+    for path in logging.tqdm(paths, desc="hashing", unit="file", leave=False):
         own = hashlib.sha256()
         with open(path, "rb") as file:
             while part := file.read(1 << 20):
@@ -200,16 +202,18 @@ def _card(given: Path, kind, name: str, repo_id, base_model, licence, report) ->
         licence = _metadata(given / CARD, "license")
     if licence is None and base_model is not None:
         licence = _licence(base_model, repo_id is not None)
+    measured = evaluation_card.read(given, weights_sha256(given)) if given.is_dir() else None
     if kind.name == folder_kinds.OURS:
         config, compression = read_folder(given)
         architecture = (config.get("architectures") or ["AutoModel"])[0]
         options = {"repo_id": repo_id, "architecture": architecture, "base_model": base_model, "licence": licence}
-        options |= {"command": record and record["command"], "content": content, "variant": variant}
+        options |= {"commands": record and record["commands"], "content": content, "variant": variant}
+        options |= {"evaluated": measured is not None}
         card = model_card.render(name, compression, **options)
     else:
         place = repo_id or (given.name if given.is_file() else "path/to/this folder")
         card = folder_card.render(name, kind, record, place, base_model, licence)
-    if given.is_dir() and (measured := evaluation_card.read(given, weights_sha256(given))) is not None:
+    if measured is not None:
         card = evaluation_card.add_to(card, measured, name)
     return card, base_model
 
@@ -292,7 +296,7 @@ def _licence(base_model: str, network: bool) -> str | None:
 
 def _copy(folder: Path, files: list[str], card: str, target: Path) -> None:
     with new_folder(target) as new:
-        for name in files:
+        for name in logging.tqdm(files, desc="copying", unit="file", leave=False):
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, new / name)
         (new / CARD).write_text(card, encoding="utf-8")

@@ -110,7 +110,8 @@ def render(
     licence: str | None = None,
     content: dict | None = None,
     variant: dict | None = None,
-    command: str | None = None,
+    commands: list[str] | None = None,
+    evaluated: bool = False,
 ) -> str:
     """The card as Markdown with YAML metadata. Values are data: what Jinja, YAML or Markdown would read in them is
     escaped or refused, and every figure is one of `variant`.
@@ -123,7 +124,8 @@ def render(
         base_model: Hub id, or a local folder, whose name alone is published.
         licence: identifier of the Hub, such as "apache-2.0"; None: not known.
         content: a report (see `check_report`) and, of its variants, the one that measured this model.
-        command: of `hf-efficient`, that made it; None: not known.
+        commands: of `hf-efficient`, that made it; None: not known.
+        evaluated: whether `evaluation_card.add_to` will add figures.
 
     Raises:
         ValueError: a name, class or licence that is not one.
@@ -160,11 +162,12 @@ def render(
         stored=_stored(config),
         auto_class="AutoModelForCausalLM" if causal else architecture,
         recipe=recipe(config),
-        made_with=None if command is None else code_block(command, "bash"),
+        made_with=None if commands is None else code_block(commands, "bash"),
         source=json.dumps(base_model if on_hub else f"path/to/{base_model or 'the base model'}"),
         saved=json.dumps(repo_id or "path/to/this folder"),
         calibrated=_calibrated(config),
         report=content,
+        evaluated=evaluated,
         variant=variant,
         **measured,
     )
@@ -180,7 +183,7 @@ def recipe(config: CompressionConfig) -> str:
         if field in _ALWAYS or getattr(config, field) not in (default, {})
     }
     parts = [
-        f"{field}={recipe(value) if isinstance(value, CompressionConfig) else _literal(value)}"
+        f"{field}={f'hf_efficient.{recipe(value)}' if isinstance(value, CompressionConfig) else _literal(value)}"
         for field, value in arguments.items()
     ]
     if config.calibration is not None:
@@ -243,11 +246,11 @@ def code_span(text: str) -> str:
     return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"
 
 
-def code_block(text: str, language: str) -> str:
-    """`text` as a block of Markdown code of one line, whatever it holds."""
-    line = " ".join(text.split())
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", line)), default=0))
-    return f"{fence}{language}\n{line}\n{fence}"
+def code_block(lines: list[str], language: str) -> str:
+    """A block of Markdown code with one line for each of `lines`, whatever they hold."""
+    text = "\n".join(" ".join(line.split()) for line in lines)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _stored(config: CompressionConfig) -> str:

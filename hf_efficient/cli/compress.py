@@ -54,7 +54,7 @@ def compress_and_save(options: argparse.Namespace, config, asked: str, describe=
     seconds = time.perf_counter() - start
 
     def describe_all(model, partial):
-        write_record(partial, options, "compressed", name)
+        write_record(partial, options, "compressed", name, made_from=name)
         if describe is not None:
             describe(model, partial)
 

@@ -10,18 +10,23 @@ from pathlib import Path
 _ABSOLUTE = re.compile(r"(?<![\w.:/])(?:~/|/|(?:\.\./)+)(?:[^\s\"'/]+/)*([^\s\"'/]+)")
 
 
-def write_record(output: Path, options: argparse.Namespace, kind: str, base_model: str, **measured) -> None:
+def write_record(
+    output: Path, options: argparse.Namespace, kind: str, base_model: str, made_from=None, **measured
+) -> None:
     """Writes the record of `output`: a folder, or a file, beside which it stands.
 
     Args:
         kind: one of `folder_record.KINDS`.
         base_model: Hub id or folder of the model that it was made from first.
+        made_from: the folder that this command read, where it is another model: its commands come before this one.
         measured: figures and names for the card.
     """
     from hf_efficient.integrations import folder_record
 
-    measured = {key: Path(value).name if key == "made_from" else value for key, value in measured.items()}
-    folder_record.write(Path(output), kind, shown_command(options.given), base_model, **measured)
+    commands = [shown_command(options.given)]
+    if made_from is not None and (before := folder_record.read(Path(made_from))) is not None:
+        commands = [*before["commands"], *commands]
+    folder_record.write(Path(output), kind, commands, base_model, **measured)
 
 
 def shown_command(given: list[str]) -> str:

@@ -109,7 +109,13 @@ def test_a_card_of_the_users_own_is_kept_around_the_figures():
     environment |= {"date": "today", "command": "```\n# heading"}
     task = {"samples": 4, "num_fewshot": 2, "version": 1}
     task["metrics"] = {"acc": {"value": 0.5, "standard_error": 0.25}, "f1": {"value": 0.75, "standard_error": None}}
-    content = {"weights_sha256": None, "perplexity": None, "tasks": {"a|b": task}, "environment": environment}
+    content = {
+        "weights_sha256": None,
+        "weight_bytes": 80,
+        "perplexity": None,
+        "tasks": {"a|b": task},
+        "environment": environment,
+    }
     evaluation_card.check(content)
     card = "---\nlicense: mit\nmodel-index:\n- name: mine\n  results:\n  - task:\n      type: x\n    dataset:\n"
     card += "      name: other\n      type: other\n    metrics:\n    - type: acc\n      value: 0.1\n---\n"

@@ -82,6 +82,9 @@ def test_each_kind_is_published_with_its_card(kind, made, tmp_path, monkeypatch,
     assert card.data.tags == ["hf_efficient", *found.tags] and card.data.base_model_relation == found.relation
     assert SHOWN[kind] in card.text
     assert f"hf-efficient {COMMANDS[kind][0]} {COMMANDS[kind][1]} " in card.text, "the command it was made with"
+    before = "hf-efficient quantize tiny" if kind in ("compressed-tensors", "gptq", "awq", "gguf") else None
+    before = "hf-efficient prune-structure tiny" if kind == "recovered" else before
+    assert before is None or card.text.index(before) < card.text.index(f"hf-efficient {COMMANDS[kind][0]}")
     assert ("is right" in card.text) == (kind == "draft heads"), "measured when they were trained"
 
 
@@ -128,7 +131,7 @@ def test_what_is_no_output_is_refused(made, tmp_path, capsys):
 def test_a_recorded_command_that_is_markup_stays_text(made, tmp_path):
     folder = shutil.copytree(made / "pruned", tmp_path / "pruned")
     content = folder_record.read(folder)
-    content["command"] = "x\n```\n# heading {{ 7 * 7 }}"
+    content["commands"] = ["x\n```\n# heading {{ 7 * 7 }}"]
     folder_record.path_of(folder).write_text(json.dumps(content))
     assert main(["push", str(folder), str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "README.md").read_text()
