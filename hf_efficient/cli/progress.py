@@ -145,7 +145,8 @@ class TerminalDisplay:
             self.drawn = 0.0
         done = bar.n if bar.total is None else min(bar.n, bar.total)
         self.progress.update(self.tasks[bar], description=bar.desc, completed=done, total=bar.total, state=bar.state())
-        if time.monotonic() - self.drawn >= REDRAWN or bar.n == bar.total:
+        has_few_steps = bar.total is not None and bar.total <= 100  # each of them is shown
+        if has_few_steps or time.monotonic() - self.drawn >= REDRAWN or bar.n == bar.total:
             self.drawn = time.monotonic()
             self.progress.refresh()
 
