@@ -67,3 +67,4 @@ bench-gpu: $(STAMP)
 cards: $(STAMP)
 	$(BIN)/hf-efficient demo --output output/demo
 	cp output/demo/model_card.md model_cards/SmolLM2-135M-Instruct-int4-group-64.md
+	$(BIN)/python benchmarks/cards.py

@@ -1,4 +1,4 @@
-"""Compressed models go to the Hub, or to a folder that stands for it, whole and with a card."""
+"""What this package writes goes to the Hub, or to a folder that stands for it, whole and with a card."""
 
 import hashlib
 import json
@@ -8,12 +8,13 @@ import tempfile
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from transformers.utils import logging
 
 from hf_efficient.files import new_folder, why_not_new
-from hf_efficient.integrations import model_card
+from hf_efficient.integrations import evaluation_card, folder_card, folder_kinds, folder_record, model_card
 
 
-UPLOADED = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".png")
+UPLOADED = (".safetensors", ".gguf", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".png")
 CARD = "README.md"
 
 
@@ -30,11 +31,12 @@ def push(
     create_pr: bool | None = None,
     commit_message: str = "Upload a model compressed with hf_efficient",
 ) -> str:
-    """Uploads the compressed model in `folder` with a card, in one commit, which also deletes the weights that the new
+    """Uploads what is in `folder` with a card, in one commit, which also deletes the weights that the new
     ones replace. `folder` is not changed.
 
     Args:
-        folder: what `save_pretrained` or `hf-efficient quantize` wrote.
+        folder: what `save_pretrained` of a compressed model wrote, or a command of `hf-efficient`: also exports, pruned
+            models, draft heads and context predictors. A .gguf file, too.
         repo: Hub id, or a folder to make: a path that begins with "/", "." or "~". A folder needs no network; it must
             not exist or be empty.
         base_model: what was compressed, a Hub id, or a folder whose name alone is published. By default what the
@@ -42,7 +44,7 @@ def push(
         licence: identifier of the Hub, such as "apache-2.0". By default that of the card in `folder`, else that of
             the base model's card, where they can be read.
         report: a report.json that measured this folder (`hf-efficient run --model BASE --config FOLDER --output
-            FOLDER`), by default the one in `folder`. Without one the card has no figures.
+            FOLDER`), by default the one in `folder`. What `hf-efficient evaluate FOLDER --card` measured is told, too.
         private, token, revision, create_pr, commit_message: as in huggingface_hub's `create_repo` and
             `create_commit`. The token is by default the one that `hf auth login` stored or HF_TOKEN holds.
 
@@ -50,13 +52,14 @@ def push(
         The URL of the commit, or the folder.
 
     Raises:
-        ValueError: the folder is no compressed model, holds what must not be published, the report is of other
+        ValueError: the folder is of no kind that is published, holds what must not be, the report is of other
             weights, or the card would not say what was compressed and replace one that does; before anything is
             written.
         OSError: the Hub cannot be reached, or refuses.
     """
-    folder = Path(folder)
-    files = _files(folder)
+    given = Path(folder)
+    kind = folder_kinds.recognise(given)
+    folder, files = (given.parent, [given.name]) if given.is_file() else (given, _files(given))
     local = is_folder(repo)
     if local:
         target = Path(repo).expanduser()
@@ -68,9 +71,10 @@ def push(
 
         validate_repo_id(repo)
         name = repo.rpartition("/")[2]
-    card, base_model = _card(folder, name, None if local else repo, base_model, licence, report)
+    card, base_model = _card(given, kind, name, None if local else repo, base_model, licence, report)
     if base_model is None:
-        _check_replaced(folder, folder / CARD)
+        if given.is_dir():
+            _check_replaced(folder, folder / CARD)
         if not local:
             _check_replaced(folder, _published_card(repo, revision, token))
     if local:
@@ -109,17 +113,20 @@ def record_base_model(folder: Path, name: str, base_model: str) -> None:
 
 
 def recorded_base_model(folder: str | os.PathLike) -> str | None:
-    """What the card in `folder` says was compressed: a Hub id, or "path/to/" and the name of a folder; None where
-    there is no card or it does not say so."""
+    """What the card or the record of `folder` says was compressed: a Hub id, or "path/to/" and the name of a folder;
+    None where neither is there or says so."""
     card = Path(folder) / CARD
     base, name = _metadata(card, "base_model"), _metadata(card, model_card.FOLDER_FIELD)
+    if base is None and name is None and (record := folder_record.read(Path(folder))) is not None:
+        return record["base_model"]
     return base or (f"path/to/{name}" if name else None)
 
 
 def weights_sha256(folder: Path) -> str:
     """One hash of the names and contents of the weight files in `folder`."""
     total = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    paths = sorted(path for ending in folder_kinds.WEIGHTS for path in folder.glob(f"*{ending}"))
+    for path in logging.tqdm(paths, desc="hashing", unit="file", leave=False):
         own = hashlib.sha256()
         with open(path, "rb") as file:
             while part := file.read(1 << 20):
@@ -145,7 +152,6 @@ def read_folder(folder: Path) -> tuple[dict, "model_card.CompressionConfig"]:
 
 def _files(folder: Path) -> list[str]:
     """Names of the files to publish, relative to `folder`, once all of them may be."""
-    read_folder(folder)
     root, names = folder.resolve(), []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -161,15 +167,17 @@ def _files(folder: Path) -> list[str]:
                 "pickles nor code"
             )
         names.append(name)
-    weights = [name for name in names if name.endswith(".safetensors")]
+    weights = [name for name in names if name.endswith(folder_kinds.WEIGHTS)]
     for name in weights:
+        if not name.endswith(".safetensors"):
+            continue
         try:
             with safe_open(folder / name, framework="pt"):
                 pass
         except SafetensorError as error:
             raise ValueError(f"{folder}: {name!r} is not whole: {error}") from None
     if not weights:
-        raise ValueError(f"{folder}: the folder holds no .safetensors file")
+        raise ValueError(f"{folder}: the folder holds no file of weights: {' or '.join(folder_kinds.WEIGHTS)}")
     for name in names:
         if name.endswith(".safetensors.index.json"):
             named = json.loads((folder / name).read_text()).get("weight_map", {}).values()
@@ -178,22 +186,36 @@ def _files(folder: Path) -> list[str]:
     return names
 
 
-def _card(folder: Path, name: str, repo_id, base_model, licence, report) -> tuple[str, str | None]:
+def _card(given: Path, kind, name: str, repo_id, base_model, licence, report) -> tuple[str, str | None]:
     """(the card, the base model it names)"""
-    config, compression = read_folder(folder)
-    content, variant = _measurement(folder, report)
+    record, content, variant = folder_record.read(given), None, None
+    if kind.name == folder_kinds.OURS:
+        content, variant = _measurement(given, report)
+    elif report is not None:
+        raise ValueError(f"report {report}: `hf-efficient run` does not measure {given}; `hf-efficient evaluate` may")
     if content is not None:
         if base_model not in (None, content["model"]):
             raise ValueError(f"base_model={base_model!r}, but the report compares with {content['model']!r}")
         base_model = content["model"]
-    base_model = base_model or recorded_base_model(folder)
+    base_model = base_model or recorded_base_model(given)
     if licence is None:
-        licence = _metadata(folder / CARD, "license")
+        licence = _metadata(given / CARD, "license")
     if licence is None and base_model is not None:
         licence = _licence(base_model, repo_id is not None)
-    architecture = (config.get("architectures") or ["AutoModel"])[0]
-    options = {"repo_id": repo_id, "architecture": architecture, "base_model": base_model, "licence": licence}
-    return model_card.render(name, compression, **options, content=content, variant=variant), base_model
+    measured = evaluation_card.read(given, weights_sha256(given)) if given.is_dir() else None
+    if kind.name == folder_kinds.OURS:
+        config, compression = read_folder(given)
+        architecture = (config.get("architectures") or ["AutoModel"])[0]
+        options = {"repo_id": repo_id, "architecture": architecture, "base_model": base_model, "licence": licence}
+        options |= {"commands": record and record["commands"], "content": content, "variant": variant}
+        options |= {"evaluated": measured is not None}
+        card = model_card.render(name, compression, **options)
+    else:
+        place = repo_id or (given.name if given.is_file() else "path/to/this folder")
+        card = folder_card.render(name, kind, record, place, base_model, licence)
+    if measured is not None:
+        card = evaluation_card.add_to(card, measured, name)
+    return card, base_model
 
 
 def _check_replaced(folder: Path, card: Path | None) -> None:
@@ -274,7 +296,7 @@ def _licence(base_model: str, network: bool) -> str | None:
 
 def _copy(folder: Path, files: list[str], card: str, target: Path) -> None:
     with new_folder(target) as new:
-        for name in files:
+        for name in logging.tqdm(files, desc="copying", unit="file", leave=False):
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, new / name)
         (new / CARD).write_text(card, encoding="utf-8")

@@ -110,6 +110,8 @@ def render(
     licence: str | None = None,
     content: dict | None = None,
     variant: dict | None = None,
+    commands: list[str] | None = None,
+    evaluated: bool = False,
 ) -> str:
     """The card as Markdown with YAML metadata. Values are data: what Jinja, YAML or Markdown would read in them is
     escaped or refused, and every figure is one of `variant`.
@@ -122,6 +124,8 @@ def render(
         base_model: Hub id, or a local folder, whose name alone is published.
         licence: identifier of the Hub, such as "apache-2.0"; None: not known.
         content: a report (see `check_report`) and, of its variants, the one that measured this model.
+        commands: of `hf-efficient`, that made it; None: not known.
+        evaluated: whether `evaluation_card.add_to` will add figures.
 
     Raises:
         ValueError: a name, class or licence that is not one.
@@ -131,11 +135,10 @@ def render(
     check_name("name", name)
     if not (isinstance(architecture, str) and architecture.isidentifier() and architecture.isascii()):
         raise ValueError(f"architecture={architecture!r} is not a class of transformers")
-    if licence is not None and not is_licence(licence):
-        raise ValueError(f"licence={licence!r} is not an identifier of the Hub such as 'apache-2.0'")
+    check_licence(licence)
     on_hub = base_model is not None and is_hub_id(base_model)
     if base_model is not None and not on_hub:
-        base_model = check_name("base_model", Path(base_model).name)
+        base_model = base_name(base_model)
     data = ModelCardData(
         base_model=base_model if on_hub else None,
         base_model_relation="quantized" if on_hub else None,
@@ -159,10 +162,12 @@ def render(
         stored=_stored(config),
         auto_class="AutoModelForCausalLM" if causal else architecture,
         recipe=recipe(config),
+        made_with=None if commands is None else code_block(commands, "bash"),
         source=json.dumps(base_model if on_hub else f"path/to/{base_model or 'the base model'}"),
         saved=json.dumps(repo_id or "path/to/this folder"),
         calibrated=_calibrated(config),
         report=content,
+        evaluated=evaluated,
         variant=variant,
         **measured,
     )
@@ -178,7 +183,7 @@ def recipe(config: CompressionConfig) -> str:
         if field in _ALWAYS or getattr(config, field) not in (default, {})
     }
     parts = [
-        f"{field}={recipe(value) if isinstance(value, CompressionConfig) else _literal(value)}"
+        f"{field}={f'hf_efficient.{recipe(value)}' if isinstance(value, CompressionConfig) else _literal(value)}"
         for field, value in arguments.items()
     ]
     if config.calibration is not None:
@@ -213,6 +218,17 @@ def is_licence(licence: str) -> bool:
     return re.fullmatch(r"[a-z0-9][a-z0-9.\-]{0,60}", licence) is not None
 
 
+def check_licence(licence: str | None) -> None:
+    """Raises ValueError where `licence` is given and no identifier of the Hub."""
+    if licence is not None and not is_licence(licence):
+        raise ValueError(f"licence={licence!r} is not an identifier of the Hub such as 'apache-2.0'")
+
+
+def base_name(folder: str) -> str:
+    """The name of the folder of a base model, for a card. Raises ValueError where it is not plain."""
+    return check_name("base_model", Path(folder).name)
+
+
 def check_name(argument: str, name: str) -> str:
     """`name`, if it is a plain one: letters, digits, `_`, `-`, `+`, `.` and spaces inside.
 
@@ -228,6 +244,13 @@ def code_span(text: str) -> str:
     line = " ".join(str(text).split())
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
     return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"
+
+
+def code_block(lines: list[str], language: str) -> str:
+    """A block of Markdown code with one line for each of `lines`, whatever they hold."""
+    text = "\n".join(" ".join(line.split()) for line in lines)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _stored(config: CompressionConfig) -> str:

@@ -57,7 +57,12 @@ ROOMS = {
     "targets": "configs layers planning.model_trace checkpoints",
     "integrations": "configs layers formats kernels.attention kernels.native calibration cache generation "
     "generation.decode generation.speculation.options targets checkpoints integrations.hub",
-    "integrations.hub": "integrations.model_card",
+    "integrations.hub": "integrations.model_card integrations.folder_record integrations.folder_kinds "
+    "integrations.folder_card integrations.evaluation_card",
+    "integrations.evaluation_card": "integrations.model_card",
+    "integrations.folder_card": "integrations.model_card integrations.folder_kinds",
+    "integrations.folder_kinds": "integrations.model_card integrations.folder_record",
+    "integrations.folder_record": "integrations.model_card",
     "integrations.model_card": "configs evaluation",
     "integrations.optimum_command": "cli",
     "checkpoints.adopt": "configs layers formats kernels.linear checkpoints integrations",
@@ -69,7 +74,7 @@ ROOMS = {
     "evaluation": "",
     "model_cards": "",
     "cli": "configs evaluation calibration checkpoints checkpoints.export compression planning integrations "
-    "integrations.hub integrations.model_card",
+    "integrations.hub integrations.model_card integrations.folder_record integrations.evaluation_card",
 }
 _IN_LAYERS = ("layers", "dense_layers", "experts", "bit_linear")
 _IN_DECODE = ("generation.request", "generation.served", "generation.loop")  # they import drafters

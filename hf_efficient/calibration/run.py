@@ -139,6 +139,8 @@ class _Run:
         name, module = chain.names[index], chain.modules[index]
         block = self.compressor.block(name, module, chain.linears[index], chain, index, hidden)
         with _resident(module, self.device):
+            with torch.no_grad():
+                original = block.run(0)
             if dense is not None:
                 self._say(name, "original outputs")
                 with torch.no_grad():
@@ -146,7 +148,9 @@ class _Run:
             self.compressor.compress(block, dense)
             self._say(name, "outputs")
             with torch.no_grad():
-                return chain.advance_all(index, hidden), dense
+                hidden = chain.advance_all(index, hidden)
+            self.bar.set_postfix(error=_relative_error(hidden[0], original))
+            return hidden, dense
 
     def _run_outside(self) -> None:
         """Compresses what lies in no block, as one block. Running it is a pass of the model over the outputs of the
@@ -169,6 +173,12 @@ class _Run:
         formats, state = self.progress.block(number, index, {n: self.configs[n].format() for n in chain.linears[index]})
         self.compressor.restore(name, chain.modules[index], formats, state)
         self.bar.update()
+
+
+def _relative_error(output: torch.Tensor, original: torch.Tensor) -> str:
+    """The root mean square of what compression changed in a block's output, as a part of that of the output."""
+    original = original.to(output.device).float()
+    return f"{(output.float() - original).norm() / original.norm().clamp_min(1e-30):.2g}"
 
 
 def _scheme_of(scheme, format) -> dict[str, Any]:

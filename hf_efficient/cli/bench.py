@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,24 @@ from hf_efficient.cli.config_option import HELP, check_text_given, config_name, 
 from hf_efficient.cli.models import check_model, check_uncompressed, load_causal_lm
 from hf_efficient.cli.options import add_dtype_argument, check_at_least
 from hf_efficient.cli.path_checks import check_folder
+from hf_efficient.cli.result import Result
+
+
+KEYS = {
+    "model": "as it was given",
+    "config": "arguments of the quantization config, null for none",
+    "config_name": "its name in tables",
+    "dtype": "of the model",
+    "kv_format": "of the cache",
+    "prompt_tokens": "of a prompt",
+    "new_tokens": "generated for each",
+    "latency_bound": "seconds, or null",
+    "weight_bytes": "of the weights in memory",
+    "peak_memory_bytes": "of the process, on a GPU of its memory",
+    "batches": "latencies in seconds, tokens and requests a second of each batch size",
+    "at_latency_bound": "the batch with most requests a second within the bound, or null",
+    "environment": "hardware, versions, commit, command and time",
+}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -27,11 +44,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add_dtype_argument(command)
     command.add_argument("--output", default="bench", help="folder for bench.json and bench.png (default bench)")
-    command.add_argument("--json", action="store_true", help="print only the result as JSON")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Loads the model, measures every batch size, writes the result and prints its table.
+def run(options: argparse.Namespace) -> Result:
+    """Loads the model, measures every batch size and writes the result.
 
     Raises:
         ValueError: for arguments that are not allowed, before the model is loaded.
@@ -63,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
         return model.generate(**inputs, max_new_tokens=options.new_tokens, do_sample=False, stopping_criteria=[clock])
 
     batches = [
-        bench.measure_batch(partial(generate, size), size, options.new_tokens, options.repeats, not options.json)
+        bench.measure_batch(partial(generate, size), size, options.new_tokens, options.repeats)
         for size in bench.batch_sizes(options.batch)
     ]
     bound = options.latency_bound
@@ -83,16 +99,13 @@ def run(options: argparse.Namespace) -> None:
         "environment": environment.describe(),
     }
     paths = bench.write(content, Path(options.output), plotted)
-    if options.json:
-        print(json.dumps(content, indent=2))
-    else:
-        hardware = content["environment"]["hardware"]
-        print(
-            f"{content['config_name']}, {content['dtype']}, {options.prompt_tokens} + {options.new_tokens} tokens, "
-            f"measured on {hardware['gpu'] or hardware['cpu']}, {hardware['threads']} threads\n"
-        )
-        print(bench.table(content))
-        print("\nwritten: " + ", ".join(map(str, paths)))
+    hardware = content["environment"]["hardware"]
+    text = (
+        f"{content['config_name']}, {content['dtype']}, {options.prompt_tokens} + {options.new_tokens} tokens, "
+        f"measured on {hardware['gpu'] or hardware['cpu']}, {hardware['threads']} threads\n\n"
+        f"{bench.table(content)}\n\nwritten: {', '.join(map(str, paths))}"
+    )
+    return Result(text, content)
 
 
 def _check(options: argparse.Namespace):

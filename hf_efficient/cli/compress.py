@@ -1,25 +1,36 @@
 """From a model and a config of this package to a saved compressed model: `quantize` and `prune`."""
 
+import argparse
 import time
 
 from hf_efficient.cli.calibration_options import check_calibration
 from hf_efficient.cli.models import check_model, check_uncompressed, find_tokenizer, save, saved_quantization
 from hf_efficient.cli.path_checks import check_output
+from hf_efficient.cli.record import write_record
+from hf_efficient.cli.result import Result
 
 
-def compress_and_save(name: str, config, output: str, asked: str, dtype: str = "auto", describe=None) -> None:
-    """Loads the model `name` with `config`, writes it with its tokenizer and a card to the folder `output`, and prints
-    its size.
+KEYS = {
+    "output": "the folder",
+    "weight_bytes": "of the weights in memory",
+    "seconds": "of loading and compressing",
+    "config": "arguments of the config",
+}
+
+
+def compress_and_save(options: argparse.Namespace, config, asked: str, describe=None) -> Result:
+    """Loads the model of the command with `config`, and writes it with its tokenizer and a card to the folder
+    `options.output`.
 
     Args:
         asked: what the command does, for the error where the model is compressed already.
-        dtype: one of `options.DTYPES`.
         describe: called with (model, the folder that is being written).
 
     Raises:
         ValueError: the output cannot be written, the model is not there or compressed already, or its calibration text
             cannot serve; before weights are loaded.
     """
+    name, output = options.model, options.output
     folder, found = check_output("--output", output), check_model("model", name)
 
     import transformers
@@ -35,7 +46,16 @@ def compress_and_save(name: str, config, output: str, asked: str, dtype: str = "
         raise ValueError(f"{name}: transformers {transformers.__version__} has no {architecture}")
     check_calibration(config.calibration, found, name)
     start = time.perf_counter()
-    model = model_class.from_pretrained(name, dtype=dtype, quantization_config=config)
+    model = model_class.from_pretrained(name, dtype=options.dtype, quantization_config=config)
     seconds = time.perf_counter() - start
-    save(folder, model, find_tokenizer(name), name, describe)
-    print(f"{output}: {memory.weight_bytes(model) / 1e6:.1f} MB of weights, made in {seconds:.0f} s")
+
+    def describe_all(model, partial):
+        write_record(partial, options, "compressed", name, made_from=name)
+        if describe is not None:
+            describe(model, partial)
+
+    save(folder, model, find_tokenizer(name), name, describe_all)
+    size = memory.weight_bytes(model)
+    text = f"{output}: {size / 1e6:.1f} MB of weights, made in {seconds:.0f} s"
+    document = {"output": output, "weight_bytes": size, "seconds": seconds, "config": config.to_dict()}
+    return Result(text, document)

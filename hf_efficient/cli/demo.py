@@ -2,10 +2,11 @@
 
 import argparse
 
-from hf_efficient.cli.run import add_measuring_arguments, run
+from hf_efficient.cli.measuring_options import add_measuring_arguments
+from hf_efficient.cli.run import KEYS, run
 
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["KEYS", "add_arguments", "run"]
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

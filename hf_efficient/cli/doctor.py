@@ -2,21 +2,30 @@
 
 import argparse
 import dataclasses
-import json
+
+from hf_efficient.cli.result import Result
+
+
+KEYS = {  # of each object in a list
+    "name": "what was looked at",
+    "status": "ok, off or broken",
+    "what": "what was found",
+    "why": "why it matters, where it is not ok",
+    "do": "what to do about it",
+}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient doctor`."""
-    command.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Prints every finding; returns 1 when something is broken, else 0."""
+def run(options: argparse.Namespace) -> Result:
+    """Every finding, with status 1 when something is broken."""
     from hf_efficient.planning import doctor
 
     findings = doctor.examine()
-    print(json.dumps([dataclasses.asdict(each) for each in findings], indent=2) if options.json else listing(findings))
-    return int(any(each.status == "broken" for each in findings))
+    status = int(any(each.status == "broken" for each in findings))
+    return Result(listing(findings), [dataclasses.asdict(each) for each in findings], status)
 
 
 def listing(findings: list) -> str:

@@ -1,12 +1,39 @@
 """`hf-efficient estimate`: what a model takes in memory, time and money, from its config alone."""
 
 import argparse
-import json
 
 from hf_efficient.cli.config_option import HELP, config_name, parse_config
 from hf_efficient.cli.path_checks import check_path
+from hf_efficient.cli.result import Result
 
 
+KEYS = {  # of each object in a list
+    "architecture": "class of the model",
+    "dtype": "of its weights",
+    "quantization": "the config, null for none",
+    "batch_size": "sequences",
+    "prompt_tokens": "of a prompt",
+    "new_tokens": "generated for each",
+    "kv_format": "of the cache",
+    "parameters": "all of them",
+    "active_parameters": "that each token is multiplied with, or null",
+    "checkpoint_bytes": "on disk",
+    "weight_bytes": "in memory",
+    "kv_cache_bytes": "at the end, or null",
+    "kv_token_bytes": "of one token of one sequence, or null",
+    "activation_bytes": "at once beside weights and cache, or null",
+    "total_bytes": "of these three, or null",
+    "prefill": "operations and bytes of the forward of the prompts, or null",
+    "decode": "of one new token for each sequence, or null",
+    "device": "its rates, or null",
+    "prefill_bound": "the least seconds on the device, or null",
+    "decode_bound": "of one new token, or null",
+    "largest_batch": "that fits into nine tenths of the device's memory, or null",
+    "price_per_hour": "as given, or null",
+    "cost_per_million_prompt_tokens": "at that price and the least times, or null",
+    "cost_per_million_new_tokens": "prompts included, or null",
+    "notes": "what could not be told, and why",
+}
 OPTION_OF = {"batch_size": "--batch", "price_per_hour": "--price"}
 
 
@@ -31,11 +58,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--memory", help="of the device, such as 24GB, in place of the table's")
     command.add_argument("--price", type=float, help="of the device for an hour, in any currency")
-    command.add_argument("--json", action="store_true", help="print a list of objects, one for each config")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Prints the estimates side by side.
+def run(options: argparse.Namespace) -> Result:
+    """The estimates side by side.
 
     Raises:
         ValueError: for arguments that are not allowed, or a config that cannot be read.
@@ -56,13 +82,10 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"model {options.model} is compressed already: leave --config out")
         configs = [None]
     found = [hf_efficient.estimate(options.model, c, price_per_hour=options.price, **chosen) for c in configs]
-    if options.json:
-        print(json.dumps([each.to_dict() for each in found], indent=2))
-    else:
-        names = [
-            each.quantization if c is None and each.quantization else config_name(c) for each, c in zip(found, configs)
-        ]
-        print(table(found, names))
+    names = [
+        each.quantization if c is None and each.quantization else config_name(c) for each, c in zip(found, configs)
+    ]
+    return Result(table(found, names), [each.to_dict() for each in found])
 
 
 def _is_compressed(model) -> bool:

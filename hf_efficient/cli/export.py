@@ -4,8 +4,18 @@ import argparse
 
 from hf_efficient.cli.models import check_model
 from hf_efficient.cli.path_checks import check_output, check_path
+from hf_efficient.cli.record import write_record
+from hf_efficient.cli.result import Result
 
 
+KEYS = {
+    "output": "the folder or file",
+    "format": "as asked",
+    "bytes": "of its files",
+    "quantized_layers": "how many layers are compressed",
+    "rounding": "largest change of a weight, as a part of the largest of its layer; 0: none",
+    "engines": "what reads it",
+}
 FORMATS = ("compressed-tensors", "gptq", "awq", "gguf")
 
 
@@ -21,13 +31,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", required=True, help="new folder, or for gguf a file name in .gguf")
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     """Exports, and says whether the weights are still the same numbers.
 
     Raises:
         ValueError: the target cannot hold the model; nothing is written.
     """
     from hf_efficient.checkpoints.export import export
+    from hf_efficient.integrations import hub
 
     if options.format != "gguf":
         check_output("--output", options.output)
@@ -37,7 +48,11 @@ def run(options: argparse.Namespace) -> None:
 
     report = export(options.model, options.output, options.format)
     exact = "unchanged" if report.rounding == 0 else f"changed by at most {report.rounding:.1e} of the largest"
-    print(
+    base_model = hub.recorded_base_model(options.model) or options.model
+    write_record(report.path, options, "exported", base_model, made_from=options.model, engines=[*report.engines])
+    text = (
         f"{report.path}: {report.nbytes / 1e6:.1f} MB, {report.quantized_layers} compressed layers, weights {exact}; "
         f"read by {', '.join(report.engines)}"
     )
+    values = (str(report.path), report.format, report.nbytes, report.quantized_layers, report.rounding, report.engines)
+    return Result(text, dict(zip(KEYS, values)))

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tqdm.auto import tqdm
 
-from hf_efficient.cli import catch_errors
+from hf_efficient.cli import catch_errors, progress
 from hf_efficient.evaluation import latency, memory, perplexity
 
 
@@ -120,10 +119,10 @@ if __name__ == "__main__":
     spec = json.load(sys.stdin)
     if not spec["progress"]:
         transformers.logging.disable_progress_bar()
-    tqdm.write(f"measuring {spec['name']}", file=sys.stderr) if spec["progress"] else None
-    status, message = catch_errors(
-        lambda: Path(sys.argv[1]).write_text(json.dumps(measure(spec, spec["progress"]))) and 0
-    )
+    with progress.shown():
+        status, message = catch_errors(
+            lambda: Path(sys.argv[1]).write_text(json.dumps(measure(spec, spec["progress"]))) and 0
+        )
     if message is not None:
         print(message, file=sys.stderr)
     sys.exit(status)

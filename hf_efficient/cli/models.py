@@ -100,13 +100,14 @@ def check_tokenizer(option: str, given: str):
 
 
 def find_tokenizer(name: str):
-    """The tokenizer of the model `name`; prints that there is none and returns None where it has none."""
+    """The tokenizer of the model `name`; says that there is none and returns None where it has none."""
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
-        print("no tokenizer was found beside the model")
+        logging.get_logger(__name__).warning("no tokenizer was found beside the model")
         return None
 
 

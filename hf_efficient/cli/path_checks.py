@@ -37,6 +37,18 @@ def check_folder(option: str, given: str) -> Path:
     return path
 
 
+def check_file(option: str, given: str) -> Path:
+    """The path of a file that the command writes, in place of one that is there. Raises ValueError where it cannot."""
+    from hf_efficient.files import why_not_writable
+
+    path = check_path(option, given)
+    if path.is_dir():
+        raise ValueError(f"{option} {given} is a folder; give a file")
+    if reason := why_not_writable(path.absolute()):
+        raise ValueError(f"{option} {given} {reason}")
+    return path
+
+
 def check_text_file(option: str, given: str) -> str:
     """The content of a text file. Raises ValueError where there is none, or it is not UTF-8."""
     path = check_path(option, given)

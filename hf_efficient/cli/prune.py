@@ -1,14 +1,18 @@
 """`hf-efficient prune`: zeroes single weights of a model and saves it for `from_pretrained`."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
 from hf_efficient.cli import calibration_options
+from hf_efficient.cli.compress import KEYS as COMPRESS_KEYS
 from hf_efficient.cli.compress import compress_and_save
 from hf_efficient.cli.options import add_loading_arguments, add_output_argument, given_options
+from hf_efficient.cli.result import Result
 
 
+KEYS = COMPRESS_KEYS | {"sparsity": "the share of zeros of each layer"}
 OPTION_OF = calibration_options.OPTION_OF
 REPORT = "sparsity.json"
 SCHEME = ("sparsity", "pattern", "method", "group", "allocation", "refine")
@@ -33,7 +37,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     calibration_options.add_calibration_arguments(command)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     """Loads, prunes and saves, with the sparsity of each layer in `sparsity.json`.
 
     Raises:
@@ -53,19 +57,28 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("give exactly one of --sparsity FRACTION and --pattern N:M")
     given["modules_to_not_convert"] = options.modules_to_not_convert
     config = hf_efficient.SparseConfig(**given, **calibration_options.calibration_arguments(options))
-    compress_and_save(options.model, config, options.output, "prune", options.dtype, _report)
+    found: dict[str, float] = {}
+
+    def report(model, folder: Path) -> None:
+        from hf_efficient.evaluation.sparsity import weight_sparsity
+
+        found.update(weight_sparsity(model))
+        (folder / REPORT).write_text(json.dumps(found, indent=1) + "\n")
+
+    done = compress_and_save(options, config, "prune", report)
+    return dataclasses.replace(
+        done, text="\n".join([*_of_kinds(found), done.text]), document={**done.document, "sparsity": found}
+    )
 
 
-def _report(model, folder: Path) -> None:
-    """Writes the share of zeros of each layer, and prints the least and the largest of each kind of layer."""
-    from hf_efficient.evaluation.sparsity import weight_sparsity
-
-    found = weight_sparsity(model)
-    (folder / REPORT).write_text(json.dumps(found, indent=1) + "\n")
+def _of_kinds(found: dict[str, float]) -> list[str]:
+    """The least and the largest share of zeros of each kind of layer, a line each."""
     kinds: dict[str, list[float]] = {}
+    lines = []
     for name, share in found.items():
         kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
         kinds.setdefault(kind, []).append(share)
     for kind, shares in kinds.items():
         low, high = f"{min(shares):.1%}", f"{max(shares):.1%}"
-        print(f"{kind}: {low if low == high else f'{low} to {high}'} zeros")
+        lines.append(f"{kind}: {low if low == high else f'{low} to {high}'} zeros")
+    return lines

@@ -2,12 +2,15 @@
 
 import argparse
 import time
+from functools import partial
 
 from hf_efficient.cli import calibration_options
 from hf_efficient.cli.models import check_model, check_tokenizer, check_uncompressed, find_tokenizer, save
 from hf_efficient.cli.option_types import at_least, share
 from hf_efficient.cli.options import add_output_argument, given_options
 from hf_efficient.cli.path_checks import check_output
+from hf_efficient.cli.record import write_record
+from hf_efficient.cli.result import Result
 
 
 SIZES = {  # option -> field of the model's config
@@ -16,6 +19,12 @@ SIZES = {  # option -> field of the model's config
     "--key-value-heads": "num_key_value_heads",
     "--intermediate-size": "intermediate_size",
     "--hidden-size": "hidden_size",
+}
+KEYS = {
+    "output": "the folder",
+    "parameters": "of the smaller model",
+    "parameters_before": "of the model it was made from",
+    "seconds": "of loading and pruning",
 }
 OPTION_OF = calibration_options.OPTION_OF | {field: option for option, field in SIZES.items()}
 
@@ -36,7 +45,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     """Loads, prunes and saves.
 
     Raises:
@@ -68,7 +77,10 @@ def run(options: argparse.Namespace) -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
     tokenizer = find_tokenizer(options.model) if text is None else check_tokenizer("model", options.model)
     small = hf_efficient.prune_structure(model, tokenizer=tokenizer, **arguments)
-    save(output, small, tokenizer)
-    millions = [each.num_parameters() / 1e6 for each in (model, small)]
+    counts = [each.num_parameters() for each in (small, model)]
+    describe = partial(write_record, options=options, kind="pruned", base_model=options.model)
+    save(output, small, tokenizer, describe=lambda model, folder: describe(folder))
     seconds = time.perf_counter() - start
-    print(f"{output}: {millions[1]:.1f} of {millions[0]:.1f} million parameters, made in {seconds:.0f} s")
+    millions = [count / 1e6 for count in counts]
+    text = f"{output}: {millions[0]:.1f} of {millions[1]:.1f} million parameters, made in {seconds:.0f} s"
+    return Result(text, dict(zip(KEYS, (str(output), *counts, seconds))))

@@ -2,13 +2,18 @@
 
 import argparse
 
+from hf_efficient.cli.result import Result
 
+
+KEYS = {"location": "URL of the commit, or the folder"}
 OPTION_OF = {"base_model": "--base-model"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient push`."""
-    command.add_argument("folder", metavar="DIR", help="what `hf-efficient quantize` or save_pretrained wrote")
+    command.add_argument(
+        "folder", metavar="DIR", help="what a command of hf-efficient or save_pretrained wrote; a .gguf file, too"
+    )
     command.add_argument(
         "repo", metavar="REPO", help='Hub id, or a new folder: a path that begins with "/", "." or "~"'
     )
@@ -20,13 +25,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--create-pr", action="store_true", default=None, help="open a pull request instead")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Writes the card and uploads; prints where to. The token is the one of `hf auth login` or HF_TOKEN.
+def run(options: argparse.Namespace) -> Result:
+    """Writes the card and uploads; tells where to. The token is the one of `hf auth login` or HF_TOKEN.
 
     Raises:
-        ValueError: DIR is no compressed model or holds what must not be published; before anything is written.
+        ValueError: DIR is nothing that hf-efficient writes, or holds what must not be published; nothing is written
+            then.
     """
     from hf_efficient.integrations import hub
 
     given = ("base_model", "licence", "report", "private", "revision", "create_pr")
-    print(hub.push(options.folder, options.repo, **{name: getattr(options, name) for name in given}))
+    location = hub.push(options.folder, options.repo, **{name: getattr(options, name) for name in given})
+    return Result(location, {"location": location})

@@ -3,11 +3,13 @@
 import argparse
 
 from hf_efficient.cli import calibration_options
-from hf_efficient.cli.compress import compress_and_save
+from hf_efficient.cli.compress import KEYS, compress_and_save
 from hf_efficient.cli.config_option import HELP, make_config, parse_arguments
 from hf_efficient.cli.options import add_loading_arguments, add_output_argument, given_options, option_name
+from hf_efficient.cli.result import Result
 
 
+__all__ = ["KEYS", "add_arguments", "run"]
 OPTION_OF = calibration_options.OPTION_OF
 SWITCHES = {
     "symmetric": "no zero points",
@@ -37,14 +39,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     calibration_options.add_calibration_arguments(command)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     """Loads, compresses and saves.
 
     Raises:
         ValueError: for arguments that are not allowed, before the model is loaded.
     """
-    config, asked = _config(options), _asked(options)
-    compress_and_save(options.model, config, options.output, asked, options.dtype)
+    return compress_and_save(options, _config(options), _asked(options))
 
 
 def _config(options: argparse.Namespace):

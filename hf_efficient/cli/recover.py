@@ -6,8 +6,17 @@ from hf_efficient.cli.models import check_model, check_tokenizer, load_causal_lm
 from hf_efficient.cli.option_types import at_least, positive, share
 from hf_efficient.cli.options import add_output_argument, given_options
 from hf_efficient.cli.path_checks import check_folder, check_output, check_text_file
+from hf_efficient.cli.record import write_record
+from hf_efficient.cli.result import Result
 
 
+KEYS = {
+    "output": "the folder",
+    "steps": "of training",
+    "tokens": "that were learned from",
+    "seconds": "of training",
+    "loss": "at the end, nat",
+}
 TRAINING = (
     *("minutes", "steps", "sequence_length", "batch_size", "learning_rate"),
     *("divergence", "text_share", "lora_rank", "checkpoint_dir"),
@@ -33,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--checkpoint-dir", help="folder where an interrupted recovery is resumed from")
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     """Loads both models, trains and saves.
 
     Raises:
@@ -57,8 +66,12 @@ def run(options: argparse.Namespace) -> None:
     windows = read_windows([texts], tokenizer, training.get("sequence_length", 512))
     model, teacher = load_causal_lm(options.model), load_causal_lm(options.teacher)
     done = recover(model, teacher, windows, **training)
-    save(output, model, tokenizer, hub.recorded_base_model(options.model) or options.teacher)
-    print(
-        f"{output}: {done['steps']} steps over {done['tokens']} tokens in {done['seconds']:.0f} s, "
-        f"loss {done['loss']:.3f}"
-    )
+    base_model = hub.recorded_base_model(options.model) or options.teacher
+
+    def describe(model, folder):
+        write_record(folder, options, "recovered", base_model, made_from=options.model)
+
+    save(output, model, tokenizer, base_model, describe)
+    document = {"output": str(output), **{key: done[key] for key in KEYS if key != "output"}}
+    text = "{output}: {steps} steps over {tokens} tokens in {seconds:.0f} s, loss {loss:.3f}".format(**document)
+    return Result(text, document)

@@ -2,27 +2,28 @@
 
 import argparse
 import importlib.util
-import json
 import re
 import tempfile
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
 from hf_efficient.cli import variants
 from hf_efficient.cli.config_option import HELP, PRESETS
+from hf_efficient.cli.measuring_options import add_measuring_arguments, read_measured
 from hf_efficient.cli.models import check_model, check_tokenizer, check_uncompressed
-from hf_efficient.cli.options import add_dtype_argument, check_at_least
-from hf_efficient.cli.path_checks import check_folder, check_text_file
+from hf_efficient.cli.result import Result
 
 
-PROMPTS = [
-    "What is the capital of France, and what is it known for?",
-    "Write a Python function that returns the n-th Fibonacci number. Then write it again with comments.",
-    "Repeat this sentence three times: The river runs past the old mill, past the bridge and into the sea.",
-    "Here is a note: 'Anna meets Bruno at the station on Monday. Bruno brings the tickets, Anna brings the map. Carla "
-    "joins them on Tuesday with the tent.' List every name in the note with what that person brings.",
-]
+KEYS = {
+    "model": "the model that was compressed",
+    "model_source": "where its weights come from, or null",
+    "text": "what perplexity was measured on",
+    "windows": "of that text: how many, and tokens of each",
+    "prompts": "how many were answered",
+    "new_tokens": "for each prompt",
+    "assistant": "the draft model, or null",
+    "environment": "hardware, versions, commit, command and time",
+    "variants": "what was measured of each variant, stock transformers first",
+}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -37,18 +38,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_measuring_arguments(command)
 
 
-def add_measuring_arguments(command: argparse.ArgumentParser) -> None:
-    """How much is measured, and where the report goes."""
-    command.add_argument("--output", default="output", help="folder for report.json, report.md, plot and model card")
-    command.add_argument("--new-tokens", type=int, default=48, help="tokens to generate per prompt (default 48)")
-    command.add_argument("--repeats", type=int, default=3, help="timed runs; medians are reported (default 3)")
-    command.add_argument("--windows", type=int, default=8, help="perplexity windows of 1024 tokens (default 8)")
-    add_dtype_argument(command)
-    command.add_argument("--json", action="store_true", help="print only the report as JSON")
-
-
-def run(options: argparse.Namespace) -> None:
-    """Checks the arguments, measures every variant in a process of its own, writes the report and prints its table.
+def run(options: argparse.Namespace) -> Result:
+    """Checks the arguments, measures every variant in a process of its own and writes the report.
 
     Raises:
         ValueError: for arguments that are not allowed, before any model is loaded.
@@ -57,11 +48,10 @@ def run(options: argparse.Namespace) -> None:
     for package in ("matplotlib", "jinja2"):
         if importlib.util.find_spec(package) is None:
             raise RuntimeError(f"the report needs the package {package!r}: pip install 'hf_efficient[demo]'")
+    prompts, text = read_measured(options)
     _check(options)
     compared = [{"name": "transformers", "quantization": None, "efficient": False}]
     compared += [{**variants.variant_of(config), "efficient": True} for config in options.config or PRESETS]
-    prompts = _lines(options.prompts) if options.prompts else PROMPTS
-    text = check_text_file("--text", options.text) if options.text else None
 
     from hf_efficient.evaluation import environment, report, samples
     from hf_efficient.integrations import model_card
@@ -77,12 +67,11 @@ def run(options: argparse.Namespace) -> None:
         "prompts": prompts,
         "new_tokens": options.new_tokens,
         "repeats": options.repeats,
-        "progress": not options.json,
+        "progress": not options.quiet,
     }
     with tempfile.TemporaryDirectory() as scratch:
         shared["tokens"] = variants.tokenize(model, text, options.windows, scratch)
-        bar = tqdm(compared, desc="variants", disable=options.json)
-        results = [variants.measure({**shared, **variant}, scratch) for variant in bar]
+        results = variants.measure_all(shared, compared, scratch)
     content = {
         "model": samples.SAMPLE_MODEL if is_sample else model,
         "model_source": samples.SAMPLE_MODEL_SOURCE if is_sample else None,
@@ -104,11 +93,7 @@ def run(options: argparse.Namespace) -> None:
         variant=smallest,
     )
     paths = report.write(content, Path(options.output), card)
-    if options.json:
-        print(json.dumps(content, indent=2))
-    else:
-        print(report.table(content))
-        print("\nwritten: " + ", ".join(str(path) for path in paths))
+    return Result(f"{report.table(content)}\n\nwritten: {', '.join(map(str, paths))}", content)
 
 
 def _plain(name: str) -> str:
@@ -120,8 +105,6 @@ def _check(options: argparse.Namespace) -> None:
     """Raises ValueError for options that are not allowed and models that are not there."""
     from hf_efficient.integrations import model_card
 
-    check_at_least(options, new_tokens=2, repeats=1, windows=2)
-    check_folder("--output", options.output)
     if options.model is not None:
         found = check_model("--model", options.model, causal=True)
         check_tokenizer("--model", options.model)
@@ -131,10 +114,3 @@ def _check(options: argparse.Namespace) -> None:
         check_uncompressed("--model", options.model, found, " ".join(asked))
     if options.assistant is not None:
         check_model("--assistant", options.assistant, causal=True)
-
-
-def _lines(path: str) -> list[str]:
-    lines = [line for line in check_text_file("--prompts", path).splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"--prompts {path} holds no prompt")
-    return lines

@@ -7,8 +7,11 @@ from hf_efficient.cli.models import check_model, check_uncompressed
 from hf_efficient.cli.option_types import at_least, share
 from hf_efficient.cli.options import add_output_argument
 from hf_efficient.cli.path_checks import check_output
+from hf_efficient.cli.record import write_record
+from hf_efficient.cli.result import Result
 
 
+KEYS = {"output": "the folder", "kept": "the share of the neurons that are computed"}
 OPTION_OF = calibration_options.OPTION_OF
 
 
@@ -26,8 +29,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rank", type=at_least(0), default=0, help="of the predictors (default 0: the gate decides)")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Trains and saves the predictors, and prints the share of the neurons that they keep.
+def run(options: argparse.Namespace) -> Result:
+    """Trains and saves the predictors, and tells the share of the neurons that they keep.
 
     Raises:
         ValueError: for arguments that are not allowed, before the model is loaded where they show.
@@ -47,4 +50,5 @@ def run(options: argparse.Namespace) -> None:
     chosen = dict(keep=options.keep, recall=options.recall, rank=options.rank)
     context = sparsify_context(model, calibration, tokenizer, **chosen)
     context.save_pretrained(output)
-    print(f"{output}: {context.kept:.1%} of the neurons")
+    write_record(output, options, "context predictors", options.model, kept=context.kept)
+    return Result(f"{output}: {context.kept:.1%} of the neurons", {"output": str(output), "kept": context.kept})

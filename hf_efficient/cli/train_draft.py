@@ -8,8 +8,15 @@ from hf_efficient.cli.models import check_model, check_tokenizer, load_causal_lm
 from hf_efficient.cli.option_types import at_least, positive
 from hf_efficient.cli.options import add_output_argument, given_options
 from hf_efficient.cli.path_checks import check_folder, check_output, check_text_file
+from hf_efficient.cli.record import write_record
+from hf_efficient.cli.result import Result
 
 
+KEYS = {
+    "output": "the folder",
+    "parameters": "of the heads",
+    "accuracies": "for each depth, the shares of tokens that the first, second, ... guess hits",
+}
 TRAINING = ("num_tokens", "epochs", "minutes", "draft_tokens", "max_new_tokens", "batch_size", "learning_rate", "seed")
 
 
@@ -38,7 +45,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> Result:
     """Trains and saves the heads, and prints the accuracy of their guesses.
 
     Raises:
@@ -57,9 +64,14 @@ def run(options: argparse.Namespace) -> None:
         tokenizer.pad_token = tokenizer.eos_token
     model, training = load_causal_lm(options.model), given_options(options, TRAINING)
     heads = train_draft(model, tokenizer, output, kind=options.kind, prompts=prompts, cache=options.cache, **training)
-    print(f"{output}: {sum(p.numel() for p in heads.parameters()) / 1e6:.1f} million parameters")
-    for depth, shares in enumerate(heads.accuracies, 1):
-        print(f"guess {depth}: right {shares[0]:.1%} of the time, among the first {len(shares)} {sum(shares):.1%}")
+    count, accuracies = sum(p.numel() for p in heads.parameters()), [[*map(float, each)] for each in heads.accuracies]
+    write_record(output, options, "draft heads", options.model, accuracies=accuracies)
+    lines = [f"{output}: {count / 1e6:.1f} million parameters"]
+    for depth, shares in enumerate(accuracies, 1):
+        lines.append(
+            f"guess {depth}: right {shares[0]:.1%} of the time, among the first {len(shares)} {sum(shares):.1%}"
+        )
+    return Result("\n".join(lines), dict(zip(KEYS, (str(output), count, accuracies))))
 
 
 def _read_prompts(path: Path) -> list[str]:

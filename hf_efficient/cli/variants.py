@@ -4,11 +4,13 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from hf_efficient.cli.config_option import PRESETS, check_text_given, config_name, make_config, parse_arguments
 from hf_efficient.cli.models import check_model
 from hf_efficient.cli.path_checks import is_there
+from hf_efficient.cli.progress import show_cursor, time_left
 
 
 WINDOW_LENGTH = 1024  # tokens of a perplexity window
@@ -57,6 +59,19 @@ runpy.run_module("hf_efficient.cli.measure", run_name="__main__", alter_sys=True
 """
 
 
+def measure_all(shared: dict, compared: list[dict], folder: str) -> list[dict]:
+    """`measure` of each of the variants `compared`, with what they share; says which one runs and how long the rest
+    will take."""
+    results, start = [], time.monotonic()
+    for number, variant in enumerate(compared):
+        if shared["progress"]:
+            seconds = (time.monotonic() - start) / number * (len(compared) - number) if number else None
+            note = ", ".join(filter(None, (variant["name"], seconds and f"about {time_left(seconds)} in all")))
+            print(f"variant {number + 1} of {len(compared)}: {note}", file=sys.stderr)
+        results.append(measure({**shared, **variant}, folder))
+    return results
+
+
 def measure(variant: dict, folder: str) -> dict:
     """What `measure.measure` returns for `variant`, from a process of its own that writes into `folder`."""
     result = Path(folder) / "result.json"
@@ -66,6 +81,7 @@ def measure(variant: dict, folder: str) -> dict:
         command, input=json.dumps(variant), text=True, stderr=None if variant["progress"] else subprocess.PIPE
     )
     if process.returncode == -signal.SIGINT:
+        show_cursor()
         raise KeyboardInterrupt
     if process.returncode or not result.exists():
         reason = (process.stderr or "").strip().splitlines()[-1:] or ["see above"]

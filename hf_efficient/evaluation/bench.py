@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from tqdm.auto import tqdm
 from transformers import StoppingCriteria
+from transformers.utils import logging
 
 from hf_efficient.files import atomic_files
 
@@ -62,7 +62,7 @@ def measure_batch(
         RuntimeError: a run gave another number of tokens.
     """
     first, gaps, whole = [], [], []
-    for run in tqdm(range(repeats + 1), desc=f"batch {batch_size}", disable=not progress, leave=False):
+    for run in logging.tqdm(range(repeats + 1), desc=f"batch {batch_size}", disable=not progress, leave=False):
         clock = TokenClock()
         generate(clock)
         if torch.cuda.is_available():

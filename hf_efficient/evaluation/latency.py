@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from tqdm.auto import tqdm
+from transformers.utils import logging
 
 
 def generation_speed(
@@ -23,7 +23,7 @@ def generation_speed(
     for tokens in (1, new_tokens):
         generate(tokens)
     first, speed, result = [], [], None
-    for _ in tqdm(range(repeats), desc=f"generate, batch {batch_size}", disable=not progress, leave=False):
+    for _ in logging.tqdm(range(repeats), desc=f"generate, batch {batch_size}", disable=not progress, leave=False):
         first.append(_timed(generate, 1)[0])
         seconds, result = _timed(generate, new_tokens)
         speed.append(batch_size * (new_tokens - 1) / max(seconds - first[-1], 1e-9))

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from tqdm.auto import tqdm
+from transformers.utils import logging
 
 
 def windows(tokenizer, text: str, count: int, length: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ def negative_log_likelihood(model, tokens: torch.Tensor, progress: bool = True) 
         float64 [windows], on the CPU. The log-softmax is taken in float32.
     """
     result = []
-    for window in tqdm(tokens, desc="perplexity", disable=not progress, leave=False):
+    for window in logging.tqdm(tokens, desc="perplexity", disable=not progress, leave=False):
         window = window.to(model.device)
         logits = model(input_ids=window[None], use_cache=False).logits[0, :-1].float()
         result.append(torch.nn.functional.cross_entropy(logits, window[1:]).double().cpu())

@@ -11,9 +11,10 @@ WANTED = {  # what a command cannot do without; the output is "out" unless a tes
     "estimate": ["tiny"],
     "bench": ["tiny", "--output", "out"],
     "run": ["--model", "tiny", "--config", "int4", "--output", "out", "--text", "text.txt"],
+    "evaluate": ["tiny", "--text", "text.txt", "--windows", "1", "--window-length", "16"],
     "push": ["small", "./out"],
 }
-NEW_OUTPUT = [name for name in WANTED if name not in ("estimate", "bench", "run", "push")]
+NEW_OUTPUT = [name for name in WANTED if name not in ("estimate", "bench", "run", "evaluate", "push")]
 WITH_MODEL = [name for name in WANTED if name != "push"]
 
 

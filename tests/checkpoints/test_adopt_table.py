@@ -1,6 +1,5 @@
 """The table of docs/formats.md that says what is read: each row is made from a random weight in that layout."""
 
-import inspect
 import json
 from pathlib import Path
 
@@ -60,8 +59,8 @@ def row(library, layout, config, format: Format, theirs, dtype) -> str:
 
 def call_of(kind, scheme: dict) -> str:
     """`kind(field=value, ...)` with the fields that have other values than the arguments' defaults."""
-    default = inspect.signature(kind).parameters
-    values = {field: value for field, value in scheme.items() if value != default[field].default}
+    default = kind(**scheme).plain()
+    values = {field: value for field, value in scheme.items() if value != default[field]}
     shown = {
         field: call_of(configs.WeightOnlyConfig, value)
         if field == "weights" and isinstance(value, dict)

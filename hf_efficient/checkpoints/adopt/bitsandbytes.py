@@ -68,7 +68,7 @@ class BitsAndBytes4bit(Foreign):
         else:
             stored.expect("weight.absmax", ["F32"], (blocks,))
         own = None if dtype is torch.float32 else "float32"
-        return {"codebook": table, "bits": 4, "group_size": group, "scale_dtype": own}
+        return {"codebook": table, "bits": 4, "method": "rtn", "group_size": group, "scale_dtype": own}
 
     def convert(self, tensors, out_features, in_features, format, dtype):
         state = json.loads(bytes(next(t for part, t in tensors.items() if part.startswith(STATE)).tolist()))

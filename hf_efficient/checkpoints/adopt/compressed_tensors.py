@@ -119,6 +119,7 @@ class CompressedTensors(Foreign):
             self._no_zero_point(stored, "weight_zero_point")
         scheme = {
             "bits": bits,
+            "method": "rtn",
             "group_size": {"tensor": None, "channel": -1}.get(strategy, size),
             "symmetric": symmetric,
         }

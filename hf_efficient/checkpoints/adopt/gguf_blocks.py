@@ -27,7 +27,7 @@ class Kind:
     def scheme(self, dtype: torch.dtype) -> dict:
         own = None if dtype is torch.float32 else "float32"
         grid = {"zero_point": "minimum"} if self.minimum else {"symmetric": True}
-        return {"bits": self.bits, "group_size": self.group, "scale_dtype": own, **grid}
+        return {"bits": self.bits, "group_size": self.group, "method": "rtn", "scale_dtype": own, **grid}
 
 
 KINDS = {

@@ -53,7 +53,7 @@ class TorchAO(Foreign):
             for part in ("scale", "zero_point"):
                 stored.expect(f"_weight_{part}", SCALE_DTYPES, (groups, out_features))
             own = None if dtype is torch.float32 else "float32"
-            return {"bits": 4, "group_size": group, "zero_point": "minimum", "scale_dtype": own}
+            return {"bits": 4, "group_size": group, "method": "rtn", "zero_point": "minimum", "scale_dtype": own}
         stored.expect("_weight_qdata", ["I8"], (out_features, in_features))
         stored.expect("_weight_scale", SCALE_DTYPES, (out_features, groups))
         symmetric = "_weight_zero_point" not in stored
@@ -66,7 +66,8 @@ class TorchAO(Foreign):
             )
         bits = NARROW.get(target, 8)
         own = scale_dtype(stored, "_weight_scale", dtype)
-        return {"bits": bits, "group_size": group, "symmetric": symmetric, "scale_dtype": own}
+        grid = {"group_size": group, "symmetric": symmetric}
+        return {"bits": bits, **grid, "method": "rtn", "scale_dtype": own}
 
     def convert(self, tensors, out_features, in_features, format, dtype):
         codes, scale, zero = (tensors.get(f"_weight_{part}") for part in ("qdata", "scale", "zero_point"))

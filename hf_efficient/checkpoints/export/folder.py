@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from hf_efficient.checkpoints.export.saved_folder import INDEX, WHOLE
 from hf_efficient.checkpoints.export.source import Layer, Source
@@ -39,7 +39,7 @@ def write(source: Source, target: FolderTarget, output: Path) -> float:
     """Writes the folder `output`; returns the target's `rounding`."""
     with new_folder(output) as new:
         shards = _Shards(new)
-        for layer in tqdm(source.layers, desc="exporting", leave=False):
+        for layer in logging.tqdm(source.layers, desc="exporting", leave=False):
             for name, tensor in target.tensors(layer).items():
                 shards.add(f"{layer.name}.{name}", tensor)
         for name, tensor in source.dense():

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from hf_efficient.checkpoints.export.gguf_tokenizer import add_tokenizer
 from hf_efficient.checkpoints.export.grid import as_float16, check_layers, per_group, rounding_of, stored_zero
@@ -60,7 +60,7 @@ def write(source: Source, output: Path) -> float:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for tensor in tqdm(tensors, desc="exporting", leave=False):
+            for tensor in logging.tqdm(tensors, desc="exporting", leave=False):
                 writer.write_tensor_data(tensor.make())
         finally:
             writer.close()

@@ -5,10 +5,10 @@ import time
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer_callback import ExportableState
+from transformers.utils import logging
 
 from hf_efficient.compression.recovery.divergence import distillation_loss
 
@@ -107,14 +107,17 @@ class Budget(TrainerCallback, ExportableState):
             self.used = before["attributes"]["gone"]
         self._since = time.perf_counter() - self.used
         total, unit = (self.seconds, "s") if self.steps is None else (self.steps, "step")
-        self._bar = tqdm(total=round(total), initial=min(round(total), round(self.used)), desc="recovery", unit=unit)
+        self._total, self._shown = round(total), min(round(total), round(self.used))
+        self._bar = logging.tqdm(total=self._total, initial=self._shown, desc="recovery", unit=unit)
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Trainer calls it before it computes the learning rate of the next step."""
         self.used = self.used + 1 if self.steps else time.perf_counter() - self._since
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._bar.update(min(self._bar.total, int(self.used)) - self._bar.n)
+        shown = max(self._shown, min(self._total, int(self.used)))
+        self._bar.update(shown - self._shown)
+        self._shown = shown
         control.should_training_stop = control.should_training_stop or self.share() >= 1
         return control
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.training.rows import Row, save_tensors
@@ -49,7 +49,7 @@ def distill(
     run = json.dumps(run, sort_keys=True)
     done, losses = _resume(folder / f"{heads.kind}.safetensors", heads, optimizers, run)
     order = _order([len(row.tokens) for row in rows], steps, seed)
-    with tqdm(total=steps, initial=done, desc="training", unit="step") as bar:
+    with logging.tqdm(total=steps, initial=done, desc="training", unit="step") as bar:
         for step in range(done, steps):
             warm = min(1.0, (step + 1) / max(1, WARMUP * steps))
             rate = learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / steps))

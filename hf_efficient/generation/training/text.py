@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from tqdm.auto import tqdm
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from hf_efficient.generation.decode import speculative_generate
 from hf_efficient.generation.drafters.base import Drafter
@@ -137,7 +137,7 @@ def collect_text(
     first batch after which it returns True is the last.
     """
     files, answered = [], 0
-    with tqdm(total=num_tokens, desc="generating text", unit="token") as bar:
+    with logging.tqdm(total=num_tokens, desc="generating text", unit="token") as bar:
         while answered < num_tokens:
             files.append(generate_text(model, tokenizer, prompts, folder, len(files), **answers))
             with safe_open(files[-1], "pt") as file:
