@@ -21,11 +21,11 @@ _OF_THE_LOSS = {"gradient", "fisher"}  # fields of `LinearGradients`
 
 
 def can_run(model, device_map) -> bool:
-    """Whether `model`, without weights yet, can be run on random tokens of its own once it is loaded. Where a
-    device_map such as "auto" spreads it is not known before."""
+    """Whether `model`, without weights yet, can be run on random tokens of its own once it is loaded: they reach all
+    of it, and it fits. Where a device_map such as "auto" spreads it is not known before."""
     if isinstance(device_map, str) or len(set(map(str, (device_map or {}).values()))) > 1:
         return False
-    return own_text.can_run(model, device_map)
+    return own_text.reaches_all(model) and own_text.fits(model, device_map)
 
 
 def prepare(config, schemes: dict, device_map, model) -> None:

@@ -27,9 +27,9 @@ def check(model, calibration: CalibrationConfig) -> None:
         )
 
 
-def can_run(model, device_map: dict | None) -> bool:
-    """Whether random tokens can be run through `model` when it is loaded, and reach all of it: not with images or
-    sound, experts, several processes, or weights that do not fit into the free memory. Needs no weights."""
+def reaches_all(model) -> bool:
+    """Whether random tokens reach all of `model`: not with images or sound, experts, or several processes. Needs no
+    weights."""
     tp_size = getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
     is_routed = any("expert" in name for name, _ in model.named_modules())
     if tp_size > 1 or is_routed or model.config is not model.config.get_text_config():
@@ -38,9 +38,13 @@ def can_run(model, device_map: dict | None) -> bool:
         check(model, CalibrationConfig(own_text="random"))
     except ValueError:
         return False
+    return True
+
+
+def fits(model, device_map: dict | None) -> bool:
+    """Whether the weights of `model`, as they are, fit into the free memory of the device they are loaded to."""
     device = torch.device(next(iter((device_map or {"": "cpu"}).values())))
-    is_cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if is_cuda else available_memory()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     return sum(parameter.nbytes for parameter in model.parameters()) < free
 
 

@@ -51,10 +51,9 @@ def _method(given: dict[str, Any], quality: str) -> dict[str, Any]:
     return {"method": "gptq", "refine": refines, "calibration": text}
 
 
-def data_free(scheme: dict[str, Any], fields: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`fields` of a scheme with the best method that reads the weight alone in the place of "mse": "hqq" with float
-    zero points, "rtn" for symmetric grids."""
-    fields = scheme if fields is None else fields
+def data_free(scheme: dict[str, Any]) -> dict[str, Any]:
+    """`scheme` with the best method that reads the weight alone in the place of "mse": "hqq" with float zero points,
+    "rtn" for symmetric grids."""
     if scheme["method"] != "mse":
-        return fields
-    return fields | ({"method": "rtn"} if scheme["symmetric"] else {"method": "hqq", "zero_point": "float"})
+        return scheme
+    return scheme | ({"method": "rtn"} if scheme["symmetric"] else {"method": "hqq", "zero_point": "float"})

@@ -160,7 +160,10 @@ class WeightOnlyConfig(CompressionConfig):
 
     def plain(self):
         asked = super().plain() | {"bits": self.bits, "codebook": self.codebook, "method": self.method}
-        return choose(asked, None) | {"bits": 4, "codebook": None, "method": None}
+        plain = choose(asked, None)
+        if (group_size := plain["group_size"]) != self.group_size:  # which other choices follow
+            plain = choose(asked | {"group_size": self.group_size}, None) | {"group_size": group_size}
+        return plain | {"bits": 4, "codebook": None, "method": None}
 
     def settled(self, can_run: bool) -> "WeightOnlyConfig":
         """This config when a model is loaded: nothing in it is left to choose.
@@ -171,10 +174,13 @@ class WeightOnlyConfig(CompressionConfig):
         """
         config = copy.copy(self)
         if self.is_automatic and not can_run:
-            fields = data_free(self.scheme())
-            config.__dict__ |= fields
-            config.overrides = {p: f and data_free(self.scheme() | f, f) for p, f in self.overrides.items()}
-            config.calibration = None
+            own = self.scheme()
+            top = data_free(own)
+            config.__dict__ |= top | {"calibration": None}
+            config.overrides = {
+                pattern: fields and {k: v for k, v in data_free(own | fields).items() if v != top[k]}
+                for pattern, fields in self.overrides.items()
+            }
         config._asked, config.is_automatic = config.scheme() | {"quality": None, "calibration": None}, False
         return config
 

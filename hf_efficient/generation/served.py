@@ -55,12 +55,12 @@ def why_not(model) -> str | None:
     """Why plain `generate()` of `model` never runs the native loop; None where it does for the calls of `serves`."""
     if not isinstance(model, GenerationMixin):
         return "the model writes no text"
-    if model.config is not model.config.get_text_config(decoder=True):
-        return "the native loop takes text decoders, and this model reads something else, too"
     try:
         check_ragged(model, 1, "model")
     except ValueError as error:
         return str(error)
+    if model.config is not model.config.get_text_config(decoder=True):
+        return "the native loop takes text decoders, and this model reads something else, too"
     if (reason := why_not_captured(model)) is not None:
         return reason
     if overrides_steps(model):

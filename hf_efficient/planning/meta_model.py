@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from hf_efficient.calibration import own_text
 from hf_efficient.configs import CompressionConfig
 from hf_efficient.integrations.transformers_compat import loaded_dtype, model_from_config
 from hf_efficient.integrations.transformers_registration import register
@@ -34,10 +35,12 @@ class MetaModel:
         check_names: bool,
         kind: str | None,
     ):
-        self.config, self.dtype, self.quantization, self.on_cpu = config, dtype, quantization, kind == "cpu"
+        self.config, self.dtype, self.on_cpu = config, dtype, kind == "cpu"
         self.module = build(config, dtype, ATTENTION)
         if quantization is not None:
+            quantization = quantization.settled(own_text.reaches_all(self.module))
             compress(self.module, quantization, check_names)
+        self.quantization = quantization
         self.bytes = weight_bytes.bytes_by_module(self.module, kind)
         self.weight_bytes = sum({k: v for own in self.bytes.values() for k, v in own.items()}.values())
         self.checkpoint_bytes = weight_bytes.checkpoint_bytes(self.module)
