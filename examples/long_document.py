@@ -21,7 +21,7 @@ options = parser.parse_args()
 
 tokenizer = AutoTokenizer.from_pretrained(options.model)
 model = AutoModelForCausalLM.from_pretrained(
-    options.model, quantization_config=WeightOnlyConfig(bits=4, group_size=64), attn_implementation="flash_paged"
+    options.model, quantization_config=WeightOnlyConfig(bits=4), attn_implementation="flash_paged"
 )
 prefix = PrefixCache(model, memory="500MB", kv_format="int8")
 document = Path(options.document).read_text()

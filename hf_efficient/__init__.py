@@ -13,7 +13,7 @@ import threading
 from hf_efficient.integrations import transformers_compat
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "WeightOnlyConfig": "hf_efficient.configs",

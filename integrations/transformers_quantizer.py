@@ -71,8 +71,8 @@ class EfficientQuantizer(HfQuantizer):
         if self.pre_quantized:
             return False
         tied_head = self.swapped.tied_head
-        if param_name in self.swapped.weights and not self.on_arrival(param_name):
-            self.arrived.add(param_name)
+        if not self.on_arrival(param_name):
+            self.arrived |= {param_name, tied_head[1] if tied_head and param_name == tied_head[0] else param_name}
         return self.on_arrival(param_name) or (tied_head is not None and param_name == tied_head[0])
 
     def on_arrival(self, name: str) -> bool:

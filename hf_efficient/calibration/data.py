@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from hf_efficient.calibration.own_text import own_tokens
 from hf_efficient.configs.calibration import CalibrationConfig
 
 
@@ -65,7 +66,7 @@ def model_inputs(config: CalibrationConfig, tokenizer, model) -> list[dict[str, 
             f"{type(model).__name__} reads {model.main_input_name!r} and not text: give "
             "CalibrationConfig(inputs=[...]), dicts of arguments of its forward"
         )
-    tokens = load_tokens(config, tokenizer)
+    tokens = own_tokens(model, config) if config.source is None else load_tokens(config, tokenizer)
     text_config = model.config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None)
     if positions is not None and tokens.shape[1] > positions:

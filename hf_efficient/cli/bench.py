@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from hf_efficient.cli.config_option import HELP, check_text_given, config_name, parse_config
+from hf_efficient.cli.config_option import HELP, config_name, parse_config
 from hf_efficient.cli.models import check_model, check_uncompressed, load_causal_lm
 from hf_efficient.cli.options import add_dtype_argument, check_at_least
 from hf_efficient.cli.path_checks import check_folder
@@ -115,7 +115,6 @@ def _check(options: argparse.Namespace):
         raise ValueError(f"--latency-bound {options.latency_bound}: must be a positive number of seconds")
     check_folder("--output", options.output)
     config = parse_config(options.config)
-    check_text_given(config)
     found = check_model("model", options.model, causal=True)
     if config is not None:
         check_uncompressed("model", options.model, found, f"--config {options.config}")

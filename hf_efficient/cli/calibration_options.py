@@ -5,7 +5,6 @@ from pathlib import Path
 
 from hf_efficient.cli.models import check_tokenizer
 from hf_efficient.cli.option_types import at_least
-from hf_efficient.cli.options import option_name
 from hf_efficient.cli.path_checks import check_folder
 
 
@@ -25,7 +24,7 @@ def add_text_arguments(command: argparse.ArgumentParser, num_samples: int | None
         num_samples: the command's own default; None for that of CalibrationConfig.
         calibration: replaces arguments of the option --calibration, such as `required`.
     """
-    text = "text for methods that need it: a .txt or .jsonl file, or a Hub dataset id"
+    text = "a .txt or .jsonl file, or a Hub dataset id; without it methods read text that the model writes itself"
     command.add_argument("--calibration", **{"metavar": "FILE", "help": text, **calibration})
     command.add_argument(
         "--num-samples",
@@ -43,16 +42,9 @@ def add_calibration_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def calibration_arguments(options: argparse.Namespace) -> dict[str, dict]:
-    """{"calibration": arguments of CalibrationConfig}, or an empty dict where no option describes any text.
-
-    Raises:
-        ValueError: some do, but --calibration is missing.
-    """
+    """{"calibration": arguments of CalibrationConfig}, or an empty dict where no option describes any text."""
     found = {field: getattr(options, option, None) for field, option in _FIELDS.items()}
     calibration = {field: value for field, value in found.items() if value is not None}
-    if calibration and options.calibration is None:
-        option = option_name(next(iter(calibration)))
-        raise ValueError(f"{option} describes calibration text: give it with --calibration FILE")
     return {"calibration": calibration} if calibration else {}
 
 

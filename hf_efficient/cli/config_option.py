@@ -64,16 +64,6 @@ def parse_config(given: str):
     return None if arguments is None else make_config(arguments)
 
 
-def check_text_given(config) -> None:
-    """Raises ValueError where `config`, of a command without `--calibration`, needs text and names none."""
-    if config is not None and config.needs_calibration() and not config.overrides:
-        if config.calibration is None or config.calibration.source is None:
-            raise ValueError(
-                f'--config: this {type(config).__name__} is calibrated on text and names none: add "calibration": '
-                '{"dataset": "FILE"}, or make the model with `hf-efficient quantize --calibration FILE`'
-            )
-
-
 def config_name(config) -> str:
     """The name of a config in tables."""
     if config is None:

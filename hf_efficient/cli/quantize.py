@@ -11,6 +11,7 @@ from hf_efficient.cli.result import Result
 
 __all__ = ["KEYS", "add_arguments", "run"]
 OPTION_OF = calibration_options.OPTION_OF
+QUALITIES = ("fast", "balanced", "best")  # as in `hf_efficient.configs.quality`, whose import takes long
 SWITCHES = {
     "symmetric": "no zero points",
     "double_quantization": "store the scales of a codebook in 8 bits",
@@ -19,7 +20,7 @@ SWITCHES = {
     "mixed_precision": "give each layer the bits it needs, --bits on average",
     "quantize_lm_head": "also quantize the output embedding",
 }
-SCHEME = ("bits", "group_size", "method", "codebook", *SWITCHES)
+SCHEME = ("bits", "quality", "group_size", "method", "codebook", *SWITCHES)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -28,9 +29,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_output_argument(command)
     command.add_argument("--bits", type=int, choices=(2, 3, 4, 8), help="bits of a weight (default 4)")
     command.add_argument(
-        "--group-size", type=int, help="weights that share a scale, -1: one output channel (default 64)"
+        "--quality",
+        choices=QUALITIES,
+        help="chooses the method by the time it takes: seconds, minutes, a quarter of an hour (default fast, balanced "
+        "with --calibration)",
     )
-    command.add_argument("--method", help="how the codes are chosen: rtn, mse, hqq, gptq, awq, kmeans (default rtn)")
+    command.add_argument(
+        "--group-size", type=int, help="weights that share a scale, -1: one output channel (default 64, -1 with 8 bits)"
+    )
+    command.add_argument("--method", help="instead of --quality: rtn, mse, hqq, gptq, awq or kmeans")
     command.add_argument("--codebook", help="nf4, fp4 or kmeans instead of a regular grid")
     for name, text in SWITCHES.items():
         command.add_argument(option_name(name), action="store_true", default=None, help=text)

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from hf_efficient.cli import variants
-from hf_efficient.cli.config_option import HELP, PRESETS
+from hf_efficient.cli.config_option import HELP
 from hf_efficient.cli.measuring_options import add_measuring_arguments, read_measured
 from hf_efficient.cli.models import check_model, check_tokenizer, check_uncompressed
 from hf_efficient.cli.result import Result
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> Result:
     prompts, text = read_measured(options)
     _check(options)
     compared = [{"name": "transformers", "quantization": None, "efficient": False}]
-    compared += [{**variants.variant_of(config), "efficient": True} for config in options.config or PRESETS]
+    compared += [{**variants.variant_of(config), "efficient": True} for config in options.config]
 
     from hf_efficient.evaluation import environment, report, samples
     from hf_efficient.integrations import model_card
@@ -110,7 +110,7 @@ def _check(options: argparse.Namespace) -> None:
         check_tokenizer("--model", options.model)
         if Path(options.model).exists():
             model_card.check_name("--model", Path(options.model).absolute().name)  # the card tells it
-        asked = [f"--config {given}" for given in options.config or PRESETS]
+        asked = [f"--config {given}" for given in options.config]
         check_uncompressed("--model", options.model, found, " ".join(asked))
     if options.assistant is not None:
         check_model("--assistant", options.assistant, causal=True)

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from hf_efficient.cli.config_option import PRESETS, check_text_given, config_name, make_config, parse_arguments
+from hf_efficient.cli.config_option import PRESETS, config_name, make_config, parse_arguments
 from hf_efficient.cli.models import check_model
 from hf_efficient.cli.path_checks import is_there
 from hf_efficient.cli.progress import show_cursor, time_left
@@ -32,7 +32,6 @@ def variant_of(given: str) -> dict:
         }
     arguments = parse_arguments(given)
     config = make_config(arguments)
-    check_text_given(config)
     arguments["quant_method"] = config.name
     return {"name": config_name(config), "quantization": config.to_dict(), "arguments": arguments}
 
