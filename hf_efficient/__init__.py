@@ -79,6 +79,7 @@ def register() -> None:
     integrations = ("transformers_registration", "transformers_attention", "transformers_warnings")
     for name in (*(f"integrations.{name}" for name in integrations), "checkpoints.adopt"):
         importlib.import_module(f"hf_efficient.{name}").register()
+    importlib.import_module("hf_efficient.integrations.transformers_releases").mark_users_caches()
 
 
 def _register_peft() -> None:

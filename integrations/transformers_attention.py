@@ -209,7 +209,7 @@ def register() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    for file in ("attention", "compile", "continuous_batching", "masks", "paged_formats"):
+    for file in ("attention", "compile", "continuous_batching", "masks", "paged_formats", "quantized_pages"):
         transformers_compat.require(f"integrations/transformers_{file}.py")
     for name in api.ATTENTION_NAMES:
         AttentionInterface.register(name, flash_paged_attention_forward)
@@ -250,7 +250,7 @@ def _look_up_over_pages(original, stock):
 def _answer_for_our_names(original, utils):
     @functools.wraps(original)
     def _lazy_imports(implementation, *args, **kwargs):
-        if implementation in api.ATTENTION_NAMES:
+        if transformers_compat.without_prefix(implementation) in api.ATTENTION_NAMES:
             functions = api.flash_attn_func, api.flash_attn_varlen_func, api.flash_attn_with_kvcache
             return *functions, utils._pad_input, utils._unpad_input
         return original(implementation, *args, **kwargs)
@@ -273,8 +273,11 @@ def _allow_our_names(original):
     @functools.wraps(original)
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         compatible = getattr(self, "_compatible_flash_implementations", None)
-        if attn_implementation not in api.ATTENTION_NAMES:
+        name = transformers_compat.without_prefix(attn_implementation)
+        if name not in api.ATTENTION_NAMES:
             return original(self, attn_implementation, *args, **kwargs)
+        if name != attn_implementation:
+            transformers_compat.check_paged_attention(self.config)
         # transformers checks these for its own names only
         if not self._supports_flash_attn or not type(self)._can_set_attn_implementation():
             raise ValueError(
@@ -287,7 +290,7 @@ def _allow_our_names(original):
                 f"attn_implementation={attn_implementation!r}: {type(self).__name__} puts its sliding window into "
                 'masks alone, which flash attention does not take. Use "sdpa" or "eager".'
             )
-        if compatible is not None and attn_implementation not in compatible:
+        if compatible is not None and name not in compatible:
             if not any("attn" in name or name.startswith("flash_attention") for name in compatible):
                 raise ValueError(
                     f"attn_implementation={attn_implementation!r}: {type(self).__name__} needs a kernel of its own "

@@ -4,6 +4,10 @@ import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter, _IdentityOp
 
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
+from hf_efficient.integrations.transformers_releases import keep_dtypes, quantizer_base  # noqa: F401
+
+
+HfQuantizer = quantizer_base()
 
 
 class OnArrival(ConversionOps):
