@@ -91,9 +91,9 @@ def test_another_release_is_refused_on_import(version, tmp_path):
     folder = tmp_path / f"transformers-{version}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", "import hf_efficient"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert f"does not work with transformers {version}" in result.stderr and compat.RELEASES in result.stderr
 
 
