@@ -97,6 +97,12 @@ def _with_model(update):
     return update_weight_conversions
 
 
+def longest_first(patterns: str | list[str]) -> str | list[str]:
+    """Patterns of a converter, of which the first that matches is taken. As of 5.21 transformers puts them in this
+    order."""
+    return patterns if isinstance(patterns, str) else sorted(patterns, key=len, reverse=True)
+
+
 def keep_dtypes(model, dtypes: dict[str, str]) -> None:
     """Declares parameters of `model`, which is on the meta device, with the dtypes that their tensors have in the
     checkpoint, so that these are not cast. As of 5.21 the hook `get_new_dtype` says that.
@@ -113,6 +119,15 @@ def keep_dtypes(model, dtypes: dict[str, str]) -> None:
         parameters = model.get_submodule(path)._parameters
         if (dtype := floats.get(dtypes[name])) is not None:
             parameters[leaf] = torch.nn.Parameter(parameters[leaf].to(dtype), requires_grad=False)
+
+
+def uncast(tensors: dict, dtypes: dict) -> dict:
+    """Gives float8 codes among `tensors` the dtype that `dtypes` says, by the same names: before 5.21 a tensor whose
+    key in the checkpoint is the name of a parameter comes in that parameter's dtype, which holds the same values."""
+    return {
+        name: tensor.to(dtypes[name]) if "float8" in str(dtypes.get(name)) and tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def post_expert_norm(experts):
