@@ -6,7 +6,6 @@ transformers only when a function is called.
 """
 
 import functools
-import importlib
 import importlib.metadata
 import re
 
@@ -138,16 +137,16 @@ def post_expert_norm(experts):
 def parallel_utils():
     """(ALL_PARALLEL_STYLES, _get_parameter_plan, DtensorShardOperation, TensorParallelLayer) of tensor parallelism.
 
-    The styles stand in `parallel_utils` as of 5.22, `_get_parameter_plan` as of 5.23. None, all of them, before 5.21,
-    where a quantizer knows the config of a model when it changes the plan, and not the model.
+    None, all of them, before 5.23, which brought the two first to one place: until 5.20 a quantizer that changes the
+    plan knows the config of a model and not the model, and in 5.21 and 5.22 experts that are cut compute wrong numbers.
     """
-    if not has("5.21"):
+    if not has("5.23"):
         return None, None, None, object
-    from transformers.distributed import sharding_utils, tensor_parallel
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _get_parameter_plan
+    from transformers.distributed.sharding_utils import DtensorShardOperation
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
 
-    here = importlib.import_module("transformers.distributed.parallel_utils") if has("5.22") else tensor_parallel
-    plan = (here if has("5.23") else tensor_parallel)._get_parameter_plan
-    return here.ALL_PARALLEL_STYLES, plan, sharding_utils.DtensorShardOperation, tensor_parallel.TensorParallelLayer
+    return ALL_PARALLEL_STYLES, _get_parameter_plan, DtensorShardOperation, TensorParallelLayer
 
 
 def mark_users_caches() -> None:

@@ -76,7 +76,7 @@ def check(model, config, pre_quantized: bool, own: bool) -> None:
             )
     if _size(model) == 1:
         return
-    transformers_releases.needs("5.21", f"tp_size={_size(model)}: tensor parallelism of compressed weights")
+    transformers_releases.needs("5.23", f"tp_size={_size(model)}: tensor parallelism of compressed weights")
     if isinstance(distributed.tp_plan, dict):
         raise ValueError("distributed_config: tp_plan must be 'auto' for compressed weights, not a plan of your own")
     if not own:

@@ -21,7 +21,7 @@ from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
 from hf_efficient.layers import CompressedModule
 
 
-pytestmark = needs_transformers("5.21", "tensor parallelism of compressed weights")
+pytestmark = needs_transformers("5.23", "tensor parallelism of compressed weights")
 IDS = torch.arange(3, 20)[None]
 GROUPS = {"quant_method": "efficient_weight_only", "group_size": 32}
 SPARSE24 = {"quant_method": "efficient_sparse", "pattern": "2:4", "method": "magnitude"}

@@ -1,5 +1,7 @@
 """What has moved between releases of transformers: the older likes of names and signatures, under any release."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import tiny_model
@@ -7,6 +9,7 @@ from torch import nn
 from transformers import DynamicCache, GenerationMixin
 
 from hf_efficient.integrations import transformers_releases as releases
+from hf_efficient.integrations import transformers_tensor_parallel
 
 
 @pytest.fixture
@@ -62,6 +65,13 @@ def test_a_cache_that_the_caller_passed_is_marked(oldest, monkeypatch):
     model._prepare_cache_for_generation(None, {"past_key_values": cache})
     assert cache._is_user_defined
     model._prepare_cache_for_generation(None, {})
+
+
+def test_tensor_parallelism_is_refused_before_anything_is_changed(oldest):
+    model = tiny_model("llama")
+    model.config.distributed_config = SimpleNamespace(tp_size=2, tp_plan="auto")
+    with pytest.raises(ValueError, match="tp_size=2: tensor parallelism of compressed weights needs .* 5.23 or later"):
+        transformers_tensor_parallel.check(model, None, False, True)
 
 
 def test_models_whose_windows_would_be_dropped_are_refused(oldest):
