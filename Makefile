@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test sanitize quality style docs bench bench-gpu cards
+.PHONY: demo test test-env sanitize quality style docs bench bench-gpu cards
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +18,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# One environment of tests/environments: built, and the contract suite run in it.
+test-env: $(STAMP)
+	$(BIN)/python tests/environments/run.py $(ENV)
 
 # The native kernels' numeric tests on libraries compiled with AddressSanitizer and UndefinedBehaviorSanitizer. A
 # finding ends the process and stands in its output; test_the_sanitizers_see_an_overrun, among these tests, shows that

@@ -165,7 +165,19 @@ def machine(name: str) -> str:
     )
 
 
-FIGURES = {"choose": choose, "decode": decode, "cache": cache, "demo": demo}
+def environments() -> str:
+    """What the contract suite did in each environment of `tests/environments`."""
+    rows = []
+    for path in sorted((RESULTS / "environments").glob("*.json")):
+        found = json.loads(path.read_text())
+        versions = [found["versions"].get(name, "") for name in ("transformers", "torch")]
+        counts = [found["passed"], sum(found["refused"].values()), len(found["failed"])]
+        rows.append([path.stem, *versions, found["python"], *map(str, counts), f"{found['import_seconds']:.2f}"])
+    header = "environment | transformers | torch | Python | passed | refused by name | failed | import, seconds"
+    return markdown(header, "llllrrrr", rows)
+
+
+FIGURES = {"choose": choose, "decode": decode, "cache": cache, "demo": demo, "environments": environments}
 
 
 def benchmarks_page() -> str:

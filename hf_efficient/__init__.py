@@ -81,6 +81,7 @@ def register() -> None:
     integrations = ("registration", "attention", "attention_choice", "warnings")
     for name in (*(f"integrations.transformers_{name}" for name in integrations), "checkpoints.adopt"):
         importlib.import_module(f"hf_efficient.{name}").register()
+    importlib.import_module("hf_efficient.integrations.transformers_releases").mark_users_caches()
 
 
 def _register_peft() -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hf_efficient.formats import Format
+from hf_efficient.integrations.transformers_releases import post_expert_norm
 from hf_efficient.kernels.replay.recorder import as_one_step
 from hf_efficient.layers import CompressedModule, CompressedWeight, apply_layout, placeholder
 
@@ -69,6 +70,7 @@ class EfficientExperts(CompressedModule):
     def _run(self, rows: torch.Tensor, counts: torch.Tensor, adapters: dict) -> torch.Tensor:
         """rows [R, H] sorted by expert, counts int64 [E] -> [R, H]."""
         up_name, down_name = self._expert_names
+        norm = post_expert_norm(self)
         up, down = (self.layouts(name + "_", rows.dtype) for name in self._expert_names)
         if not isinstance(up, list) and rows.dtype is up.dtype:
             offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
@@ -77,7 +79,7 @@ class EfficientExperts(CompressedModule):
             h = self._activate(_adapt_all(h, rows, adapters.get(up_name), sizes))
             out = down.matmul(h, offsets, self._expert_bias(down_name))
             out = _adapt_all(out, h, adapters.get(down_name), sizes)
-            return self.post_expert_norm(out) if self.has_post_expert_norm else out
+            return out if norm is None else norm(out)
         up, down = (getattr(layouts, "experts", layouts) for layouts in (up, down))
         outputs, start = [], 0
         for expert, count in enumerate(counts.tolist()):
@@ -88,7 +90,7 @@ class EfficientExperts(CompressedModule):
             h = self._activate(_adapt(h, x, adapters.get(up_name), expert, len(counts)))
             out = apply_layout(down[expert], h, self._expert_bias(down_name, expert))
             out = _adapt(out, h, adapters.get(down_name), expert, len(counts))
-            outputs.append(self.post_expert_norm(out) if self.has_post_expert_norm else out)
+            outputs.append(out if norm is None else norm(out))
             start += count
             del h, out  # freed before the next expert needs as much
         return torch.cat(outputs)
@@ -131,7 +133,7 @@ class EfficientSortedExperts(EfficientExperts):
     `is_sorted_experts`)."""
 
     is_transposed = has_gate = True
-    has_bias = has_post_expert_norm = False
+    has_bias = False
 
     def forward(self, hidden_states: torch.Tensor):
         """hidden_states [E * T, H], those of the first expert first -> [E * T, H]. A row of zeros is a token that the

@@ -190,6 +190,7 @@ def recipe(config: CompressionConfig) -> str:
         described = config.calibration.to_dict()
         shown = {k: described[k] for k in ("num_samples", "sequence_length", "seed")}
         source = {"dataset": described["dataset"]} if described["dataset"] else {"texts": ["..."]}
+        source = {"own_text": described["own_text"]} if described["own_text"] else source
         values = ", ".join(f"{k}={_literal(v)}" for k, v in {**source, **shown}.items())
         parts.append(f"calibration=hf_efficient.CalibrationConfig({values})")
     return f"{type(config).__name__}({', '.join(parts)})"

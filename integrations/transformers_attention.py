@@ -207,7 +207,7 @@ def register() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    for file in ("attention", "compile", "continuous_batching", "masks", "paged_formats"):
+    for file in ("attention", "compile", "continuous_batching", "masks", "paged_formats", "quantized_pages"):
         transformers_compat.require(f"integrations/transformers_{file}.py")
     for name in api.ATTENTION_NAMES:
         AttentionInterface.register(name, flash_paged_attention_forward)
@@ -244,7 +244,7 @@ def _look_up_over_pages(original, stock):
 def _answer_for_our_names(original, utils):
     @functools.wraps(original)
     def _lazy_imports(implementation, *args, **kwargs):
-        if implementation in api.ATTENTION_NAMES:
+        if transformers_compat.without_prefix(implementation) in api.ATTENTION_NAMES:
             functions = api.flash_attn_func, api.flash_attn_varlen_func, api.flash_attn_with_kvcache
             return *functions, utils._pad_input, utils._unpad_input
         return original(implementation, *args, **kwargs)

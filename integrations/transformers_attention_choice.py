@@ -6,6 +6,7 @@ import sys
 
 from transformers import PreTrainedModel
 
+from hf_efficient.integrations import transformers_compat
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 
@@ -30,8 +31,11 @@ def _allow_our_names(original):
     @functools.wraps(original)
     def _check_and_adjust_attn_implementation(self, attn_implementation, is_init_check=False, *args, **kwargs):
         compatible = getattr(self, "_compatible_flash_implementations", None)
-        if attn_implementation not in ATTENTION_NAMES:
+        name = transformers_compat.without_prefix(attn_implementation)
+        if name not in ATTENTION_NAMES:
             return original(self, attn_implementation, is_init_check, *args, **kwargs)
+        if name != attn_implementation:
+            transformers_compat.check_paged_attention(self.config)
         # transformers checks these for its own names only
         if not self._supports_flash_attn or not type(self)._can_set_attn_implementation():
             raise ValueError(
@@ -44,7 +48,7 @@ def _allow_our_names(original):
                 f"attn_implementation={attn_implementation!r}: {type(self).__name__} puts its sliding window into "
                 'masks alone, which flash attention does not take. Use "sdpa" or "eager".'
             )
-        if compatible is not None and attn_implementation not in compatible:
+        if compatible is not None and name not in compatible:
             if not any("attn" in name or name.startswith("flash_attention") for name in compatible):
                 raise ValueError(
                     f"attn_implementation={attn_implementation!r}: {type(self).__name__} needs a kernel of its own "

@@ -13,9 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from hf_efficient.integrations import transformers_releases
+from hf_efficient.integrations.transformers_releases import check_paged_attention, without_prefix  # noqa: F401
 
-RELEASES = ">=5.23,<6"  # of transformers; setup.cfg requires the same
-_SUPPORTED = "Supported: transformers 5.23 and later, before 6"
+
+RELEASES = transformers_releases.SUPPORTED
+_SUPPORTED = f"Supported: transformers {RELEASES}"
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,22 @@ class Inside:
         used_by: our file that touches it.
         parameters: the names of its parameters, where they matter.
         reads: an attribute of ours that what `path` names reads, where `path` is not the inside itself.
-        releases: the releases in which it is known to hold, as a version specifier.
+        since: the first release that has it, where that is not the oldest supported one.
+        until: the first release that has it no longer, where an older one does.
     """
 
     path: str
     used_by: str
     parameters: tuple[str, ...] | None = None
     reads: str | None = None
-    releases: str = RELEASES
+    since: str | None = None
+    until: str | None = None
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the installed release is one of those that have it."""
+        has = transformers_releases.has
+        return (self.since is None or has(self.since)) and not (self.until is not None and has(self.until))
 
     @property
     def name(self) -> str:
@@ -42,23 +53,24 @@ class Inside:
         return self.reads or self.path.rpartition(":")[2].rpartition(".")[2]
 
 
-def _of(used_by: str, module: str, *names: str) -> tuple[Inside, ...]:
-    return tuple(Inside(f"transformers.{module}:{name}", used_by) for name in names)
+def _of(used_by: str, module: str, *names: str, **releases: str) -> tuple[Inside, ...]:
+    return tuple(Inside(f"transformers.{module}:{name}", used_by, **releases) for name in names)
 
 
 _ATTENTION, _BATCHING = "integrations/transformers_attention.py", "integrations/transformers_continuous_batching.py"
 _COMPAT, _CONFIGS = "integrations/transformers_compat.py", "integrations/transformers_quantization_configs.py"
 _FORMATS, _PARALLEL = "integrations/transformers_paged_formats.py", "integrations/transformers_tensor_parallel.py"
+_PAGES = "integrations/transformers_quantized_pages.py"
 _QUANTIZER, _CONVERSIONS = "integrations/transformers_quantizer.py", "integrations/transformers_weight_conversions.py"
 _GGUF, _LOOP = "integrations/transformers_gguf.py", "integrations/transformers_loop.py"
-_GENERATION = "integrations/transformers_generation.py"
+_GENERATION, _RELEASES = "integrations/transformers_generation.py", "integrations/transformers_releases.py"
 _CB = "generation.continuous_batching"
 
 INSIDES: tuple[Inside, ...] = (
     *_of(_COMPAT, "configuration_utils", "PreTrainedConfig._attn_implementation"),
     *_of(_COMPAT, "conversion_mapping", "get_model_conversion_mapping"),
     *_of(_COMPAT, "core_model_loading", "PrefixChange", "WeightConverter", "WeightRenaming", "WeightTransform"),
-    *_of(_COMPAT, "core_model_loading", "apply_renamings", "rename_source_key", "revert_weight_conversion"),
+    *_of(_COMPAT, "core_model_loading", "rename_source_key", "revert_weight_conversion"),
     *_of(_COMPAT, "modeling_utils", "PreTrainedModel._from_config", "PreTrainedModel._get_dtype_plan"),
     *_of(_COMPAT, "modeling_utils", "PreTrainedModel._keep_in_fp32_modules"),
     *_of(_COMPAT, "modeling_utils", "PreTrainedModel._keep_in_fp32_modules_strict"),
@@ -73,8 +85,7 @@ INSIDES: tuple[Inside, ...] = (
         parameters=("quantization_config", "quantization_config_from_args"),
     ),
     *_of("integrations/transformers_registration.py", "quantizers.auto", "LOADING_ATTRIBUTES_CONFIG_TYPES"),
-    *_of(_GGUF, "integrations.gguf.gguf_tokenizer_mapping", "GGUF_PRE_TOKENIZER_SPLITS"),
-    *_of(_GGUF, "integrations.gguf.utils", "is_gguf_arch_supported"),
+    *_of(_GGUF, "integrations.gguf.utils", "is_gguf_arch_supported", since="5.17"),
     *_of(_GGUF, "modeling_gguf_pytorch_utils", "TENSOR_PROCESSORS", "TensorProcessor", "get_gguf_hf_weights_map"),
     *_of(_GGUF, "modeling_gguf_pytorch_utils", "load_gguf_checkpoint", "read_field"),
     *_of(_QUANTIZER, "quantizers.base", "HfQuantizer._process_model_before_weight_loading"),
@@ -92,9 +103,19 @@ INSIDES: tuple[Inside, ...] = (
         reads="_original_target_patterns",
     ),
     Inside("transformers.core_model_loading:revert_weight_conversion", _CONVERSIONS, reads="_weight_conversions"),
-    *_of(_PARALLEL, "distributed.parallel_utils", "ALL_PARALLEL_STYLES", "_get_parameter_plan"),
-    *_of(_PARALLEL, "distributed.sharding_utils", "DtensorShardOperation"),
-    *_of(_PARALLEL, "distributed.tensor_parallel", "TensorParallelLayer"),
+    *_of(_RELEASES, "distributed.parallel_utils", "ALL_PARALLEL_STYLES", since="5.22"),
+    *_of(_RELEASES, "distributed.parallel_utils", "_get_parameter_plan", since="5.23"),
+    *_of(_RELEASES, "distributed.sharding_utils", "DtensorShardOperation"),
+    *_of(_RELEASES, "distributed.tensor_parallel", "TensorParallelLayer"),
+    *_of(_RELEASES, "cache_utils", "get_layer_types_and_kwargs"),
+    *_of(_RELEASES, "cache_utils", "DummyLayer", since="5.23"),
+    *_of(_RELEASES, "generation.utils", "GenerationMixin._prepare_cache_for_generation"),
+    Inside(
+        "transformers.generation.utils:GenerationMixin._prepare_cache_for_generation",
+        _RELEASES,
+        reads="_is_user_defined",
+        since="5.17",
+    ),
     Inside("transformers.distributed.tensor_parallel", _PARALLEL, reads="_hf_quantized_needs_local_tp"),
     *_of(_ATTENTION, "modeling_flash_attention_utils", "_lazy_imports", "_flash_attention_forward"),
     *_of(_ATTENTION, "modeling_flash_attention_utils", "_pad_input", "_unpad_input"),
@@ -121,7 +142,10 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_LOOP, "generation.utils", "GenerationMixin._supports_logits_to_keep"),
     Inside("transformers.generation.utils:GenerationMixin._prepare_special_tokens", _LOOP, reads="_pad_token_tensor"),
     Inside(
-        "transformers.generation.utils:GenerationMixin._prepare_cache_for_generation", _LOOP, reads="_is_user_defined"
+        "transformers.generation.utils:GenerationMixin._prepare_cache_for_generation",
+        _LOOP,
+        reads="_is_user_defined",
+        since="5.17",
     ),
     *_of(_LOOP, "generation.configuration_utils", "GenerationConfig._get_default_generation_params"),
     Inside(
@@ -139,14 +163,17 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_BATCHING, "configuration_utils", "PreTrainedConfig._attn_implementation"),
     *_of(_BATCHING, f"{_CB}.initialization", "is_flash_attention_requested"),
     *_of(_BATCHING, f"{_CB}.continuous_api", "PagedAttentionCache"),
-    *_of(_BATCHING, f"{_CB}.cache_allocators", "CacheAllocator.get_cache_for_block_table"),
+    *_of(_BATCHING, f"{_CB}.cache_allocators", "CacheAllocator.get_cache_for_block_table", since="5.19"),
     *_of(_FORMATS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
-    *_of(_FORMATS, f"{_CB}.continuous_api", "PagedAttentionCache", "PagedAttentionCache.update"),
-    *_of(_FORMATS, f"{_CB}.cache", "ATTN_TYPE_TO_ALLOCATOR", "FullAttentionCacheAllocator"),
-    *_of(_FORMATS, f"{_CB}.cache_allocators", "CacheAllocator._after_cache_tensor_init"),
-    *_of(_FORMATS, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.get_bytes_per_page"),
-    *_of(_FORMATS, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.layer_type"),
-    *_of(_FORMATS, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator"),
+    *_of(_FORMATS, f"{_CB}.continuous_api", "PagedAttentionCache"),
+    *_of(_RELEASES, "integrations.flash_paged", "paged_attention_forward", until="5.19"),
+    *_of(_PAGES, f"{_CB}.cache", "ATTN_TYPE_TO_ALLOCATOR", since="5.18"),
+    *_of(_PAGES, f"{_CB}.cache", "FullAttentionCacheAllocator"),
+    *_of(_PAGES, f"{_CB}.cache_allocators", "CacheAllocator._after_cache_tensor_init", since="5.19"),
+    *_of(_PAGES, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.get_bytes_per_page", since="5.19"),
+    *_of(_PAGES, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.layer_type", since="5.19"),
+    *_of(_PAGES, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator", since="5.19"),
+    *_of(_PAGES, f"{_CB}.cache", "PagedAttentionCache.update"),
 )
 
 
@@ -175,7 +202,7 @@ def require(used_by: str) -> None:
         ImportError: transformers has one of them no longer. Names it and the supported releases.
     """
     for inside in INSIDES:
-        if inside.used_by == used_by:
+        if inside.used_by == used_by and inside.is_expected:
             try:
                 find(inside)
             except (ImportError, AttributeError) as error:
@@ -189,15 +216,14 @@ def require(used_by: str) -> None:
 def check_release() -> None:
     """Raises ImportError, naming the supported releases, where the installed transformers is none of them."""
     try:
-        release = tuple(int(number) for number in re.findall(r"\d+", _version())[:2])
+        release = transformers_releases.numbers(_version())
     except importlib.metadata.PackageNotFoundError:  # none is installed, or it runs from its sources
         return
-    if not (5, 23) <= release < (6,):
-        raise ImportError(f"hf_efficient does not work with transformers {_version()}. {_SUPPORTED} ({RELEASES}).")
+    if not transformers_releases.OLDEST <= release < transformers_releases.BELOW:
+        raise ImportError(f"hf_efficient does not work with transformers {_version()}. {_SUPPORTED}.")
 
 
-def _version() -> str:
-    return importlib.metadata.version("transformers")
+_version = transformers_releases.version
 
 
 def attention_of(config) -> str | None:
@@ -318,12 +344,12 @@ def key_renamer(model, conversions: Iterable, known: dict, joins: bool = True) -
 def round_trip(model) -> Callable[[str], str]:
     """A function: name in the model -> the name that it has when the model is saved and loaded again."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
+    from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
 
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [c for c in conversions if isinstance(c, WeightRenaming) and not isinstance(c, PrefixChange)]
     back = [c.reverse_transform() for c in reversed(renamings)]
-    return lambda name: apply_renamings(apply_renamings(name, back), renamings)
+    return lambda name: rename_source_key(rename_source_key(name, back, [])[0], renamings, [])[0]
 
 
 def as_saved(model, tensors: dict) -> dict:

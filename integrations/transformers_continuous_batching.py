@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from hf_efficient.integrations import transformers_releases
 from hf_efficient.kernels.attention import api
 
 
@@ -98,12 +99,16 @@ def _shared(owner: torch.Tensor, is_first: bool, make):
 
 
 def register() -> None:
-    """Opens transformers' decode path by block table to our names, and its cache to formats. Idempotent."""
+    """Opens transformers' decode path by block table to our names, and as of 5.19 its cache to formats. Idempotent."""
     from transformers.generation.continuous_batching import initialization
 
-    from hf_efficient.integrations import transformers_paged_formats
+    if transformers_releases.has("5.19"):
+        from hf_efficient.integrations import transformers_paged_formats, transformers_quantized_pages
 
-    transformers_paged_formats.register()
+        transformers_paged_formats.register()
+        transformers_quantized_pages.register()
+    else:
+        transformers_releases.register_paged_attention(api.ATTENTION_NAMES)
     if not hasattr(initialization.is_flash_attention_requested, "_hf_efficient"):
         initialization.is_flash_attention_requested = _count_our_names(initialization.is_flash_attention_requested)
 
@@ -111,7 +116,7 @@ def register() -> None:
 def _count_our_names(original):
     @functools.wraps(original)
     def is_flash_attention_requested(config=None, *args, **kwargs):
-        if getattr(config, "_attn_implementation", None) in api.ATTENTION_NAMES:
+        if transformers_releases.without_prefix(getattr(config, "_attn_implementation", None)) in api.ATTENTION_NAMES:
             return True  # of any version: its callers only ask whether there is one
         return original(config, *args, **kwargs)
 

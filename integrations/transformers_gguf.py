@@ -1,7 +1,5 @@
 """What transformers knows of GGUF files: none of it is documented."""
 
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS  # noqa: F401
-from transformers.integrations.gguf.utils import is_gguf_arch_supported  # noqa: F401
 from transformers.modeling_gguf_pytorch_utils import (  # noqa: F401
     TENSOR_PROCESSORS,
     TensorProcessor,
@@ -9,3 +7,10 @@ from transformers.modeling_gguf_pytorch_utils import (  # noqa: F401
     load_gguf_checkpoint,
     read_field,
 )
+
+
+def is_gguf_arch_supported(architecture: str) -> bool:
+    """Whether transformers keeps weights of files of this architecture packed. It came with 5.17."""
+    from transformers.integrations.gguf import utils
+
+    return utils.is_gguf_arch_supported(architecture)

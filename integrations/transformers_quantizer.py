@@ -3,7 +3,6 @@
 import copy
 
 import torch
-from transformers.quantizers import HfQuantizer
 
 from hf_efficient.calibration import loading
 from hf_efficient.checkpoints import saved_tensors
@@ -16,7 +15,7 @@ from hf_efficient.layers import CompressedModule
 from hf_efficient.targets.swapping import Swapped, swap
 
 
-class EfficientQuantizer(HfQuantizer):
+class EfficientQuantizer(weight_conversions.HfQuantizer):
     """Swaps modules on the meta device, quantizes each weight as it arrives, and derives the layouts the device reads.
 
     Attributes:
@@ -123,8 +122,9 @@ class EfficientQuantizer(HfQuantizer):
         # those of experts, and of linear layers that other checkpoints hold fused
         self._joined = weight_conversions.joining(conversions, weights)
         if self.pre_quantized:
-            saved_tensors.check(self._files, weights, conversions, model)
+            dtypes = saved_tensors.check(self._files, weights, conversions, model)
             if not self.quantization_config.dequantize:
+                weight_conversions.keep_dtypes(model, dtypes)
                 return conversions
             return conversions + [weight_conversions.dequantizer(self, leaf) for leaf in leaves]
         if not self._uses_device_map:

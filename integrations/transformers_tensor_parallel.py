@@ -11,9 +11,6 @@ import dataclasses
 
 import torch
 from torch import nn
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _get_parameter_plan
-from transformers.distributed.sharding_utils import DtensorShardOperation
-from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from hf_efficient.experts import EfficientExperts
 from hf_efficient.formats import AffineFormat, Format
@@ -22,9 +19,13 @@ from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.formats.sparse24 import PLACES_COLUMNS, Sparse24Format
 from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.formats.w8a8 import BLOCK, Float8Format, Int8Format
+from hf_efficient.integrations import transformers_releases
 from hf_efficient.layers import CompressedModule, CompressedWeight
 
 
+ALL_PARALLEL_STYLES, _get_parameter_plan, DtensorShardOperation, TensorParallelLayer = (
+    transformers_releases.parallel_utils()
+)
 ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")  # styles that cut output features
 COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input")  # and input features
 INT8_COLUMNS = 64  # inputs that `int8_on_cpu` gives one scale
@@ -56,6 +57,8 @@ class Cut(TensorParallelLayer):
 
 def register() -> None:
     """Registers a `Cut` for every style that cuts weights. Idempotent."""
+    if ALL_PARALLEL_STYLES is None:
+        return  # `check` refuses what would need them
     for base in (*ROWS, *COLUMNS):
         ALL_PARALLEL_STYLES.register(f"efficient_{base}", Cut(base))
 
@@ -73,6 +76,7 @@ def check(model, config, pre_quantized: bool, own: bool) -> None:
             )
     if _size(model) == 1:
         return
+    transformers_releases.needs("5.23", f"tp_size={_size(model)}: tensor parallelism of compressed weights")
     if isinstance(distributed.tp_plan, dict):
         raise ValueError("distributed_config: tp_plan must be 'auto' for compressed weights, not a plan of your own")
     if not own:

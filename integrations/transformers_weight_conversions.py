@@ -4,6 +4,10 @@ import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter, _IdentityOp
 
 from hf_efficient.integrations import transformers_tensor_parallel as tensor_parallel
+from hf_efficient.integrations.transformers_releases import keep_dtypes, longest_first, quantizer_base  # noqa: F401
+
+
+HfQuantizer = quantizer_base()
 
 
 class OnArrival(ConversionOps):
@@ -34,7 +38,7 @@ def declared_dtype(model, name: str) -> torch.dtype:
 
 def converter(sources: str | list[str], target: str, operation: OnArrival) -> WeightConverter:
     """Has transformers give the tensors whose names match `sources` to `operation`, which makes those of `target`."""
-    return WeightConverter(sources, target, [operation])
+    return WeightConverter(longest_first(sources), target, [operation])
 
 
 def patterns(conversion) -> tuple[list[str], list[str]]:

@@ -17,6 +17,8 @@ def compressed(folder, arch="llama", model_dtype=torch.float32, shape=None, **co
     (WeightOnlyConfig unless it names a quant_method)."""
     if not (folder / "plain").exists():
         tiny_model(arch, model_dtype, **(shape or {})).save_pretrained(folder / "plain")
+    if "quant_method" not in config:
+        config.setdefault("method", "rtn")
     kind = AUTO_QUANTIZATION_CONFIG_MAPPING[config.pop("quant_method", "efficient_weight_only")]
     return AutoModelForCausalLM.from_pretrained(
         folder / "plain", dtype=model_dtype, quantization_config=kind(**config)

@@ -2,7 +2,10 @@
 
 import importlib.metadata
 
+import pytest
 import torch
+
+from hf_efficient.integrations import transformers_releases
 
 
 def is_installed(distribution: str) -> bool:
@@ -11,6 +14,11 @@ def is_installed(distribution: str) -> bool:
         return bool(importlib.metadata.version(distribution))
     except importlib.metadata.PackageNotFoundError:
         return False
+
+
+def needs_transformers(release: str, what: str) -> pytest.MarkDecorator:
+    """Skips a test, by name, where the installed transformers is older than the `release` that `what` needs."""
+    return pytest.mark.skipif(not transformers_releases.has(release), reason=f"{what} needs transformers {release}")
 
 
 def rms_error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -17,7 +17,13 @@ MOST_FLOORS = {"cache": 7, "generation": 11}  # the longest chain of imports ins
 _SHELF = {"flash_paged": "kernels/flash-paged", "efficient_linear": "kernels/efficient-linear"}
 
 # imported by every room, import only each other
-LEAVES = ("files", "adapter_files", "integrations.transformers_compat", "integrations.transformers_loop")
+LEAVES = (
+    "files",
+    "adapter_files",
+    "integrations.transformers_compat",
+    "integrations.transformers_loop",
+    "integrations.transformers_releases",
+)
 
 # room -> the rooms it may import, besides itself and the leaves
 ROOMS = {
@@ -25,6 +31,7 @@ ROOMS = {
     "adapter_files": "",
     "integrations.transformers_compat": "",
     "integrations.transformers_loop": "",
+    "integrations.transformers_releases": "",
     "kernels.flash_paged": "",
     "kernels.efficient_linear": "",
     "kernels": "",

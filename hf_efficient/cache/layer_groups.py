@@ -1,8 +1,7 @@
 """The layers of a model's decoder in groups that see equally many tokens, each with bookkeeping of its own."""
 
-from transformers.cache_utils import get_layer_types_and_kwargs
-
 from hf_efficient.cache.bookkeeping.cache_state import CacheState
+from hf_efficient.integrations.transformers_releases import dummy_layer, layer_types_and_kwargs  # noqa: F401
 
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -19,7 +18,7 @@ def layer_types_of(config, decoder) -> tuple[list[str], list[dict]]:
         raise ValueError(f"config={name}: PagedCache holds decoder-only models, not encoder-decoder ones")
     if getattr(decoder, "num_attention_heads", None) is None:
         raise ValueError(f"config={name}: PagedCache holds attention layers, and this model has none")
-    layer_types, layer_kwargs = get_layer_types_and_kwargs(decoder)
+    layer_types, layer_kwargs = layer_types_and_kwargs(decoder)
     known = (FULL, SLIDING, CHUNKED)
     if unknown := sorted({kind for kind in layer_types if kind not in (*known, NOTHING)}):
         raise ValueError(f"config={name}: PagedCache cannot hold layers of type {unknown}, only {list(known)}")

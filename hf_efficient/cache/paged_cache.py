@@ -4,13 +4,13 @@ import copy
 import os
 
 import torch
-from transformers.cache_utils import Cache, DummyLayer
+from transformers.cache_utils import Cache
 
 from hf_efficient.cache import persistence
 from hf_efficient.cache.bookkeeping.row_tokens import RowTokens
 from hf_efficient.cache.decode_step import DecodeStepMixin
 from hf_efficient.cache.eviction.base import EvictionPolicy
-from hf_efficient.cache.layer_groups import CHUNKED, FULL, SLIDING, group_layers
+from hf_efficient.cache.layer_groups import CHUNKED, FULL, SLIDING, dummy_layer, group_layers
 from hf_efficient.cache.paged_layer import PagedLayer
 from hf_efficient.cache.stats import CacheStats
 from hf_efficient.cache.stores.factory import StoreFactory, checked_block_size
@@ -99,7 +99,7 @@ class PagedCache(DecodeStepMixin, Cache):
         # with a prefix cache prompts do not run from their beginning, so their bits are others in any case
         exact = prefix_cache is None
         layers = [
-            DummyLayer()
+            dummy_layer()
             if state is None
             else PagedLayer(state, index, eviction is not None and kind == FULL, kind in (SLIDING, CHUNKED), exact)
             for index, (kind, state) in enumerate(groups)

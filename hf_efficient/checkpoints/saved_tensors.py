@@ -43,16 +43,20 @@ def as_saved(name: str, weight: CompressedWeight, parts: dict[str, torch.Tensor]
     return {name: placeholder, **{part_name(name, weight, part): tensor for part, tensor in parts.items()}}
 
 
-def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions, model) -> None:
+def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions, model) -> dict[str, str]:
     """Compares safetensors `files` with what `weights` (full name -> weight) and the rest of `model` need, before any
     weight is loaded: names, shapes and dtypes of all tensors, and the values of those that codes are computed with.
+
+    Returns:
+        Full name of a canonical tensor -> its dtype in the files, in safetensors' words; none for files=None, a state
+        dict that the caller made.
 
     Raises:
         ValueError: tensors are missing, are too many, or have another shape or dtype; or values that the format does
             not hold. Names them.
     """
-    if files is None:  # a state dict that the caller made
-        return
+    if files is None:
+        return {}
     places, _ = read_headers(files)
     found = by_model_name(places, model, conversions, possible_names(model))
     expected = {
@@ -81,6 +85,7 @@ def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions,
     _check_dtypes(found, expected, weights, places)
     check_ordinary(found, model, {*expected, *weights})
     _check_values(found, weights, model)
+    return {name: found[name].dtype for name in expected}
 
 
 def possible_names(model) -> list[str]:

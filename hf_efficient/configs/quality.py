@@ -42,7 +42,7 @@ def _method(given: dict[str, Any], quality: str) -> dict[str, Any]:
     calibration = given["calibration"]
     tunes = given["refine"] or given["mixed_precision"]
     if quality == "fast" and not tunes:
-        if given["bits"] == 8 or given["codebook"] is not None:
+        if given["bits"] == 8 or given["codebook"] is not None or given["rotate"]:
             return {"method": "rtn"}
         return {"method": "mse", "calibration": _RANDOM if calibration is None else calibration}
     windows = _WINDOWS["balanced" if quality == "fast" else quality]

@@ -106,12 +106,12 @@ def _publish(folder: Path, write) -> None:
 
 def _convert_gguf(source: Path, target: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_efficient.integrations.transformers_releases import dequantized_gguf
 
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=_GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.bfloat16, **dequantized_gguf())
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 

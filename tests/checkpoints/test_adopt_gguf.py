@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, tiny_model
+from helpers import assert_close, needs_transformers, tiny_model
 from saved_models import logits
 from transformers import AutoModelForCausalLM
 from unpackers import GGUF_NAMES
@@ -39,6 +39,9 @@ def random_blocks(kind: str, rows: int, columns: int, size: float = 1.0) -> np.n
         values = (generator.random((rows, columns // width, 1)) * size).astype(np.float16)
         data[..., at : at + 2] = values.view(np.uint8)
     return data.reshape(rows, -1)
+
+
+needs_gguf = needs_transformers("5.17", "a GGUF file that stays quantized")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,6 +113,7 @@ def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, gguf_file="tiny.gguf", **options)
 
 
+@needs_gguf
 def test_model_of_k_quants(tmp_path):
     write(tmp_path / "tiny.gguf")
     theirs = load(tmp_path)
@@ -131,6 +135,7 @@ def test_model_of_k_quants(tmp_path):
     assert torch.equal(model.dequantize().lm_head.weight, theirs.lm_head.weight)
 
 
+@needs_gguf
 def test_types_without_a_format_are_dequantized(tmp_path, caplog):
     write(tmp_path / "tiny.gguf", {"ffn_down": "IQ4_NL"}, "Q8_0")
     theirs = load(tmp_path)
@@ -143,6 +148,7 @@ def test_types_without_a_format_are_dequantized(tmp_path, caplog):
     assert_close(logits(model), logits(theirs), 1e-5, 1e-4, "float32 sums in another order")
 
 
+@needs_gguf
 def test_damaged_files_are_refused(tmp_path):
     hf_efficient.adopt("gguf")
     write(tmp_path / "tiny.gguf")

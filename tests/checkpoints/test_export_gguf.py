@@ -13,9 +13,10 @@ import unpackers
 from exported import IDS, compressed, largest_difference, logits, weights
 from helpers import assert_close, tiny_model, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import hf_efficient
+from hf_efficient.integrations.transformers_releases import dequantized_gguf
 
 
 HALF_ULP = 2**-11  # of float16, relative
@@ -30,7 +31,7 @@ TEXTS = [
 
 def read(file, **options):
     """The model that transformers makes of a GGUF file."""
-    options = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32, **options}
+    options = {**dequantized_gguf(), "dtype": torch.float32, **options}
     return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options).eval()
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from helpers import TINY_MODELS, tiny_model
+from helpers import TINY_MODELS, needs_transformers, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers import modeling_flash_attention_utils as flash_utils
@@ -21,6 +21,7 @@ from hf_efficient.integrations import transformers_continuous_batching as contin
 from hf_efficient.kernels.attention import api
 
 
+pytestmark = needs_transformers("5.19", "reading transformers' pages in place")
 NEW_TOKENS = 8
 PAGES = dict(num_blocks=128, page_size=4)
 # Prompts that end within, at and past a page; two of them share their first 9 tokens (two pages).

@@ -7,7 +7,7 @@ import pytest
 import test_continuous_batching
 import torch
 import transformers
-from helpers import tiny_model
+from helpers import needs_transformers, tiny_model
 from test_continuous_batching import NEW_TOKENS, PAGES, PROMPTS, calls, decode_path, generate_batch, one_by_one, padded  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, GenerationConfig
@@ -22,6 +22,7 @@ from hf_efficient.kernels.attention.pages import _quantize_tokens
 
 
 KV_FORMATS = ["int8", "fp8"]
+pytestmark = needs_transformers("5.19", "quantized pages in continuous batching")
 TOGETHER = 64  # tokens of a batch: all prompts in one forward
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_close, tiny_model, tiny_tokenizer
+from helpers import assert_close, needs_transformers, tiny_model, tiny_tokenizer
 from safetensors.torch import load_file
 from tensor_parallel_worker import held_bytes
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,6 +21,7 @@ from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
 from hf_efficient.layers import CompressedModule
 
 
+pytestmark = needs_transformers("5.23", "tensor parallelism of compressed weights")
 IDS = torch.arange(3, 20)[None]
 GROUPS = {"quant_method": "efficient_weight_only", "group_size": 32}
 SPARSE24 = {"quant_method": "efficient_sparse", "pattern": "2:4", "method": "magnitude"}

@@ -13,6 +13,7 @@ from transformers.quantizers import auto
 
 from hf_efficient.configs import BitNetConfig
 from hf_efficient.integrations.transformers_quantization_configs import READERS
+from hf_efficient.integrations.transformers_releases import needs
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,23 @@ def adopt(*names: str) -> None:
     Args:
         names: of "gptq", "awq", "compressed-tensors", "bitsandbytes", "hqq", "torchao" and "gguf"; none means all. GGUF
             files, which transformers dequantizes by itself, stay quantized only when they are adopted by name or with
-            all.
+            all, and only with transformers 5.17 or later.
 
     Raises:
-        ValueError: for another name.
+        ValueError: for another name, and for "gguf" with an older transformers.
     """
     for name in names:
         if name not in NAMES:
             raise ValueError(f"adopt({name!r}) is not supported: allowed are {list(NAMES)}")
+    if "gguf" in names:
+        needs("5.17", "adopt('gguf')")
     register()
     _adopted.update(names or NAMES)
 
 
 def register() -> None:
     """Makes transformers' registries choose. Idempotent."""
-    for method in _METHODS:
+    for method in filter(auto.AUTO_QUANTIZER_MAPPING.__contains__, _METHODS):
         quantizer, config = auto.AUTO_QUANTIZER_MAPPING[method], auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method]
         if not hasattr(quantizer, "_hf_efficient"):
             auto.AUTO_QUANTIZER_MAPPING[method] = _quantizer_choice(method, quantizer)

@@ -9,6 +9,7 @@ from hf_efficient.checkpoints.adopt.stored import stored_weights
 from hf_efficient.checkpoints.saved_tensors import as_saved
 from hf_efficient.integrations.transformers_compat import conversions_of, loaded_dtype
 from hf_efficient.integrations.transformers_quantizer import EfficientQuantizer
+from hf_efficient.integrations.transformers_releases import uncast
 from hf_efficient.integrations.transformers_weight_conversions import (
     OnArrival,
     converter,
@@ -76,7 +77,7 @@ class AdoptingQuantizer(EfficientQuantizer):
             for part, tensor in tensors.items():
                 if tensor.is_floating_point() and not tensor.float().isfinite().all():
                     raise ValueError(f"{part} holds NaN or infinity")
-            found = self.foreign.convert(tensors, *shape, format, dtype)
+            found = uncast(self.foreign.convert(tensors, *shape, format, dtype), format.dtypes(dtype))
             format.check(found, shape[1])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None

@@ -8,9 +8,17 @@ from pathlib import Path
 
 import gguf
 
-from hf_efficient.integrations.transformers_gguf import GGUF_PRE_TOKENIZER_SPLITS
 
-
+# llama.cpp's name for how text is split before bytes are merged -> the regular expression in tokenizers' files
+_SPLITS = {
+    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
 _IGNORE_MERGES = {"llama-bpe": True, "tekken": True, "qwen2": False}  # what llama.cpp does for a split called so
 _DO_INSTEAD = "leave the tokenizer out of the file by exporting the model without one"
 
@@ -96,7 +104,7 @@ def _pre_tokenizer(saved: dict) -> str:
     pre, model = saved["pre_tokenizer"] or {}, saved["model"]
     normalizer = (saved["normalizer"] or {}).get("type")
     steps = pre.get("pretokenizers", [pre])
-    known = {GGUF_PRE_TOKENIZER_SPLITS[name]: name for name in _IGNORE_MERGES}
+    known = {split: name for name, split in _SPLITS.items()}
     found = None
     if steps[-1].get("type") == "ByteLevel" and not steps[-1]["add_prefix_space"] and normalizer in (None, "NFC"):
         before, by_regex = steps[:-1], steps[-1]["use_regex"]

