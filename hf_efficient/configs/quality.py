@@ -5,6 +5,7 @@ The choices are the best ones that `benchmarks/quality.py` has measured at their
 
 from typing import Any
 
+from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.configs.checks import check
 
 
@@ -45,10 +46,25 @@ def _method(given: dict[str, Any], quality: str) -> dict[str, Any]:
         if given["bits"] == 8 or given["codebook"] is not None or given["rotate"]:
             return {"method": "rtn"}
         return {"method": "mse", "calibration": _RANDOM if calibration is None else calibration}
-    windows = _WINDOWS["balanced" if quality == "fast" else quality]
+    tuned = "balanced" if quality == "fast" else quality
     refines = given["refine"] or given["codebook"] is None
-    text = {"num_samples": windows} if calibration is None else calibration
+    text = own_text(tuned) if calibration is None else calibration
     return {"method": "gptq", "refine": refines, "calibration": text}
+
+
+def own_text(quality: str) -> CalibrationConfig:
+    """Text that the model writes itself, as much as `quality` takes."""
+    return CalibrationConfig(num_samples=_WINDOWS[quality])
+
+
+def needs_text(fields: dict[str, Any] | None) -> bool:
+    """Whether an override asks for what random tokens do not serve."""
+    if not fields:
+        return False
+    from hf_efficient import methods
+
+    needs = fields.get("method") and methods.get_method(fields["method"]).NEEDS
+    return bool(needs or fields.get("refine") or fields.get("mixed_precision"))
 
 
 def data_free(scheme: dict[str, Any]) -> dict[str, Any]:

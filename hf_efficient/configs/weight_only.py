@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer
-from hf_efficient.configs.quality import AUTO, QUALITIES, choose, data_free
+from hf_efficient.configs.quality import AUTO, QUALITIES, choose, data_free, needs_text, own_text
 
 
 WEIGHT_BITS = (2, 3, 4, 8)
@@ -173,6 +173,8 @@ class WeightOnlyConfig(CompressionConfig):
                 reads weights alone.
         """
         config = copy.copy(self)
+        if self.is_automatic and can_run and any(map(needs_text, self.overrides.values())):
+            config.calibration = own_text("balanced") if self._asked["calibration"] is None else self.calibration
         if self.is_automatic and not can_run:
             own = self.scheme()
             top = data_free(own)

@@ -227,7 +227,6 @@ def test_command(tmp_path, capsys):
     for arguments, message in (
         ([], "give --remove SHARE, or the sizes that shall be left"),
         (["--remove", "0.2"], "give --calibration FILE"),
-        (["--remove", "0.2", "--num-samples", "4"], "--num-samples describes calibration text"),
         (["--layers", "3", *text], "--layers 3 is not supported"),
     ):
         assert main([*base, *arguments]) == 1

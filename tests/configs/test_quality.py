@@ -96,6 +96,12 @@ def test_a_model_that_cannot_be_run_gets_what_needs_no_run():
     assert WeightOnlyConfig(method="mse").settled(can_run=False).method == "mse"  # asked for
 
 
+def test_an_override_that_needs_text_does_not_get_random_tokens():
+    config = WeightOnlyConfig(overrides={"o_proj": {"method": "awq"}})
+    assert config.settled(can_run=True).calibration.own_text is None
+    assert WeightOnlyConfig(overrides={"o_proj": {"bits": 3}}).settled(can_run=True).calibration.own_text == "random"
+
+
 def test_kept_weights_of_a_pruned_model_are_rounded_unless_they_name_a_method():
     assert SparseConfig(pattern="2:4", weights={"bits": 4}).weights.method == "rtn"
     assert SparseConfig(pattern="2:4", weights={"bits": 4, "method": "gptq"}).weights.method == "gptq"
