@@ -57,6 +57,7 @@ def _of(used_by: str, module: str, *names: str, **releases: str) -> tuple[Inside
     return tuple(Inside(f"transformers.{module}:{name}", used_by, **releases) for name in names)
 
 
+_CHOICE = "integrations/transformers_attention_choice.py"
 _ATTENTION, _BATCHING = "integrations/transformers_attention.py", "integrations/transformers_continuous_batching.py"
 _COMPAT, _CONFIGS = "integrations/transformers_compat.py", "integrations/transformers_quantization_configs.py"
 _FORMATS, _PARALLEL = "integrations/transformers_paged_formats.py", "integrations/transformers_tensor_parallel.py"
@@ -119,10 +120,11 @@ INSIDES: tuple[Inside, ...] = (
     Inside("transformers.distributed.tensor_parallel", _PARALLEL, reads="_hf_quantized_needs_local_tp"),
     *_of(_ATTENTION, "modeling_flash_attention_utils", "_lazy_imports", "_flash_attention_forward"),
     *_of(_ATTENTION, "modeling_flash_attention_utils", "_pad_input", "_unpad_input"),
-    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._check_and_adjust_attn_implementation"),
-    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._can_set_attn_implementation"),
-    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._compatible_flash_implementations"),
-    *_of(_ATTENTION, "modeling_utils", "PreTrainedModel._supports_flash_attn", "AttentionInterface.__getitem__"),
+    *_of(_CHOICE, "modeling_utils", "PreTrainedModel._check_and_adjust_attn_implementation"),
+    *_of(_CHOICE, "modeling_utils", "PreTrainedModel._can_set_attn_implementation"),
+    *_of(_CHOICE, "modeling_utils", "PreTrainedModel._compatible_flash_implementations"),
+    *_of(_CHOICE, "modeling_utils", "PreTrainedModel._supports_flash_attn"),
+    *_of(_ATTENTION, "modeling_utils", "AttentionInterface.__getitem__"),
     *_of(_ATTENTION, "configuration_utils", "PreTrainedConfig._attn_implementation"),
     *_of(_ATTENTION, "integrations.sdpa_attention", "sdpa_attention_forward"),
     *_of(_ATTENTION, "masking_utils", "sdpa_mask", "AttentionMaskInterface.__getitem__"),

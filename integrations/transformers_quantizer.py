@@ -20,7 +20,7 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
 
     Attributes:
         swapped: the weights that it compresses; see `Swapped`.
-        arrived: names of its weights that the checkpoint has.
+        arrived: names of the weights that were compressed while they were loaded.
         heap: counts the bytes of dense weights, to return them to the system.
     """
 
@@ -70,8 +70,6 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         if self.pre_quantized:
             return False
         tied_head = self.swapped.tied_head
-        if not self.on_arrival(param_name):
-            self.arrived |= {param_name, tied_head[1] if tied_head and param_name == tied_head[0] else param_name}
         return self.on_arrival(param_name) or (tied_head is not None and param_name == tied_head[0])
 
     def on_arrival(self, name: str) -> bool:
@@ -143,7 +141,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
             weight_conversions.forget(model)
             return
         if not self.pre_quantized:
-            missing = sorted(set(self.swapped.weights) - self.arrived)
+            loaded = {n for n, weight in model.named_parameters() if getattr(weight, "_is_hf_initialized", False)}
+            missing = sorted(set(self.swapped.weights) - self.arrived - loaded)
             if missing:
                 raise ValueError(
                     f"the checkpoint has no weights for {len(missing)} of the {len(self.swapped.weights)} weights to "

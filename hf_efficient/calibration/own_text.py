@@ -1,5 +1,7 @@
 """Calibration tokens that need no data: text that the model writes, or random tokens."""
 
+import inspect
+
 import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
@@ -28,8 +30,11 @@ def check(model, calibration: CalibrationConfig) -> None:
 
 
 def reaches_all(model) -> bool:
-    """Whether random tokens reach all of `model`: not with images or sound, experts, or several processes. Needs no
-    weights."""
+    """Whether random tokens reach all of `model`: a text decoder with attention, without experts, in one process. Needs
+    no weights."""
+    takes = inspect.signature(model.forward).parameters
+    if not model.can_generate() or model.config.is_encoder_decoder or "position_ids" not in takes:
+        return False
     tp_size = getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
     is_routed = any("expert" in name for name, _ in model.named_modules())
     if tp_size > 1 or is_routed or model.config is not model.config.get_text_config():
@@ -98,8 +103,13 @@ def _sample(model, first: torch.Tensor, length: int) -> torch.Tensor:
     """Windows int64 [count, length] on the CPU that begin with `first` [count, 1]."""
     if length == 1:
         return first
+    defaults = model.generation_config  # of which `generate` takes what is not set: the end of a text is no end here
+    ends, defaults.eos_token_id = defaults.eos_token_id, None
     settings = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - 1, pad_token_id=0
     )
     first = first.to(model.device)
-    return model.generate(first, attention_mask=torch.ones_like(first), generation_config=settings).cpu()
+    try:
+        return model.generate(first, attention_mask=torch.ones_like(first), generation_config=settings).cpu()
+    finally:
+        defaults.eos_token_id = ends

@@ -57,7 +57,7 @@ def _is_part_of(asked: CompressionConfig, saved: CompressionConfig) -> bool:
         and overrides
         and (not added or saved.needs_calibration() or saved.calibration is not None)
         and asked.quantize_lm_head == saved.quantize_lm_head
-        and asked.calibration in (None, saved.calibration)
+        and asked.asked_calibration in (None, saved.calibration)
     )
 
 

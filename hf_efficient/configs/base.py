@@ -148,6 +148,11 @@ class CompressionConfig(QuantizationConfigMixin):
         """The config with which a model is loaded. can_run: the model can be run on tokens of its own."""
         return self
 
+    @property
+    def asked_calibration(self) -> CalibrationConfig | None:
+        """`calibration`, None where it was left out."""
+        return self.calibration
+
     def plain(self) -> dict[str, Any]:
         """Argument -> its value where it is left out. What differs from it describes the config."""
         return {name: parameter.default for name, parameter in inspect.signature(type(self)).parameters.items()}

@@ -158,6 +158,10 @@ class WeightOnlyConfig(CompressionConfig):
             for field in ("refine", "mixed_precision", "int8_on_cpu"):
                 check(not scheme[field], field, True, f"False for codebook={codebook!r}")
 
+    @property
+    def asked_calibration(self):
+        return None if self._asked["calibration"] is None else self.calibration
+
     def plain(self):
         asked = super().plain() | {"bits": self.bits, "codebook": self.codebook, "method": self.method}
         plain = choose(asked, None)

@@ -108,6 +108,7 @@ def test_the_base_model_is_recorded_and_pushed(made, tmp_path):
 
 def test_a_better_card_is_not_replaced(made, tmp_path, capsys):
     folder = quantized(made, tmp_path)
+    (folder / "hf_efficient.json").unlink()  # without it nobody knows what was compressed
     (folder / "README.md").write_text("# My model\n\nMade of many others.\n")
     assert main(["push", str(folder), str(tmp_path / "pushed")]) == 1
     assert "its card would replace the card in" in (printed := capsys.readouterr().err)
@@ -120,6 +121,7 @@ def test_a_better_card_is_not_replaced(made, tmp_path, capsys):
 
 def test_a_better_card_on_the_hub_is_not_replaced(made, tmp_path, monkeypatch, capsys):
     folder = quantized(made, tmp_path)
+    (folder / "hf_efficient.json").unlink()
     (folder / "README.md").unlink()
     with serving(tmp_path / "repos", monkeypatch) as server:
         assert main(["push", str(folder), "me/small", "--base-model", "org/model"]) == 0

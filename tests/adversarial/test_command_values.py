@@ -125,8 +125,3 @@ def test_a_method_that_needs_text_and_has_none(command_folder, tmp_path, monkeyp
 )
 def test_configs_that_are_none(command, config, message, refused):
     assert len(refused(with_option(command, "--config", config), message)) < 1000
-
-
-@pytest.mark.parametrize("command", ["bench", "run"])
-def test_a_config_without_its_text(command, refused):
-    refused(with_option(command, "--config", '{"method": "gptq"}'), '"calibration": {"dataset": "FILE"}')

@@ -12,7 +12,7 @@ from hf_efficient import WeightOnlyConfig
 from hf_efficient.layers import CompressedModule
 
 
-CONFIG = dict(bits=4, group_size=32)
+CONFIG = dict(method="rtn", bits=4, group_size=32)
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
 NAMES = ("llama", "gpt2", "mixtral", "gpt_oss")
 

@@ -148,7 +148,7 @@ def test_early_exit_of_transformers_takes_batches(attention):
 def test_few_bit_copies_are_those_of_from_pretrained(architecture, tmp_path):
     model = tiny_model(architecture)
     model.save_pretrained(tmp_path)
-    config = WeightOnlyConfig(bits=4, group_size=32)
+    config = WeightOnlyConfig(bits=4, group_size=32, method="rtn")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
     before = snapshot(model)
     draft = with_modules(model, low_precision_modules(model, config))

@@ -32,7 +32,7 @@ TEXTS = {"calibration": {"texts": ["".join(map(chr, range(32, 127))) * 8], "num_
 # name -> (architecture, config, whether the checkpoint is compressed already)
 CASES = {
     "int4": ("llama", dict(GROUPS, bits=4), True),
-    "int4_loading": ("llama", dict(GROUPS, bits=4, quantize_lm_head=True), False),
+    "int4_loading": ("llama", dict(GROUPS, bits=4, quantize_lm_head=True, method="rtn"), False),
     "int3_symmetric": ("llama", dict(GROUPS, bits=3, symmetric=True), True),
     "int8_row": ("llama", dict(GROUPS, bits=8, group_size=-1), True),
     "int8_tensor": ("llama", dict(GROUPS, bits=8, group_size=None, overrides={"layers.1": {"bits": 4}}), True),
