@@ -26,17 +26,19 @@ class GridSearch:
         importance = group_importance(importance, format, weight.shape[1])
         self.importance = None if importance is None else self._by_group(importance.to(values.device).expand_as(values))
         self.values = self._by_group(values)
+        self._scratch = torch.empty_like(self.values)  # one for all grids: new memory for each costs page faults
         self.error = self.error_of(self.scale, self.zero)
 
     def _by_group(self, values: torch.Tensor) -> torch.Tensor:
         return values.reshape(self.scale.numel(), -1).T.contiguous()
 
     def centred_codes(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """code - zero point, float32 [width, groups]."""
+        """code - zero point, float32 [width, groups]; in memory that the next call, or `error_of`, writes again."""
         zero = zero.reshape(-1)
+        places = torch.div(self.values, scale.float().reshape(-1), out=self._scratch)
         if self.float_zero:
-            return (self.values / scale.float().reshape(-1)).add_(zero).round_().clamp_(0, self.levels).sub_(zero)
-        return (self.values / scale.float().reshape(-1)).round_().clamp_(-zero, self.levels - zero)
+            return places.add_(zero).round_().clamp_(0, self.levels).sub_(zero)
+        return places.round_().clamp_(-zero, self.levels - zero)
 
     def error_of(self, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """The error of a grid, float32 shaped as `scale`."""
