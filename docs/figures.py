@@ -27,13 +27,16 @@ METHODS = {
     "w8a8 int8 llm_int8": "LLM.int8()",
     "w8a8 fp8 dynamic": "FP8 weights and activations",
     "int4 g64 gptq refine": "int4, GPTQ and `refine=True`",
+    "int4 g64 balanced, own text": 'int4, `quality="balanced"`, text of its own',
     "int4 g64 awq": "int4, AWQ",
     "int4 g64 gptq": "int4, GPTQ",
+    "int4 g64 fast, no text": "int4, `WeightOnlyConfig()`",
     "int4 g64 hqq, float zero points": "int4, HQQ with float zero points",
     "nf4 g64": "NF4",
     "int4 g64 rtn": "int4, to nearest",
     "int3 g64 gptq refine": "int3, GPTQ and `refine=True`",
     "int3 g64 gptq": "int3, GPTQ",
+    "int3 g64 fast, no text": "int3, `WeightOnlyConfig(bits=3)`",
     "int2 g64 gptq refine": "int2, GPTQ and `refine=True`",
 }
 # name in cpu_generate.json -> what a reader calls it

@@ -109,7 +109,7 @@ def test_what_the_default_is_elsewhere(kind, tmp_path):
         sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
         BertModel(BertConfig(**sizes)).save_pretrained(tmp_path)
         model = BertModel.from_pretrained(tmp_path, quantization_config=WeightOnlyConfig(group_size=32))
-        assert model.config.quantization_config.method == "mse"  # it reads tokens, if it writes none
+        assert model.config.quantization_config.method == "hqq"
         with pytest.raises(ValueError, match="BertModel writes no text"):
             BertModel.from_pretrained(tmp_path, quantization_config=WeightOnlyConfig(method="gptq"))
     else:
