@@ -46,10 +46,11 @@ def check(content: Any) -> None:
             numbers.append(task["samples"])
             for metric in task["metrics"].values():
                 numbers += [metric["value"], *([] if metric["standard_error"] is None else [metric["standard_error"]])]
-        assert all(isinstance(text, str) for text in texts)
-        assert all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
-        assert content["weights_sha256"] is None or isinstance(content["weights_sha256"], str)
-    except (AssertionError, AttributeError, KeyError, TypeError) as error:
+        texts += [] if content["weights_sha256"] is None else [content["weights_sha256"]]
+        are_numbers = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
+        if not are_numbers or not all(isinstance(text, str) for text in texts):
+            raise TypeError("a number or a text is none")
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"the evaluation is not one that `hf-efficient evaluate` wrote ({type(error).__name__} {error})"
         ) from None

@@ -1,6 +1,7 @@
 """What `push` publishes, recognised by its files: each kind has its own tags, and its own way to be loaded."""
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ def _with_transformers(place: str, *extra: str) -> str:
 def _served(place: str, base: str, engines: list[str] | None) -> str:
     parts = []
     if engines is not None and "vLLM" in engines:
-        parts += ["With vLLM:", _shell(f"vllm serve {_word(place)}")]
+        parts += ["With vLLM:", _shell(f"vllm serve {shlex.quote(place)}")]
     others = [engine for engine in engines or () if engine not in ("vLLM", "transformers")]
     if others:
         parts.append(f"{' and '.join(others)} read the folder in the same way.")
@@ -55,8 +56,8 @@ def _served(place: str, base: str, engines: list[str] | None) -> str:
 
 def _gguf(place: str, base: str, engines: list[str] | None) -> str:
     if place.endswith(".gguf"):
-        return "With llama.cpp:\n\n" + _shell(f"llama-cli -m {_word(place)}")
-    commands = _shell(f"llama-cli -hf {_word(place)}", f"ollama run hf.co/{_word(place)}")
+        return "With llama.cpp:\n\n" + _shell(f"llama-cli -m {shlex.quote(place)}")
+    commands = _shell(f"llama-cli -hf {shlex.quote(place)}", f"ollama run hf.co/{shlex.quote(place)}")
     return f"With llama.cpp or Ollama:\n\n{commands}"
 
 
@@ -87,10 +88,6 @@ def _context(place: str, base: str, engines: list[str] | None) -> str:
         f"hf_efficient.ContextualSparsity.from_pretrained({json.dumps(place)}).apply(model)",
         "hf_efficient.enable_speculation(model)",
     )
-
-
-def _word(place: str) -> str:
-    return f'"{place}"' if " " in place else place
 
 
 OURS = "hf_efficient"

@@ -42,8 +42,10 @@ def read(output: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        assert all(isinstance(content[key], str) for key in _TEXTS) and content["kind"] in KINDS
-        assert content["commands"] and all(isinstance(command, str) for command in content["commands"])
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        if not all(isinstance(text, str) for text in (*map(content.get, _TEXTS), *content["commands"])):
+            raise TypeError(f"{_TEXTS} and the commands are texts")
+        if content["kind"] not in KINDS or not content["commands"]:
+            raise ValueError(f"kind={content['kind']!r} with {len(content['commands'])} commands")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not what hf-efficient wrote ({type(error).__name__} {error})") from None
     return content

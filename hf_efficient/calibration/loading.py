@@ -23,7 +23,8 @@ _OF_THE_LOSS = {"gradient", "fisher"}  # fields of `LinearGradients`
 def can_run(model, device_map) -> bool:
     """Whether `model`, without weights yet, can be run on random tokens of its own once it is loaded: they reach all
     of it, and it fits. Where a device_map such as "auto" spreads it is not known before."""
-    if isinstance(device_map, str) or len(set(map(str, (device_map or {}).values()))) > 1:
+    places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
+    if isinstance(device_map, str) or len(places) > 1 or "disk" in places:
         return False
     return own_text.reaches_all(model) and own_text.fits(model, device_map)
 

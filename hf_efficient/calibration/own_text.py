@@ -10,10 +10,11 @@ from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.evaluation.devices import available_memory
 
 
-_ROWS = 32  # that are written at once
+logger = logging.get_logger(__name__)
+_ROWS = 32  # windows that are written at once
 _SHARE_NEW = 0.5  # of the 8-token runs of a window that must stand nowhere else in the text
 _RUN = 8
-_MOST_ROUNDS = 4  # times the windows asked for that are written at most
+_MOST_ROUNDS = 4  # at most so many times the windows that are asked for are written
 
 
 def check(model, calibration: CalibrationConfig) -> None:
@@ -54,7 +55,12 @@ def fits(model, device_map: dict | None) -> bool:
 
 
 def own_tokens(model, calibration: CalibrationConfig) -> torch.Tensor:
-    """Tokens int64 [num_samples, sequence_length] of `model`, a shorter length where it has fewer positions."""
+    """Tokens int64 [num_samples, sequence_length] on the CPU, a shorter length where `model` has fewer positions. Text
+    may have fewer windows, where the model goes on repeating itself; a warning says so.
+
+    Raises:
+        ValueError: the model repeats itself in every window that it writes.
+    """
     config = model.config.get_text_config()
     length = min(calibration.sequence_length, getattr(config, "max_position_embeddings", None) or 1 << 62)
     generator = torch.Generator().manual_seed(calibration.seed)
@@ -68,14 +74,13 @@ def _written(model, number: int, length: int, generator: torch.Generator) -> tor
     """Windows that `model` samples at temperature 1, each after its first token: the one that begins text, or a random
     one where there is none. Windows that mostly repeat themselves or others are left out."""
     windows, seen, written = [], set(), 0
-    was_training = model.training
     with logging.tqdm(total=number, unit="window", desc="writing text to calibrate on") as bar:
         while len(windows) < number and written < _MOST_ROUNDS * number:
             count = min(_ROWS, number - len(windows))
             written += count
             with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
                 torch.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
-                rows = _sample(model.eval(), _first_tokens(model, count, generator), length)
+                rows = _sample(model, _first_tokens(model, count, generator), length)
             for row in rows:
                 runs = [tuple(run) for run in row.unfold(0, min(_RUN, length), 1).tolist()]
                 new = set(runs) - seen
@@ -83,12 +88,13 @@ def _written(model, number: int, length: int, generator: torch.Generator) -> tor
                     windows.append(row)
                     seen |= new
                     bar.update()
-    model.train(was_training)
     if not windows:
         raise ValueError(
             f"{type(model).__name__} repeats itself in every text that it writes, which is nothing to calibrate on: "
             "give CalibrationConfig(texts=[...]) or another source"
         )
+    if len(windows) < number:
+        logger.warning(f"only {len(windows)} of {number} windows of text that {type(model).__name__} wrote are new")
     return torch.stack(windows)
 
 
@@ -103,6 +109,7 @@ def _sample(model, first: torch.Tensor, length: int) -> torch.Tensor:
     """Windows int64 [count, length] on the CPU that begin with `first` [count, 1]."""
     if length == 1:
         return first
+    was_training = model.training
     defaults = model.generation_config  # of which `generate` takes what is not set: the end of a text is no end here
     ends, defaults.eos_token_id = defaults.eos_token_id, None
     settings = GenerationConfig(
@@ -110,6 +117,7 @@ def _sample(model, first: torch.Tensor, length: int) -> torch.Tensor:
     )
     first = first.to(model.device)
     try:
-        return model.generate(first, attention_mask=torch.ones_like(first), generation_config=settings).cpu()
+        return model.eval().generate(first, attention_mask=torch.ones_like(first), generation_config=settings).cpu()
     finally:
         defaults.eos_token_id = ends
+        model.train(was_training)

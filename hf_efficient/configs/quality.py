@@ -11,7 +11,7 @@ from hf_efficient.configs.checks import check
 
 AUTO = "auto"
 QUALITIES = ("fast", "balanced", "best")
-_RANDOM = {"own_text": "random", "num_samples": 4}  # tokens enough for the mean squares of the channels
+_RANDOM_WINDOWS = 4  # tokens enough for the mean squares of the channels
 _WINDOWS = {"balanced": 32, "best": 128}
 
 
@@ -45,11 +45,16 @@ def _method(given: dict[str, Any], quality: str) -> dict[str, Any]:
     if quality == "fast" and not tunes:
         if given["bits"] == 8 or given["codebook"] is not None or given["rotate"]:
             return {"method": "rtn"}
-        return {"method": "mse", "calibration": _RANDOM if calibration is None else calibration}
+        return {"method": "mse", "calibration": random_tokens() if calibration is None else calibration}
     tuned = "balanced" if quality == "fast" else quality
     refines = given["refine"] or given["codebook"] is None
     text = own_text(tuned) if calibration is None else calibration
     return {"method": "gptq", "refine": refines, "calibration": text}
+
+
+def random_tokens() -> CalibrationConfig:
+    """Tokens drawn uniformly, of which "mse" learns how large the inputs of each layer are."""
+    return CalibrationConfig(own_text="random", num_samples=_RANDOM_WINDOWS)
 
 
 def own_text(quality: str) -> CalibrationConfig:
@@ -57,13 +62,11 @@ def own_text(quality: str) -> CalibrationConfig:
     return CalibrationConfig(num_samples=_WINDOWS[quality])
 
 
-def needs_text(fields: dict[str, Any] | None) -> bool:
-    """Whether an override asks for what random tokens do not serve."""
-    if not fields:
-        return False
+def needs_text(fields: dict[str, Any]) -> bool:
+    """Whether the fields of an override ask for what random tokens do not serve."""
     from hf_efficient import methods
 
-    needs = fields.get("method") and methods.get_method(fields["method"]).NEEDS
+    needs = "method" in fields and methods.get_method(fields["method"]).NEEDS
     return bool(needs or fields.get("refine") or fields.get("mixed_precision"))
 
 

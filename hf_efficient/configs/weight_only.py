@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer
-from hf_efficient.configs.quality import AUTO, QUALITIES, choose, data_free, needs_text, own_text
+from hf_efficient.configs.quality import AUTO, QUALITIES, choose, data_free, needs_text, own_text, random_tokens
 
 
 WEIGHT_BITS = (2, 3, 4, 8)
@@ -177,16 +177,22 @@ class WeightOnlyConfig(CompressionConfig):
                 reads weights alone.
         """
         config = copy.copy(self)
-        if self.is_automatic and can_run and any(map(needs_text, self.overrides.values())):
-            config.calibration = own_text("balanced") if self._asked["calibration"] is None else self.calibration
-        if self.is_automatic and not can_run:
-            own = self.scheme()
-            top = data_free(own)
-            config.__dict__ |= top | {"calibration": None}
-            config.overrides = {
-                pattern: fields and {k: v for k, v in data_free(own | fields).items() if v != top[k]}
-                for pattern, fields in self.overrides.items()
-            }
+        if self.is_automatic and self.asked_calibration is None:  # what is measured is chosen here, too
+            own, each = self.scheme(), [fields or {} for fields in self.overrides.values()]
+            methods = {own["method"], *(fields.get("method") for fields in each)}
+            if own["method"] != "gptq" and any(map(needs_text, each)):
+                config.calibration = own_text("balanced")
+            elif can_run and "mse" in methods and self.calibration is None:
+                config.calibration = random_tokens()
+            if not can_run:
+                top = data_free(own)
+                config.__dict__ |= top
+                config.overrides = {
+                    pattern: fields and {k: v for k, v in data_free(own | fields).items() if v != top[k]}
+                    for pattern, fields in self.overrides.items()
+                }
+                if config.calibration is not None and config.calibration.own_text == "random":
+                    config.calibration = None
         config._asked, config.is_automatic = config.scheme() | {"quality": None, "calibration": None}, False
         return config
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from helpers import tiny_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_efficient import CalibrationConfig, WeightOnlyConfig
 from hf_efficient.calibration import own_text
+from hf_efficient.calibration.loading import can_run
 from hf_efficient.layers import EfficientLinear
 
 
@@ -99,6 +101,28 @@ def test_a_saved_default_is_loaded_as_it_is(folder, tmp_path):
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.equal(model(tokens).logits, again(tokens).logits)
     AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=WeightOnlyConfig())  # what it was made with
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused(folder, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    missing = "model.layers.1.mlp.up_proj.weight"
+    save_file({n: t for n, t in tensors.items() if n != missing}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match=f"no weights for 1 of the .*{missing}"):
+        load(tmp_path)
+
+
+def test_a_model_that_goes_to_disk_is_not_run(folder):
+    assert not can_run(AutoModelForCausalLM.from_pretrained(folder), {"": "disk"})
+
+
+def test_fewer_windows_than_asked_for_are_warned_of(endless_llama, monkeypatch):
+    first = torch.arange(32)
+    monkeypatch.setattr(own_text, "_sample", lambda model, begin, length: first.expand(len(begin), -1))
+    warned = []
+    monkeypatch.setattr(own_text.logger, "warning", warned.append)
+    assert own_text.own_tokens(endless_llama, asked("sampled", sequence_length=32)).shape == (1, 32)
+    assert "only 1 of 3 windows" in warned[0]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "bert"])

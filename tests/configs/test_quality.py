@@ -5,6 +5,8 @@ import json
 import pytest
 
 from hf_efficient import CalibrationConfig, SparseConfig, WeightOnlyConfig
+from hf_efficient.cli import quantize
+from hf_efficient.configs import quality
 
 
 TEXT = CalibrationConfig(texts=["a text"])
@@ -44,7 +46,7 @@ def test_a_saved_config_chooses_nothing_anew(arguments):
 def test_text_is_the_models_own_unless_given():
     assert WeightOnlyConfig().calibration.own_text == "random"
     assert WeightOnlyConfig(method="mse").calibration is None
-    balanced, best = (WeightOnlyConfig(quality=quality).calibration for quality in ("balanced", "best"))
+    balanced, best = (WeightOnlyConfig(quality=each).calibration for each in ("balanced", "best"))
     assert balanced.source is best.source is None and balanced.num_samples < best.num_samples
     assert WeightOnlyConfig(quality="best", calibration=TEXT).calibration is TEXT
 
@@ -100,6 +102,33 @@ def test_an_override_that_needs_text_does_not_get_random_tokens():
     config = WeightOnlyConfig(overrides={"o_proj": {"method": "awq"}})
     assert config.settled(can_run=True).calibration.own_text is None
     assert WeightOnlyConfig(overrides={"o_proj": {"bits": 3}}).settled(can_run=True).calibration.own_text == "random"
+
+
+def test_an_override_of_fewer_bits_gets_random_tokens_where_the_rest_needs_none():
+    config = WeightOnlyConfig(bits=8, overrides={"o_proj": {"bits": 4}})
+    assert config.calibration is None
+    settled = config.settled(can_run=True)
+    assert settled.calibration.own_text == "random" and settled.for_module("o_proj").needs_calibration()
+    assert not settled.for_module("q_proj").needs_calibration()
+    settled = config.settled(can_run=False)
+    assert settled.calibration is None and settled.for_module("o_proj").method == "hqq"
+
+
+@pytest.mark.parametrize("chosen", [None, "fast", "best"])
+@pytest.mark.parametrize("can_run", [True, False])
+def test_a_text_that_is_given_is_used_whatever_the_model(chosen, can_run):
+    config = WeightOnlyConfig(quality=chosen, calibration=TEXT)
+    settled = config.settled(can_run)
+    assert settled.calibration is TEXT and settled.method == config.method and settled.needs_calibration()
+
+
+def test_without_a_text_the_better_choices_write_one_whatever_the_model():
+    config = WeightOnlyConfig(quality="balanced")
+    assert config.settled(can_run=False).calibration == config.calibration
+
+
+def test_the_command_line_has_the_same_choices():
+    assert quantize.QUALITIES == quality.QUALITIES
 
 
 def test_kept_weights_of_a_pruned_model_are_rounded_unless_they_name_a_method():
