@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from harness_task import write_task
 from helpers import TEXT, is_installed
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,23 +27,7 @@ def made(saved_llama, tmp_path_factory):
     (folder / "text.txt").write_text(TEXT * 60)
     words = ["--output", str(folder / "small"), "--group-size", "32", "--method", "rtn"]
     assert main(["quantize", str(folder / "tiny"), *words]) == 0
-    lines = [
-        {"question": q, "choices": ["abc", "xyz"], "answer": i % 2} for i, q in enumerate(["hello ", "The river "])
-    ]
-    (folder / "tasks").mkdir()
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    task = {
-        "task": "local",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "data.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc"}],
-    }
-    (folder / "tasks" / "local.yaml").write_text(json.dumps(task))  # JSON is YAML
+    write_task(folder / "tasks")
     return folder
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness_task import write_task
 from helpers import is_installed, save_tiny
 
 from hf_efficient.cli import main
@@ -68,22 +69,7 @@ def tiny_folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.skipif(not is_installed("lm_eval"), reason="needs lm_eval and its many dependencies")
 def test_lm_evaluation_harness_on_a_local_task(tiny_folder, tmp_path):
-    lines = [
-        {"question": q, "choices": ["abc", "xyz"], "answer": i % 2} for i, q in enumerate(["hello ", "The river "])
-    ]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    task = {
-        "task": "local",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "data.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc"}],
-    }
-    (tmp_path / "local.yaml").write_text(json.dumps(task))  # JSON is YAML
+    write_task(tmp_path)
     assert main(["quantize", str(tiny_folder), "--output", str(tmp_path / "small"), "--group-size", "32"]) == 0
     ways = {
         "hf": f"pretrained={tmp_path / 'small'},dtype=float32",

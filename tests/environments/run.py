@@ -36,10 +36,12 @@ NOT_BUILT = 3  # exit status where the packages cannot be had
 
 
 def definition(name: str) -> tuple[list[str], dict[str, str]]:
-    """(requirements, comments "key: value") of an environment."""
+    """(requirements, comments "key: value") of an environment; values of the same key are joined."""
     lines = (HERE / f"{name}.txt").read_text().splitlines()
-    comments = (re.fullmatch(r"#\s*(\w+):\s*(.+)", line) for line in lines)
-    return [line for line in lines if line and line[0] != "#"], {c[1]: c[2] for c in comments if c}
+    comments: dict[str, str] = {}
+    for found in filter(None, (re.fullmatch(r"#\s*(\w+):\s*(.+)", line) for line in lines)):
+        comments[found[1]] = f"{comments.get(found[1], '')} {found[2]}".strip()
+    return [line for line in lines if line and line[0] != "#"], comments
 
 
 def uv(*command: str) -> None:
