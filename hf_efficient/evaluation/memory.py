@@ -1,8 +1,8 @@
 """Bytes that a model and a process hold in memory."""
 
-import resource
 import sys
 
+import psutil
 import torch
 
 
@@ -25,5 +25,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     if sys.platform == "linux":  # ru_maxrss would count the process that started this one
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # not on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

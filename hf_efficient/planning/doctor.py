@@ -21,7 +21,13 @@ from hf_efficient import methods
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.evaluation.devices import available_memory
 from hf_efficient.kernels.native import build as cpu_build
-from hf_efficient.planning.cpu_limits import cpu_quota, physical_cores, usable_cpus
+from hf_efficient.kernels.native.cpu_limits import (
+    THREAD_VARIABLES,
+    cpu_quota,
+    performance_cores,
+    recommended_threads,
+    usable_cpus,
+)
 
 
 GIGABYTE = 10**9
@@ -158,15 +164,17 @@ def check_cpu() -> Iterator[Finding]:
 
 def check_threads() -> Iterator[Finding]:
     """The number of torch's threads against the CPUs that this process may use."""
-    threads, allowed, quota = torch.get_num_threads(), usable_cpus(), cpu_quota()
-    what = f"{threads} threads, {allowed} CPUs allowed" + (f", a quota of {quota:g} CPUs" if quota is not None else "")
-    most = allowed if quota is None else min(allowed, max(1, int(quota)))
-    if threads > most:
+    threads, best, quota = torch.get_num_threads(), recommended_threads(), cpu_quota()
+    what = f"{threads} threads, {usable_cpus()} CPUs allowed, {performance_cores()} cores for performance"
+    what += "" if quota is None else f", a quota of {quota:g} CPUs"
+    ways = f"OMP_NUM_THREADS={best}, or torch.set_num_threads({best})"
+    if threads > best and any(os.environ.get(name) for name in THREAD_VARIABLES):
         why = "threads wait for each other's CPU: often several times slower than with fewer"
-        yield Finding("threads", "off", what, why, f"OMP_NUM_THREADS={most}, or torch.set_num_threads({most})")
-    elif threads < (physical := min(most, physical_cores() or most)):
-        why = f"{physical - threads} of {physical} cores are not used"
-        yield Finding("threads", "off", what, why, f"OMP_NUM_THREADS={physical}, or leave it unset")
+        yield Finding("threads", "off", what, why, ways)
+    elif threads > best:
+        yield Finding("threads", "ok", f"{what}; the C++ kernels lower them to {best}")
+    elif threads < best:
+        yield Finding("threads", "off", what, f"{best - threads} of {best} cores are not used", ways)
     else:
         yield Finding("threads", "ok", what)
 

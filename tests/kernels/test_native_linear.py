@@ -15,6 +15,7 @@ from hf_efficient.kernels.linear import native_cpu
 from hf_efficient.kernels.linear.codes import pack_codes
 from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
 from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native.openmp import openmp_runtime
 
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -237,7 +238,7 @@ def test_one_pool_of_threads(kernels):
     layout.matmul(torch.ones(1, 64))
     with open("/proc/self/maps") as maps:
         runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line}
-    assert runtimes == {build.openmp_runtime()}
+    assert runtimes == {openmp_runtime()}
 
 
 def int8_layout(n=70, k=192):

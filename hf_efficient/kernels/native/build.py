@@ -22,11 +22,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import torch
 from huggingface_hub.constants import HF_HOME
 
 from hf_efficient.files import atomic_write, why_not_writable
 from hf_efficient.kernels.native import structs
+from hf_efficient.kernels.native.cpu_limits import limit_threads
+from hf_efficient.kernels.native.openmp import openmp_runtime
 
 
 logger = logging.getLogger(__name__)
@@ -56,17 +57,6 @@ def compiler() -> list[str] | None:
         if found := shutil.which(program):
             return [found, *arguments]
     return None
-
-
-def openmp_runtime() -> str | None:
-    """The file of the OpenMP runtime in this process, torch's own where several are loaded; None where there is
-    none."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    loaded = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
-    runtimes = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))]
-    package = Path(torch.__file__).resolve().parent
-    own = (f"{package}/", f"{package}.libs/")  # wheels keep it in either
-    return min(runtimes, key=lambda path: (not path.startswith(own), path), default=None)
 
 
 def sanitizer_flags() -> list[str]:
@@ -128,6 +118,7 @@ def load(name: str, structures: tuple[type[ctypes.Structure], ...], **definition
         _warn_once(str(reason))
         return None
     structs.check(library, structures)
+    limit_threads()
     return library
 
 

@@ -1,0 +1,29 @@
+"""The OpenMP runtime that torch has loaded, whose threads the C++ kernels share."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+
+_NAMES = ("libgomp", "libiomp5", "libomp")
+
+
+def openmp_runtime() -> str | None:
+    """The file of the OpenMP runtime in this process, torch's own where several are loaded; None where there is none.
+
+    Systems other than Linux do not list what a process has loaded: there it is the one in torch's package. Windows has
+    none that exports what the kernels call.
+    """
+    package = Path(torch.__file__).resolve().parent
+    folders = (package / "lib", package.with_name("torch.libs"))  # wheels keep it in either
+    if sys.platform == "win32":
+        return None
+    if sys.platform == "linux":
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        loaded = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
+    else:
+        loaded = {str(path) for folder in folders for path in folder.glob("*")}
+    runtimes = [path for path in loaded if Path(path).name.startswith(_NAMES)]
+    own = tuple(f"{folder}/" for folder in (package, folders[1]))
+    return min(runtimes, key=lambda path: (not path.startswith(own), path), default=None)
