@@ -84,7 +84,9 @@ def rows() -> dict[str, dict | None]:
     for observer in ("absmax", "percentile", "entropy", "mse"):
         name = "w8a8 int8 absmax static" + ("" if observer == "absmax" else f", {observer} observer")
         table[name] = w8a8(method="absmax", activations="static", observer=observer)
-    table["w8a8 int8 smoothquant static"] = w8a8(method="smoothquant", activations="static")
+    for observer in ("absmax", "mse"):
+        name = "w8a8 int8 smoothquant static" + ("" if observer == "absmax" else f", {observer} observer")
+        table[name] = w8a8(method="smoothquant", activations="static", observer=observer)
     table["w8a8 fp8 dynamic"] = w8a8(dtype="fp8")
     table["w8a8 fp8 static"] = w8a8(dtype="fp8", activations="static")
     table["w8a8 fp8 smoothquant"] = w8a8(dtype="fp8", method="smoothquant")

@@ -54,6 +54,16 @@ def _served(place: str, base: str, engines: list[str] | None) -> str:
     return "\n\n".join(parts)
 
 
+def _adopted(place: str, base: str, engines: list[str] | None) -> str:
+    parts = [
+        "With transformers and bitsandbytes:",
+        _with_transformers(place),
+        "Without bitsandbytes, on CPUs and GPUs, with hf_efficient (`pip install hf_efficient`):",
+        _with_transformers(place, "import hf_efficient"),
+    ]
+    return "\n\n".join(parts)
+
+
 def _gguf(place: str, base: str, engines: list[str] | None) -> str:
     if place.endswith(".gguf"):
         return "With llama.cpp:\n\n" + _shell(f"llama-cli -m {shlex.quote(place)}")
@@ -95,12 +105,14 @@ _EXPORTS = {  # quant_method -> what the tensors of a compressed layer are calle
     "compressed-tensors": (".weight_packed", ".weight_scale"),
     "gptq": (".qzeros",),
     "awq": (".qzeros",),
+    "bitsandbytes": (".absmax", ".SCB"),
 }
 KINDS = {
     OURS: Kind(OURS, "compressed", _plain),  # `model_card` has a card of its own for it
     "compressed-tensors": Kind("compressed-tensors", "in the layout of compressed-tensors", _served),
     "gptq": Kind("gptq", "in the layout of GPTQ", _served),
     "awq": Kind("awq", "in the layout of AutoAWQ", _served),
+    "bitsandbytes": Kind("bitsandbytes", "in the layout of bitsandbytes", _adopted),
     "gguf": Kind("gguf", "as GGUF", _gguf, library="gguf"),
     "pruned": Kind("pruned", "with fewer weights", _plain, ("pruned",), relation="finetune"),
     "draft heads": Kind("draft heads", "guessed ahead by small heads that were trained for it", _heads,
@@ -110,7 +122,7 @@ KINDS = {
 }  # fmt: skip
 ALLOWED = (
     "models that quantize, prune, prune-structure and recover write, their exports (compressed-tensors, gptq, awq, "
-    ".gguf), draft heads and context predictors"
+    "bitsandbytes, .gguf), draft heads and context predictors"
 )
 
 

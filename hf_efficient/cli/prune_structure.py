@@ -69,14 +69,14 @@ def run(options: argparse.Namespace) -> Result:
         "remove": options.remove,
         "shape": shape or None,
         "calibration": None if text is None else hf_efficient.CalibrationConfig(**text),
-        "repair": False if options.no_repair else None,
     }
     check_arguments(**arguments)
     calibration_options.check_calibration(arguments["calibration"], found, options.model)
     start = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
     tokenizer = find_tokenizer(options.model) if text is None else check_tokenizer("model", options.model)
-    small = hf_efficient.prune_structure(model, tokenizer=tokenizer, **arguments)
+    repair = False if options.no_repair else None
+    small = hf_efficient.prune_structure(model, tokenizer=tokenizer, repair=repair, **arguments)
     counts = [each.num_parameters() for each in (small, model)]
     describe = partial(write_record, options=options, kind="pruned", base_model=options.model)
     save(output, small, tokenizer, describe=lambda model, folder: describe(folder))

@@ -94,15 +94,6 @@ def test_windows_longer_than_the_model(command, refused):
     refused(words, "--sequence-length 300 is more than the 256 positions of the model")
 
 
-def test_a_method_that_needs_text_and_has_none(command_folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(command_folder)
-    assert main(["prune-structure", "tiny", "--remove", "0.1", "--output", str(tmp_path / "out")]) == 1
-    printed = capsys.readouterr().err
-    assert "--method llm_pruner looks at activations: give" in printed
-    assert "--calibration FILE" in printed and "CalibrationConfig" not in printed
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("command", ["quantize", "estimate", "bench", "run"])
 @pytest.mark.parametrize(
     ("config", "message"),

@@ -7,7 +7,9 @@ import pytest
 from helpers import TEXT, is_installed, save_tiny
 from hub_directory import serving
 from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
 
+import hf_efficient
 from hf_efficient.cli import main, record
 from hf_efficient.integrations import folder_kinds, folder_record
 
@@ -94,6 +96,17 @@ def test_the_base_model_comes_from_the_record(kind, made, tmp_path, capsys):
     assert main(["push", str(made / output(kind)), str(target)]) == 0, capsys.readouterr().err
     card = ModelCard.load(target / "README.md")
     assert "`tiny`" in card.text and str(made) not in card.content and card.data.base_model is None
+
+
+def test_a_checkpoint_of_bitsandbytes_is_published(made, tmp_path, capsys):
+    config = hf_efficient.WeightOnlyConfig(bits=4, codebook="nf4", group_size=64, method="rtn")
+    save_tiny(tmp_path / "wide", intermediate_size=128)  # blocks of 64 divide its rows
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", quantization_config=config)
+    hf_efficient.save_as_bitsandbytes(model, tmp_path / "nf4")
+    words = ["push", str(tmp_path / "nf4"), str(tmp_path / "pushed"), "--base-model", "org/model"]
+    assert main(words) == 0, capsys.readouterr().err
+    card = ModelCard.load(tmp_path / "pushed" / "README.md")
+    assert card.data.tags == ["hf_efficient", "quantized"] and "With transformers and bitsandbytes" in card.text
 
 
 def test_a_gguf_in_a_folder_is_published_too(made, tmp_path, capsys):

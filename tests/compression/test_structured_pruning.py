@@ -173,13 +173,20 @@ def test_repair_brings_the_dense_model_back(llama):
     assert error[0] < 0.1 < 0.5 < error[1]
 
 
+@pytest.mark.slow
+def test_without_text_the_model_writes_its_own(endless_llama):
+    small = hf_efficient.prune_structure(endless_llama, "shape", shape={"intermediate_size": 48})
+    cut = hf_efficient.prune_structure(endless_llama, "shape", shape={"intermediate_size": 48}, repair=False)
+    assert small.config.intermediate_size == 48
+    assert not torch.equal(logits(small), logits(cut)), "repaired on that text"
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
         ("llama", dict(method="l2"), "method='l2' is not supported"),
         ("llama", dict(method="l1", remove=1.0), "remove=1.0"),
         ("llama", dict(method="l1", remove=0.95), "remove=0.95 is more than"),
-        ("llama", dict(method="llm_pruner", remove=0.2), "give calibration"),
         ("llama", dict(method="shape", remove=0.2), "is told the sizes"),
         ("llama", dict(method="shape", shape={"heads": 1}), "shape has 'heads'"),
         ("llama", dict(method="shape", shape={"hidden_size": 65}), "hidden_size=65 is not supported"),
@@ -193,7 +200,7 @@ def test_repair_brings_the_dense_model_back(llama):
     ],
 )
 def test_what_cannot_be_is_said_at_once(name, arguments, message):
-    calibration = None if arguments["method"] == "llm_pruner" or message.startswith("method") else CALIBRATION
+    calibration = None if message.startswith("method") else CALIBRATION
     model = tiny_model(name)
     with pytest.raises(ValueError, match=message):
         hf_efficient.prune_structure(model, calibration=calibration, **{"remove": None, **arguments})
@@ -226,7 +233,6 @@ def test_command(tmp_path, capsys):
     base = ["prune-structure", str(tmp_path / "dense"), "--output", str(tmp_path / "small")]
     for arguments, message in (
         ([], "give --remove SHARE, or the sizes that shall be left"),
-        (["--remove", "0.2"], "give --calibration FILE"),
         (["--layers", "3", *text], "--layers 3 is not supported"),
     ):
         assert main([*base, *arguments]) == 1

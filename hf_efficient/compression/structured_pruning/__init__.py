@@ -42,11 +42,11 @@ def prune_structure(
             a token reads (all but an input embedding that is not tied to the output embedding).
         shape: for "shape": new sizes of any of num_hidden_layers, num_attention_heads, num_key_value_heads,
             intermediate_size and hidden_size.
-        calibration: text, which every method but "l1" needs, and so does `repair`. Computed where the model is:
-            `device` and `checkpoint_dir` are refused.
+        calibration: text, which every method but "l1" needs, and so does `repair`; by default text that the model
+            writes itself. Computed where the model is: `device` and `checkpoint_dir` are refused.
         tokenizer: for text that is not tokens; by default that of the model's folder.
         repair: whether the weights that are left are solved anew by least squares, layer by layer; by default where
-            calibration is given.
+            text is read.
 
     Returns:
         the smaller model, on the same device and in the same dtype, in evaluation mode.
@@ -55,7 +55,9 @@ def prune_structure(
         ValueError: arguments that are not allowed, a model that is not supported, a shape that it cannot have, too
             little text; before anything is computed wherever it can be known then.
     """
-    check_arguments(method, remove, shape, calibration, repair)
+    check_arguments(method, remove, shape, calibration)
+    if calibration is None and (method != "l1" or repair):
+        calibration = CalibrationConfig()
     repairs = calibration is not None if repair is None else repair
     if calibration is None:
         batches = [{"input_ids": torch.arange(16)[None] % model.get_input_embeddings().num_embeddings}]
@@ -95,7 +97,7 @@ def _build(anatomy: Anatomy, pruning_plan: PruningPlan, repairs: bool, needs_str
     return cutter.small
 
 
-def check_arguments(method: str, remove=None, shape=None, calibration=None, repair=None) -> None:
+def check_arguments(method: str, remove=None, shape=None, calibration=None) -> None:
     """Raises ValueError for arguments of `prune_structure` that no model can have."""
     check(method in METHODS, "method", method, f"one of {METHODS}")
     if method == "shape":
@@ -106,14 +108,11 @@ def check_arguments(method: str, remove=None, shape=None, calibration=None, repa
     else:
         is_share = shape is None and is_number(remove) and 0 <= remove < 1
         check(is_share, "remove", remove, f"a share in [0, 1) for method={method!r}; shape is for 'shape'")
-    if calibration is None and (method != "l1" or repair):
-        needs = f"method={method!r}{' with repair' if repair else ''} looks at activations"
-        raise ValueError(f"{needs}: give calibration=CalibrationConfig(...)")
     if calibration is not None and (calibration.device or calibration.checkpoint_dir):
         raise ValueError("calibration: device and checkpoint_dir are not supported here: it runs where the model is")
 
 
 def _tokenizer(model: nn.Module, calibration: CalibrationConfig):
-    if calibration.source in ("tokens", "inputs"):
+    if calibration.source not in ("texts", "dataset"):
         return None
     return AutoTokenizer.from_pretrained(model.config.name_or_path)
