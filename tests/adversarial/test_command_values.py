@@ -5,8 +5,6 @@ import importlib.util
 import pytest
 from command_lines import WANTED, with_option
 
-from hf_efficient.cli import main
-
 
 NUMBERS = {
     "quantize": ("--num-samples", "--sequence-length"),
