@@ -1,6 +1,5 @@
 """The C++ kernels of packed weights, compiled here, against float64; and what happens where they cannot be compiled."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from hf_efficient import WeightOnlyConfig
 from hf_efficient.kernels.linear import native_cpu
 from hf_efficient.kernels.linear.codes import pack_codes
 from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
-from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native import build, tiers
 from hf_efficient.kernels.native.openmp import openmp_runtime
 
 
@@ -34,25 +33,9 @@ SHAPES = [  # N, K, group size
 ROWS = (1, 2, 3, 9, 70)
 
 
-@pytest.fixture(scope="module", params=["native", "avx2", "baseline"])
-def instruction_set(request):
-    """Compiles for this machine, or for what less able ones have: -> kernel(bits)"""
-    flags = {"native": [], "avx2": ["-march=haswell"], "baseline": ["-march=x86-64"]}[request.param]
-    command = build.compiler()
-    if command is None or request.param != "native" and "avx2" not in build.cpu_features():
-        pytest.skip("needs a C++ compiler, and an x86 CPU for the other instruction sets")
-
-    def kernel(bits):
-        library = build.build("linear", [*command, *build.FLAGS, *flags, f"-DBITS={bits}"])
-        return native_cpu.Kernel(ctypes.CDLL(str(library)))
-
-    return {bits: kernel(bits) for bits in ((2, 3, 4, 8) if request.param == "native" else (3, 8))}
-
-
 @pytest.fixture
-def kernels(instruction_set, monkeypatch):
-    monkeypatch.setattr(native_cpu, "kernel", instruction_set.get)
-    return instruction_set
+def kernels(tier):
+    return {bits: native_cpu.kernel(bits) for bits in (2, 3, 4, 8)}
 
 
 def tensors(n, k, bits, group_size, symmetric, dtype):
@@ -67,15 +50,10 @@ def tensors(n, k, bits, group_size, symmetric, dtype):
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_products_and_inverses(kernels, bits, symmetric):
-    if bits not in kernels:
-        pytest.skip("two widths show the other instruction sets")
     for n, k, group_size in SHAPES:
         for dtype in DTYPES:
             canonical = tensors(n, k, bits, group_size, symmetric, dtype)
             layout = native_cpu.NativeCodesLayout.pack(*canonical, bits, group_size, k, dtype)
-            if layout is None:
-                assert len(kernels) < 4 and native_cpu.stored_bits(bits, canonical[1].shape[1], group_size) == 4
-                continue
             assert torch.equal(layout.canonical(), canonical[0]), "the inverse must be exact"
             arguments = dict(bits=bits, group_size=group_size, in_features=k)
             assert torch.equal(layout.dequantize(), dequantize_weight(*canonical, **arguments, dtype=dtype))
@@ -103,19 +81,15 @@ def rounded(x, group, span=64):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_inputs_rounded_to_int8(kernels, bits):
-    if bits not in kernels:
-        pytest.skip("two widths show the other instruction sets")
     for n, k, group_size in SHAPES:
         for symmetric in (False, True):
             canonical = tensors(n, k, bits, group_size, symmetric, torch.bfloat16)
             arguments = bits, group_size, k, torch.bfloat16
             layout = native_cpu.NativeCodesLayout.pack(*canonical, *arguments, rounds_inputs=True)
-            if layout is None:
-                continue
             scheme = dict(bits=bits, group_size=group_size, in_features=k, dtype=torch.float64)
             weight = dequantize_weight(canonical[0], canonical[1].double(), canonical[2], **scheme)
             bias = torch.randn(n).bfloat16()
-            exact = len(kernels) < 4  # without VNNI
+            exact = tiers.tier() is not tiers.BF16
             group = k if group_size in (None, -1) else group_size
             for rows in ROWS:
                 x = torch.randn(rows, k).bfloat16()
@@ -210,13 +184,11 @@ print(type(layout).__name__)
 def test_without_a_compiler_the_operators_of_torch_serve(compiler, tmp_path):
     result = python(LAYER, CXX=compiler, HF_HOME=str(tmp_path))
     assert result.stdout.strip() == "Int4CpuLayout"
-    expected = 1 if build.FEATURES <= build.cpu_features() else 0
+    expected = 1 if tiers.tier() is not tiers.TORCH else 0
     assert result.stderr.count("torch's slower operators") == expected, "said once, where something is lost"
 
 
-@pytest.mark.skipif(
-    build.compiler() is None or not build.FEATURES <= build.cpu_features(), reason="nothing is compiled here"
-)
+@pytest.mark.skipif(build.compiler() is None or tiers.tier() is tiers.TORCH, reason="nothing is compiled here")
 def test_compiled_once_for_all_processes(tmp_path):
     assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "NativeCodesLayout"
     (library,) = (tmp_path / "hf_efficient" / "cpu").iterdir()

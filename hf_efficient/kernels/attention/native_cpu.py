@@ -2,13 +2,13 @@
 where they lie, in one call. `kernels.native.build` says on which CPUs they are compiled."""
 
 import ctypes
-import functools
 
 import torch
 
 from hf_efficient.kernels.attention.call import AttentionCall
 from hf_efficient.kernels.attention.policy import MAX_DIM, MAX_QUERIES
 from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native.tiers import once_a_tier
 from hf_efficient.kernels.replay import instructions
 from hf_efficient.kernels.replay.registry import replays
 
@@ -43,7 +43,7 @@ class _AttentionCall(ctypes.Structure):
     ]  # fmt: skip
 
 
-@functools.cache
+@once_a_tier
 def kernel(dtype: torch.dtype):
     """The compiled function for queries of this dtype; compiles it at the first call. None where torch's operators are
     to be used."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native.tiers import once_a_tier
 from hf_efficient.kernels.replay import instructions
 from hf_efficient.kernels.replay.registry import replays
 
@@ -37,7 +38,7 @@ class _ContextualCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in _NUMBERS), *((name, ctypes.c_void_p) for name in _POINTERS)]
 
 
-@functools.cache
+@once_a_tier
 def kernel():
     """The compiled function; None where torch's operators serve instead."""
     library = build.load("contextual", (_ContextualCall,))

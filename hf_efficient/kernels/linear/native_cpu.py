@@ -9,7 +9,6 @@ them in the bits left over. Codes of 8 bits are stored as sign and magnitude of 
 """
 
 import ctypes
-import functools
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
 from hf_efficient.kernels.linear.layout import FLOATS, Layout
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product, filled
+from hf_efficient.kernels.native.tiers import once_a_tier
 from hf_efficient.kernels.replay.instructions import packed_product
 from hf_efficient.kernels.replay.registry import replays
 
@@ -104,7 +104,7 @@ class Kernel:
         self.dequantize.argtypes = [pointer, integer, integer, pointer, integer]
 
 
-@functools.cache
+@once_a_tier
 def kernel(bits: int) -> Kernel | None:
     """The kernel for codes of `bits` bits; None where torch's operators serve instead."""
     library = build.load("linear", (Product, _Weight), BITS=bits)

@@ -7,7 +7,6 @@ multiple of 16, that is of 4 bands.
 """
 
 import ctypes
-import functools
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from hf_efficient.kernels.linear.codes import pack_codes, unpack_codes
 from hf_efficient.kernels.linear.native_cpu import LANES, NativeLayout
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product, filled
+from hf_efficient.kernels.native.tiers import once_a_tier
 from hf_efficient.kernels.replay.instructions import packed_product
 from hf_efficient.kernels.replay.registry import replays
 
@@ -43,7 +43,7 @@ def weight_structure(values, masks, starts, out_features, in_features) -> tuple[
     return filled(_SparseWeight, *pointers, out_features, in_features)
 
 
-@functools.cache
+@once_a_tier
 def function():
     """The compiled product, which takes raw pointers; None where other layouts serve instead."""
     library = build.load("sparse", (Product, _SparseWeight)) if FEATURE in build.cpu_features() else None

@@ -1,9 +1,9 @@
 """Compiles the C++ kernels (`<library>/<library>.cpp` in this folder) on the machine that runs them, and loads them.
 
 A library is compiled when a layer first needs it and stored in `$HF_HOME/hf_efficient/cpu` under a hash of the sources,
-the compiler, its flags and the CPU's features: later processes only load it. It uses the threads of the OpenMP runtime
-that torch has loaded. Without a compiler (`$CXX`, else g++, c++ or clang++) callers use torch's operators, and one
-warning says so.
+the compiler and its flags, among them those of the tier (`tiers.py`): later processes only load it. It uses the threads
+of the OpenMP runtime that torch has loaded. Without a compiler (`$CXX`, else g++, c++ or clang++) callers use torch's
+operators, and one warning says so.
 
 `$HF_EFFICIENT_SANITIZE` names sanitizers to compile with, such as `address,undefined`; such libraries have hashes of
 their own, and the process ends at the first finding. `make sanitize` shows how to start such a process.
@@ -25,29 +25,19 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HOME
 
 from hf_efficient.files import atomic_write, why_not_writable
-from hf_efficient.kernels.native import structs
+from hf_efficient.kernels.native import structs, tiers
 from hf_efficient.kernels.native.cpu_limits import limit_threads
 from hf_efficient.kernels.native.openmp import openmp_runtime
+from hf_efficient.kernels.native.tiers import cpu_features  # noqa: F401
 
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O2", "-march=native", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")
+FLAGS = ("-O2", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")  # besides those of the tier
 LIBRARIES = ("-lstdc++",)  # g++ links it by itself; gcc does not, which PEFT's BOFT leaves behind in $CXX
 SANITIZE = "HF_EFFICIENT_SANITIZE"  # environment variable
-# With these instruction sets the kernels are faster than torch's operators (benchmarks/results/cpu_linear.json).
-FEATURES = frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_bf16", "avx512_vnni"))
-
-
-@functools.cache
-def cpu_features() -> frozenset[str]:
-    """The instruction sets of the CPU under Linux' names; none on other systems."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(word for line in lines if line.startswith(("flags", "Features")) for word in line.split()[2:])
+FEATURES = tiers.BF16.features  # of the fastest kernels
 
 
 def compiler() -> list[str] | None:
@@ -66,16 +56,16 @@ def sanitizer_flags() -> list[str]:
 
 
 def build(name: str, command: list[str]) -> Path:
-    """The path of the library of `<name>/<name>.cpp`, compiled by `command` where it is missing.
+    """The path of the library of `<name>/<name>.cpp` for the tier, compiled by `command` where it is missing.
 
     Raises:
         RuntimeError: the compiler fails (with its output), or torch has loaded no OpenMP runtime.
     """
-    program = Path(command[0]).resolve()
+    program, command = Path(command[0]).resolve(), [*command, *tiers.tier().flags]
     runtime = openmp_runtime()
     if runtime is None:
         raise RuntimeError("torch has loaded no OpenMP runtime")
-    stamp = command, LIBRARIES, str(program), program.stat().st_mtime_ns, sorted(cpu_features()), Path(runtime).name
+    stamp = command, LIBRARIES, str(program), program.stat().st_mtime_ns, Path(runtime).name
     key = hashlib.sha256(repr(stamp).encode())
     for path in sorted(path for path in SOURCES.glob("*/*") if path.suffix in (".cpp", ".h")):
         key.update(path.read_bytes())
@@ -97,16 +87,17 @@ def build(name: str, command: list[str]) -> Path:
     return library
 
 
-@functools.cache
+@tiers.once_a_tier
 def load(name: str, structures: tuple[type[ctypes.Structure], ...], **definitions: int) -> ctypes.CDLL | None:
     """The library of `<name>/<name>.cpp`, compiled with the macros `definitions`.
 
-    Returns None where torch's operators are to be used: the CPU lacks `FEATURES`, there is no compiler, or it fails.
+    Returns None where torch's operators are to be used: that is the tier, there is no compiler, or it fails.
 
     Raises:
+        ValueError: `$HF_EFFICIENT_CPU` names no tier of this CPU.
         LayoutMismatch: `structures`, the mirrors of all that the library exports, differ from it.
     """
-    if not FEATURES <= cpu_features():
+    if tiers.tier() is tiers.TORCH:
         return None
     try:
         command = compiler()

@@ -1,12 +1,12 @@
 """Instructions of the C++ interpreter (`native/replay/replay.cpp`), and how they are made from tensors."""
 
 import ctypes
-import functools
 
 import torch
 
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product
+from hf_efficient.kernels.native.tiers import once_a_tier
 
 
 NAMES = (
@@ -51,7 +51,7 @@ class Instruction(ctypes.Structure):
         return self
 
 
-@functools.cache
+@once_a_tier
 def interpreter():
     """The compiled `hf_replay(instructions, count)`; None where there is no compiler, or the CPU is not served."""
     library = build.load("replay", (Operand, Instruction))

@@ -1,0 +1,82 @@
+"""The instruction sets that the C++ kernels are compiled for, slowest first. The best one of this CPU is taken.
+
+`$HF_EFFICIENT_CPU` names another one, for tests, benchmarks and reports of errors: `torch` is no C++ kernel at all.
+"""
+
+import functools
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+
+VARIABLE = "HF_EFFICIENT_CPU"  # environment variable
+
+
+class Tier(NamedTuple):
+    """features: what the CPU must have, by Linux' names. flags: of the compiler, that allow just these instructions."""
+
+    name: str
+    features: frozenset[str] = frozenset()
+    flags: tuple[str, ...] = ()
+
+
+def _extended(tier: Tier, name: str, features: str) -> Tier:
+    """`tier` with further features, which compilers call the same without underscores."""
+    flags = (f"-m{feature.replace('_', '')}" for feature in features.split())
+    return Tier(name, tier.features.union(features.split()), (*tier.flags, *flags))
+
+
+TORCH = Tier("torch")
+AVX2 = _extended(TORCH, "avx2", "avx2 fma f16c bmi2 popcnt")
+AVX512 = _extended(AVX2, "avx512", "avx512f avx512bw avx512vl avx512dq")
+VNNI = _extended(AVX512, "vnni", "avx512_vnni")
+BF16 = _extended(VNNI, "bf16", "avx512_bf16 avx512vbmi avx512_vbmi2")
+TIERS = {tier.name: tier for tier in (TORCH, AVX2, AVX512, VNNI, BF16)}
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """The instruction sets of the CPU under Linux' names; none on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(word for line in lines if line.startswith(("flags", "Features")) for word in line.split()[2:])
+
+
+def present(features: frozenset[str] | None = None) -> list[str]:
+    """The names of the tiers that a CPU with these features (None: this one) can run."""
+    features = cpu_features() if features is None else features
+    return [name for name, tier in TIERS.items() if tier.features <= features]
+
+
+def tier() -> Tier:
+    """The tier of `$HF_EFFICIENT_CPU`, else the best one that this CPU can run.
+
+    Raises:
+        ValueError: the variable names no tier, or one that this CPU cannot run.
+    """
+    return _chosen(os.environ.get(VARIABLE), cpu_features())
+
+
+@functools.cache
+def _chosen(name: str | None, features: frozenset[str]) -> Tier:
+    names = present(features)
+    if not name:
+        return TIERS[names[-1]]
+    if name not in names:
+        lacks = f", and lacks {', '.join(sorted(TIERS[name].features - features))}" if name in TIERS else ""
+        raise ValueError(f"${VARIABLE} is {name!r}: this CPU runs {', '.join(names)}{lacks}")
+    return TIERS[name]
+
+
+def once_a_tier(function):
+    """`functools.cache` of a function that depends on the tier, too."""
+    cached = functools.cache(lambda _, *args, **kwargs: function(*args, **kwargs))
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return cached(tier(), *args, **kwargs)
+
+    call.cache_clear = cached.cache_clear
+    return call

@@ -1,0 +1,51 @@
+"""Which instruction set the C++ kernels are compiled for."""
+
+import pytest
+
+from hf_efficient.kernels.native import tiers
+
+
+ZEN2 = tiers.AVX2.features | {"sse4_2", "clzero"}
+COOPER_LAKE = tiers.VNNI.features | {"avx512_bf16"}
+
+
+@pytest.mark.parametrize(
+    ("features", "names"),
+    [
+        (frozenset(), "torch"),
+        (frozenset({"asimd", "asimddp"}), "torch"),
+        (ZEN2, "torch avx2"),
+        (tiers.AVX2.features | {"avx512f"}, "torch avx2"),
+        (COOPER_LAKE, "torch avx2 avx512 vnni"),
+        (tiers.BF16.features, "torch avx2 avx512 vnni bf16"),
+    ],
+)
+def test_the_best_of_a_cpu_is_taken(features, names, monkeypatch):
+    monkeypatch.delenv(tiers.VARIABLE, raising=False)
+    monkeypatch.setattr(tiers, "cpu_features", lambda: features)
+    assert tiers.present() == names.split()
+    assert tiers.tier().name == names.split()[-1]
+
+
+def test_the_variable_names_another(monkeypatch):
+    monkeypatch.setattr(tiers, "cpu_features", lambda: ZEN2)
+    monkeypatch.setenv(tiers.VARIABLE, "torch")
+    assert tiers.tier() is tiers.TORCH
+    monkeypatch.setenv(tiers.VARIABLE, "vnni")
+    with pytest.raises(
+        ValueError, match="'vnni': this CPU runs torch, avx2, and lacks avx512_vnni, avx512bw, avx512dq"
+    ):
+        tiers.tier()
+    monkeypatch.setenv(tiers.VARIABLE, "AVX2")
+    with pytest.raises(ValueError, match="HF_EFFICIENT_CPU is 'AVX2': this CPU runs torch, avx2$"):
+        tiers.tier()
+
+
+def test_what_depends_on_the_tier_is_remembered_for_each(monkeypatch):
+    monkeypatch.setattr(tiers, "cpu_features", lambda: ZEN2)
+    made = []
+    loader = tiers.once_a_tier(lambda bits: made.append(bits) or tiers.tier().name)
+    for name in ("torch", "avx2", "torch"):
+        monkeypatch.setenv(tiers.VARIABLE, name)
+        assert loader(4) == name
+    assert made == [4, 4]
