@@ -3,6 +3,7 @@
 Each check is a generator of findings.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -21,6 +22,8 @@ from hf_efficient import methods
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.evaluation.devices import available_memory
 from hf_efficient.kernels.native import build as cpu_build
+from hf_efficient.kernels.native import compiler as cpu_compiler
+from hf_efficient.kernels.native import tiers
 from hf_efficient.kernels.native.cpu_limits import (
     THREAD_VARIABLES,
     cpu_quota,
@@ -53,6 +56,7 @@ VARIABLES = {
     "GOMP_CPU_AFFINITY": "which CPUs threads run on",
     "KMP_AFFINITY": "which CPUs threads run on",
     "CXX": "the C++ compiler of the CPU kernels",
+    "HF_EFFICIENT_CPU": "the instructions of the CPU kernels",
     "CUDA_VISIBLE_DEVICES": "which GPUs are seen",
     "HIP_VISIBLE_DEVICES": "which GPUs are seen",
     "TRITON_CACHE_DIR": "where compiled Triton kernels are kept",
@@ -140,7 +144,7 @@ def check_registration() -> Iterator[Finding]:
 
 def check_cpu() -> Iterator[Finding]:
     """The instructions of the CPU."""
-    features = cpu_build.cpu_features()
+    features = tiers.cpu_features()
     has = {
         "AVX2": "avx2",
         "AVX-512": "avx512f",
@@ -153,11 +157,21 @@ def check_cpu() -> Iterator[Finding]:
     }
     listed = ", ".join(name for name, feature in has.items() if feature in features) or "unknown"
     what = f"{platform.machine()}: {listed}; torch uses {torch.backends.cpu.get_cpu_capability()}"
-    missing = sorted(cpu_build.FEATURES - features)
-    if missing:
-        why = f"without {', '.join(missing)} the C++ kernels are not used, but torch's operators, which are slower"
-        help = "a CPU with AVX-512 bf16 and VNNI (AMD Zen 4, Intel Sapphire Rapids) or a GPU"
-        yield Finding("cpu", "off", what, why, help)
+    try:
+        tier, best = tiers.tier().name, tiers.present()[-1]
+    except ValueError as error:
+        help = f"unset {tiers.VARIABLE}"
+        yield Finding("cpu", "broken", what, str(error), help)
+        return
+    what += f"; C++ kernels: {tier}"
+    if tier != best:
+        why = f"{tiers.VARIABLE}={tier} asks for slower kernels than this CPU can run"
+        yield Finding("cpu", "off", what, why, f"unset it for {best}")
+    elif tier == "torch":
+        why = "there are no C++ kernels for this CPU: torch's operators are used, which are slower"
+        yield Finding("cpu", "off", what, why, "an x86 CPU with AVX2, or a GPU")
+    elif missing := sorted(list(tiers.TIERS.values())[-1].features - features):
+        yield Finding("cpu", "ok", f"{what}; faster ones need {', '.join(missing)}")
     else:
         yield Finding("cpu", "ok", what)
 
@@ -182,15 +196,19 @@ def check_threads() -> Iterator[Finding]:
 def check_cpu_kernels() -> Iterator[Finding]:
     """Whether the C++ kernels can be compiled, or are there already."""
     name, slower = "C++ kernels", "torch's operators are used, which are slower"
-    command, given = cpu_build.compiler(), os.environ.get("CXX")
-    if not cpu_build.FEATURES <= cpu_build.cpu_features():
-        yield Finding(name, "ok", "not for this CPU")
-    elif command is None and given:
-        yield Finding(name, "broken", f"CXX={given} is no program", slower, "unset CXX, or name a compiler")
-    elif command is None:
-        yield Finding(name, "off", "no C++ compiler", slower, "install g++ or clang++, or set CXX")
-    else:
-        yield _compile(name, command, slower)
+    command, given = cpu_compiler.compiler(), os.environ.get("CXX")
+    with contextlib.suppress(ValueError):  # which `check_cpu` tells
+        tier = tiers.tier().name
+        if tier == "torch":
+            yield Finding(name, "ok", "not for this CPU" if tiers.present() == ["torch"] else "switched off")
+        elif cpu_compiler.prebuilt("linear", tier, {"BITS": 4}).exists():
+            yield Finding(name, "ok", f"{tier}, from the wheel: no compiler is needed")
+        elif command is None and given:
+            yield Finding(name, "broken", f"CXX={given} is no program", slower, "unset CXX, or name a compiler")
+        elif command is None:
+            yield Finding(name, "off", "no C++ compiler", slower, "install g++ or clang++, or set CXX")
+        else:
+            yield _compile(name, command, slower)
 
 
 def _compile(name: str, command: list[str], slower: str) -> Finding:
@@ -198,12 +216,14 @@ def _compile(name: str, command: list[str], slower: str) -> Finding:
     folder = Path(constants.HF_HOME) / "hf_efficient" / "cpu"
     before = set(folder.glob("*.so")) if folder.is_dir() else set()
     try:
-        library = cpu_build.build("linear", [*command, *cpu_build.FLAGS, "-DBITS=4"])
+        library = cpu_build.build("linear", command, BITS=4)
     except (OSError, RuntimeError) as error:
         help = "try another compiler with CXX=..., then run this again"
         return Finding(name, "broken", f"{command[0]} failed: {str(error)[-300:]}", slower, help)
     state = "compiled before" if library in before else "compiled now"
-    return Finding(name, "ok", f"{command[0]}; {state}, {len(before | {library})} libraries in {folder}")
+    return Finding(
+        name, "ok", f"{tiers.tier().name}, by {command[0]}; {state}, {len(before | {library})} libraries in {folder}"
+    )
 
 
 def check_gpu() -> Iterator[Finding]:

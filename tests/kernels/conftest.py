@@ -7,7 +7,7 @@ import aot
 import pytest
 import torch
 
-from hf_efficient.kernels.native import build, tiers
+from hf_efficient.kernels.native import compiler, tiers
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -76,7 +76,7 @@ def arrivals(monkeypatch) -> list[torch.Tensor]:
 @pytest.fixture(params=[name for name in tiers.TIERS if name != "torch"])
 def tier(request, monkeypatch) -> str:
     """The instruction set that the C++ kernels are compiled for, each that this CPU has."""
-    if request.param not in tiers.present() or build.compiler() is None:
+    if request.param not in tiers.present() or compiler.compiler() is None:
         pytest.skip(f"needs a C++ compiler, and a CPU with {request.param}")
     monkeypatch.setenv(tiers.VARIABLE, request.param)
     return request.param

@@ -13,7 +13,7 @@ from hf_efficient import WeightOnlyConfig
 from hf_efficient.kernels.linear import native_cpu
 from hf_efficient.kernels.linear.codes import pack_codes
 from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
-from hf_efficient.kernels.native import build, tiers
+from hf_efficient.kernels.native import compiler, tiers
 from hf_efficient.kernels.native.openmp import openmp_runtime
 
 
@@ -188,7 +188,7 @@ def test_without_a_compiler_the_operators_of_torch_serve(compiler, tmp_path):
     assert result.stderr.count("torch's slower operators") == expected, "said once, where something is lost"
 
 
-@pytest.mark.skipif(build.compiler() is None or tiers.tier() is tiers.TORCH, reason="nothing is compiled here")
+@pytest.mark.skipif(compiler.compiler() is None or tiers.tier() is tiers.TORCH, reason="nothing is compiled here")
 def test_compiled_once_for_all_processes(tmp_path):
     assert python(LAYER, HF_HOME=str(tmp_path)).stdout.strip() == "NativeCodesLayout"
     (library,) = (tmp_path / "hf_efficient" / "cpu").iterdir()

@@ -10,13 +10,13 @@ from test_attention_torch_cpu import BFLOAT16, FLOAT32, LENGTHS, OPTIONS, Cache,
 
 from hf_efficient.kernels import flash_paged
 from hf_efficient.kernels.attention import api, native_cpu
-from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native import build, compiler
 
 
 pytestmark = [
     pytest.mark.usefixtures("two_threads"),
     pytest.mark.skipif(
-        build.compiler() is None or not build.FEATURES <= build.cpu_features(), reason="nothing is compiled here"
+        compiler.compiler() is None or not build.FEATURES <= build.cpu_features(), reason="nothing is compiled here"
     ),
 ]
 FORMATS = [None, torch.int8, torch.float8_e4m3fn, 4, 2]  # None: the queries' dtype
@@ -269,7 +269,7 @@ def test_a_compiler_that_fails(monkeypatch, caplog):
     """Torch's operators serve, and one warning says so."""
     cache, q = TypedCache([40, 7], 16, torch.int8, torch.float32), torch.randn(2, 1, 4, 32)
     monkeypatch.setenv("CXX", "/bin/false")
-    loaders = build.load, native_cpu.kernel, build._warn_once
+    loaders = build.load, native_cpu.kernel, build._say_once
     try:
         for function in loaders:
             function.cache_clear()

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from hf_efficient.cli import main
+from hf_efficient.kernels.native import tiers
 from hf_efficient.planning import doctor
 
 
-FAST = doctor.cpu_build.FEATURES
+FAST = tiers.BF16.features
 
 
 def found(check, name=None):
@@ -81,19 +82,22 @@ def test_registration_that_fails(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("features", "status", "words"),
+    ("features", "variable", "status", "words"),
     [
-        (FAST | {"avx2"}, "ok", "AVX-512 bf16, AVX-512 VNNI"),
-        ({"avx2"}, "off", "AVX2"),
-        ({"asimd", "asimddp", "bf16"}, "off", "NEON, NEON bf16, NEON dot products"),
-        (set(), "off", "unknown"),
+        (FAST, None, "ok", "AVX-512 bf16, AVX-512 VNNI; torch uses"),
+        (FAST, "avx2", "off", "C++ kernels: avx2"),
+        (FAST, "sse", "broken", "HF_EFFICIENT_CPU is 'sse': this CPU runs torch, avx2"),
+        (tiers.AVX2.features, None, "ok", "C++ kernels: avx2; faster ones need avx512_bf16"),
+        ({"popcnt"}, None, "off", "an x86 CPU with AVX2"),
+        (set(), None, "off", "unknown"),
     ],
 )
-def test_cpu(features, status, words, monkeypatch):
-    monkeypatch.setattr(doctor.cpu_build, "cpu_features", lambda: frozenset(features))
+def test_cpu(features, variable, status, words, environment):
+    environment.setattr(doctor.tiers, "cpu_features", lambda: frozenset(features))
+    if variable:
+        environment.setenv(tiers.VARIABLE, variable)
     finding = found(doctor.check_cpu)
-    assert finding.status == status and words in finding.what
-    assert status == "ok" or "C++ kernels are not used" in finding.why
+    assert finding.status == status and words in f"{finding.what} {finding.why} {finding.do}"
 
 
 @pytest.mark.parametrize(
@@ -117,39 +121,42 @@ def test_threads(threads, best, variable, status, words, monkeypatch):
 
 
 def test_compilers(environment):
-    build = doctor.cpu_build
-    environment.setattr(build, "cpu_features", lambda: frozenset())
+    environment.setattr(doctor.tiers, "cpu_features", lambda: frozenset())
     assert found(doctor.check_cpu_kernels).what == "not for this CPU"
-    environment.setattr(build, "cpu_features", lambda: FAST)
-    environment.setattr(build, "compiler", lambda: None)
+    environment.setattr(doctor.tiers, "cpu_features", lambda: FAST)
+    environment.setattr(doctor.cpu_compiler, "compiler", lambda: None)
     assert found(doctor.check_cpu_kernels).status == "off"
     environment.setenv("CXX", "no-such-compiler")
     finding = found(doctor.check_cpu_kernels)
     assert finding.status == "broken" and "no-such-compiler" in finding.what
 
-    def fail(name, command):
+    def fail(name, command, **definitions):
         raise RuntimeError("error: unknown target")
 
-    environment.setattr(build, "compiler", lambda: ["g++"])
-    environment.setattr(build, "build", fail)
+    environment.setattr(doctor.cpu_compiler, "compiler", lambda: ["g++"])
+    environment.setattr(doctor.cpu_build, "build", fail)
     finding = found(doctor.check_cpu_kernels)
     assert finding.status == "broken" and "unknown target" in finding.what
+    environment.setenv(tiers.VARIABLE, "torch")
+    assert found(doctor.check_cpu_kernels).what == "switched off"
 
 
-def test_kernels_compiled_now_and_before(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor.cpu_build, "cpu_features", lambda: FAST)
-    monkeypatch.setattr(doctor.cpu_build, "compiler", lambda: ["g++"])
-    monkeypatch.setattr(doctor.constants, "HF_HOME", str(tmp_path))
+def test_kernels_compiled_now_and_before(environment, tmp_path):
+    environment.setattr(doctor.tiers, "cpu_features", lambda: FAST)
+    environment.setattr(doctor.cpu_compiler, "compiler", lambda: ["g++"])
+    environment.setattr(doctor.constants, "HF_HOME", str(tmp_path))
     library = tmp_path / "hf_efficient/cpu/linear.so"
 
-    def build(name, command):
+    def build(name, command, **definitions):
         library.parent.mkdir(parents=True, exist_ok=True)
         library.touch()
         return library
 
-    monkeypatch.setattr(doctor.cpu_build, "build", build)
-    assert "compiled now, 1 libraries" in found(doctor.check_cpu_kernels).what
+    environment.setattr(doctor.cpu_build, "build", build)
+    assert "bf16, by g++; compiled now, 1 libraries" in found(doctor.check_cpu_kernels).what
     assert "compiled before, 1 libraries" in found(doctor.check_cpu_kernels).what
+    environment.setattr(doctor.cpu_compiler, "prebuilt", lambda *library: tmp_path)
+    assert "from the wheel" in found(doctor.check_cpu_kernels).what
 
 
 def test_no_gpu_and_one_that_torch_does_not_see(environment):

@@ -7,14 +7,14 @@ from helpers import assert_close, tiny_model, tiny_tokenizer
 import hf_efficient
 from hf_efficient.cli import main
 from hf_efficient.kernels.linear import contextual_mlp
-from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native import build, compiler
 from hf_efficient.pruning.contextual.layer import every_row, layers_of
 from hf_efficient.pruning.contextual.predictor import Predictor, threshold_of_recall, threshold_of_share
 
 
 TOKENS = torch.randint(3, 128, (8, 64), generator=torch.Generator().manual_seed(0))
 COMPILED = pytest.mark.skipif(
-    not build.FEATURES <= build.cpu_features() or build.compiler() is None,
+    not build.FEATURES <= build.cpu_features() or compiler.compiler() is None,
     reason="needs AVX-512, bfloat16 instructions and a C++ compiler",
 )
 

@@ -1,4 +1,5 @@
-"""Compiles the C++ kernels (`<library>/<library>.cpp` in this folder) on the machine that runs them, and loads them.
+"""Loads the C++ kernels (`<library>/<library>.cpp` in this folder), compiled on the machine that runs them where the
+wheel brings none for its tier.
 
 A library is compiled when a layer first needs it and stored in `$HF_HOME/hf_efficient/cpu` under a hash of the sources,
 the compiler and its flags, among them those of the tier (`tiers.py`): later processes only load it. It uses the threads
@@ -25,7 +26,7 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HOME
 
 from hf_efficient.files import atomic_write, why_not_writable
-from hf_efficient.kernels.native import structs, tiers
+from hf_efficient.kernels.native import compiler, structs, tiers
 from hf_efficient.kernels.native.cpu_limits import limit_threads
 from hf_efficient.kernels.native.openmp import openmp_runtime
 from hf_efficient.kernels.native.tiers import cpu_features  # noqa: F401
@@ -33,20 +34,9 @@ from hf_efficient.kernels.native.tiers import cpu_features  # noqa: F401
 
 logger = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent
-FLAGS = ("-O2", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")  # besides those of the tier
 LIBRARIES = ("-lstdc++",)  # g++ links it by itself; gcc does not, which PEFT's BOFT leaves behind in $CXX
 SANITIZE = "HF_EFFICIENT_SANITIZE"  # environment variable
 FEATURES = tiers.BF16.features  # of the fastest kernels
-
-
-def compiler() -> list[str] | None:
-    """The command of the C++ compiler, None if there is none."""
-    for command in [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]:
-        program, *arguments = shlex.split(command)
-        if found := shutil.which(program):
-            return [found, *arguments]
-    return None
 
 
 def sanitizer_flags() -> list[str]:
@@ -55,41 +45,40 @@ def sanitizer_flags() -> list[str]:
     return ["-O1", f"-fsanitize={names}", "-fno-sanitize-recover=all", "-g"] if names else []
 
 
-def build(name: str, command: list[str]) -> Path:
+def build(name: str, command: list[str], **definitions: int) -> Path:
     """The path of the library of `<name>/<name>.cpp` for the tier, compiled by `command` where it is missing.
 
     Raises:
         RuntimeError: the compiler fails (with its output), or torch has loaded no OpenMP runtime.
     """
-    program, command = Path(command[0]).resolve(), [*command, *tiers.tier().flags]
+    program = Path(command[0]).resolve()
+    command = [*command, *compiler.arguments(name, tiers.tier().flags, definitions), *sanitizer_flags()]
     runtime = openmp_runtime()
     if runtime is None:
         raise RuntimeError("torch has loaded no OpenMP runtime")
-    stamp = command, LIBRARIES, str(program), program.stat().st_mtime_ns, Path(runtime).name
-    key = hashlib.sha256(repr(stamp).encode())
-    for path in sorted(path for path in SOURCES.glob("*/*") if path.suffix in (".cpp", ".h")):
-        key.update(path.read_bytes())
-    library = Path(HF_HOME) / "hf_efficient" / "cpu" / f"{name}-{platform.machine()}-{key.hexdigest()[:24]}.so"
+    stamp = command, LIBRARIES, program.stat().st_mtime_ns, Path(runtime).name, compiler.sources_hash()
+    key = hashlib.sha256(repr(stamp).encode()).hexdigest()[:24]
+    library = Path(HF_HOME) / "hf_efficient" / "cpu" / f"{name}-{platform.machine()}-{key}.so"
     if library.exists():
         return library
     if why_not_writable(library):  # for this process only
         library = Path(tempfile.mkdtemp()) / library.name
         atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
     library.parent.mkdir(parents=True, exist_ok=True)
+    _say_once(f"hf_efficient compiles its C++ kernels for this CPU ({tiers.tier().name}), once: some seconds each")
     with atomic_write(library) as partial:  # several processes may compile it at once
-        source, headers = SOURCES / name / f"{name}.cpp", f"-I{SOURCES / 'common'}"
-        arguments = [*command, headers, str(source), "-o", str(partial), runtime, *LIBRARIES]
+        command = [*command, "-o", str(partial), runtime, *LIBRARIES]
         # a preloaded sanitizer is not meant for the compiler, which takes ten times as long with it
         environment = {**os.environ, "LD_PRELOAD": ""} if os.environ.get(SANITIZE) else None
-        result = subprocess.run(arguments, capture_output=True, text=True, errors="replace", env=environment)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
         if result.returncode:
-            raise RuntimeError(f"{shlex.join(arguments)}: {result.stderr[-2000:]}")
+            raise RuntimeError(f"{shlex.join(command)}: {result.stderr[-2000:]}")
     return library
 
 
 @tiers.once_a_tier
 def load(name: str, structures: tuple[type[ctypes.Structure], ...], **definitions: int) -> ctypes.CDLL | None:
-    """The library of `<name>/<name>.cpp`, compiled with the macros `definitions`.
+    """The library of `<name>/<name>.cpp` with the macros `definitions`: the wheel's own, else compiled here.
 
     Returns None where torch's operators are to be used: that is the tier, there is no compiler, or it fails.
 
@@ -100,19 +89,30 @@ def load(name: str, structures: tuple[type[ctypes.Structure], ...], **definition
     if tiers.tier() is tiers.TORCH:
         return None
     try:
-        command = compiler()
-        if command is None:
-            raise RuntimeError("no C++ compiler (g++, or $CXX)")
-        macros = [f"-D{key}={value}" for key, value in definitions.items()]
-        library = ctypes.CDLL(str(build(name, [*command, *FLAGS, *sanitizer_flags(), *macros])))
+        library = _prebuilt(name, definitions) or _compiled(name, definitions)
     except (OSError, RuntimeError, ValueError) as reason:
-        _warn_once(str(reason))
+        _say_once(f"hf_efficient's C++ kernels are not used, torch's slower operators are: {reason}")
         return None
     structs.check(library, structures)
     limit_threads()
     return library
 
 
+def _prebuilt(name: str, definitions: dict[str, int]) -> ctypes.CDLL | None:
+    path, runtime = compiler.prebuilt(name, tiers.tier().name, definitions), openmp_runtime()
+    if not path.exists() or runtime is None or os.environ.get(SANITIZE):
+        return None
+    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # whose functions the library finds
+    return ctypes.CDLL(str(path))
+
+
+def _compiled(name: str, definitions: dict[str, int]) -> ctypes.CDLL:
+    command = compiler.compiler()
+    if command is None:
+        raise RuntimeError("no C++ compiler (g++, or $CXX)")
+    return ctypes.CDLL(str(build(name, command, **definitions)))
+
+
 @functools.cache
-def _warn_once(reason: str) -> None:
-    logger.warning(f"hf_efficient's C++ kernels are not used, torch's slower operators are: {reason}")
+def _say_once(message: str) -> None:
+    logger.warning(message)

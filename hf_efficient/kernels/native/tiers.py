@@ -34,6 +34,11 @@ BF16 = _extended(VNNI, "bf16", "avx512_bf16 avx512vbmi avx512_vbmi2")
 TIERS = {tier.name: tier for tier in (TORCH, AVX2, AVX512, VNNI, BF16)}
 
 
+def of_machine(machine: str) -> list[Tier]:
+    """The tiers that are compiled for an architecture under the name that `platform.machine` gives it."""
+    return [tier for tier in TIERS.values() if tier.flags and machine in ("x86_64", "AMD64")]
+
+
 @functools.cache
 def cpu_features() -> frozenset[str]:
     """The instruction sets of the CPU under Linux' names; none on other systems."""

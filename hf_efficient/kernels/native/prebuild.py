@@ -1,0 +1,78 @@
+"""Compiles the C++ libraries of all tiers into a wheel for this platform. setup.cfg names these commands of setuptools.
+
+Where there is no C++ compiler, or another system than Linux, the wheel is the same for all platforms and has none; the
+libraries are then compiled where they are used. `HF_EFFICIENT_PREBUILD=0` asks for such a wheel.
+"""
+
+import concurrent.futures
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+
+VARIABLE = "HF_EFFICIENT_PREBUILD"  # environment variable
+# The wheel brings no C++ library; functions of OpenMP are those of the runtime that torch has loaded.
+LINKED = ("-s", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
+
+
+def _sibling(name: str):
+    """A module of this folder, without importing the package, which needs torch."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def jobs() -> list[tuple[Path, list[str]]]:
+    """(file in the source tree, command) of each library to compile; none where nothing is prebuilt."""
+    compiler, tiers = _sibling("compiler"), _sibling("tiers")
+    command = compiler.compiler()
+    if command is None or sys.platform != "linux" or os.environ.get(VARIABLE) == "0":
+        return []
+    made = []
+    for tier in tiers.of_machine(platform.machine()):
+        for name, variants in compiler.LIBRARIES.items():
+            for definitions in variants:
+                arguments = compiler.arguments(name, tier.flags, definitions)
+                made.append((compiler.prebuilt(name, tier.name, definitions), [*command, *arguments, *LINKED]))
+    return made
+
+
+class BuildPy(build_py):
+    """Puts the libraries beside the modules."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        folder = Path(self.build_lib, "hf_efficient", "kernels", "native", "prebuilt")
+        folder.mkdir(parents=True, exist_ok=True)
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            for done in pool.map(lambda job: self._compile(folder / job[0].name, job[1]), jobs()):
+                print(f"compiled {done}")
+
+    @staticmethod
+    def _compile(library: Path, command: list[str]) -> str:
+        subprocess.run([*command, "-o", str(library)], check=True)
+        return library.name
+
+
+class BdistWheel(bdist_wheel):
+    """Names the platform where libraries are compiled: any Python 3, and Linux with this glibc or a newer one."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.root_is_pure = not jobs()
+
+    def get_tag(self):
+        if self.root_is_pure:
+            return super().get_tag()
+        glibc = os.confstr("CS_GNU_LIBC_VERSION").split()[1].replace(".", "_")
+        return "py3", "none", f"manylinux_{glibc}_{platform.machine()}"

@@ -1,0 +1,69 @@
+"""Libraries that the wheel of a platform brings: compiled when it is built, loaded without a compiler."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_efficient.kernels.native import build, compiler, prebuild, structs, tiers
+from hf_efficient.kernels.replay.instructions import Instruction, Operand
+
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    compiler.compiler() is None or not prebuild.jobs(), reason="nothing is prebuilt here"
+)
+
+
+@NEEDS_COMPILER
+def test_each_library_of_each_tier_is_prebuilt():
+    made = [path.name for path, _ in prebuild.jobs()]
+    variants = sum(map(len, compiler.LIBRARIES.values()))
+    assert len(set(made)) == len(made) == variants * len(tiers.of_machine(platform.machine()))
+    assert {path.name for path in compiler.SOURCES.glob("*/*.cpp")} == {f"{name}.cpp" for name in compiler.LIBRARIES}
+
+
+def test_a_wheel_for_all_platforms_where_asked_for(monkeypatch):
+    monkeypatch.setenv(prebuild.VARIABLE, "0")
+    assert prebuild.jobs() == []
+
+
+@NEEDS_COMPILER
+def test_a_prebuilt_library_needs_no_compiler(tier, tmp_path, monkeypatch):
+    wanted = compiler.prebuilt("replay", tier, {})
+    (command,) = [command for path, command in prebuild.jobs() if path.name == wanted.name]
+    prebuild.BuildPy._compile(tmp_path / wanted.name, command)
+    needed = subprocess.run(["ldd", str(tmp_path / wanted.name)], capture_output=True, text=True).stdout
+    assert "libstdc++" not in needed and "omp" not in needed, "it brings the first, and shares the second"
+    monkeypatch.setattr(compiler, "compiler", lambda: None)
+    monkeypatch.setattr(compiler, "prebuilt", lambda name, tier, definitions: tmp_path / wanted.name)
+    build.load.cache_clear()
+    try:
+        library = build.load("replay", (Operand, Instruction))
+        assert Path(library._name) == tmp_path / wanted.name
+        structs.check(library, (Operand, Instruction))
+    finally:
+        build.load.cache_clear()
+
+
+FAST_WITHOUT_COMPILER = """
+import torch
+from hf_efficient.kernels.attention import native_cpu as pages
+from hf_efficient.kernels.linear import native_cpu as linear
+from hf_efficient.kernels.native import build, tiers
+
+assert linear.kernel(4) and pages.kernel(torch.bfloat16), "neither a compiler nor a prebuilt library"
+print(tiers.tier().name)
+"""
+
+
+@pytest.mark.skipif(not (compiler.SOURCES / "prebuilt").is_dir(), reason="this is a checkout, not an installed wheel")
+def test_the_wheel_is_fast_without_a_compiler(tmp_path):
+    environment = {**os.environ, "PATH": "/nonexistent", "HF_HOME": str(tmp_path)}
+    environment.pop("CXX", None)
+    command = [sys.executable, "-c", FAST_WITHOUT_COMPILER]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == tiers.present()[-1]
