@@ -65,7 +65,8 @@ def _observer_of(config, symmetric: bool):
     """The observer that a `W8A8Config` names, of one range for the whole tensor."""
     if config.observer == "percentile":
         return PercentileObserver("tensor", symmetric, config.percentile)
-    return _OBSERVERS[config.observer or "absmax"]("tensor", symmetric)
+    best = "absmax" if config.dtype == "fp8" else "mse"
+    return _OBSERVERS[config.observer or best]("tensor", symmetric)
 
 
 def activation_tensors(low: torch.Tensor, high: torch.Tensor, format) -> dict[str, torch.Tensor]:

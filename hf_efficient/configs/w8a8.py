@@ -29,8 +29,8 @@ class W8A8Config(CompressionConfig):
             text of `calibration`, are the outliers instead. Their weights stay in 16 bits too, the other int8
             activations span their range, and a result does not depend on what else is in the batch. fp8 has no other
             way of "llm_int8".
-        observer ("absmax", "percentile", "entropy", "mse" or None; default None): of static activations; None means
-            "absmax". "entropy" and "mse" are for int8.
+        observer ("absmax", "percentile", "entropy", "mse" or None; default None): of static activations; None means the
+            best that was measured: "mse" for int8, "absmax" for fp8. "entropy" and "mse" are for int8.
         percentile (number above 50, at most 100; default 99.99): "percentile": the percentage of values that is not
             clipped.
         rotate (bool; default False): spread outliers of the inputs by random Hadamard rotations before they are rounded
