@@ -65,7 +65,7 @@ def _observer_of(config, symmetric: bool):
     """The observer that a `W8A8Config` names, of one range for the whole tensor."""
     if config.observer == "percentile":
         return PercentileObserver("tensor", symmetric, config.percentile)
-    best = "absmax" if config.dtype == "fp8" else "mse"
+    best = "absmax" if config.dtype == "fp8" or config.method == "smoothquant" else "mse"
     return _OBSERVERS[config.observer or best]("tensor", symmetric)
 
 

@@ -30,7 +30,8 @@ class W8A8Config(CompressionConfig):
             activations span their range, and a result does not depend on what else is in the batch. fp8 has no other
             way of "llm_int8".
         observer ("absmax", "percentile", "entropy", "mse" or None; default None): of static activations; None means the
-            best that was measured: "mse" for int8, "absmax" for fp8. "entropy" and "mse" are for int8.
+            best that was measured: "mse" for int8, "absmax" for fp8 and for "smoothquant", which has moved the
+            outliers away. "entropy" and "mse" are for int8.
         percentile (number above 50, at most 100; default 99.99): "percentile": the percentage of values that is not
             clipped.
         rotate (bool; default False): spread outliers of the inputs by random Hadamard rotations before they are rounded
