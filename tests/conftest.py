@@ -9,6 +9,7 @@ import torch  # noqa: E402
 from helpers import save_tiny, threads, tiny_model  # noqa: E402
 
 import hf_efficient  # noqa: E402, F401
+from hf_efficient.kernels.native import tiers  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
@@ -62,6 +63,24 @@ def transformers_loop(request, monkeypatch):
 def two_threads():
     """For kernels that share out their work themselves; `make test` gives each of its processes one thread."""
     yield from threads(2)
+
+
+@pytest.fixture(params=[name for name in tiers.TIERS if name != "torch"])
+def tier(request, monkeypatch) -> str:
+    """The instruction set that the C++ kernels are compiled for: each that this CPU has."""
+    if request.param not in tiers.present() or compiler.compiler() is None:
+        pytest.skip(f"needs a C++ compiler, and a CPU with {request.param}")
+    monkeypatch.setenv(tiers.VARIABLE, request.param)
+    return request.param
+
+
+@pytest.fixture(params=tiers.TIERS)
+def tier_or_torch(request, monkeypatch) -> str:
+    """As `tier`, and torch's operators."""
+    if request.param not in tiers.present() or compiler.compiler() is None and request.param != "torch":
+        pytest.skip(f"needs a C++ compiler, and a CPU with {request.param}")
+    monkeypatch.setenv(tiers.VARIABLE, request.param)
+    return request.param
 
 
 @pytest.fixture

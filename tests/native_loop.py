@@ -10,7 +10,7 @@ from hf_efficient.generation import served
 from hf_efficient.kernels.replay.recorder import interpreter
 
 
-CAPTURES = pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512")
+CAPTURES = pytest.mark.skipif(interpreter() is None, reason="no C++ kernels: no compiler, or another CPU")
 NATIVE_LOOP = [pytest.mark.native_loop, CAPTURES]  # for `pytestmark`
 
 

@@ -19,7 +19,7 @@ from hf_efficient.kernels.replay.recorder import Capture, _interpret, interprete
 
 pytestmark = [
     pytest.mark.native_loop,
-    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
+    pytest.mark.skipif(interpreter() is None, reason="no C++ kernels: no compiler, or another CPU"),
 ]
 LIMIT = {"gpt2": "n_positions", "opt": "max_position_embeddings"}
 

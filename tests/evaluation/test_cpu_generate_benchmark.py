@@ -60,7 +60,7 @@ IDS = torch.arange(5, 13)[None]
 
 
 @pytest.mark.native_loop
-@pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512")
+@pytest.mark.skipif(interpreter() is None, reason="no C++ kernels: no compiler, or another CPU")
 def test_profile_of_ours(profile, model, monkeypatch):
     seen, pieces_of = [], profile.pieces_of
     monkeypatch.setattr(profile, "pieces_of", lambda step: seen.append(pieces_of(step)) or seen[-1])

@@ -9,8 +9,7 @@ from test_sparse_formats import FORMATS, sparse_tensors
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
 from hf_efficient.kernels.linear import native_sparse
-from hf_efficient.kernels.native import build
-from hf_efficient.kernels.replay.recorder import Capture, _interpret, interpreter
+from hf_efficient.kernels.replay.recorder import Capture, _interpret
 from hf_efficient.layers import compress_linear
 
 
@@ -22,10 +21,6 @@ SHAPES = [
     (64, 4224),
 ]  # rows that fill no block, columns no step; more columns than a tile
 ROWS = (1, 2, 7, 45)
-
-has_kernel = pytest.mark.skipif(
-    native_sparse.function() is None, reason="no compiler, or a CPU without AVX-512 VBMI2, where nothing of it runs"
-)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,17 +38,8 @@ def check(layout, weight: torch.Tensor, rows: int) -> None:
     assert_close(layout.matmul(x, bias), expected.to(layout.dtype), rms, 2 * rounding * magnitudes, why)
 
 
-@pytest.fixture(params=["kernel", "torch"])
-def either(request, monkeypatch):
-    """With the C++ kernels, and as if there were none."""
-    if request.param == "torch":
-        monkeypatch.setattr(native_sparse, "function", lambda: None)
-        monkeypatch.setattr(build, "FEATURES", frozenset(["none"]))
-    return request.param
-
-
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_layouts_of_a_cpu(format, either):
+def test_layouts_of_a_cpu(format, tier_or_torch):
     for columns in (136, 1024):
         tensors, weight, _ = sparse_tensors(format, 32, columns)
         for dtype in (torch.bfloat16, torch.float32):
@@ -66,9 +52,8 @@ def test_layouts_of_a_cpu(format, either):
                 assert torch.equal(layout.dequantize(), weight.to(dtype))
 
 
-@has_kernel
 @pytest.mark.parametrize("rows, columns", SHAPES)
-def test_kernel(rows, columns):
+def test_kernel(rows, columns, tier):
     """Few rows of x and many, the stream's last values at the end of a page that may not be read past."""
     for format in (Sparse24Format(), BitmapFormat(sparsity=0.9, group="layer"), BitmapFormat(sparsity=0.02)):
         tensors, weight, _ = sparse_tensors(format, rows, columns)
@@ -82,8 +67,7 @@ def test_kernel(rows, columns):
         assert torch.equal(as_bytes(layout.canonical()), as_bytes(tensors["qweight"]))
 
 
-@has_kernel
-def test_op():
+def test_op(tier):
     tensors, weight, _ = sparse_tensors(Sparse24Format(), 40, 96)
     layout = Sparse24Format().layout(tensors, 96, torch.bfloat16)
     x, bias = torch.randn(5, 96).bfloat16().requires_grad_(), torch.randn(40).bfloat16().requires_grad_()
@@ -98,9 +82,7 @@ def test_op():
         layout.matmul(x.detach().float())
 
 
-@has_kernel
-@pytest.mark.skipif(interpreter() is None, reason="nothing is captured here")
-def test_captured_products_of_one_input_are_one_instruction():
+def test_captured_products_of_one_input_are_one_instruction(tier):
     layouts, weights = [], []
     for format, rows in ((Sparse24Format(), 32), (BitmapFormat(sparsity=0.7), 20)):
         tensors, weight, _ = sparse_tensors(format, rows, 72)

@@ -7,8 +7,6 @@ import aot
 import pytest
 import torch
 
-from hf_efficient.kernels.native import compiler, tiers
-
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -71,15 +69,6 @@ def arrivals(monkeypatch) -> list[torch.Tensor]:
     zeros = functools.partial(torch.zeros, dtype=torch.int32)
     monkeypatch.setattr(split_k, "arrival_counters", lambda count, on: made.append(zeros(count, device=on)) or made[-1])
     return made
-
-
-@pytest.fixture(params=[name for name in tiers.TIERS if name != "torch"])
-def tier(request, monkeypatch) -> str:
-    """The instruction set that the C++ kernels are compiled for, each that this CPU has."""
-    if request.param not in tiers.present() or compiler.compiler() is None:
-        pytest.skip(f"needs a C++ compiler, and a CPU with {request.param}")
-    monkeypatch.setenv(tiers.VARIABLE, request.param)
-    return request.param
 
 
 if INTERPRETED:

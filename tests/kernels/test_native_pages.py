@@ -10,15 +10,10 @@ from test_attention_torch_cpu import BFLOAT16, FLOAT32, LENGTHS, OPTIONS, Cache,
 
 from hf_efficient.kernels import flash_paged
 from hf_efficient.kernels.attention import api, native_cpu
-from hf_efficient.kernels.native import build, compiler
+from hf_efficient.kernels.native import build
 
 
-pytestmark = [
-    pytest.mark.usefixtures("two_threads"),
-    pytest.mark.skipif(
-        compiler.compiler() is None or not build.FEATURES <= build.cpu_features(), reason="nothing is compiled here"
-    ),
-]
+pytestmark = pytest.mark.usefixtures("two_threads", "tier")
 FORMATS = [None, torch.int8, torch.float8_e4m3fn, 4, 2]  # None: the queries' dtype
 SCALED_QUERIES = dict(rms=8e-3, maximum=0.08, reason="bfloat16 weights and scaled queries, and the rounded result")
 SCALED_QUERIES_LSE = dict(rms=1e-3, maximum=0.02, reason="scores of scaled queries rounded to bfloat16")

@@ -7,16 +7,11 @@ from helpers import assert_close, tiny_model, tiny_tokenizer
 import hf_efficient
 from hf_efficient.cli import main
 from hf_efficient.kernels.linear import contextual_mlp
-from hf_efficient.kernels.native import build, compiler
 from hf_efficient.pruning.contextual.layer import every_row, layers_of
 from hf_efficient.pruning.contextual.predictor import Predictor, threshold_of_recall, threshold_of_share
 
 
 TOKENS = torch.randint(3, 128, (8, 64), generator=torch.Generator().manual_seed(0))
-COMPILED = pytest.mark.skipif(
-    not build.FEATURES <= build.cpu_features() or compiler.compiler() is None,
-    reason="needs AVX-512, bfloat16 instructions and a C++ compiler",
-)
 
 
 def sparse_model(name: str, dtype=torch.float32, **options):
@@ -34,10 +29,9 @@ def reference(x, gate, up, down, mask):
     return y
 
 
-@COMPILED
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("rank", [0, 8])
-def test_the_kernel_computes_exactly_the_chosen_neurons(rows, rank):
+def test_the_kernel_computes_exactly_the_chosen_neurons(rows, rank, tier):
     """Sizes that fill no vector: 37 neurons, 70 columns."""
     generator = torch.Generator().manual_seed(1)
 
@@ -145,8 +139,7 @@ def test_saved_beside_the_dense_model_and_loaded_again(tmp_path):
     assert not layers_of(other)
 
 
-@COMPILED
-def test_recorded_decoding_writes_the_same_tokens():
+def test_recorded_decoding_writes_the_same_tokens(tier):
     dense = tiny_model("llama", torch.bfloat16)
     model, _ = sparse_model("llama", torch.bfloat16, keep=0.5, rank=8)
     layer, x = model.model.layers[0].mlp, torch.ones(1, 64, dtype=torch.bfloat16)

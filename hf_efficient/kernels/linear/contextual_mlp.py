@@ -1,7 +1,7 @@
 """The op of a feed-forward layer with contextual sparsity: it computes only the neurons that each row of x activates.
 
-Few rows of bfloat16 are one call of `native/contextual/contextual.cpp`, on CPUs that have `native.build.FEATURES`. All
-else is torch's index_select and products.
+Few rows of bfloat16 are one call of `native/contextual/contextual.cpp`, on CPUs that it is compiled for
+(`native/tiers.py`). All else is torch's index_select and products.
 """
 
 import ctypes

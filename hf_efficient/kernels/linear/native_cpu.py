@@ -1,5 +1,4 @@
-"""Linear layers of 2, 3, 4 and 8-bit codes by the C++ kernels of `native/linear`, on CPUs that have
-`native.build.FEATURES`.
+"""Linear layers of 2, 3, 4 and 8-bit codes by the C++ kernels of `native/linear`, on the CPUs of `native/tiers.py`.
 
 The layout: 16 rows of the weight are a block, and each 32-bit lane of a vector of 64 bytes belongs to one row.
 Neighbouring columns stand in the two halves of a lane, so that a look-up in registers turns shifted halves into pairs

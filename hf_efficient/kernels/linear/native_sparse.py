@@ -1,4 +1,4 @@
-"""Linear layers of pruned bfloat16 weights by the C++ kernels of `native/sparse`, on CPUs with AVX-512 VBMI2.
+"""Linear layers of pruned bfloat16 weights by the C++ kernels of `native/sparse`.
 
 The layout is a stream of the kept values in the order in which they are read: bands of 4 rows, in a band steps of 32
 columns, in a step row after row. `values` is bfloat16 [kept]. `masks` is int32 [bands, steps, 4]: bit i of a word says
@@ -22,7 +22,6 @@ from hf_efficient.kernels.replay.registry import replays
 
 
 BAND, COLUMNS = 4, 32
-FEATURE = "avx512_vbmi2"  # which the other C++ kernels do not need
 
 
 class _SparseWeight(ctypes.Structure):
@@ -46,7 +45,7 @@ def weight_structure(values, masks, starts, out_features, in_features) -> tuple[
 @once_a_tier
 def function():
     """The compiled product, which takes raw pointers; None where other layouts serve instead."""
-    library = build.load("sparse", (Product, _SparseWeight)) if FEATURE in build.cpu_features() else None
+    library = build.load("sparse", (Product, _SparseWeight))
     if library is None:
         return None
     library.hf_sparse.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]

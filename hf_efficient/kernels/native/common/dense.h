@@ -5,66 +5,42 @@
 
 constexpr int SUMS = 16;  // at once, rows of x times rows of the weight
 
-// The sum of the lanes of each of 16 vectors.
-static INLINE Floats sums_of_lanes(const Floats (&values)[SUMS]) {
-#if BF16_DOT
-    __m512 twos[8], fours[4], pairs[2];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        const __m512 a = (__m512)values[2 * i], b = (__m512)values[2 * i + 1];
-        twos[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {  // each quarter holds what it gives to 4 sums
-        const __m512d a = (__m512d)twos[2 * i], b = (__m512d)twos[2 * i + 1];
-        fours[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
-    }
-    constexpr int EVEN = 0x88, ODD = 0xdd;  // quarters 0 and 2 of both operands, or 1 and 3
-    for (int i = 0; i < 2; i++) {
-        const __m512 a = fours[2 * i], b = fours[2 * i + 1];
-        pairs[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, EVEN), _mm512_shuffle_f32x4(a, b, ODD));
-    }
-    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], EVEN),
-                                 _mm512_shuffle_f32x4(pairs[0], pairs[1], ODD));
-#else
-    Floats sums = {};
-    for (int i = 0; i < SUMS; i++)
-        for (int lane = 0; lane < LANES; lane++) sums[i] += values[i][lane];
-    return sums;
-#endif
-}
+// Sums that registers hold beside what they are made of.
+constexpr int SUMS_IN_REGISTERS = REGISTERS < 32 ? 4 : 16;
 
 // y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M
 template <int M, int AHEAD>
 static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16_t *bias, int64_t width, int64_t count,
                               uint16_t *y, int64_t ld) {
-    constexpr int N = SUMS / M;
-    Floats sums[SUMS] = {};
-#if BF16_DOT
-    for (int64_t k = 0; k < width; k += 2 * LANES) {
-        const __mmask32 inside = bits_below(width - k);
-        __m512bh values[M];
+    constexpr int N = SUMS / M, AT_ONCE = std::min(N, std::max(1, SUMS_IN_REGISTERS / M));
+    Floats all[SUMS];
+#pragma GCC unroll 1
+    for (int first = 0; first < N; first += AT_ONCE) {
+        Floats sums[M * AT_ONCE] = {};
+        for (int64_t k = 0; k < width; k += 2 * LANES) {
+            Terms values[M];
 #pragma GCC unroll 8
-        for (int i = 0; i < M; i++) values[i] = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + i * width + k);
+            for (int i = 0; i < M; i++) values[i] = load_terms(x + i * width + k, width - k);
 #pragma GCC unroll 16
-        for (int j = 0; j < N; j++) {
-            const uint16_t *from = w + std::min<int64_t>(j, count - 1) * width + k;
-            __builtin_prefetch(from + AHEAD, 0, 0);
-            const __m512bh weights = (__m512bh)_mm512_maskz_loadu_epi16(inside, from);
+            for (int j = 0; j < AT_ONCE; j++) {
+                const uint16_t *from = w + std::min<int64_t>(first + j, count - 1) * width + k;
+                __builtin_prefetch(from + AHEAD, 0, 0);
+                const Terms weights = load_terms(from, width - k);
 #pragma GCC unroll 8
-            for (int i = 0; i < M; i++)
-                sums[i * N + j] = (Floats)_mm512_dpbf16_ps((__m512)sums[i * N + j], weights, values[i]);
+                for (int i = 0; i < M; i++) sums[i * AT_ONCE + j] = dot(sums[i * AT_ONCE + j], weights, values[i]);
+            }
         }
+#pragma GCC unroll 8
+        for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+            for (int j = 0; j < AT_ONCE; j++) all[i * N + first + j] = sums[i * AT_ONCE + j];
     }
-#else
-    for (int i = 0; i < M; i++)
-        for (int j = 0; j < count; j++)
-            for (int64_t k = 0; k < width; k++)
-                sums[i * N + j][0] += bfloat16_value(x[i * width + k]) * bfloat16_value(w[j * width + k]);
-#endif
-    Floats results = sums_of_lanes(sums);
-    if (bias)
-        for (int i = 0; i < SUMS; i++) results[i] += bfloat16_value(bias[std::min<int64_t>(i % N, count - 1)]);
+    Floats results = sums_of_lanes(all);
+    if (bias) {
+        float biases[SUMS];
+        for (int i = 0; i < SUMS; i++) biases[i] = bfloat16_value(bias[std::min<int64_t>(i % N, count - 1)]);
+        results += *(const Floats *)biases;
+    }
     const Halves halves = narrow(results);
     uint16_t stored[SUMS];
     memcpy(stored, &halves, sizeof stored);
@@ -87,7 +63,7 @@ static INLINE void dense_ahead(Ahead ahead, const uint16_t *x, const uint16_t *w
                                                               y + row * columns + j, columns);
                     row += M, left -= M;
                 };
-                if (left >= 8) some(std::integral_constant<int, 8>());
+                if (left >= 8 && REGISTERS == 32) some(std::integral_constant<int, 8>());
                 else if (left >= 4) some(std::integral_constant<int, 4>());
                 else if (left >= 2) some(std::integral_constant<int, 2>());
                 else some(std::integral_constant<int, 1>());

@@ -7,17 +7,10 @@
 
 enum Type : int64_t { FLOAT, BFLOAT16, HALF };
 
-static INLINE Floats splat(float value) { return value - (Floats){}; }
-
-static INLINE Floats select(Ints mask, Floats yes, Floats no) {
-    return (Floats)(((Ints)yes & mask) | ((Ints)no & ~mask));
-}
-
 // e^x to 2 units in the last place: 2^n * e^r with |r| <= ln 2 / 2
 static INLINE Floats exponential(Floats x) {
     x = select(x < -87.3f, splat(-87.3f), select(x > 88.7f, splat(88.7f), x));
-    const Floats n = __builtin_convertvector(
-        __builtin_convertvector(x * 1.44269504f + select(x < 0.0f, splat(-0.5f), splat(0.5f)), Ints), Floats);
+    const Floats n = to_floats(to_ints(x * 1.44269504f + select(x < 0.0f, splat(-0.5f), splat(0.5f))));
     const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
     Floats p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -26,7 +19,7 @@ static INLINE Floats exponential(Floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+    return p * (Floats)((to_ints(n) + 127) << 23);
 }
 
 // Calls body(at) for every index of the first three of `sizes`.
@@ -41,8 +34,6 @@ static INLINE int64_t offset(const int64_t *strides, const int64_t *at) {
     return strides[0] * at[0] + strides[1] * at[1] + strides[2] * at[2];
 }
 
-static INLINE float half_value(uint16_t half) { return (float)*(_Float16 *)&half; }
-
 // x <- `count` elements from index `first` of `data` on, `stride` apart; x has room for a whole vector at the end
 static INLINE void load(float *x, const void *data, int64_t type, int64_t first, int64_t stride, int64_t count) {
     if (type == FLOAT) {
@@ -52,14 +43,12 @@ static INLINE void load(float *x, const void *data, int64_t type, int64_t first,
         return;
     }
     const uint16_t *from = (const uint16_t *)data + first;
-    if (type == HALF) {
-        for (int64_t i = 0; i < count; i++) x[i] = half_value(from[i * stride]);
-        return;
+    for (int64_t i = 0; i < count; i += LANES) {
+        Halves halves = {};
+        if (stride == 1) halves = load_some(from + i, count - i);
+        else for (int64_t j = 0; j < std::min<int64_t>(LANES, count - i); j++) halves[j] = from[(i + j) * stride];
+        *(Floats *)(x + i) = type == HALF ? from_float16(halves) : widen(halves);
     }
-    int64_t i = 0;
-    if (stride == 1)
-        for (; i + LANES <= count; i += LANES) *(Floats *)(x + i) = widen(*(const Halves *)(from + i));
-    for (; i < count; i++) x[i] = bfloat16_value(from[i * stride]);
 }
 
 static INLINE void store(const float *x, void *data, int64_t type, int64_t first, int64_t stride, int64_t count) {
@@ -70,15 +59,10 @@ static INLINE void store(const float *x, void *data, int64_t type, int64_t first
         return;
     }
     uint16_t *to = (uint16_t *)data + first;
-    if (type == HALF) {
-        for (int64_t i = 0; i < count; i++) *(_Float16 *)(to + i * stride) = (_Float16)x[i];
-        return;
-    }
-    int64_t i = 0;
-    if (stride == 1)
-        for (; i + LANES <= count; i += LANES) *(Halves *)(to + i) = narrow(*(const Floats *)(x + i));
-    for (; i < count; i++) {
-        const Halves half = narrow(splat(x[i]));
-        to[i * stride] = half[0];
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats values = load_some(x + i, count - i);
+        const Halves halves = type == HALF ? to_float16(values) : narrow(values);
+        if (stride == 1) store_some(to + i, count - i, halves);
+        else for (int64_t j = 0; j < std::min<int64_t>(LANES, count - i); j++) to[(i + j) * stride] = halves[j];
     }
 }

@@ -22,13 +22,11 @@ struct Output {
                 *(Halves *)((uint16_t *)y + index) = narrow(values);
             }
         } else if (is_float) {
-            for (int i = 0; i < count; i++)
-                ((float *)y)[index + i] = values[i] + (bias ? ((const float *)bias)[first + i] : 0);
+            if (bias) values += load_some((const float *)bias + first, count);
+            store_some((float *)y + index, count, values);
         } else {
-            Halves some = {};
-            if (bias) memcpy(&some, (const uint16_t *)bias + first, count * 2), values += widen(some);
-            some = narrow(values);
-            memcpy((uint16_t *)y + index, &some, count * 2);
+            if (bias) values += widen(load_some((const uint16_t *)bias + first, count));
+            store_some((uint16_t *)y + index, count, narrow(values));
         }
     }
 };

@@ -29,11 +29,13 @@ template <class From, class To> static To *padded(const From *x, int64_t rows, i
     static thread_local Buffer inputs;
     To *copy = inputs.get<To>(rows * width);
     for (int64_t row = 0; row < rows; row++, x += columns, copy += width) {
-        for (int64_t i = 0; i < columns; i++) {
-            if constexpr (sizeof(From) == sizeof(To)) copy[i] = x[i];
-            else copy[i] = bfloat16_value(x[i]);
+        int64_t i = 0;
+        if constexpr (sizeof(From) == sizeof(To)) memcpy(copy, x, columns * sizeof(To)), i = columns;
+        else {
+            for (; i + LANES <= columns; i += LANES) *(Floats *)(copy + i) = widen(*(const Halves *)(x + i));
+            for (; i < columns; i++) copy[i] = bfloat16_value(x[i]);
         }
-        for (int64_t i = columns; i < width; i++) copy[i] = 0;
+        for (; i < width; i++) copy[i] = 0;
     }
     return copy - rows * width;
 }

@@ -3,8 +3,10 @@
 #pragma once
 #include "vectors.h"
 
-constexpr int TILE_ROWS = 6;  // of x, by 4 blocks: 24 accumulators
+constexpr int TILE_ROWS = 6;  // of x
 constexpr int TILE_BLOCKS = 4;
+
+constexpr int TILE_SUMS = REGISTERS * 3 / 4;  // accumulators in registers
 
 // A step of the sum: one pair of bfloat16 (T uint32_t), or one float.
 static INLINE Floats tile_dot(Floats sum, Floats values, float x) { return dot(sum, values, x); }
@@ -12,30 +14,42 @@ static INLINE Floats tile_dot(Floats sum, Floats values, float x) { return dot(s
 static INLINE Floats tile_dot(Floats sum, Floats pairs, uint32_t x) { return dot(sum, Pairs{(__m512i)pairs}, x); }
 #endif
 
-template <int M, int BLOCKS, class T>
+// For N of BLOCKS blocks.
+template <int M, int BLOCKS, int N, class T>
 static INLINE void tile_product(const T *x, int64_t ld, const Floats *tile, int64_t steps, bool begin,
                                 Floats (*sums)[TILE_BLOCKS]) {
-    Floats sum[M][BLOCKS];
+    Floats sum[M][N];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int b = 0; b < BLOCKS; b++) sum[m][b] = begin ? Floats{} : sums[m][b];
+        for (int b = 0; b < N; b++) sum[m][b] = begin ? Floats{} : sums[m][b];
     for (int64_t k = 0; k < steps; k++, tile += BLOCKS)
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-            for (int b = 0; b < BLOCKS; b++) sum[m][b] = tile_dot(sum[m][b], tile[b], x[m * ld + k]);
+            for (int b = 0; b < N; b++) sum[m][b] = tile_dot(sum[m][b], tile[b], x[m * ld + k]);
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int b = 0; b < BLOCKS; b++) sums[m][b] = sum[m][b];
+        for (int b = 0; b < N; b++) sums[m][b] = sum[m][b];
+}
+
+// As many blocks at once as registers hold sums of.
+template <int M, int BLOCKS, int LEFT, class T>
+static INLINE void tile_products(const T *x, int64_t ld, const Floats *tile, int64_t steps, bool begin,
+                                 Floats (*sums)[TILE_BLOCKS]) {
+    constexpr int FIT = TILE_SUMS / M, N = std::min(LEFT, FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1);
+    tile_product<M, BLOCKS, N>(x, ld, tile, steps, begin, sums);
+    if constexpr (LEFT > N)
+        tile_products<M, BLOCKS, LEFT - N>(x, ld, tile + N, steps, begin, (Floats(*)[TILE_BLOCKS])(sums[0] + N));
 }
 
 // tile: [steps][BLOCKS], x: [rows][ld]
 template <int BLOCKS, class T, int M = TILE_ROWS>
 static void tile_rows(int64_t rows, const T *x, int64_t ld, const Floats *tile, int64_t steps, bool begin,
                       Floats (*sums)[TILE_BLOCKS]) {
-    for (; rows >= M; rows -= M, x += M * ld, sums += M) tile_product<M, BLOCKS>(x, ld, tile, steps, begin, sums);
+    for (; rows >= M; rows -= M, x += M * ld, sums += M)
+        tile_products<M, BLOCKS, BLOCKS>(x, ld, tile, steps, begin, sums);
     if constexpr (M > 1)
         if (rows) tile_rows<BLOCKS, T, M - 1>(rows, x, ld, tile, steps, begin, sums);
 }

@@ -1,15 +1,21 @@
-// Vectors of 16 lanes, threads and scratch memory, for any compiler with GCC's vector extensions.
+// Vectors of 16 lanes, threads and scratch memory, for compilers with GCC's vector extensions. Which instructions there
+// are is told by the compiler's flags, of kernels/native/tiers.py. A header for each width of registers has
+//
+// - Floats, Ints, Words (4 bytes a lane), Halves (2) and Bytes (1), with the operators of GCC's vectors;
+// - conversions: widen, narrow (bfloat16), from_float16, to_float16, to_floats, to_ints, nearest, to_bytes;
+// - some of the lanes: load_some, store_some, blend; all of them: sum, highest, sums_of_lanes, transpose, look_up;
+// - plus_products: sums of 4 bytes times 4 bytes.
 
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <immintrin.h>
 #include <type_traits>
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512BW__)
-#include <immintrin.h>
-#define BF16_DOT 1
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__)
+#define BF16_DOT 1  // products of pairs of bfloat16; elsewhere they are widened to floats
 #else
 #define BF16_DOT 0
 #endif
@@ -24,37 +30,10 @@ extern "C" int omp_get_max_threads();
 
 constexpr int LANES = 16;
 
-typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+static INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// GCC takes __builtin_convertvector from narrower integers apart, lane by lane.
-static INLINE Floats widen(Halves bits) {  // the values of bfloat16 bits
-#if BF16_DOT
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
-#else
-    return (Floats)(__builtin_convertvector(bits, Words) << 16);
-#endif
-}
-
-static INLINE Floats widen(Bytes bytes) {
-#if BF16_DOT
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)bytes));
-#else
-    return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
-#endif
-}
-
-static INLINE Halves narrow(Floats values) {  // to bfloat16, to the nearest even
-#if BF16_DOT
-    return (Halves)_mm512_cvtneps_pbh((__m512)values);
-#else
-    Words bits = (Words)values;
-    return __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
-#endif
-}
+// Bits 0 to n - 1 of a word.
+static INLINE uint64_t bits_below(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~0ull : (1ull << n) - 1; }
 
 static INLINE uint16_t bfloat16_bits(float value) {  // cut off
     uint32_t bits;
@@ -69,7 +48,47 @@ static INLINE float bfloat16_value(uint16_t half) {
     return value;
 }
 
-static INLINE Floats dot(Floats sum, Floats values, float x) { return sum + values * x; }
+#if defined(__AVX512BW__)
+#include "vectors_avx512.h"
+#else
+#include "vectors_avx2.h"
+#endif
+
+static INLINE Floats select(Ints mask, Floats yes, Floats no) {
+    return (Floats)(((Ints)yes & mask) | ((Ints)no & ~mask));
+}
+
+static INLINE Floats absolute(Floats x) { return (Floats)((Words)x & 0x7fffffffu); }
+
+// 32 numbers of bfloat16, for products with 32 others: lanes hold any of them, but always the same.
+struct Terms {
+#if BF16_DOT
+    __m512i bits;
+#else
+    Floats even, odd;
+#endif
+};
+
+static INLINE Terms terms_of(Words pairs) {
+#if BF16_DOT
+    return {(__m512i)pairs};
+#else
+    return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
+#endif
+}
+
+// `count` numbers, at most 32, and zeros
+static INLINE Terms load_terms(const uint16_t *from, int64_t count) { return terms_of(load_pairs(from, count)); }
+
+static INLINE Floats dot(Floats sum, Terms a, Terms b) {
+#if BF16_DOT
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a.bits, (__m512bh)b.bits);
+#else
+    return multiply_add(a.odd, b.odd, multiply_add(a.even, b.even, sum));
+#endif
+}
+
+static INLINE Floats dot(Floats sum, Floats values, float x) { return multiply_add(values, splat(x), sum); }
 
 #if BF16_DOT
 struct Pairs {  // of bfloat16
@@ -80,8 +99,6 @@ struct Pairs {  // of bfloat16
 static INLINE Floats dot(Floats sum, Pairs pairs, uint32_t x) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs.bits, (__m512bh)_mm512_set1_epi32(x));
 }
-#else
-struct Pairs {};
 #endif
 
 struct Buffer {  // of a thread, kept between calls
@@ -106,8 +123,3 @@ template <class F> static INLINE void parallel(int64_t count, F body) {
     };
     GOMP_parallel([](void *data) { (*(decltype(part) *)data)(); }, &part, 0, 0);
 }
-
-static INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Bits 0 to n - 1 of a word.
-static INLINE uint64_t bits_below(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~0ull : (1ull << n) - 1; }

@@ -32,34 +32,35 @@ static INLINE Floats activate(int64_t activation, Floats x) {
     case RELU_SQUARED: return x = select(x > 0.0f, x, splat(0.0f)), x * x;
     case SILU: return x / (splat(1.0f) + exponential(-x));
     default:
-        for (int i = 0; i < LANES; i++)
-            x[i] = activation == GELU
-                       ? 0.5f * x[i] * (1 + std::erf(x[i] * 0.70710678f))
-                       : 0.5f * x[i] * (1 + std::tanh(0.79788456f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
-        return x;
+        float lanes[LANES];
+        *(Floats *)lanes = x;
+        for (float &v : lanes)
+            v = activation == GELU ? 0.5f * v * (1 + std::erf(v * 0.70710678f))
+                                   : 0.5f * v * (1 + std::tanh(0.79788456f * (v + 0.044715f * v * v * v)));
+        return *(const Floats *)lanes;
     }
 }
 
 // x . each of 16 rows; prefetches the rows `next`
 static INLINE Floats products(const uint16_t *const (&rows)[SUMS], const uint16_t *const (&next)[SUMS],
                               const uint16_t *x, int64_t width) {
-    Floats sums[SUMS] = {};
-#if BF16_DOT
-    for (int64_t k = 0; k < width; k += 2 * LANES) {
-        const __mmask32 inside = bits_below(width - k);
-        const __m512bh values = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + k);
+    constexpr int AT_ONCE = SUMS_IN_REGISTERS;
+    Floats all[SUMS];
+#pragma GCC unroll 1
+    for (int first = 0; first < SUMS; first += AT_ONCE) {
+        Floats sums[AT_ONCE] = {};
+        for (int64_t k = 0; k < width; k += 2 * LANES) {
+            const Terms values = load_terms(x + k, width - k);
 #pragma GCC unroll 16
-        for (int j = 0; j < SUMS; j++) {
-            __builtin_prefetch(next[j] + k);
-            sums[j] = (Floats)_mm512_dpbf16_ps((__m512)sums[j], (__m512bh)_mm512_maskz_loadu_epi16(inside, rows[j] + k),
-                                               values);
+            for (int j = 0; j < AT_ONCE; j++) {
+                __builtin_prefetch(next[first + j] + k);
+                sums[j] = dot(sums[j], load_terms(rows[first + j] + k, width - k), values);
+            }
         }
+#pragma GCC unroll 16
+        for (int j = 0; j < AT_ONCE; j++) all[first + j] = sums[j];
     }
-#else
-    for (int j = 0; j < SUMS; j++)
-        for (int64_t k = 0; k < width; k++) sums[j][0] += bfloat16_value(rows[j][k]) * bfloat16_value(x[k]);
-#endif
-    return sums_of_lanes(sums);
+    return sums_of_lanes(all);
 }
 
 // The rows of `weight` of elements `first` to first + 15 of `chosen` (null: of 0, 1, ...), the last one again behind
@@ -73,24 +74,21 @@ static INLINE void point(const uint16_t *(&rows)[SUMS], const uint16_t *weight, 
 }
 
 static INLINE Floats with_bias(Floats sums, const uint16_t *bias, const int32_t *chosen, int64_t first, int64_t count) {
-    if (bias)
-        for (int j = 0; j < SUMS; j++) {
-            const int64_t index = std::min(first + j, count - 1);
-            sums[j] += bfloat16_value(bias[chosen ? chosen[index] : index]);
-        }
-    return sums;
+    if (!bias) return sums;
+    float biases[SUMS];
+    for (int j = 0; j < SUMS; j++) {
+        const int64_t index = std::min(first + j, count - 1);
+        biases[j] = bfloat16_value(bias[chosen ? chosen[index] : index]);
+    }
+    return sums + *(const Floats *)biases;
 }
 
 static INLINE Floats some(const float *values, int64_t first, int64_t count) {
-    Floats result = {};
-    memcpy(&result, values + first, 4 * std::min<int64_t>(LANES, count - first));
-    return result;
+    return load_some(values + first, count - first);
 }
 
 static INLINE Floats some(const uint16_t *values, int64_t first, int64_t count) {
-    Halves result = {};
-    memcpy(&result, values + first, 2 * std::min<int64_t>(LANES, count - first));
-    return widen(result);
+    return widen(load_some(values + first, count - first));
 }
 
 // Calls body(row, index, its 16 products with each of `weights`) for every 16 indices of this thread's part, rows in
@@ -125,7 +123,7 @@ struct Scratch {
 };
 
 static INLINE void mark(const Scratch &to, int64_t row, int64_t first, int64_t neurons, Ints calls) {
-    const Ints indices = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints indices = lane_numbers();
     to.mask(first) |= (Words)(calls & (indices < int32_t(neurons - first)) & 1) << uint32_t(row);
 }
 
@@ -154,26 +152,27 @@ static void threshold(const ContextualCall &call, const Scratch &to) {
                          activate(call.activation, with_bias(sums[0], call.gate_bias, nullptr, first, call.neurons));
                      *(Floats *)to.at(row, first) = value;
                      mark(to, row, first, call.neurons,
-                          (Floats)((Words)value & 0x7fffffff) > some(call.limit, first, call.neurons));
+                          absolute(value) > some(call.limit, first, call.neurons));
                  });
 }
 
 // The lanes that `wanted` marks, one after another
 template <class T> static INLINE void append(T *to, T values, Words wanted) {
-#if BF16_DOT
+#if defined(__AVX512F__)
     const __m512i kept =
         _mm512_maskz_compress_epi32(_mm512_test_epi32_mask((__m512i)wanted, (__m512i)wanted), (__m512i)values);
     memcpy(to, &kept, sizeof kept);
 #else
-    for (int j = 0, index = 0; j < LANES; j++)
-        if (wanted[j]) memcpy((uint32_t *)to + index++, (uint32_t *)&values + j, 4);
+    uint32_t lanes[LANES], marks[LANES];
+    memcpy(lanes, &values, sizeof lanes), memcpy(marks, &wanted, sizeof marks);
+    for (int j = 0, index = 0; j < LANES; index += marks[j++] != 0) ((uint32_t *)to)[index] = lanes[j];
 #endif
 }
 
 // The number of chosen neurons, which stand in `chosen`, their masks and values without gaps.
 static int64_t gather(const ContextualCall &call, const Scratch &to) {
     int64_t count = 0;
-    Ints indices = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Ints indices = lane_numbers();
     for (int64_t first = 0; first < to.room; first += LANES, indices += LANES) {
         const Words wanted = to.mask(first);
         append((Ints *)(to.chosen + count), indices, wanted);
@@ -193,11 +192,9 @@ static INLINE void add_rows(const uint16_t *const (&rows)[SUMS], const uint16_t 
         Floats chains[4] = {*(Floats *)(sums + k)};
 #pragma GCC unroll 16
         for (int j = 0; j < SUMS; j++) {
-            Halves halves = {};
-            if (k + LANES <= hidden) halves = *(const Halves *)(rows[j] + k);
-            else memcpy(&halves, rows[j] + k, 2 * (hidden - k));
+            const Halves halves = load_some(rows[j] + k, hidden - k);
             if (k % (2 * LANES) == 0) __builtin_prefetch(next[j] + k);
-            chains[j % 4] += widen(halves) * values[j];
+            chains[j % 4] = dot(chains[j % 4], widen(halves), values[j]);
         }
         *(Floats *)(sums + k) = (chains[0] + chains[1]) + (chains[2] + chains[3]);
     }
@@ -209,7 +206,7 @@ static INLINE Floats contribution(const ContextualCall &call, const Scratch &to,
     Floats value = *(Floats *)to.at(row, first);
     if (call.rank) value = activate(call.activation, with_bias(*sums++, call.gate_bias, to.chosen, first, count));
     if (call.up) value *= with_bias(*sums, call.up_bias, to.chosen, first, count);
-    const Ints indices = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints indices = lane_numbers();
     const Ints calls = (Ints)(to.mask(first) >> uint32_t(row) & 1) != 0;
     return select(calls & (indices < int32_t(count - first)), value, splat(0.0f));
 }

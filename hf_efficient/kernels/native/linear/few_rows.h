@@ -5,9 +5,10 @@
 #include "codes.h"
 #include "output.h"
 
-constexpr int ROWS_AT_ONCE = 8;  // rows of x that share one decoding
+constexpr int SUMS_AT_ONCE = REGISTERS / 2;
+constexpr int ROWS_AT_ONCE = std::min(8, SUMS_AT_ONCE);  // rows of x that share one decoding
 // Blocks of W that share one load of x. 32 columns of 3 bits fill the registers.
-constexpr int BLOCKS_AT_ONCE = BITS == 3 ? 1 : 2;
+constexpr int BLOCKS_AT_ONCE = BITS == 3 || REGISTERS < 32 ? 1 : 2;
 
 // totals[m][b] of BLOCKS neighbouring blocks for M rows of x. T is uint32_t (pairs of bfloat16) or float; ld counts T,
 // sums are [M][ld_sums].
@@ -16,7 +17,7 @@ static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t 
                             Floats (*totals)[BLOCKS]) {
     constexpr bool PAIRED = std::is_same<T, uint32_t>::value;
     constexpr int TERMS = PAIRED ? Codes::PAIRS : Codes::COLUMNS;  // of a line, for one row of x
-    constexpr int CHAINS = std::min(4, 16 / (M * BLOCKS));         // sums that do not wait for each other
+    constexpr int CHAINS = std::min(4, SUMS_AT_ONCE / (M * BLOCKS));  // sums that do not wait for each other
     constexpr int LINES = CHAINS > TERMS ? CHAINS / TERMS : 1;     // at once
     const int64_t stride = w.line(1, 0) - w.line(0, 0);
     for (int m = 0; m < M; m++)
@@ -27,13 +28,13 @@ static INLINE void few_rows(const Matrix &w, int64_t block, const T *x, int64_t 
         const uint8_t *line = w.line(block, step);
         const T *at = x + step * TERMS;
         auto add = [&](int chain) __attribute__((always_inline)) {
-            typename std::conditional<PAIRED, Pairs, Floats>::type values[BLOCKS][TERMS];
+            Codes::As<T> values[BLOCKS];
 #pragma GCC unroll 2
             for (int b = 0; b < BLOCKS; b++) {
                 // the same line of the next blocks, to the second-level cache: for short rows up to 1.7 times as fast
                 // as a fixed distance
                 for (int i = 0; i < Codes::LINES; i++) __builtin_prefetch(line + (b + BLOCKS) * stride + 64 * i, 0, 2);
-                w.codes.decode(line + b * stride, values[b]);
+                values[b].decode(w.codes, line + b * stride);
             }
 #pragma GCC unroll 32
             for (int j = 0; j < TERMS; j++)
@@ -75,7 +76,7 @@ static void few_rows_of_blocks(const Matrix &w, int64_t block, const T *x, int64
         const int64_t left = rows - row;
         int count = 1;
 #define CASE(M) count = M, few_rows<M, BLOCKS>(w, block, x + row * ld, ld, sums + row * ld_sums, ld_sums, totals)
-        if (left >= 8) CASE(8);
+        if (left >= 8 && ROWS_AT_ONCE == 8) CASE(ROWS_AT_ONCE);
         else if (left >= 4) CASE(4);
         else if (left >= 2) CASE(2);
         else CASE(1);

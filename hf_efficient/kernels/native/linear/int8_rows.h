@@ -5,31 +5,28 @@
 #include "codes.h"
 #include "output.h"
 
-#if BF16_DOT
 constexpr int SPAN = 64;        // columns, rounded at once
 constexpr int ALONE = 1 << 14;  // with fewer elements one thread rounds faster than several
-constexpr int BLOCKS_A_UNIT = 2;
+constexpr int BLOCKS_A_UNIT = REGISTERS < 32 ? 1 : 2;
 
 // Codes 4 to a lane, in the order that `column` tells.
 struct Bytewise {
     static constexpr int VECTORS = BITS == 3 ? 8 : 8 / BITS;  // of a line
 
-    static INLINE void decode(const uint8_t *line, __m512i *out) {
-        const __m512i word = _mm512_loadu_si512(line);
+    static INLINE void decode(const uint8_t *line, Words *out) {
+        const Words *words = (const Words *)line;
         if (BITS == 8) {  // from sign and magnitude of code - 127.5
-            const __m512i flip =
-                _mm512_mask_blend_epi8(_mm512_movepi8_mask(word), _mm512_set1_epi8(-128), _mm512_set1_epi8(-1));
-            out[0] = _mm512_xor_si512(word, flip);
+            const Words negative = words[0] >> 7 & 0x01010101u;
+            out[0] = words[0] ^ ((negative << 7) - negative) ^ 0x80808080u;
         } else if (BITS != 3) {
+            const Words word = words[0];
 #pragma GCC unroll 4
-            for (int i = 0; i < VECTORS; i++)
-                out[i] = _mm512_and_si512(_mm512_srli_epi32(word, BITS * i), _mm512_set1_epi8((1 << BITS) - 1));
+            for (int i = 0; i < VECTORS; i++) out[i] = word >> (BITS * i) & ((1 << BITS) - 1) * 0x01010101u;
         } else {
-            const Words words[3] = {(Words)word, ((const Words *)line)[1], ((const Words *)line)[2]};
+            const Words three[3] = {words[0], words[1], words[2]};
 #pragma GCC unroll 8
             for (int i = 0; i < VECTORS; i++)
-                out[i] = (__m512i)((Codes::shifted(words, 2 * i) & 0x70007) |
-                                   (Codes::shifted(words, 2 * i + 1) & 0x70007) << 8);
+                out[i] = (Codes::shifted(three, 2 * i) & 0x70007u) | (Codes::shifted(three, 2 * i + 1) & 0x70007u) << 8;
         }
     }
 
@@ -45,35 +42,42 @@ struct Rounded {                 // rows of x
     int64_t width, segments;
 };
 
-// sum + the products of each lane's 4 codes with x; in assembly, since GCC moves sums about between registers
-static INLINE __m512i plus_products(__m512i sum, __m512i codes, __m512i x) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
-    return sum;
+// to[i] <- bytes[order[i]] for i < count
+static INLINE void store_ordered(int8_t *to, int64_t count, const int8_t (&bytes)[SPAN], const uint8_t (&order)[SPAN]) {
+#if defined(__AVX512VBMI__)
+    const __m512i ordered = _mm512_permutexvar_epi8(_mm512_load_si512(order), _mm512_load_si512(bytes));
+    _mm512_mask_storeu_epi8(to, bits_below(count), ordered);
+#else
+    for (int64_t i = 0; i < count; i++) to[i] = bytes[order[i]];
+#endif
 }
 
-static void round_row(const Matrix &w, const uint16_t *x, __m512i order, int8_t *codes, float *scales, float *sums) {
+static void round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)[SPAN], int8_t *codes, float *scales,
+                      float *sums) {
     for_segments<SPAN>(w, [&](int64_t segment, int64_t, int64_t step, int64_t end) __attribute__((always_inline)) {
         const int64_t first = step * w.COLUMNS, last = end * w.COLUMNS, count = std::min(last, w.in_features) - first;
-        __m512 values[4];
-        __m512i largest = _mm512_setzero_si512();  // of the bits, so that NaN and infinity stay
+        Floats values[4];
+        Ints largest = {};  // of the bits, so that NaN and infinity stay
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            values[i] =
-                (__m512)widen((Halves)_mm256_maskz_loadu_epi16(bits_below(count - LANES * i), x + first + LANES * i));
-            largest = _mm512_max_epi32(largest, _mm512_and_si512((__m512i)values[i], _mm512_set1_epi32(0x7fffffff)));
+            values[i] = widen(load_some(x + first + LANES * i, count - LANES * i));
+            largest = maximum(largest, (Ints)absolute(values[i]));
         }
-        const float most = _mm512_cvtss_f32((__m512)_mm512_set1_epi32(_mm512_reduce_max_epi32(largest)));
-        const __m512 factor = _mm512_set1_ps(most > 0 ? 127 / most : 0);
-        alignas(64) __m128i bytes[4];
+        const int32_t bits = highest(largest);
+        float most;
+        memcpy(&most, &bits, 4);
+        const Floats factor = splat(most > 0 ? 127 / most : 0);
+        alignas(64) int8_t bytes[SPAN];
+        Ints sum_of_codes = {};
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++)
-            bytes[i] = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(values[i], factor)));
-        const __m512i ordered = _mm512_permutexvar_epi8(order, _mm512_load_si512(bytes));
-        _mm512_mask_storeu_epi8(codes + first, bits_below(last - first), ordered);
-        const int32_t sum =
-            _mm512_reduce_add_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), ordered));
+        for (int i = 0; i < 4; i++) {
+            const Ints rounded = nearest(values[i] * factor);
+            *(Bytes *)(bytes + LANES * i) = to_bytes(rounded);
+            sum_of_codes += rounded;
+        }
+        store_ordered(codes + first, last - first, bytes, order);
         scales[segment] = most / 127;
-        sums[segment] = scales[segment] * sum;
+        sums[segment] = scales[segment] * sum(sum_of_codes);
     });
 }
 
@@ -83,12 +87,11 @@ static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows) {
     static thread_local Buffer all_codes, all_scales;
     int8_t *codes = all_codes.get<int8_t>(rows * w.width);
     float *scales = all_scales.get<float>(2 * rows * segments), *sums = scales + rows * segments;
-    alignas(64) uint8_t order[64];
-    for (int i = 0; i < 64; i++) order[i] = i / w.COLUMNS * w.COLUMNS + Bytewise::column(i % w.COLUMNS);
-    const __m512i bytes = _mm512_load_si512(order);
+    alignas(64) uint8_t order[SPAN];
+    for (int i = 0; i < SPAN; i++) order[i] = i / w.COLUMNS * w.COLUMNS + Bytewise::column(i % w.COLUMNS);
     auto some = [&](int64_t row, int64_t end) {
         for (; row < end; row++)
-            round_row(w, x + row * w.in_features, bytes, codes + row * w.width, scales + row * segments,
+            round_row(w, x + row * w.in_features, order, codes + row * w.width, scales + row * segments,
                       sums + row * segments);
     };
     if (rows * w.width < ALONE) some(0, rows);
@@ -105,11 +108,11 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
     const float *scales = x.scales + row * x.segments, *sums = x.sums + row * x.segments;
     Floats totals[M][BLOCKS] = {};
     for_segments<SPAN>(w, [&](int64_t segment, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
-        __m512i sum[M][BLOCKS][CHAINS] = {};
+        Ints sum[M][BLOCKS][CHAINS] = {};
         const uint8_t *line = w.line(block, step);
         const int8_t *at = codes + step * w.COLUMNS;
         for (; step < end; step++, line += Codes::LINES * 64, at += w.COLUMNS) {
-            __m512i values[BLOCKS][VECTORS];
+            Words values[BLOCKS][VECTORS];
 #pragma GCC unroll 2
             for (int b = 0; b < BLOCKS; b++) {
                 for (int i = 0; i < Codes::LINES; i++)
@@ -124,8 +127,7 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
                     memcpy(&four, at + m * x.width + 4 * v, 4);
 #pragma GCC unroll 2
                     for (int b = 0; b < BLOCKS; b++)
-                        sum[m][b][v % CHAINS] =
-                            plus_products(sum[m][b][v % CHAINS], values[b][v], _mm512_set1_epi32(four));
+                        sum[m][b][v % CHAINS] = plus_products<BITS>(sum[m][b][v % CHAINS], values[b][v], four);
                 }
         }
 #pragma GCC unroll 2
@@ -133,9 +135,9 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
             const Floats scale = w.scales(block + b, g), zero = w.zeros(block + b, g);
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
-                __m512i all = sum[m][b][0];
-                if (CHAINS > 1) all = _mm512_add_epi32(all, sum[m][b][CHAINS - 1]);
-                const Floats products = (Floats)_mm512_cvtepi32_ps(all);
+                Ints all = sum[m][b][0];
+                if (CHAINS > 1) all += sum[m][b][CHAINS - 1];
+                const Floats products = to_floats(all);
                 totals[m][b] +=
                     scale * (products * scales[m * x.segments + segment] - zero * sums[m * x.segments + segment]);
             }
@@ -150,8 +152,9 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
 template <int BLOCKS>
 static void int8_rows_of_blocks(const Matrix &w, int64_t block, const Rounded &x, int64_t rows, const Output &out) {
     int64_t row = 0;
-    for (; row + 8 <= rows; row += 8) int8_rows<8, BLOCKS>(w, block, x, row, out);
-    if (rows - row >= 4) int8_rows<4, BLOCKS>(w, block, x, row, out), row += 4;
+    if (REGISTERS == 32)
+        for (; row + 8 <= rows; row += 8) int8_rows<8, BLOCKS>(w, block, x, row, out);
+    for (; row + 4 <= rows; row += 4) int8_rows<4, BLOCKS>(w, block, x, row, out);
     if (rows - row >= 2) int8_rows<2, BLOCKS>(w, block, x, row, out), row += 2;
     if (rows > row) int8_rows<1, BLOCKS>(w, block, x, row, out);
 }
@@ -164,4 +167,3 @@ static void int8(const Matrix *w, const Output *out, int count, const uint16_t *
         else int8_rows_of_blocks<1>(w[i], block, x, rows, out[i]);
     });
 }
-#endif

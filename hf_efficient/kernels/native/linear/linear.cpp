@@ -4,7 +4,8 @@
 #include "int8_rows.h"
 #include "many_rows.h"
 
-constexpr int FEW_ROWS = 32;  // of bfloat16, measured on Zen 5; float always takes the product of few rows
+// With more rows W is decoded into tiles. Measured on Zen 5, where it serves bfloat16 only; elsewhere on AVX-512 and AVX2.
+constexpr int FEW_ROWS = BF16_DOT ? 32 : REGISTERS / 2;
 
 EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y)
                LAYOUT(Weight, packed, scale, zero, out_features, in_features, group, scale_is_float, rounds_inputs,
@@ -20,8 +21,8 @@ extern "C" void hf_linear(const Product *products, int64_t count, const void *x,
         out[i] = {products[i].y, products[i].bias, w[i].out_features, is_float != 0};
     }
     const int64_t columns = w->in_features, width = w->width;
-#if BF16_DOT
     if (!is_float && w->rounds_inputs) return int8(w, out, count, (const uint16_t *)x, rows);
+#if BF16_DOT
     if (!is_float) {
         const uint16_t *values = (const uint16_t *)x;
         if (columns != width) values = padded<uint16_t, uint16_t>(values, rows, columns, width);
@@ -34,7 +35,8 @@ extern "C" void hf_linear(const Product *products, int64_t count, const void *x,
     const float *values = (const float *)x;
     if (!is_float) values = padded<uint16_t, float>((const uint16_t *)x, rows, columns, width);
     else if (columns != width) values = padded<float, float>(values, rows, columns, width);
-    few(w, out, count, values, width, rows);
+    if (BF16_DOT || rows <= FEW_ROWS) return few(w, out, count, values, width, rows);
+    for (int i = 0; i < count; i++) many(w[i], (const TileTerm *)values, width, rows, out[i]);
 }
 
 // y[column][row] (float, ld_y) <- rows 16 * first to 16 * end of W, transposed
@@ -46,8 +48,8 @@ extern "C" void hf_dequantize(const Weight *weight, int64_t first, int64_t end, 
                 const int64_t block = first + index, rows = std::min<int64_t>(LANES, w.out_features - block * LANES);
                 const Floats scale = w.scales(block, g), offset = w.offsets(block, g);
                 for (; step < last_step; step++) {
-                    Floats values[w.COLUMNS];
-                    w.codes.decode(w.line(block, step), values);
+                    Codes::Decoded values;
+                    values.decode(w.codes, w.line(block, step));
                     for (int64_t j = 0; j < std::min<int64_t>(w.COLUMNS, w.in_features - step * w.COLUMNS); j++) {
                         const Floats result = (values[j] + offset) * scale;
                         float *to = y + (step * w.COLUMNS + j) * ld_y + index * LANES;

@@ -5,43 +5,40 @@
 #include "page_call.h"
 
 static INLINE Floats read_numbers(const void *x, int64_t type, int64_t at, int64_t count) {
-    const __mmask16 present = bits_below(count);
-    if (type == FLOAT32) return (Floats)_mm512_maskz_loadu_ps(present, (const float *)x + at);
-    const __m256i halves = _mm256_maskz_loadu_epi16(present, (const uint16_t *)x + at);
-    return type == BFLOAT16 ? widen((Halves)halves) : (Floats)_mm512_cvtph_ps(halves);
+    if (type == FLOAT32) return load_some((const float *)x + at, count);
+    const Halves halves = load_some((const uint16_t *)x + at, count);
+    return type == BFLOAT16 ? widen(halves) : from_float16(halves);
 }
 
 // The E4M3 numbers next to values of at most 448, ties to even.
-static INLINE __m128i to_fp8(Floats values) {
-    const Words bits = (Words)values, magnitude = bits & 0x7fffffff;
-    const Words normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - ((127 - 7) << 3);
-    const __m512i subnormal = _mm512_cvtps_epi32((__m512)((Floats)magnitude * 512.0f));
-    const __mmask16 is_small = _mm512_cmplt_epu32_mask((__m512i)magnitude, _mm512_set1_epi32(0x3c800000));  // 2 ** -6
-    const __m512i code = _mm512_mask_blend_epi32(is_small, (__m512i)normal, subnormal);
-    return _mm512_cvtepi32_epi8(_mm512_or_si512(code, (__m512i)(bits >> 24 & 0x80)));
+static INLINE Ints to_fp8(Floats values) {
+    const Words bits = (Words)values, magnitude = bits & 0x7fffffffu;
+    const Words normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - ((127 - 7) << 3);
+    const Ints subnormal = nearest((Floats)magnitude * 512.0f);
+    const Ints is_small = (Ints)magnitude < 0x3c800000;  // 2 ** -6
+    return (((Ints)normal & ~is_small) | (subnormal & is_small)) | (Ints)(bits >> 24 & 0x80u);
 }
 
 // x [dim] from number `at` on -> codes, and their scale as float16.
 static uint16_t quantize(const void *x, int64_t type, int64_t at, int64_t dim, bool is_fp8, uint8_t *codes) {
     const float levels = is_fp8 ? 448 : 127;
-    float highest = 0;
+    float most = 0;
     bool is_nan = false;
     for (int64_t i = 0; i < dim; i += LANES) {
-        const __m512 magnitudes = _mm512_abs_ps((__m512)read_numbers(x, type, at + i, dim - i));
-        highest = std::max(highest, _mm512_reduce_max_ps(magnitudes));
-        is_nan |= _mm512_cmp_ps_mask(magnitudes, magnitudes, _CMP_UNORD_Q) != 0;
+        const Floats magnitudes = absolute(read_numbers(x, type, at + i, dim - i));
+        most = std::max(most, highest(magnitudes));
+        is_nan |= any_nan(magnitudes);
     }
-    const uint16_t scale = is_nan ? 0x7e00 : _cvtss_sh(std::min(highest / levels, 65504.0f), _MM_FROUND_TO_NEAREST_INT);
+    const uint16_t scale = is_nan ? 0x7e00 : _cvtss_sh(std::min(most / levels, 65504.0f), _MM_FROUND_TO_NEAREST_INT);
     const float wide = _cvtsh_ss(scale);
     for (int64_t i = 0; i < dim; i += LANES) {
-        __m128i result = _mm_setzero_si128();
+        Bytes result = {};
         if (wide > 0) {
             const Floats numbers = read_numbers(x, type, at + i, dim - i) / wide;
-            const __m512 bounded =
-                _mm512_min_ps(_mm512_max_ps((__m512)numbers, _mm512_set1_ps(-levels)), _mm512_set1_ps(levels));
-            result = is_fp8 ? to_fp8((Floats)bounded) : _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(bounded));
+            const Floats bounded = minimum(maximum(numbers, splat(-levels)), splat(levels));
+            result = to_bytes(is_fp8 ? to_fp8(bounded) : nearest(bounded));
         }
-        _mm_mask_storeu_epi8(codes + i, bits_below(dim - i), result);
+        store_some(codes + i, dim - i, result);
     }
     return scale;
 }

@@ -31,10 +31,14 @@ template <class A> struct Queries {
         for (int64_t m = 0; m < heads * rows; m++) {
             const int64_t query_head = head * call.group() + m / call.width;
             const int64_t at = ((sequence * call.width + m % call.width) * call.query_heads + query_head) * dim;
-            if (call.query_type == BFLOAT16) memcpy(terms + m * ld, (const uint16_t *)call.q + at, dim * 2);
-            if (call.query_type == FLOAT32) memcpy(terms + m * ld, (const float *)call.q + at, dim * 4);
-            if (call.query_type == FLOAT16)
-                for (int64_t c = 0; c < dim; c++) terms[m * ld + c] = _cvtsh_ss(((const uint16_t *)call.q)[at + c]);
+            const uint16_t *halves = (const uint16_t *)call.q + at;
+            if constexpr (A::NUMBERS == 2) memcpy(terms + m * ld, halves, dim * 2);
+            else if (call.query_type == FLOAT32) memcpy(terms + m * ld, (const float *)call.q + at, dim * 4);
+            else
+                for (int64_t c = 0; c < dim; c += LANES) {
+                    const Halves some = load_some(halves + c, dim - c);
+                    *(Floats *)(terms + m * ld + c) = call.query_type == FLOAT16 ? from_float16(some) : widen(some);
+                }
         }
     }
     static INLINE void widened(const Term *terms, int64_t chunk, Floats *out) {
@@ -54,15 +58,13 @@ template <class A> struct Queries {
             Floats scales[2], middles[2];
             for (int half = 0; half < 2; half++) {
                 const int64_t at = chunk * CHUNK + half * LANES;
-                const __mmask16 present = bits_below(dim - at);
-                scales[half] = (Floats)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(present, scale + at));
-                middles[half] =
-                    (Floats)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(present, minimum + at)) + middle * scales[half];
+                scales[half] = from_float16(load_some(scale + at, dim - at));
+                middles[half] = from_float16(load_some(minimum + at, dim - at)) + middle * scales[half];
             }
             for (int64_t m = 0; m < rows; m++) {
                 Floats query[2];
                 widened(terms + m * ld, chunk, query);
-                const Chunk<A> product = chunk_of<A>((__m512)(query[0] * scales[0]), (__m512)(query[1] * scales[1]));
+                const Chunk<A> product = chunk_of<A>(query[0] * scales[0], query[1] * scales[1]);
                 memcpy(scaled + m * ld + chunk * A::VECTORS * LANES, &product, sizeof(product));
                 offsets[m] += sum(query[0] * middles[0] + query[1] * middles[1]);
             }
@@ -86,10 +88,10 @@ struct Biases {
         else score *= float(call.softmax_scale * LOG2_E);
         if (!slopes) return score;
         const int64_t at = sight.position(m % call.width);
-        Floats distance;
+        float distances[LANES];
         for (int i = 0; i < LANES; i++)
-            distance[i] = std::abs(at - sight.key_position(std::min(token + i, sight.length - 1)));
-        return score - distance * (slopes[m / call.width] * LOG2_E);
+            distances[i] = std::abs(at - sight.key_position(std::min(token + i, sight.length - 1)));
+        return score - *(const Floats *)distances * (slopes[m / call.width] * LOG2_E);
     }
 };
 
@@ -97,8 +99,8 @@ struct Biases {
 template <class A> static INLINE void store_terms(const Floats *weights, int64_t blocks, typename A::Term *out) {
     if constexpr (A::NUMBERS == 2) {
         for (int64_t b = 0; b < blocks; b += 2) {
-            const __m512 second = b + 1 < blocks ? (__m512)weights[b + 1] : __m512{};
-            _mm512_storeu_si512(out + b * LANES / 2, chunk_of<A>((__m512)weights[b], second).terms[0]);
+            const Floats second = b + 1 < blocks ? weights[b + 1] : Floats{};
+            *(Words *)(out + b * LANES / 2) = chunk_of<A>(weights[b], second).terms[0];
         }
     } else {
         for (int64_t b = 0; b < blocks; b++) ((Floats *)out)[b] = weights[b];
@@ -185,8 +187,7 @@ static void attend_span(const AttentionCall &call, const F &key_format, const F 
                     Floats score = scores[m][b];
                     if (F::SCALES == PER_TOKEN) score *= key_scales[b];
                     score = biases.apply(score, sight, m, start + b * LANES);
-                    const __mmask16 visible = seen[m % width] >> (b * LANES);
-                    scores[m][b] = (Floats)_mm512_mask_blend_ps(visible, _mm512_set1_ps(-INFINITY), (__m512)score);
+                    scores[m][b] = blend(seen[m % width] >> (b * LANES), score, splat(-INFINITY));
                 }
                 corrections[m] = result.softmax[m].add(scores[m], tile.blocks);
             }

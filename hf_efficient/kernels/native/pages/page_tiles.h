@@ -3,7 +3,6 @@
 #pragma once
 #include "page_formats.h"
 #include "tile_product.h"
-#include "transpose.h"
 
 constexpr int TILE_TOKENS = TILE_BLOCKS * LANES;
 
@@ -44,8 +43,7 @@ struct Tile {
         alignas(64) uint16_t halves[TILE_TOKENS];
         for (int64_t i = 0; i < blocks * LANES; i++) halves[i] = scale[index[i] * stride];
         for (int64_t b = 0; b < blocks; b++)
-            out[b] =
-                (Floats)_mm512_maskz_cvtph_ps(present >> (b * LANES), _mm256_load_si256((const __m256i *)halves + b));
+            out[b] = blend(present >> (b * LANES), from_float16(((const Halves *)halves)[b]), Floats{});
     }
 };
 
@@ -86,7 +84,7 @@ template <class A, class F>
 static void load_keys(const Tile &tile, int64_t first, int64_t end, const F &format, const Pages &pages, Floats *out) {
     for (int64_t chunk = 0; chunk < ceil_div(pages.dim, CHUNK); chunk++)
         for (int64_t b = first; b < end; b++) {
-            __m512i terms[A::VECTORS][LANES];
+            Words terms[A::VECTORS][LANES];
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) {
                 const Chunk<A> loaded = format.template load<A>(tile.key[b * LANES + i], chunk);
@@ -102,6 +100,24 @@ static void load_keys(const Tile &tile, int64_t first, int64_t end, const F &for
             }
         }
 }
+
+// Pairs of the numbers of two tokens, for the first 16 channels of a chunk and for the last.
+template <class A> struct Interleaving {};
+#if BF16_DOT
+template <> struct Interleaving<BFloat16> {
+    __m512i order[2];
+
+    Interleaving() {
+        uint16_t channels[2][32];
+        for (int i = 0; i < 32; i++) channels[0][i] = i / 2 + i % 2 * 32, channels[1][i] = channels[0][i] + 16;
+        memcpy(order, channels, sizeof order);
+    }
+    INLINE void apply(Words &first, Words &second, Words odd) const {
+        second = (Words)_mm512_permutex2var_epi16((__m512i)first, order[1], (__m512i)odd);
+        first = (Words)_mm512_permutex2var_epi16((__m512i)first, order[0], (__m512i)odd);
+    }
+};
+#endif
 
 // The channels of values in blocks of up to 4 vectors, of which none has channels of two groups.
 struct ChannelBlocks {
@@ -126,10 +142,7 @@ template <class A, class F>
 static void load_values(const Tile &tile, const F &format, const Pages &pages, const ChannelBlocks &channels,
                         Floats *out) {
     const int64_t steps = ceil_div(tile.count, A::NUMBERS), chunks = ceil_div(pages.dim, CHUNK);
-    // its lanes: one number of each of two tokens, for the first 16 channels of a chunk, and for the last
-    alignas(64) uint16_t order[2][32];
-    for (int i = 0; i < 32; i++) order[0][i] = i / 2 + i % 2 * 32, order[1][i] = order[0][i] + 16;
-    const __m512i first_half = _mm512_load_si512(order[0]), second_half = _mm512_load_si512(order[1]);
+    const Interleaving<A> interleaving;
     Floats *to[17], beyond;  // where a vector of channels goes for step 0, and how far from step to step
     int64_t stride[17];
     for (int64_t v = 0; v < channels.vectors; v++) {
@@ -142,12 +155,9 @@ static void load_values(const Tile &tile, const F &format, const Pages &pages, c
         const int64_t first_stride = stride[2 * chunk], second_stride = stride[2 * chunk + 1];
         for (int64_t k = 0; k < steps; k++) {
             const Chunk<A> loaded = format.template load<A>(tile.value[k * A::NUMBERS], chunk);
-            __m512i first = loaded.terms[0], second = loaded.terms[A::VECTORS - 1];
-            if constexpr (A::NUMBERS == 2) {
-                const __m512i odd = format.template load<A>(tile.value[k * 2 + 1], chunk).terms[0];
-                second = _mm512_permutex2var_epi16(first, second_half, odd);
-                first = _mm512_permutex2var_epi16(first, first_half, odd);
-            }
+            Words first = loaded.terms[0], second = loaded.terms[A::VECTORS - 1];
+            if constexpr (A::NUMBERS == 2)
+                interleaving.apply(first, second, format.template load<A>(tile.value[k * 2 + 1], chunk).terms[0]);
             both[0][k * first_stride] = (Floats)first, both[1][k * second_stride] = (Floats)second;
         }
     }

@@ -52,12 +52,8 @@ struct Results {
 };
 
 static void store(void *out, int64_t type, int64_t at, int64_t count, Floats values) {
-    const __mmask16 present = bits_below(count);
-    if (type == FLOAT32) _mm512_mask_storeu_ps((float *)out + at, present, (__m512)values);
-    else if (type == BFLOAT16) _mm256_mask_storeu_epi16((uint16_t *)out + at, present, (__m256i)narrow(values));
-    else
-        _mm256_mask_storeu_epi16((uint16_t *)out + at, present,
-                                 _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    if (type == FLOAT32) return store_some((float *)out + at, count, values);
+    store_some((uint16_t *)out + at, count, type == BFLOAT16 ? narrow(values) : to_float16(values));
 }
 
 // Adds up the results of the spans of one sequence and key head.
@@ -172,7 +168,7 @@ static bool fits(const AttentionCall &call) {
 
 static void attend_queries(const AttentionCall &call) {
 #if QUERY == 0
-    attend<BFloat16, BFloat16Pages>(call);
+    attend<std::conditional_t<BF16_DOT, BFloat16, Float32>, BFloat16Pages>(call);
 #elif QUERY == 1
     attend<Float32, Float32Pages>(call);
 #else

@@ -55,7 +55,7 @@ static void compute(const Instruction &in, int64_t op, float *x, const float *b,
     switch (op) {
     case COPY: return;
     case NEG: return unary(x, count, [](Floats v) { return -v; });
-    case ABS: return unary(x, count, [](Floats v) { return (Floats)((Words)v & 0x7fffffff); });
+    case ABS: return unary(x, count, [](Floats v) { return absolute(v); });
     case RELU: return unary(x, count, [](Floats v) { return select(v < 0.0f, splat(0.0f), v); });
     case SILU: return unary(x, count, [=](Floats v) { return v / (one + exponential(-v)); });
     case SIGMOID: return unary(x, count, [=](Floats v) { return one / (one + exponential(-v)); });
@@ -148,7 +148,8 @@ static INLINE void round_to(int64_t type, float *x, int64_t count) {
     if (type == BFLOAT16)
         for (int64_t i = 0; i < count; i += LANES) *(Floats *)(x + i) = widen(narrow(*(const Floats *)(x + i)));
     if (type == HALF)
-        for (int64_t i = 0; i < count; i++) x[i] = (float)(_Float16)x[i];
+        for (int64_t i = 0; i < count; i += LANES)
+            *(Floats *)(x + i) = from_float16(to_float16(*(const Floats *)(x + i)));
 }
 
 static void rms_norm(const Instruction &in) {
@@ -161,7 +162,7 @@ static void rms_norm(const Instruction &in) {
         Floats sums = splat(0.0f);
         for (int64_t i = 0; i < width; i += LANES) {
             Floats square = *(const Floats *)(x + i) * *(const Floats *)(x + i);
-            asm("" : "+v"(square));  // rounded before it is added, as by separate instructions
+            keep(square);  // rounded before it is added, as by separate instructions
             sums += square;
         }
         float sum = 0;
@@ -230,8 +231,7 @@ static void argmax(const Instruction &in) {
     const int64_t *sizes = in.sizes, rows = sizes[0] * sizes[1] * sizes[2], parts = ceil_div(sizes[3], CHUNK);
     Buffer buffer;
     Best *best = buffer.get<Best>(rows * parts);
-    Ints lanes;
-    for (int i = 0; i < LANES; i++) lanes[i] = i;
+    const Ints lanes = lane_numbers();
     parallel(rows * parts, [&](int64_t i, int64_t end) {
         float x[CHUNK];
         for (; i < end; i++) {

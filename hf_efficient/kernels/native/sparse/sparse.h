@@ -5,11 +5,10 @@
 #include "dense.h"
 #include "output.h"
 #include "products.h"
-#include "transpose.h"
 
 constexpr int BAND = 4;              // rows
 constexpr int BANDS = LANES / BAND;  // of a block
-constexpr int AT_ONCE = 4;           // rows of x that share one expansion
+constexpr int AT_ONCE = REGISTERS < 32 ? 1 : 4;  // rows of x that share one expansion
 constexpr int AHEAD = 4096;          // values between what is read and what is prefetched
 
 struct SparseWeight {  // mirrored in kernels/linear/native_sparse.py
@@ -34,15 +33,79 @@ struct Sparse : SparseWeight {
     INLINE bool is_near_end(int64_t band) const { return starts[band + 1] + COLUMNS > starts[blocks * BANDS]; }
 };
 
+// 32 columns of a row: bfloat16 in order, or floats.
+struct Step {
+#if BF16_DOT
+    __m512i bits;
+#else
+    Floats first, last;  // 16 columns each
+#endif
+};
+
+static INLINE Step step_of(const uint16_t *x) {
+#if BF16_DOT
+    return {_mm512_loadu_si512(x)};
+#else
+    return {widen(((const Halves *)x)[0]), widen(((const Halves *)x)[1])};
+#endif
+}
+
+static INLINE Floats dot(Floats sum, const Step &a, const Step &b) {
+#if BF16_DOT
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a.bits, (__m512bh)b.bits);
+#else
+    return multiply_add(a.last, b.last, multiply_add(a.first, b.first, sum));
+#endif
+}
+
+#if !defined(__AVX512F__)
+// For each mask of 8 columns: the bytes of their values, of which zeros have the highest bit set.
+struct Expansions {
+    uint8_t bytes[256][16];
+
+    Expansions() {
+        for (int mask = 0; mask < 256; mask++)
+            for (int column = 0, from = 0; column < 8; column++) {
+                const bool kept = mask >> column & 1;
+                bytes[mask][2 * column] = kept ? 2 * from : 128, bytes[mask][2 * column + 1] = kept ? 2 * from + 1 : 128;
+                from += kept;
+            }
+    }
+};
+static const Expansions EXPANSIONS;
+
+static INLINE Floats expanded(const uint16_t *from, uint32_t mask) {  // by its low 16 bits
+    auto eight = [](const uint16_t *from, uint8_t mask) __attribute__((always_inline)) {
+        const __m128i order = _mm_loadu_si128((const __m128i *)EXPANSIONS.bytes[mask]);
+        const __m128i halves = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)from), order);
+        return (Floats::Half)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+    };
+    return {eight(from, mask), eight(from + __builtin_popcount(mask & 255), mask >> 8)};
+}
+#elif !BF16_DOT
+static INLINE Floats expanded(const uint16_t *from, uint32_t mask) {
+    const __m512i values = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    return (Floats)_mm512_slli_epi32(_mm512_maskz_expand_epi32(mask, values), 16);
+}
+#endif
+
 // The stored values of a row's step at their columns; `from` moves on. NEAR_END: nothing behind them may be read.
-template <bool NEAR_END> static INLINE __m512i expanded(const uint16_t *&from, uint32_t mask) {
+template <bool NEAR_END> static INLINE Step expanded(const uint16_t *&from, uint32_t mask) {
     const int count = __builtin_popcount(mask);
+#if BF16_DOT
     const __m512i values = NEAR_END ? _mm512_maskz_loadu_epi16(bits_below(count), from) : _mm512_loadu_si512(from);
     from += count;
     // with a zeroing mask an expansion waits for the one before it: 1.7 ns instead of 0.6 (Zen 5)
     __m512i zeros = _mm512_setzero_si512();
     asm("" : "+v"(zeros));
-    return _mm512_mask_expand_epi16(zeros, mask, values);
+    return {_mm512_mask_expand_epi16(zeros, mask, values)};
+#else
+    uint16_t copy[48];
+    const uint16_t *values = from;
+    if (NEAR_END) memcpy(copy, from, 2 * count), values = copy;
+    from += count;
+    return {expanded(values, mask & 0xffff), expanded(values + __builtin_popcount(mask & 0xffff), mask >> 16)};
+#endif
 }
 
 // sums[m][j] <- x[m] . w[BAND * band + j] lane by lane, for M rows of x
@@ -52,16 +115,16 @@ static INLINE void few_rows(const Sparse &w, int64_t band, const uint16_t *x, Fl
     const uint32_t *masks = w.band_masks(band);
     Floats sum[M][BAND] = {};
     for (int64_t step = 0; step < w.steps; step++, masks += BAND, x += w.COLUMNS) {
-        __m512bh at[M];
+        Step at[M];
 #pragma GCC unroll 4
-        for (int m = 0; m < M; m++) at[m] = (__m512bh)_mm512_loadu_si512(x + m * w.width);
+        for (int m = 0; m < M; m++) at[m] = step_of(x + m * w.width);
         __builtin_prefetch(masks + AHEAD / 16);
 #pragma GCC unroll 4
         for (int j = 0; j < BAND; j++) {
             __builtin_prefetch(from + AHEAD);
-            const __m512bh weights = (__m512bh)expanded<NEAR_END>(from, masks[j]);
+            const Step weights = expanded<NEAR_END>(from, masks[j]);
 #pragma GCC unroll 4
-            for (int m = 0; m < M; m++) sum[m][j] = (Floats)_mm512_dpbf16_ps((__m512)sum[m][j], weights, at[m]);
+            for (int m = 0; m < M; m++) sum[m][j] = dot(sum[m][j], weights, at[m]);
         }
     }
 #pragma GCC unroll 4
@@ -93,7 +156,7 @@ static void few(const Sparse *w, const Output *out, int count, const uint16_t *x
 }
 
 // For many_rows.h.
-static void dequantize_tile(const Sparse &w, int64_t block, int blocks, int64_t first, int64_t last, __m512i *tile) {
+static void dequantize_tile(const Sparse &w, int64_t block, int blocks, int64_t first, int64_t last, Floats *tile) {
     for (int b = 0; b < blocks; b++) {
         const uint16_t *from[BANDS];
         const uint32_t *masks[BANDS];
@@ -105,13 +168,24 @@ static void dequantize_tile(const Sparse &w, int64_t block, int blocks, int64_t 
                 from[i] += __builtin_popcount(*masks[i]);
         }
         for (int64_t step = first; step < last; step++) {
-            __m512i square[LANES];  // a pair of columns in each word, once it is transposed a row of w in each lane
+            // terms of columns (pairs of bfloat16, or floats), once they are transposed a row of w in each lane
+            constexpr int SQUARES = sizeof(Step) / sizeof(Words);
+            Words squares[SQUARES][LANES];
 #pragma GCC unroll 16
-            for (int j = 0; j < LANES; j++) square[j] = expanded<true>(from[j / BAND], *masks[j / BAND]++);
-            transpose(square);
-            __m512i *to = tile + (step - first) * (w.COLUMNS / 2) * blocks + b;
+            for (int j = 0; j < LANES; j++) {
+                const Step columns = expanded<true>(from[j / BAND], *masks[j / BAND]++);
+#if BF16_DOT
+                squares[0][j] = (Words)columns.bits;
+#else
+                squares[0][j] = (Words)columns.first, squares[SQUARES - 1][j] = (Words)columns.last;
+#endif
+            }
+            Floats *to = tile + (step - first) * SQUARES * LANES * blocks + b;
+            for (auto &square : squares) {
+                transpose(square);
 #pragma GCC unroll 16
-            for (int pair = 0; pair < LANES; pair++) to[pair * blocks] = square[pair];
+                for (int term = 0; term < LANES; term++, to += blocks) *to = (Floats)square[term];
+            }
         }
     }
 }

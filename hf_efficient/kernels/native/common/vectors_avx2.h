@@ -1,0 +1,291 @@
+// A vector of 16 lanes is two registers of 256 bits: AVX2, FMA and F16C. See vectors.h. (GCC keeps vectors of its own
+// that are wider than a register in memory.)
+
+#pragma once
+
+constexpr int REGISTERS = 8;     // vectors that they hold
+constexpr int LOOK_UP_BITS = 3;  // of an index of look_up
+
+template <class T> struct Wide {
+    typedef T Half __attribute__((vector_size(32), aligned(4), may_alias));
+    Half low, high;
+
+    Wide() = default;
+    INLINE Wide(const Wide &other) : low(other.low), high(other.high) {}  // GCC copies bytes, by smaller registers
+    INLINE Wide &operator=(const Wide &other) { return low = other.low, high = other.high, *this; }
+    INLINE Wide(Half low, Half high) : low(low), high(high) {}
+    template <class U> INLINE explicit Wide(const Wide<U> &bits) : low((Half)bits.low), high((Half)bits.high) {}
+    INLINE T operator[](int i) const { return i < 8 ? low[i] : high[i - 8]; }
+} __attribute__((may_alias));
+
+typedef Wide<float> Floats;
+typedef Wide<uint32_t> Words;
+typedef Wide<int32_t> Ints;
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+
+template <class T> struct Same { typedef T type; };  // from which no type is deduced
+
+#define OPERATOR(op) \
+    template <class T> INLINE Wide<T> operator op(Wide<T> a, Wide<T> b) { return {a.low op b.low, a.high op b.high}; } \
+    template <class T> INLINE Wide<T> operator op(Wide<T> a, typename Same<T>::type b) { \
+        return {a.low op b, a.high op b}; \
+    } \
+    template <class T> INLINE Wide<T> operator op(typename Same<T>::type a, Wide<T> b) { \
+        return {a op b.low, a op b.high}; \
+    } \
+    template <class T, class U> INLINE Wide<T> &operator op##=(Wide<T> &a, U b) { return a = a op b; }
+OPERATOR(+)
+OPERATOR(-)
+OPERATOR(*)
+OPERATOR(/)
+OPERATOR(&)
+OPERATOR(|)
+OPERATOR(^)
+#undef OPERATOR
+
+#define OPERATOR(op) \
+    template <class T> INLINE Ints operator op(Wide<T> a, Wide<T> b) { \
+        return {(Ints::Half)(a.low op b.low), (Ints::Half)(a.high op b.high)}; \
+    } \
+    template <class T> INLINE Ints operator op(Wide<T> a, typename Same<T>::type b) { \
+        return {(Ints::Half)(a.low op b), (Ints::Half)(a.high op b)}; \
+    }
+OPERATOR(<)
+OPERATOR(>)
+OPERATOR(==)
+OPERATOR(!=)
+#undef OPERATOR
+
+template <class T> INLINE Wide<T> operator-(Wide<T> a) { return {-a.low, -a.high}; }
+template <class T> INLINE Wide<T> operator~(Wide<T> a) { return {~a.low, ~a.high}; }
+template <class T> INLINE Wide<T> operator<<(Wide<T> a, int bits) { return {a.low << bits, a.high << bits}; }
+template <class T> INLINE Wide<T> operator>>(Wide<T> a, int bits) { return {a.low >> bits, a.high >> bits}; }
+
+static INLINE Floats splat(float value) {
+    const Floats::Half half = (Floats::Half)_mm256_set1_ps(value);
+    return {half, half};
+}
+static INLINE Ints lane_numbers() {
+    const Ints::Half low = {0, 1, 2, 3, 4, 5, 6, 7};
+    return {low, low + 8};
+}
+
+// What was computed so far is rounded, and not computed again for a second use.
+template <class T> static INLINE void keep(Wide<T> &values) { asm("" : "+x"(values.low), "+x"(values.high)); }
+
+#define BOTH(type, x, result) \
+    [&]() __attribute__((always_inline)) -> type { \
+        auto half = [&](auto x) __attribute__((always_inline)) { return (type::Half)(result); }; \
+        return {half(x.low), half(x.high)}; \
+    }()
+
+static INLINE Floats multiply_add(Floats a, Floats b, Floats sum) {
+    return {(Floats::Half)_mm256_fmadd_ps((__m256)a.low, (__m256)b.low, (__m256)sum.low),
+            (Floats::Half)_mm256_fmadd_ps((__m256)a.high, (__m256)b.high, (__m256)sum.high)};
+}
+static INLINE Floats minimum(Floats a, Floats b) {  // else b
+    return {(Floats::Half)_mm256_min_ps((__m256)a.low, (__m256)b.low),
+            (Floats::Half)_mm256_min_ps((__m256)a.high, (__m256)b.high)};
+}
+static INLINE Floats maximum(Floats a, Floats b) {
+    return {(Floats::Half)_mm256_max_ps((__m256)a.low, (__m256)b.low),
+            (Floats::Half)_mm256_max_ps((__m256)a.high, (__m256)b.high)};
+}
+static INLINE Ints maximum(Ints a, Ints b) {
+    return {(Ints::Half)_mm256_max_epi32((__m256i)a.low, (__m256i)b.low),
+            (Ints::Half)_mm256_max_epi32((__m256i)a.high, (__m256i)b.high)};
+}
+
+static INLINE Words widen_words(Halves halves) {
+    return {(Words::Half)_mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)halves)),
+            (Words::Half)_mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)halves, 1))};
+}
+static INLINE Words widen_words(Bytes bytes) {
+    return {(Words::Half)_mm256_cvtepu8_epi32((__m128i)bytes),
+            (Words::Half)_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)bytes, 8))};
+}
+static INLINE Ints widen_signed(Bytes bytes) {
+    return {(Ints::Half)_mm256_cvtepi8_epi32((__m128i)bytes),
+            (Ints::Half)_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)bytes, 8))};
+}
+static INLINE Floats widen(Halves bits) { return (Floats)(widen_words(bits) << 16); }  // the values of bfloat16 bits
+static INLINE Floats to_floats(Ints values) { return BOTH(Floats, values, _mm256_cvtepi32_ps((__m256i)values)); }
+static INLINE Floats widen(Bytes bytes) { return to_floats((Ints)widen_words(bytes)); }
+static INLINE Ints to_ints(Floats values) { return BOTH(Ints, values, _mm256_cvttps_epi32((__m256)values)); }  // cut off
+static INLINE Ints nearest(Floats values) { return BOTH(Ints, values, _mm256_cvtps_epi32((__m256)values)); }
+static INLINE Floats nearest_whole(Floats values) {
+    return BOTH(Floats, values, _mm256_round_ps((__m256)values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// The low halves of words below 2 ** 16.
+static INLINE Halves to_halves(Words words) {
+    const __m256i mixed = _mm256_packus_epi32((__m256i)words.low, (__m256i)words.high);
+    return (Halves)_mm256_permute4x64_epi64(mixed, 0xd8);
+}
+static INLINE Bytes to_bytes(Ints values) {  // their low bits
+    const __m256i halves = (__m256i)to_halves((Words)values & 255u);
+    return (Bytes)_mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+}
+
+static INLINE Halves narrow(Floats values) {  // to bfloat16, to the nearest even
+    const Words bits = (Words)values, rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    const Words is_nan = (Words)(values != values);
+    return to_halves(((rounded & ~is_nan) | ((bits | 0x400000u) & is_nan)) >> 16);
+}
+
+static INLINE Floats from_float16(Halves bits) {
+    return {(Floats::Half)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)bits)),
+            (Floats::Half)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)bits, 1))};
+}
+static INLINE Halves to_float16(Floats values) {
+    constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return (Halves)_mm256_set_m128i(_mm256_cvtps_ph((__m256)values.high, NEAREST),
+                                    _mm256_cvtps_ph((__m256)values.low, NEAREST));
+}
+
+// power * 2 ** whole, for whole numbers from -252 to 254
+static INLINE Floats scaled(Floats power, Floats whole) {
+    const Ints n = to_ints(whole), half = n >> 1;
+    return power * (Floats)((half + 127) << 23) * (Floats)((n - half + 127) << 23);
+}
+
+// The first `count` elements (as many as there are lanes where it is larger), and zeros.
+template <class V, class T> static INLINE V load_elements(const T *from, int64_t count) {
+    V values = {};
+    if (count >= int64_t(sizeof(V) / sizeof(T))) memcpy(&values, from, sizeof(V));
+    else if (count > 0) memcpy(&values, from, count * sizeof(T));
+    return values;
+}
+template <class V, class T> static INLINE void store_elements(T *to, int64_t count, V values) {
+    if (count >= int64_t(sizeof(V) / sizeof(T))) memcpy(to, &values, sizeof(V));
+    else if (count > 0) memcpy(to, &values, count * sizeof(T));
+}
+static INLINE Floats load_some(const float *from, int64_t count) { return load_elements<Floats>(from, count); }
+static INLINE Halves load_some(const uint16_t *from, int64_t count) { return load_elements<Halves>(from, count); }
+static INLINE Bytes load_some(const uint8_t *from, int64_t count) { return load_elements<Bytes>(from, count); }
+static INLINE Words load_pairs(const uint16_t *from, int64_t count) { return load_elements<Words>(from, count); }  // 32
+static INLINE void store_some(float *to, int64_t count, Floats values) { store_elements(to, count, values); }
+static INLINE void store_some(uint16_t *to, int64_t count, Halves values) { store_elements(to, count, values); }
+static INLINE void store_some(uint8_t *to, int64_t count, Bytes values) { store_elements(to, count, values); }
+
+// `yes` in the lanes whose bits are set
+static INLINE Floats blend(uint16_t bits, Floats yes, Floats no) {
+    const Words::Half lane = {1, 2, 4, 8, 16, 32, 64, 128}, of_lane = lane << 8;
+    const Words::Half all = (Words::Half)_mm256_set1_epi32(bits);
+    const __m256i low = (__m256i)((all & lane) == lane), high = (__m256i)((all & of_lane) == of_lane);
+    return {(Floats::Half)_mm256_blendv_ps((__m256)no.low, (__m256)yes.low, (__m256)low),
+            (Floats::Half)_mm256_blendv_ps((__m256)no.high, (__m256)yes.high, (__m256)high)};
+}
+
+// Combines the lanes by `f`, halves by halves.
+template <class R, class F> static INLINE R fold(__m256 low, __m256 high, F f) {
+    __m256 x = f(low, high);
+    x = f(x, _mm256_permute2f128_ps(x, x, 1));
+    x = f(x, _mm256_permute_ps(x, 0x4e));
+    x = f(x, _mm256_permute_ps(x, 0xb1));
+    const __m128 first = _mm256_castps256_ps128(x);
+    R result;
+    memcpy(&result, &first, 4);
+    return result;
+}
+static INLINE float highest(Floats x) {
+    return fold<float>((__m256)x.low, (__m256)x.high, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
+}
+static INLINE float sum(Floats x) {
+    return fold<float>((__m256)x.low, (__m256)x.high, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });
+}
+static INLINE int32_t highest(Ints x) {
+    return fold<int32_t>((__m256)x.low, (__m256)x.high,
+                         [](__m256 a, __m256 b) { return (__m256)_mm256_max_epi32((__m256i)a, (__m256i)b); });
+}
+static INLINE int32_t sum(Ints x) {
+    return fold<int32_t>((__m256)x.low, (__m256)x.high,
+                         [](__m256 a, __m256 b) { return (__m256)_mm256_add_epi32((__m256i)a, (__m256i)b); });
+}
+static INLINE bool any_nan(Floats x) {
+    const Ints different = x != x;
+    return _mm256_movemask_epi8((__m256i)(different.low | different.high)) != 0;
+}
+
+// The sum of the lanes of each of 16 vectors.
+static INLINE Floats sums_of_lanes(const Floats (&values)[LANES]) {
+    auto eight = [&](int first) __attribute__((always_inline)) {
+        __m256 fours[2];  // in both quarters what they give to 4 sums
+        for (int i = 0; i < 2; i++) {
+            __m256 x[4];
+            for (int j = 0; j < 4; j++) {
+                const Floats &from = values[first + 4 * i + j];
+                x[j] = (__m256)(from.low + from.high);
+            }
+            fours[i] = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+        }
+        return (Floats::Half)_mm256_add_ps(_mm256_permute2f128_ps(fours[0], fours[1], 0x20),
+                                           _mm256_permute2f128_ps(fours[0], fours[1], 0x31));
+    };
+    return {eight(0), eight(8)};
+}
+
+static INLINE void transpose_eight(__m256i (&rows)[8]) {
+    __m256i pairs[8], fours[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_epi32(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            fours[i + 2 * half] = _mm256_unpacklo_epi64(pairs[i + half], pairs[i + 2 + half]);
+            fours[i + 2 * half + 1] = _mm256_unpackhi_epi64(pairs[i + half], pairs[i + 2 + half]);
+        }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        rows[j] = _mm256_permute2x128_si256(fours[j], fours[4 + j], 0x20);
+        rows[4 + j] = _mm256_permute2x128_si256(fours[j], fours[4 + j], 0x31);
+    }
+}
+
+// A square of 16 by 16 words, transposed.
+static INLINE void transpose(Words (&square)[LANES]) {
+    __m256i parts[2][2][8];  // of rows, of columns
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            parts[i][0][j] = (__m256i)square[8 * i + j].low;
+            parts[i][1][j] = (__m256i)square[8 * i + j].high;
+        }
+        transpose_eight(parts[i][0]), transpose_eight(parts[i][1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++)
+            square[8 * i + j] = {(Words::Half)parts[0][i][j], (Words::Half)parts[1][i][j]};
+}
+
+// table[the lowest LOOK_UP_BITS bits of each index], from the first 8 lanes
+static INLINE Floats look_up(Floats table, Words index) {
+    return {(Floats::Half)_mm256_permutevar8x32_ps((__m256)table.low, (__m256i)index.low),
+            (Floats::Half)_mm256_permutevar8x32_ps((__m256)table.low, (__m256i)index.high)};
+}
+
+// sum + the products of each lane's 4 codes (unsigned, of WIDTH bits) with the 4 signed bytes of x
+template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int32_t x) {
+    const __m256i bytes = _mm256_set1_epi32(x), low_bits = _mm256_set1_epi8(15);
+    auto half = [&](__m256i sum, __m256i codes) __attribute__((always_inline)) {
+        auto add = [&](__m256i codes, int times) __attribute__((always_inline)) {  // of 4 bits: pairs fit into 16
+            const __m256i fours = _mm256_madd_epi16(_mm256_maddubs_epi16(codes, bytes), _mm256_set1_epi16(times));
+            sum = _mm256_add_epi32(sum, fours);
+        };
+        if (WIDTH < 8) add(codes, 1);
+        else {
+            add(_mm256_and_si256(codes, low_bits), 1);
+            add(_mm256_and_si256(_mm256_srli_epi16(codes, 4), low_bits), 16);
+        }
+        return (Ints::Half)sum;
+    };
+    return {half((__m256i)sum.low, (__m256i)codes.low), half((__m256i)sum.high, (__m256i)codes.high)};
+}
