@@ -9,7 +9,7 @@ import torch  # noqa: E402
 from helpers import save_tiny, threads, tiny_model  # noqa: E402
 
 import hf_efficient  # noqa: E402, F401
-from hf_efficient.kernels.native import tiers  # noqa: E402
+from hf_efficient.kernels.native import compiler, tiers  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
