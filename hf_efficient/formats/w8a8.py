@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.linear.w8a8_layouts import Float8Layout, Int8Layout, LlmInt8Layout
+from hf_efficient.kernels.linear.w8a8_layouts import Float8Layout, int8_layout
 
 
 BLOCK = 128
@@ -74,9 +74,8 @@ class Int8Format(Format):
     def layout(self, tensors, in_features, dtype):
         if tensors["qweight"].device.type not in _DEVICES:
             return self.dequantized_layout(tensors, in_features, dtype)
-        if self.outlier_threshold is not None:
-            return LlmInt8Layout(tensors, dtype, self.outlier_threshold)
-        return Int8Layout(tensors, dtype, "int8_asymmetric" if self.asymmetric else "int8")
+        format = "int8_asymmetric" if self.asymmetric else "int8"
+        return int8_layout(tensors, dtype, format, self.outlier_threshold)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.layout import Layout, RowsLayout
+from hf_efficient.kernels.linear.native_rounded import NativeRoundedLayout
 from hf_efficient.kernels.linear.w8a8 import quantize
 from hf_efficient.kernels.linear.w8a8_cpu import int8_product, pack_int8, unpack_int8
 
@@ -49,6 +50,17 @@ class TernaryCpuLayout(_TernaryLayout):
         return int8_product(codes, self.packed, x_scale, self.scale, bias, None, None, None, self.dtype)
 
 
+class NativeTernaryLayout(Layout):
+    """Two bits a weight, for the C++ kernels of a CPU. `pack` makes the canonical qweight of the trits."""
+
+    def __init__(self, native: NativeRoundedLayout, pack: Callable, dtype):
+        self.native, self.pack, self.dtype, self.tensors = native, pack, dtype, native.tensors
+        self.matmul, self.dequantize = native.matmul, native.dequantize
+
+    def canonical(self):
+        return self.pack(self.native.numbers(1))
+
+
 class TernaryTritonLayout(_TernaryLayout):
     """Two bits a weight, for the Triton kernel (CUDA, ROCm)."""
 
@@ -66,6 +78,8 @@ class TernaryTritonLayout(_TernaryLayout):
 def ternary_layout(trits: torch.Tensor, scale: torch.Tensor, pack: Callable, dtype: torch.dtype) -> Layout | None:
     """The layout of trits int8 [N, K] times scale float32 [1, 1] or [N, 1] on the device they are on; None where there
     is no such product. `pack` makes the canonical qweight of the trits."""
+    if native := NativeRoundedLayout.pack(trits, 1, scale, None, dtype, bits=2):
+        return NativeTernaryLayout(native, pack, dtype)
     kinds = {"cuda": TernaryTritonLayout, "cpu": TernaryCpuLayout}
     return kinds[trits.device.type](trits, scale, pack, dtype) if trits.device.type in kinds else None
 

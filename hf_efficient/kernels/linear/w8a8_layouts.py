@@ -4,7 +4,19 @@ import torch
 
 from hf_efficient.kernels.linear import w8a8_cpu
 from hf_efficient.kernels.linear.layout import Layout
+from hf_efficient.kernels.linear.native_rounded import NativeRoundedLayout
 from hf_efficient.kernels.linear.w8a8 import llm_int8_linear, pack_int8, quantized_linear, unpack_int8
+
+
+_OFFSET = 128  # of the unsigned codes of the C++ kernels from int8
+
+
+def int8_layout(tensors: dict[str, torch.Tensor], dtype: torch.dtype, format: str, threshold: float | None) -> Layout:
+    """The fastest layout of int8 codes for inputs of `dtype` in `format`, or with columns that are not rounded by
+    `threshold`."""
+    if native := NativeInt8Layout.pack(tensors, dtype, format, threshold or 0.0):
+        return native
+    return Int8Layout(tensors, dtype, format) if threshold is None else LlmInt8Layout(tensors, dtype, threshold)
 
 
 class _QuantizedInputsLayout(Layout):
@@ -67,6 +79,34 @@ class Int8Layout(_QuantizedInputsLayout):
 
     def canonical(self):
         return unpack_int8(self.codes).contiguous() if self.replaces_qweight else super().canonical()
+
+
+class NativeInt8Layout(_QuantizedInputsLayout):
+    """int8 codes for the C++ kernels of a CPU; inputs as in the two other layouts. `pack` gives None where there are
+    no kernels."""
+
+    replaces_qweight = True
+
+    @classmethod
+    def pack(cls, tensors, dtype, format: str, threshold: float = 0.0) -> "NativeInt8Layout | None":
+        static = {key: tensors.get(f"activation_{name}") for key, name in (("x_scale", "scale"), ("x_zero", "zero_point"))}
+        native = NativeRoundedLayout.pack(
+            tensors["qweight"], _OFFSET, tensors["scale"], tensors.get("zero_point"), dtype,
+            asymmetric=format == "int8_asymmetric", threshold=threshold, **static,
+        )  # fmt: skip
+        return native and cls(native, tensors, dtype)
+
+    def __init__(self, native: NativeRoundedLayout, tensors, dtype):
+        super().__init__(tensors, dtype)
+        self.native, self.tensors, self.product, self.codes = native, native.tensors, native.matmul, None
+        self.canonical_tensors = {name: tensor for name, tensor in tensors.items() if name != "qweight"}
+
+    def canonical(self):
+        return self.native.numbers(_OFFSET)
+
+    def dequantize(self):
+        weight = self.native.dequantize()
+        return weight if self.columns is None else weight.index_copy_(1, self.columns, self.outlier_weight)
 
 
 class LlmInt8Layout(_QuantizedInputsLayout):

@@ -13,6 +13,7 @@ SOURCES = Path(__file__).parent
 LIBRARIES = {  # library, compiled from <name>/<name>.cpp -> the macros of each of its variants
     "linear": tuple({"BITS": bits} for bits in (2, 3, 4, 8)),
     "pages": tuple({"QUERY": number_type} for number_type in range(3)),
+    "rounded": ({"BITS": 8}, {"BITS": 2}),
     "replay": ({},),
     "sparse": ({},),
     "contextual": ({},),
