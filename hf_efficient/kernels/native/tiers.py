@@ -21,8 +21,8 @@ class Tier(NamedTuple):
 
 
 def _extended(tier: Tier, name: str, features: str) -> Tier:
-    """`tier` with further features, which compilers call the same without underscores."""
-    flags = (f"-m{feature.replace('_', '')}" for feature in features.split())
+    """`tier` with further features, which compilers call almost the same."""
+    flags = (f"-m{feature.replace('_', '-' if feature[:4] == 'amx_' else '')}" for feature in features.split())
     return Tier(name, tier.features.union(features.split()), (*tier.flags, *flags))
 
 
@@ -31,7 +31,8 @@ AVX2 = _extended(TORCH, "avx2", "avx2 fma f16c bmi2 popcnt")
 AVX512 = _extended(AVX2, "avx512", "avx512f avx512bw avx512vl avx512dq")
 VNNI = _extended(AVX512, "vnni", "avx512_vnni")
 BF16 = _extended(VNNI, "bf16", "avx512_bf16 avx512vbmi avx512_vbmi2")
-TIERS = {tier.name: tier for tier in (TORCH, AVX2, AVX512, VNNI, BF16)}
+AMX = _extended(BF16, "amx", "amx_tile amx_int8 amx_bf16")
+TIERS = {tier.name: tier for tier in (TORCH, AVX2, AVX512, VNNI, BF16, AMX)}
 
 
 def of_machine(machine: str) -> list[Tier]:

@@ -1,11 +1,15 @@
 // Rows of x times a tile of vectors, blocked in registers: sums[m][b] += sum over k of x[m][k] * tile[k][b].
 
 #pragma once
+#include "amx.h"
 #include "vectors.h"
 
 constexpr int TILE_ROWS = 6;  // of x
 constexpr int TILE_BLOCKS = 4;
 
+#if AMX
+constexpr int LEAST_AMX_ROWS = 8;
+#endif
 constexpr int TILE_SUMS = REGISTERS * 3 / 4;  // accumulators in registers
 
 // A step of the sum: one pair of bfloat16 (T uint32_t), or one float.
@@ -58,6 +62,15 @@ static void tile_rows(int64_t rows, const T *x, int64_t ld, const Floats *tile, 
 template <class T>
 static void tile_rows(int64_t blocks, int64_t rows, const T *x, int64_t ld, const Floats *tile, int64_t steps,
                       bool begin, Floats (*sums)[TILE_BLOCKS]) {
+#if AMX
+    if constexpr (std::is_same<T, uint32_t>::value)
+        if (rows >= LEAST_AMX_ROWS && AMX_IS_GRANTED) {
+            const int64_t chunks = steps / AMX_TERMS, done = chunks * AMX_TERMS;
+            amx_rows<false>(blocks, rows, x, 4 * ld, tile, 64 * blocks, chunks, begin, sums, sizeof(*sums));
+            if (done == steps) return;
+            x += done, tile += done * blocks, steps -= done, begin = false;
+        }
+#endif
     if (blocks == 4) tile_rows<4>(rows, x, ld, tile, steps, begin, sums);
     if (blocks == 3) tile_rows<3>(rows, x, ld, tile, steps, begin, sums);
     if (blocks == 2) tile_rows<2>(rows, x, ld, tile, steps, begin, sums);
