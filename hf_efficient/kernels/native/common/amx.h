@@ -10,6 +10,7 @@
 
 constexpr int AMX_ROWS = 16;   // of a tile
 constexpr int AMX_TERMS = 16;  // of 4 bytes in a row of a tile
+constexpr int LEAST_AMX_ROWS = 5;  // of x; with fewer the vector units are faster
 
 // The system grants a process the use of tiles once.
 static const bool AMX_IS_GRANTED = [] {

@@ -7,9 +7,6 @@
 constexpr int TILE_ROWS = 6;  // of x
 constexpr int TILE_BLOCKS = 4;
 
-#if AMX
-constexpr int LEAST_AMX_ROWS = 8;
-#endif
 constexpr int TILE_SUMS = REGISTERS * 3 / 4;  // accumulators in registers
 
 // A step of the sum: one pair of bfloat16 (T uint32_t), or one float.

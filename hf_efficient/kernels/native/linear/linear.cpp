@@ -4,8 +4,8 @@
 #include "int8_rows.h"
 #include "many_rows.h"
 
-// With more rows W is decoded into tiles. Measured on Zen 5, where it serves bfloat16 only; elsewhere on AVX-512 and AVX2.
-constexpr int FEW_ROWS = BF16_DOT ? 32 : REGISTERS / 2;
+// With more rows W is decoded into tiles. Measured for each of: AMX, products of bfloat16, AVX-512, AVX2.
+constexpr int FEW_ROWS = AMX ? LEAST_AMX_ROWS - 1 : BF16_DOT ? 32 : REGISTERS / 2;
 
 EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y)
                LAYOUT(Weight, packed, scale, zero, out_features, in_features, group, scale_is_float, rounds_inputs,

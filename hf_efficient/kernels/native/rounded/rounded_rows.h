@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "../linear/int8_rows.h"
+#include "amx.h"
 
 struct RoundedWeight {  // mirrored in kernels/linear/native_rounded.py. W[n][k] = (code - offset[n]) * scale[n]
     const uint8_t *packed;
@@ -20,13 +21,13 @@ struct RoundedWeight {  // mirrored in kernels/linear/native_rounded.py. W[n][k]
 
 struct RoundedMatrix : RoundedWeight {
     static constexpr int COLUMNS = Lines::COLUMNS;
-    int64_t blocks, steps, width;  // width: columns with the padding
+    int64_t blocks, steps, width;  // width: columns with the padding, whole spans
 
     RoundedMatrix() = default;
     explicit RoundedMatrix(const RoundedWeight &weight) : RoundedWeight(weight) {
         blocks = ceil_div(out_features, LANES);
         steps = ceil_div(in_features, COLUMNS);
-        width = steps * COLUMNS;
+        width = ceil_div(steps * COLUMNS, SPAN) * SPAN;
     }
     INLINE const uint8_t *line(int64_t block, int64_t step) const {
         return packed + (block * steps + step) * Lines::LINES * 64;
@@ -105,7 +106,7 @@ static void round_whole_row(const RoundedMatrix &w, const T *x, const uint8_t (&
             *(Bytes *)(bytes + i) = to_bytes(rounded);
             sum_of_codes += rounded;
         }
-        store_ordered(codes + first, std::min<int64_t>(SPAN, w.width - first), bytes, order);
+        store_ordered(codes + first, SPAN, bytes, order);
     }
     row.sum = sum(sum_of_codes);
 }
@@ -153,6 +154,24 @@ template <class T> static RoundedInputs round_inputs(const RoundedMatrix &w, con
     return inputs;
 }
 
+// y of a block from the sums of its codes times those of a row.
+static INLINE void store_rounded(const RoundedMatrix &w, int64_t block, const RoundedInputs &x, int64_t row, Ints sum,
+                                 const Output &out) {
+    const RoundedRow &own = x.rows[row];
+    const int64_t lanes = block * LANES;
+    const Floats scale = *(const Floats *)(w.scale + lanes);
+    sum -= *(const Ints *)(w.offset + lanes) * own.sum;
+    if (w.sums) sum -= *(const Ints *)(w.sums + lanes) * own.zero;
+    Floats y = to_floats(sum) * scale * own.scale;
+    if (x.outlier_count) {
+        Floats unrounded = splat(0);
+        for (int64_t i = 0; i < x.outlier_count; i++)
+            unrounded = dot(unrounded, w.column(block, x.outliers[i]), x.outlier_values[row * x.outlier_count + i]);
+        y += unrounded * scale;
+    }
+    out.store(row, lanes, y);
+}
+
 template <int M, int BLOCKS>
 static INLINE void rounded_rows(const RoundedMatrix &w, int64_t block, const RoundedInputs &x, int64_t row,
                                 const Output &out) {
@@ -191,30 +210,14 @@ static INLINE void rounded_rows(const RoundedMatrix &w, int64_t block, const Rou
         for (int i = 0; i < LINES; i++) add(i);
     for (; step < w.steps; step++) add(0);
 
-    Floats unrounded[M][BLOCKS] = {};
-    for (int64_t i = 0; i < x.outlier_count; i++)
-        for (int b = 0; b < BLOCKS; b++) {
-            const Floats values = w.column(block + b, x.outliers[i]);
-            for (int m = 0; m < M; m++)
-                unrounded[m][b] = dot(unrounded[m][b], values, x.outlier_values[(row + m) * x.outlier_count + i]);
-        }
 #pragma GCC unroll 2
-    for (int b = 0; b < BLOCKS; b++) {
-        const int64_t lanes = (block + b) * LANES;
-        const Ints offset = *(const Ints *)(w.offset + lanes);
-        const Floats scale = *(const Floats *)(w.scale + lanes);
+    for (int b = 0; b < BLOCKS; b++)
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-            const RoundedRow &own = x.rows[row + m];
             Ints all = sum[m][b][0];
             if (CHAINS > 1) all += sum[m][b][CHAINS - 1];
-            all -= offset * own.sum;
-            if (w.sums) all -= *(const Ints *)(w.sums + lanes) * own.zero;
-            Floats y = to_floats(all) * scale * own.scale;
-            if (x.outlier_count) y += unrounded[m][b] * scale;
-            out.store(row + m, lanes, y);
+            store_rounded(w, block + b, x, row + m, all, out);
         }
-    }
 }
 
 template <int BLOCKS>
@@ -228,10 +231,47 @@ static void rounded_rows_of_blocks(const RoundedMatrix &w, int64_t block, const 
     if (rows > row) rounded_rows<1, BLOCKS>(w, block, x, row, out);
 }
 
+#if AMX
+constexpr int64_t AMX_ROWS_AT_ONCE = 512;
+
+// Many rows by AMX, which reads codes as unsigned bytes.
+template <int BLOCKS>
+static void amx_rounded_rows(const RoundedMatrix &w, int64_t block, const RoundedInputs &x, int64_t rows,
+                             const Output &out) {
+    constexpr int VECTORS = Bytewise::VECTORS;
+    static thread_local Buffer decoded, results;
+    const int64_t vectors = w.width / 4;
+    Words *tile = decoded.get<Words>(vectors * BLOCKS);
+    for (int b = 0; b < BLOCKS; b++) {
+        for (int64_t step = 0; step < w.steps; step++) {
+            Words values[VECTORS];
+            Bytewise::decode(w.line(block + b, step), values);
+            for (int v = 0; v < VECTORS; v++) tile[(step * VECTORS + v) * BLOCKS + b] = values[v];
+        }
+        for (int64_t v = w.steps * VECTORS; v < vectors; v++) tile[v * BLOCKS + b] = Words{};
+    }
+    Ints(*sums)[BLOCKS] = (Ints(*)[BLOCKS])results.get<Ints>(AMX_ROWS_AT_ONCE * BLOCKS);
+    for (int64_t row = 0; row < rows; row += AMX_ROWS_AT_ONCE) {
+        const int64_t count = std::min(AMX_ROWS_AT_ONCE, rows - row);
+        amx_rows<true>(BLOCKS, count, x.codes + row * x.width, x.width, tile, 64 * BLOCKS, w.width / SPAN, true, sums,
+                       sizeof *sums);
+        for (int64_t m = 0; m < count; m++)
+            for (int b = 0; b < BLOCKS; b++) store_rounded(w, block + b, x, row + m, sums[m][b], out);
+    }
+}
+#endif
+
 // For `count` weights with the same inputs, rounded in the same way.
 template <class T>
 static void rounded_products(const RoundedMatrix *w, const Output *out, int count, const T *values, int64_t rows) {
     const RoundedInputs x = round_inputs(*w, values, rows);
+#if AMX
+    if (rows >= LEAST_AMX_ROWS && AMX_IS_GRANTED)
+        return for_blocks(w, count, 2, [&](int i, int64_t block) {
+            if (block + 2 <= w[i].blocks) amx_rounded_rows<2>(w[i], block, x, rows, out[i]);
+            else amx_rounded_rows<1>(w[i], block, x, rows, out[i]);
+        });
+#endif
     for_blocks(w, count, BLOCKS_A_UNIT, [&](int i, int64_t block) {
         if (block + BLOCKS_A_UNIT <= w[i].blocks) rounded_rows_of_blocks<BLOCKS_A_UNIT>(w[i], block, x, rows, out[i]);
         else rounded_rows_of_blocks<1>(w[i], block, x, rows, out[i]);
