@@ -10,7 +10,8 @@ from hf_efficient.bit_linear import BitLinear
 from hf_efficient.configs import BitNetConfig
 from hf_efficient.formats.ternary import TernaryFormat, canonical_of_bitnet
 from hf_efficient.kernels.efficient_linear import pack_trits
-from hf_efficient.kernels.linear.ternary import TernaryCpuLayout, TernaryTritonLayout
+from hf_efficient.kernels.linear import native_rounded
+from hf_efficient.kernels.linear.ternary import NativeTernaryLayout, TernaryCpuLayout, TernaryTritonLayout
 from hf_efficient.layers import compress_linear
 
 
@@ -52,15 +53,15 @@ def test_a_weight_of_zeros_stays_zero():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("kind", [TernaryCpuLayout, TernaryTritonLayout])
+@pytest.mark.parametrize("kind", [None, TernaryCpuLayout, TernaryTritonLayout])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layouts_compute_the_product_and_turn_back(format, kind, dtype):
-    """The GPU's layout too, through the op, which has an implementation for CPU tensors."""
+    """Of this CPU, of torch's operators, and the GPU's through the op, which has an implementation for CPU tensors."""
     weight = torch.randn(70, 96, dtype=dtype)
     tensors = format.round(weight)
     layout = format.layout(tensors, 96, dtype)
-    assert type(layout) is TernaryCpuLayout
-    if kind is TernaryTritonLayout:
+    assert type(layout) is (TernaryCpuLayout if native_rounded.kernel(2) is None else NativeTernaryLayout)
+    if kind is not None:
         layout = kind(format.trits(tensors["qweight"], 96), tensors["scale"], layout.pack, dtype)
     assert torch.equal(layout.canonical(), tensors["qweight"])
     assert torch.equal(layout.dequantize(), format.dequantize(tensors, 96, dtype))

@@ -9,7 +9,7 @@ import ctypes
 
 import torch
 
-from hf_efficient.kernels.linear import op, w8a8_cpu
+from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.layout import FLOATS
 from hf_efficient.kernels.linear.native_cpu import LANES, NativeLayout, pack_lines, unpack_lines
 from hf_efficient.kernels.native import build
@@ -79,7 +79,18 @@ class NativeRoundedLayout(NativeLayout):
 
     @classmethod
     def pack(
-        cls, codes, offset, scale, zero_point, dtype, *, bits=8, asymmetric=False, x_scale=None, x_zero=None, threshold=0.0
+        cls,
+        codes,
+        offset,
+        scale,
+        zero_point,
+        dtype,
+        *,
+        bits=8,
+        asymmetric=False,
+        x_scale=None,
+        x_zero=None,
+        threshold=0.0,
     ) -> "NativeRoundedLayout | None":
         """From numbers int8 [N, K] that are at least -offset; their scale float32 and zero point int8 or None, each
         one value or one a row. None where the kernels do not serve them or are not compiled."""

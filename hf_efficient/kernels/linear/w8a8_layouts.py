@@ -89,7 +89,9 @@ class NativeInt8Layout(_QuantizedInputsLayout):
 
     @classmethod
     def pack(cls, tensors, dtype, format: str, threshold: float = 0.0) -> "NativeInt8Layout | None":
-        static = {key: tensors.get(f"activation_{name}") for key, name in (("x_scale", "scale"), ("x_zero", "zero_point"))}
+        static = {
+            key: tensors.get(f"activation_{name}") for key, name in (("x_scale", "scale"), ("x_zero", "zero_point"))
+        }
         native = NativeRoundedLayout.pack(
             tensors["qweight"], _OFFSET, tensors["scale"], tensors.get("zero_point"), dtype,
             asymmetric=format == "int8_asymmetric", threshold=threshold, **static,
