@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.linear.w8a8_layouts import Float8Layout, int8_layout
+from hf_efficient.kernels.linear.w8a8_layouts import float8_layout, int8_layout
 
 
 BLOCK = 128
@@ -127,7 +127,7 @@ class Float8Format(Format):
     def layout(self, tensors, in_features, dtype):
         if tensors["qweight"].device.type not in _DEVICES:
             return self.dequantized_layout(tensors, in_features, dtype)
-        return Float8Layout(tensors, dtype, "fp8_block" if self.weights == "block" else "fp8")
+        return float8_layout(tensors, dtype, self.weights == "block")
 
 
 def _outlier_shapes(format: Format, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:

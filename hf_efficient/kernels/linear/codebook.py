@@ -11,6 +11,7 @@ import torch
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import expand_groups, pack_codes, unpack_codes
 from hf_efficient.kernels.linear.layout import Layout, RowsLayout, TritonRowsLayout, triton_groups
+from hf_efficient.kernels.linear.native_tables import NativeCodebookLayout
 from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout
 from hf_efficient.kernels.replay.recorder import as_one_step
 
@@ -171,6 +172,8 @@ def codebook_layout(qweight, table, scale, *, bits, group_size, in_features, dty
     if qweight.device.type == "cuda" and CodebookTritonLayout.supports(group_size, dtype):
         return CodebookTritonLayout(*arguments)
     if qweight.device.type == "cpu":
+        if native := NativeCodebookLayout.pack(*arguments):
+            return native
         if CodebookInt4Layout.supports(len(qweight), in_features, group_size, dtype):
             layout = CodebookInt4Layout(*arguments)
             if layout.is_exact:

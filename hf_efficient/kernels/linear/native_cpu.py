@@ -23,6 +23,7 @@ from hf_efficient.kernels.replay.registry import replays
 
 
 LANES = 16
+GRID, CODEBOOK, FLOAT8 = range(3)  # kinds of codes, as in native/linear/codes.h
 COLUMNS = {2: 16, 3: 32, 4: 8, 8: 4}  # bits -> columns of the weight in a line
 _ELEMENTS_AT_ONCE = 1 << 21  # float32 elements that dequantizing to another dtype holds at once: 8 MB
 
@@ -40,16 +41,20 @@ class _Weight(ctypes.Structure):
         ("scale_is_float", ctypes.c_int64),
         ("rounds_inputs", ctypes.c_int64),
         ("zero_is_float", ctypes.c_int64),
+        ("table", ctypes.c_void_p),
+        ("x_scale", ctypes.c_void_p),
     ]
 
 
-def weight_structure(packed, scale, zero_point, group, out_features, in_features, rounds_inputs) -> tuple[_Weight, int]:
+def weight_structure(
+    packed, scale, zero_point, group, out_features, in_features, rounds_inputs, table=None, x_scale=None
+) -> tuple[_Weight, int]:
     """(the structure of a weight, its address)."""
-    zero = None if zero_point is None else zero_point.data_ptr()
+    pointers = [None if t is None else t.data_ptr() for t in (packed, scale, zero_point, table, x_scale)]
     sizes = out_features, in_features, group
-    floats = scale.dtype is torch.float32, zero is not None and zero_point.dtype is torch.float32
-    pointers = packed.data_ptr(), scale.data_ptr(), zero
-    return filled(_Weight, *pointers, *sizes, floats[0], rounds_inputs, floats[1])
+    floats = (t is not None and t.dtype is torch.float32 for t in (scale, zero_point))
+    scale_is_float, zero_is_float = floats
+    return filled(_Weight, *pointers[:3], *sizes, scale_is_float, rounds_inputs, zero_is_float, *pointers[3:])
 
 
 def _pieces(bits: int):
@@ -86,7 +91,7 @@ def unpack_lines(words: torch.Tensor, bits: int, out_features: int, in_features:
     return torch.where(codes > 127, ~codes, codes ^ 128) if bits == 8 else codes
 
 
-def _blocks(values: torch.Tensor, out_features: int) -> torch.Tensor:
+def in_blocks(values: torch.Tensor, out_features: int) -> torch.Tensor:
     """Values per group [N or 1, G] -> [blocks, G, 16]."""
     values = F.pad(values.expand(out_features, -1), (0, 0, 0, -out_features % LANES))
     return values.view(-1, LANES, values.shape[1]).transpose(1, 2).contiguous()
@@ -104,9 +109,10 @@ class Kernel:
 
 
 @once_a_tier
-def kernel(bits: int) -> Kernel | None:
-    """The kernel for codes of `bits` bits; None where torch's operators serve instead."""
-    library = build.load("linear", (Product, _Weight), BITS=bits)
+def kernel(bits: int, kind: int = GRID) -> Kernel | None:
+    """The kernel for codes of `bits` bits that stand for what `kind` tells; None where torch's operators serve
+    instead."""
+    library = build.load("linear", (Product, _Weight), BITS=bits, KIND=kind)
     return library and Kernel(library)
 
 
@@ -208,8 +214,8 @@ class NativeCodesLayout(NativeLayout):
         if zero_point is None and stored != bits:
             zero_point = qweight.new_full(scale.shape, 2 ** (bits - 1))
         packed = pack_lines(unpack_codes(qweight, bits, in_features), stored)
-        scale = _blocks(scale if scale.dtype is torch.bfloat16 else scale.float(), out_features)
-        zero_point = None if zero_point is None else _blocks(zero_point, out_features)
+        scale = in_blocks(scale if scale.dtype is torch.bfloat16 else scale.float(), out_features)
+        zero_point = None if zero_point is None else in_blocks(zero_point, out_features)
         group = in_features if groups == 1 else group_size
         scheme = stored, group, out_features, in_features
         return cls(packed, scale, zero_point, *scheme, rounds_inputs, bits, dtype)

@@ -1,10 +1,14 @@
 """Layouts of 8-bit weights that round their inputs to 8 bits in each call, for the products of `w8a8`."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from hf_efficient.kernels.linear import w8a8_cpu
 from hf_efficient.kernels.linear.layout import Layout
 from hf_efficient.kernels.linear.native_rounded import NativeRoundedLayout
+from hf_efficient.kernels.linear.native_tables import NativeFloat8Layout
 from hf_efficient.kernels.linear.w8a8 import llm_int8_linear, pack_int8, quantized_linear, unpack_int8
 
 
@@ -14,9 +18,23 @@ _OFFSET = 128  # of the unsigned codes of the C++ kernels from int8
 def int8_layout(tensors: dict[str, torch.Tensor], dtype: torch.dtype, format: str, threshold: float | None) -> Layout:
     """The fastest layout of int8 codes for inputs of `dtype` in `format`, or with columns that are not rounded by
     `threshold`."""
-    if native := NativeInt8Layout.pack(tensors, dtype, format, threshold or 0.0):
-        return native
+    static = {
+        name: tensors.get(f"activation_{part}") for name, part in (("x_scale", "scale"), ("x_zero", "zero_point"))
+    }
+    how = {"asymmetric": format == "int8_asymmetric", "threshold": threshold or 0.0, **static}
+    weight = tensors["qweight"], _OFFSET, tensors["scale"], tensors.get("zero_point")
+    if native := NativeRoundedLayout.pack(*weight, dtype, **how):
+        return NativeInputsLayout(native, partial(native.numbers, _OFFSET), tensors, dtype)
     return Int8Layout(tensors, dtype, format) if threshold is None else LlmInt8Layout(tensors, dtype, threshold)
+
+
+def float8_layout(tensors: dict[str, torch.Tensor], dtype: torch.dtype, by_block: bool) -> Layout:
+    """The fastest layout of float8_e4m3fn codes for inputs of `dtype`; by_block: with scales of 128 x 128, and inputs
+    with a scale for 128 columns."""
+    weight = tensors["qweight"], tensors["scale"], tensors.get("activation_scale")
+    if native := NativeFloat8Layout.pack(*weight, dtype, by_block):
+        return NativeInputsLayout(native, native.canonical, tensors, dtype)
+    return Float8Layout(tensors, dtype, "fp8_block" if by_block else "fp8")
 
 
 class _QuantizedInputsLayout(Layout):
@@ -81,30 +99,15 @@ class Int8Layout(_QuantizedInputsLayout):
         return unpack_int8(self.codes).contiguous() if self.replaces_qweight else super().canonical()
 
 
-class NativeInt8Layout(_QuantizedInputsLayout):
-    """int8 codes for the C++ kernels of a CPU; inputs as in the two other layouts. `pack` gives None where there are
-    no kernels."""
+class NativeInputsLayout(_QuantizedInputsLayout):
+    """The layout `native` of the C++ kernels of a CPU. canonical: gives its qweight back."""
 
     replaces_qweight = True
 
-    @classmethod
-    def pack(cls, tensors, dtype, format: str, threshold: float = 0.0) -> "NativeInt8Layout | None":
-        static = {
-            key: tensors.get(f"activation_{name}") for key, name in (("x_scale", "scale"), ("x_zero", "zero_point"))
-        }
-        native = NativeRoundedLayout.pack(
-            tensors["qweight"], _OFFSET, tensors["scale"], tensors.get("zero_point"), dtype,
-            asymmetric=format == "int8_asymmetric", threshold=threshold, **static,
-        )  # fmt: skip
-        return native and cls(native, tensors, dtype)
-
-    def __init__(self, native: NativeRoundedLayout, tensors, dtype):
+    def __init__(self, native: Layout, canonical: Callable[[], torch.Tensor], tensors, dtype):
         super().__init__(tensors, dtype)
-        self.native, self.tensors, self.product, self.codes = native, native.tensors, native.matmul, None
-        self.canonical_tensors = {name: tensor for name, tensor in tensors.items() if name != "qweight"}
-
-    def canonical(self):
-        return self.native.numbers(_OFFSET)
+        self.native, self.tensors, self.product, self.canonical = native, native.tensors, native.matmul, canonical
+        self.codes, self.canonical_tensors = None, {name: t for name, t in tensors.items() if name != "qweight"}
 
     def dequantize(self):
         weight = self.native.dequantize()

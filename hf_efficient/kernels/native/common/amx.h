@@ -1,8 +1,10 @@
-// Products of tiles by AMX, 16 x 16 results at a time. A tile of W stands in memory as AMX reads it: for each 4 bytes of
-// a row of x, those of 16 rows of W.
+// Products of tiles by AMX, 16 x 16 results at a time. A tile of W stands in memory as AMX reads it: for each 4 bytes
+// of a row of x, those of 16 rows of W.
 
 #pragma once
 #include "vectors.h"
+
+constexpr int LEAST_AMX_ROWS = 5;  // of x; with fewer the vector units are faster
 
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__)
 #include <sys/syscall.h>
@@ -10,7 +12,6 @@
 
 constexpr int AMX_ROWS = 16;   // of a tile
 constexpr int AMX_TERMS = 16;  // of 4 bytes in a row of a tile
-constexpr int LEAST_AMX_ROWS = 5;  // of x; with fewer the vector units are faster
 
 // The system grants a process the use of tiles once.
 static const bool AMX_IS_GRANTED = [] {

@@ -3,7 +3,8 @@
 //
 // - Floats, Ints, Words (4 bytes a lane), Halves (2) and Bytes (1), with the operators of GCC's vectors;
 // - conversions: widen, narrow (bfloat16), from_float16, to_float16, to_floats, to_ints, nearest, to_bytes;
-// - some of the lanes: load_some, store_some, blend; all of them: sum, highest, sums_of_lanes, transpose, look_up;
+// - some of the lanes: load_some, store_some, blend;
+// - all of them: sum, highest, sums_of_lanes, transpose, look_up, look_up_16;
 // - plus_products: sums of 4 bytes times 4 bytes.
 
 #pragma once

@@ -272,6 +272,15 @@ static INLINE Floats look_up(Floats table, Words index) {
             (Floats::Half)_mm256_permutevar8x32_ps((__m256)table.low, (__m256i)index.high)};
 }
 
+static INLINE Floats look_up_16(Floats table, Words index) {  // of 16 entries
+    auto half = [&](Words::Half index) __attribute__((always_inline)) {
+        const __m256 low = _mm256_permutevar8x32_ps((__m256)table.low, (__m256i)index);
+        const __m256 high = _mm256_permutevar8x32_ps((__m256)table.high, (__m256i)index);
+        return (Floats::Half)_mm256_blendv_ps(low, high, (__m256)(index << 28));
+    };
+    return {half(index.low), half(index.high)};
+}
+
 // sum + the products of each lane's 4 codes (unsigned, of WIDTH bits) with the 4 signed bytes of x
 template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int32_t x) {
     const __m256i bytes = _mm256_set1_epi32(x), low_bits = _mm256_set1_epi8(15);

@@ -150,6 +150,8 @@ static INLINE Floats look_up(Floats table, Words index) {
     return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
 }
 
+static INLINE Floats look_up_16(Floats table, Words index) { return look_up(table, index); }
+
 // sum + the products of each lane's 4 codes (unsigned, of WIDTH bits) with the 4 signed bytes of x
 template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int32_t x) {
 #if defined(__AVX512VNNI__)

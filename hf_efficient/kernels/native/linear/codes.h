@@ -1,8 +1,14 @@
-// Weights of 2, 3, 4 or 8-bit codes (BITS, a compiler flag): W[n][k] = (code - zero) * scale, scale and zero per group
-// of columns. kernels/linear/native_cpu.py packs them.
+// Weights of 2, 3, 4 or 8-bit codes (BITS, a compiler flag), scale and zero per group of columns. KIND, another flag,
+// tells what codes stand for: W[n][k] = (code - zero) * scale (GRID), table[code] * scale (CODEBOOK), or the code is a
+// float8 E4M3 (FLOAT8). kernels/linear/native_cpu.py packs them.
 
 #pragma once
 #include "products.h"
+
+enum { GRID, CODEBOOK, FLOAT8 };
+#ifndef KIND
+#define KIND GRID
+#endif
 
 constexpr int SEGMENT = 512;  // columns whose sum is scaled and added to the total, which bounds the rounding error
 
@@ -14,6 +20,8 @@ struct Weight {  // mirrored in kernels/linear/native_cpu.py
     int64_t scale_is_float;
     int64_t rounds_inputs;  // whether bfloat16 inputs are rounded to int8
     int64_t zero_is_float;
+    const float *table;    // CODEBOOK: 2 ** BITS numbers of bfloat16, as floats
+    const float *x_scale;  // FLOAT8: of static inputs, or null
 };
 
 // Codes of BITS bits: code 2j of a lane at bit BITS * j of its word, code 2j + 1 at bit 16 + BITS * j. Three words hold
@@ -44,8 +52,11 @@ struct Codes : Lines {
     static constexpr float MIDDLE = 1 << (BITS - 1);
     Floats table;
 
-    Codes() {
-        for (int i = 0; i < LANES; i++) ((float *)&table)[i] = i % (1 << BITS) - MIDDLE;
+    explicit Codes(const float *numbers = nullptr) {
+        for (int i = 0; i < LANES; i++) {
+            const int code = i % (1 << BITS);
+            ((float *)&table)[i] = numbers ? numbers[code] : code - MIDDLE;
+        }
     }
 
     // The values of a line, each computed where it is used, since registers are few.
@@ -56,7 +67,7 @@ struct Codes : Lines {
         INLINE void decode(const Codes &codes, const uint8_t *line) {
             table = codes.table;
             load(line, words);
-            if (BITS == 8) {
+            if (BITS == 8 && KIND == GRID) {
                 const Words negative = words[0] >> 7 & 0x01010101u;
                 words[0] ^= ((negative << 7) - negative) ^ 0x80808080u;  // the codes
             }
@@ -66,6 +77,11 @@ struct Codes : Lines {
             if constexpr (BITS <= LOOK_UP_BITS) {
                 const Words both = shifted(words, column / 2);
                 return look_up(table, column % 2 ? both >> 16 : both);
+            } else if constexpr (KIND == CODEBOOK) {
+                return look_up_16(table, (column % 2 ? high : words[0]) >> (column / 2 * BITS));
+            } else if constexpr (KIND == FLOAT8) {  // as a float, with another bias of the exponent
+                const Words top = (column % 2 ? high : words[0]) << (24 - column / 2 * 8);
+                return (Floats)((top & 0x80000000u) | (top >> 4 & 0x07f00000u)) * 0x1p120f;
             } else {
                 const int bit = column / 2 * BITS;  // from which the code stands in the mantissa of 2 ** (23 - bit)
                 const Words code = (column % 2 ? high : words[0]) & (((1u << BITS) - 1) << bit);
@@ -83,7 +99,7 @@ struct Matrix : Weight {
     Codes codes;
 
     Matrix() = default;
-    explicit Matrix(const Weight &weight) : Weight(weight) {
+    explicit Matrix(const Weight &weight) : Weight(weight), codes(weight.table) {
         blocks = ceil_div(out_features, LANES);
         steps = ceil_div(in_features, COLUMNS);
         groups = ceil_div(in_features, group);

@@ -2,13 +2,23 @@
 
 #pragma once
 
+static INLINE float float8_value(int magnitude) {  // of E4M3
+    const int exponent = magnitude >> 3, mantissa = magnitude & 7;
+    if (magnitude == 127) return __builtin_nanf("");
+    return exponent ? __builtin_ldexpf(8 + mantissa, exponent - 10) : __builtin_ldexpf(mantissa, -9);
+}
+
 struct Codes : Lines {
-    static constexpr float MIDDLE = BITS == 8 ? 127.5f : 1 << (BITS - 1);
+    static constexpr float MIDDLE = BITS == 8 && KIND == GRID ? 127.5f : 1 << (BITS - 1);
     __m512i table[BITS == 8 ? 4 : 1];
 
-    Codes() {
+    explicit Codes(const float *numbers = nullptr) {
         uint16_t values[128];
-        for (int i = 0; i < 128; i++) values[i] = bfloat16_bits(BITS == 8 ? i + 0.5f : i % (1 << BITS) - MIDDLE);
+        for (int i = 0; i < 128; i++) {
+            const int code = i % (1 << BITS);
+            if (KIND == FLOAT8) values[i] = bfloat16_bits(float8_value(i));
+            else values[i] = bfloat16_bits(BITS == 8 ? i + 0.5f : numbers ? numbers[code] : code - MIDDLE);
+        }
         if (BITS == 8) {
             uint8_t *bytes = (uint8_t *)table;
             for (int i = 0; i < 128; i++) bytes[i] = values[i] & 255, bytes[128 + i] = values[i] >> 8;

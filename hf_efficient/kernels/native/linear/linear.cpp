@@ -1,6 +1,7 @@
 // y = x @ W^T + bias for weights of codes. Threads share y; the order of each sum does not depend on their number.
 
 #include "few_rows.h"
+#include "float8_inputs.h"
 #include "int8_rows.h"
 #include "many_rows.h"
 
@@ -9,7 +10,7 @@ constexpr int FEW_ROWS = AMX ? LEAST_AMX_ROWS - 1 : BF16_DOT ? 32 : REGISTERS / 
 
 EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y)
                LAYOUT(Weight, packed, scale, zero, out_features, in_features, group, scale_is_float, rounds_inputs,
-                      zero_is_float))
+                      zero_is_float, table, x_scale))
 
 // `count` products of x [rows, in_features]; the weights have the same columns, groups and rounding. All numbers are
 // bfloat16, or all float.
@@ -20,8 +21,14 @@ extern "C" void hf_linear(const Product *products, int64_t count, const void *x,
         w[i] = Matrix(*(const Weight *)products[i].weight);
         out[i] = {products[i].y, products[i].bias, w[i].out_features, is_float != 0};
     }
-    const int64_t columns = w->in_features, width = w->width;
-    if (!is_float && w->rounds_inputs) return int8(w, out, count, (const uint16_t *)x, rows);
+    int64_t columns = w->in_features;
+    const int64_t width = w->width;
+    if (KIND == FLOAT8 && w->rounds_inputs) {
+        if (is_float) x = float8_inputs(*w, (const float *)x, rows);
+        else x = float8_inputs(*w, (const uint16_t *)x, rows);
+        columns = width;
+    }
+    if (KIND == GRID && !is_float && w->rounds_inputs) return int8(w, out, count, (const uint16_t *)x, rows);
 #if BF16_DOT
     if (!is_float) {
         const uint16_t *values = (const uint16_t *)x;
