@@ -13,7 +13,8 @@ from helpers import assert_close
 from hf_efficient.formats.codebook import TABLES, CodebookFormat
 from hf_efficient.kernels import efficient_linear
 from hf_efficient.kernels.linear import codebook
-from hf_efficient.kernels.linear.codebook import CodebookCpuLayout, CodebookInt4Layout, CodebookTritonLayout
+from hf_efficient.kernels.linear.codebook import CodebookCpuLayout, CodebookGridLayout, CodebookTritonLayout
+from hf_efficient.kernels.native import tiers
 from hf_efficient.methods import kmeans
 
 
@@ -130,13 +131,13 @@ def test_degenerate_groups(format):
 
 
 CASES = [  # format, N, K, the layout that must take it for bfloat16
-    (CodebookFormat("nf4", 4, 64), 64, 128, CodebookInt4Layout),
-    (CodebookFormat("nf4", 4, 128, True), 80, 576, CodebookInt4Layout),
-    (CodebookFormat("nf4", 4, None), 16, 32, CodebookInt4Layout),
-    (CodebookFormat("fp4", 4, 64), 48, 64, CodebookInt4Layout),
-    (CodebookFormat("kmeans", 4, -1), 32, 96, CodebookInt4Layout),
-    (CodebookFormat("kmeans", 3, 32), 32, 96, CodebookInt4Layout),
-    (CodebookFormat("kmeans", 2, 64), 32, 96, CodebookInt4Layout),
+    (CodebookFormat("nf4", 4, 64), 64, 128, CodebookGridLayout),
+    (CodebookFormat("nf4", 4, 128, True), 80, 576, CodebookGridLayout),
+    (CodebookFormat("nf4", 4, None), 16, 32, CodebookGridLayout),
+    (CodebookFormat("fp4", 4, 64), 48, 64, CodebookGridLayout),
+    (CodebookFormat("kmeans", 4, -1), 32, 96, CodebookGridLayout),
+    (CodebookFormat("kmeans", 3, 32), 32, 96, CodebookGridLayout),
+    (CodebookFormat("kmeans", 2, 64), 32, 96, CodebookGridLayout),
     (CodebookFormat("nf4", 4, 48), 64, 96, CodebookCpuLayout),
     (CodebookFormat("nf4", 4, 64), 30, 99, CodebookCpuLayout),
     (CodebookFormat("kmeans", 3, -1), 30, 44, CodebookCpuLayout),
@@ -162,16 +163,26 @@ def check_layout(layout, format, tensors, columns, error):
 
 @pytest.mark.parametrize("format, rows, columns, kind", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_layouts_compute_the_product_and_turn_back(format, rows, columns, kind, dtype, monkeypatch):
+def test_layouts_of_torchs_operators(format, rows, columns, kind, dtype, monkeypatch):
+    monkeypatch.setenv(tiers.VARIABLE, "torch")
     monkeypatch.setattr(codebook, "_ELEMENTS_AT_ONCE", 8 * columns)
     tensors = quantized(format, torch.randn(rows, columns, dtype=dtype))
     layout = format.layout(tensors, columns, dtype)
     assert type(layout) is (CodebookCpuLayout if dtype == torch.float32 else kind)
-    check_layout(layout, format, tensors, columns, 0.01 if type(layout) is CodebookInt4Layout else 0)
+    check_layout(layout, format, tensors, columns, 0.01 if type(layout) is CodebookGridLayout else 0)
 
 
-def test_entries_that_the_grid_cannot_tell_apart_stay_entries():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("format, rows, columns, kind", CASES)
+def test_layouts_of_this_cpu(format, rows, columns, kind, dtype):
+    tensors = quantized(format, torch.randn(rows, columns, dtype=dtype))
+    layout = format.layout(tensors, columns, dtype)
+    check_layout(layout, format, tensors, columns, 0.01 if type(layout) is CodebookGridLayout else 0)
+
+
+def test_entries_that_the_grid_cannot_tell_apart_stay_entries(monkeypatch):
     """FP4 has two zeros; a weight that uses both keeps its codes, in the layout that looks them up."""
+    monkeypatch.setenv(tiers.VARIABLE, "torch")
     format = CodebookFormat("fp4", 4, 64)
     codes = torch.arange(16, dtype=torch.uint8).repeat(32, 4)
     tensors = {"qweight": format.pack(codes), "scale": torch.ones(32, 1).bfloat16()}

@@ -87,7 +87,7 @@ def test_registration_that_fails(monkeypatch):
         (FAST, None, "ok", "AVX-512 bf16, AVX-512 VNNI; torch uses"),
         (FAST, "avx2", "off", "C++ kernels: avx2"),
         (FAST, "sse", "broken", "HF_EFFICIENT_CPU is 'sse': this CPU runs torch, avx2"),
-        (tiers.AVX2.features, None, "ok", "C++ kernels: avx2; faster ones need avx512_bf16"),
+        (tiers.AVX2.features, None, "ok", "C++ kernels: avx2; faster ones need amx_bf16"),
         ({"popcnt"}, None, "off", "an x86 CPU with AVX2"),
         (set(), None, "off", "unknown"),
     ],

@@ -11,6 +11,7 @@ import torch
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import expand_groups, pack_codes, unpack_codes
 from hf_efficient.kernels.linear.layout import Layout, RowsLayout, TritonRowsLayout, triton_groups
+from hf_efficient.kernels.linear.native_cpu import NativeCodesLayout
 from hf_efficient.kernels.linear.native_tables import NativeCodebookLayout
 from hf_efficient.kernels.linear.torch_cpu import Int4CpuLayout
 from hf_efficient.kernels.replay.recorder import as_one_step
@@ -88,34 +89,40 @@ class CodebookCpuLayout(RowsLayout):
         return self.codes
 
 
-class CodebookInt4Layout(Int4CpuLayout):
-    """For 16-bit inputs on a CPU: entries become the nearest points of a grid of 8 bits, which torch's int4 operator
-    reads as two planes of 4 bits.
+class CodebookGridLayout(Layout):
+    """For 16-bit inputs on a CPU: entries become the nearest points of a grid of 8 bits, which the C++ kernels read, or
+    torch's int4 operator as two planes of 4 bits.
 
     Takes 8 bits a weight in memory; one row takes a half to a tenth of the time of looking entries up. Points differ
-    from entries by 0.3 % (RMS; bfloat16 does by 0.1 %). is_exact: whether codes come back from points, which they do
-    not where two entries are equal and both are used.
+    from entries by 0.3 % (RMS; bfloat16 does by 0.1 %).
     """
 
-    def __init__(self, qweight, table, scale, bits, group_size, in_features, dtype):
+    @classmethod
+    def pack(cls, qweight, table, scale, bits, group_size, in_features, dtype) -> "CodebookGridLayout | None":
+        """None where the inputs or the groups are not served, or codes do not come back from points: two entries that
+        are used are equal."""
+        if dtype not in (torch.bfloat16, torch.float16):
+            return None
         points, step, start = _fit_known(tuple(table[0].tolist())) if len(table) == 1 else fit_grid(table.float(), 256)
         codes = look_up(qweight, points.to(torch.uint8), bits, in_features)
         zero_point = (-start / step).expand(max(len(table), len(scale)), scale.shape[1])
-        super().__init__(codes, scale.float() * step, zero_point, 8, group_size, in_features, dtype)
-        self.code_bits = bits
-        inverse = torch.zeros(len(table), 256, dtype=torch.uint8)
-        codes_of = torch.arange(2**bits - 1, -1, -1, dtype=torch.uint8).expand(len(table), -1)
-        self.inverse = inverse.scatter_(1, points.long().flip(1), codes_of)
-        self.tensors["packed_inverse"] = self.inverse
-        self.is_exact = torch.equal(self.canonical(), qweight)
+        grid = codes, scale.float() * step, zero_point, 8, group_size, in_features, dtype
+        inner = NativeCodesLayout.pack(*grid)
+        if inner is None and Int4CpuLayout.supports(len(qweight), in_features, group_size, dtype):
+            inner = Int4CpuLayout(*grid)
+        layout = inner and cls(inner, points, bits, in_features)
+        return layout if layout and torch.equal(layout.canonical(), qweight) else None
 
-    @staticmethod
-    def supports(out_features, in_features, group_size, dtype) -> bool:
-        sixteen = dtype in (torch.bfloat16, torch.float16)
-        return sixteen and Int4CpuLayout.supports(out_features, in_features, group_size, dtype)
+    def __init__(self, inner: Layout, points: torch.Tensor, bits: int, in_features: int):
+        self.inner, self.bits, self.in_features, self.dtype = inner, bits, in_features, inner.dtype
+        self.matmul, self.dequantize = inner.matmul, inner.dequantize
+        codes_of = torch.arange(2**bits - 1, -1, -1, dtype=torch.uint8).expand(len(points), -1)
+        inverse = torch.zeros(len(points), 256, dtype=torch.uint8)
+        self.inverse = inverse.scatter_(1, points.long().flip(1), codes_of)
+        self.tensors = {**inner.tensors, "packed_inverse": self.inverse}
 
     def canonical(self):
-        return pack_codes(look_up(super().canonical(), self.inverse, 8, self.in_features), self.code_bits)
+        return pack_codes(look_up(self.inner.canonical(), self.inverse, 8, self.in_features), self.bits)
 
 
 def fit_grid(table: torch.Tensor, points: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -174,11 +181,7 @@ def codebook_layout(qweight, table, scale, *, bits, group_size, in_features, dty
     if qweight.device.type == "cpu":
         if native := NativeCodebookLayout.pack(*arguments):
             return native
-        if CodebookInt4Layout.supports(len(qweight), in_features, group_size, dtype):
-            layout = CodebookInt4Layout(*arguments)
-            if layout.is_exact:
-                return layout
-        return CodebookCpuLayout(*arguments)
+        return CodebookGridLayout.pack(*arguments) or CodebookCpuLayout(*arguments)
     return None
 
 

@@ -112,7 +112,8 @@ static INLINE Ints widen_signed(Bytes bytes) {
 static INLINE Floats widen(Halves bits) { return (Floats)(widen_words(bits) << 16); }  // the values of bfloat16 bits
 static INLINE Floats to_floats(Ints values) { return BOTH(Floats, values, _mm256_cvtepi32_ps((__m256i)values)); }
 static INLINE Floats widen(Bytes bytes) { return to_floats((Ints)widen_words(bytes)); }
-static INLINE Ints to_ints(Floats values) { return BOTH(Ints, values, _mm256_cvttps_epi32((__m256)values)); }  // cut off
+// Cut off.
+static INLINE Ints to_ints(Floats values) { return BOTH(Ints, values, _mm256_cvttps_epi32((__m256)values)); }
 static INLINE Ints nearest(Floats values) { return BOTH(Ints, values, _mm256_cvtps_epi32((__m256)values)); }
 static INLINE Floats nearest_whole(Floats values) {
     return BOTH(Floats, values, _mm256_round_ps((__m256)values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

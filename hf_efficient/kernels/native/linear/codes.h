@@ -25,8 +25,8 @@ struct Weight {  // mirrored in kernels/linear/native_cpu.py
 };
 
 // Codes of BITS bits: code 2j of a lane at bit BITS * j of its word, code 2j + 1 at bit 16 + BITS * j. Three words hold
-// 32 codes of 3 bits, the last two in the bits that are left over. Codes of 8 bits stand as the sign and the magnitude of
-// the code less 127.5. Decoded values are the codes less MIDDLE.
+// 32 codes of 3 bits, the last two in the bits that are left over. Codes of 8 bits stand as the sign and the magnitude
+// of the code less 127.5. Decoded values are the codes less MIDDLE.
 struct Lines {
     static constexpr int LINES = BITS == 3 ? 3 : 1, PAIRS = BITS == 3 ? 16 : 16 / BITS, COLUMNS = 2 * PAIRS;
 
