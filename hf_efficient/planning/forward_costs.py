@@ -8,6 +8,7 @@ import torch
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.evaluation.roofline import Work
+from hf_efficient.kernels.linear import native_rounded
 from hf_efficient.planning.meta_model import MetaModel
 from hf_efficient.planning.model_trace import Trace, Tracer
 from hf_efficient.planning.page_bytes import PageBytes
@@ -79,7 +80,8 @@ class _Forwards:
     def __init__(self, model: MetaModel, lengths: Lengths):
         self.model, self.lengths = model, lengths
         rounds = model.rounded_dtype is not None
-        fused = getattr(model.quantization, "int8_on_cpu", None) is not None  # those kernels round while they multiply
+        # the C++ kernels of a CPU round while they multiply
+        fused = hasattr(model.quantization, "int8_on_cpu") or model.on_cpu and native_rounded.kernel(8) is not None
         self._tracer = Tracer(model.module, rounds, rounds and not fused, model.on_cpu)
 
     def with_paged_cache(self, paged: PagedCache) -> ForwardCosts:

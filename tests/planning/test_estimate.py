@@ -224,7 +224,7 @@ def test_every_format_has_its_size(name, tiny_folder, tmp_path):
     model.save_pretrained(tmp_path)
     assert estimate.checkpoint_bytes == saved_bytes(tmp_path)
     # doubly quantized scales stay part of the padded blocks that they were rounded in
-    tolerance = 0.02 if name == "nf4_double" else 0
+    tolerance = 0.03 if name == "nf4_double" else 0
     assert estimate.weight_bytes == pytest.approx(memory.weight_bytes(model), rel=tolerance)
 
 

@@ -68,7 +68,9 @@ class NativeCodebookLayout(NativeTableLayout):
         if not serves or qweight.device.type != "cpu" or kernel(bits, CODEBOOK) is None:
             return None
         packed = pack_lines(unpack_codes(qweight, bits, in_features), bits)
-        scale = in_blocks(scale if scale.dtype is dtype else scale.float(), len(qweight))
+        scale = in_blocks(
+            scale if scale.dtype is dtype else scale.float(), len(qweight)
+        ).clone()  # maybe of a larger one
         group = in_features if scale.shape[1] == 1 else group_size
         scheme = bits, group, len(qweight), in_features, 0
         return cls(packed, scale, table[0].to(dtype).float(), None, scheme, dtype)
