@@ -75,8 +75,8 @@ ROOMS = {
     "checkpoints.adopt": "configs layers formats kernels.linear checkpoints integrations",
     "checkpoints.export": "configs layers formats kernels.linear checkpoints checkpoints.adopt integrations",
     "compression": "configs layers formats observers pruning calibration integrations",
-    "planning": "configs calibration layers formats methods kernels.native kernels.linear cache cache.stores planning.model_trace "
-    "evaluation targets integrations",
+    "planning": "configs calibration layers formats methods kernels.native kernels.linear cache cache.stores "
+    "planning.model_trace evaluation targets integrations",
     "planning.model_report": "layers kernels.attention generation generation.decode integrations",
     "evaluation": "",
     "model_cards": "",
