@@ -13,25 +13,39 @@ from hf_efficient.kernels.replay.instructions import Instruction, Operand
 
 
 NEEDS_COMPILER = pytest.mark.skipif(
-    compiler.compiler() is None or not prebuild.jobs(), reason="nothing is prebuilt here"
+    compiler.compiler() is None or sys.platform != "linux" or not tiers.of_machine(platform.machine()),
+    reason="nothing is prebuilt here",
 )
 
 
 @NEEDS_COMPILER
-def test_each_library_of_each_tier_is_prebuilt():
+def test_each_library_of_each_tier_is_prebuilt(monkeypatch):
+    monkeypatch.setenv(prebuild.VARIABLE, "all")
     made = [path.name for path, _ in prebuild.jobs()]
     variants = sum(map(len, compiler.LIBRARIES.values()))
     assert len(set(made)) == len(made) == variants * len(tiers.of_machine(platform.machine()))
     assert {path.name for path in compiler.SOURCES.glob("*/*.cpp")} == {f"{name}.cpp" for name in compiler.LIBRARIES}
 
 
-def test_a_wheel_for_all_platforms_where_asked_for(monkeypatch):
-    monkeypatch.setenv(prebuild.VARIABLE, "0")
+def test_a_wheel_for_all_platforms_where_nothing_is_asked_for(monkeypatch):
+    monkeypatch.delenv(prebuild.VARIABLE, raising=False)
     assert prebuild.jobs() == []
 
 
 @NEEDS_COMPILER
+def test_what_cannot_be_prebuilt_is_said(monkeypatch):
+    monkeypatch.setenv(prebuild.VARIABLE, "avx2,sse")
+    with pytest.raises(SystemExit, match="HF_EFFICIENT_PREBUILD=avx2,sse: 'sse' is not among all, avx2"):
+        prebuild.jobs()
+    monkeypatch.setenv(prebuild.VARIABLE, "avx2")
+    monkeypatch.setenv("CXX", "/nonexistent")
+    with pytest.raises(SystemExit, match="needs Linux and a C"):
+        prebuild.jobs()
+
+
+@NEEDS_COMPILER
 def test_a_prebuilt_library_needs_no_compiler(tier, tmp_path, monkeypatch):
+    monkeypatch.setenv(prebuild.VARIABLE, tier)
     wanted = compiler.prebuilt("replay", tier, {})
     (command,) = [command for path, command in prebuild.jobs() if path.name == wanted.name]
     prebuild.BuildPy._compile(tmp_path / wanted.name, command)
@@ -59,11 +73,12 @@ print(tiers.tier().name)
 """
 
 
-@pytest.mark.skipif(not (compiler.SOURCES / "prebuilt").is_dir(), reason="this is a checkout, not an installed wheel")
+@pytest.mark.skipif(not (compiler.SOURCES / "prebuilt").is_dir(), reason="this is no wheel with libraries")
 def test_the_wheel_is_fast_without_a_compiler(tmp_path):
-    environment = {**os.environ, "PATH": "/nonexistent", "HF_HOME": str(tmp_path)}
+    brought = [name for name in tiers.present()[1:] if compiler.prebuilt("replay", name, {}).exists()]
+    environment = {**os.environ, "PATH": "/nonexistent", "HF_HOME": str(tmp_path), tiers.VARIABLE: brought[-1]}
     environment.pop("CXX", None)
     command = [sys.executable, "-c", FAST_WITHOUT_COMPILER]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == tiers.present()[-1]
+    assert done.stdout.strip() == brought[-1]

@@ -1,7 +1,9 @@
-"""Compiles the C++ libraries of all tiers into a wheel for this platform. setup.cfg names these commands of setuptools.
+"""Compiles the C++ libraries into a wheel for this platform. setup.cfg names these commands of setuptools.
 
-Where there is no C++ compiler, or another system than Linux, the wheel is the same for all platforms and has none; the
-libraries are then compiled where they are used. `HF_EFFICIENT_PREBUILD=0` asks for such a wheel.
+    HF_EFFICIENT_PREBUILD=all python -m build --wheel           # every tier of this architecture: some minutes
+    HF_EFFICIENT_PREBUILD=avx2,bf16 python -m build --wheel     # these tiers
+
+Without the variable a wheel is the same for all platforms and has no libraries: they are compiled where they are used.
 """
 
 import concurrent.futures
@@ -31,13 +33,23 @@ def _sibling(name: str):
 
 
 def jobs() -> list[tuple[Path, list[str]]]:
-    """(file in the source tree, command) of each library to compile; none where nothing is prebuilt."""
-    compiler, tiers = _sibling("compiler"), _sibling("tiers")
-    command = compiler.compiler()
-    if command is None or sys.platform != "linux" or os.environ.get(VARIABLE) == "0":
+    """(file in the source tree, command) of each library to compile; none where nothing is prebuilt.
+
+    Raises:
+        SystemExit: the variable names no tier of this architecture, or libraries cannot be compiled here.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if not asked:
         return []
+    compiler, tiers = _sibling("compiler"), _sibling("tiers")
+    command, known = compiler.compiler(), {tier.name: tier for tier in tiers.of_machine(platform.machine())}
+    names = list(known) if asked == "all" else asked.split(",")
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"{VARIABLE}={asked}: {unknown[0]!r} is not among {', '.join(['all', *known])}")
+    if command is None or sys.platform != "linux":
+        sys.exit(f"{VARIABLE}={asked} needs Linux and a C++ compiler")
     made = []
-    for tier in tiers.of_machine(platform.machine()):
+    for tier in map(known.get, names):
         for name, variants in compiler.LIBRARIES.items():
             for definitions in variants:
                 arguments = compiler.arguments(name, tier.flags, definitions)
