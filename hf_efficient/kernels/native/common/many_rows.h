@@ -34,7 +34,8 @@ template <class W> static void many(const W &w, const TileTerm *x, int64_t ld, i
             const int64_t block = n * TILE_BLOCKS;
             const int blocks = std::min<int64_t>(TILE_BLOCKS, w.blocks - block);
             for (int64_t step = 0; step < w.steps; step += steps_at_once) {
-                const int64_t last = std::min(step + steps_at_once, w.steps), terms = (last - step) * w.COLUMNS / NUMBERS;
+                const int64_t last = std::min(step + steps_at_once, w.steps);
+                const int64_t terms = (last - step) * w.COLUMNS / NUMBERS;
                 if (!fits || held != n) dequantize_tile(w, block, blocks, step, last, tile);
                 held = n;
                 const TileTerm *at = x + first * ld + step * (w.COLUMNS / NUMBERS);

@@ -4,6 +4,8 @@
 
 struct Codes : Lines {
     static constexpr float MIDDLE = BITS == 8 ? 127.5f : 1 << (BITS - 1);
+    static constexpr bool LOOKS_UP = true;
+    static constexpr float factor(int) { return 1; }
     __m512i table[BITS == 8 ? 4 : 1];
 
     Codes() {
@@ -48,6 +50,7 @@ struct Codes : Lines {
         T values[COUNT];
         INLINE void decode(const Codes &codes, const uint8_t *line) { codes.decode(line, values); }
         INLINE const T &operator[](int i) const { return values[i]; }
+        INLINE const T &value(int column) const { return values[column]; }
     };
     typedef All<Floats, COLUMNS> Decoded;
     // for products with x of type T: pairs of bfloat16, or floats

@@ -4,7 +4,7 @@
 #include "int8_rows.h"
 #include "many_rows.h"
 
-// With more rows W is decoded into tiles. Measured on Zen 5, where it serves bfloat16 only; elsewhere on AVX-512 and AVX2.
+// With more rows W is decoded into tiles: measured on Zen 5 (where this is for bfloat16 only), on AVX-512 and on AVX2.
 constexpr int FEW_ROWS = BF16_DOT ? 32 : REGISTERS / 2;
 
 EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y)
@@ -51,7 +51,7 @@ extern "C" void hf_dequantize(const Weight *weight, int64_t first, int64_t end, 
                     Codes::Decoded values;
                     values.decode(w.codes, w.line(block, step));
                     for (int64_t j = 0; j < std::min<int64_t>(w.COLUMNS, w.in_features - step * w.COLUMNS); j++) {
-                        const Floats result = (values[j] + offset) * scale;
+                        const Floats result = (values.value(j) + offset) * scale;
                         float *to = y + (step * w.COLUMNS + j) * ld_y + index * LANES;
                         if (rows == LANES) *(Floats *)to = result;
                         else memcpy(to, &result, rows * 4);
