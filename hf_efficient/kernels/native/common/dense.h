@@ -8,6 +8,14 @@ constexpr int SUMS = 16;  // at once, rows of x times rows of the weight
 // Sums that registers hold beside what they are made of.
 constexpr int SUMS_IN_REGISTERS = REGISTERS < 32 ? 4 : 16;
 
+// Calls body(k, count) for all k that are multiples of 32 below `width`, the last time maybe with fewer numbers.
+template <class F> static INLINE void for_terms(int64_t width, F body) {
+    constexpr int64_t ALL = 2 * LANES;
+    int64_t k = 0;
+    for (; k + ALL <= width; k += ALL) body(k, ALL);
+    if (k < width) body(k, width - k);
+}
+
 // y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M
 template <int M, int AHEAD>
 static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16_t *bias, int64_t width, int64_t count,
@@ -17,19 +25,19 @@ static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16
 #pragma GCC unroll 1
     for (int first = 0; first < N; first += AT_ONCE) {
         Floats sums[M * AT_ONCE] = {};
-        for (int64_t k = 0; k < width; k += 2 * LANES) {
+        for_terms(width, [&](int64_t k, int64_t count_of_terms) __attribute__((always_inline)) {
             Terms values[M];
 #pragma GCC unroll 8
-            for (int i = 0; i < M; i++) values[i] = load_terms(x + i * width + k, width - k);
+            for (int i = 0; i < M; i++) values[i] = load_terms(x + i * width + k, count_of_terms);
 #pragma GCC unroll 16
             for (int j = 0; j < AT_ONCE; j++) {
                 const uint16_t *from = w + std::min<int64_t>(first + j, count - 1) * width + k;
                 __builtin_prefetch(from + AHEAD, 0, 0);
-                const Terms weights = load_terms(from, width - k);
+                const Terms weights = load_terms(from, count_of_terms);
 #pragma GCC unroll 8
                 for (int i = 0; i < M; i++) sums[i * AT_ONCE + j] = dot(sums[i * AT_ONCE + j], weights, values[i]);
             }
-        }
+        });
 #pragma GCC unroll 8
         for (int i = 0; i < M; i++)
 #pragma GCC unroll 16
@@ -77,7 +85,8 @@ static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, ui
     auto run = [&](auto ahead) __attribute__((always_inline)) {
         dense_ahead(ahead, x, w, bias, y, rows, columns, width);
     };
-    if (rows <= 4) run(std::integral_constant<int, 2048>());
+    if (REGISTERS < 32) run(std::integral_constant<int, 0>());
+    else if (rows <= 4) run(std::integral_constant<int, 2048>());
     else if (rows <= 8) run(std::integral_constant<int, 2560>());
-    else run(std::integral_constant<int, 8192>());
+    else run(std::integral_constant<int, 2048>());
 }

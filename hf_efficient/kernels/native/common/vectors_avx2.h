@@ -74,10 +74,11 @@ static INLINE Ints lane_numbers() {
 // What was computed so far is rounded, and not computed again for a second use.
 template <class T> static INLINE void keep(Wide<T> &values) { asm("" : "+x"(values.low), "+x"(values.high)); }
 
-#define BOTH(type, x, result) \
+// A vector of the results for both halves `x` of `wide`
+#define BOTH(type, wide, result) \
     [&]() __attribute__((always_inline)) -> type { \
         auto half = [&](auto x) __attribute__((always_inline)) { return (type::Half)(result); }; \
-        return {half(x.low), half(x.high)}; \
+        return {half(wide.low), half(wide.high)}; \
     }()
 
 static INLINE Floats multiply_add(Floats a, Floats b, Floats sum) {
@@ -110,13 +111,12 @@ static INLINE Ints widen_signed(Bytes bytes) {
             (Ints::Half)_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)bytes, 8))};
 }
 static INLINE Floats widen(Halves bits) { return (Floats)(widen_words(bits) << 16); }  // the values of bfloat16 bits
-static INLINE Floats to_floats(Ints values) { return BOTH(Floats, values, _mm256_cvtepi32_ps((__m256i)values)); }
+static INLINE Floats to_floats(Ints values) { return BOTH(Floats, values, _mm256_cvtepi32_ps((__m256i)x)); }
 static INLINE Floats widen(Bytes bytes) { return to_floats((Ints)widen_words(bytes)); }
-// Cut off.
-static INLINE Ints to_ints(Floats values) { return BOTH(Ints, values, _mm256_cvttps_epi32((__m256)values)); }
-static INLINE Ints nearest(Floats values) { return BOTH(Ints, values, _mm256_cvtps_epi32((__m256)values)); }
+static INLINE Ints to_ints(Floats values) { return BOTH(Ints, values, _mm256_cvttps_epi32((__m256)x)); }  // cut off
+static INLINE Ints nearest(Floats values) { return BOTH(Ints, values, _mm256_cvtps_epi32((__m256)x)); }
 static INLINE Floats nearest_whole(Floats values) {
-    return BOTH(Floats, values, _mm256_round_ps((__m256)values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    return BOTH(Floats, values, _mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 // The low halves of words below 2 ** 16.
@@ -151,16 +151,25 @@ static INLINE Floats scaled(Floats power, Floats whole) {
     return power * (Floats)((half + 127) << 23) * (Floats)((n - half + 127) << 23);
 }
 
+// V at any address. (A copy of its bytes would go through the stack, by smaller registers.)
+template <class V> struct __attribute__((packed, may_alias)) Anywhere {
+    V value;
+};
+
 // The first `count` elements (as many as there are lanes where it is larger), and zeros.
 template <class V, class T> static INLINE V load_elements(const T *from, int64_t count) {
-    V values = {};
-    if (count >= int64_t(sizeof(V) / sizeof(T))) memcpy(&values, from, sizeof(V));
-    else if (count > 0) memcpy(&values, from, count * sizeof(T));
-    return values;
+    if (count >= int64_t(sizeof(V) / sizeof(T))) return ((const Anywhere<V> *)from)->value;
+    T some[sizeof(V) / sizeof(T)] = {};
+    if (count > 0) memcpy(some, from, count * sizeof(T));
+    return ((const Anywhere<V> *)some)->value;
 }
 template <class V, class T> static INLINE void store_elements(T *to, int64_t count, V values) {
-    if (count >= int64_t(sizeof(V) / sizeof(T))) memcpy(to, &values, sizeof(V));
-    else if (count > 0) memcpy(to, &values, count * sizeof(T));
+    if (count >= int64_t(sizeof(V) / sizeof(T))) ((Anywhere<V> *)to)->value = values;
+    else if (count > 0) {
+        T some[sizeof(V) / sizeof(T)];
+        ((Anywhere<V> *)some)->value = values;
+        memcpy(to, some, count * sizeof(T));
+    }
 }
 static INLINE Floats load_some(const float *from, int64_t count) { return load_elements<Floats>(from, count); }
 static INLINE Halves load_some(const uint16_t *from, int64_t count) { return load_elements<Halves>(from, count); }
@@ -265,6 +274,10 @@ static INLINE void transpose(Words (&square)[LANES]) {
 #pragma GCC unroll 8
         for (int j = 0; j < 8; j++)
             square[8 * i + j] = {(Words::Half)parts[0][i][j], (Words::Half)parts[1][i][j]};
+}
+
+static INLINE Words negative_bytes(Words bytes) {  // 255 where a byte's highest bit is set, else 0
+    return BOTH(Words, bytes, _mm256_cmpgt_epi8(_mm256_setzero_si256(), (__m256i)x));
 }
 
 // table[the lowest LOOK_UP_BITS bits of each index], from the first 8 lanes

@@ -145,6 +145,10 @@ static INLINE void transpose(Words (&square)[LANES]) {
     }
 }
 
+static INLINE Words negative_bytes(Words bytes) {  // 255 where a byte's highest bit is set, else 0
+    return (Words)_mm512_movm_epi8(_mm512_movepi8_mask((__m512i)bytes));
+}
+
 // table[the lowest LOOK_UP_BITS bits of each index]
 static INLINE Floats look_up(Floats table, Words index) {
     return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)table);

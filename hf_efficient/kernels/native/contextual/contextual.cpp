@@ -49,14 +49,14 @@ static INLINE Floats products(const uint16_t *const (&rows)[SUMS], const uint16_
 #pragma GCC unroll 1
     for (int first = 0; first < SUMS; first += AT_ONCE) {
         Floats sums[AT_ONCE] = {};
-        for (int64_t k = 0; k < width; k += 2 * LANES) {
-            const Terms values = load_terms(x + k, width - k);
+        for_terms(width, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+            const Terms values = load_terms(x + k, count);
 #pragma GCC unroll 16
             for (int j = 0; j < AT_ONCE; j++) {
                 __builtin_prefetch(next[first + j] + k);
-                sums[j] = dot(sums[j], load_terms(rows[first + j] + k, width - k), values);
+                sums[j] = dot(sums[j], load_terms(rows[first + j] + k, count), values);
             }
-        }
+        });
 #pragma GCC unroll 16
         for (int j = 0; j < AT_ONCE; j++) all[first + j] = sums[j];
     }

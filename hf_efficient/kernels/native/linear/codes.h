@@ -36,6 +36,9 @@ struct Lines {
         return (words[0] >> 15 & 0x10001) | (words[1] >> 14 & 0x20002) | (words[2] >> 13 & 0x40004);
     }
 
+    // Codes of 8 bits from their signs and magnitudes.
+    static INLINE Words bytes_of_codes(Words word) { return word ^ (negative_bytes(word) | 0x80808080u); }
+
     static INLINE void load(const uint8_t *line, Words *words) {
 #pragma GCC unroll 3
         for (int i = 0; i < LINES; i++) {
@@ -48,16 +51,23 @@ struct Lines {
 #if BF16_DOT
 #include "codes_bf16.h"
 #else
+// Decoded values are codes (for up to LOOK_UP_BITS bits less half of the grid) times `factor`, with which x is divided:
+// then a mask and a conversion decode a code.
 struct Codes : Lines {
-    static constexpr float MIDDLE = 1 << (BITS - 1);
+    static constexpr bool LOOKS_UP = BITS <= LOOK_UP_BITS || KIND != GRID;  // the values, without a factor
+    static constexpr float MIDDLE = LOOKS_UP ? 1 << (BITS - 1) : 0;
     Floats table;
 
     explicit Codes(const float *numbers = nullptr) {
+        float values[LANES];
         for (int i = 0; i < LANES; i++) {
             const int code = i % (1 << BITS);
-            ((float *)&table)[i] = numbers ? numbers[code] : code - MIDDLE;
+            values[i] = numbers ? numbers[code] : code - MIDDLE;
         }
+        memcpy(&table, values, sizeof values);
     }
+
+    static constexpr float factor(int column) { return LOOKS_UP ? 1 : 1 << column % COLUMNS / 2 * BITS; }
 
     // The values of a line, each computed where it is used, since registers are few.
     struct Decoded {
@@ -67,10 +77,7 @@ struct Codes : Lines {
         INLINE void decode(const Codes &codes, const uint8_t *line) {
             table = codes.table;
             load(line, words);
-            if (BITS == 8 && KIND == GRID) {
-                const Words negative = words[0] >> 7 & 0x01010101u;
-                words[0] ^= ((negative << 7) - negative) ^ 0x80808080u;  // the codes
-            }
+            if (BITS == 8 && KIND == GRID) words[0] = bytes_of_codes(words[0]);
             if (BITS > LOOK_UP_BITS) high = words[0] >> 16;
         }
         INLINE Floats operator[](int column) const {
@@ -83,11 +90,11 @@ struct Codes : Lines {
                 const Words top = (column % 2 ? high : words[0]) << (24 - column / 2 * 8);
                 return (Floats)((top & 0x80000000u) | (top >> 4 & 0x07f00000u)) * 0x1p120f;
             } else {
-                const int bit = column / 2 * BITS;  // from which the code stands in the mantissa of 2 ** (23 - bit)
-                const Words code = (column % 2 ? high : words[0]) & (((1u << BITS) - 1) << bit);
-                return (Floats)(code | uint32_t(150 - bit) << 23) - (float(1 << (23 - bit)) + MIDDLE);
+                const uint32_t mask = ((1u << BITS) - 1) << (column / 2 * BITS);
+                return to_floats((Ints)((column % 2 ? high : words[0]) & mask));
             }
         }
+        INLINE Floats value(int column) const { return (*this)[column] * (1 / factor(column)); }
     };
     template <class T> using As = Decoded;
 };
@@ -159,7 +166,7 @@ static void dequantize_tile(const Matrix &w, int64_t block, int blocks, int64_t 
 #else
                 Floats *to = tile + (step - first) * Codes::COLUMNS * blocks + b;
 #pragma GCC unroll 32
-                for (int j = 0; j < Codes::COLUMNS; j++) to[j * blocks] = (values[j] + offset) * scale;
+                for (int j = 0; j < Codes::COLUMNS; j++) to[j * blocks] = (values.value(j) + offset) * scale;
 #endif
             }
         });

@@ -10,6 +10,8 @@ static INLINE float float8_value(int magnitude) {  // of E4M3
 
 struct Codes : Lines {
     static constexpr float MIDDLE = BITS == 8 && KIND == GRID ? 127.5f : 1 << (BITS - 1);
+    static constexpr bool LOOKS_UP = true;
+    static constexpr float factor(int) { return 1; }
     __m512i table[BITS == 8 ? 4 : 1];
 
     explicit Codes(const float *numbers = nullptr) {
@@ -58,6 +60,7 @@ struct Codes : Lines {
         T values[COUNT];
         INLINE void decode(const Codes &codes, const uint8_t *line) { codes.decode(line, values); }
         INLINE const T &operator[](int i) const { return values[i]; }
+        INLINE const T &value(int column) const { return values[column]; }
     };
     typedef All<Floats, COLUMNS> Decoded;
     // for products with x of type T: pairs of bfloat16, or floats

@@ -109,6 +109,16 @@ static void sum_segments(const Matrix &w, const T *x, int64_t ld, int64_t rows, 
         });
 }
 
+// x [count], of whole lines, by the factors of the decoded values.
+static const float *divided(const float *x, int64_t count) {
+    static thread_local Buffer buffer;
+    float *copy = buffer.get<float>(count + LANES), factors[LANES];
+    for (int i = 0; i < LANES; i++) factors[i] = 1 / Codes::factor(i);
+    for (int64_t i = 0; i < count; i += LANES)
+        *(Floats *)(copy + i) = load_some(x + i, count - i) * *(const Floats *)factors;
+    return copy;
+}
+
 // For `count` weights with the same groups.
 template <class T>
 static void few(const Matrix *w, const Output *out, int count, const T *x, int64_t ld, int64_t rows) {
@@ -118,6 +128,7 @@ static void few(const Matrix *w, const Output *out, int count, const T *x, int64
     float *sums = input_sums.get<float>(rows * segments);
     if (std::any_of(w, w + count, [](const Matrix &matrix) { return matrix.has_offsets(); }))
         sum_segments(*w, x, ld, rows, sums, segments);
+    if constexpr (!Codes::LOOKS_UP) x = divided(x, rows * ld);
     for_blocks(w, count, BLOCKS_AT_ONCE, [&](int i, int64_t block) {
         if (block + BLOCKS_AT_ONCE <= w[i].blocks)
             few_rows_of_blocks<BLOCKS_AT_ONCE>(w[i], block, x, ld, sums, segments, rows, out[i]);

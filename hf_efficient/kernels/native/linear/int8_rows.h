@@ -15,9 +15,8 @@ struct Bytewise {
 
     static INLINE void decode(const uint8_t *line, Words *out) {
         const Words *words = (const Words *)line;
-        if (BITS == 8) {  // from sign and magnitude of code - 127.5
-            const Words negative = words[0] >> 7 & 0x01010101u;
-            out[0] = words[0] ^ ((negative << 7) - negative) ^ 0x80808080u;
+        if (BITS == 8) {
+            out[0] = Lines::bytes_of_codes(words[0]);
         } else if (BITS != 3) {
             const Words word = words[0];
 #pragma GCC unroll 4

@@ -58,7 +58,7 @@ extern "C" void hf_dequantize(const Weight *weight, int64_t first, int64_t end, 
                     Codes::Decoded values;
                     values.decode(w.codes, w.line(block, step));
                     for (int64_t j = 0; j < std::min<int64_t>(w.COLUMNS, w.in_features - step * w.COLUMNS); j++) {
-                        const Floats result = (values[j] + offset) * scale;
+                        const Floats result = (values.value(j) + offset) * scale;
                         float *to = y + (step * w.COLUMNS + j) * ld_y + index * LANES;
                         if (rows == LANES) *(Floats *)to = result;
                         else memcpy(to, &result, rows * 4);

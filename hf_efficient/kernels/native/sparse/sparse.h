@@ -67,8 +67,7 @@ struct Expansions {
         for (int mask = 0; mask < 256; mask++)
             for (int column = 0, from = 0; column < 8; column++) {
                 const bool kept = mask >> column & 1;
-                bytes[mask][2 * column] = kept ? 2 * from : 128;
-                bytes[mask][2 * column + 1] = kept ? 2 * from + 1 : 128;
+                for (int half = 0; half < 2; half++) bytes[mask][2 * column + half] = kept ? 2 * from + half : 128;
                 from += kept;
             }
     }
