@@ -6,6 +6,8 @@
 `tests/environments/NAME.txt` holds pip's requirements. Comments in it may add "python: 3.12", "also: " test files,
 "remove: " packages that do not work with torch's CPU build and that the tests do not need, and "conflict: " why the
 requirements cannot be installed together.
+A package without a wheel is compiled each time; PIP_FIND_LINKS names a folder with one that `pip wheel` made before.
+
 The suite is `contract.list`. The environment is made in output/environments/NAME, its result file in
 benchmarks/results/environments, from which `docs/figures.py` makes a table. Exits with 1 where a test fails, with 3
 where the packages of the environment cannot be had; the result file then says why.
@@ -48,7 +50,7 @@ def definition(name: str) -> tuple[list[str], dict[str, str]]:
 def uv(*command: str) -> None:
     """Runs uv, which reads pip's variables here."""
     shared = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "SSL_CERT_FILE": "PIP_CERT", "UV_INDEX_URL": "PIP_INDEX_URL"}
-    given = {ours: os.environ[pips] for ours, pips in shared.items() if pips in os.environ}
+    given = {ours: ",".join(os.environ[pips].split()) for ours, pips in shared.items() if pips in os.environ}
     command = [sys.executable, "-m", "uv", *command]
     subprocess.run(command, check=True, env={**given, **os.environ}, stderr=subprocess.PIPE, text=True)
 
