@@ -40,9 +40,11 @@ sanitize: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --capture=sys --numprocesses 2 --dist loadfile \
 		--no-loadscope-reorder --timeout 900 -k '$(SANITIZED_CASES)' $(SANITIZED)
 
+# vermin: the oldest Python. "long" is a method of tensors, not Python 2's type.
 quality: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/vermin -q -t=3.10- --violations --exclude long hf_efficient integrations kernels
 	$(BIN)/python tests/import_graph.py
 	$(BIN)/python -m pytest -q tests/test_layout.py
 

@@ -170,14 +170,21 @@ def machine(name: str) -> str:
 
 def environments() -> str:
     """What the contract suite did in each environment of `tests/environments`."""
-    rows = []
+    rows, later, absent = [], {}, []
     for path in sorted((RESULTS / "environments").glob("*.json")):
         found = json.loads(path.read_text())
+        if "conflict" in found:
+            absent.append(f"- {path.stem}: not installed, because {found['conflict']}.")
+            continue
         versions = [found["versions"].get(name, "") for name in ("transformers", "torch")]
-        counts = [found["passed"], sum(found["refused"].values()), len(found["failed"])]
+        for feature in found["needs_later"]:
+            later.setdefault(feature, []).append(path.stem)
+        counts = [found["passed"], len(found["failed"]), len(found["needs_later"]), sum(found["skipped"].values())]
         rows.append([path.stem, *versions, found["python"], *map(str, counts), f"{found['import_seconds']:.2f}"])
-    header = "environment | transformers | torch | Python | passed | refused by name | failed | import, seconds"
-    return markdown(header, "llllrrrr", rows)
+    header = "environment | transformers | torch | Python | passed | failed | missing features | skipped | import, s"
+    features = [f"- {feature}: {', '.join(names)}." for feature, names in sorted(later.items())]
+    parts = [markdown(header, "llllrrrrr", rows), "\n".join(absent), *(["Missing features:"] if features else [])]
+    return "\n\n".join(part for part in (*parts, "\n".join(features)) if part)
 
 
 FIGURES = {"choose": choose, "decode": decode, "cache": cache, "demo": demo, "environments": environments}

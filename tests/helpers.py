@@ -21,6 +21,12 @@ def needs_transformers(release: str, what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(is_older, reason=f"{what} needs transformers {release}")
 
 
+def enable_checkpointing(model, options: dict | None = None) -> None:
+    """Activation checkpointing, under the name that it has as of transformers 5.23 or its old one."""
+    name = "activation_checkpointing_enable"
+    (getattr(model, name) if hasattr(model, name) else model.gradient_checkpointing_enable)(options)
+
+
 def rms_error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """RMS of the difference over RMS of the expected values (both any shape, computed in float64)."""
     actual, expected = actual.detach().double(), expected.detach().double()

@@ -10,8 +10,10 @@ from transformers import AutoModelForCausalLM
 from unpackers import GGUF_NAMES
 
 import hf_efficient
+from hf_efficient.checkpoints import adopt
 from hf_efficient.checkpoints.adopt.gguf_blocks import KINDS, unpack
 from hf_efficient.configs import WeightOnlyConfig
+from hf_efficient.integrations import transformers_releases as releases
 from hf_efficient.kernels.linear.codes import pack_codes
 from hf_efficient.layers import EfficientLinear
 
@@ -163,3 +165,17 @@ def test_damaged_files_are_refused(tmp_path):
     write(tmp_path / "tiny.gguf", ffn_gate=nan.reshape(256, -1))
     with pytest.raises(ValueError, match=r"blk.0.ffn_gate.weight \(Q4_K\) holds NaN"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_a_release_that_dequantizes_every_file_is_named_once(is_old, monkeypatch, caplog):
+    if is_old:
+        monkeypatch.setattr(releases, "version", lambda: "5.16.1")
+        monkeypatch.setattr(adopt, "has", releases.has.__wrapped__)
+        monkeypatch.setattr(releases, "has", releases.has.__wrapped__)  # without what it remembers
+    hf_efficient.adopt()
+    hf_efficient.adopt()
+    assert caplog.text.count("keeping them quantized needs transformers 5.17") == (not releases.has("5.17"))
+    if is_old:
+        with pytest.raises(ValueError, match=r"adopt\('gguf'\) needs transformers 5.17 or later; installed is 5.16.1"):
+            hf_efficient.adopt("gguf")

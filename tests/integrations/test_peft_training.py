@@ -4,7 +4,7 @@ compressed weights stay as they are, and what was trained can be saved, reloaded
 import pytest
 import saved_models
 import torch
-from helpers import assert_close, tiny_model
+from helpers import assert_close, enable_checkpointing, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -55,7 +55,7 @@ def codes_of(model) -> list[torch.Tensor]:
 def test_qlora(quantization, folder, tmp_path):
     base = load(folder, **quantization)
     before = codes_of(base)
-    base.gradient_checkpointing_enable()
+    enable_checkpointing(base)
     model = peft.get_peft_model(peft.prepare_model_for_kbit_training(base), peft.LoraConfig(**LORA))
     losses = train(model)
     assert losses[-1] < 0.5 * losses[0], losses

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import TINY_MODELS, assert_close
+from helpers import TINY_MODELS, assert_close, tiny_model
 from safetensors.torch import load_file, save_file
 from saved_models import INT4, folder, load, logits
 from torch import nn
@@ -258,7 +258,14 @@ def test_peak_memory_is_the_quantized_model_and_one_weight(tmp_path):
 def test_a_loaded_model_can_be_copied_and_pickled(tmp_path):
     model = load(folder("mixtral"), **INT4)
     before = logits(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    copies = [copy.deepcopy(model)]
+    try:
+        pickle.dumps(tiny_model("mixtral"))
+    except AttributeError:  # nor is transformers' own: with kernels 0.16 it holds functions that pickle cannot name
+        pass
+    else:
+        copies.append(pickle.loads(pickle.dumps(model)))
+    for other in copies:
         assert torch.equal(logits(other), before)
         other.save_pretrained(tmp_path / "copy")
         assert torch.equal(logits(load(tmp_path / "copy")), before)

@@ -69,6 +69,8 @@ def test_serve_on_loopback(folder, tmp_path):
             except (urllib.error.URLError, ConnectionError):
                 assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
                 time.sleep(0.1)
+        else:
+            pytest.fail("the server did not start in two minutes: " + (tmp_path / "log").read_text()[-4000:])
         body = {"model": str(folder), "temperature": 0.0, "max_tokens": 6}
         chat = ask(port, "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": PROMPT}]})
     except urllib.error.HTTPError as error:

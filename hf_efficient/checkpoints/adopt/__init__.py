@@ -7,13 +7,17 @@ checkpoint is loaded, between the official quantizer and ours.
 import functools
 import importlib
 import importlib.util
+import logging
 from dataclasses import dataclass
 
 from transformers.quantizers import auto
 
 from hf_efficient.configs import BitNetConfig
 from hf_efficient.integrations.transformers_quantization_configs import READERS
-from hf_efficient.integrations.transformers_releases import needs
+from hf_efficient.integrations.transformers_releases import has, needs
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def adopt(*names: str) -> None:
     Args:
         names: of "gptq", "awq", "compressed-tensors", "bitsandbytes", "hqq", "torchao" and "gguf"; none means all. GGUF
             files, which transformers dequantizes by itself, stay quantized only when they are adopted by name or with
-            all, and only with transformers 5.17 or later.
+            all, and only with transformers 5.17 or later: before, the first call for all says that they do not.
 
     Raises:
         ValueError: for another name, and for "gguf" with an older transformers.
@@ -73,6 +77,8 @@ def adopt(*names: str) -> None:
             raise ValueError(f"adopt({name!r}) is not supported: allowed are {list(NAMES)}")
     if "gguf" in names:
         needs("5.17", "adopt('gguf')")
+    elif not names and not has("5.17") and "gguf" not in _adopted:
+        logger.warning("adopt(): GGUF files are dequantized; keeping them quantized needs transformers 5.17 or later")
     register()
     _adopted.update(names or NAMES)
 
