@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from hf_efficient.cache.request_pages import RequestPages  # noqa: F401  the cache of a batch of `transformers_batched_step`
 from hf_efficient.integrations import transformers_releases
 from hf_efficient.kernels.attention import api
 
@@ -103,10 +104,15 @@ def register() -> None:
     from transformers.generation.continuous_batching import initialization
 
     if transformers_releases.has("5.19"):
-        from hf_efficient.integrations import transformers_paged_formats, transformers_quantized_pages
+        from hf_efficient.integrations import (
+            transformers_batched_step,
+            transformers_paged_formats,
+            transformers_quantized_pages,
+        )
 
         transformers_paged_formats.register()
         transformers_quantized_pages.register()
+        transformers_batched_step.register()
     else:
         transformers_releases.register_paged_attention(api.ATTENTION_NAMES)
     if not hasattr(initialization.is_flash_attention_requested, "_hf_efficient"):

@@ -20,7 +20,8 @@ def test_every_library_is_checked_when_it_is_loaded(monkeypatch):
     loaders = native_cpu.kernel, native_sparse.function, contextual_mlp.kernel, pages.kernel, interpreter
     for loader, arguments in zip(loaders, ((4,), (), (), (next(iter(pages._TYPES)),), ())):
         loader.__wrapped__(*arguments)
-    expected = [{"Product", "_Weight"}, {"_ContextualCall"}, {"_Pages", "_AttentionCall"}, {"Operand", "Instruction"}]
+    page_calls = {"_Pages", "_AttentionCall", "_RaggedCall"}
+    expected = [{"Product", "_Weight"}, {"_ContextualCall"}, page_calls, {"Operand", "Instruction"}]
     if native_sparse.FEATURE in build.cpu_features():
         expected.insert(1, {"Product", "_SparseWeight"})
     build.load.cache_clear()
