@@ -8,7 +8,7 @@ the pages in one C++ call a layer. Batches that these do not take run as transfo
 from types import SimpleNamespace
 
 import torch
-from transformers.generation.continuous_batching import cache_allocators, continuous_api
+from transformers.generation.continuous_batching import cache_allocators
 from transformers.generation.continuous_batching.input_outputs import TMP_TOKEN_ID, ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
@@ -136,9 +136,3 @@ def _group_of(allocator) -> PageGroup:
         pages, scales = dict(allocator._kv_page_views), {}
     stride = allocator.block_physical_stride // allocator.tokens_per_page
     return PageGroup(pages, scales, stride, allocator.sliding_window if is_window else 0)
-
-
-def register() -> None:
-    """Puts these in the place of transformers' own. Idempotent."""
-    continuous_api.ContinuousBatchingIOs = BatchedIOs
-    continuous_api.ModelRunner = BatchedRunner

@@ -167,7 +167,7 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_BATCHING, f"{_CB}.continuous_api", "PagedAttentionCache"),
     *_of(_BATCHING, f"{_CB}.cache_allocators", "CacheAllocator.get_cache_for_block_table", since="5.19"),
     *_of(_STEP, "configuration_utils", "PreTrainedConfig._attn_implementation"),
-    *_of(_STEP, f"{_CB}.continuous_api", "ContinuousBatchingIOs", "ModelRunner", since="5.19"),
+    *_of(_BATCHING, f"{_CB}.continuous_api", "ContinuousBatchingIOs", "ModelRunner", since="5.19"),
     *_of(_STEP, f"{_CB}.input_outputs", "TMP_TOKEN_ID", "ContinuousBatchingIOs.prepare_batch_tensors", since="5.19"),
     *_of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.get_model_kwargs", since="5.19"),
     *_of(_STEP, f"{_CB}.model_runner", "ModelRunner.compute_batch", since="5.19"),

@@ -104,19 +104,30 @@ def register() -> None:
     from transformers.generation.continuous_batching import initialization
 
     if transformers_releases.has("5.19"):
-        from hf_efficient.integrations import (
-            transformers_batched_step,
-            transformers_paged_formats,
-            transformers_quantized_pages,
-        )
+        from transformers.generation.continuous_batching import continuous_api
+
+        from hf_efficient.integrations import transformers_paged_formats, transformers_quantized_pages
 
         transformers_paged_formats.register()
         transformers_quantized_pages.register()
-        transformers_batched_step.register()
+        continuous_api.ContinuousBatchingIOs, continuous_api.ModelRunner = _batched_ios, _batched_runner
     else:
         transformers_releases.register_paged_attention(api.ATTENTION_NAMES)
     if not hasattr(initialization.is_flash_attention_requested, "_hf_efficient"):
         initialization.is_flash_attention_requested = _count_our_names(initialization.is_flash_attention_requested)
+
+
+def _batched_ios(*args, **kwargs):
+    """A `BatchedIOs`, whose file is imported when a batch is first run."""
+    from hf_efficient.integrations.transformers_batched_step import BatchedIOs
+
+    return BatchedIOs(*args, **kwargs)
+
+
+def _batched_runner(*args, **kwargs):
+    from hf_efficient.integrations.transformers_batched_step import BatchedRunner
+
+    return BatchedRunner(*args, **kwargs)
 
 
 def _count_our_names(original):
