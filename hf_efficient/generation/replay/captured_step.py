@@ -1,6 +1,6 @@
 """Forwards of many requests at once over their pages, captured for a few numbers of tokens and logits, and replayed."""
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -16,17 +16,11 @@ logger = logging.get_logger(__name__)
 # Tokens of a captured forward; others are padded to the next one. More tokens take several forwards: they would not
 # cost less each, and their results would not fit the processor's cache.
 WIDTHS = (1, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-LOGITS = (
-    1,
-    4,
-    16,
-    32,
-    64,
-    96,
-    128,
-    192,
-    256,
-)  # tokens whose logits a captured forward computes, no more than its width
+# Tokens whose logits a captured forward computes, no more than its width.
+LOGITS = (1, 4, 16, 32, 64, 96, 128, 192, 256)
+# A capture costs about three forwards. Of few tokens it saves half of each later one, of many a sixth: those run
+# eagerly more often before they are captured.
+FEW_TOKENS, FEW_EAGER, MANY_EAGER = 64, 1, 12
 MAX_OUTPUT_BYTES = 512 << 20  # of all captures over the pages of one manager
 
 
@@ -48,7 +42,8 @@ class CapturedStep:
     def __init__(self, pages: RequestPages, forward: Callable, is_capturable: bool):
         self.pages, self.forward, self.is_capturable = pages, forward, is_capturable
         self._index = torch.zeros(LOGITS[-1], dtype=torch.int64)
-        self._captures: dict[tuple[int, int], _Captured | None] = {}  # the latest used last; None: ran once, eagerly
+        self._captures: dict[tuple[int, int], _Captured] = {}  # by (width, rows), the latest used last
+        self._eager: Counter[tuple[int, int]] = Counter()  # forwards that were not replayed
 
     def __call__(self, requests: list[NewTokens], wanted: list[bool]) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends the tokens of `requests` to their pages. wanted: whether the logits that follow its last new token
@@ -76,13 +71,12 @@ class CapturedStep:
         if not self.is_capturable:
             return self._compute(width, rows, False)
         kind = width, rows
-        is_new = kind not in self._captures
         captured = self._captures.pop(kind, None)
         if captured is not None and captured.version == self.pages.version:
             self._captures[kind] = captured
             return captured.capture.replay()
-        if is_new:
-            self._captures[kind] = None
+        self._eager[kind] += 1
+        if self._eager[kind] <= (FEW_EAGER if width <= FEW_TOKENS else MANY_EAGER):
             return self._compute(width, rows, False)
         try:
             captured = _Captured(self.pages.version, Capture(lambda: self._compute(width, rows, True)))
@@ -101,13 +95,8 @@ class CapturedStep:
         return logits, logits.argmax(-1)
 
     def _drop_oldest(self) -> None:
-        captures = {kind: each for kind, each in self._captures.items() if each is not None}
-        total = sum(each.capture.nbytes for each in captures.values())
-        for kind, each in itertools.islice(captures.items(), len(captures) - 1):
-            if total <= MAX_OUTPUT_BYTES:
-                return
-            total -= each.capture.nbytes
-            del self._captures[kind]
+        while len(self._captures) > 1 and sum(c.capture.nbytes for c in self._captures.values()) > MAX_OUTPUT_BYTES:
+            del self._captures[next(iter(self._captures))]
 
 
 def _parts(requests: list[NewTokens], wanted: list[bool], most: int) -> Iterator[tuple[list[NewTokens], list[int]]]:
