@@ -149,6 +149,10 @@ INSIDES: tuple[Inside, ...] = (
         reads="_is_user_defined",
         since="5.17",
     ),
+    *_of("integrations/transformers_cache_names.py", "generation.configuration_utils", "ALL_CACHE_IMPLEMENTATIONS"),
+    *_of(
+        "integrations/transformers_cache_names.py", "generation.utils", "GenerationMixin._prepare_cache_for_generation"
+    ),
     *_of(_LOOP, "generation.configuration_utils", "GenerationConfig._get_default_generation_params"),
     Inside(
         "transformers.generation.logits_process:PrefixConstrainedLogitsProcessor",
