@@ -172,6 +172,18 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_BATCHING, f"{_CB}.cache_allocators", "CacheAllocator.get_cache_for_block_table", since="5.19"),
     *_of(_STEP, "configuration_utils", "PreTrainedConfig._attn_implementation"),
     *_of(_BATCHING, f"{_CB}.continuous_api", "ContinuousBatchingIOs", "ModelRunner", since="5.19"),
+    Inside(
+        f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn",
+        _BATCHING,
+        parameters=("self", "model", "auto_switch_to_flash"),
+        since="5.19",
+    ),
+    Inside(
+        f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.stop",
+        _BATCHING,
+        reads="_original_attn_impl",
+        since="5.19",
+    ),
     *_of(_STEP, f"{_CB}.input_outputs", "TMP_TOKEN_ID", "ContinuousBatchingIOs.prepare_batch_tensors", since="5.19"),
     *_of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.get_model_kwargs", since="5.19"),
     *_of(_STEP, f"{_CB}.model_runner", "ModelRunner.compute_batch", since="5.19"),

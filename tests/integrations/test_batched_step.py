@@ -136,6 +136,19 @@ def test_quantized_models(forwards):
     assert "replayed" in forwards
 
 
+def test_models_with_sdpa_are_switched(forwards):
+    """Those whose `generate()` this package runs, too, until the manager stops."""
+    model = load(folder("llama"), **INT4)
+    expected = one_by_one(model)
+    assert batched(model, attention="sdpa")[0] == expected
+    assert "replayed" in forwards and model.config._attn_implementation == "sdpa"
+    forwards.clear()
+    assert batched(model, attention="sdpa", auto_switch_to_flash=False)[0] == expected and not forwards
+    dense = tiny_model("llama")
+    batched(dense, attention="sdpa")
+    assert not forwards  # nobody asked for this package
+
+
 def test_sampling_is_transformers(plain, forwards):
     """Processors of each request and log-probabilities: the same draws from the same seed."""
     model = tiny_model("llama")
