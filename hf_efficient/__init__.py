@@ -82,6 +82,7 @@ def register() -> None:
     for name in (*(f"integrations.transformers_{name}" for name in integrations), "checkpoints.adopt"):
         importlib.import_module(f"hf_efficient.{name}").register()
     importlib.import_module("hf_efficient.integrations.transformers_releases").mark_users_caches()
+    importlib.import_module("hf_efficient.integrations.transformers_cache_names").register()
 
 
 def _register_peft() -> None:

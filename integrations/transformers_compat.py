@@ -61,7 +61,7 @@ _CHOICE = "integrations/transformers_attention_choice.py"
 _ATTENTION, _BATCHING = "integrations/transformers_attention.py", "integrations/transformers_continuous_batching.py"
 _COMPAT, _CONFIGS = "integrations/transformers_compat.py", "integrations/transformers_quantization_configs.py"
 _FORMATS, _PARALLEL = "integrations/transformers_paged_formats.py", "integrations/transformers_tensor_parallel.py"
-_PAGES = "integrations/transformers_quantized_pages.py"
+_PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/transformers_batched_step.py"
 _QUANTIZER, _CONVERSIONS = "integrations/transformers_quantizer.py", "integrations/transformers_weight_conversions.py"
 _GGUF, _LOOP = "integrations/transformers_gguf.py", "integrations/transformers_loop.py"
 _GENERATION, _RELEASES = "integrations/transformers_generation.py", "integrations/transformers_releases.py"
@@ -149,6 +149,10 @@ INSIDES: tuple[Inside, ...] = (
         reads="_is_user_defined",
         since="5.17",
     ),
+    *_of("integrations/transformers_cache_names.py", "generation.configuration_utils", "ALL_CACHE_IMPLEMENTATIONS"),
+    *_of(
+        "integrations/transformers_cache_names.py", "generation.utils", "GenerationMixin._prepare_cache_for_generation"
+    ),
     *_of(_LOOP, "generation.configuration_utils", "GenerationConfig._get_default_generation_params"),
     Inside(
         "transformers.generation.logits_process:PrefixConstrainedLogitsProcessor",
@@ -166,6 +170,38 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_BATCHING, f"{_CB}.initialization", "is_flash_attention_requested"),
     *_of(_BATCHING, f"{_CB}.continuous_api", "PagedAttentionCache"),
     *_of(_BATCHING, f"{_CB}.cache_allocators", "CacheAllocator.get_cache_for_block_table", since="5.19"),
+    *_of(_STEP, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *_of(_BATCHING, f"{_CB}.continuous_api", "ContinuousBatchingIOs", "ModelRunner", since="5.19"),
+    Inside(
+        f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn",
+        _BATCHING,
+        parameters=("self", "model", "auto_switch_to_flash"),
+        since="5.19",
+    ),
+    Inside(
+        f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.stop",
+        _BATCHING,
+        reads="_original_attn_impl",
+        since="5.19",
+    ),
+    *_of(_STEP, f"{_CB}.input_outputs", "TMP_TOKEN_ID", "ContinuousBatchingIOs.prepare_batch_tensors", since="5.19"),
+    *_of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.get_model_kwargs", since="5.19"),
+    *_of(_STEP, f"{_CB}.model_runner", "ModelRunner.compute_batch", since="5.19"),
+    *_of(_STEP, f"{_CB}.model_runner", "ModelRunner._forward_process_and_sample", since="5.19"),
+    *_of(_STEP, f"{_CB}.model_runner", "ModelRunner.supports_logits_to_keep", since="5.19"),
+    *_of(_STEP, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator", since="5.19"),
+    Inside(
+        f"transformers.{_CB}.cache_allocators:FullAttentionCacheAllocator.register_cache_tensor",
+        _STEP,
+        reads="_kv_page_views",
+        since="5.19",
+    ),
+    Inside(
+        f"transformers.{_CB}.input_outputs:ContinuousBatchingIOs.get_model_kwargs",
+        _STEP,
+        reads="_bulk_input_tensor",
+        since="5.19",
+    ),
     *_of(_FORMATS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
     *_of(_FORMATS, f"{_CB}.continuous_api", "PagedAttentionCache"),
     *_of(_RELEASES, "integrations.flash_paged", "paged_attention_forward", until="5.19"),

@@ -16,6 +16,7 @@ from hf_efficient.kernels.attention import api
 
 
 FORMATS = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+CPU_BATCH_TOKENS = 256  # default of `max_batch_tokens` on a CPU: more in one forward take as long a token
 CODES: ContextVar[torch.dtype | None] = ContextVar("codes of the cache that is being built", default=None)
 
 
@@ -52,17 +53,22 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
 
 
 class FormattedCache(PagedAttentionCache):
-    """transformers' cache, built with the pages that `continuous_batching_config.kv_format` asks for."""
+    """transformers' cache, built with the pages that `continuous_batching_config.kv_format` asks for. On a CPU
+    `max_batch_tokens` is 256 where none is given: transformers' 8192 would keep sequences that decode waiting for
+    seconds, and gain nothing."""
 
-    def __init__(self, config, continuous_batching_config, *args, **kwargs):
+    def __init__(self, config, continuous_batching_config, device, *args, **kwargs):
         kv_format = getattr(continuous_batching_config, "kv_format", "auto")
         if kv_format != "auto" and config._attn_implementation not in api.ATTENTION_NAMES:
             raise ValueError(
                 f"kv_format={kv_format!r} needs a model with attn_implementation='flash_paged', and this one has "
                 f"{config._attn_implementation!r}"
             )
+        is_ours = config._attn_implementation in api.ATTENTION_NAMES
+        if is_ours and torch.device(device).type == "cpu" and continuous_batching_config.max_batch_tokens is None:
+            continuous_batching_config.max_batch_tokens = CPU_BATCH_TOKENS
         with _building(FORMATS[kv_format]):
-            super().__init__(config, continuous_batching_config, *args, **kwargs)
+            super().__init__(config, continuous_batching_config, device, *args, **kwargs)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ ROOMS = {
     "checkpoints": "configs layers",
     "targets": "configs layers planning.model_trace checkpoints",
     "integrations": "configs layers formats kernels.attention kernels.native calibration cache generation "
-    "generation.decode generation.speculation.options targets checkpoints integrations.hub",
+    "generation.decode generation.replay generation.speculation.options targets checkpoints integrations.hub",
     "integrations.hub": "integrations.model_card integrations.folder_record integrations.folder_kinds "
     "integrations.folder_card integrations.evaluation_card",
     "integrations.evaluation_card": "integrations.model_card",

@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
+from hf_efficient.cli.parser import HAND_OVER
 from hf_efficient.cli.result import Result
 
 
 def working(options: argparse.Namespace, run: Callable):
     """`run(options)` with bars on a terminal. Whatever it prints goes to stderr."""
-    if options.command in ("exec", "completion"):
+    if options.command in (*HAND_OVER, "completion"):
         return run(options)
     from hf_efficient.cli import progress
 

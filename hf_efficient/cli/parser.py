@@ -18,6 +18,7 @@ GROUPS = {  # task -> command -> what it does; the module has the name with unde
     "Run it faster": {
         "train-draft": "train draft heads for speculative generation",
         "sparsify-context": "train which neurons each token calls for, for faster decoding",
+        "serve": "answer over HTTP as OpenAI's API does, with transformers' server",
         "exec": "run another package's command with this plugin",
     },
     "Check it": {
@@ -33,6 +34,7 @@ GROUPS = {  # task -> command -> what it does; the module has the name with unde
     },
     "Set up": {"completion": "print the completion script of a shell"},
 }
+HAND_OVER = ("exec", "serve")  # to the program of another package, which prints what it likes
 COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 
 
@@ -81,7 +83,7 @@ def make_parser() -> Parser:
         module = load(name)
         command = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         module.add_arguments(command)
-        if name != "exec":  # what the other program prints is its own
+        if name not in HAND_OVER:
             _add_output_options(command, module.KEYS)
     return parser
 

@@ -1,5 +1,5 @@
-"""Continuous batching under flash_paged: transformers' pages are written and read in place, and where not, this says
-so."""
+"""Continuous batching under flash_paged as transformers prepares and runs its batches: its pages are written and read
+in place, and where not, this says so. `test_batched_step` has what replaces that on a CPU."""
 
 import collections
 import functools
@@ -13,7 +13,8 @@ from helpers import TINY_MODELS, needs_transformers, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers import modeling_flash_attention_utils as flash_utils
-from transformers.generation.continuous_batching import PagedAttentionCache, initialization
+from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api, initialization
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import hf_efficient
@@ -52,6 +53,13 @@ def one_by_one(model, prompts=PROMPTS):
     ]
     model.set_attn_implementation("flash_paged")
     return tokens
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """The path that this package replaces on a CPU."""
+    monkeypatch.setattr(continuous_api, "ContinuousBatchingIOs", ContinuousBatchingIOs)
+    monkeypatch.setattr(continuous_api, "ModelRunner", ModelRunner)
 
 
 @pytest.fixture

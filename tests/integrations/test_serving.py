@@ -1,5 +1,4 @@
-"""`transformers serve` on loopback with a model that was compressed here and flash_paged, with and without continuous
-batching."""
+"""`hf-efficient serve` on loopback with a model that was compressed here, asked by hand and by OpenAI's client."""
 
 import json
 import os
@@ -9,6 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,6 +20,9 @@ from hf_efficient import WeightOnlyConfig
 
 
 PROMPT = "The river runs"
+needs_serving = pytest.mark.skipif(
+    not is_serve_available(), reason="needs fastapi, uvicorn and what else `transformers serve` does"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,48 +48,87 @@ def ask(port: int, path: str, body: dict | None = None) -> dict:
         return json.loads(reply.read())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not is_serve_available(), reason="needs fastapi, uvicorn and what else `transformers serve` does")
-def test_serve_on_loopback(folder, tmp_path):
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    """The port of `hf-efficient serve`, and its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())", "exec"]
-    command += ["transformers", "serve", str(folder), "--attn-implementation", "hf-efficient/flash_paged_2"]
-    command += ["--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "64", "--device", "cpu"]
-    with open(tmp_path / "log", "w") as log:
-        server = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        )
+    command = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())", "serve"]
+    command += [str(folder), "--host", "127.0.0.1", "--port", str(port), "--sequences", "8", "--context", "256"]
+    log = tmp_path_factory.mktemp("log") / "log"
+    with log.open("w") as file:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
     try:
         for _ in range(1200):
             try:
                 ask(port, "/health")
                 break
             except (urllib.error.URLError, ConnectionError):
-                assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
+                assert process.poll() is None, log.read_text()[-4000:]
                 time.sleep(0.1)
         else:
-            pytest.fail("the server did not start in two minutes: " + (tmp_path / "log").read_text()[-4000:])
-        body = {"model": str(folder), "temperature": 0.0, "max_tokens": 6}
+            pytest.fail("the server did not start in two minutes: " + log.read_text()[-4000:])
+        yield port, log
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def expected_answer(folder, prompt: str, tokens: int) -> str:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer()
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    output = model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.slow
+@needs_serving
+def test_serve_on_loopback(folder, server):
+    port, log = server
+    body = {"model": str(folder), "temperature": 0.0, "max_tokens": 6}
+    try:
         chat = ask(port, "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": PROMPT}]})
     except urllib.error.HTTPError as error:
-        pytest.fail(f"{error}: {error.read()[:2000]} {(tmp_path / 'log').read_text()[-3000:]}")
-    finally:
-        server.terminate()
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
-    answer = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
-    assert chat["choices"][0]["message"]["content"].strip() == answer.strip()
+        pytest.fail(f"{error}: {error.read()[:2000]} {log.read_text()[-3000:]}")
+    answer = chat["choices"][0]["message"]["content"]
+    assert answer.strip() == expected_answer(folder, PROMPT, 6).strip()
+    text = log.read_text()
+    assert f"http://127.0.0.1:{port}" in text and "8 sequences of 256 tokens" in text
+
+
+@pytest.mark.slow
+@needs_serving
+def test_openai_client(folder, server):
+    """Chat, streams, many clients at once, one that leaves in the middle, and requests that make no sense."""
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server[0]}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def chat(prompt, **options):
+        messages = [{"role": "user", "content": prompt}]
+        options = {"max_tokens": 6, "temperature": 0.0, **options}
+        return client.chat.completions.create(model=str(folder), messages=messages, **options)
+
+    prompts = [f"{PROMPT} {index}" for index in range(6)]
+    expected = [expected_answer(folder, prompt, 6).strip() for prompt in prompts]
+    with ThreadPoolExecutor(6) as clients:
+        answers = list(clients.map(lambda prompt: chat(prompt).choices[0].message.content.strip(), prompts))
+    assert answers == expected
+    parts = [part.choices[0].delta.content or "" for part in chat(prompts[0], stream=True) if part.choices]
+    assert "".join(parts).strip() == expected[0] and len([part for part in parts if part]) > 1
+    leaving = chat(PROMPT, stream=True, max_tokens=200)
+    next(iter(leaving))
+    leaving.close()
+    for bad in (dict(max_tokens="many"), dict(model="no/such-model"), dict(messages="hello")):
+        with pytest.raises(openai.APIError):  # transformers closes the connection for some
+            client.chat.completions.create(
+                **{"model": str(folder), "messages": [{"role": "user", "content": "a"}], **bad}
+            )
+    assert chat(prompts[1]).choices[0].message.content.strip() == expected[1]
 
 
 def test_generate_batch(folder):

@@ -20,8 +20,11 @@ def test_every_library_is_checked_when_it_is_loaded(monkeypatch):
     loaders = native_cpu.kernel, native_sparse.function, contextual_mlp.kernel, pages.kernel, interpreter
     for loader, arguments in zip(loaders, ((4,), (), (), (next(iter(pages._TYPES)),), ())):
         loader.__wrapped__(*arguments)
-    weights = {"Product", "_Weight"}, {"Product", "_SparseWeight"}
-    expected = [*weights, {"_ContextualCall"}, {"_Pages", "_AttentionCall"}, {"Operand", "Instruction"}]
+    weights, page_calls = (
+        ({"Product", "_Weight"}, {"Product", "_SparseWeight"}),
+        {"_Pages", "_AttentionCall", "_RaggedCall"},
+    )
+    expected = [*weights, {"_ContextualCall"}, page_calls, {"Operand", "Instruction"}]
     build.load.cache_clear()
     assert checked == expected
 

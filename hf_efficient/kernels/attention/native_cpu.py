@@ -35,7 +35,7 @@ class _AttentionCall(ctypes.Structure):
         ("batch", _INT), ("width", _INT), ("query_heads", _INT), ("heads", _INT), ("query_type", _INT),
         ("page_type", _INT), ("q", _POINTER), ("out", _POINTER), ("lse", _POINTER), ("lse_stride", _INT),
         ("lse_head_stride", _INT), ("k_cache", _Pages), ("v_cache", _Pages), ("num_blocks", _INT),
-        ("block_size", _INT), ("block_table", _POINTER), ("table_width", _INT), ("table_stride", _INT),
+        ("block_size", _INT), ("wrap", _INT), ("block_table", _POINTER), ("table_width", _INT), ("table_stride", _INT),
         ("cache_seqlens", _POINTER), ("appended", _INT), ("k", _POINTER), ("v", _POINTER), ("token_group", _INT),
         ("k_tail", _Pages), ("v_tail", _Pages), ("ring_size", _INT), ("quantized_seqlens", _POINTER), ("left", _INT),
         ("right", _INT), ("tree_mask", _POINTER), ("alibi_slopes", _POINTER), ("slopes_stride", _INT),
@@ -43,15 +43,21 @@ class _AttentionCall(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _RaggedCall(ctypes.Structure):
+    """`RaggedCall` of native/pages/page_call.h."""
+
+    _fields_ = [("call", _AttentionCall), ("query_starts", _POINTER), ("tokens", _INT)]
+
+
 @once_a_tier
-def kernel(dtype: torch.dtype):
+def kernel(dtype: torch.dtype, name: str = "hf_attend_pages"):
     """The compiled function for queries of this dtype; compiles it at the first call. None where torch's operators are
-    to be used."""
-    library = build.load("pages", (_Pages, _AttentionCall), QUERY=_TYPES[dtype])
-    if library is None:
-        return None
-    library.hf_attend_pages.argtypes = [_POINTER]
-    return library.hf_attend_pages
+    to be used. name: "hf_attend_ragged" for the function that reads a `_RaggedCall`."""
+    library = build.load("pages", (_Pages, _AttentionCall, _RaggedCall), QUERY=_TYPES[dtype])
+    function = getattr(library, name, None)
+    if function is not None:
+        function.argtypes = [_POINTER]
+    return function
 
 
 def serves(q, k_cache, v_cache, k_scale=None, v_scale=None, k_min=None, v_min=None, **_) -> bool:
@@ -176,7 +182,7 @@ def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple
         lse_stride=query_heads * width, lse_head_stride=width,
         k_cache=_Pages(at(k_cache), at(call.k_scale), at(call.k_min), dim, 1),
         v_cache=_Pages(at(v_cache), at(call.v_scale), at(call.v_min), value_dim, groups),
-        num_blocks=len(k_cache), block_size=block_size, block_table=at(table), table_width=table.shape[1],
+        num_blocks=len(k_cache), block_size=block_size, wrap=0, block_table=at(table), table_width=table.shape[1],
         table_stride=table.stride(0), cache_seqlens=at(seqlens), appended=appended, k=at(call.k), v=at(call.v),
         token_group=block_size // call.k_scale.shape[1] if packed else 0,
         k_tail=_Pages(at(call.k_tail), None, None, dim, 1),

@@ -55,13 +55,14 @@ static void tile_rows(int64_t rows, const T *x, int64_t ld, const Floats *tile, 
         if (rows) tile_rows<BLOCKS, T, M - 1>(rows, x, ld, tile, steps, begin, sums);
 }
 
-// The same for any number of blocks up to TILE_BLOCKS.
+// The same for any number of blocks up to TILE_BLOCKS. amx: whether by AMX where there is one, which callers tell by
+// the rows of a whole product, so that bits do not depend on how threads share them.
 template <class T>
 static void tile_rows(int64_t blocks, int64_t rows, const T *x, int64_t ld, const Floats *tile, int64_t steps,
-                      bool begin, Floats (*sums)[TILE_BLOCKS]) {
+                      bool begin, bool amx, Floats (*sums)[TILE_BLOCKS]) {
 #if AMX
     if constexpr (std::is_same<T, uint32_t>::value)
-        if (rows >= LEAST_AMX_ROWS && AMX_IS_GRANTED) {
+        if (amx && AMX_IS_GRANTED) {
             const int64_t chunks = steps / AMX_TERMS, done = chunks * AMX_TERMS;
             amx_rows<false>(blocks, rows, x, 4 * ld, tile, 64 * blocks, chunks, begin, sums, sizeof(*sums));
             if (done == steps) return;

@@ -167,7 +167,7 @@ static void attend_span(const AttentionCall &call, const F &key_format, const F 
                 }
                 load_keys<A>(tile, block, last, key_format, keys, key_tile);
                 tile_rows(last - block, rows, query_terms, ld, key_tile, ceil_div(keys.dim, A::NUMBERS), true,
-                          (Floats(*)[TILE_BLOCKS])&scores[0][block]);
+                          rows >= LEAST_AMX_ROWS, (Floats(*)[TILE_BLOCKS])&scores[0][block]);
                 if (F::SCALES == PER_GROUP)
                     for (int64_t m = 0; m < rows; m++)
                         for (int64_t b = block; b < last; b++) scores[m][b] += offsets[m];
@@ -215,7 +215,8 @@ static void attend_span(const AttentionCall &call, const F &key_format, const F 
                     for (int64_t v = 0; v < block.width; v++) sums[m][v] = sums[m][v] * corrections[m] + constant;
                 }
                 const int64_t steps = ceil_div(tile.count, A::NUMBERS);
-                tile_rows(block.width, rows, weights, TERMS, value_tile + block.first * steps, steps, false, sums);
+                tile_rows(block.width, rows, weights, TERMS, value_tile + block.first * steps, steps, false,
+                          rows >= LEAST_AMX_ROWS, sums);
             }
         }
     }

@@ -24,6 +24,7 @@ struct AttentionCall {
 
     Pages k_cache, v_cache;
     int64_t num_blocks, block_size;
+    int64_t wrap;  // tokens after which a block table begins again, as those of windows do; 0: never
     const int32_t *block_table;  // [batch, table_width], rows table_stride apart
     int64_t table_width, table_stride;
     const int32_t *cache_seqlens;  // tokens of a sequence before the new ones; negative: a sequence of padding
@@ -65,7 +66,16 @@ struct Source {
 
     int64_t slot(int64_t token) const {  // -1: nowhere
         if (in_ring) return sequence * call.ring_size + token % call.ring_size;
+        if (call.wrap) token %= call.wrap;
         const int64_t block = call.block_table[sequence * call.table_stride + token / call.block_size];
         return block < 0 ? -1 : block * call.block_size + token % call.block_size;
     }
+};
+
+// A call whose sequences have different numbers of queries, laid end to end: sequence b has those of
+// [query_starts[b], query_starts[b + 1]), and k and v are as long. `width` and `appended` of `call` are not read.
+struct RaggedCall {
+    AttentionCall call;
+    const int32_t *query_starts;  // [batch + 1]
+    int64_t tokens;               // of q, out, k and v; those behind the last sequence are padding
 };

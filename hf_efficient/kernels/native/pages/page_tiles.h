@@ -19,7 +19,10 @@ struct Tile {
         : count(count), blocks(ceil_div(count, LANES)) {
         const int64_t heads = source.call.heads, size = source.in_ring ? source.call.ring_size : source.call.block_size;
         for (int64_t i = 0; i < count;) {  // page by page
-            const int64_t slot = source.slot(start + i), end = std::min(count, i + size - (start + i) % size);
+            const int64_t wrap = source.in_ring ? 0 : source.call.wrap;
+            const int64_t token = wrap ? (start + i) % wrap : start + i, left = size - token % size;
+            const int64_t slot = source.slot(start + i);
+            const int64_t end = std::min(count, i + (wrap ? std::min(left, wrap - token) : left));
             if (slot < 0) {
                 for (; i < end; i++) skip(i);
                 continue;

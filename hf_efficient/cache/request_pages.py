@@ -1,0 +1,128 @@
+"""The pages of many requests, for forwards in which each has another number of new tokens, laid end to end.
+
+Someone else hands out the blocks (transformers' continuous batching does). Here are the tensors that such a forward
+reads, which stay where they lie so that it can be captured, and its attention.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hf_efficient.kernels.attention import ragged
+
+
+FIRST_TABLE = 16  # blocks of a request that a block table has room for at first
+
+
+class NewTokens(NamedTuple):
+    """New tokens of a request. past: tokens that it has in the pages. tables: its blocks in each group of layers."""
+
+    tokens: Sequence[int]
+    past: int
+    tables: list[list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class PageGroup:
+    """Layers whose pages one block table names.
+
+    layers: index of a layer -> its pages of keys and of values [pages, page size, Hk, D].
+    scales: index of a layer -> `k_scale` and `v_scale` of `attend_ragged`; {} where pages are not quantized.
+    stride: block b is page b * stride.
+    window: 0 where layers see all tokens; else the slots of a request's ring: token t stands where t % window does.
+    """
+
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    scales: dict[int, dict[str, torch.Tensor]]
+    stride: int = 1
+    window: int = 0
+
+    def serves(self, dtype: torch.dtype, query_heads: int) -> bool:
+        """Whether the kernels take queries of `dtype` over these pages."""
+        return all(
+            ragged.serves(dtype, query_heads, *pages, **self.scales.get(index, {}))
+            for index, pages in self.layers.items()
+        )
+
+
+class RequestPages:
+    """What one forward over the pages of `groups` reads.
+
+    A forward of `width` tokens reads `tokens[:, :width]` and `positions[:, :width]`; the attention asks `attend`.
+
+    Attributes:
+        tokens, positions: int64 [1, most_tokens].
+        width: tokens of the current forward, its padding included.
+        version: changes where tensors were replaced, so that captured forwards are not valid any more.
+    """
+
+    def __init__(self, groups: list[PageGroup], most_tokens: int):
+        self.groups, self.most_tokens, self.version, self.width = groups, most_tokens, 0, most_tokens
+        self._of_layer = {index: (group, number) for number, group in enumerate(groups) for index in group.layers}
+        self.tokens = torch.zeros(1, most_tokens, dtype=torch.int64)
+        self.positions = torch.zeros_like(self.tokens)
+        self.starts = torch.zeros(most_tokens + 1, dtype=torch.int32)
+        self.lengths = torch.zeros(most_tokens, dtype=torch.int32)
+        self._make_tables(FIRST_TABLE)
+
+    def _make_tables(self, blocks: int) -> None:
+        self.tables = [torch.zeros(self.most_tokens, blocks, dtype=torch.int32) for _ in self.groups]
+        self._blocks = [table.numpy().copy() for table in self.tables]  # before they are multiplied by the stride
+
+    def takes(self, past: int, count: int) -> bool:
+        """Whether one forward takes `count` new tokens of a request with `past` tokens: in a ring, several new ones
+        would overwrite what the first of them see."""
+        return count == 1 or all(not group.window or past + count <= group.window for group in self.groups)
+
+    def fill(self, requests: list[NewTokens], width: int) -> None:
+        """Sets the tensors for a forward of `width` tokens: those of `requests`, and padding behind them."""
+        tokens, positions, starts, lengths = [], [], [0], []
+        for request in requests:
+            tokens += request.tokens
+            positions += range(request.past, request.past + len(request.tokens))
+            starts.append(len(tokens))
+            lengths.append(request.past)
+        count, rows, self.width = len(tokens), len(requests), width
+        for tensor, values in ((self.tokens[0], tokens), (self.positions[0], positions)):
+            array = tensor.numpy()
+            array[:count], array[count:width] = values, 0
+        self.starts.numpy()[: rows + 1], self.starts.numpy()[rows + 1 : width + 1] = starts, count
+        self.lengths.numpy()[:rows], self.lengths.numpy()[rows:width] = lengths, 0
+        for number, group in enumerate(self.groups):
+            longest = max(len(request.tables[number]) for request in requests)
+            if longest > self.tables[number].shape[1]:
+                self._make_tables(1 << (longest - 1).bit_length())
+                self.version += 1
+                return self.fill(requests, width)
+            blocks = self._blocks[number][:rows, :longest]
+            for row, request in zip(blocks, requests):
+                table = request.tables[number]
+                row[: len(table)] = table
+            self.tables[number].numpy()[:rows, :longest] = blocks * group.stride
+
+    def attend(self, layer: int, query, key, value, *, softmax_scale, causal, window_size, softcap, s_aux):
+        """Writes key, value [1, Hk, T, D] of the current forward and attends over the pages of `layer` with query [1,
+        Hq, T, D]. The options are those of `api.flash_attn_varlen_func`. Returns [1, T, Hq, Dv].
+
+        Raises ValueError for attention that is not causal, and for keys and values that the pages do not hold.
+        """
+        group, number = self._of_layer[layer]
+        k_pages, v_pages = group.layers[layer]
+        for name, new, pages in (("keys", key, k_pages), ("values", value, v_pages)):
+            if (new.shape[1], new.shape[3]) != tuple(pages.shape[2:]):
+                raise ValueError(
+                    f"transformers' continuous batching stores {pages.shape[2]} heads of dim {pages.shape[3]}, and "
+                    f"layer {layer} has {name} of {new.shape[1]} heads of dim {new.shape[3]}: use generate() for this "
+                    "model"
+                )
+        if not causal:
+            raise ValueError(f"layer {layer} attends to later tokens, too, which continuous batching does not have yet")
+        query, key, value = (new[0].transpose(0, 1) for new in (query, key, value))
+        output = ragged.attend_ragged(
+            query, key, value, k_pages, v_pages, self.starts[: self.width + 1], self.lengths[: self.width],
+            self.tables[number][: self.width], wrap=group.window, softmax_scale=softmax_scale, left=window_size[0],
+            softcap=softcap, s_aux=s_aux, **group.scales.get(layer, {}),
+        )  # fmt: skip
+        return output[None]

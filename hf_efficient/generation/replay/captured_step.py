@@ -1,0 +1,118 @@
+"""Forwards of many requests at once over their pages, captured for a few numbers of tokens and logits, and replayed."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from transformers.utils import logging
+
+from hf_efficient.cache.request_pages import NewTokens, RequestPages
+from hf_efficient.kernels.replay.recorder import Capture, NotReplayable
+
+
+logger = logging.get_logger(__name__)
+
+# Tokens of a captured forward; others are padded to the next one. More tokens take several forwards: they would not
+# cost less each, and their results would not fit the processor's cache.
+WIDTHS = (1, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Tokens whose logits a captured forward computes, no more than its width.
+LOGITS = (1, 4, 16, 32, 64, 96, 128, 192, 256)
+# A capture costs about three forwards. Of few tokens it saves half of each later one, of many a sixth: those run
+# eagerly more often before they are captured.
+FEW_TOKENS, FEW_EAGER, MANY_EAGER = 64, 1, 12
+MAX_OUTPUT_BYTES = 512 << 20  # of all captures over the pages of one manager
+
+
+class _Captured(NamedTuple):
+    version: int  # of the pages
+    capture: Capture
+
+
+class CapturedStep:
+    """The forwards of a step of continuous batching.
+
+    Args:
+        pages: what they read.
+        forward: forward(tokens, positions, index, is_captured) -> logits [rows, vocabulary] of the tokens whose numbers
+            `index` int64 [rows] holds.
+        is_capturable: whether forwards are captured; else each runs eagerly.
+    """
+
+    def __init__(self, pages: RequestPages, forward: Callable, is_capturable: bool):
+        self.pages, self.forward, self.is_capturable = pages, forward, is_capturable
+        self._index = torch.zeros(LOGITS[-1], dtype=torch.int64)
+        self._captures: dict[tuple[int, int], _Captured] = {}  # by (width, rows), the latest used last
+        self._eager: Counter[tuple[int, int]] = Counter()  # forwards that were not replayed
+
+    def __call__(self, requests: list[NewTokens], wanted: list[bool]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends the tokens of `requests` to their pages. wanted: whether the logits that follow its last new token
+        are computed, for each request.
+
+        Returns logits [rows, vocabulary] of those that are wanted, and their argmax int64 [rows], in tensors that the
+        next call overwrites.
+        """
+        parts = list(_parts(requests, wanted, self.pages.most_tokens))
+        if len(parts) == 1:
+            return self._run(*parts[0])
+        results = [[tensor.clone() for tensor in self._run(*part)] for part in parts]
+        return tuple(torch.cat(tensors) for tensors in zip(*results))
+
+    def _run(self, requests: list[NewTokens], index: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        count = sum(len(request.tokens) for request in requests)
+        width = next(width for width in WIDTHS if width >= count)
+        rows = min(width, next(rows for rows in LOGITS if rows >= len(index)))
+        self.pages.fill(requests, width)
+        self._index.numpy()[: len(index)], self._index.numpy()[len(index) : rows] = index, 0
+        logits, best = self._forward(width, rows)
+        return logits[: len(index)], best[: len(index)]
+
+    def _forward(self, width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_capturable:
+            return self._compute(width, rows, False)
+        kind = width, rows
+        captured = self._captures.pop(kind, None)
+        if captured is not None and captured.version == self.pages.version:
+            self._captures[kind] = captured
+            return captured.capture.replay()
+        self._eager[kind] += 1
+        if self._eager[kind] <= (FEW_EAGER if width <= FEW_TOKENS else MANY_EAGER):
+            return self._compute(width, rows, False)
+        try:
+            captured = _Captured(self.pages.version, Capture(lambda: self._compute(width, rows, True)))
+        except Exception as error:  # an error of the forward's own shows again when it runs eagerly
+            if not isinstance(error, NotReplayable):
+                logger.warning_once(f"forwards run eagerly, which is slower, as one could not be captured: {error}")
+            self.is_capturable = False
+            return self._compute(width, rows, False)
+        self._captures[kind] = captured
+        self._drop_oldest()
+        return captured.capture.output
+
+    def _compute(self, width: int, rows: int, is_captured: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        pages = self.pages
+        logits = self.forward(pages.tokens[:, :width], pages.positions[:, :width], self._index[:rows], is_captured)
+        return logits, logits.argmax(-1)
+
+    def _drop_oldest(self) -> None:
+        while len(self._captures) > 1 and sum(c.capture.nbytes for c in self._captures.values()) > MAX_OUTPUT_BYTES:
+            del self._captures[next(iter(self._captures))]
+
+
+def _parts(requests: list[NewTokens], wanted: list[bool], most: int) -> Iterator[tuple[list[NewTokens], list[int]]]:
+    """Cuts the requests into forwards of at most `most` tokens, each with the numbers of the tokens whose logits are
+    wanted. A prompt may be cut: its later tokens see the earlier ones in the pages."""
+    part, index, count = [], [], 0
+    for request, is_wanted in zip(requests, wanted):
+        first = 0
+        while first < len(request.tokens):
+            taken = request.tokens[first : first + most - count]
+            part.append(NewTokens(taken, request.past + first, request.tables))
+            first, count = first + len(taken), count + len(taken)
+            if is_wanted and first == len(request.tokens):
+                index.append(count - 1)
+            if count == most:
+                yield part, index
+                part, index, count = [], [], 0
+    if part:
+        yield part, index

@@ -1,0 +1,120 @@
+"""Attention of sequences with different numbers of new tokens, laid end to end, over pages on a CPU: one C++ call.
+
+Continuous batching runs prompts and single tokens in one forward. Nothing is padded for each sequence, and a replay of
+the call reads lengths, tables and starts from tensors that the host fills before it.
+"""
+
+import ctypes
+
+import torch
+
+from hf_efficient.kernels.attention import native_cpu
+from hf_efficient.kernels.attention.call import AttentionCall
+from hf_efficient.kernels.replay import instructions
+from hf_efficient.kernels.replay.registry import replays
+
+
+def serves(dtype: torch.dtype, query_heads: int, k_cache, v_cache, k_scale=None, v_scale=None) -> bool:
+    """Whether `attend_ragged` takes queries of `dtype` over these pages."""
+    q = k_cache.new_empty(1, 1, query_heads, k_cache.shape[-1], dtype=dtype)
+    return native_cpu.serves(q, k_cache, v_cache, k_scale, v_scale)
+
+
+def attend_ragged(
+    q, k, v, k_cache, v_cache, query_starts, cache_seqlens, block_table, *, wrap=0, softmax_scale=None, left=-1,
+    softcap=0.0, s_aux=None, k_scale=None, v_scale=None,
+):  # fmt: skip
+    """Appends new tokens to the sequences' pages, then attends with all of them, causally. Has no backward.
+
+    Args:
+        q: [T, Hq, D], the sequences end to end; tokens behind the last sequence are padding.
+        k, v: [T, Hk, D], [T, Hk, Dv].
+        k_cache, v_cache: pages [blocks, block_size, Hk, D], in q's dtype, or int8 and float8_e4m3fn codes with k_scale
+            and v_scale, float16 [blocks, block_size, Hk]. They must be what `serves` says.
+        query_starts: int32 [B + 1]. Sequence b has tokens query_starts[b] to query_starts[b + 1]; it may have none.
+        cache_seqlens: int32 [B], tokens of each sequence before the new ones.
+        block_table: int32 [B, W].
+        wrap: token t stands where token t % wrap would, as in the rings of windows; 0 for none. A sequence longer than
+            `wrap` takes one new token at a time, and `left` must be less than it.
+        left: how many tokens before its own a query sees, -1 for all.
+        s_aux: [Hq], sink logits.
+
+    Returns:
+        [T, Hq, Dv], zeros for padding.
+
+    Raises:
+        RuntimeError: a sequence does not fit its block table or `wrap`, or the kernels do not take such tensors;
+            nothing is written.
+    """
+    return torch.ops.hf_efficient.attend_ragged(
+        q, k, v, k_cache, v_cache, k_scale, v_scale, query_starts, cache_seqlens, block_table, wrap, softmax_scale,
+        left, softcap, s_aux,
+    )  # fmt: skip
+
+
+def _describe(
+    out, q, k, v, k_cache, v_cache, k_scale, v_scale, starts, seqlens, table, wrap, scale, left, softcap, s_aux
+):
+    """(the `_RaggedCall`, what must live as long as it), or None where arguments do not belong together. q, k and v are
+    contiguous."""
+    tokens = len(q)
+    integers = starts, seqlens, table
+    if any(x.dtype is not torch.int32 or x.stride(-1) != 1 for x in integers) or len(starts) != len(table) + 1:
+        return None
+    if not (len(k) == len(v) == tokens and len(seqlens) == len(table)):
+        return None
+    # as a batch of one sequence, whose sizes hf_attend_ragged replaces for each stretch of sequences
+    call = AttentionCall(
+        q[None], k_cache, v_cache, k[None], v[None], None, table[:1], scale, True, left, 0, softcap, None, s_aux, False,
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    call.cache_seqlens = seqlens[:1]
+    native, alive = native_cpu.describe(call, out, q.new_empty(0, dtype=torch.float32))
+    if native is None:
+        return None
+    native.batch, native.wrap = len(table), wrap
+    native.block_table, native.table_stride, native.cache_seqlens = (
+        table.data_ptr(),
+        table.stride(0),
+        seqlens.data_ptr(),
+    )
+    return native_cpu._RaggedCall(native, starts.data_ptr(), tokens), (alive, starts, seqlens, table)
+
+
+def _cpu(q, k, v, *args):
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    described = _describe(out, q, k, v, *args)
+    torch.get_num_threads()  # gives a new Python thread torch's number of threads
+    if described is None or not native_cpu.kernel(q.dtype, "hf_attend_ragged")(ctypes.addressof(described[0])):
+        raise RuntimeError("attend_ragged: lengths beyond the pages, or tensors that the kernels do not take")
+    return out
+
+
+@replays("hf_efficient::attend_ragged")
+def _instructions(out, q, k, v, *args):
+    inputs, copies = [], []
+    for x in (q, k, v):
+        if not x.is_contiguous():
+            copy = torch.empty_like(x, memory_format=torch.contiguous_format)
+            copies.append(instructions.elementwise("COPY", copy, [x]))
+            x = copy
+        inputs.append(x)
+    described = _describe(out, *inputs, *args)
+    if described is None:
+        return None
+    native, alive = described
+    return [
+        *copies,
+        instructions.call(native_cpu.kernel(q.dtype, "hf_attend_ragged"), native, out, inputs, (inputs, alive)),
+    ]
+
+
+_LIBRARY = torch.library.Library("hf_efficient", "FRAGMENT")
+_LIBRARY.define(
+    "attend_ragged(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, "
+    "Tensor(d!)? v_scale, Tensor query_starts, Tensor cache_seqlens, Tensor block_table, int wrap, "
+    "float? softmax_scale, int left, float softcap, Tensor? s_aux) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.impl("attend_ragged", _cpu, "CPU")

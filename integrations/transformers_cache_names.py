@@ -1,0 +1,35 @@
+"""Caches of this package by name: `generate(cache_implementation="paged_int8")`, in a call, a pipeline, or a generation
+config that is saved with a model.
+
+transformers has a list of the names, and one method that makes the cache. `cache_implementation="paged"` in a call is
+its own: it runs `generate_batch`. In a generation config it is a `PagedCache` in the model's dtype.
+"""
+
+import functools
+
+
+KV_FORMATS = {"paged": "auto", "paged_int8": "int8", "paged_fp8": "fp8", "paged_int4": "int4", "paged_int2": "int2"}
+
+
+def register() -> None:
+    """Adds the names. Idempotent."""
+    from transformers import GenerationMixin
+    from transformers.generation import configuration_utils
+
+    names = tuple(name for name in KV_FORMATS if name != "paged")  # which transformers knows
+    if names[0] not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS:
+        configuration_utils.ALL_CACHE_IMPLEMENTATIONS += names
+        GenerationMixin._prepare_cache_for_generation = _by_name(GenerationMixin._prepare_cache_for_generation)
+
+
+def _by_name(original):
+    @functools.wraps(original)
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        kv_format = KV_FORMATS.get(generation_config.cache_implementation)
+        if kv_format is None or generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+            return original(self, generation_config, model_kwargs, *args, **kwargs)
+        from hf_efficient.cache.paged_cache import PagedCache
+
+        model_kwargs["past_key_values"] = PagedCache(self.config, kv_format=kv_format)
+
+    return _prepare_cache_for_generation

@@ -1,0 +1,231 @@
+"""Continuous batching on a CPU by this package's forwards: every request gets the tokens that `generate()` gives it
+alone, however requests are batched, cut, cancelled or preempted."""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from helpers import TINY_MODELS, needs_transformers, tiny_model
+from saved_models import INT4, folder, load
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+
+from hf_efficient.cache.request_pages import NewTokens
+from hf_efficient.generation.replay import captured_step
+from hf_efficient.generation.replay.captured_step import CapturedStep
+from hf_efficient.integrations import transformers_releases
+from hf_efficient.kernels.replay.recorder import NotReplayable, interpreter
+
+
+pytestmark = [
+    needs_transformers("5.19", "forwards of this package in continuous batching"),
+    pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512"),
+]
+PAGE_SIZE = "page_size" if transformers_releases.has("5.18") else "block_size"
+NEW_TOKENS = 14
+# Prompts that end within, at and past a page of 4; two of them share their first 9 tokens.
+_SHARED = [5, 17, 40, 99, 12, 77, 31, 64, 8]
+PROMPTS = [_SHARED + [21, 50], [33] * 3, list(range(60, 76)), _SHARED + [90, 91, 92, 93]]
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """What each forward of ours did: "eager", "captured" or "replayed"."""
+    found, original = [], CapturedStep._forward
+
+    def _forward(self, width, rows):
+        captured = self._captures.get((width, rows))
+        result = original(self, width, rows)
+        now = self._captures.get((width, rows))
+        found.append("eager" if now is None else "replayed" if now is captured else "captured")
+        return result
+
+    monkeypatch.setattr(CapturedStep, "_forward", _forward)
+    return found
+
+
+def batched(model, prompts=PROMPTS, generation=None, attention="flash_paged", new_tokens=NEW_TOKENS, **config):
+    """The generated tokens of each prompt (and of each of its `num_return_sequences`), and all outputs."""
+    model.set_attn_implementation(attention)
+    config = {"num_blocks": 128, PAGE_SIZE: 4, "max_batch_tokens": 24, **config}
+    outputs = model.generate_batch(
+        inputs=prompts,
+        generation_config=GenerationConfig(
+            max_new_tokens=new_tokens, eos_token_id=2, pad_token_id=0, **{"do_sample": False, **(generation or {})}
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(**config),
+    )
+    assert [output.error for output in outputs.values() if output.error] == []
+    return [output.generated_tokens for output in outputs.values()], list(outputs.values())
+
+
+def one_by_one(model, prompts=PROMPTS, new_tokens=NEW_TOKENS):
+    model.set_attn_implementation("eager")
+    options = dict(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    rows = (model.generate(torch.tensor([prompt]), **options)[0] for prompt in prompts)
+    return [row[len(prompt) :].tolist() for row, prompt in zip(rows, prompts)]
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """A context in which transformers prepares and runs its batches itself."""
+
+    def run(*args, **kwargs):
+        with monkeypatch.context() as patch:
+            patch.setattr(continuous_api, "ContinuousBatchingIOs", ContinuousBatchingIOs)
+            return batched(*args, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_tokens_are_those_of_each_request_alone(name, forwards):
+    """Prompts in chunks beside sequences that decode; windows shorter than the prompts."""
+    model = tiny_model(name)
+    expected = one_by_one(model)
+    assert batched(model)[0] == expected
+    assert "replayed" in forwards
+
+
+@pytest.mark.parametrize("config", [dict(max_batch_tokens=4), dict(max_batch_tokens=600), {PAGE_SIZE: 16}])
+def test_any_cut_of_a_batch(config, forwards):
+    """Of 4 tokens, and of more than one forward takes."""
+    model, generator = tiny_model("llama", max_position_embeddings=1024), torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 128, (length,), generator=generator).tolist() for length in (300, 7, 290, 60)]
+    expected = one_by_one(model, prompts)
+    assert batched(model, prompts, **{"num_blocks": 256, **config})[0] == expected
+    assert "replayed" in forwards
+
+
+def test_long_windows(forwards):
+    """Prompts shorter than the window, which sequences then outgrow."""
+    model = tiny_model("gemma2", sliding_window=16)
+    expected = one_by_one(model, new_tokens=30)
+    assert batched(model, new_tokens=30)[0] == expected
+    assert forwards.count("replayed") > 16
+
+
+def test_preempted_requests_go_on(forwards):
+    """A pool that holds two sequences at their longest."""
+    model = tiny_model("llama")
+    expected = one_by_one(model)
+    assert batched(model, num_blocks=13)[0] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replay_computes_what_an_eager_forward_does(dtype, monkeypatch):
+    model = tiny_model("qwen3", dtype)
+    tokens, outputs = batched(model, return_logprobs=True)
+    monkeypatch.setattr(captured_step, "Capture", mock.Mock(side_effect=NotReplayable))
+    eager_tokens, eager_outputs = batched(model, return_logprobs=True)
+    if dtype is torch.float32:
+        assert tokens == eager_tokens
+    tolerance = 1e-4 if dtype is torch.float32 else 0.3
+    for output, eager in zip(outputs, eager_outputs):
+        pairs = zip(output.generated_tokens, eager.generated_tokens)
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        assert same > 0 and output.logprobs[:same] == pytest.approx(eager.logprobs[:same], abs=tolerance)
+
+
+def test_quantized_models(forwards):
+    model = load(folder("llama"), **INT4)
+    expected = one_by_one(model)
+    assert batched(model)[0] == expected
+    assert "replayed" in forwards
+
+
+def test_models_with_sdpa_are_switched(forwards):
+    """Those whose `generate()` this package runs, too, until the manager stops."""
+    model = load(folder("llama"), **INT4)
+    expected = one_by_one(model)
+    assert batched(model, attention="sdpa")[0] == expected
+    assert "replayed" in forwards and model.config._attn_implementation == "sdpa"
+    forwards.clear()
+    assert batched(model, attention="sdpa", auto_switch_to_flash=False)[0] == expected and not forwards
+    dense = tiny_model("llama")
+    batched(dense, attention="sdpa")
+    assert not forwards  # nobody asked for this package
+
+
+def test_sampling_is_transformers(plain, forwards):
+    """Processors of each request and log-probabilities: the same draws from the same seed."""
+    model = tiny_model("llama")
+    generation = dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
+    options = dict(generation=generation, return_logprobs=True, seed=3)
+    tokens, outputs = batched(model, **options)
+    expected, others = plain(model, **options)
+    assert tokens == expected and "replayed" in forwards
+    for output, other in zip(outputs, others):
+        assert output.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_several_answers_to_a_prompt(forwards):
+    """A prompt's pages are copied for its second answer, which is the same one, as nothing is drawn."""
+    model = tiny_model("llama")
+    expected = one_by_one(model)
+    tokens, _ = batched(model, generation=dict(num_return_sequences=2, do_sample=True, top_k=1))
+    assert tokens == [answer for answer in expected for _ in range(2)]
+
+
+def manager_of(model, **config):
+    model.set_attn_implementation("flash_paged")
+    return model.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=2, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            **{"num_blocks": 128, PAGE_SIZE: 4, "max_batch_tokens": 24, **config}
+        ),
+    )
+
+
+def answer(manager, prompt):
+    request = manager.add_request(prompt, max_new_tokens=NEW_TOKENS)
+    return manager.get_result(request, timeout=60).generated_tokens
+
+
+def test_a_model_that_changes_is_captured_anew(forwards):
+    """Weights are replaced between two requests: no forward of the old ones is replayed."""
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    expected = one_by_one(model), one_by_one(other)
+    manager = manager_of(model, allow_block_sharing=False)
+    manager.start()
+    try:
+        first = answer(manager, PROMPTS[0])
+        model.load_state_dict(other.state_dict())
+        second = answer(manager, PROMPTS[0])
+    finally:
+        manager.stop(block=True)
+    assert (first, second) == (expected[0][0], expected[1][0])
+
+
+def test_hooks_run(forwards):
+    """A hook sees every forward."""
+    model, seen = tiny_model("llama"), []
+    expected = one_by_one(model)
+    model.model.layers[0].register_forward_pre_hook(lambda *args: seen.append(1))
+    tokens, _ = batched(model)
+    assert tokens == expected and len(seen) >= NEW_TOKENS and set(forwards) <= {"eager"}
+
+
+def test_prefixes_are_shared():
+    """The second request finds two pages of the first."""
+    model = tiny_model("llama")
+    expected = one_by_one(model)
+    manager = manager_of(model)
+    manager.start()
+    try:
+        assert [answer(manager, PROMPTS[0]), answer(manager, PROMPTS[3])] == [expected[0], expected[3]]
+    finally:
+        manager.stop(block=True)
+
+
+def test_parts_of_a_batch():
+    """Forwards of at most 4 tokens; the last token of a prompt asks for logits, wherever it falls."""
+    requests = [NewTokens([1], 7, [[0]]), NewTokens([2, 3, 4, 5, 6], 0, [[1]]), NewTokens([7], 3, [[2]])]
+    parts = list(captured_step._parts(requests, [True, True, False], 4))
+    assert [[(part.tokens, part.past) for part in each] for each, _ in parts] == [
+        [([1], 7), ([2, 3, 4], 0)],
+        [([5, 6], 3), ([7], 3)],
+    ]
+    assert [index for _, index in parts] == [[0], [1]]

@@ -1,0 +1,50 @@
+"""Caches of this package asked for by name."""
+
+import pytest
+import torch
+from helpers import save_tiny, tiny_model
+from transformers import GenerationConfig, pipeline
+
+from hf_efficient import PagedCache
+from hf_efficient.integrations import transformers_cache_names as names
+
+
+PROMPT = torch.tensor([[5, 17, 40, 99, 12, 77, 31, 64, 8]])
+OPTIONS = dict(max_new_tokens=40, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
+
+
+@pytest.mark.parametrize("attention", ["flash_paged", "sdpa"])
+@pytest.mark.parametrize("name", ["paged_int8", "paged_fp8", "paged_int4", "paged_int2"])
+def test_the_name_is_the_cache(name, attention):
+    """The same tokens, and the same kind of cache, as from a cache that is passed."""
+    model = tiny_model("llama", attn_implementation=attention, hidden_size=128)
+    kv_format = names.KV_FORMATS[name]
+    expected = model.generate(PROMPT, past_key_values=PagedCache(model.config, kv_format=kv_format), **OPTIONS)
+    output = model.generate(PROMPT, cache_implementation=name, **OPTIONS)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert isinstance(output.past_key_values, PagedCache) and output.past_key_values.kv_format == kv_format
+
+
+@pytest.mark.parametrize("name", names.KV_FORMATS)
+def test_a_saved_generation_config_and_a_pipeline(name, tmp_path):
+    save_tiny(tmp_path)
+    config = GenerationConfig(cache_implementation=name, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    config.save_pretrained(tmp_path)
+    pipe = pipeline("text-generation", model=str(tmp_path))
+    assert pipe.model.generation_config.cache_implementation == name
+    output = pipe.model.generate(PROMPT, return_dict_in_generate=True)
+    assert output.past_key_values.kv_format == names.KV_FORMATS[name]
+    assert pipe("The river")[0]["generated_text"].startswith("The river")
+
+
+def test_other_names_and_no_cache():
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="Choose one of: .*paged_int8"):
+        model.generate(PROMPT, cache_implementation="paged_int3")
+    with pytest.raises(ValueError, match="both `cache_implementation`"):
+        model.generate(PROMPT, cache_implementation="paged_int8", past_key_values=PagedCache(model.config))
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        sizes = dict(vocab_size=128, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+        T5ForConditionalGeneration(T5Config(**sizes)).generate(PROMPT, cache_implementation="paged_int8")

@@ -1,0 +1,119 @@
+"""The C++ attention of sequences with different numbers of new tokens against float64, and what it refuses."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import assert_close
+from test_attention_torch_cpu import BFLOAT16, FLOAT32
+
+from hf_efficient.kernels.attention import ragged
+from hf_efficient.kernels.native import build
+from hf_efficient.kernels.replay.recorder import Capture
+
+
+pytestmark = [
+    pytest.mark.usefixtures("two_threads"),
+    pytest.mark.skipif(
+        build.compiler() is None or not build.FEATURES <= build.cpu_features(), reason="nothing is compiled here"
+    ),
+]
+HEADS, GROUP, DIM, PAGE, PADDING = 2, 3, 16, 4, 5
+NEW, PAST = [1, 1, 5, 0, 70, 3, 1], [0, 13, 3, 7, 9, 2, 30]
+RING = dict(new=[1, 1, 3, 0, 1, 10], past=[0, 13, 2, 7, 33, 0], wrap=10)  # those that outgrow it take one token
+
+
+def make(dtype=torch.float32, new=NEW, past=PAST, wrap=0):
+    """The arguments of `attend_ragged` by position; pages in random order."""
+    generator = torch.Generator().manual_seed(0)
+    longest = wrap or max(a + b for a, b in zip(new, past))
+    table = torch.randperm(len(new) * -(-longest // PAGE), generator=generator).int().view(len(new), -1)
+    tokens = sum(new) + PADDING
+    shapes = (tokens, HEADS * GROUP, DIM), *[(tokens, HEADS, DIM)] * 2, *[(table.numel(), PAGE, HEADS, DIM)] * 2
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
+    return [*tensors, starts, torch.tensor(past, dtype=torch.int32), table]
+
+
+def expected(arguments, wrap=0, left=-1, softmax_scale=DIM**-0.5, softcap=0.0, s_aux=None):
+    """Token by token in float64: appends, then attends. Writes the pages of `arguments`."""
+    q, k, v, k_cache, v_cache, starts, past, table = arguments
+    out = torch.zeros_like(q, dtype=torch.float64)
+    for row, (first, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:])):
+        for i in range(first, end):
+            at = int(past[row]) + i - first
+            slots = [t % wrap if wrap else t for t in range(0 if left < 0 else max(0, at - left), at + 1)]
+            slots = [(int(table[row, slot // PAGE]), slot % PAGE) for slot in slots]
+            k_cache[slots[-1]], v_cache[slots[-1]] = k[i], v[i]
+            keys, values = (
+                torch.stack([cache[slot] for slot in slots]).double().repeat_interleave(GROUP, 1)
+                for cache in (k_cache, v_cache)
+            )
+            scores = torch.einsum("hd,nhd->hn", q[i].double(), keys) * softmax_scale
+            if softcap:
+                scores = torch.tanh(scores / softcap) * softcap
+            if s_aux is not None:
+                scores = torch.cat([scores, s_aux.double()[:, None]], 1)
+            out[i] = torch.einsum("hn,nhd->hd", scores.softmax(1)[:, : len(slots)], values)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        ({}, {}),
+        ({}, dict(left=6)),
+        (RING, dict(wrap=10, left=9)),
+        ({}, dict(softmax_scale=0.3, softcap=5.0)),
+        ({}, dict(s_aux=torch.linspace(-1, 1, HEADS * GROUP))),
+    ],
+)
+def test_attention_and_pages(dtype, shapes, options):
+    arguments = make(dtype, **shapes)
+    copies = [x.clone() for x in arguments]
+    out = ragged.attend_ragged(*arguments, **options)
+    reference = expected(copies, **options)
+    assert_close(out, reference, **(FLOAT32 if dtype == torch.float32 else BFLOAT16))
+    assert not out[-PADDING:].any()
+    assert all(torch.equal(x, y) for x, y in zip(arguments, copies))  # the pages hold what was appended
+
+
+def test_a_replay_reads_other_lengths():
+    """The same capture serves any sequences of as many rows."""
+    arguments = make(new=[3, 1, 1], past=[0, 4, 6])
+    others = make(new=[1, 2, 0], past=[5, 3, 1])
+    table = torch.cat([arguments[-1], torch.zeros(3, 9, dtype=torch.int32)], 1)
+    arguments[-1] = table
+    capture = Capture(lambda: ragged.attend_ragged(*arguments, left=3))
+    for to, x in zip(arguments[3:], others[3:]):
+        to.view(-1)[: x.numel()] = x.flatten() if to is not table else 0
+    table[:, : others[-1].shape[1]] = others[-1]
+    out = capture.replay()
+    count = 3
+    arguments[:3] = [x[: count + PADDING] for x in arguments[:3]]
+    assert_close(out[:count], expected(arguments, left=3)[:count], **FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(new=[3], past=[8], wrap=10),  # several tokens, of which the last overwrites what the first sees
+        dict(past=[12, 13, 3, 7, 9, 2, 3000]),
+        dict(starts=[0, 1, 2, 7, 7, 77, 80, 900]),
+        dict(block=10**6),
+    ],
+)
+def test_what_does_not_fit_is_refused(change):
+    """Nothing is written then."""
+    wrap = change.get("wrap", 0)
+    arguments = make(**{key: value for key, value in change.items() if key in ("new", "wrap")})
+    if "past" in change:
+        arguments[6] = torch.tensor(change["past"], dtype=torch.int32)
+    if "starts" in change:
+        arguments[5] = torch.tensor(change["starts"], dtype=torch.int32)
+    arguments[7][0, 0] = change.get("block", arguments[7][0, 0])
+    before = [x.clone() for x in arguments]
+    with pytest.raises(RuntimeError, match="lengths beyond the pages"):
+        ragged.attend_ragged(*arguments, wrap=wrap, left=9 if wrap else -1)
+    assert all(torch.equal(x, y) for x, y in zip(arguments, before))
