@@ -5,7 +5,7 @@
 #include "many_rows.h"
 
 // With more rows W is decoded into tiles: measured on Zen 5 (where this is for bfloat16 only), on AVX-512 and on AVX2.
-constexpr int FEW_ROWS = BF16_DOT ? 32 : REGISTERS / 2;
+constexpr int FEW_ROWS = BF16_DOT ? 32 : REGISTERS < 32 ? 8 : 16;
 
 EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y)
                LAYOUT(Weight, packed, scale, zero, out_features, in_features, group, scale_is_float, rounds_inputs,
