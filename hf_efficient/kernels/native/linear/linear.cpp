@@ -5,8 +5,9 @@
 #include "int8_rows.h"
 #include "many_rows.h"
 
-// With more rows W is decoded into tiles. Measured for each of: AMX, products of bfloat16, AVX-512, AVX2.
-constexpr int FEW_ROWS = AMX ? LEAST_AMX_ROWS - 1 : BF16_DOT ? 32 : REGISTERS / 2;
+// With more rows W is decoded into tiles: measured with AMX, on Zen 5 (which takes tiles of bfloat16 only), on AVX-512
+// and on AVX2.
+constexpr int FEW_ROWS = AMX ? LEAST_AMX_ROWS - 1 : BF16_DOT ? 32 : REGISTERS < 32 ? 8 : 16;
 
 EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y)
                LAYOUT(Weight, packed, scale, zero, out_features, in_features, group, scale_is_float, rounds_inputs,
