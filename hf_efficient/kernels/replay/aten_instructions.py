@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native import tiers
 from hf_efficient.kernels.replay.instructions import MOST_DIMS, OPS, TYPES, Instruction, elementwise, operand, sizes
 from hf_efficient.kernels.replay.registry import replays
 
@@ -15,9 +15,9 @@ _UNARY = {
     "sin": "SIN",
 }  # fmt: skip
 _BINARY = {"add": "ADD", "sub": "SUB", "mul": "MUL", "div": "DIV"}
-# Of the products of the interpreter. On a Zen 5, 64 rows of SmolLM2-135M take 28 ms here, in torch 62 ms; torch's
-# products by AMX tiles take a third of ours from 16 rows on, a tenth of it for 256.
-_MOST_DENSE_ROWS = 8 if "amx_bf16" in build.cpu_features() else 128
+# Of the products of the interpreter. On a Zen 5, 64 rows of SmolLM2-135M take 28 ms here, in torch 62 ms. With AMX ours
+# take a fifth of torch's time for 5 rows, half for 64, and as long for 256.
+_MOST_DENSE_ROWS, _MOST_DENSE_ROWS_OF_AMX = 128, 256
 
 
 def _have_types(*tensors: torch.Tensor) -> bool:
@@ -104,7 +104,7 @@ def _dense(y, x, weight, bias):
     operands = (x, weight) if bias is None else (x, weight, bias)
     if (
         any(t.dtype is not torch.bfloat16 or not t.is_contiguous() for t in operands)
-        or len(x) > _MOST_DENSE_ROWS
+        or len(x) > (_MOST_DENSE_ROWS_OF_AMX if tiers.tier() is tiers.AMX else _MOST_DENSE_ROWS)
         or (bias is not None and bias.shape != weight.shape[:1])
     ):
         return None

@@ -1,7 +1,9 @@
 // Products with dense bfloat16 weights.
 
 #pragma once
+#include "amx.h"
 #include "elementwise.h"
+#include "output.h"
 
 constexpr int SUMS = 16;  // at once, rows of x times rows of the weight
 
@@ -79,9 +81,54 @@ static INLINE void dense_ahead(Ahead ahead, const uint16_t *x, const uint16_t *w
     });
 }
 
+#if AMX
+constexpr int64_t AMX_COLUMNS = 2 * AMX_ROWS;  // of y at once: rows of w
+
+// By AMX, which takes rows of w as elsewhere it takes rows of x: so w is read as it lies. width: whole chunks.
+static void dense_amx(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,
+                      int64_t columns, int64_t width) {
+    static thread_local Buffer packed;
+    const int64_t groups = ceil_div(rows, LANES), pairs = width / 2;
+    Words *tile = packed.get<Words>(pairs * groups);  // [pair][group][row of x]
+    parallel(groups, [&](int64_t g, int64_t end) {
+        for (; g < end; g++)
+            for (int64_t p = 0; p < pairs; p += LANES) {
+                Words square[LANES] = {};
+                for (int i = 0; i < std::min<int64_t>(LANES, rows - g * LANES); i++)
+                    square[i] = *(const Words *)(x + (g * LANES + i) * width + 2 * p);
+                transpose(square);
+                for (int i = 0; i < LANES; i++) tile[(p + i) * groups + g] = square[i];
+            }
+    });
+    const Output out = {y, bias, columns, false};
+    parallel(ceil_div(columns, AMX_COLUMNS), [&](int64_t unit, int64_t end) {
+        static thread_local Buffer results;
+        Words *sums = results.get<Words>(AMX_COLUMNS * groups);  // [row of w][group][row of x]
+        for (; unit < end; unit++) {
+            const int64_t first = unit * AMX_COLUMNS, count = std::min(AMX_COLUMNS, columns - first);
+            amx_rows<false>(groups, count, w + first * width, 2 * width, tile, 64 * groups, pairs / AMX_TERMS, true,
+                            sums, 64 * groups);
+            for (int64_t c = 0; c < count; c += LANES)
+                for (int64_t g = 0; g < groups; g++) {
+                    Words square[LANES] = {};
+                    for (int i = 0; i < std::min<int64_t>(LANES, count - c); i++)
+                        square[i] = sums[(c + i) * groups + g];
+                    transpose(square);
+                    for (int i = 0; i < std::min<int64_t>(LANES, rows - g * LANES); i++)
+                        out.store(g * LANES + i, first + c, (Floats)square[i]);
+                }
+        }
+    });
+}
+#endif
+
 // The distances of prefetching, in elements, are measured: larger where the rows of x take several passes.
 static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, int64_t rows,
                   int64_t columns, int64_t width) {
+#if AMX
+    if (width % (2 * AMX_TERMS) == 0 && AMX_IS_GRANTED)  // faster for any number of rows
+        return dense_amx(x, w, bias, y, rows, columns, width);
+#endif
     auto run = [&](auto ahead) __attribute__((always_inline)) {
         dense_ahead(ahead, x, w, bias, y, rows, columns, width);
     };
