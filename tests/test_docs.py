@@ -79,7 +79,7 @@ def test_commands_run(page, sample_model, shallow_model, folder):
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M), line
             continue
         assert command == "hf-efficient", line
-        if words[1] == "exec":  # tests/cli/test_exec.py and tests/integrations/test_serving.py run these
+        if words[1] in ("exec", "serve"):  # tests/cli/test_exec.py and tests/integrations/test_serving.py run these
             continue
         prepare(words, shallow_model)
         model = sample_model if words[1] == "estimate" else shallow_model

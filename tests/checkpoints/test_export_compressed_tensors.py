@@ -65,10 +65,11 @@ def test_packed_weights_are_the_same_numbers(tmp_path, config, dtype):
         (dict(W8A8, method="zeropoint"), "int-quantized", 1e-4),
         (dict(W8A8, **STATIC), "int-quantized", 1e-4),
         (dict(W8A8, method="smoothquant", **STATIC), "int-quantized", 1e-4),
-        (dict(W8A8, dtype="fp8"), "float-quantized", 1e-4),
-        (dict(W8A8, dtype="fp8", weights="tensor"), "float-quantized", 1e-4),
+        # a sum in another order moves an input across a step of E4M3, which is 6 % of it
+        (dict(W8A8, dtype="fp8"), "float-quantized", 1e-3),
+        (dict(W8A8, dtype="fp8", weights="tensor"), "float-quantized", 1e-3),
         (dict(W8A8, dtype="fp8", **WIDE), "float-quantized", 1e-3),
-        (dict(W8A8, dtype="fp8", **STATIC), "float-quantized", 1e-4),
+        (dict(W8A8, dtype="fp8", **STATIC), "float-quantized", 1e-3),
     ],
 )
 def test_weights_and_activations_of_8_bits(tmp_path, config, format, rms):

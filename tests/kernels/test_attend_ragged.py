@@ -8,16 +8,10 @@ from helpers import assert_close
 from test_attention_torch_cpu import BFLOAT16, FLOAT32
 
 from hf_efficient.kernels.attention import ragged
-from hf_efficient.kernels.native import build
 from hf_efficient.kernels.replay.recorder import Capture
 
 
-pytestmark = [
-    pytest.mark.usefixtures("two_threads"),
-    pytest.mark.skipif(
-        build.compiler() is None or not build.FEATURES <= build.cpu_features(), reason="nothing is compiled here"
-    ),
-]
+pytestmark = pytest.mark.usefixtures("two_threads", "tier")
 HEADS, GROUP, DIM, PAGE, PADDING = 2, 3, 16, 4, 5
 NEW, PAST = [1, 1, 5, 0, 70, 3, 1], [0, 13, 3, 7, 9, 2, 30]
 RING = dict(new=[1, 1, 3, 0, 1, 10], past=[0, 13, 2, 7, 33, 0], wrap=10)  # those that outgrow it take one token

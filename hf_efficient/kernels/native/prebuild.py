@@ -20,7 +20,10 @@ from setuptools.command.build_py import build_py
 
 VARIABLE = "HF_EFFICIENT_PREBUILD"  # environment variable
 # The wheel brings no C++ library; functions of OpenMP are those of the runtime that torch has loaded.
-LINKED = ("-s", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
+LINKED = (
+    *("-s", "-static-libgcc", "-static-libstdc++", "-Wl,--exclude-libs,ALL"),
+    *("-Wl,-Bstatic", "-lstdc++", "-Wl,-Bdynamic"),  # gcc, which may stand in $CXX, does not link it by itself
+)
 
 
 def _sibling(name: str):
