@@ -11,6 +11,7 @@ from table import ATTENTIONS, CACHES, CONFIGS, REFUSALS, SPECULATION
 from transformers import AutoModelForCausalLM
 
 import hf_efficient
+from hf_efficient.integrations.transformers_releases import has
 
 
 NEW_TOKENS = 12
@@ -46,9 +47,10 @@ def test_every_combination_decodes_the_same_tokens(architecture, config, checkpo
     failures = []
     for attention in ATTENTIONS:
         refusal = REFUSALS.get((architecture, attention))
-        if refusal:
+        if refusal and has("5.23"):  # older releases load some of them
             with pytest.raises((ValueError, ImportError), match=refusal):
                 load(checkpoints[architecture], attention, config)
+        if refusal:
             continue
         model = hf_efficient.enable_speculation(load(checkpoints[architecture], attention, config))
         for cache, make_cache in CACHES.items():
