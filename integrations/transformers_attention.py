@@ -50,9 +50,7 @@ def flash_paged_attention_forward(
         ValueError: attention weights, attention dropout or a mask that is not 2-D are asked for.
         RuntimeError: gradients are asked for.
     """
-    attention_mask, seen = masks.columns_of(
-        None if isinstance(cache, continuous_batching.RequestPages) else attention_mask
-    )
+    attention_mask, seen = masks.columns_of(None if continuous_batching.is_ragged(cache) else attention_mask)
     _refuse(attention_mask, dropout, kwargs)
     is_causal = module.is_causal if is_causal is None else is_causal
     query, key_, value = _same_dtype(query, key, value)
@@ -62,7 +60,7 @@ def flash_paged_attention_forward(
         sliding_window += 1
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     options = dict(softmax_scale=scaling, causal=is_causal, window_size=window, softcap=softcap or 0.0, s_aux=s_aux)
-    if isinstance(cache, continuous_batching.RequestPages):
+    if continuous_batching.is_ragged(cache):
         return cache.attend(module.layer_idx, query, key_, value, **options), None
     handle = getattr(key, PAGES, None)
     if handle is not None:

@@ -9,12 +9,17 @@ import functools
 
 import torch
 
-from hf_efficient.cache.request_pages import RequestPages  # noqa: F401  the cache of a batch of `transformers_batched_step`
+from hf_efficient.cache.request_pages import RequestPages
 from hf_efficient.integrations import transformers_releases
 from hf_efficient.kernels.attention import api
 
 
 _SHARED = "_hf_efficient_shared"
+
+
+def is_ragged(cache) -> bool:
+    """Whether `cache` is that of a batch of `transformers_batched_step`, which attends by itself."""
+    return isinstance(cache, RequestPages)
 
 
 @torch.compiler.disable  # as transformers' own update of these pages: they are views of one tensor of bytes

@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_efficient.configs.calibration import CalibrationConfig
-from hf_efficient.evaluation.devices import available_memory
+from hf_efficient.evaluation.devices import free_memory
 
 
 logger = logging.get_logger(__name__)
@@ -50,8 +50,7 @@ def reaches_all(model) -> bool:
 def fits(model, device_map: dict | None) -> bool:
     """Whether the weights of `model`, as they are, fit into the free memory of the device they are loaded to."""
     device = torch.device(next(iter((device_map or {"": "cpu"}).values())))
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    return sum(parameter.nbytes for parameter in model.parameters()) < free
+    return sum(parameter.nbytes for parameter in model.parameters()) < free_memory(device)
 
 
 def own_tokens(model, calibration: CalibrationConfig) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """`hf-efficient serve`: `transformers serve` with this plugin, which is told beforehand what it may take."""
 
 import argparse
+import json
+import shlex
 from collections.abc import Callable
 
 
@@ -57,32 +59,27 @@ def _check_installed() -> None:
 
 
 def _checked_plan(options: argparse.Namespace, weights: int, cache: int | None) -> str:
-    where, free = _free_memory()
+    import torch
+
+    from hf_efficient.evaluation.devices import free_memory
+
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    free = free_memory(torch.device(where))
     url = f"http://{options.host}:{options.port}"
     total = weights + (cache or 0)
     pages = "unknown" if cache is None else _gigabytes(cache)
     plan = (
         f"weights {_gigabytes(weights)}, pages for {options.sequences} sequences of {options.context} tokens {pages}; "
-        f"{_gigabytes(free)} of {where} are free"
+        f"{_gigabytes(free)} are free on the {where}"
     )
     if total > free:
         raise ValueError(
             f"{options.model} does not fit: {plan}. Compress it (hf-efficient quantize), or ask for fewer --sequences "
             "or a shorter --context"
         )
-    body = f'{{"model": "{options.model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    return f"{url}  {plan}\ncurl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-
-
-def _free_memory() -> tuple[str, int]:
-    """Where models are loaded, and its free bytes."""
-    import torch
-
-    if torch.cuda.is_available():
-        return "GPU memory", torch.cuda.mem_get_info()[0]
-    import psutil
-
-    return "memory", psutil.virtual_memory().available
+    body = json.dumps({"model": options.model, "messages": [{"role": "user", "content": "Hello"}]})
+    words = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
+    return f"{url}  {plan}\n{shlex.join(words)}"
 
 
 def _gigabytes(size: int) -> str:

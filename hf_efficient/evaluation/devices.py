@@ -136,6 +136,11 @@ def available_memory() -> int:
     return max(free, 0)
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still allocate on `device`, a CPU or CUDA one."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+
+
 def _best(run, seconds: float, synchronize: bool) -> float:
     """The shortest time of `run` over about `seconds` and at least three runs, after one that is not counted."""
     run()

@@ -201,7 +201,7 @@ def check_cpu_kernels() -> Iterator[Finding]:
         tier = tiers.tier().name
         if tier == "torch":
             yield Finding(name, "ok", "not for this CPU" if tiers.present() == ["torch"] else "switched off")
-        elif cpu_compiler.prebuilt("linear", tier, {"BITS": 4}).exists():
+        elif cpu_compiler.prebuilt("replay", tier, {}).exists():
             yield Finding(name, "ok", f"{tier}, from the wheel: no compiler is needed")
         elif command is None and given:
             yield Finding(name, "broken", f"CXX={given} is no program", slower, "unset CXX, or name a compiler")
@@ -216,7 +216,7 @@ def _compile(name: str, command: list[str], slower: str) -> Finding:
     folder = Path(constants.HF_HOME) / "hf_efficient" / "cpu"
     before = set(folder.glob("*.so")) if folder.is_dir() else set()
     try:
-        library = cpu_build.build("linear", command, BITS=4)
+        library = cpu_build.build("replay", command)
     except (OSError, RuntimeError) as error:
         help = "try another compiler with CXX=..., then run this again"
         return Finding(name, "broken", f"{command[0]} failed: {str(error)[-300:]}", slower, help)

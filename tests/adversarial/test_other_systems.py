@@ -35,9 +35,9 @@ if system == "win32":
     delattr(os, "O_DIRECTORY")
 
 import hf_efficient
-from hf_efficient.kernels.native import build
+from hf_efficient.kernels.native import tiers
 if system != "linux":
-    assert not build.cpu_features()
+    assert tiers.tier() is tiers.TORCH
 torch.manual_seed(0)
 prompt = torch.tensor([[1, 2, 3, 4, 5, 6]])
 config = hf_efficient.WeightOnlyConfig(method="rtn", group_size=32)

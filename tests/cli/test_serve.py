@@ -38,7 +38,7 @@ def test_the_server_is_started_with_its_plan(folder, started, capsys):
 
 
 def test_what_does_not_fit_is_refused_with_the_plan(folder, started, capsys, monkeypatch):
-    monkeypatch.setattr(serve, "_free_memory", lambda: ("memory", 1 << 20))
+    monkeypatch.setattr("hf_efficient.evaluation.devices.free_memory", lambda device: 1 << 20)
     assert main(["serve", str(folder), "--sequences", "4096"]) == 1
     text = capsys.readouterr().err
     assert "does not fit: weights 0.00 GB, pages for 4096 sequences" in text and "--context" in text

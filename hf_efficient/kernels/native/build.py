@@ -29,14 +29,12 @@ from hf_efficient.files import atomic_write, why_not_writable
 from hf_efficient.kernels.native import compiler, structs, tiers
 from hf_efficient.kernels.native.cpu_limits import limit_threads
 from hf_efficient.kernels.native.openmp import openmp_runtime
-from hf_efficient.kernels.native.tiers import cpu_features  # noqa: F401
 
 
 logger = logging.getLogger(__name__)
 
 LIBRARIES = ("-lstdc++",)  # g++ links it by itself; gcc does not, which PEFT's BOFT leaves behind in $CXX
 SANITIZE = "HF_EFFICIENT_SANITIZE"  # environment variable
-FEATURES = tiers.BF16.features  # of the fastest kernels
 
 
 def sanitizer_flags() -> list[str]:

@@ -65,7 +65,7 @@ class BuildPy(build_py):
 
     def run(self):
         super().run()
-        if self.editable_mode:
+        if self.editable_mode or not jobs():
             return
         folder = Path(self.build_lib, "hf_efficient", "kernels", "native", "prebuilt")
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ _UNARY = {
 }  # fmt: skip
 _BINARY = {"add": "ADD", "sub": "SUB", "mul": "MUL", "div": "DIV"}
 # Of the products of the interpreter. On a Zen 5, 64 rows of SmolLM2-135M take 28 ms here, in torch 62 ms. With AMX ours
-# take a fifth of torch's time for 5 rows, half for 64, and as long for 256.
+# take a third of torch's time for 5 rows, and as long for 256.
 _MOST_DENSE_ROWS, _MOST_DENSE_ROWS_OF_AMX = 128, 256
 
 

@@ -98,10 +98,46 @@ static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows) {
     return {codes, scales, sums, w.width, segments};
 }
 
+// sum[m][b] += M rows of x times a line of each of BLOCKS neighbouring blocks, `stride` bytes apart; the first products
+// go to sum number `chain`. codes: of the first row, `width` bytes apart.
+template <int M, int BLOCKS, int CHAINS>
+static INLINE void add_line(Ints (&sum)[M][BLOCKS][CHAINS], const uint8_t *line, int64_t stride, const int8_t *codes,
+                            int64_t width, int chain) {
+    constexpr int VECTORS = Bytewise::VECTORS;
+    Words values[BLOCKS][VECTORS];
+#pragma GCC unroll 2
+    for (int b = 0; b < BLOCKS; b++) {
+        for (int i = 0; i < Lines::LINES; i++)
+            __builtin_prefetch(line + (b + BLOCKS) * stride + 64 * i, 0, 2);  // as in few_rows.h
+        Bytewise::decode(line + b * stride, values[b]);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+            int32_t four;
+            memcpy(&four, codes + m * width + 4 * v, 4);
+#pragma GCC unroll 2
+            for (int b = 0; b < BLOCKS; b++) {
+                Ints &to = sum[m][b][(chain + v) % CHAINS];
+                to = plus_products<BITS>(to, values[b][v], four);
+            }
+        }
+}
+
+// Calls body(the number of rows, the first row) for all rows in groups of as many as share one decoding.
+template <class F> static INLINE void for_groups_of_rows(int64_t rows, F body) {
+    int64_t row = 0;
+    if (REGISTERS == 32)
+        for (; row + 8 <= rows; row += 8) body(std::integral_constant<int, 8>(), row);
+    for (; row + 4 <= rows; row += 4) body(std::integral_constant<int, 4>(), row);
+    if (rows - row >= 2) body(std::integral_constant<int, 2>(), row), row += 2;
+    if (rows > row) body(std::integral_constant<int, 1>(), row);
+}
+
 template <int M, int BLOCKS>
 static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, int64_t row, const Output &out) {
-    constexpr int VECTORS = Bytewise::VECTORS;
-    constexpr int CHAINS = M * BLOCKS < 4 && VECTORS > 1 ? 2 : 1;  // sums that do not wait for each other
+    constexpr int CHAINS = M * BLOCKS < 4 && Bytewise::VECTORS > 1 ? 2 : 1;  // sums that do not wait for each other
     const int64_t stride = w.line(1, 0) - w.line(0, 0);
     const int8_t *codes = x.codes + row * x.width;
     const float *scales = x.scales + row * x.segments, *sums = x.sums + row * x.segments;
@@ -110,25 +146,8 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
         Ints sum[M][BLOCKS][CHAINS] = {};
         const uint8_t *line = w.line(block, step);
         const int8_t *at = codes + step * w.COLUMNS;
-        for (; step < end; step++, line += Codes::LINES * 64, at += w.COLUMNS) {
-            Words values[BLOCKS][VECTORS];
-#pragma GCC unroll 2
-            for (int b = 0; b < BLOCKS; b++) {
-                for (int i = 0; i < Codes::LINES; i++)
-                    __builtin_prefetch(line + (b + BLOCKS) * stride + 64 * i, 0, 2);  // as in few_rows.h
-                Bytewise::decode(line + b * stride, values[b]);
-            }
-#pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++)
-#pragma GCC unroll 8
-                for (int m = 0; m < M; m++) {
-                    int32_t four;
-                    memcpy(&four, at + m * x.width + 4 * v, 4);
-#pragma GCC unroll 2
-                    for (int b = 0; b < BLOCKS; b++)
-                        sum[m][b][v % CHAINS] = plus_products<BITS>(sum[m][b][v % CHAINS], values[b][v], four);
-                }
-        }
+        for (; step < end; step++, line += Codes::LINES * 64, at += w.COLUMNS)
+            add_line(sum, line, stride, at, x.width, 0);
 #pragma GCC unroll 2
         for (int b = 0; b < BLOCKS; b++) {
             const Floats scale = w.scales(block + b, g), zero = w.zeros(block + b, g);
@@ -150,12 +169,9 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
 
 template <int BLOCKS>
 static void int8_rows_of_blocks(const Matrix &w, int64_t block, const Rounded &x, int64_t rows, const Output &out) {
-    int64_t row = 0;
-    if (REGISTERS == 32)
-        for (; row + 8 <= rows; row += 8) int8_rows<8, BLOCKS>(w, block, x, row, out);
-    for (; row + 4 <= rows; row += 4) int8_rows<4, BLOCKS>(w, block, x, row, out);
-    if (rows - row >= 2) int8_rows<2, BLOCKS>(w, block, x, row, out), row += 2;
-    if (rows > row) int8_rows<1, BLOCKS>(w, block, x, row, out);
+    for_groups_of_rows(rows, [&](auto count, int64_t row) {
+        int8_rows<decltype(count)::value, BLOCKS>(w, block, x, row, out);
+    });
 }
 
 // For `count` weights with the same groups.

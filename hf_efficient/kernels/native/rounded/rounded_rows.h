@@ -175,33 +175,14 @@ static INLINE void store_rounded(const RoundedMatrix &w, int64_t block, const Ro
 template <int M, int BLOCKS>
 static INLINE void rounded_rows(const RoundedMatrix &w, int64_t block, const RoundedInputs &x, int64_t row,
                                 const Output &out) {
-    constexpr int VECTORS = Bytewise::VECTORS;
-    constexpr int CHAINS = M * BLOCKS < 4 ? 2 : 1;  // sums that do not wait for each other
-    constexpr int LINES = VECTORS == 1 ? CHAINS : 1;  // at once
+    constexpr int CHAINS = M * BLOCKS < 4 ? 2 : 1;                // sums that do not wait for each other
+    constexpr int LINES = Bytewise::VECTORS == 1 ? CHAINS : 1;  // at once
     const int64_t stride = w.line(1, 0) - w.line(0, 0);
     Ints sum[M][BLOCKS][CHAINS] = {};
     const uint8_t *line = w.line(block, 0);
     const int8_t *at = x.codes + row * x.width;
     auto add = [&](int chain) __attribute__((always_inline)) {
-        Words values[BLOCKS][VECTORS];
-#pragma GCC unroll 2
-        for (int b = 0; b < BLOCKS; b++) {
-            for (int i = 0; i < Lines::LINES; i++)
-                __builtin_prefetch(line + (b + BLOCKS) * stride + 64 * i, 0, 2);  // as in few_rows.h
-            Bytewise::decode(line + b * stride, values[b]);
-        }
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++)
-#pragma GCC unroll 8
-            for (int m = 0; m < M; m++) {
-                int32_t four;
-                memcpy(&four, at + m * x.width + 4 * v, 4);
-#pragma GCC unroll 2
-                for (int b = 0; b < BLOCKS; b++) {
-                    Ints &to = sum[m][b][(chain + v) % CHAINS];
-                    to = plus_products<BITS>(to, values[b][v], four);
-                }
-            }
+        add_line(sum, line, stride, at, x.width, chain);
         line += Lines::LINES * 64, at += w.COLUMNS;
     };
     int64_t step = 0;
@@ -223,12 +204,9 @@ static INLINE void rounded_rows(const RoundedMatrix &w, int64_t block, const Rou
 template <int BLOCKS>
 static void rounded_rows_of_blocks(const RoundedMatrix &w, int64_t block, const RoundedInputs &x, int64_t rows,
                                    const Output &out) {
-    int64_t row = 0;
-    if (REGISTERS == 32)
-        for (; row + 8 <= rows; row += 8) rounded_rows<8, BLOCKS>(w, block, x, row, out);
-    for (; row + 4 <= rows; row += 4) rounded_rows<4, BLOCKS>(w, block, x, row, out);
-    if (rows - row >= 2) rounded_rows<2, BLOCKS>(w, block, x, row, out), row += 2;
-    if (rows > row) rounded_rows<1, BLOCKS>(w, block, x, row, out);
+    for_groups_of_rows(rows, [&](auto count, int64_t row) {
+        rounded_rows<decltype(count)::value, BLOCKS>(w, block, x, row, out);
+    });
 }
 
 #if AMX
