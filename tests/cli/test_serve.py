@@ -5,7 +5,7 @@ from helpers import save_tiny
 from transformers.utils import import_utils
 
 from hf_efficient.cli import exec as program
-from hf_efficient.cli import main, serve
+from hf_efficient.cli import main
 
 
 @pytest.fixture(scope="module")
