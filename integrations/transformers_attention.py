@@ -48,7 +48,7 @@ def flash_paged_attention_forward(
 
     Raises:
         ValueError: attention weights, attention dropout or a mask that is not 2-D are asked for.
-        RuntimeError: gradients are asked for.
+        RuntimeError: gradients are asked for and the keys lie in pages.
     """
     attention_mask, seen = masks.columns_of(None if continuous_batching.is_ragged(cache) else attention_mask)
     _refuse(attention_mask, dropout, kwargs)

@@ -94,6 +94,16 @@ def test_methods_that_need_text_take_the_models_own(folder, more):
     assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=2).shape == (1, 4)
 
 
+def test_blocks_are_refined_under_the_attention_that_the_model_is_loaded_with(folder):
+    """The codes that gradients through flash_paged choose are the ones of transformers' attention, up to ties."""
+    config = WeightOnlyConfig(bits=2, group_size=16, method="gptq", refine=True, calibration=asked("random"))
+    codes = {}
+    for name in ("sdpa", "flash_paged"):
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name, quantization_config=config)
+        codes[name] = torch.cat([x.flatten() for _, x in model.state_dict().items() if x.dtype == torch.uint8])
+    assert len(codes["sdpa"]) > 1000 and (codes["sdpa"] == codes["flash_paged"]).float().mean() > 0.99
+
+
 def test_a_saved_default_is_loaded_as_it_is(folder, tmp_path):
     model = load(folder)
     model.save_pretrained(tmp_path)

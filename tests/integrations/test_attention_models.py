@@ -191,33 +191,88 @@ def test_attention_weights_of_encoders_are_refused():
             asked(input_ids=ids, output_attentions=True)
 
 
-# gpt2 has attention dropout by default.
+def gradients(model, implementation, **inputs):
+    """Loss, and name -> gradient of every parameter that has one."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return loss.item(), found
+
+
+def labelled(batch):
+    """`batch` with labels for every token that follows one: what stands at padding is not compared."""
+    follows = batch["attention_mask"].cumsum(-1) > 1
+    return {**batch, "labels": batch["input_ids"].masked_fill(~follows, -100)}
+
+
+def assert_same_gradients(model, **inputs):
+    (loss, own), (expected_loss, expected) = (gradients(model, name, **inputs) for name in ("flash_paged", "eager"))
+    assert loss == pytest.approx(expected_loss, rel=1e-5) and own.keys() == expected.keys() and len(own) > 5
+    everything = [torch.cat([each.flatten() for each in found.values()]) for found in (own, expected)]
+    assert_close(*everything, **FLOAT32)
+
+
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_training_names_what_can(name):
-    """Also with gradient checkpointing, whose first forward runs without gradients when reentrant."""
-    model, batch = tiny_model(name).train(), left_padded_batch()
+def test_gradients(name):
+    """Of a left-padded batch, and of sequences in one row."""
+    model, batch = tiny_model(name), left_padded_batch()
+    assert_same_gradients(model, **labelled(batch))
+    ids = torch.randint(3, 128, (1, 12))
+    assert_same_gradients(model, input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradients_with_checkpointing(use_reentrant):
+    model, batch = tiny_model("llama").train(), left_padded_batch()
+    enable_checkpointing(model, dict(use_reentrant=use_reentrant))
+    model.enable_input_require_grads()
+    assert_same_gradients(model, **labelled(batch))
+
+
+def test_packed_sequences_are_trained_as_if_alone():
+    model = tiny_model("llama")
     model.set_attn_implementation("flash_paged")
-    for checkpointing in (None, dict(use_reentrant=False), dict(use_reentrant=True)):
-        if checkpointing is not None:
-            enable_checkpointing(model, checkpointing)
-            model.enable_input_require_grads()
-        with pytest.raises((RuntimeError, ValueError), match='train with attn_implementation="sdpa"'):
-            model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
+    parts = [torch.randint(3, 128, (1, length)) for length in (4, 9, 6)]
+    positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    weights = [torch.randn(1, part.shape[1], 128) for part in parts]
+    (
+        model(input_ids=torch.cat(parts, 1), position_ids=positions, use_cache=False).logits * torch.cat(weights, 1)
+    ).sum().backward()
+    own = torch.cat([each.grad.flatten() for each in model.parameters()])
+    model.zero_grad()
+    model.set_attn_implementation("eager")
+    for part, weight in zip(parts, weights):
+        (model(input_ids=part).logits * weight).sum().backward()
+    assert_close(own, torch.cat([each.grad.flatten() for each in model.parameters()]), **FLOAT32)
+
+
+def test_attention_dropout_is_refused_in_training():
+    """gpt2 has it by default."""
+    model, batch = tiny_model("gpt2").train(), left_padded_batch()
+    model.set_attn_implementation("flash_paged")
+    with pytest.raises(ValueError, match='attention dropout 0.1.*train with attn_implementation="sdpa"'):
+        model(**batch, labels=batch["input_ids"])
 
 
 def test_training_through_trainer(tmp_path):
-    """`train` names what can, `evaluate` works."""
-    model, batch = tiny_model("llama"), left_padded_batch((8, 8))
+    """The losses of `train` and `evaluate`."""
+    batch = left_padded_batch((8, 8))
     rows = [{"input_ids": row, "labels": row} for row in batch["input_ids"]]
-    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=4, learning_rate=1e-2, report_to=[], use_cpu=True, logging_steps=1
+    )
     losses = {}
     for name in ("eager", "flash_paged"):
+        model = tiny_model("llama")
         model.set_attn_implementation(name)
         trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-        losses[name] = trainer.evaluate()["eval_loss"]
-    assert losses["flash_paged"] == pytest.approx(losses["eager"], rel=1e-5)
-    with pytest.raises(RuntimeError, match='train with attn_implementation="sdpa"'):
         trainer.train()
+        trained = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses[name] = [*trained, trainer.evaluate()["eval_loss"]]
+    assert len(losses["eager"]) == 5 and losses["eager"][0] > 2 * losses["eager"][-1] - losses["eager"][0]
+    assert losses["flash_paged"] == pytest.approx(losses["eager"], rel=1e-3)
 
 
 def test_frozen_models_run_in_training_mode():

@@ -127,9 +127,6 @@ def test_reshape_and_cache_skips_negative_slots():
 
 def test_what_it_cannot_do_is_said():
     q, k = torch.randn(1, 3, 4, 8), torch.randn(1, 3, 2, 8)
-    with pytest.raises(RuntimeError, match='no backward.*torch.no_grad.*"sdpa"'):
-        api.flash_attn_func(q.requires_grad_(), k, k)
-    q = q.detach()
     with pytest.raises(ValueError, match=r"dropout_p=0.1.*only 0.0"):
         api.flash_attn_func(q, k, k, dropout_p=0.1)
     with pytest.raises(ValueError, match="4 query heads are not a multiple of 3"):

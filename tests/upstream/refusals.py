@@ -9,7 +9,7 @@ DOCUMENTED = (
     r"output_attentions=True: flash_paged never holds the attention weights",
     r"output_(attentions|hidden_states)=True is not available under speculation",
     r"attention dropout [\d.]+: flash_paged has none",
-    r"flash_paged attention has no backward",
+    r"flash_paged attention over pages has no backward",
     r"attention_mask with \d dimensions: flash_paged takes 2-D masks",
     r"the model asks for a mask pattern \(.*\) that flash_paged cannot express",
     r"num_beams=\d+: speculation is greedy or sampled decoding",

@@ -18,19 +18,27 @@ _OPS = ops.OPS
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0) -> None:
     """Raises the errors of the attention functions for inputs that none of them takes."""
-    _check_queries(q, k, v, dropout_p)
+    _check_queries(q, dropout_p)
     if q.shape[-2] % k.shape[-2]:
         raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"queries, keys and values of different dtypes: {q.dtype}, {k.dtype}, {v.dtype}")
 
 
-def _check_queries(q, k, v, dropout_p):
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+def _wants_gradients(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _check_pages(*tensors: torch.Tensor | None) -> None:
+    """Raises RuntimeError where one of the inputs of attention over pages wants a gradient."""
+    if _wants_gradients(*tensors):
         raise RuntimeError(
-            "flash_paged attention has no backward: run it under torch.no_grad() (model.generate does), or train with "
-            'attn_implementation="sdpa"'
+            "flash_paged attention over pages has no backward: run it under torch.no_grad() (model.generate does), or "
+            "train without a cache (use_cache=False)"
         )
+
+
+def _check_queries(q, dropout_p):
     if q.device.type not in ("cpu", "cuda", "meta"):
         raise RuntimeError(
             f'flash_paged attention runs on "cuda" and "cpu", not on {q.device.type!r}: use attn_implementation="sdpa"'
@@ -46,8 +54,10 @@ def flash_attn_func(
     """`flash_paged.flash_attn_func` on CPU, too: q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv] -> [B, Sq, Hq,
     Dv], or with return_attn_probs (out, log-sum-exp float32 [B, Hq, Sq], None).
 
-    Raises RuntimeError where a gradient is asked for or the device is neither CPU nor CUDA, ValueError for dropout and
-    for heads or dtypes that do not fit each other.
+    q, k, v, s_aux and the log-sum-exp have gradients (see `backward`).
+
+    Raises RuntimeError where the device is neither CPU nor CUDA, ValueError for dropout and for heads or dtypes that do
+    not fit each other.
     """
     check_inputs(q, k, v, dropout_p)
     out, lse = _OPS.flash_attn(
@@ -64,9 +74,12 @@ def flash_attn_varlen_func(
     """`flash_paged.flash_attn_varlen_func` on CPU, too: q [Tq, Hq, D], k [Tk, Hk, D], v [Tk, Hk, Dv], sequences laid
     end to end (or pages, with a block_table) -> [Tq, Hq, Dv]; the log-sum-exp is [Hq, Tq].
 
-    Raises as `flash_attn_func`; on CPU also ValueError for lengths or blocks beyond the table or the pages.
+    Raises as `flash_attn_func`, RuntimeError where pages want gradients; on CPU also ValueError for lengths or blocks
+    beyond the table or the pages.
     """
     check_inputs(q, k, v, dropout_p)
+    if block_table is not None:
+        _check_pages(q, k, v, s_aux)
     out, lse = _OPS.flash_attn_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), block_table, softmax_scale, causal,
         *window_size, float(softcap or 0.0), alibi_slopes, s_aux, return_attn_probs,
@@ -86,8 +99,9 @@ def flash_attn_with_kvcache(
     Raises as `flash_attn_varlen_func`.
     """
     quantized = k_cache.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
+    _check_pages(q, k, v, s_aux)
     if quantized:
-        _check_queries(q, q if k is None else k, q if v is None else v, 0.0)
+        _check_queries(q, 0.0)
     else:
         check_inputs(q, k_cache if k is None else k, v_cache if v is None else v)
     if tree_mask is not None and (q.shape[1] > 64 or tree_mask.shape != q.shape[:2]):

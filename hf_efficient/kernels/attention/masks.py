@@ -30,7 +30,8 @@ class QueryBatch(NamedTuple):
         if slopes is not None:
             slopes = slopes.expand(lengths.shape[0], -1)
         if tree_mask is None:
-            return cls(first + torch.arange(width), lengths, left, 0 if causal else right, None, slopes)
+            positions = first + torch.arange(width, device=lengths.device)
+            return cls(positions, lengths, left, 0 if causal else right, None, slopes)
         ancestors = (tree_mask[..., None] >> torch.arange(width)) & 1
         return cls(first + ancestors.sum(-1) - 1, lengths, left, -1, ancestors.bool(), slopes)
 

@@ -8,6 +8,7 @@ import importlib
 import torch
 
 from hf_efficient.kernels.attention import pages, torch_cpu
+from hf_efficient.kernels.attention.backward import attention_backward
 from hf_efficient.kernels.attention.call import AttentionCall
 
 
@@ -23,6 +24,8 @@ _SCHEMAS = {
     f"Tensor cache_seqlens, Tensor? block_table, {_OPTIONS}, Tensor? tree_mask, Tensor(c!)? k_scale, "
     "Tensor(d!)? v_scale, Tensor? k_min, Tensor? v_min, Tensor(e!)? k_tail, Tensor(f!)? v_tail, "
     "Tensor? quantized_seqlens) -> (Tensor, Tensor)",
+    "flash_attn_backward": "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
+    f"Tensor? cu_seqlens_k, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     "reshape_and_cache": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()",
     "quantize_and_cache": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scale, "
@@ -97,6 +100,48 @@ def _fake(call: AttentionCall, *lengths):
     return q.new_empty(*q.shape[:-1], call.value_dim), lse
 
 
+def _backward(grad_out, grad_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *options):
+    call = AttentionCall.without_cache(q, k, v, None, *options)
+    return attention_backward(grad_out, grad_lse, call, cu_seqlens_q, cu_seqlens_k)
+
+
+def _backward_fake(grad_out, grad_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *options):
+    s_aux = AttentionCall.without_cache(q, k, v, None, *options).s_aux
+    return *map(torch.empty_like, (q, k, v)), _no_lse(q) if s_aux is None else torch.empty_like(s_aux)
+
+
+def _keep(ctx, call: AttentionCall, cu_seqlens_q=None, cu_seqlens_k=None):
+    ctx.save_for_backward(call.q, call.k_cache, call.v_cache, cu_seqlens_q, cu_seqlens_k, call.alibi_slopes, call.s_aux)
+    ctx.numbers = call.softmax_scale, call.causal, call.left, call.right, call.softcap
+    ctx.returned_lse = call.return_lse
+
+
+def _keep_inputs(ctx, inputs, output):
+    q, k, v, *options = inputs
+    _keep(ctx, AttentionCall.without_cache(q, k, v, None, *options))
+
+
+def _keep_varlen_inputs(ctx, inputs, output):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, block_table, *options = inputs
+    _keep(ctx, AttentionCall.without_cache(q, k, v, block_table, *options), cu_seqlens_q, cu_seqlens_k)
+
+
+def _gradients(lengths: int):
+    """The backward of an op that has so many arguments between v and softmax_scale."""
+
+    def backward(ctx, grad_out, grad_lse):
+        *tensors, s_aux = ctx.saved_tensors
+        *tensors, slopes = tensors
+        grad_lse = grad_lse if ctx.returned_lse else None
+        *grads, grad_s_aux = OPS.flash_attn_backward(
+            grad_out, grad_lse, *tensors, *ctx.numbers, slopes, s_aux, ctx.returned_lse
+        )
+        without = (None,) * (lengths + len(ctx.numbers) + 1)
+        return *grads, *without, None if s_aux is None else grad_s_aux, None
+
+    return backward
+
+
 def _gather_cache_fake(
     k_cache, v_cache, block_table, cu_seqlens_k, dtype, k_scale, v_scale, k_min, v_min, k_tail, v_tail,
     quantized_seqlens, num_tokens,
@@ -115,6 +160,7 @@ _IMPLEMENTATIONS = {  # op -> CPU, CUDA, fake
     "flash_attn_with_kvcache": map(
         _flash_attn_with_kvcache, (torch_cpu.flash_attn_with_kvcache, _flash_attn_with_kvcache_cuda, _fake)
     ),
+    "flash_attn_backward": (_backward, _backward, _backward_fake),
     "reshape_and_cache": (
         pages.reshape_and_cache_cpu, lambda *args: _triton().reshape_and_cache(*args), _writes_only
     ),
@@ -130,3 +176,6 @@ for _name, (_cpu, _cuda, _fake_of) in _IMPLEMENTATIONS.items():
     _LIBRARY.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"hf_efficient::{_name}", _fake_of, lib=_LIBRARY)
 OPS = torch.ops.hf_efficient
+for _name, _kept, _lengths in (("flash_attn", _keep_inputs, 0), ("flash_attn_varlen", _keep_varlen_inputs, 5)):
+    _name = f"hf_efficient::{_name}"
+    torch.library.register_autograd(_name, _gradients(_lengths), setup_context=_kept, lib=_LIBRARY)

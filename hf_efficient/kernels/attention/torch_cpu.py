@@ -17,7 +17,7 @@ def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, so
     group, needs_scores = heads // key.shape[1], bool(softcap) or s_aux is not None
     # numbers that each query adds: scores, or a mask that is repeated for the heads of a group
     numbers = batch * key.shape[2] * (heads if needs_scores else group)
-    if width * numbers > policy.SCORES and (needs_scores or mask is not None):
+    if width > 1 and width * numbers > policy.SCORES and (needs_scores or mask is not None):
         options = dict(causal=causal, softmax_scale=softmax_scale, softcap=softcap, s_aux=s_aux)
         step, parts = max(1, policy.SCORES // numbers), []
         for start in range(0, width, step):
@@ -27,7 +27,7 @@ def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, so
             parts.append(attend(*part, mask=part_mask, **options))
         return torch.cat(parts, 1)
     if needs_scores:
-        return _attend_with_scores(query, key, value, mask, causal, softmax_scale, softcap, s_aux)[0]
+        return attend_with_scores(query, key, value, mask, causal, softmax_scale, softcap, s_aux)[0]
     if group == 1 or causal:
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=softmax_scale, enable_gqa=group > 1
@@ -43,7 +43,7 @@ def attend(query, key, value, *, mask=None, causal=False, softmax_scale=None, so
     return out.reshape(batch, heads, width, value.shape[-1]).transpose(1, 2)
 
 
-def _attend_with_scores(query, key, value, mask, causal, softmax_scale, softcap, s_aux):
+def attend_with_scores(query, key, value, mask, causal, softmax_scale, softcap, s_aux):
     """As `attend`, by float32 scores, `causal` aligned to the bottom right. Returns the log-sum-exp [B, Hq, S] too."""
     batch, heads, width, dim = query.shape
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
@@ -103,7 +103,7 @@ def _attend_batch(call: AttentionCall, q, k, v, queries: QueryBatch, present=Non
         mask = mask if queries.slopes is None else mask + chunk.bias(keys)
         part = q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]
         if call.return_lse:
-            out[:, start:stop], lse[..., start:stop] = _attend_with_scores(*part, mask, False, **options)
+            out[:, start:stop], lse[..., start:stop] = attend_with_scores(*part, mask, False, **options)
         else:
             out[:, start:stop] = attend(*part, mask=mask, **options)
     return out, lse if call.return_lse else lse.new_empty(0)
