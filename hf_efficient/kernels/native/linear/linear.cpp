@@ -9,6 +9,14 @@
 // and on AVX2.
 constexpr int FEW_ROWS = AMX ? LEAST_AMX_ROWS - 1 : BF16_DOT ? 32 : REGISTERS < 32 ? 8 : 16;
 
+// Whether so many rows that may be rounded to int8 are. AMX multiplies more of them faster as bfloat16.
+static bool by_int8(int64_t rows) {
+#if AMX
+    if (rows > 32 && AMX_IS_GRANTED) return false;
+#endif
+    return true;
+}
+
 EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y)
                LAYOUT(Weight, packed, scale, zero, out_features, in_features, group, scale_is_float, rounds_inputs,
                       zero_is_float, table, x_scale))
@@ -29,7 +37,8 @@ extern "C" void hf_linear(const Product *products, int64_t count, const void *x,
         else x = float8_inputs(*w, (const uint16_t *)x, rows);
         columns = width;
     }
-    if (KIND == GRID && !is_float && w->rounds_inputs) return int8(w, out, count, (const uint16_t *)x, rows);
+    if (KIND == GRID && !is_float && w->rounds_inputs && by_int8(rows))
+        return int8(w, out, count, (const uint16_t *)x, rows);
 #if BF16_DOT
     if (!is_float) {
         const uint16_t *values = (const uint16_t *)x;
