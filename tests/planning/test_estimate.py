@@ -14,6 +14,7 @@ import hf_efficient
 from hf_efficient.cli import main
 from hf_efficient.cli.config_option import make_config
 from hf_efficient.evaluation import devices, memory, roofline
+from hf_efficient.kernels.native import tiers
 
 
 HERE = devices.Device("here", "cpu", 16 * 10**9, 1e10, {"float32": 1e11, "bfloat16": 2e11, "int8": 4e11}, "made up")
@@ -137,7 +138,9 @@ def test_activations_are_what_the_allocator_gives_out(name, quantization, folder
     measured = most_allocated(lambda: model(ids, **options))
     if options:
         measured -= options["past_key_values"].stats().bytes_allocated
-    assert estimate.activation_bytes == pytest.approx(measured, rel=0.02)
+    # torch's operators dequantize parts of a weight, which `estimate` does not count: at most 2 M numbers at a time
+    dequantizes = tiers.tier() is tiers.TORCH and quantization == "int4"
+    assert estimate.activation_bytes == pytest.approx(measured, rel=0.08 if dequantizes else 0.02)
 
 
 @pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8", "int4", "int2"])
