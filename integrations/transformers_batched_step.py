@@ -16,6 +16,7 @@ from hf_efficient.cache.request_pages import NewTokens, PageGroup, RequestPages
 from hf_efficient.generation import model_state
 from hf_efficient.generation.replay.captured_forward import is_being_watched
 from hf_efficient.generation.replay.captured_step import WIDTHS, CapturedStep
+from hf_efficient.integrations import transformers_request_checks as request_checks
 from hf_efficient.kernels.attention import api
 
 
@@ -32,6 +33,8 @@ class BatchedIOs(ContinuousBatchingIOs):
         super().__init__(cache, config, continuous_batching_config, device, model_dtype, logit_processor)
         self.batch, self.pages = None, None
         is_ours = device.type == "cpu" and config._attn_implementation in api.ATTENTION_NAMES
+        if config._attn_implementation in api.ATTENTION_NAMES:
+            request_checks.limit(cache)
         compiles = continuous_batching_config.varlen_compile_config or continuous_batching_config.decode_compile_config
         if is_ours and not compiles:
             groups = [_group_of(allocator) for allocator in cache.cache_allocators.values()]

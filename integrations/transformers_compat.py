@@ -62,6 +62,7 @@ _ATTENTION, _BATCHING = "integrations/transformers_attention.py", "integrations/
 _COMPAT, _CONFIGS = "integrations/transformers_compat.py", "integrations/transformers_quantization_configs.py"
 _FORMATS, _PARALLEL = "integrations/transformers_paged_formats.py", "integrations/transformers_tensor_parallel.py"
 _PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/transformers_batched_step.py"
+_CHECKS = "integrations/transformers_request_checks.py"
 _QUANTIZER, _CONVERSIONS = "integrations/transformers_quantizer.py", "integrations/transformers_weight_conversions.py"
 _GGUF, _LOOP = "integrations/transformers_gguf.py", "integrations/transformers_loop.py"
 _GENERATION, _RELEASES = "integrations/transformers_generation.py", "integrations/transformers_releases.py"
@@ -179,6 +180,9 @@ INSIDES: tuple[Inside, ...] = (
         since="5.19",
     ),
     Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.stop", _BATCHING, reads="_original_attn_impl"),
+    *_of(_CHECKS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *_of(_CHECKS, f"{_CB}.scheduler", "Scheduler.add_waiting_request"),
+    *_of(_CHECKS, f"{_CB}.cache_allocators", "CacheAllocator.needs_new_blocks", since="5.19"),
     *_of(_STEP, f"{_CB}.input_outputs", "TMP_TOKEN_ID", "ContinuousBatchingIOs.prepare_batch_tensors"),
     *_of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.get_model_kwargs"),
     *_of(_STEP, f"{_CB}.model_runner", "ModelRunner.compute_batch"),

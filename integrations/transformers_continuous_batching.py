@@ -11,6 +11,7 @@ import torch
 
 from hf_efficient.cache.request_pages import RequestPages
 from hf_efficient.integrations import transformers_releases
+from hf_efficient.integrations import transformers_request_checks as request_checks
 from hf_efficient.kernels.attention import api
 
 
@@ -119,6 +120,7 @@ def register() -> None:
         manager = continuous_api.ContinuousBatchingManager
         if not hasattr(manager.switch_to_cb_friendly_attn, "_hf_efficient"):
             manager.switch_to_cb_friendly_attn = _switch_to_ours(manager.switch_to_cb_friendly_attn)
+        request_checks.register(manager, continuous_api.Scheduler)
     else:
         transformers_releases.register_paged_attention(api.ATTENTION_NAMES)
     if not hasattr(initialization.is_flash_attention_requested, "_hf_efficient"):

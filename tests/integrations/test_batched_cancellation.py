@@ -1,6 +1,8 @@
 """Requests that are cancelled, or that make no sense, leave nothing in the pool, and the others get their tokens."""
 
+import contextlib
 import random
+import time
 
 import pytest
 from helpers import tiny_model
@@ -57,18 +59,23 @@ def test_cancelled_requests_free_their_pages(model):
         manager.stop(block=True)
 
 
-@pytest.mark.parametrize("prompt", [[5, 500, 7], [-3]])
-def test_tokens_that_do_not_exist_fail_with_an_error(model, prompt):
-    """As in transformers, an index out of range ends the loop: every request that waits is told so."""
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "input_ids is empty"),
+        ([5, 500, 7], {}, "input_ids holds 500: a token is an integer from 0 to 127"),
+        ([-3], {}, "input_ids holds -3"),
+        ([5, "six"], {}, "input_ids holds 'six'"),
+        ([5], dict(max_new_tokens=-2), "max_new_tokens=-2 is not supported"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_at_once(model, prompt, options, message):
+    """In transformers it ends the loop, and every request with it. Other attention stays as it is."""
     manager = manager_of(model)
-    manager.start()
-    try:
-        bad = manager.add_request(prompt, max_new_tokens=3)
-        result = manager.get_result(bad, timeout=60)
-        assert result.error and "index out of range" in result.error
-        assert in_use(manager) == 0
-    finally:
-        manager.stop(block=True)
+    with pytest.raises(ValueError, match=message):
+        manager.add_request(prompt, **options)
+    model.set_attn_implementation("sdpa")
+    assert manager.add_request(prompt, **options)
 
 
 def test_unknown_options_of_a_request_fail_alone(model):
@@ -81,6 +88,56 @@ def test_unknown_options_of_a_request_fail_alone(model):
         assert "frequency" in manager.get_result(bad, timeout=60).error
         good = manager.add_request([5, 6, 7], max_new_tokens=4)
         assert manager.get_result(good, timeout=60).generated_tokens == expected[0]
+        assert in_use(manager) == 0
+    finally:
+        manager.stop(block=True)
+
+
+def test_what_all_pages_cannot_hold_fails_alone(model):
+    """One token fewer is answered."""
+    manager = manager_of(model, num_blocks=4)
+    manager.start()
+    try:
+        block = manager.add_request([5], max_new_tokens=1)
+        assert manager.get_result(block, timeout=60).is_finished()
+        cache = manager.batch_processor.cache
+        holds = cache.num_blocks * next(iter(cache.cache_allocators.values())).tokens_per_page
+        beyond = manager.add_request([5] * (holds - 3), max_new_tokens=5)
+        assert f"all pages together hold {holds} tokens" in manager.get_result(beyond, timeout=60).error
+        within = manager.add_request([5] * (holds - 3), max_new_tokens=4)
+        answer = None
+        while answer is None:
+            answer = manager.get_result(within, timeout=60)
+        assert answer.error is None and len(answer.generated_tokens) == 4
+    finally:
+        manager.stop(block=True)
+
+
+MALFORMED = (
+    ([5, 6], dict(frequency="often")),
+    ([], {}),
+    ([7] * 100_000, {}),  # more than the pool holds
+    ([5, 6], dict(temperature="warm", do_sample=True)),
+    ([5, "six"], {}),
+    ([5, 6], dict(max_new_tokens=-2)),
+)
+
+
+def test_malformed_requests_leave_no_page_in_use(model):
+    """A thousand of them, between which one that is well formed is answered."""
+    expected = one_by_one(model, [[5, 6, 7]], new_tokens=4)
+    manager = manager_of(model, num_blocks=64)
+    manager.start()
+    try:
+        for index in range(1000):
+            prompt, options = MALFORMED[index % len(MALFORMED)]
+            with contextlib.suppress(ValueError, TypeError):  # or its result carries the error
+                manager.add_request(prompt, **{"max_new_tokens": 3, **options})
+            if index % 200 == 199:
+                good, answer, end = manager.add_request([5, 6, 7], max_new_tokens=4), None, time.monotonic() + 60
+                while answer is None and time.monotonic() < end:  # results of others come first
+                    answer = manager.get_result(good, timeout=1)
+                assert answer.generated_tokens == expected[0]
         assert in_use(manager) == 0
     finally:
         manager.stop(block=True)

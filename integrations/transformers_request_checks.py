@@ -1,0 +1,82 @@
+"""Requests that continuous batching cannot run are refused alone, where transformers would end the loop for all."""
+
+import functools
+import operator
+
+from hf_efficient.integrations import transformers_releases
+from hf_efficient.kernels.attention import api
+
+
+_CAPACITY = "_hf_efficient_capacity"  # attribute of a cache: tokens of one request that its pages can hold
+_UNLIMITED = 1 << 40  # tokens
+
+
+def register(manager: type, scheduler: type) -> None:
+    """Adds the checks to transformers' manager and its base class of schedulers. Idempotent."""
+    if not hasattr(manager.add_request, "_hf_efficient"):
+        manager.add_request = _checked(manager.add_request)
+        scheduler.add_waiting_request = _within_capacity(scheduler.add_waiting_request)
+
+
+def limit(cache) -> None:
+    """Has requests refused that all pages of `cache` together cannot hold."""
+    setattr(cache, _CAPACITY, _capacity(cache))
+
+
+def _checked(original):
+    """transformers' `add_request`, in which a request that cannot be run raises: it would end the loop, and with it all
+    other requests. Only for models whose attention is ours."""
+
+    @functools.wraps(original)
+    def add_request(self, input_ids, *args, **kwargs):
+        if transformers_releases.without_prefix(self.model.config._attn_implementation) in api.ATTENTION_NAMES:
+            _check_request(input_ids, self.model.get_input_embeddings().num_embeddings, kwargs.get("max_new_tokens"))
+        return original(self, input_ids, *args, **kwargs)
+
+    add_request._hf_efficient = True
+    return add_request
+
+
+def _check_request(input_ids, vocabulary: int, max_new_tokens) -> None:
+    """Raises ValueError for what is no list of tokens below `vocabulary`, or an empty one."""
+    if not len(input_ids):
+        raise ValueError("input_ids is empty: a request needs at least one token")
+    for token in input_ids:
+        if not hasattr(token, "__index__") or not 0 <= operator.index(token) < vocabulary:
+            raise ValueError(f"input_ids holds {token!r}: a token is an integer from 0 to {vocabulary - 1}")
+    if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or max_new_tokens < 1):
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} is not supported: it must be an integer of at least 1")
+
+
+def _within_capacity(original):
+    """transformers' `add_waiting_request`, in which a request fails that all pages together could not hold: it would
+    end the loop. Only for caches that know what they hold, see `limit`."""
+
+    @functools.wraps(original)
+    def add_waiting_request(self, state):
+        holds = getattr(self.cache, _CAPACITY, None)
+        prompt, new = len(state.initial_tokens), state.max_new_tokens or 1
+        if holds is not None and prompt + new - 1 > holds:
+            raise ValueError(
+                f"a prompt of {prompt} tokens and {new} new ones do not fit: all pages together hold {holds} tokens; "
+                "allowed are fewer, or more pages (num_blocks, max_memory_percent)"
+            )
+        return original(self, state)
+
+    return add_waiting_request
+
+
+def _capacity(cache) -> int:
+    """Tokens of one request that all pages of `cache` can hold."""
+
+    def fits(tokens: int) -> bool:
+        blocks = ((a.needs_new_blocks("", 0, tokens), a.blocks_per_sector) for a in cache.cache_allocators.values())
+        return sum(-(-needed // a_sector) for needed, a_sector in blocks) <= cache.pool.num_sectors
+
+    least, beyond = 0, 1
+    while fits(beyond) and beyond < _UNLIMITED:  # sliding windows alone hold any number
+        least, beyond = beyond, 2 * beyond
+    while least + 1 < beyond:
+        middle = (least + beyond) // 2
+        least, beyond = (middle, beyond) if fits(middle) else (least, middle)
+    return least
