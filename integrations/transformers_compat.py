@@ -182,6 +182,7 @@ INSIDES: tuple[Inside, ...] = (
     Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.stop", _BATCHING, reads="_original_attn_impl"),
     *_of(_CHECKS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
     *_of(_CHECKS, f"{_CB}.scheduler", "Scheduler.add_waiting_request"),
+    Inside(f"transformers.{_CB}.requests:RequestState.__post_init__", _CHECKS, reads="_new_tokens_limit"),
     *_of(_CHECKS, f"{_CB}.cache_allocators", "CacheAllocator.needs_new_blocks", since="5.19"),
     *_of(_STEP, f"{_CB}.input_outputs", "TMP_TOKEN_ID", "ContinuousBatchingIOs.prepare_batch_tensors"),
     *_of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.get_model_kwargs"),

@@ -3,10 +3,13 @@
 import functools
 import operator
 
+from transformers.utils import logging
+
 from hf_efficient.integrations import transformers_releases
 from hf_efficient.kernels.attention import api
 
 
+logger = logging.get_logger(__name__)
 _CAPACITY = "_hf_efficient_capacity"  # attribute of a cache: tokens of one request that its pages can hold
 _UNLIMITED = 1 << 40  # tokens
 
@@ -19,7 +22,7 @@ def register(manager: type, scheduler: type) -> None:
 
 
 def limit(cache) -> None:
-    """Has requests refused that all pages of `cache` together cannot hold."""
+    """Has requests checked against what all pages of `cache` together can hold."""
     setattr(cache, _CAPACITY, _capacity(cache))
 
 
@@ -49,18 +52,23 @@ def _check_request(input_ids, vocabulary: int, max_new_tokens) -> None:
 
 
 def _within_capacity(original):
-    """transformers' `add_waiting_request`, in which a request fails that all pages together could not hold: it would
-    end the loop. Only for caches that know what they hold, see `limit`."""
+    """transformers' `add_waiting_request`, for caches that know what they hold (see `limit`): a prompt that all pages
+    together could not hold fails, and what is asked for after another ends where the pages do. Both would end the loop.
+    """
 
     @functools.wraps(original)
     def add_waiting_request(self, state):
-        holds = getattr(self.cache, _CAPACITY, None)
-        prompt, new = len(state.initial_tokens), state.max_new_tokens or 1
-        if holds is not None and prompt + new - 1 > holds:
-            raise ValueError(
-                f"a prompt of {prompt} tokens and {new} new ones do not fit: all pages together hold {holds} tokens; "
-                "allowed are fewer, or more pages (num_blocks, max_memory_percent)"
-            )
+        holds, prompt = getattr(self.cache, _CAPACITY, None), len(state.initial_tokens)
+        if holds is not None:
+            if prompt > holds:
+                raise ValueError(
+                    f"a prompt of {prompt} tokens does not fit: all pages together hold {holds}; allowed are fewer "
+                    "tokens, or more pages (num_blocks, max_memory_percent)"
+                )
+            fits = holds + 1 - prompt  # the last new token is not stored
+            if state.max_new_tokens is not None and state.max_new_tokens > fits:
+                logger.warning(f"{state.request_id}: {fits} of {state.max_new_tokens} new tokens fit into all pages")
+            state._new_tokens_limit = min(state._new_tokens_limit, fits)
         return original(self, state)
 
     return add_waiting_request

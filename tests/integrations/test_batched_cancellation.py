@@ -93,22 +93,29 @@ def test_unknown_options_of_a_request_fail_alone(model):
         manager.stop(block=True)
 
 
-def test_what_all_pages_cannot_hold_fails_alone(model):
-    """One token fewer is answered."""
+def answer_of(manager, name):
+    """The result of a request; those of others come first."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if (answer := manager.get_result(name, timeout=1)) is not None:
+            return answer
+    pytest.fail(f"no answer to {name}")
+
+
+def test_what_all_pages_cannot_hold(model):
+    """A prompt of one token too many fails alone, and an answer ends where the pages do: more tokens than asked for are
+    never generated, and the last one is not stored."""
     manager = manager_of(model, num_blocks=4)
     manager.start()
     try:
-        block = manager.add_request([5], max_new_tokens=1)
-        assert manager.get_result(block, timeout=60).is_finished()
+        assert answer_of(manager, manager.add_request([5], max_new_tokens=1)).is_finished()
         cache = manager.batch_processor.cache
         holds = cache.num_blocks * next(iter(cache.cache_allocators.values())).tokens_per_page
-        beyond = manager.add_request([5] * (holds - 3), max_new_tokens=5)
-        assert f"all pages together hold {holds} tokens" in manager.get_result(beyond, timeout=60).error
-        within = manager.add_request([5] * (holds - 3), max_new_tokens=4)
-        answer = None
-        while answer is None:
-            answer = manager.get_result(within, timeout=60)
-        assert answer.error is None and len(answer.generated_tokens) == 4
+        error = answer_of(manager, manager.add_request([5] * (holds + 1), max_new_tokens=1)).error
+        assert f"a prompt of {holds + 1} tokens does not fit: all pages together hold {holds}" in error
+        for length, new, expected in ((holds, 9, 1), (holds - 3, 9, 4), (holds - 3, 3, 3)):
+            answer = answer_of(manager, manager.add_request([5] * length, max_new_tokens=new))
+            assert answer.error is None and len(answer.generated_tokens) == expected
     finally:
         manager.stop(block=True)
 
@@ -134,10 +141,8 @@ def test_malformed_requests_leave_no_page_in_use(model):
             with contextlib.suppress(ValueError, TypeError):  # or its result carries the error
                 manager.add_request(prompt, **{"max_new_tokens": 3, **options})
             if index % 200 == 199:
-                good, answer, end = manager.add_request([5, 6, 7], max_new_tokens=4), None, time.monotonic() + 60
-                while answer is None and time.monotonic() < end:  # results of others come first
-                    answer = manager.get_result(good, timeout=1)
-                assert answer.generated_tokens == expected[0]
+                good = manager.add_request([5, 6, 7], max_new_tokens=4)
+                assert answer_of(manager, good).generated_tokens == expected[0]
         assert in_use(manager) == 0
     finally:
         manager.stop(block=True)

@@ -1,5 +1,6 @@
 """`hf-efficient serve` on loopback with a model that was compressed here, asked by hand and by OpenAI's client."""
 
+import contextlib
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.import_utils import is_serve_available
 
 from hf_efficient import WeightOnlyConfig
@@ -48,15 +49,17 @@ def ask(port: int, path: str, body: dict | None = None) -> dict:
         return json.loads(reply.read())
 
 
-@pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
-    """The port of `hf-efficient serve`, and its log."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serving(folder, port: int, log):
+    """`hf-efficient serve` of `folder`, ready to answer. log: the file that it writes to."""
     command = [sys.executable, "-c", "import sys; from hf_efficient.cli import main; sys.exit(main())", "serve"]
     command += [str(folder), "--host", "127.0.0.1", "--port", str(port), "--sequences", "8", "--context", "256"]
-    log = tmp_path_factory.mktemp("log") / "log"
     with log.open("w") as file:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
@@ -70,13 +73,21 @@ def server(folder, tmp_path_factory):
                 time.sleep(0.1)
         else:
             pytest.fail("the server did not start in two minutes: " + log.read_text()[-4000:])
-        yield port, log
+        yield
     finally:
         process.terminate()
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    """The port of a server, and its log."""
+    port, log = free_port(), tmp_path_factory.mktemp("log") / "log"
+    with serving(folder, port, log):
+        yield port, log
 
 
 def expected_answer(folder, prompt: str, tokens: int) -> str:
@@ -129,6 +140,39 @@ def test_openai_client(folder, server):
                 **{"model": str(folder), "messages": [{"role": "user", "content": "a"}], **bad}
             )
     assert chat(prompts[1]).choices[0].message.content.strip() == expected[1]
+
+
+@pytest.mark.slow
+@needs_serving
+def test_requests_that_cannot_be_run_fail_alone(folder, server):
+    """An empty prompt, and one that all pages together could not hold. The next one is answered."""
+    port, _ = server
+    body = {"model": str(folder), "temperature": 0.0, "max_tokens": 6}
+    for prompt in ("", PROMPT * 2000):
+        with pytest.raises(urllib.error.HTTPError):
+            ask(port, "/v1/completions", {**body, "prompt": prompt})
+    answer = ask(port, "/v1/completions", {**body, "prompt": PROMPT})["choices"][0]["text"]
+    assert answer.strip() == expected_answer(folder, PROMPT, 6).strip()
+
+
+@pytest.mark.slow
+@needs_serving
+@pytest.mark.timeout(600)
+def test_a_real_model_before_and_after_a_restart(sample_model, tmp_path):
+    """int4 SmolLM2 in float32, whose tokens are those of `generate`, on the same port."""
+    config, tokenizer = WeightOnlyConfig(bits=4, method="rtn"), AutoTokenizer.from_pretrained(sample_model)
+    model = AutoModelForCausalLM.from_pretrained(sample_model, dtype=torch.float32, quantization_config=config)
+    model.save_pretrained(tmp_path / "int4")
+    tokenizer.save_pretrained(tmp_path / "int4")
+    messages = [{"role": "user", "content": "Name three rivers of Europe."}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    expected = tokenizer.decode(output, skip_special_tokens=True)
+    port, body = free_port(), {"model": str(tmp_path / "int4"), "temperature": 0.0, "max_tokens": 24}
+    for run in range(2):
+        with serving(tmp_path / "int4", port, tmp_path / f"log{run}"):
+            answer = ask(port, "/v1/chat/completions", {**body, "messages": messages})
+        assert answer["choices"][0]["message"]["content"].strip() == expected.strip()
 
 
 def test_generate_batch(folder):
