@@ -12,15 +12,16 @@ import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
+from huggingface_hub.constants import HF_HOME
 
+from hf_efficient.files import atomic_write
 from hf_efficient.kernels.native import build, compiler, structs, tiers
 
 
-VARIABLE = "EMULATE_AARCH64"  # environment variable: tests run tiers of ARM here
+ASKED = bool(os.environ.get("EMULATE_AARCH64"))  # to run tiers of ARM here
 COMPILER, EMULATOR, ROOT = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 CPUS = {"neon": "neoverse-n1"}  # tier -> a CPU that has its instructions, and no later ones
 _FAR = 1 << 34  # bytes between what this process has mapped and what the emulator has: neither grows into the other
@@ -28,7 +29,7 @@ _FAR = 1 << 34  # bytes between what this process has mapped and what the emulat
 
 def why_not() -> str | None:
     """Why tiers of ARM cannot be emulated; None where they can."""
-    if not os.environ.get(VARIABLE):
+    if not ASKED:
         return "`make test-aarch64` emulates it"
     missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
     return f"needs {' and '.join(missing)}: apt-get install g++-aarch64-linux-gnu qemu-user" if missing else None
@@ -42,22 +43,15 @@ def use(tier: str, monkeypatch) -> None:
     monkeypatch.setattr(build, "_compiled", lambda name, definitions: Library(tier, name, definitions))
 
 
-@functools.cache
-def _folder() -> Path:
-    folder = Path(tempfile.gettempdir(), f"hf_efficient_aarch64_{os.getuid()}")
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
 def _compiled(name: str, arguments: list[str], sources: bytes) -> Path:
     """The path of a program or library, compiled where it is missing."""
     program = shutil.which(COMPILER)
-    stamp = repr((arguments, os.stat(program).st_mtime_ns)).encode() + sources
-    path = _folder() / f"{name}-{hashlib.sha256(stamp).hexdigest()[:16]}"
+    key = hashlib.sha256(repr((arguments, os.stat(program).st_mtime_ns, sources)).encode()).hexdigest()[:24]
+    path = Path(HF_HOME) / "hf_efficient" / "cpu" / f"{name}-aarch64-{key}.so"
     if not path.exists():
-        partial = path.with_name(f"{path.name}-{os.getpid()}")
-        subprocess.run([program, *arguments, "-o", str(partial)], check=True)
-        partial.rename(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as partial:
+            subprocess.run([program, *arguments, "-o", str(partial)], check=True)
     return path
 
 
@@ -69,8 +63,10 @@ class Emulator:
         arguments = ["-O2", "-pie", "-fPIE", "-w", str(source), "-ldl", "-fopenmp"]
         driver = _compiled("driver", arguments, source.read_bytes())
         command = [EMULATOR, "-L", ROOT, "-cpu", cpu, str(driver), str(os.getpid())]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
         for _ in range(50):  # addresses are drawn anew each time
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self.process = subprocess.Popen(command, env=environment, **pipes)
             self.ask("symbol 0 main")
             if self._is_far():
                 break
@@ -104,10 +100,10 @@ _emulator = functools.cache(Emulator)
 class Library:
     """As `ctypes.CDLL`, with functions of integers and addresses."""
 
-    def __init__(self, tier: str, name: str, definitions: dict[str, int]):
+    def __init__(self, tier: str, name: str, definitions: dict[str, int], emulator: Emulator | None = None):
         arguments = [*compiler.arguments(name, tiers.TIERS[tier].flags, definitions), "-fopenmp"]
         path = _compiled(f"{name}-{tier}", arguments, compiler.sources_hash().encode())
-        self._name, self._emulator = str(path), _emulator(CPUS[tier])
+        self._name, self._emulator = str(path), emulator or _emulator(CPUS[tier])
         self._handle = self._emulator.ask(f"open {path}")
 
     def __getattr__(self, name: str):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import emulated
 import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
@@ -30,7 +31,7 @@ SHAPES = [  # N, K, group size
     (16, 4, -1),
     (1, 96, 48),
 ]
-ROWS = (1, 2, 3, 9, 70)
+ROWS = (1, 7, 9) if emulated.ASKED else (1, 2, 3, 9, 70)
 
 
 @pytest.fixture
@@ -120,7 +121,8 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels):
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            results.append([layout.matmul(torch.ones(rows, 640).bfloat16() / 3) for rows in (1, 5, 40, 300)])
+            some = (1, 5, 40) if emulated.ASKED else (1, 5, 40, 300)
+            results.append([layout.matmul(torch.ones(rows, 640).bfloat16() / 3) for rows in some])
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
