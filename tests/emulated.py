@@ -60,7 +60,7 @@ class Emulator:
 
     def __init__(self, cpu: str):
         source = Path(__file__).with_name("emulated.cpp")
-        arguments = ["-O2", "-pie", "-fPIE", "-w", str(source), "-ldl", "-fopenmp"]
+        arguments = ["-O2", "-pie", "-fPIE", "-rdynamic", "-w", str(source), "-ldl", "-fopenmp"]
         driver = _compiled("driver", arguments, source.read_bytes())
         command = [EMULATOR, "-L", ROOT, "-cpu", cpu, str(driver), str(os.getpid())]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -31,7 +31,8 @@ SHAPES = [  # N, K, group size
     (16, 4, -1),
     (1, 96, 48),
 ]
-ROWS = (1, 7, 9) if emulated.ASKED else (1, 2, 3, 9, 70)
+ROWS = (1, 2, 3, 9, 70)
+MOST_ROWS = 9 if emulated.ASKED else 70  # that are multiplied
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_products_and_inverses(kernels, bits, symmetric):
             canonical = canonical[0], canonical[1].double(), canonical[2]
             dense, bias = dequantize_weight(*canonical, **arguments, dtype=torch.float64), torch.randn(n, dtype=dtype)
             for rows in ROWS:
-                x = torch.randn(rows, k, dtype=dtype)
+                x = torch.randn(rows, k, dtype=dtype)[:MOST_ROWS]
                 expected = x.double() @ dense.t() + bias.double()
                 eps, size = torch.finfo(dtype).eps, expected.abs().max().item()
                 reason = (
@@ -92,7 +93,7 @@ def test_inputs_rounded_to_int8(kernels, bits):
             bias = torch.randn(n).bfloat16()
             group = k if group_size in (None, -1) else group_size
             for rows in ROWS:
-                x = torch.randn(rows, k).bfloat16()
+                x = torch.randn(rows, k).bfloat16()[:MOST_ROWS]
                 expected = rounded(x, group) @ weight.t() + bias.double()
                 reason = "float32 sums of exact products, rounded to bfloat16"
                 y = layout.matmul(x, bias)
