@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-env sanitize quality style docs bench bench-gpu cards
+.PHONY: demo test test-aarch64 test-env sanitize quality style docs bench bench-gpu cards
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +18,18 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# The native kernels' numeric tests in the tiers of ARM: cross-compiled here, run by qemu (tests/emulated.py). Without
+# both they are skipped: apt-get install g++-aarch64-linux-gnu qemu-user. Left out is what takes long and adds nothing
+# for another instruction set.
+EMULATED := tests/kernels/test_native_linear.py tests/kernels/test_native_pages.py tests/kernels/test_emulated.py \
+	tests/kernels/test_native_rounded.py tests/kernels/test_native_tables.py tests/kernels/test_recorder.py \
+	tests/kernels/test_attend_ragged.py tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py
+NOT_EMULATED := spans_grow or long_prompt or compiler_that_fails or one_pool or default_dtype or traces or gradients
+
+test-aarch64: $(STAMP)
+	EMULATE_AARCH64=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 2 \
+		--dist loadfile --no-loadscope-reorder -k 'neon and not ($(NOT_EMULATED))' $(EMULATED)
 
 # One environment of tests/environments: built, and the contract suite run in it.
 test-env: $(STAMP)

@@ -4,6 +4,7 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.9 asks for it: the value changes results
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import emulated  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from helpers import save_tiny, threads, tiny_model  # noqa: E402
@@ -67,19 +68,25 @@ def two_threads():
 
 @pytest.fixture(params=[name for name in tiers.TIERS if name != "torch"])
 def tier(request, monkeypatch) -> str:
-    """The instruction set that the C++ kernels are compiled for: each that this CPU has."""
-    if request.param not in tiers.present() or compiler.compiler() is None:
-        pytest.skip(f"needs a C++ compiler, and a CPU with {request.param}")
-    monkeypatch.setenv(tiers.VARIABLE, request.param)
+    """The instruction set that the C++ kernels are compiled for: each that this CPU has, or that is emulated."""
+    _use_tier(request.param, monkeypatch)
     return request.param
+
+
+def _use_tier(name: str, monkeypatch) -> None:
+    if name in emulated.CPUS and name not in tiers.present():
+        if reason := emulated.why_not():
+            pytest.skip(f"no CPU with {name}; {reason}")
+        return emulated.use(name, monkeypatch)
+    if name not in tiers.present() or compiler.compiler() is None and name != "torch":
+        pytest.skip(f"needs a C++ compiler, and a CPU with {name}")
+    monkeypatch.setenv(tiers.VARIABLE, name)
 
 
 @pytest.fixture(params=tiers.TIERS)
 def tier_or_torch(request, monkeypatch) -> str:
     """As `tier`, and torch's operators."""
-    if request.param not in tiers.present() or compiler.compiler() is None and request.param != "torch":
-        pytest.skip(f"needs a C++ compiler, and a CPU with {request.param}")
-    monkeypatch.setenv(tiers.VARIABLE, request.param)
+    _use_tier(request.param, monkeypatch)
     return request.param
 
 

@@ -158,19 +158,19 @@ def check_cpu() -> Iterator[Finding]:
     listed = ", ".join(name for name, feature in has.items() if feature in features) or "unknown"
     what = f"{platform.machine()}: {listed}; torch uses {torch.backends.cpu.get_cpu_capability()}"
     try:
-        tier, best = tiers.tier().name, tiers.present()[-1]
+        tier, best = tiers.tier(), tiers.present()[-1]
     except ValueError as error:
         help = f"unset {tiers.VARIABLE}"
         yield Finding("cpu", "broken", what, str(error), help)
         return
-    what += f"; C++ kernels: {tier}"
-    if tier != best:
-        why = f"{tiers.VARIABLE}={tier} asks for slower kernels than this CPU can run"
+    what += f"; C++ kernels: {tier.name}"
+    if tier.name != best:
+        why = f"{tiers.VARIABLE}={tier.name} asks for slower kernels than this CPU can run"
         yield Finding("cpu", "off", what, why, f"unset it for {best}")
-    elif tier == "torch":
+    elif tier is tiers.TORCH:
         why = "there are no C++ kernels for this CPU: torch's operators are used, which are slower"
-        yield Finding("cpu", "off", what, why, "an x86 CPU with AVX2, or a GPU")
-    elif missing := sorted(list(tiers.TIERS.values())[-1].features - features):
+        yield Finding("cpu", "off", what, why, "an x86 CPU with AVX2, an ARM CPU with dot products, or a GPU")
+    elif missing := sorted(tiers.of_machine(tier.machines[0])[-1].features - features):
         yield Finding("cpu", "ok", f"{what}; faster ones need {', '.join(missing)}")
     else:
         yield Finding("cpu", "ok", what)

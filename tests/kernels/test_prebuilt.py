@@ -2,10 +2,12 @@
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import emulated
 import pytest
 
 from hf_efficient.kernels.native import build, compiler, prebuild, structs, tiers
@@ -60,6 +62,18 @@ def test_a_prebuilt_library_needs_no_compiler(tier, tmp_path, monkeypatch):
         structs.check(library, (Operand, Instruction))
     finally:
         build.load.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which(emulated.COMPILER) is None, reason=f"needs {emulated.COMPILER}")
+def test_a_cross_compiler_prebuilds_for_its_architecture(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", emulated.COMPILER)
+    monkeypatch.setenv(prebuild.VARIABLE, "all")
+    jobs = prebuild.jobs()
+    assert len(jobs) == sum(map(len, compiler.LIBRARIES.values())) * len(tiers.of_machine("aarch64"))
+    path, command = next(job for job in jobs if job[0].name.startswith("replay-neon"))
+    prebuild.BuildPy._compile(tmp_path / path.name, command)
+    header = (tmp_path / path.name).read_bytes()[:20]
+    assert header[:4] == b"\x7fELF" and header[18] == 183, "a library for aarch64"
 
 
 FAST_WITHOUT_COMPILER = """

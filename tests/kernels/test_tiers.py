@@ -1,5 +1,8 @@
 """Which instruction set the C++ kernels are compiled for."""
 
+import subprocess
+import sys
+
 import pytest
 
 from hf_efficient.kernels.native import tiers
@@ -13,7 +16,8 @@ COOPER_LAKE = tiers.VNNI.features | {"avx512_bf16"}
     ("features", "names"),
     [
         (frozenset(), "torch"),
-        (frozenset({"asimd", "asimddp"}), "torch"),
+        (frozenset({"asimd"}), "torch"),
+        (frozenset({"asimd", "asimddp"}), "torch neon"),
         (ZEN2, "torch avx2"),
         (tiers.AVX2.features | {"avx512f"}, "torch avx2"),
         (COOPER_LAKE, "torch avx2 avx512 vnni"),
@@ -49,3 +53,34 @@ def test_what_depends_on_the_tier_is_remembered_for_each(monkeypatch):
         monkeypatch.setenv(tiers.VARIABLE, name)
         assert loader(4) == name
     assert made == [4, 4]
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "AMD64", "aarch64", "arm64", "riscv64"])
+def test_tiers_belong_to_one_architecture(machine):
+    arm, x86 = (set(tiers.of_machine(name)) for name in ("aarch64", "x86_64"))
+    assert not arm & x86 and arm | x86 == set(tiers.TIERS.values()) - {tiers.TORCH}
+    expected = {"x86_64": x86, "AMD64": x86, "riscv64": set()}.get(machine, arm)
+    assert set(tiers.of_machine(machine)) == expected
+
+
+SYSCTL = """hw.optional.arm.FEAT_DotProd: 1
+hw.optional.arm.FEAT_BF16: 0
+hw.optional.arm.FEAT_FlagM: 1
+hw.optional.arm.caps: 868063952
+"""
+
+
+def test_macos_is_asked_by_sysctl(monkeypatch):
+    """A stand-in for macOS: of an M1, which has dot products and no bfloat16."""
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, SYSCTL)
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(tiers.subprocess, "run", run)
+    assert tiers.cpu_features.__wrapped__() == {"asimddp"}
+    assert commands == [["sysctl", "hw.optional.arm"]]
+    monkeypatch.setattr(tiers.subprocess, "run", lambda command, **options: (_ for _ in ()).throw(OSError()))
+    assert tiers.cpu_features.__wrapped__() == frozenset()

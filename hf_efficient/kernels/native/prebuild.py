@@ -1,7 +1,8 @@
 """Compiles the C++ libraries into a wheel for this platform. setup.cfg names these commands of setuptools.
 
-    HF_EFFICIENT_PREBUILD=all python -m build --wheel           # every tier of this architecture: some minutes
+    HF_EFFICIENT_PREBUILD=all python -m build --wheel           # every tier of the compiler's architecture
     HF_EFFICIENT_PREBUILD=avx2,bf16 python -m build --wheel     # these tiers
+    CXX=aarch64-linux-gnu-g++ HF_EFFICIENT_PREBUILD=all python -m build --wheel     # for another architecture
 
 Without the variable a wheel is the same for all platforms and has no libraries: they are compiled where they are used.
 """
@@ -9,7 +10,6 @@ Without the variable a wheel is the same for all platforms and has no libraries:
 import concurrent.futures
 import importlib.util
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -35,22 +35,29 @@ def _sibling(name: str):
     return module
 
 
+def machine(command: list[str]) -> str:
+    """The architecture that a compiler is for, by the name that `platform.machine` gives it."""
+    asked = [*command, "-dumpmachine"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.partition("-")[0]
+
+
 def jobs() -> list[tuple[Path, list[str]]]:
     """(file in the source tree, command) of each library to compile; none where nothing is prebuilt.
 
     Raises:
-        SystemExit: the variable names no tier of this architecture, or libraries cannot be compiled here.
+        SystemExit: the variable names no tier of the compiler's architecture, or libraries cannot be compiled here.
     """
     asked = os.environ.get(VARIABLE, "")
     if not asked:
         return []
     compiler, tiers = _sibling("compiler"), _sibling("tiers")
-    command, known = compiler.compiler(), {tier.name: tier for tier in tiers.of_machine(platform.machine())}
+    command = compiler.compiler()
+    if command is None or sys.platform != "linux":
+        sys.exit(f"{VARIABLE}={asked} needs Linux and a C++ compiler")
+    known = {tier.name: tier for tier in tiers.of_machine(machine(command))}
     names = list(known) if asked == "all" else asked.split(",")
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"{VARIABLE}={asked}: {unknown[0]!r} is not among {', '.join(['all', *known])}")
-    if command is None or sys.platform != "linux":
-        sys.exit(f"{VARIABLE}={asked} needs Linux and a C++ compiler")
     made = []
     for tier in map(known.get, names):
         for name, variants in compiler.LIBRARIES.items():
@@ -90,4 +97,5 @@ class BdistWheel(bdist_wheel):
         if self.root_is_pure:
             return super().get_tag()
         glibc = os.confstr("CS_GNU_LIBC_VERSION").split()[1].replace(".", "_")
-        return "py3", "none", f"manylinux_{glibc}_{platform.machine()}"
+        command = _sibling("compiler").compiler()
+        return "py3", "none", f"manylinux_{glibc}_{machine(command)}"

@@ -44,9 +44,14 @@ static INLINE void load(float *x, const void *data, int64_t type, int64_t first,
     }
     const uint16_t *from = (const uint16_t *)data + first;
     for (int64_t i = 0; i < count; i += LANES) {
-        Halves halves = {};
-        if (stride == 1) halves = load_some(from + i, count - i);
-        else for (int64_t j = 0; j < std::min<int64_t>(LANES, count - i); j++) halves[j] = from[(i + j) * stride];
+        const uint16_t *some = from + i * stride;
+        uint16_t copy[LANES];
+        const int64_t left = std::min<int64_t>(LANES, count - i);
+        if (stride != 1) {
+            for (int64_t j = 0; j < left; j++) copy[j] = some[j * stride];
+            some = copy;
+        }
+        const Halves halves = load_some(some, left);
         *(Floats *)(x + i) = type == HALF ? from_float16(halves) : widen(halves);
     }
 }

@@ -4,7 +4,7 @@
 // - Floats, Ints, Words (4 bytes a lane), Halves (2) and Bytes (1), with the operators of GCC's vectors;
 // - conversions: widen, narrow (bfloat16), from_float16, to_float16, to_floats, to_ints, nearest, to_bytes;
 // - some of the lanes: load_some, store_some, blend;
-// - all of them: sum, highest, sums_of_lanes, transpose, look_up, look_up_16;
+// - all of them: sum, highest, any_nan, sums_of_lanes, transpose, look_up, look_up_16, store_ordered;
 // - plus_products: sums of 4 bytes times 4 bytes.
 
 #pragma once
@@ -12,8 +12,12 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <immintrin.h>
 #include <type_traits>
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#else
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__)
 #define BF16_DOT 1  // products of pairs of bfloat16; elsewhere they are widened to floats
@@ -51,6 +55,8 @@ static INLINE float bfloat16_value(uint16_t half) {
 
 #if defined(__AVX512BW__)
 #include "vectors_avx512.h"
+#elif defined(__ARM_NEON)
+#include "vectors_neon.h"
 #else
 #include "vectors_avx2.h"
 #endif
@@ -60,6 +66,9 @@ static INLINE Floats select(Ints mask, Floats yes, Floats no) {
 }
 
 static INLINE Floats absolute(Floats x) { return (Floats)((Words)x & 0x7fffffffu); }
+
+static INLINE uint16_t float16_bits(float value) { return to_float16(splat(value))[0]; }
+static INLINE float float16_value(uint16_t bits) { return from_float16(load_some(&bits, 1))[0]; }
 
 // 32 numbers of bfloat16, for products with 32 others: lanes hold any of them, but always the same.
 struct Terms {

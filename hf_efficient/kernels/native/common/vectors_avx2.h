@@ -1,66 +1,15 @@
-// A vector of 16 lanes is two registers of 256 bits: AVX2, FMA and F16C. See vectors.h. (GCC keeps vectors of its own
-// that are wider than a register in memory.)
+// A vector of 16 lanes is two registers of 256 bits: AVX2, FMA and F16C. See vectors.h.
 
 #pragma once
 
 constexpr int REGISTERS = 8;     // vectors that they hold
 constexpr int LOOK_UP_BITS = 3;  // of an index of look_up
 
-template <class T> struct Wide {
-    typedef T Half __attribute__((vector_size(32), aligned(4), may_alias));
-    Half low, high;
-
-    Wide() = default;
-    INLINE Wide(const Wide &other) : low(other.low), high(other.high) {}  // GCC copies bytes, by smaller registers
-    INLINE Wide &operator=(const Wide &other) { return low = other.low, high = other.high, *this; }
-    INLINE Wide(Half low, Half high) : low(low), high(high) {}
-    template <class U> INLINE explicit Wide(const Wide<U> &bits) : low((Half)bits.low), high((Half)bits.high) {}
-    INLINE T operator[](int i) const { return i < 8 ? low[i] : high[i - 8]; }
-} __attribute__((may_alias));
-
-typedef Wide<float> Floats;
-typedef Wide<uint32_t> Words;
-typedef Wide<int32_t> Ints;
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
 
-template <class T> struct Same { typedef T type; };  // from which no type is deduced
-
-#define OPERATOR(op) \
-    template <class T> INLINE Wide<T> operator op(Wide<T> a, Wide<T> b) { return {a.low op b.low, a.high op b.high}; } \
-    template <class T> INLINE Wide<T> operator op(Wide<T> a, typename Same<T>::type b) { \
-        return {a.low op b, a.high op b}; \
-    } \
-    template <class T> INLINE Wide<T> operator op(typename Same<T>::type a, Wide<T> b) { \
-        return {a op b.low, a op b.high}; \
-    } \
-    template <class T, class U> INLINE Wide<T> &operator op##=(Wide<T> &a, U b) { return a = a op b; }
-OPERATOR(+)
-OPERATOR(-)
-OPERATOR(*)
-OPERATOR(/)
-OPERATOR(&)
-OPERATOR(|)
-OPERATOR(^)
-#undef OPERATOR
-
-#define OPERATOR(op) \
-    template <class T> INLINE Ints operator op(Wide<T> a, Wide<T> b) { \
-        return {(Ints::Half)(a.low op b.low), (Ints::Half)(a.high op b.high)}; \
-    } \
-    template <class T> INLINE Ints operator op(Wide<T> a, typename Same<T>::type b) { \
-        return {(Ints::Half)(a.low op b), (Ints::Half)(a.high op b)}; \
-    }
-OPERATOR(<)
-OPERATOR(>)
-OPERATOR(==)
-OPERATOR(!=)
-#undef OPERATOR
-
-template <class T> INLINE Wide<T> operator-(Wide<T> a) { return {-a.low, -a.high}; }
-template <class T> INLINE Wide<T> operator~(Wide<T> a) { return {~a.low, ~a.high}; }
-template <class T> INLINE Wide<T> operator<<(Wide<T> a, int bits) { return {a.low << bits, a.high << bits}; }
-template <class T> INLINE Wide<T> operator>>(Wide<T> a, int bits) { return {a.low >> bits, a.high >> bits}; }
+constexpr int REGISTER_BYTES = 32;
+#include "vectors_wide.h"
 
 static INLINE Floats splat(float value) {
     const Floats::Half half = (Floats::Half)_mm256_set1_ps(value);
@@ -72,7 +21,7 @@ static INLINE Ints lane_numbers() {
 }
 
 // What was computed so far is rounded, and not computed again for a second use.
-template <class T> static INLINE void keep(Wide<T> &values) { asm("" : "+x"(values.low), "+x"(values.high)); }
+template <class T> static INLINE void keep(Wide<T, 2> &values) { asm("" : "+x"(values.low), "+x"(values.high)); }
 
 // A vector of the results for both halves `x` of `wide`
 #define BOTH(type, wide, result) \
@@ -111,6 +60,9 @@ static INLINE Ints widen_signed(Bytes bytes) {
             (Ints::Half)_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)bytes, 8))};
 }
 static INLINE Floats widen(Halves bits) { return (Floats)(widen_words(bits) << 16); }  // the values of bfloat16 bits
+static INLINE Floats::Half widen_eight(Bytes bits) {  // of bfloat16, in half of a vector
+    return (Floats::Half)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16);
+}
 static INLINE Floats to_floats(Ints values) { return BOTH(Floats, values, _mm256_cvtepi32_ps((__m256i)x)); }
 static INLINE Floats widen(Bytes bytes) { return to_floats((Ints)widen_words(bytes)); }
 static INLINE Ints to_ints(Floats values) { return BOTH(Ints, values, _mm256_cvttps_epi32((__m256)x)); }  // cut off
@@ -144,40 +96,6 @@ static INLINE Halves to_float16(Floats values) {
     return (Halves)_mm256_set_m128i(_mm256_cvtps_ph((__m256)values.high, NEAREST),
                                     _mm256_cvtps_ph((__m256)values.low, NEAREST));
 }
-
-// power * 2 ** whole, for whole numbers from -252 to 254
-static INLINE Floats scaled(Floats power, Floats whole) {
-    const Ints n = to_ints(whole), half = n >> 1;
-    return power * (Floats)((half + 127) << 23) * (Floats)((n - half + 127) << 23);
-}
-
-// V at any address. (A copy of its bytes would go through the stack, by smaller registers.)
-template <class V> struct __attribute__((packed, may_alias)) Anywhere {
-    V value;
-};
-
-// The first `count` elements (as many as there are lanes where it is larger), and zeros.
-template <class V, class T> static INLINE V load_elements(const T *from, int64_t count) {
-    if (count >= int64_t(sizeof(V) / sizeof(T))) return ((const Anywhere<V> *)from)->value;
-    T some[sizeof(V) / sizeof(T)] = {};
-    if (count > 0) memcpy(some, from, count * sizeof(T));
-    return ((const Anywhere<V> *)some)->value;
-}
-template <class V, class T> static INLINE void store_elements(T *to, int64_t count, V values) {
-    if (count >= int64_t(sizeof(V) / sizeof(T))) ((Anywhere<V> *)to)->value = values;
-    else if (count > 0) {
-        T some[sizeof(V) / sizeof(T)];
-        ((Anywhere<V> *)some)->value = values;
-        memcpy(to, some, count * sizeof(T));
-    }
-}
-static INLINE Floats load_some(const float *from, int64_t count) { return load_elements<Floats>(from, count); }
-static INLINE Halves load_some(const uint16_t *from, int64_t count) { return load_elements<Halves>(from, count); }
-static INLINE Bytes load_some(const uint8_t *from, int64_t count) { return load_elements<Bytes>(from, count); }
-static INLINE Words load_pairs(const uint16_t *from, int64_t count) { return load_elements<Words>(from, count); }  // 32
-static INLINE void store_some(float *to, int64_t count, Floats values) { store_elements(to, count, values); }
-static INLINE void store_some(uint16_t *to, int64_t count, Halves values) { store_elements(to, count, values); }
-static INLINE void store_some(uint8_t *to, int64_t count, Bytes values) { store_elements(to, count, values); }
 
 // `yes` in the lanes whose bits are set
 static INLINE Floats blend(uint16_t bits, Floats yes, Floats no) {
@@ -280,6 +198,11 @@ static INLINE Words negative_bytes(Words bytes) {  // 255 where a byte's highest
     return BOTH(Words, bytes, _mm256_cmpgt_epi8(_mm256_setzero_si256(), (__m256i)x));
 }
 
+// table[index], 0 where an index has its highest bit set
+static INLINE Bytes look_up_bytes(Bytes table, Bytes index) {
+    return (Bytes)_mm_shuffle_epi8((__m128i)table, (__m128i)index);
+}
+
 // table[the lowest LOOK_UP_BITS bits of each index], from the first 8 lanes
 static INLINE Floats look_up(Floats table, Words index) {
     return {(Floats::Half)_mm256_permutevar8x32_ps((__m256)table.low, (__m256i)index.low),
@@ -293,6 +216,11 @@ static INLINE Floats look_up_16(Floats table, Words index) {  // of 16 entries
         return (Floats::Half)_mm256_blendv_ps(low, high, (__m256)(index << 28));
     };
     return {half(index.low), half(index.high)};
+}
+
+// to[i] <- bytes[order[i]] for i < count
+static INLINE void store_ordered(int8_t *to, int64_t count, const int8_t (&bytes)[64], const uint8_t (&order)[64]) {
+    for (int64_t i = 0; i < count; i++) to[i] = bytes[order[i]];
 }
 
 // sum + the products of each lane's 4 codes (unsigned, of WIDTH bits) with the 4 signed bytes of x
@@ -312,3 +240,5 @@ template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int
     };
     return {half((__m256i)sum.low, (__m256i)codes.low), half((__m256i)sum.high, (__m256i)codes.high)};
 }
+
+#include "compressed.h"

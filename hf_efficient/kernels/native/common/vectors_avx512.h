@@ -81,9 +81,22 @@ static INLINE void store_some(uint8_t *to, int64_t count, Bytes values) {
     _mm_mask_storeu_epi8(to, bits_below(count), (__m128i)values);
 }
 
+// The lanes that are marked by what is not 0, one after another; behind them anything, up to a whole vector.
+template <class T, class V> static INLINE void store_marked(T *to, V values, Words marks) {
+    const __mmask16 kept = _mm512_test_epi32_mask((__m512i)marks, (__m512i)marks);
+    const __m512i compressed = _mm512_maskz_compress_epi32(kept, (__m512i)values);
+    memcpy(to, &compressed, sizeof compressed);
+}
+
 // `yes` in the lanes whose bits are set
 static INLINE Floats blend(uint16_t bits, Floats yes, Floats no) {
     return (Floats)_mm512_mask_blend_ps(bits, (__m512)no, (__m512)yes);
+}
+
+// The numbers of bfloat16 from `from` on at the columns whose bits are set, zeros elsewhere.
+static INLINE Floats expanded(const uint16_t *from, uint32_t columns) {
+    const __m512i values = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    return (Floats)_mm512_slli_epi32(_mm512_maskz_expand_epi32(columns, values), 16);
 }
 
 static INLINE bool any_nan(Floats x) { return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q) != 0; }
@@ -155,6 +168,16 @@ static INLINE Floats look_up(Floats table, Words index) {
 }
 
 static INLINE Floats look_up_16(Floats table, Words index) { return look_up(table, index); }
+
+// to[i] <- bytes[order[i]] for i < count
+static INLINE void store_ordered(int8_t *to, int64_t count, const int8_t (&bytes)[64], const uint8_t (&order)[64]) {
+#if defined(__AVX512VBMI__)
+    const __m512i ordered = _mm512_permutexvar_epi8(_mm512_load_si512(order), _mm512_load_si512(bytes));
+    _mm512_mask_storeu_epi8(to, bits_below(count), ordered);
+#else
+    for (int64_t i = 0; i < count; i++) to[i] = bytes[order[i]];
+#endif
+}
 
 // sum + the products of each lane's 4 codes (unsigned, of WIDTH bits) with the 4 signed bytes of x
 template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int32_t x) {

@@ -156,30 +156,17 @@ static void threshold(const ContextualCall &call, const Scratch &to) {
                  });
 }
 
-// The lanes that `wanted` marks, one after another
-template <class T> static INLINE void append(T *to, T values, Words wanted) {
-#if defined(__AVX512F__)
-    const __m512i kept =
-        _mm512_maskz_compress_epi32(_mm512_test_epi32_mask((__m512i)wanted, (__m512i)wanted), (__m512i)values);
-    memcpy(to, &kept, sizeof kept);
-#else
-    uint32_t lanes[LANES], marks[LANES];
-    memcpy(lanes, &values, sizeof lanes), memcpy(marks, &wanted, sizeof marks);
-    for (int j = 0, index = 0; j < LANES; index += marks[j++] != 0) ((uint32_t *)to)[index] = lanes[j];
-#endif
-}
-
 // The number of chosen neurons, which stand in `chosen`, their masks and values without gaps.
 static int64_t gather(const ContextualCall &call, const Scratch &to) {
     int64_t count = 0;
     Ints indices = lane_numbers();
     for (int64_t first = 0; first < to.room; first += LANES, indices += LANES) {
         const Words wanted = to.mask(first);
-        append((Ints *)(to.chosen + count), indices, wanted);
-        append((Words *)((uint32_t *)to.masks + count), wanted, wanted);
+        store_marked(to.chosen + count, indices, wanted);
+        store_marked((uint32_t *)to.masks + count, wanted, wanted);
         if (!call.rank)
             for (int64_t row = 0; row < call.rows; row++)
-                append((Floats *)to.at(row, count), *(Floats *)to.at(row, first), wanted);
+                store_marked(to.at(row, count), *(Floats *)to.at(row, first), wanted);
         for (int j = 0; j < LANES; j++) count += wanted[j] != 0;
     }
     return count;

@@ -41,16 +41,6 @@ struct Rounded {                 // rows of x
     int64_t width, segments;
 };
 
-// to[i] <- bytes[order[i]] for i < count
-static INLINE void store_ordered(int8_t *to, int64_t count, const int8_t (&bytes)[SPAN], const uint8_t (&order)[SPAN]) {
-#if defined(__AVX512VBMI__)
-    const __m512i ordered = _mm512_permutexvar_epi8(_mm512_load_si512(order), _mm512_load_si512(bytes));
-    _mm512_mask_storeu_epi8(to, bits_below(count), ordered);
-#else
-    for (int64_t i = 0; i < count; i++) to[i] = bytes[order[i]];
-#endif
-}
-
 static void round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)[SPAN], int8_t *codes, float *scales,
                       float *sums) {
     for_segments<SPAN>(w, [&](int64_t segment, int64_t, int64_t step, int64_t end) __attribute__((always_inline)) {

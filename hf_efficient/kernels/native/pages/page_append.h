@@ -29,8 +29,8 @@ static uint16_t quantize(const void *x, int64_t type, int64_t at, int64_t dim, b
         most = std::max(most, highest(magnitudes));
         is_nan |= any_nan(magnitudes);
     }
-    const uint16_t scale = is_nan ? 0x7e00 : _cvtss_sh(std::min(most / levels, 65504.0f), _MM_FROUND_TO_NEAREST_INT);
-    const float wide = _cvtsh_ss(scale);
+    const uint16_t scale = is_nan ? 0x7e00 : float16_bits(std::min(most / levels, 65504.0f));
+    const float wide = float16_value(scale);
     for (int64_t i = 0; i < dim; i += LANES) {
         Bytes result = {};
         if (wide > 0) {

@@ -58,37 +58,6 @@ static INLINE Floats dot(Floats sum, const Step &a, const Step &b) {
 #endif
 }
 
-#if !defined(__AVX512F__)
-// For each mask of 8 columns: the bytes of their values, of which zeros have the highest bit set.
-struct Expansions {
-    uint8_t bytes[256][16];
-
-    Expansions() {
-        for (int mask = 0; mask < 256; mask++)
-            for (int column = 0, from = 0; column < 8; column++) {
-                const bool kept = mask >> column & 1;
-                for (int half = 0; half < 2; half++) bytes[mask][2 * column + half] = kept ? 2 * from + half : 128;
-                from += kept;
-            }
-    }
-};
-static const Expansions EXPANSIONS;
-
-static INLINE Floats expanded(const uint16_t *from, uint32_t mask) {  // by its low 16 bits
-    auto eight = [](const uint16_t *from, uint8_t mask) __attribute__((always_inline)) {
-        const __m128i order = _mm_loadu_si128((const __m128i *)EXPANSIONS.bytes[mask]);
-        const __m128i halves = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)from), order);
-        return (Floats::Half)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
-    };
-    return {eight(from, mask), eight(from + __builtin_popcount(mask & 255), mask >> 8)};
-}
-#elif !BF16_DOT
-static INLINE Floats expanded(const uint16_t *from, uint32_t mask) {
-    const __m512i values = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
-    return (Floats)_mm512_slli_epi32(_mm512_maskz_expand_epi32(mask, values), 16);
-}
-#endif
-
 // The stored values of a row's step at their columns; `from` moves on. NEAR_END: nothing behind them may be read.
 template <bool NEAR_END> static INLINE Step expanded(const uint16_t *&from, uint32_t mask) {
     const int count = __builtin_popcount(mask);

@@ -1,0 +1,33 @@
+// Lanes put together and spread out by marks, where no instruction does it.
+
+#pragma once
+
+// The lanes that are marked by what is not 0, one after another; behind them anything, up to a whole vector.
+template <class T, class V> static INLINE void store_marked(T *to, V values, Words marks) {
+    uint32_t lanes[LANES], marked[LANES];
+    memcpy(lanes, &values, sizeof lanes), memcpy(marked, &marks, sizeof marked);
+    for (int j = 0, index = 0; j < LANES; index += marked[j++] != 0) ((uint32_t *)to)[index] = lanes[j];
+}
+
+// For each mask of 8 columns: the bytes of their values, of which zeros have the highest bit set.
+struct Expansions {
+    uint8_t bytes[256][16] = {};
+
+    constexpr Expansions() {
+        for (int mask = 0; mask < 256; mask++)
+            for (int column = 0, from = 0; column < 8; column++) {
+                const bool kept = mask >> column & 1;
+                for (int half = 0; half < 2; half++) bytes[mask][2 * column + half] = kept ? 2 * from + half : 128;
+                from += kept;
+            }
+    }
+};
+static constexpr Expansions EXPANSIONS;
+
+// The numbers of bfloat16 from `from` on at the columns whose bits are set, zeros elsewhere.
+static INLINE Floats expanded(const uint16_t *from, uint32_t columns) {
+    auto eight = [](const uint16_t *from, uint8_t mask) __attribute__((always_inline)) {
+        return widen_eight(look_up_bytes(((const Bytes *)from)[0], *(const Bytes *)EXPANSIONS.bytes[mask]));
+    };
+    return {eight(from, columns), eight(from + __builtin_popcount(columns & 255), columns >> 8)};
+}
