@@ -31,7 +31,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         # a copy: calibration writes into it, and the caller's stays as it is
         super().__init__(copy.copy(quantization_config), **kwargs)
         self.swapped, self.arrived, self.heap = Swapped(), set(), HeapTrimmer()
-        self._tied_parts = None  # canonical tensors of an embedding to which others are tied, while it is loaded
+        # canonical tensors of an embedding to which others are tied, while it is loaded
+        self._tied_parts, self._is_contradictory = None, False
 
     @property
     def is_compileable(self) -> bool:
@@ -100,20 +101,19 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if name in self.swapped.tied_to_embedding.values():
-            self._check_tied(name, parts)
+            self._note_tied(parts)
         self.arrived.add(name)
         self.heap.count(tensor.nbytes)
-        return saved_tensors.as_saved(name, weight, parts, tensor.dtype)
+        saved = saved_tensors.as_saved(name, weight, parts, tensor.dtype)
+        if self._uses_device_map:  # else the dense weight of the files would stand on disk for what is tied
+            saved |= {tied: saved[name].clone() for tied, own in self.swapped.tied_to_embedding.items() if own == name}
+        return saved
 
-    def _check_tied(self, name: str, parts: dict[str, torch.Tensor]) -> None:
-        """Raises ValueError where the checkpoint holds tied weights with other numbers than each other."""
+    def _note_tied(self, parts: dict[str, torch.Tensor]) -> None:
+        """Notes whether the checkpoint holds tied weights with other numbers than each other. transformers would hide
+        an error that is raised while it converts."""
         first = self._tied_parts = self._tied_parts or parts
-        if not all(torch.equal(first[part], tensor) for part, tensor in parts.items()):
-            raise ValueError(
-                f"embeddings=True: the checkpoint holds {sorted(self.swapped.tied_to_embedding)[0]} with other numbers "
-                f"than {name}, to which it is tied by the config: set tie_word_embeddings=False in it, or give "
-                "embeddings=False"
-            )
+        self._is_contradictory |= not all(torch.equal(first[part], tensor) for part, tensor in parts.items())
 
     def get_new_dtype(self, converter, param, dtype):
         target = converter.target_patterns[0]
@@ -158,6 +158,13 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
     def after_loading(self, model) -> None:
         """Compresses what needs calibration, derives layouts, and replaces methods of `model`."""
         self._tied_parts = None
+        if self._is_contradictory:
+            tied = self.swapped.tied_to_embedding
+            raise ValueError(
+                f"embeddings=True: the checkpoint holds {' or '.join(sorted(tied))} with other numbers than "
+                f"{next(iter(tied.values()))}, to which the config ties it: set tie_word_embeddings=False there, or "
+                "give embeddings=False"
+            )
         if self.pre_quantized and self.quantization_config.dequantize:
             weight_conversions.forget(model)
             return

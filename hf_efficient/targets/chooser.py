@@ -115,7 +115,8 @@ class TargetChooser:
         held = weights_in_files(self.files, self.model, list(weights))
         if held is None:
             return None
-        found = {weights[weight]: module for weight, module in held.compressed.items()}
+        tied = self.embedding.tied if self.embedding else ()  # saved apart where they were offloaded
+        found = {weights[w]: module for w, module in held.compressed.items() if weights[w] not in tied}
         self._settle(found, {weights[weight] for weight in held.dense})
         return found
 
