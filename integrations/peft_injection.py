@@ -12,6 +12,7 @@ import functools
 
 from peft import LNTuningConfig, LoraConfig
 from peft.tuners.lora import layer as lora
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
@@ -43,6 +44,7 @@ def register() -> None:
     BaseTuner.unload = _unloading(BaseTuner.unload)
     BaseTunerLayer.weight = property(_weight_of_base(BaseTunerLayer.weight.fget))
     ModulesToSaveWrapper.update = _copying_dense(ModulesToSaveWrapper.update)
+    TrainableTokensLayer.update_layer = _with_dense_rows(TrainableTokensLayer.update_layer)
 
 
 def base_of(module: nn.Module) -> nn.Module:
@@ -220,6 +222,19 @@ def _copying_dense(original):
         return original(self, adapter_name, tied_module=tied_module, **kwargs)
 
     return update
+
+
+def _with_dense_rows(original):
+    @functools.wraps(original)
+    def update_layer(self, *args, **kwargs):
+        if isinstance(base_of(self), _EMBEDDINGS):
+            raise ValueError(
+                f"trainable tokens replace rows of the embedding, which is compressed ({base_of(self).format}): load "
+                "the model without embeddings=True, or adapt model.dequantize()"
+            )
+        return original(self, *args, **kwargs)
+
+    return update_layer
 
 
 def dense_copy(module: nn.Module) -> nn.Module:
