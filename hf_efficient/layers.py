@@ -1,4 +1,5 @@
-"""Modules that hold compressed weights: `EfficientLinear` here, fused experts in `hf_efficient.experts`."""
+"""Modules that hold compressed weights: `EfficientLinear` here, fused experts in `hf_efficient.experts`, embeddings in
+`hf_efficient.embeddings`."""
 
 import functools
 import threading
@@ -247,7 +248,27 @@ def apply_layout(layout, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
     return nn.functional.linear(x, layout.dequantize().to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-class EfficientLinear(CompressedModule, nn.Linear):
+class SingleWeightModule(CompressedModule):
+    """A module with one compressed weight, whose layout is at hand as `_layout` (None: not derived yet)."""
+
+    @property
+    def format(self) -> Format:
+        """How the weight is stored."""
+        return self._compressed[""].format
+
+    def derive_layouts(self, dtype: torch.dtype) -> None:
+        super().derive_layouts(dtype)
+        self._layout = self._layouts[""][0] if "" in self._layouts else None
+
+    def restore_canonical(self) -> None:
+        self._layout = None
+        super().restore_canonical()
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "_layout": None}
+
+
+class EfficientLinear(SingleWeightModule, nn.Linear):
     """A linear layer with a frozen compressed weight [out_features, in_features] and an ordinary bias.
 
     Its Parameters are the canonical tensors of `format` (`qweight`, `scale`, ...), `bias`, and `weight`, a
@@ -277,27 +298,11 @@ class EfficientLinear(CompressedModule, nn.Linear):
         self._declare([CompressedWeight("", out_features, in_features, format)], dtype, device)
         self._layout = None
 
-    @property
-    def format(self) -> Format:
-        """How the weight is stored."""
-        return self._compressed[""].format
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layout = self._layout
         if layout is None or x.requires_grad or x.dtype is not layout.dtype:
             return apply_layout(self.layouts("", x.dtype)[0], x, self.bias)
         return layout.matmul(x, self._parameters["bias"])
-
-    def derive_layouts(self, dtype: torch.dtype) -> None:
-        super().derive_layouts(dtype)
-        self._layout = self._layouts[""][0] if "" in self._layouts else None
-
-    def restore_canonical(self) -> None:
-        self._layout = None
-        super().restore_canonical()
-
-    def __getstate__(self):
-        return {**super().__getstate__(), "_layout": None}
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

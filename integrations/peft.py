@@ -16,11 +16,19 @@ def merge_and_unload(peft_model, dtype=None):
     computes something else than the adapted one did. Adapters of `hf_efficient.recover(lora_rank=...)` learn under
     the mask and lose nothing.
 
-    Raises ValueError for adapters that are no part of the weights, such as prompts."""
+    Raises ValueError for adapters that are no part of the weights, such as prompts, and for those of a compressed
+    embedding that shares its weight."""
     model = peft_model.get_base_model()
     if not hasattr(type(peft_model.base_model), "merge_and_unload"):
         kinds = ", ".join(sorted({type(config).__name__ for config in peft_model.peft_config.values()}))
         raise ValueError(f"{kinds} adds nothing to the weights that could be merged: keep the adapter beside the model")
+    sources = {module.source for module in model.modules() if hasattr(module, "source")}
+    for name, module in model.named_modules():
+        if name.endswith(".base_layer") and (module in sources or hasattr(module, "source")):
+            raise ValueError(
+                f"{name.removesuffix('.base_layer')} is adapted, and others have its weight, too (tied embeddings): "
+                "merged, the adapter would change all of them; keep it beside the model"
+            )
     zeros, transposed = {}, {}
     for name, module in model.named_modules():
         if not isinstance(module, CompressedModule) or "original_module" in name.split("."):

@@ -10,18 +10,21 @@ import contextlib
 import copy
 import functools
 
-from peft import LNTuningConfig
+from peft import LNTuningConfig, LoraConfig
 from peft.tuners.lora import layer as lora
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-from hf_efficient.dense_layers import dense_linear
+from hf_efficient.dense_layers import dense_embedding, dense_linear
+from hf_efficient.embeddings import EfficientEmbedding, TiedEmbedding, TiedLinear
 from hf_efficient.experts import EfficientExperts, decompress_experts
 from hf_efficient.integrations.peft_weights import AdaptedLinear, DenseWeight, FrozenWeightError
 from hf_efficient.layers import CompressedModule, EfficientLinear
 
 
+_EMBEDDINGS = (EfficientEmbedding, TiedEmbedding, TiedLinear)
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq")  # values of init_lora_weights
 _WAY_OUT = (
     "initialise on the uncompressed model, compress what is left of its weights and load the adapter there with "
@@ -41,6 +44,7 @@ def register() -> None:
     BaseTuner.unload = _unloading(BaseTuner.unload)
     BaseTunerLayer.weight = property(_weight_of_base(BaseTunerLayer.weight.fget))
     ModulesToSaveWrapper.update = _copying_dense(ModulesToSaveWrapper.update)
+    TrainableTokensLayer.update_layer = _with_dense_rows(TrainableTokensLayer.update_layer)
 
 
 def base_of(module: nn.Module) -> nn.Module:
@@ -114,7 +118,16 @@ def _checking_first(tuner: BaseTuner, model: nn.Module):
 
 def _create_and_replace(original, config, adapter_name, target, *args, current_key, **kwargs) -> None:
     base = base_of(target)
-    if isinstance(base, EfficientLinear):
+    if isinstance(base, _EMBEDDINGS):
+        options = {name: getattr(config, name, None) for name in ("use_dora", "target_parameters", "kasa_config")}
+        plain = type(config) is LoraConfig and not any(options.values())
+        if not plain or config.init_lora_weights not in (True, False, "gaussian"):
+            raise ValueError(
+                f"{_method(config)} reads or changes the weight of {current_key}, which is compressed "
+                f"({base.format}): it must be a LoraConfig without use_dora, target_parameters and init_lora_weights "
+                "that read the weight"
+            )
+    elif isinstance(base, EfficientLinear):
         if kwargs.get("parameter_name") is not None:
             raise ValueError(
                 f"target_parameters: {current_key} is the weight of an EfficientLinear in {base.format}, which is "
@@ -139,7 +152,7 @@ def _create_and_replace(original, config, adapter_name, target, *args, current_k
 
 
 def _refusal(config, name: str, module: CompressedModule) -> str:
-    weight = f"{name} ({module.compressed_weights()[0].format})"
+    weight = f"{name} ({getattr(module, 'format', None) or module.compressed_weights()[0].format})"
     return f"{_method(config)} changes the weights that it adapts, and {weight} is compressed and frozen: {_WAY_OUT}"
 
 
@@ -194,7 +207,7 @@ def _weight_of_base(original):
     def weight(self):
         """That of the layer below. Models cast to its dtype, and packed codes are integers."""
         base = self.get_base_layer()
-        return base.weight if isinstance(base, EfficientLinear) else original(self)
+        return base.weight if isinstance(base, (EfficientLinear, *_EMBEDDINGS)) else original(self)
 
     return weight
 
@@ -211,11 +224,29 @@ def _copying_dense(original):
     return update
 
 
+def _with_dense_rows(original):
+    @functools.wraps(original)
+    def update_layer(self, *args, **kwargs):
+        if isinstance(base_of(self), _EMBEDDINGS):
+            raise ValueError(
+                f"trainable tokens replace rows of the embedding, which is compressed ({base_of(self).format}): load "
+                "the model without embeddings=True, or adapt model.dequantize()"
+            )
+        return original(self, *args, **kwargs)
+
+    return update_layer
+
+
 def dense_copy(module: nn.Module) -> nn.Module:
     """A copy of `module` with ordinary weights, in the dtype it computes with."""
     new = copy.deepcopy(module)
     for name, part in list(new.named_modules()):
-        if isinstance(part, EfficientLinear):
+        if isinstance(part, (EfficientEmbedding, TiedEmbedding)):
+            dense = dense_embedding(part, nn.Parameter(part.dequantized()))
+            if not name:
+                return dense
+            new.set_submodule(name, dense)
+        elif isinstance(part, EfficientLinear):
             if name.endswith("base_layer"):
                 raise ValueError(f"modules_to_save: {name} is adapted as well: name it there or in target_modules")
             if any(part.children()):

@@ -6,6 +6,7 @@ import types
 from contextlib import contextmanager
 from pathlib import Path
 
+from hf_efficient.embeddings import EfficientEmbedding
 from hf_efficient.files import atomic_checkpoint
 from hf_efficient.integrations.transformers_compat import attention_of
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
@@ -13,9 +14,12 @@ from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
 def replace_methods(model) -> None:
     """Makes `model.save_pretrained` write atomically (with `push_to_hub=True` it stays transformers'),
-    `model.push_to_hub` add a card, and `model.generate` take our loop where that is faster."""
+    `model.push_to_hub` add a card, `model.generate` take our loop where that is faster, and, where the input embedding
+    is compressed, `model.resize_token_embeddings` raise."""
     model.save_pretrained = types.MethodType(save_pretrained, model)
     model.push_to_hub = types.MethodType(push_to_hub, model)
+    if any(isinstance(module, EfficientEmbedding) for module in model.modules()):
+        model.resize_token_embeddings = types.MethodType(resize_token_embeddings, model)
     if model.can_generate():
         from hf_efficient.integrations.transformers_generation import enable_automatic
 
@@ -24,8 +28,8 @@ def replace_methods(model) -> None:
 
 def restore_methods(model) -> None:
     """Gives the model transformers' methods back."""
-    model.__dict__.pop("save_pretrained", None)
-    model.__dict__.pop("push_to_hub", None)
+    for name in ("save_pretrained", "push_to_hub", "resize_token_embeddings"):
+        model.__dict__.pop(name, None)
     if model.can_generate():
         from hf_efficient.integrations.transformers_generation import disable_automatic
 
@@ -55,6 +59,16 @@ def push_to_hub(self, repo_id, **options) -> str:
     from hf_efficient.integrations import hub
 
     return hub.push_to_hub(self, repo_id, **options)
+
+
+def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
+    """What `replace_methods` installs. Raises ValueError where there is something to resize."""
+    if new_num_tokens is None and pad_to_multiple_of is None:
+        return self.get_input_embeddings()
+    raise ValueError(
+        f"resize_token_embeddings({new_num_tokens}): the input embedding is compressed (embeddings=True): resize the "
+        "model before it is quantized, or call dequantize() first"
+    )
 
 
 def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):

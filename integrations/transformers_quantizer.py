@@ -31,6 +31,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         # a copy: calibration writes into it, and the caller's stays as it is
         super().__init__(copy.copy(quantization_config), **kwargs)
         self.swapped, self.arrived, self.heap = Swapped(), set(), HeapTrimmer()
+        # canonical tensors of an embedding to which others are tied, while it is loaded
+        self._tied_parts, self._is_contradictory = None, False
 
     @property
     def is_compileable(self) -> bool:
@@ -69,8 +71,15 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         if self.pre_quantized:
             return False
+        return any(map(self.on_arrival, self.stands_for(param_name)))
+
+    def stands_for(self, name: str) -> tuple[str, ...]:
+        """Names of the weights that the tensor `name` of a checkpoint becomes: two where the output embedding was tied
+        and is compressed apart, another one where its weight is tied to that of a compressed embedding."""
         tied_head = self.swapped.tied_head
-        return self.on_arrival(param_name) or (tied_head is not None and param_name == tied_head[0])
+        if tied_head is not None and name == tied_head[0]:
+            return tied_head
+        return (self.swapped.tied_to_embedding.get(name, name),)
 
     def on_arrival(self, name: str) -> bool:
         """Whether `name` is a weight that is quantized as it is loaded."""
@@ -91,9 +100,20 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
                 parts = {part: torch.stack([tensors[part] for tensors in each]) for part in each[0]}
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        if name in self.swapped.tied_to_embedding.values():
+            self._note_tied(parts)
         self.arrived.add(name)
         self.heap.count(tensor.nbytes)
-        return saved_tensors.as_saved(name, weight, parts, tensor.dtype)
+        saved = saved_tensors.as_saved(name, weight, parts, tensor.dtype)
+        if self._uses_device_map:  # else the dense weight of the files would stand on disk for what is tied
+            saved |= {tied: saved[name].clone() for tied, own in self.swapped.tied_to_embedding.items() if own == name}
+        return saved
+
+    def _note_tied(self, parts: dict[str, torch.Tensor]) -> None:
+        """Notes whether the checkpoint holds tied weights with other numbers than each other. transformers would hide
+        an error that is raised while it converts."""
+        first = self._tied_parts = self._tied_parts or parts
+        self._is_contradictory |= not all(torch.equal(first[part], tensor) for part, tensor in parts.items())
 
     def get_new_dtype(self, converter, param, dtype):
         target = converter.target_patterns[0]
@@ -137,6 +157,14 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
 
     def after_loading(self, model) -> None:
         """Compresses what needs calibration, derives layouts, and replaces methods of `model`."""
+        self._tied_parts = None
+        if self._is_contradictory:
+            tied = self.swapped.tied_to_embedding
+            raise ValueError(
+                f"embeddings=True: the checkpoint holds {' or '.join(sorted(tied))} with other numbers than "
+                f"{next(iter(tied.values()))}, to which the config ties it: set tie_word_embeddings=False there, or "
+                "give embeddings=False"
+            )
         if self.pre_quantized and self.quantization_config.dequantize:
             weight_conversions.forget(model)
             return
@@ -160,7 +188,7 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
                         if name in module._parameters:  # calibration has derived layouts already
                             module._parameters[name].requires_grad_(False)
                             self.heap.count(module._parameters[name].nbytes)
-                module.derive_layouts(module._parameters[weight.prefix[:-1] or "weight"].dtype)
+                    module.derive_layouts(module._parameters[weight.prefix[:-1] or "weight"].dtype)
         self.heap.flush()
         if is_cut:
             tensor_parallel.refuse_saving(model)

@@ -79,6 +79,11 @@ def check(model, config, pre_quantized: bool, own: bool) -> None:
     transformers_releases.needs("5.23", f"tp_size={_size(model)}: tensor parallelism of compressed weights")
     if isinstance(distributed.tp_plan, dict):
         raise ValueError("distributed_config: tp_plan must be 'auto' for compressed weights, not a plan of your own")
+    if getattr(config, "embeddings", False):
+        raise ValueError(
+            f"tp_size={_size(model)}: embeddings=True is not supported, since the rows of one embedding serve all "
+            "processes: quantize without it for tensor parallelism"
+        )
     if not own:
         raise ValueError(
             "tp_size > 1 is not supported for a checkpoint of another library: adopt it in one process and save it "

@@ -88,14 +88,12 @@ class QuantizeOnArrival(OnArrival):
         quantizer, out = self.hf_quantizer, {}
         for name in list(input_dict):
             tensor = single(input_dict.pop(name))  # and forget it: peak memory is the quantized model and one weight
-            if quantizer.swapped.tied_head is not None and name == quantizer.swapped.tied_head[0]:
-                out[name] = tensor
-                name = quantizer.swapped.tied_head[1]
-            if quantizer.on_arrival(name):
-                config = quantizer.quantization_config.for_module(name.rpartition(".")[0])
-                out.update(tensor_parallel.own_parts(model, quantizer.quantize(name, tensor, config)))
-            else:
-                out[name] = tensor
+            for own in quantizer.stands_for(name):
+                if quantizer.on_arrival(own):
+                    config = quantizer.quantization_config.for_module(own.rpartition(".")[0])
+                    out.update(tensor_parallel.own_parts(model, quantizer.quantize(own, tensor, config)))
+                else:
+                    out[own] = tensor
             del tensor
         return out
 

@@ -83,7 +83,7 @@ ROOMS = {
     "cli": "configs evaluation calibration checkpoints checkpoints.export compression planning integrations "
     "integrations.hub integrations.model_card integrations.folder_record integrations.evaluation_card",
 }
-_IN_LAYERS = ("layers", "dense_layers", "experts", "bit_linear")
+_IN_LAYERS = ("layers", "dense_layers", "embeddings", "experts", "bit_linear")
 _IN_DECODE = ("generation.request", "generation.served", "generation.loop")  # they import drafters
 
 

@@ -51,12 +51,16 @@ def _is_part_of(asked: CompressionConfig, saved: CompressionConfig) -> bool:
         pattern in saved.overrides and saved.overrides[pattern] == fields for pattern, fields in asked.overrides.items()
     )
     added = [pattern for pattern in saved.overrides if pattern not in asked.overrides]
+    if getattr(asked, "embeddings", False) and added:  # what was chosen for the embedding comes first
+        embedding = added.pop(0)
+        overrides = overrides and asked.for_embedding(embedding).scheme() == saved.for_embedding(embedding).scheme()
     return (
         schemes[0] == schemes[1]
         and kept[0] == kept[1]
         and overrides
         and (not added or saved.needs_calibration() or saved.calibration is not None)
         and asked.quantize_lm_head == saved.quantize_lm_head
+        and getattr(asked, "embeddings", False) == getattr(saved, "embeddings", False)
         and asked.asked_calibration in (None, saved.calibration)
     )
 

@@ -89,10 +89,10 @@ def check(files, weights: dict[str, tuple[CompressedWeight, bool]], conversions,
 
 
 def possible_names(model) -> list[str]:
-    """Full names of all canonical tensors that the linear layers and experts of `model` might have."""
+    """Full names of all canonical tensors that linear layers, embeddings and experts of `model` might have."""
     names = []
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)):
+        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
             names += [f"{name}.{part}" for part in PARTS]
         elif isinstance(module, CompressedModule):
             names += [f"{name}.{w.prefix}{part}" for w in module.compressed_weights() for part in PARTS]

@@ -19,6 +19,7 @@ SWITCHES = {
     "refine": "tune scales and rounding on block outputs",
     "mixed_precision": "give each layer the bits it needs, --bits on average",
     "quantize_lm_head": "also quantize the output embedding",
+    "embeddings": "also quantize the input embedding, in 8 bits",
 }
 SCHEME = ("bits", "quality", "group_size", "method", "codebook", *SWITCHES)
 

@@ -6,12 +6,13 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
-from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig
-from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer
+from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig, module_matches
+from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, naming
 from hf_efficient.configs.quality import AUTO, QUALITIES, choose, data_free, needs_text, own_text, random_tokens
 
 
 WEIGHT_BITS = (2, 3, 4, 8)
+EMBEDDING_BITS = (4, 8)
 CODEBOOKS = ("nf4", "fp4", "kmeans")
 ZERO_POINTS = ("integer", "float", "minimum")
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
@@ -73,6 +74,11 @@ class WeightOnlyConfig(CompressionConfig):
             config; None in place of the fields leaves the module as it is.
         quantize_lm_head (bool; default False): also quantize the output embedding; one that is tied to the input
             embedding is untied.
+        embeddings (bool; default False): also quantize the input embedding, whose rows are dequantized when they are
+            looked up: in 8 bits with a scale a row, by "rtn", whatever the other arguments say. An override that
+            matches its name changes that: `{"*embed_tokens": {"bits": 4}}` means groups of 64 with zero points. It
+            may set bits (8 or 4), group_size, symmetric, int8_on_cpu, and a method that needs no data. Codes of an
+            embedding that the output embedding is tied to serve both, unless `quantize_lm_head` gives that its own.
         calibration (`CalibrationConfig` or a dict of its arguments; default None): the text that data-aware methods
             see. None: text that the model writes itself.
         dequantize (bool; default False): turn a quantized checkpoint back into an ordinary model when loading it.
@@ -115,6 +121,7 @@ class WeightOnlyConfig(CompressionConfig):
         modules_to_not_convert: list[str] | None = None,
         overrides: dict[str, Any] | list | None = None,
         quantize_lm_head: bool = False,
+        embeddings: bool = False,
         calibration=None,
         dequantize: bool = False,
         input_scale: bool = False,
@@ -129,6 +136,8 @@ class WeightOnlyConfig(CompressionConfig):
         check(quality in (*QUALITIES, None), "quality", quality, f"one of {QUALITIES} or None")
         self.is_automatic = method == AUTO
         self._asked = {name: given[name] for name in (*self.scheme_fields, "calibration")} | {"quality": quality}
+        check_flags(given, "embeddings")
+        self.embeddings = embeddings
         self._initialize(choose(given, quality))
 
     @classmethod
@@ -170,6 +179,32 @@ class WeightOnlyConfig(CompressionConfig):
             plain = choose(asked | {"group_size": self.group_size}, None) | {"group_size": group_size}
         return plain | {"bits": 4, "codebook": None, "method": None}
 
+    @classmethod
+    def _fields(cls):
+        return (*super()._fields(), "embeddings")
+
+    def for_embedding(self, *names: str) -> "WeightOnlyConfig | None":
+        """The config of the input embedding, a module with these names: 8 bits with the first matching override
+        applied, or None to leave it as it is.
+
+        Raises:
+            ValueError: the override asks for what an embedding does not have.
+        """
+        patterns = (p for p in self._given_overrides if any(module_matches(p, name) for name in names))
+        pattern = next(patterns, None)
+        fields = {} if pattern is None else self._given_overrides[pattern]
+        if fields is None:
+            return None
+        with naming(f"overrides[{pattern!r}] of the input embedding {names[0]}"):
+            own = type(self)(**{"bits": 8, "method": "rtn", "zero_point": "integer", **fields})
+            check_choices(own.scheme(), bits=EMBEDDING_BITS, codebook=(None,), zero_point=("integer",))
+            check(own.group_size is not None, "group_size", None, "-1 or a positive multiple of 8")
+            for field in ("rotate", "refine", "mixed_precision", "input_scale", "input_order"):
+                check(not own.scheme()[field], field, True, "False for an embedding")
+            check(own.scale_dtype is None, "scale_dtype", own.scale_dtype, "None for an embedding")
+            check(not own.needs_calibration(), "method", own.method, "one that needs no data: rtn, mse or hqq")
+        return own
+
     def settled(self, can_run: bool) -> "WeightOnlyConfig":
         """This config when a model is loaded: nothing in it is left to choose.
 
@@ -206,6 +241,7 @@ class WeightOnlyConfig(CompressionConfig):
         """Overrides with all that they change: other bits also mean another group size and method where those are left
         out."""
         checked, own = super()._checked_overrides(overrides), self.scheme()
+        self._given_overrides = {pattern: fields and dict(fields) for pattern, fields in checked.items()}
         for pattern, fields in checked.items():
             if fields is not None:
                 merged = self._merged(fields)

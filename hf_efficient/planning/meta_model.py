@@ -97,7 +97,7 @@ def _own_parameters(module: nn.Module) -> int:
     if not isinstance(module, CompressedModule):
         return sum(parameter.numel() for parameter in module.parameters(recurse=False))
     weights = module.compressed_weights()
-    packed = {name for weight in weights for name in (weight.prefix[:-1] or "weight", *weight.names().values())}
+    packed = {name for weight in weights for name in (weight.prefix[:-1], *weight.names().values())} | {"weight"}
     rest = [parameter for name, parameter in module.named_parameters(recurse=False) if name not in packed]
     return sum((w.experts or 1) * w.out_features * w.in_features for w in weights) + sum(p.numel() for p in rest)
 

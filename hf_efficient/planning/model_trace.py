@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hf_efficient.embeddings import EfficientEmbedding
 from hf_efficient.experts import EfficientExperts, is_fused_experts
 from hf_efficient.integrations.transformers_compat import expert_activation
 from hf_efficient.layers import CompressedModule, EfficientLinear
@@ -89,6 +90,8 @@ class Tracer:
                 self.owners.setdefault(parameter.untyped_storage()._cdata, []).append(module)
             if isinstance(module, EfficientLinear):
                 self._replace_linear(module)
+            elif isinstance(module, EfficientEmbedding):
+                module.look_up = types.MethodType(_look_up, module)
             elif isinstance(module, EfficientExperts) or is_fused_experts(module):
                 self._replace_experts(module)
 
@@ -111,9 +114,10 @@ class Tracer:
 
     def _replace_linear(self, module: EfficientLinear) -> None:
         weight = self._stand_in(module.out_features, module.in_features, module.weight.dtype)
+        owner = getattr(module, "source", module)  # the embedding that it is tied to, if any
 
         def forward(module, x):
-            self.trace.read[module] = None
+            self.trace.read[owner] = None
             return self._product(x, weight, module.bias)
 
         module.forward = types.MethodType(forward, module)
@@ -169,6 +173,10 @@ class Tracer:
         y = F.linear(x, weight, bias)
         alive.clear()
         return y
+
+
+def _look_up(module: EfficientEmbedding, ids: torch.Tensor) -> torch.Tensor:
+    return torch.empty(*ids.shape, module.embedding_dim, dtype=module.weight.dtype, device="meta")
 
 
 class _Observer(TorchDispatchMode):

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hf_efficient.embeddings import EfficientEmbedding, embedding_layout
 from hf_efficient.formats import Format
 from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.layers import PLACEHOLDER_SHAPE, CompressedModule
@@ -29,28 +30,35 @@ def bytes_by_module(model: nn.Module, kind: str | None) -> dict[nn.Module, dict]
         found[module] = {t.untyped_storage()._cdata: t.nbytes for t in tensors}
         if kind is not None and isinstance(module, CompressedModule):
             dtype = next(p.dtype for p in module.parameters(recurse=False) if p.shape == PLACEHOLDER_SHAPE)
+            # of an embedding: whether an output embedding is multiplied with it
+            multiplied = module.is_multiplied if isinstance(module, EfficientEmbedding) else None
             for weight in module.compressed_weights():
-                key = weight.format, weight.out_features, weight.in_features, dtype
+                key = weight.format, weight.out_features, weight.in_features, dtype, multiplied
                 if key not in layouts:
                     layouts[key] = _weight_growth(*key, kind)
                 found[module][module, weight.prefix] = (weight.experts or 1) * layouts[key]
     return found
 
 
-def _weight_growth(format: Format, out_features: int, in_features: int, dtype: torch.dtype, kind: str) -> int:
+def _weight_growth(format: Format, out_features: int, in_features: int, dtype, multiplied, kind: str) -> int:
     """Bytes that a weight's layout takes beside its canonical tensors.
 
     A layout consists of equal blocks of rows, so the layouts of two small weights give the size of a large one.
     """
     rows = out_features % _ROWS + _ROWS
-    small = _layout_weight_growth(format, min(rows, out_features), in_features, dtype, kind)
+    small = _layout_weight_growth(format, min(rows, out_features), in_features, dtype, multiplied, kind)
     if out_features <= rows:
         return small
-    block = _layout_weight_growth(format, rows + _ROWS, in_features, dtype, kind) - small
+    block = _layout_weight_growth(format, rows + _ROWS, in_features, dtype, multiplied, kind) - small
     return small + (out_features - rows) // _ROWS * block
 
 
-def _layout_weight_growth(format: Format, out_features: int, in_features: int, dtype: torch.dtype, kind: str) -> int:
+def _layout_weight_growth(format: Format, out_features: int, in_features: int, dtype, multiplied, kind: str) -> int:
+    def make(tensors):
+        if multiplied is None:
+            return format.layout(tensors, in_features, dtype)
+        return embedding_layout(format, tensors, in_features, dtype, multiplied)
+
     dtypes, shapes = format.dtypes(dtype), format.shapes(out_features, in_features)
     tensors = {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}  # canonical
     if isinstance(format, MaskedFormat):
@@ -58,9 +66,9 @@ def _layout_weight_growth(format: Format, out_features: int, in_features: int, d
     if kind == "accelerator":
         tensors = {name: tensor.as_subclass(_Accelerated) for name, tensor in tensors.items()}
         with _AllocateOnCPU():
-            layout = format.layout(tensors, in_features, dtype)
+            layout = make(tensors)
     else:
-        layout = format.layout(tensors, in_features, dtype)
+        layout = make(tensors)
     replaced = tensors["qweight"].nbytes if layout.replaces_qweight else 0
     return sum(map(_allocated, layout.tensors.values())) - replaced
 

@@ -10,7 +10,7 @@ from hf_efficient.configs import CompressionConfig, module_matches
 from hf_efficient.experts import expert_weight_names, is_fused_experts, is_sorted_experts
 from hf_efficient.integrations import transformers_compat
 from hf_efficient.layers import is_linear
-from hf_efficient.targets import externally_read, patterns
+from hf_efficient.targets import externally_read, input_embedding, patterns
 from hf_efficient.targets.weights_in_files import lost_when_saved, weights_in_files
 
 
@@ -24,10 +24,14 @@ class TargetChooser:
     """
 
     def __init__(self, model, config: CompressionConfig, pre_quantized: bool, kept: set[str], files, own_files: bool):
-        self.model, self.config, self.pre_quantized, self.kept = model, config, pre_quantized, kept
+        self.model, self.config, self.pre_quantized = model, config, pre_quantized
         self.files, self.own_files = files, own_files
         self.kept_parameters = transformers_compat.kept_parameters(model) if own_files else set()
-        self.candidates = {name: module for name, module in model.named_modules() if _is_compressible(module)}
+        self.embedding = input_embedding.find(model, config)
+        own = {self.embedding.name} if self.embedding else set()
+        self.kept = kept - own
+        modules = dict(model.named_modules())
+        self.candidates = {name: m for name, m in modules.items() if name in own or _is_compressible(m)}
         self.base = model.base_model_prefix
 
     def targets(self) -> list[tuple[str, nn.Module, CompressionConfig]]:
@@ -43,14 +47,21 @@ class TargetChooser:
         if held is not None:
             own = {name: self._held_config(name, file_name) for name, file_name in held.items()}
             return [(name, module, own[name]) for name, module in self.candidates.items() if name in own]
-        linears = [name for name, module in self.candidates.items() if isinstance(module, nn.Linear)]
+        linears = [name for name, module in self.candidates.items() if isinstance(module, (nn.Linear, nn.Embedding))]
         dense = externally_read.read_elsewhere(self.model, linears)
-        if not self.pre_quantized:
-            dense |= lost_when_saved(self.model, linears)
+        lost = set() if self.pre_quantized else lost_when_saved(self.model, linears)
+        if self.embedding:
+            input_embedding.check_read(self.model, self.embedding.name, dense, lost)
+        dense |= lost
         targets = []
         for name, module in self.model.named_modules():
             own = None if name in dense or self._is_kept(name, module) else self._config_of(name)
             if own is None:
+                if self.embedding and name == self.embedding.name:
+                    raise ValueError(
+                        f"embeddings=True, but modules_to_not_convert or overrides leave the input embedding {name} as "
+                        "it is: give one of them"
+                    )
                 continue
             if name in self.candidates:
                 targets.append((name, module, own))
@@ -85,10 +96,16 @@ class TargetChooser:
         """The config of a module by its name; None: it stays as it is."""
         # a base model loaded from the checkpoint of a model with a head: names there begin with the prefix
         is_inside = self.pre_quantized and self.base and not hasattr(self.model, self.base)
-        name = f"{self.base}.{name}" if is_inside else name
+        own_name, name = name, f"{self.base}.{name}" if is_inside else name
         if any(module_matches(pattern, name) for pattern in self.config.modules_to_not_convert or ()):
             return None
-        return self.config.for_module(name)
+        return self._scheme_of(own_name, (name,))
+
+    def _scheme_of(self, name: str, names: tuple[str, ...]) -> CompressionConfig | None:
+        """What the config says of the module `name`, whose other names are `names`."""
+        if self.embedding and name == self.embedding.name:
+            return self.config.for_embedding(*names)
+        return next((own for own in map(self.config.for_module, names) if own is not self.config), self.config)
 
     def _held(self) -> dict[str, str] | None:
         """Module that the files hold in compressed form -> what they call it; None where they do not decide."""
@@ -98,7 +115,8 @@ class TargetChooser:
         held = weights_in_files(self.files, self.model, list(weights))
         if held is None:
             return None
-        found = {weights[weight]: module for weight, module in held.compressed.items()}
+        tied = self.embedding.tied if self.embedding else ()  # saved apart where they were offloaded
+        found = {weights[w]: module for w, module in held.compressed.items() if weights[w] not in tied}
         self._settle(found, {weights[weight] for weight in held.dense})
         return found
 
@@ -130,7 +148,7 @@ class TargetChooser:
         """The config of a module that the files hold in compressed form. Its patterns may name modules of the class
         that was saved."""
         names = (name, f"{self.base}.{name}", file_name) if self.base else (name, file_name)
-        own = next((own for own in map(self.config.for_module, names) if own is not self.config), self.config)
+        own = self._scheme_of(name, names)
         if own is None:
             raise ValueError(
                 f"the checkpoint holds {name} in compressed form, but its quantization_config leaves it as it is: "

@@ -23,11 +23,13 @@ class Swapped:
         weights: full name of a weight -> (how it is compressed, whether the original is transposed).
         calibrated: full name of a module that is compressed after loading -> its config.
         tied_head: (name of the input embedding's weight, name of the output embedding's) that `swap` untied, or None.
+        tied_to_embedding: name of a weight that is tied to a compressed embedding's -> the name of that.
     """
 
     weights: dict[str, tuple[CompressedWeight, bool]] = field(default_factory=dict)
     calibrated: dict[str, CompressionConfig] = field(default_factory=dict)
     tied_head: tuple[str, str] | None = None
+    tied_to_embedding: dict[str, str] = field(default_factory=dict)
 
 
 def swap(model, config: CompressionConfig, pre_quantized: bool, files, own_files: bool) -> Swapped:
@@ -40,14 +42,21 @@ def swap(model, config: CompressionConfig, pre_quantized: bool, files, own_files
         ValueError: nothing is compressed, or the config does not fit the model; names what does not.
     """
     kept, tied_head = output_head.prepare(model, config, pre_quantized)
-    targets = TargetChooser(model, config, pre_quantized, kept, files, own_files).targets()
+    chooser = TargetChooser(model, config, pre_quantized, kept, files, own_files)
+    targets, embedding = chooser.targets(), chooser.embedding
     swapped = Swapped(tied_head=tied_head)
     for name, module, own in targets:
+        if embedding is not None and name == embedding.name:
+            swapped.tied_to_embedding = embedding.tied_weights
+            if not pre_quantized:  # what was chosen for it stands in the checkpoint
+                config.overrides = {name: own.scheme(), **config.overrides}
         if not pre_quantized and own.needs_calibration():
             swapped.calibrated[name] = own
         swapped.weights |= _weights_of(name, module, own, name in swapped.calibrated)
         if name not in swapped.calibrated and not (pre_quantized and config.dequantize):
-            if isinstance(module, (nn.Linear, Conv1D)):
+            if isinstance(module, nn.Embedding):
+                embedding.swap(model, own.format())
+            elif isinstance(module, (nn.Linear, Conv1D)):
                 model.set_submodule(name, stand_in(module, own.format()))
             else:
                 compress_experts(module, own.format())
@@ -77,7 +86,10 @@ def _attach_norm(linear: nn.Module, eps: float) -> None:
 def _weights_of(name: str, module, config: CompressionConfig, is_calibrated: bool) -> dict:
     """What `Swapped.weights` says of one module."""
     format, weights = config.format(), {}
-    if isinstance(module, (nn.Linear, Conv1D)):
+    if isinstance(module, nn.Embedding):
+        shape = module.num_embeddings, module.embedding_dim
+        weights[f"{name}.weight"] = CompressedWeight("", *shape, format), False
+    elif isinstance(module, (nn.Linear, Conv1D)):
         transposed = isinstance(module, Conv1D)
         columns, rows = (module.nx, module.nf) if transposed else (module.in_features, module.out_features)
         weights[f"{name}.weight"] = CompressedWeight("", rows, columns, format), transposed

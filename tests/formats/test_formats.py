@@ -141,6 +141,9 @@ def test_layouts_compute_the_product_and_turn_back(
     eps = torch.finfo(dtype).eps
     reason = "the operators round each weight and scale * zero to the dtype, and sum up to 1024 products in float32"
     assert_close(layout.dequantize(), dense, 2 * eps, 8 * eps * dense.abs().max().item(), reason)
+    if layout.replaces_qweight:
+        ids = torch.randint(rows, (9,))
+        assert torch.equal(layout.canonical_rows(ids), tensors["qweight"][ids])
     bias = torch.randn(rows, dtype=dtype)
     for shape in ((1, columns), (2, 3, columns), (70, columns), (2, 40, columns)):
         x = torch.randn(shape, dtype=dtype)

@@ -27,6 +27,7 @@ pytestmark = NATIVE_LOOP
 CONFIGS = {
     "int4": WeightOnlyConfig(bits=4, group_size=32),
     "int8_head": WeightOnlyConfig(bits=8, group_size=-1, symmetric=True, quantize_lm_head=True),
+    "embeddings": WeightOnlyConfig(bits=4, group_size=32, method="rtn", embeddings=True),
     "w8a8": W8A8Config(),
     "bitnet": BitNetConfig(),
 }

@@ -148,6 +148,14 @@ def test_other_ways_to_shard_are_refused(axis):
         EfficientQuantizer(WeightOnlyConfig(**{"bits": 4}), pre_quantized=False).preprocess_model(model=model)
 
 
+def test_compressed_embeddings_are_refused():
+    with torch.device("meta"):
+        model = tiny_model("llama", **SIZES)
+    model.config.distributed_config = DistributedConfig(tp_size=2)
+    with pytest.raises(ValueError, match="tp_size=2: embeddings=True is not supported"):
+        EfficientQuantizer(WeightOnlyConfig(embeddings=True), pre_quantized=False).preprocess_model(model=model)
+
+
 def test_transposed_experts_are_refused():
     with torch.device("meta"):
         model = tiny_model("gpt_oss", **SIZES)

@@ -5,6 +5,7 @@ import torch
 
 from hf_efficient.kernels import efficient_linear
 from hf_efficient.kernels.efficient_linear import launch_configs
+from hf_efficient.kernels.linear.weight_only import TritonLayout
 
 
 SHAPES = [
@@ -40,6 +41,14 @@ def test_round_trip_is_bit_exact(out_features, in_features, bits):
         packed = efficient_linear.pack_codebook_weight(qweight, bits)
         assert packed.dtype == torch.int32 and packed.is_contiguous() and packed.shape[0] == out_features
         assert torch.equal(efficient_linear.unpack_codebook_weight(packed, in_features, bits), qweight)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("out_features, in_features", SHAPES)
+def test_single_rows_of_a_layout(out_features, in_features, bits):
+    qweight, ids = canonical(out_features, in_features, bits), torch.randint(out_features, (7,))
+    layout = TritonLayout.pack(qweight, torch.ones(out_features, 1), None, bits, -1, in_features, torch.float32)
+    assert torch.equal(layout.canonical_rows(ids), qweight[ids])
 
 
 def test_full_tiles_take_no_more_than_the_codes():

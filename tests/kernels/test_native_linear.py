@@ -16,6 +16,7 @@ from hf_efficient.kernels.linear.codes import pack_codes
 from hf_efficient.kernels.linear.weight_only import dequantize_weight, device_layout
 from hf_efficient.kernels.native import compiler, tiers
 from hf_efficient.kernels.native.openmp import openmp_runtime
+from hf_efficient.kernels.replay.recorder import Capture, _interpret
 
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -72,6 +73,38 @@ def test_products_and_inverses(kernels, bits, symmetric):
                 assert_close(layout.matmul(x, bias), expected, rms, 16 * eps * size, reason)
                 again = [layout.matmul(x, bias) for _ in range(2)]
                 assert torch.equal(*again), "the same sums in the same order"
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_rows(kernels, bits, symmetric):
+    for n, k, group_size in SHAPES:
+        for dtype in DTYPES:
+            canonical = tensors(n, k, bits, group_size, symmetric, dtype)
+            layout = native_cpu.NativeCodesLayout.pack(*canonical, bits, group_size, k, dtype)
+            scheme = dict(bits=bits, group_size=group_size, in_features=k, dtype=dtype)
+            dense = dequantize_weight(*canonical, **scheme)
+            for shape in [(), (1,), (2, 3), (70,), (0, 3)]:  # one thread, and several
+                ids = torch.randint(n, shape)
+                assert torch.equal(layout.rows(ids), dense[ids])
+                assert torch.equal(layout.canonical_rows(ids.flatten()), canonical[0][ids.flatten()])
+            for wrong in (n, -1, 2**40):
+                with pytest.raises(IndexError, match="index out of range in self"):
+                    layout.rows(torch.tensor([0, wrong]))
+
+
+def test_captured_rows(kernels):
+    canonical = tensors(100, 64, 8, -1, True, torch.bfloat16)
+    layout = native_cpu.NativeCodesLayout.pack(*canonical, 8, -1, 64, torch.bfloat16)
+    ids = torch.randint(100, (2, 3))
+    capture = Capture(lambda: layout.rows(ids))
+    assert [step.func for step in capture._steps] == [_interpret], "an instruction, not a call of Python"
+    for _ in range(2):
+        ids.copy_(torch.randint(100, (2, 3)))
+        assert torch.equal(capture.replay(), layout.dequantize()[ids])
+    ids[1, 2] = 100
+    with pytest.raises(IndexError, match="index out of range in self"):
+        capture.replay()
 
 
 def rounded(x, group, span=64):

@@ -38,6 +38,7 @@ CONFIGS = {
     "int4": hf_efficient.WeightOnlyConfig(bits=4, group_size=32),
     "w8a8": hf_efficient.W8A8Config(),
 }
+EMBEDDED = hf_efficient.WeightOnlyConfig(bits=4, group_size=32, method="rtn", embeddings=True)
 
 
 def config_of(name: str):
@@ -93,15 +94,33 @@ def most_allocated(run) -> int:
 @pytest.mark.parametrize("quantization", CONFIGS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_sizes_are_those_of_the_loaded_and_saved_model(name, quantization, folders, tmp_path):
-    estimate = hf_efficient.estimate(folders(name), CONFIGS[quantization], batch_size=BATCH, device=HERE)
-    model = load(folders(name), CONFIGS[quantization])
+    check_sizes(folders(name), CONFIGS[quantization], tmp_path)
+
+
+def check_sizes(folder, quantization, tmp_path):
+    estimate = hf_efficient.estimate(folder, quantization, batch_size=BATCH, device=HERE)
+    model = load(folder, quantization)
     model.save_pretrained(tmp_path)
     assert estimate.checkpoint_bytes == saved_bytes(tmp_path)
     assert estimate.weight_bytes == memory.weight_bytes(model)
-    assert estimate.parameters == load(folders(name)).num_parameters()
+    assert estimate.parameters == load(folder).num_parameters()
     assert estimate.architecture == type(model).__name__
     again = hf_efficient.estimate(tmp_path, device=HERE, batch_size=BATCH)  # of the compressed checkpoint itself
     assert again == estimate
+
+
+@pytest.mark.parametrize("name", ["dense", "tied", "encoder-decoder"])
+def test_sizes_with_a_compressed_embedding(name, folders, tmp_path):
+    folder = folders("dense" if name == "tied" else name)
+    if name == "tied":
+        config = config_of("dense")
+        config.tie_word_embeddings = True
+        folder = tmp_path / "tied"
+        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    check_sizes(folder, EMBEDDED, tmp_path / "saved")
+    plain, own = (hf_efficient.estimate(folder, config, device=HERE) for config in (None, EMBEDDED))
+    assert (own.parameters, own.active_parameters) == (plain.parameters, plain.active_parameters)
+    assert own.decode.flops == plain.decode.flops and own.decode.bytes_moved < plain.decode.bytes_moved
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
         else:
             from hf_efficient.checkpoints.export import awq, compressed_tensors, folder, gptq
 
+            source = source.with_dense_embedding()
             targets = {"compressed-tensors": compressed_tensors.CompressedTensors, "gptq": gptq.Gptq, "awq": awq.Awq}
             target = targets[format](source)
             engines = target.engines()

@@ -20,12 +20,14 @@ from hf_efficient.layers import CompressedModule, CompressedWeight
 class Layer:
     """One compressed weight of a checkpoint: `name` of its module there, and `read(part)`, which gives a canonical
     tensor.
-    `transposed`: the module is a `Conv1D`. Fused experts are a layer each, where checkpoints have them apart."""
+    `transposed`: the module is a `Conv1D`. `is_embedding`: it is the input embedding. Fused experts are a layer each,
+    where checkpoints have them apart."""
 
     name: str
     weight: CompressedWeight
     transposed: bool
     read: Callable[[str], torch.Tensor]
+    is_embedding: bool = False
 
 
 @dataclass
@@ -42,6 +44,20 @@ class Source:
     kept: list[str]
     dense_names: list[str]
     read_dense: Callable[[str], torch.Tensor]
+
+    def with_dense_embedding(self) -> "Source":
+        """This source with the input embedding dequantized, for targets that quantize linear layers only."""
+        embeddings = {f"{layer.name}.weight": layer for layer in self.layers if layer.is_embedding}
+
+        def read_dense(name):
+            if name not in embeddings:
+                return self.read_dense(name)
+            weight, read = embeddings[name].weight, embeddings[name].read
+            return weight.format.dequantize({p: read(p) for p in weight.names()}, weight.in_features, self.dtype)
+
+        layers = [layer for layer in self.layers if not layer.is_embedding]
+        names = [*self.dense_names, *embeddings]
+        return dataclasses.replace(self, layers=layers, dense_names=names, read_dense=read_dense)
 
     def dense(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self.dense_names:
@@ -136,7 +152,8 @@ def _layers(names: CheckpointNames, name: str, module: CompressedModule, weight:
     """The layers that a weight of `module`, called `name`, is in a checkpoint."""
     weight, read = _with_zeros(weight, read)
     if weight.experts is None:
-        return [Layer(names.of_module(name), weight, getattr(module, "transposed", False), read)]
+        transposed, is_embedding = getattr(module, "transposed", False), isinstance(module, nn.Embedding)
+        return [Layer(names.of_module(name), weight, transposed, read, is_embedding)]
     fused = f"{name}.{weight.prefix[:-1]}"
     apart = None if module.is_transposed else names.experts(fused, weight, read)
     if apart is None:

@@ -83,7 +83,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
                     f"{field}={self.target[field]}, {type(model).__name__} has {field}={value}: heads draft for the "
                     "model they were trained on"
                 )
-        width = model.get_input_embeddings().weight.shape[-1]
+        width = model.get_input_embeddings().embedding_dim
         if width != ours["hidden_size"]:
             raise ValueError(
                 f"{type(model).__name__} embeds tokens in {width} dimensions and has "

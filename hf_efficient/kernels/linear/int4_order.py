@@ -74,3 +74,15 @@ def unpack(packed: torch.Tensor, in_features: int, block: int | None = None) -> 
         nibbles = torch.cat((bytes_ & 15, bytes_ >> 4), -1)[:, :, torch.argsort(nibble_rows(size))]
         runs.append(nibbles.transpose(1, 2).reshape(-1, in_features))
     return torch.cat(runs)
+
+
+def unpack_rows(packed: torch.Tensor, in_features: int, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids`, int64 [n], of `unpack(packed, in_features)`, read from their blocks alone."""
+    found = torch.zeros(len(ids), in_features, dtype=torch.uint8)
+    for first, last, size in block_runs(packed.numel() * 2 // in_features):
+        blocks = packed.view(-1)[first * in_features // 2 : last * in_features // 2].view(-1, in_features, size // 2)
+        own = (ids - first).clamp(0, last - first - 1)
+        digit = torch.argsort(nibble_rows(size))[own % size]
+        codes = blocks[own // size, :, digit % (size // 2)] >> 4 * (digit >= size // 2).to(torch.uint8)[:, None] & 15
+        found = torch.where(((ids >= first) & (ids < last))[:, None], codes, found)
+    return found

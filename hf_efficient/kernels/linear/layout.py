@@ -34,6 +34,14 @@ class Layout:
         """The canonical "qweight", bit for bit."""
         raise NotImplementedError
 
+    def canonical_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids`, int64 [n], of the canonical "qweight"."""
+        return self.canonical()[ids]
+
+    # (ids int64 [...]) -> these rows of the weight, [..., K] in `dtype`, with the bits of `Format.dequantize`; None
+    # where the format has to make them of canonical rows
+    rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+
 
 def rows_of(x: torch.Tensor, in_features: int) -> torch.Tensor:
     """x [..., K] as [M, K] with contiguous columns, which the Triton kernels require."""

@@ -18,7 +18,7 @@ from hf_efficient.kernels.linear.layout import FLOATS, Layout
 from hf_efficient.kernels.native import build
 from hf_efficient.kernels.native.structs import Product, filled
 from hf_efficient.kernels.native.tiers import once_a_tier
-from hf_efficient.kernels.replay.instructions import packed_product
+from hf_efficient.kernels.replay.instructions import TYPES, call, packed_product
 from hf_efficient.kernels.replay.registry import replays
 
 
@@ -43,6 +43,18 @@ class _Weight(ctypes.Structure):
         ("zero_is_float", ctypes.c_int64),
         ("table", ctypes.c_void_p),
         ("x_scale", ctypes.c_void_p),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    """`Rows` of native/linear/linear.cpp."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("type", ctypes.c_int64),
     ]
 
 
@@ -106,13 +118,15 @@ class Kernel:
         self.linear.restype = self.dequantize.restype = None
         self.linear.argtypes = [pointer, integer, pointer, integer, ctypes.c_int]
         self.dequantize.argtypes = [pointer, integer, integer, pointer, integer]
+        self.rows = library.hf_rows
+        self.rows.argtypes, self.rows.restype = [pointer], ctypes.c_int
 
 
 @once_a_tier
 def kernel(bits: int, kind: int = GRID) -> Kernel | None:
     """The kernel for codes of `bits` bits that stand for what `kind` tells; None where torch's operators serve
     instead."""
-    library = build.load("linear", (Product, _Weight), BITS=bits, KIND=kind)
+    library = build.load("linear", (Product, _Rows, _Weight), BITS=bits, KIND=kind)
     return library and Kernel(library)
 
 
@@ -247,6 +261,10 @@ class NativeCodesLayout(NativeLayout):
         codes = unpack_lines(self.packed, self.scheme[0], self.out_features, self.in_features)
         return pack_codes(codes, self.bits)
 
+    def rows(self, ids):
+        tensors = self.packed, self.scale, self.zero_point
+        return torch.ops.hf_efficient.cpu_rows(ids, *tensors, *self.scheme, self.dtype)
+
 
 def _linear(x, packed, scale, zero_point, bias, bits, group, out_features, in_features, rounds_inputs):
     scheme = bits, group, out_features, in_features
@@ -261,6 +279,26 @@ def _dequantize(packed, scale, zero_point, bits, group, out_features, in_feature
 def _weight(dtype, _, packed, scale, zero_point, bits, group, out_features, in_features, rounds_inputs):
     scheme = bits, group, out_features, in_features
     return torch.ops.hf_efficient.cpu_dequantize(packed, scale, zero_point, *scheme, dtype)
+
+
+def _rows(ids, packed, scale, zero_point, bits, group, out_features, in_features, dtype):
+    torch.get_num_threads()  # as in _product
+    ids, y = ids.contiguous(), packed.new_empty(*ids.shape, in_features, dtype=dtype)
+    weight, address = weight_structure(packed, scale, zero_point, group, out_features, in_features, False)
+    rows = _Rows(address, ids.data_ptr(), y.data_ptr(), ids.numel(), TYPES[dtype])
+    if not kernel(bits).rows(ctypes.addressof(rows)):
+        raise IndexError("index out of range in self")  # torch's words for an embedding on a CPU
+    return y
+
+
+@replays("hf_efficient::cpu_rows")
+def _row_instructions(y, ids, packed, scale, zero_point, bits, group, out_features, in_features, dtype):
+    if not ids.is_contiguous():
+        return None
+    tensors = packed, scale, zero_point
+    weight, address = weight_structure(*tensors, group, out_features, in_features, False)
+    rows = _Rows(address, ids.data_ptr(), y.data_ptr(), ids.numel(), TYPES[dtype])
+    return [call(kernel(bits).rows, rows, y, [ids, *tensors], keep=weight, looks_up=True)]
 
 
 @replays("hf_efficient::cpu_linear")
@@ -282,4 +320,12 @@ op.define(
     "int in_features, ScalarType dtype) -> Tensor",
     cpu=_dequantize,
     fake=lambda packed, scale, zero, bits, group, rows, columns, dtype: packed.new_empty(rows, columns, dtype=dtype),
+)
+op.define(
+    "cpu_rows(Tensor ids, Tensor packed, Tensor scale, Tensor? zero_point, int bits, int group, int out_features, "
+    "int in_features, ScalarType dtype) -> Tensor",
+    cpu=_rows,
+    fake=lambda ids, packed, scale, zero, bits, group, rows, columns, dtype: packed.new_empty(
+        *ids.shape, columns, dtype=dtype
+    ),
 )

@@ -72,6 +72,9 @@ class Int8CpuLayout(_TorchLayout):
     def canonical(self):
         return self.codes.view(torch.uint8).bitwise_xor(128)
 
+    def canonical_rows(self, ids):
+        return self.codes[ids].view(torch.uint8).bitwise_xor(128)
+
 
 class Int4CpuLayout(_TorchLayout):
     """Codes in the order of torch's int4 operator (see `int4_order`).
@@ -166,5 +169,12 @@ class Int4CpuLayout(_TorchLayout):
         return weight
 
     def canonical(self):
-        planes = [int4_order.unpack(packed, self.in_features) for packed, _ in self.planes]
-        return planes[0] << 4 | planes[1] if self.bits == 8 else pack_codes(planes[0] - self.shift, self.bits)
+        return self._packed(int4_order.unpack(packed, self.in_features) for packed, _ in self.planes)
+
+    def canonical_rows(self, ids):
+        return self._packed(int4_order.unpack_rows(packed, self.in_features, ids) for packed, _ in self.planes)
+
+    def _packed(self, planes):
+        """Canonical codes of the codes in each plane."""
+        first, *rest = planes
+        return first << 4 | rest[0] if rest else pack_codes(first - self.shift, self.bits)

@@ -64,6 +64,17 @@ class TritonLayout(TritonRowsLayout):
     def canonical(self):
         return op.triton_kernels().unpack_weight(self.packed, self.in_features, self.bits, self.group_size)
 
+    def canonical_rows(self, ids):
+        """Unpacks the tiles that hold them."""
+        tile = op.triton_kernels().packing.ROWS
+        tiles = -(-self.out_features // tile)
+        words = self.packed.flatten()
+        words = words[: words.numel() // (tiles * tile) * tiles * tile].view(tiles, -1)[ids // tile]
+        found = op.triton_kernels().unpack_weight(
+            words.view(len(ids) * tile, -1), self.in_features, self.bits, self.group_size
+        )
+        return found.view(len(ids), tile, -1)[torch.arange(len(ids), device=ids.device), ids % tile]
+
 
 class FloatZeroTritonLayout(Layout):
     """`TritonLayout` around the middle of the grid, plus what zero points in float32 add: the sums of x over each group

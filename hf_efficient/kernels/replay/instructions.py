@@ -109,11 +109,16 @@ def packed_product(y, x, bias, weight, function, kind: tuple, tensors: list) -> 
     return [instruction.noting(y, [x, *tensors, bias])]
 
 
-def call(function, argument: ctypes.Structure, y: torch.Tensor, inputs: list, keep=()) -> Instruction:
+def call(
+    function, argument: ctypes.Structure, y: torch.Tensor, inputs: list, keep=(), looks_up: bool = False
+) -> Instruction:
     """A call of a compiled function with a structure that says everything: y <- the function of `inputs` (tensors or
-    None). The addresses in the structure are not changed later, so these tensors stay where they lie. keep: objects
-    that own memory that the structure points to."""
-    instruction = Instruction(OPS["CALL"], weight=ctypes.addressof(argument))
+    None). The addresses in the structure are not changed later, so these tensors stay where they lie.
+
+    keep: objects that own memory that the structure points to. looks_up: whether what the function refuses is an index
+    of an embedding; `alpha` tells it.
+    """
+    instruction = Instruction(OPS["CALL"], weight=ctypes.addressof(argument), alpha=float(looks_up))
     instruction.linear = ctypes.cast(function, ctypes.c_void_p).value
     instruction.keep = argument, keep
     return instruction.noting(y, inputs)

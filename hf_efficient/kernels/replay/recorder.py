@@ -26,7 +26,8 @@ _UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 def _interpret(instructions: ctypes.Array) -> None:
     number = interpreter()(ctypes.addressof(instructions), len(instructions))
-    if number and instructions[number - 1].op == OPS["ROWS"]:
+    refused = instructions[number - 1] if number else None
+    if number and (refused.op == OPS["ROWS"] or refused.op == OPS["CALL"] and refused.alpha):
         raise IndexError("index out of range in self")  # torch's words for an embedding on a CPU
     if number:
         raise RuntimeError(

@@ -1,5 +1,6 @@
 // y = x @ W^T + bias for weights of codes. Threads share y; the order of each sum does not depend on their number.
 
+#include "elementwise.h"
 #include "few_rows.h"
 #include "float8_inputs.h"
 #include "int8_rows.h"
@@ -17,7 +18,14 @@ static bool by_int8(int64_t rows) {
     return true;
 }
 
-EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y)
+struct Rows {  // mirrored in kernels/linear/native_cpu.py
+    const Weight *weight;
+    const int64_t *ids;  // `count` rows of W
+    void *y;             // [count, in_features], numbers of `type`
+    int64_t count, type;
+};
+
+EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y) LAYOUT(Rows, weight, ids, y, count, type)
                LAYOUT(Weight, packed, scale, zero, out_features, in_features, group, scale_is_float, rounds_inputs,
                       zero_is_float, table, x_scale))
 
@@ -76,4 +84,34 @@ extern "C" void hf_dequantize(const Weight *weight, int64_t first, int64_t end, 
                 }
             });
     });
+}
+
+// y[i] <- row ids[i] of W. Returns 0, and writes nothing, where W has no such row.
+extern "C" int hf_rows(const Rows *rows) {
+    constexpr int64_t WORTH_IT = 1 << 13;  // elements that several threads share
+    const Matrix w(*rows->weight);
+    for (int64_t i = 0; i < rows->count; i++)
+        if (rows->ids[i] < 0 || rows->ids[i] >= w.out_features) return 0;
+    auto some = [&](int64_t i, int64_t end) {
+        static thread_local Buffer buffer;
+        float *row = buffer.get<float>(w.width + LANES);
+        for (; i < end; i++) {
+            const int64_t block = rows->ids[i] / LANES, lane = rows->ids[i] % LANES;
+            for_segments(w, [&](int64_t, int64_t g, int64_t step, int64_t last_step) {
+                const Floats scale = w.scales(block, g), offset = w.offsets(block, g);
+                for (; step < last_step; step++) {
+                    Codes::Decoded values;
+                    values.decode(w.codes, w.line(block, step));
+                    for (int64_t j = 0; j < w.COLUMNS; j++) {
+                        const Floats all = (values.value(j) + offset) * scale;
+                        row[step * w.COLUMNS + j] = all[lane];
+                    }
+                }
+            });
+            store(row, rows->y, rows->type, i * w.in_features, 1, w.in_features);
+        }
+    };
+    if (rows->count * w.in_features < WORTH_IT) some(0, rows->count);
+    else parallel(rows->count, some);
+    return 1;
 }
