@@ -9,6 +9,7 @@ import torch
 
 from hf_efficient.kernels.attention import pages, torch_cpu
 from hf_efficient.kernels.attention.call import AttentionCall
+from hf_efficient.kernels.replay.cuda_graph import counts_in
 
 
 _OPTIONS = (
@@ -130,3 +131,4 @@ for _name, (_cpu, _cuda, _fake_of) in _IMPLEMENTATIONS.items():
     _LIBRARY.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"hf_efficient::{_name}", _fake_of, lib=_LIBRARY)
 OPS = torch.ops.hf_efficient
+counts_in(lambda buffer: _triton().counters_in(buffer))
