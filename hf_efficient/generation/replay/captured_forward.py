@@ -12,7 +12,7 @@ from transformers.utils import logging
 from hf_efficient.cache.bookkeeping.forward_plan import tree_mask as tree_bits
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.integrations.transformers_loop import collects_hidden_states, is_collector_hook
-from hf_efficient.kernels.replay.cuda_graph import why_unavailable
+from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable, interpreter
 
 
@@ -68,6 +68,10 @@ class CapturedForward:
         capture; 0.0 where it is captured already or runs eagerly."""
         kind = rows, padded(rows, columns)
         return 0.0 if self._runs_eagerly(*kind) or kind in self._captures else self._last_capture_seconds
+
+    def is_captured(self, rows: int, columns: int) -> bool:
+        """Whether forwards of `rows` sequences and `columns` positions are replayed."""
+        return (rows, padded(rows, columns)) in self._captures
 
     def _runs_eagerly(self, rows: int, width: int) -> bool:
         return self._falls_back or width > WIDTHS[-1] or rows * width > MAX_TOKENS
@@ -149,7 +153,7 @@ def why_not_captured(model) -> str | None:
     if len(devices) > 1:
         return f"forwards are captured on one device, and the model is on {', '.join(sorted(map(str, devices)))}"
     (device,) = devices
-    if device.type != "cpu" and (reason := why_unavailable(device)) is not None:
+    if device.type != "cpu" and (reason := triton_devices.why_not(device)) is not None:
         return reason
     if device.type == "cpu" and interpreter() is None:
         return "the C++ kernels are not available (`hf-efficient doctor` says why)"

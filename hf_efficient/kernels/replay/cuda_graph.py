@@ -1,7 +1,5 @@
 """A forward on a CUDA device captured once as a CUDA graph and replayed: one launch by the host for all its kernels."""
 
-import functools
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
@@ -9,20 +7,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hf_efficient.kernels.replay.host_reads import UnknownSizes
-
-
-@functools.cache
-def why_unavailable(device: torch.device) -> str | None:
-    """Why forwards on `device` are not captured as CUDA graphs, None where they can be. They run Triton kernels, which
-    need compute capability 8.0 (bfloat16 and asynchronous copies) on NVIDIA's devices."""
-    if device.type != "cuda":
-        return f"forwards are captured on CPUs and CUDA devices, and the model is on {device.type!r}"
-    if importlib.util.find_spec("triton") is None:
-        return "the Triton kernels are not available: triton is not installed"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"the Triton kernels need compute capability 8.0, and the device has {major}.{minor}"
-    return None
 
 
 def is_graph_capturing() -> bool:
