@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, TextIteratorStreamer
 from transformers.generation import StoppingCriteria
 
 from hf_efficient import WeightOnlyConfig
-from hf_efficient.generation import loop
+from hf_efficient.generation import loop, model_state
 from hf_efficient.generation.arriving import ArrivingTokens
 from hf_efficient.generation.replay import captured_forward
 from hf_efficient.generation.replay.captured_forward import why_not_captured
-from hf_efficient.kernels.replay import cuda_graph
+from hf_efficient.generation.warm_up import warm_up
 
 
 pytestmark = NATIVE_LOOP
@@ -182,15 +182,29 @@ def test_the_fake_capture_replays_on_the_same_tensors():
     assert graph.output[0].tolist() == [8.0] * 3 and y.tolist() == [5.0] * 3
 
 
-def test_devices_without_the_kernels(monkeypatch):
+def test_other_devices_are_named():
     model = tiny_model("llama")
     assert why_not_captured(model) is None
-    assert "on 'meta'" in why_not_captured(model.to("meta"))
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.version, "hip", None)
-    for capability, reason in (((7, 5), "need compute capability 8.0, and the device has 7.5"), ((8, 0), None)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        cuda_graph.why_unavailable.cache_clear()
-        found = cuda_graph.why_unavailable(device)
-        assert reason in found if reason else found is None
-    cuda_graph.why_unavailable.cache_clear()
+    assert "not on 'meta'" in why_not_captured(model.to("meta"))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_after_a_warm_up_nothing_is_captured(rows, monkeypatch):
+    model = served_model("llama", eos_token_id=None)
+    expected = model.generate(**left_padded_batch((7,) * rows), do_sample=False, max_new_tokens=9)
+    model_state.forget(model)
+    assert warm_up(model, batch_sizes=(1, 3), widths=(1, 4), max_length=64) == 4
+    made = []
+    monkeypatch.setattr(FakeGraph, "__init__", lambda *args: made.append(1))
+    output = model.generate(**left_padded_batch((7,) * rows), do_sample=False, max_new_tokens=9)
+    assert torch.equal(output, expected) and not made
+    model.generate(**left_padded_batch((7,) * rows), do_sample=False, max_new_tokens=20, prompt_lookup_num_tokens=3)
+    assert not made
+
+
+def test_what_a_warm_up_refuses():
+    model = served_model("llama")
+    with pytest.raises(ValueError, match="at most 128 tokens"):
+        warm_up(model, batch_sizes=(64,), widths=(4,))
+    with pytest.raises(ValueError, match="training mode"):
+        warm_up(model.train())
