@@ -4,8 +4,11 @@ Every case of ours is first checked against the reference. It is timed by replay
 over copies of random data of more than 200 MB together, so that nothing is found in the L2 cache. Times are the median,
 the smallest and the largest of 15 replays, in microseconds per call. The same run measures the limits to compare GB/s
 and TFLOP/s with: the bandwidth of a device copy (bytes read plus written) and the rate of a bf16 matrix product 8192^3.
-A case that fails or is wrong is in the record as such. Each line is appended to a `.jsonl` file as it comes, for runs
-that are cut off.
+A case that fails or is wrong is in the record as such.
+
+Each line is appended to a `.jsonl` file as it comes. `--seconds N` begins no case after N seconds, and `--only PATTERN`
+runs those cases whose names match the regular expression. Such a run, and one that is cut off, leaves the file, and the
+next run goes on behind what was measured. A complete run removes it.
 
 `--tiny` runs the same code on small sizes under the Triton interpreter where there is no GPU: it tests the script, its
 times mean nothing, and the record says so.
@@ -13,6 +16,7 @@ times mean nothing, and the record says so.
 
 import contextlib
 import json
+import re
 import time
 
 import harness
@@ -34,7 +38,11 @@ class Benchmark:
         parser.add_argument(
             "--tiny", action="store_true", help="small sizes under TRITON_INTERPRET=1: tests the script"
         )
+        parser.add_argument("--only", default="", help="regular expression that the names of cases contain")
+        parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many seconds")
         options = parser.parse_args(arguments)
+        self._only, self._end = re.compile(options.only), time.monotonic() + options.seconds
+        self._is_partial = bool(options.only)  # whether cases are missing
         self.quick, self.tiny, self.output = options.quick, options.tiny, options.output
         if not self.tiny:
             harness.need_gpu(name)
@@ -43,7 +51,9 @@ class Benchmark:
         self.results: list[dict] = []
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self.lines = self.output.with_suffix(".jsonl")
-        self.lines.unlink(missing_ok=True)
+        if self.lines.is_file():
+            self.results = [json.loads(line) for line in self.lines.read_text().splitlines()]
+            self.results = [line for line in self.results if "us" in line and line.get("correct", True)]
         torch.manual_seed(0)
         self.limits = self._limits()
         print({key: round(value, 3) for key, value in self.limits.items()}, flush=True)
@@ -96,6 +106,9 @@ class Benchmark:
         """Checks (`check()` is the error against the reference; peers have none) and times one case, prints and appends
         it. `case` names the kernel and everything that was varied."""
         line = dict(case)
+        name = " ".join(str(value) for value in case.values())
+        if not self.wants(case):
+            return line
         try:
             if check is not None:
                 line["error"] = check()
@@ -109,11 +122,20 @@ class Benchmark:
                 text += f"  error {line['error']:.1e}{'' if line['correct'] else '  WRONG'}"
         except Exception as reason:  # a peer that does not take this shape, or a kernel of ours that fails
             line["failed"] = text = f"{type(reason).__name__}: {str(reason)[:200]}"
-        self._append(line)
-        print(f"{' '.join(str(value) for value in case.values()):72s} {text}", flush=True)
+        self.append(line)
+        print(f"{name:72s} {text}", flush=True)
         return line
 
-    def _append(self, line: dict) -> None:
+    def wants(self, case: dict) -> bool:
+        """Whether the case is to be run: it was not measured before, is named by `--only`, and there is time."""
+        if any(all(old.get(key) == case[key] for key in case) for old in self.results):
+            return False
+        if not self._only.search(" ".join(str(value) for value in case.values())) or time.monotonic() > self._end:
+            self._is_partial = True
+            return False
+        return True
+
+    def append(self, line: dict) -> None:
         self.results.append(line)
         with self.lines.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -124,7 +146,7 @@ class Benchmark:
         try:
             yield
         except Exception as reason:
-            self._append(dict(kernel=kernel, ours=ours, failed=f"{type(reason).__name__}: {str(reason)[:200]}"))
+            self.append(dict(kernel=kernel, ours=ours, failed=f"{type(reason).__name__}: {str(reason)[:200]}"))
             print(f"{kernel}: {self.results[-1]['failed']}", flush=True)
 
     def find(self, **case) -> list[dict]:
@@ -144,9 +166,11 @@ class Benchmark:
         report = {"environment": environment.describe(), "limits": self.limits, "goals": goals, "results": self.results}
         if self.tiny:
             report["warning"] = "tiny sizes under the Triton interpreter: no time here means anything"
+        report["complete"] = not self._is_partial
         harness.write(self.output, report)
-        self.lines.unlink()
-        print(f"written to {self.output}")
+        if not self._is_partial:
+            self.lines.unlink()
+        print(f"written to {self.output}{'' if report['complete'] else ', not complete: run it again to go on'}")
         return int(bool(wrong))
 
 

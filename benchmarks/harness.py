@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_efficient.evaluation import perplexity, samples
 
@@ -112,11 +111,15 @@ def print_goals(found: list[dict]) -> None:
 
 def load(folder=None, **options):
     """The model of `folder`, or SmolLM2-135M-Instruct, in bfloat16."""
+    from transformers import AutoModelForCausalLM
+
     options = {"dtype": torch.bfloat16, **options}
     return AutoModelForCausalLM.from_pretrained(folder or samples.sample_model(), **options)
 
 
 def tokenizer(**options):
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(samples.sample_model(), **options)
 
 

@@ -208,6 +208,11 @@ def benchmarks_page() -> str:
         "## Quality of quantized pages", cache(), machine("kv_quality"),
         "## Pruning", "Perplexity after pruning single weights:", (RESULTS / "pruning.md").read_text().strip(),
         "And after structured pruning:", (RESULTS / "pruning_structured.md").read_text().strip(),
+        "## GPU kernels, predicted",
+        "No row here was measured. `benchmarks/gpu_model.py` counts the instructions of each kernel's inner loop in "
+        "its machine code. It predicts times from them, from the bytes read and from launches. A budget is what an "
+        "H200 has time for while it reads memory at full speed.",
+        (RESULTS / "gpu_model.md").read_text().strip(),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 

@@ -52,6 +52,7 @@ _PUBLIC = {
     "optimize": "hf_efficient.integrations.transformers_generation",
     "report": "hf_efficient.planning.model_report",
     "speculative_generate": "hf_efficient.generation.decode",
+    "warm_up": "hf_efficient.generation.warm_up",
     "prune_structure": "hf_efficient.compression.structured_pruning",
     "ContextualSparsity": "hf_efficient.pruning.contextual.saved",
     "sparsify_context": "hf_efficient.calibration.contextual",

@@ -176,10 +176,13 @@ def _same_dtype(query, key, value):
 
 
 def _refuse_packed(position_ids, query, handle) -> None:
-    """Raises ValueError for several sequences packed into one, which would see each other in a cache."""
+    """Raises ValueError for several sequences packed into one, which would see each other in a cache. Looks once a
+    forward, at the first layer of each group: on an accelerator that waits for the device."""
     if query.shape[0] != 1 or query.shape[2] == 1 or position_ids is None or position_ids.dim() != 2:
         return
     state = handle.layer.state
+    if handle.layer.num_forwards != state.num_forwards:  # another layer has begun this forward
+        return
     # the positions of a decode step are the cache's own, and reading them breaks a graph; those of a tree may decrease
     if state.decode_plan is not None or state.tree is not None:
         return

@@ -1,4 +1,4 @@
-"""transformers' `generate()`: a loaded model gets speculation at any batch size, and on a CPU the native loop."""
+"""transformers' `generate()`: a loaded model gets speculation at any batch size, and the native loop."""
 
 from functools import cache
 
@@ -8,6 +8,7 @@ from transformers.utils import logging
 from hf_efficient.generation import decode, model_state, served
 from hf_efficient.generation.model_traits import check_ragged
 from hf_efficient.generation.output import as_transformers
+from hf_efficient.generation.replay.captured_forward import DTYPES
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.speculation.options import chosen
 
@@ -65,7 +66,7 @@ class SpeculativeGenerationMixin:
 
 
 class AutomaticGenerationMixin(SpeculativeGenerationMixin):
-    """What a model on a CPU has from loading on where it is quantized or has `flash_paged`: as
+    """What a model has from loading on where it is quantized or has `flash_paged`: as
     `SpeculativeGenerationMixin`, but calls that it refuses and transformers takes are left to transformers."""
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
@@ -107,7 +108,7 @@ def optimize(model: PreTrainedModel) -> PreTrainedModel:
     """Makes `generate()` of any loaded model as fast as this package can without changing what it answers, in place,
     and returns the model.
 
-    On a CPU that means the native decoding loop, which quantized models and those loaded with
+    That means the native decoding loop, on CPUs and CUDA devices, which quantized models and those loaded with
     `attn_implementation="flash_paged"` have from the start. Calls that it does not take are left to transformers.
     Where the model cannot have it, a warning says why; `hf_efficient.report(model)` says it again.
 
@@ -125,12 +126,12 @@ def optimize(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def enable_automatic(model: PreTrainedModel) -> None:
-    """Gives `model` the `AutomaticGenerationMixin`, in place, when it can generate, runs on a CPU and is of a kind that
-    this package's loop takes."""
+    """Gives `model` the `AutomaticGenerationMixin`, in place, when it can generate, is on CPUs or CUDA devices and of a
+    kind that this package's loop takes."""
     if (
         not isinstance(model, GenerationMixin)
         or isinstance(model, SpeculativeGenerationMixin)
-        or any(parameter.device.type != "cpu" for parameter in model.parameters())
+        or any(parameter.device.type not in DTYPES for parameter in model.parameters())
     ):
         return
     try:

@@ -1,5 +1,5 @@
-"""The methods that a loaded compressed model has in the place of transformers': saving, pushing, and `generate` on a
-CPU."""
+"""The methods that a loaded compressed model has in the place of transformers': saving, pushing, and
+`generate`."""
 
 import os
 import types

@@ -37,7 +37,7 @@ ROOMS = {
     "kernels": "",
     "kernels.native": "",
     "kernels.replay": "kernels.native",
-    "kernels.attention": "kernels.native kernels.replay kernels.flash_paged",
+    "kernels.attention": "kernels kernels.native kernels.replay kernels.flash_paged",
     "kernels.linear": "kernels kernels.native kernels.replay kernels.efficient_linear",
     "formats": "kernels kernels.linear",
     "layers": "kernels.linear kernels.replay formats",
@@ -52,7 +52,7 @@ ROOMS = {
     "cache.stores": "cache.bookkeeping cache.eviction kernels.attention",
     "generation": "cache cache.bookkeeping kernels.attention generation.speculation generation.replay",
     "generation.speculation": "",
-    "generation.replay": "cache cache.bookkeeping cache.stores kernels.replay",
+    "generation.replay": "cache cache.bookkeeping cache.stores kernels kernels.replay",
     "generation.drafters": "generation generation.speculation generation.replay cache.bookkeeping configs methods "
     "layers kernels.replay",
     "generation.speculation.options": "generation.speculation generation.drafters",

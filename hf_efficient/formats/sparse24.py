@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_efficient.formats.masked import MaskedFormat
+from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.linear.layout import RestoredLayout
 from hf_efficient.kernels.linear.sparse24 import Sparse24TritonLayout
 
@@ -60,7 +61,7 @@ class Sparse24Format(MaskedFormat):
 
     def device_layout(self, tensors, values, mask, dtype):
         """On a GPU the Triton kernels, for 16-bit weights and for 4-bit codes in groups that they serve."""
-        if not values.is_cuda:
+        if values.device.type == "cpu" or not triton_devices.serves(values.device):
             return super().device_layout(tensors, values, mask, dtype)
         return self.triton_layout(tensors, values, mask, dtype)
 

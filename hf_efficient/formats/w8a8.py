@@ -6,11 +6,11 @@ from typing import ClassVar
 import torch
 
 from hf_efficient.formats.base import Format
+from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.linear.w8a8_layouts import float8_layout, int8_layout
 
 
 BLOCK = 128
-_DEVICES = ("cuda", "cpu")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Int8Format(Format):
         return _with_outliers(numbers.mul_(tensors["scale"]).to(dtype), tensors)
 
     def layout(self, tensors, in_features, dtype):
-        if tensors["qweight"].device.type not in _DEVICES:
+        device = tensors["qweight"].device
+        if device.type != "cpu" and not triton_devices.serves(device):
             return self.dequantized_layout(tensors, in_features, dtype)
         format = "int8_asymmetric" if self.asymmetric else "int8"
         return int8_layout(tensors, dtype, format, self.outlier_threshold)
@@ -125,7 +126,8 @@ class Float8Format(Format):
         return _with_outliers(codes.float().mul_(scale).to(dtype), tensors)
 
     def layout(self, tensors, in_features, dtype):
-        if tensors["qweight"].device.type not in _DEVICES:
+        device = tensors["qweight"].device
+        if device.type != "cpu" and not triton_devices.serves(device):
             return self.dequantized_layout(tensors, in_features, dtype)
         return float8_layout(tensors, dtype, self.weights == "block")
 

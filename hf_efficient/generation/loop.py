@@ -5,6 +5,7 @@ from time import perf_counter
 import torch
 from torch.nn.functional import pad
 
+from hf_efficient.generation.arriving import ArrivingTokens, generator_of
 from hf_efficient.generation.output import Statistics
 from hf_efficient.generation.ragged_model import RaggedModel
 from hf_efficient.generation.request import GenerationRequest
@@ -59,15 +60,59 @@ class SpeculativeLoop:
                     self._begin(prompt_hidden[self._going])
             self._spend("draft")
             self.seconds = dict.fromkeys(self.seconds, 0.0)  # the first token belongs to the prompt's forward
-            while True:
-                proposal = self._propose()
-                logits = self._forward(proposal)
-                if not self._step(logits, proposal):
-                    break
+            self._run_ahead() if self._runs_ahead else self._run_steps()
         if policy is not None:
             policy.finish()
         for name, seconds in self.seconds.items():
             setattr(self.statistics, f"{name}_seconds", seconds)
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether forwards are queued before the host has read the tokens that they follow."""
+        sequences = self.sequences
+        keeps_up = sequences.processors_read_ids or sequences.collects
+        return self.drafter is None and self.target.runs_ahead and not keeps_up
+
+    def _run_steps(self) -> None:
+        goes_on = True
+        while goes_on:
+            proposal = self._propose()
+            goes_on = self._step(self._forward(proposal), proposal)
+
+    def _run_ahead(self) -> None:
+        """Decodes token by token. The device computes a forward while the host reads the tokens of the one before it,
+        so that sequences end one forward late: the last one's results are dropped, and its random numbers taken
+        back."""
+        sequences, generator = self.sequences, generator_of(self.target.model.device)
+        arriving = self._queue(sequences.last(1), 0)
+        while True:
+            random_numbers, following = generator.get_state() if self.do_sample else None, None
+            if any(sequences.limits):
+                following = self._queue(arriving.tokens, 1)
+            new, accepted, drafted = sequences.extend(arriving.tokens, None, None, read=arriving.read())
+            self.statistics.steps += 1
+            self._learn(None, new, accepted, drafted, drafted, self._spend("verify"))
+            self._stream(new)
+            if not self._select(following):
+                if self.do_sample and following is not None:
+                    generator.set_state(random_numbers)
+                return
+            arriving = following
+
+    def _queue(self, fed: torch.Tensor, unread: int) -> ArrivingTokens:
+        """Queues the forward of `fed` int64 [rows, 1] and the choice of the tokens that follow. unread: how many of the
+        tokens generated so far the host has yet to read, 0 or 1."""
+        target = self.target
+        logits = target(fed, [total - 1 + unread for total in self._generated()])
+        takes_argmax = not self.sequences.needs_scores and not self.do_sample
+        scores = logits if takes_argmax else self.sequences.process(logits)
+        choice = target.argmax if takes_argmax else None
+        return ArrivingTokens(verify(scores, None, self.do_sample, choice=choice).tokens)
+
+    def _stream(self, new: list[list[int]]) -> None:
+        if self.streamer is not None:
+            for token in new[0]:
+                self.streamer.put(torch.tensor([token]))
 
     def _begin(self, hidden: torch.Tensor | None = None) -> None:
         self.drafter.begin(self.sequences, hidden)
@@ -138,9 +183,7 @@ class SpeculativeLoop:
         verify_seconds = self._spend("verify")
         if self.statistics.steps:
             self._learn(proposal, new, accepted, drafted, depths, verify_seconds)
-        if self.streamer is not None:
-            for token in new[0]:
-                self.streamer.put(torch.tensor([token]))
+        self._stream(new)
         if drafter is not None and self.statistics.steps:
             self._spend("host")
             if proposal is not None and drafter.reads_logits:
@@ -163,8 +206,11 @@ class SpeculativeLoop:
             is_steady = self.target.is_steady
             self.draft_length.update(proposal, accepted, depths, self._draft_seconds, verify_seconds, is_steady)
 
-    def _select(self) -> bool:
-        """Lets finished sequences leave and rewinds the cache to what is accepted. Returns whether any goes on."""
+    def _select(self, following: ArrivingTokens | None = None) -> bool:
+        """Lets finished sequences leave and rewinds the cache to what is accepted. Returns whether any goes on.
+
+        following: of the forward that is queued already, which has read the newest token of every sequence.
+        """
         sequences, target = self.sequences, self.target
         going = [row for row, b in enumerate(sequences.live) if sequences.unfinished(b)]
         self._going = list(range(len(sequences.live)))
@@ -172,11 +218,14 @@ class SpeculativeLoop:
             self._going = going
             sequences.select(going)
             target.select(going)
+            if following is not None:
+                following.select(going)
             if self.draft_length is not None:
                 self.draft_length.select(going)
             if self._drafter_has_begun and self.statistics.steps:
                 self.drafter.select(going)
-        target.rewind([total - 1 for total in self._generated()])
+        unread = 0 if following is not None and going else 1  # newest tokens that no forward has read
+        target.rewind([total - unread for total in self._generated()])
         self._spend("host")
         return bool(going)
 

@@ -8,9 +8,11 @@ import torch
 from torch.nn.functional import pad
 
 from hf_efficient.cache.bookkeeping.forward_plan import tree_mask
+from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation.model_traits import decoder_layers, unmasked_layers
 from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded
+from hf_efficient.generation.replay.graph_forward import captured_forward_of
 from hf_efficient.integrations.transformers_compat import attention_of
 from hf_efficient.integrations.transformers_loop import limits_logits, prefill
 
@@ -100,7 +102,7 @@ class RaggedModel:
         if not self.is_capturable or is_being_watched():
             self.captured = None
         elif self.captured is None:
-            self.captured = CapturedForward(self._forward, self.cache)
+            self.captured = captured_forward_of(self.model.device)(self._forward, self.cache)
         else:
             self.captured.forward = self._forward
         if self.captured is not None:
@@ -179,7 +181,7 @@ class RaggedModel:
         width, device = tokens.shape[1], tokens.device
         columns = [prompt + index for prompt, index in zip(self.prompt, first)]
         depth = torch.arange(width, device=device) if tree is None else tree.to(device).sum(-1) - 1
-        offset = torch.tensor(first, device=device)[:, None] + depth
+        offset = to_device(first, torch.int64, device)[:, None] + depth
         positions = self.position + 1 + offset.clamp(max=self.max_new_tokens - 2)  # the last one is never fed
         if self.max_position is not None:
             positions = positions.clamp(max=self.max_position)
@@ -221,6 +223,13 @@ class RaggedModel:
     def is_steady(self) -> bool:
         """Whether forwards like the last one take as long from now on: not before they are captured."""
         return self.captured is None or self.captured.is_steady
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a forward may be queued before the tokens of the last one are known: it does not wait for the device,
+        and no code of the user's runs between the two."""
+        captured = self.captured
+        return captured is not None and captured.runs_ahead and captured.is_unchanged is None and not self.extra
 
     def padded(self, rows: int, columns: int) -> int:
         """How many positions a forward of `rows` sequences and `columns` positions computes."""
@@ -266,8 +275,8 @@ class RaggedModel:
 
     def select(self, rows: list[int]) -> None:
         """Keeps only these sequences (indices into those so far), in the cache too."""
-        index = torch.tensor(rows, device=self.position.device)
-        self.cache.batch_select_indices(index)
+        index = to_device(rows, torch.int64, self.position.device)
+        self.cache.batch_select_indices(torch.tensor(rows))
         self.cache.rewind(self.cache.cache_seqlens)  # so that get_seq_length() follows the longest one left
         batch_size, self.prompt = len(self.prompt), [self.prompt[row] for row in rows]
         self.position = self.position.index_select(-2, index)

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as processors_of
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.generation.speculation.sampling import Uniforms
 from hf_efficient.integrations.transformers_loop import allowed_tokens_fn
 
@@ -169,7 +170,7 @@ class Sequences:
             return self.tokens[:, length - width : length]
         if width == 1 and self.device.type == "cpu":  # torch's calls take longer on so few numbers
             return torch.tensor([[self.newest[b]] for b in self.live])
-        lengths = torch.tensor(self.lengths, device=self.device)
+        lengths = to_device(self.lengths, torch.int64, self.device)
         return self.tokens[self._index[:, None], lengths[:, None] + torch.arange(-width, 0, device=self.device)]
 
     def token_lists(self) -> list[list[int]]:
@@ -199,7 +200,7 @@ class Sequences:
         if (length := self._common_length()) is not None:
             self.tokens[:, length + offset : needed] = tokens
             return
-        starts = torch.tensor(self.lengths, device=self.device) + offset
+        starts = to_device(self.lengths, torch.int64, self.device) + offset
         columns = starts[:, None] + torch.arange(tokens.shape[1], device=self.device)
         self.tokens[self._index[:, None], columns] = tokens
 
@@ -249,18 +250,28 @@ class Sequences:
         return scores
 
     def extend(
-        self, tokens: torch.Tensor, accepted: torch.Tensor, counts: torch.Tensor, scores=None, logits=None
+        self,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        scores=None,
+        logits=None,
+        read: list[list[int]] | None = None,
     ) -> tuple[list[list[int]], list[int], list[int]]:
         """Appends to each unfinished live sequence its first `accepted + 1` of `tokens` int64 [rows, width], or fewer
         where it stops before. Takes one transfer to the host, whatever the batch.
 
         accepted, counts: int64 [rows], drafts accepted (see `verify`) and proposed. scores, logits: [rows, width,
-        vocabulary] of these positions, where they are collected.
+        vocabulary] of these positions, where they are collected. read: `tokens` where the host has read them, which
+        stands for no drafts.
 
         Returns the tokens appended to each sequence, and how many drafts each had accepted and proposed.
         """
         width = tokens.shape[1]
-        host = torch.cat([accepted[:, None], counts[:, None], tokens], 1).tolist()
+        if read is None:
+            host = torch.cat([accepted[:, None], counts[:, None], tokens], 1).tolist()
+        else:
+            host = [[0, 0, *row] for row in read]
         kept = []
         for b, length, row in zip(self.live, self.lengths, host):
             keep = min(row[0] + 1, self.max_length - length) if self.unfinished(b) else 0
@@ -284,7 +295,7 @@ class Sequences:
                 whole[b, length : length + width] = some + [self.padding] * (width - len(some))
         else:
             if min(kept) < width:
-                keep = torch.tensor(kept, device=self.device)[:, None]
+                keep = to_device(kept, torch.int64, self.device)[:, None]
                 tokens = torch.where(torch.arange(width, device=self.device) < keep, tokens, self.padding)
             self.write(tokens)
         for b, some in zip(self.live, new):
@@ -304,7 +315,7 @@ class Sequences:
     def select(self, rows: list[int]) -> None:
         """Only these sequences (indices into `live`) go on."""
         self.live = [self.live[row] for row in rows]
-        self._index = torch.tensor(self.live, device=self.device)
+        self._index = to_device(self.live, torch.int64, self.device)
 
     def finish(self) -> torch.Tensor:
         """The finished ids, int64 [batch, longest sequence], padded on the right; collected scores are cut to match."""

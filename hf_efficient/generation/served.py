@@ -8,7 +8,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation import model_state
 from hf_efficient.generation.model_traits import check_ragged, exact_length, overrides_steps
-from hf_efficient.generation.replay.captured_forward import is_being_watched, why_not_captured
+from hf_efficient.generation.replay.captured_forward import DTYPES, is_being_watched, why_not_captured
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.sequences import STATEFUL
 from hf_efficient.integrations.transformers_compat import attention_of
@@ -19,8 +19,8 @@ _CACHES = (None, "dynamic")  # values of cache_implementation that a PagedCache 
 
 
 def serves(request: GenerationRequest) -> bool:
-    """Whether the native loop replaces transformers' in a call without a drafter: on a CPU, for models whose forwards
-    can be captured, where the output is the same.
+    """Whether the native loop replaces transformers' in a call without a drafter: on CPUs and CUDA devices, for models
+    whose forwards can be captured, where the output is the same.
 
     Under `return_dict_in_generate` the output has scores, logits, keys and values. They are the same for one sequence,
     and for sequences that end together. With an end-of-sequence token those of a batch end one by one, and
@@ -29,7 +29,7 @@ def serves(request: GenerationRequest) -> bool:
     model, config, cache = request.model, request.generation_config, request.cache
     criteria = request.stopping_criteria
     if (
-        model.device.type != "cpu"
+        model.device.type not in DTYPES
         or request.synced_gpus
         or config.is_assistant
         or (request.returns_dict and (config.output_attentions or config.output_hidden_states))

@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 
 from hf_efficient import PagedCache
 from hf_efficient.cache import paged_layer
+from hf_efficient.cache.stores.kv_formats import KV_FORMATS
 
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -295,3 +296,25 @@ def test_compiled_with_cuda_graphs():
     expected, expected_logits = decode(model, None, PagedCache(model.config), inputs, 60)
     assert torch.equal(tokens, expected) and counters["inductor"]["cudagraph_skips"] == 0
     assert_close(logits, expected_logits, 1e-5, 1e-3, "float32: keys split otherwise")
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="Inductor needs a C++ compiler on a CPU"
+)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_compiled_code_writes_pages_in_place(kv_format, shared_llama):
+    """Inductor ends a graph with a copy of whole pages where it thinks that a view of them was changed."""
+    shared_llama.set_attn_implementation("flash_paged")
+    cache = PagedCache(shared_llama.config, kv_format=kv_format, num_blocks=8)
+    forward = torch.compile(shared_llama.forward, fullgraph=True)
+    token = torch.full((1, 1), 5)
+
+    def step():
+        with cache.decode_step() as positions:
+            return forward(token, position_ids=positions, past_key_values=cache).logits
+
+    with torch.no_grad():
+        shared_llama(torch.arange(3, 10)[None], past_key_values=cache)
+        _, sources = run_and_get_code(step)
+    names = set(re.findall(r"cpp_fused_\w+", "".join(sources)))
+    assert names and not [name for name in names if re.search(r"(?<!_to)_copy_(?!fused)", name)]

@@ -5,7 +5,7 @@ import torch
 from linear_checks import check, check_gradients, check_graph, random_weight
 
 from hf_efficient.kernels import efficient_linear
-from hf_efficient.kernels.efficient_linear import launch_configs
+from hf_efficient.kernels.efficient_linear import launch_configs, split_k
 
 
 # (out_features, in_features): odd columns, a short last group, rows that fill no tile, K split over programs (1100),
@@ -170,3 +170,21 @@ def test_native_more_than_2_31_codes():
     out = efficient_linear.weight_only_linear(x, packed, scale, **layout)
     tail = efficient_linear.weight_only_linear_reference(x, packed[-64:].contiguous(), scale[-64:], **layout)
     check(out[:, -64:], tail)
+
+
+def test_a_graph_owns_its_counters(kernel_device):
+    """Launches whose work is split count in the memory that they are given, and leave it zero; larger ones make their
+    own."""
+    packed, scale, zero_point, layout = random_weight(70, 1100, 4, 64, False, torch.float16, kernel_device)
+    x = torch.randn(3, 1100, device=kernel_device).half()
+    expected = efficient_linear.weight_only_linear(x, packed, scale, zero_point, **layout)
+    for size, is_used in ((64, True), (1, False)):
+        buffer = torch.zeros(size, dtype=torch.int32, device=kernel_device)
+        with efficient_linear.counters_in(buffer):
+            counters = split_k.arrival_counters(2, buffer.device)
+            assert (counters is buffer) == is_used and not counters.any()
+            for _ in range(2):
+                actual = efficient_linear.weight_only_linear(x, packed, scale, zero_point, **layout)
+                assert torch.equal(actual, expected)
+        assert not buffer.any()
+        assert split_k.arrival_counters(1, buffer.device) is not buffer

@@ -9,7 +9,7 @@ import triton.language as tl
 from paged_caches import CACHES, assert_agree, filled_cache
 
 from hf_efficient.kernels import flash_paged as fp
-from hf_efficient.kernels.flash_paged import decode, decode_quantized, decode_schedule
+from hf_efficient.kernels.flash_paged import decode, decode_combine, decode_quantized, decode_schedule
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -268,3 +268,15 @@ def test_graph_replay_follows_the_lengths(kernel_device, name):
         for _ in range(10):
             graph.replay()
         check(out, expected)
+
+
+def test_a_graph_owns_its_counters(kernel_device, two_processors):
+    tensors, arguments = case(kernel_device)
+    for size, is_used in ((64, True), (1, False)):
+        buffer = torch.zeros(size, dtype=torch.int32, device=kernel_device)
+        with fp.counters_in(buffer):
+            assert (decode_combine.arrival_counters(2, buffer.device) is buffer) == is_used
+            for _ in range(2):
+                check_case(tensors, arguments)
+        assert not buffer.any()
+        assert decode_combine.arrival_counters(1, buffer.device) is not buffer

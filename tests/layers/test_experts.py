@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from fake_graphs import FakeGraph
 from helpers import assert_close, tiny_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -69,6 +70,24 @@ def test_same_as_the_original_module_with_the_same_weights(name, format, as_on_a
     assert torch.isfinite(x.grad).all()
     for after in (compressed.state_dict(), copy.deepcopy(compressed).state_dict()):
         assert after.keys() == state.keys() and all(torch.equal(after[k], state[k]) for k in state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_of_a_gpu_compile_and_are_captured(name, monkeypatch):
+    """As one graph, and in a CUDA graph: nothing is read on the host."""
+    monkeypatch.setattr(GroupedTritonLayout, "supports", lambda device, group_size, dtype: True)
+    _, compressed, _ = experts_of(name, FORMATS[0])
+    x, routing = torch.randn(7, 64), routed(7)
+    with torch.no_grad():
+        expected = compressed(x, *routing)
+        compiled = torch.compile(compressed.forward, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, *routing), expected)
+        graph = FakeGraph(lambda: compressed(x, *routing), None)
+        assert torch.equal(graph.output, expected)
+        x.copy_(torch.randn(7, 64))
+        for static, values in zip(routing, routed(7)):
+            static.copy_(values)
+        assert torch.equal(graph.replay(), compressed(x, *routing))
 
 
 def test_the_op_has_a_fake_that_agrees():

@@ -75,6 +75,10 @@ class PageStore:
             for pages in self.pages.values():
                 pages[destination] = pages[source]
 
+    def drop_pages(self) -> None:
+        """Frees the pages, which somebody else has copied."""
+        self.pages = None
+
     def make_ready(self, plan: ForwardPlan) -> None:
         """Prepares for an op that appends the tokens of `plan`, whose blocks exist."""
 

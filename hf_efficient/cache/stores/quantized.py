@@ -104,6 +104,7 @@ class TokenStore(QuantizedStore):
     def __init__(self, capacity: int, block_size: int, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype):
         """dtype: int8 or float8_e4m3fn; the rest as in `PageStore`."""
         self.code_dtype = dtype
+        self._viewed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         super().__init__(capacity, block_size, key, value)
 
     def _make_pages(self, capacity, block_size, key, value):
@@ -117,8 +118,26 @@ class TokenStore(QuantizedStore):
     def _cache(self, block_table):
         return dict(self._pages(), block_table=block_table)
 
+    def _codes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages "keys" and "values" in the dtype of the codes. The views are kept: a compiled forward that made
+        them itself would copy all pages after writing to them."""
+        stored = self.pages["keys"]
+        if self._viewed is None or self._viewed[0] is not stored:
+            self._viewed = stored, stored.view(self.code_dtype), self.pages["values"].view(self.code_dtype)
+        return self._viewed[1:]
+
+    def make_ready(self, plan: ForwardPlan) -> None:
+        self._codes()
+
+    def drop_pages(self) -> None:
+        super().drop_pages()
+        self._viewed = None
+
+    def static_tensors(self) -> list[torch.Tensor]:
+        return [*super().static_tensors(), *self._codes()]
+
     def _pages(self):
-        keys, values = (self.pages[name].view(self.code_dtype) for name in ("keys", "values"))
+        keys, values = self._codes()
         return dict(k_cache=keys, v_cache=values, k_scale=self.pages["key_scales"], v_scale=self.pages["value_scales"])
 
     def write(self, plan: ForwardPlan, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -162,7 +162,7 @@ class TieredStore:
                 }
         number, self._departure = _copy(self._host, pages, self._used & ~self._synced, self.device)
         self._synced = self._used.copy()
-        self.inner.pages = None
+        self.inner.drop_pages()
         return number
 
     def forget_host_copy(self) -> None:

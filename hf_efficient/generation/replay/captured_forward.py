@@ -1,4 +1,4 @@
-"""Forwards of few tokens on a CPU, captured once for every number of sequences and positions and then replayed."""
+"""Forwards of few tokens, captured once for every number of sequences and positions and then replayed, on a CPU."""
 
 import functools
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from transformers.utils import logging
 from hf_efficient.cache.bookkeeping.forward_plan import tree_mask as tree_bits
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.integrations.transformers_loop import collects_hidden_states, is_collector_hook
+from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable, interpreter
 
 
@@ -22,6 +23,12 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # positions of captured for
 MIN_TOKENS = 4  # of all sequences: up to so many cost what one costs, so fewer are padded
 MAX_TOKENS = 128  # of all sequences: beyond, a forward takes so long that the host's time does not show
 MAX_OUTPUT_BYTES = 256 << 20  # of all captures over one cache; a capture takes 0.2 MB a token of SmolLM2-135M
+
+
+DTYPES = {  # of models whose forwards are captured, by device
+    "cpu": (torch.bfloat16, torch.float32),
+    "cuda": (torch.bfloat16, torch.float16, torch.float32),
+}
 
 
 class _Captured(NamedTuple):
@@ -40,11 +47,13 @@ class CapturedForward:
 
     Attributes:
         is_steady: whether forwards like the last one take as long from now on.
+        runs_ahead: whether a call returns before its results are computed.
         is_unchanged: asked before every forward whether the model is still the one that was captured; None where no
             code of the user's runs between forwards.
     """
 
     is_steady = True
+    runs_ahead = False
 
     def __init__(self, forward: Callable, cache: PagedCache):
         self.forward, self.cache = forward, cache
@@ -59,6 +68,10 @@ class CapturedForward:
         capture; 0.0 where it is captured already or runs eagerly."""
         kind = rows, padded(rows, columns)
         return 0.0 if self._runs_eagerly(*kind) or kind in self._captures else self._last_capture_seconds
+
+    def is_captured(self, rows: int, columns: int) -> bool:
+        """Whether forwards of `rows` sequences and `columns` positions are replayed."""
+        return (rows, padded(rows, columns)) in self._captures
 
     def _runs_eagerly(self, rows: int, width: int) -> bool:
         return self._falls_back or width > WIDTHS[-1] or rows * width > MAX_TOKENS
@@ -82,7 +95,7 @@ class CapturedForward:
         if self._calls <= EAGER_FORWARDS:
             return None
         if tree_mask is None and columns > 1 and self.cache.takes_trees:  # a chain as a tree: one capture serves both
-            order = torch.arange(columns)
+            order = torch.arange(columns, device=tokens.device)
             tree_mask = tree_bits((order <= order[:, None]).expand(rows, -1, -1))
         new = (tokens, positions) if tree_mask is None else (tokens, positions, tree_mask)
         new = [torch.cat([x, x[..., -1:].expand(*x.shape[:-1], width - columns)], -1) for x in new]
@@ -106,7 +119,7 @@ class CapturedForward:
     def _capture(self, inputs: tuple) -> Capture:
         start = perf_counter()
         try:
-            return Capture(lambda: self.forward(*inputs[:2]))
+            return self._new_capture(lambda: self.forward(*inputs[:2]))
         except NotReplayable:
             raise
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
@@ -114,6 +127,9 @@ class CapturedForward:
             raise NotReplayable(str(error)) from error
         finally:
             self._last_capture_seconds = perf_counter() - start
+
+    def _new_capture(self, forward: Callable) -> Capture:
+        return Capture(forward)
 
     def _keep(self, kind: tuple[int, int], captured: _Captured) -> None:
         """Stores a capture; those unused for longest are dropped where all together take too much memory."""
@@ -133,14 +149,19 @@ def can_be_captured(model) -> bool:
 
 def why_not_captured(model) -> str | None:
     """Why forwards of `model` are not captured, None where that is tried."""
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        return "forwards are captured on CPUs, and the model is elsewhere"
-    if interpreter() is None:
+    devices = {parameter.device for parameter in model.parameters()} or {torch.device("cpu")}
+    if len(devices) > 1:
+        return f"forwards are captured on one device, and the model is on {', '.join(sorted(map(str, devices)))}"
+    (device,) = devices
+    if device.type != "cpu" and (reason := triton_devices.why_not(device)) is not None:
+        return reason
+    if device.type == "cpu" and interpreter() is None:
         return "the C++ kernels are not available (`hf-efficient doctor` says why)"
     if model.training:
         return "the model is in training mode (model.eval() ends it)"
-    if model.dtype not in (torch.float32, torch.bfloat16):
-        return f"forwards are captured in bfloat16 and float32, and the model has {model.dtype}"
+    if model.dtype not in DTYPES[device.type]:
+        names = " and ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES[device.type])
+        return f"forwards are captured in {names}, and the model has {model.dtype}"
     if is_watched(model) or any("_hf_hook" in module.__dict__ for module in model.modules()):  # accelerate's
         return "hooks, a replaced forward or a compiled module would not run in captured forwards"
     return None

@@ -5,13 +5,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.cache.stats import written_bytes
-from hf_efficient.cache.stores.kv_formats import block_size_of
+from hf_efficient.cache.stats import CacheStats, written_bytes
 from hf_efficient.generation.replay.captured_forward import CapturedForward
 
 
-MAX_CACHE_BYTES = 256 << 20  # written in a cache: one with more is dropped after the call
+MAX_CACHE_BYTES = 256 << 20  # written in a cache on a CPU: one with more is dropped after the call
+MAX_CUDA_CACHE_BYTES = 1 << 30  # allocated by a cache on a CUDA device: one with more is dropped after the call
+# Tokens of a page: on a CPU few, so that short sequences take little; a CUDA kernel reads pages of 64 in whole tiles.
+PAGE_TOKENS = {"cpu": 16, "cuda": 64}
+MAX_MEMORY_SHARE = 0.5  # of a device's free memory for a cache of fixed size; beyond, it grows with its tokens
 MAX_ENTRIES = 2  # of a model: with and without the hidden states that draft heads read
 MIN_CACHE_TOKENS = 512  # of a sequence, so that short calls share a cache
 
@@ -48,9 +52,13 @@ class ReplayPool:
         is_capturable: whether forwards of the model may be captured.
         over_pages: its attention "sdpa" is run over the pages of the cache.
         keeps_entries: whether anything is kept between calls.
+        device, dtype: of the model.
     """
 
-    def __init__(self, is_capturable: bool, over_pages: bool, keeps_entries: bool):
+    def __init__(
+        self, is_capturable: bool, over_pages: bool, keeps_entries: bool, device: torch.device, dtype: torch.dtype
+    ):
+        self.device, self.dtype = device, dtype
         self.is_capturable, self.over_pages, self.keeps_entries = is_capturable, over_pages, keeps_entries
         self.entries: list[PoolEntry] = []  # the latest used last
         self._lock = threading.Lock()
@@ -65,19 +73,35 @@ class ReplayPool:
             return PoolEntry.growing(config, self.over_pages)
         entry = self._pop(hidden_layers) if is_reusable else None
         tokens = max(MIN_CACHE_TOKENS, 1 << (tokens - 1).bit_length())
-        blocks = rows * -(-tokens // block_size_of("auto", None))
+        page = PAGE_TOKENS.get(self.device.type, PAGE_TOKENS["cpu"])
+        blocks = rows * -(-tokens // page)
         if entry is not None and entry.cache.state.pool.num_blocks >= blocks:
             present = entry.cache.batch_size
             entry.cache.rewind([0] * present)
             if present != rows:
                 entry.cache.batch_select_indices(torch.zeros(rows, dtype=torch.int64))
             return entry
-        cache = PagedCache(config, num_blocks=blocks)
+        if self.device.type == "cuda" and self._bytes(config, blocks * page) > MAX_MEMORY_SHARE * self._free_bytes():
+            return PoolEntry.growing(config, self.over_pages)
+        cache = PagedCache(config, page, num_blocks=blocks)
         if self.over_pages:
             cache.attend_over_pages()
         for layer in cache.layers:
             layer.exact = False  # nobody else sees this cache: attention reads its pages in place, prompts too
         return PoolEntry(cache, None, hidden_layers, is_capturable=True, is_reusable=is_reusable)
+
+    def _bytes(self, config, tokens: int) -> int:
+        """About what a cache of so many tokens takes."""
+        config = config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads = getattr(config, "num_key_value_heads", None) or heads
+        return 2 * config.num_hidden_layers * heads * dim * self.dtype.itemsize * tokens
+
+    def _free_bytes(self) -> int:
+        """Of the device, what torch holds in reserve among it."""
+        reserve = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + reserve
 
     def _pop(self, hidden_layers) -> PoolEntry | None:
         with self._lock:
@@ -86,11 +110,16 @@ class ReplayPool:
                 self.entries.remove(entry)
         return entry
 
+    def _is_large(self, cache: PagedCache) -> bool:
+        if self.device.type == "cpu":
+            return written_bytes(cache) > MAX_CACHE_BYTES
+        return CacheStats.of(cache).bytes_allocated > MAX_CUDA_CACHE_BYTES
+
     def put(self, entry: PoolEntry, captured: CapturedForward | None) -> None:
         """Takes an entry back after a call, with what was captured over its cache. The caller gives it up."""
         if captured is None or not entry.is_reusable or not self.keeps_entries:
             return
-        if written_bytes(entry.cache) > MAX_CACHE_BYTES:
+        if self._is_large(entry.cache):
             return
         captured.forward = captured.is_unchanged = None  # they refer to the model
         with self._lock:
@@ -100,7 +129,7 @@ class ReplayPool:
 
 def copied(cache: PagedCache, config) -> PagedCache:
     """The contents of `cache`, whose pages are in the model's dtype, in a cache that grows. config: the model's."""
-    copy = PagedCache(config)
+    copy, device = PagedCache(config, cache.state.pool.block_size), cache._paged_layers[0].device
     blocks = []
     for state, other in zip(copy.states, cache.states):
         used = list(dict.fromkeys(block for table in other.pool.tables for block in table))
@@ -108,7 +137,7 @@ def copied(cache: PagedCache, config) -> PagedCache:
         tables = [[new_id[block] for block in table] for table in other.pool.tables]
         held = {**other.pool.snapshot(), "capacity": len(used), "tables": tables, "columns": other.columns}
         state.restore(held, None if other.column_mask is None else other.column_mask.clone())
-        blocks.append(torch.tensor(used, dtype=torch.int64))
+        blocks.append(to_device(used, torch.int64, device))
     for layer, other in zip(copy._paged_layers, cache._paged_layers):
         pages = other.store.pages
         layer.lazy_initialization(*(pages[name][:1].transpose(1, 2) for name in ("keys", "values")))

@@ -7,6 +7,7 @@ caches.
 
 import torch
 
+from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.attention import ops
 
 
@@ -43,6 +44,8 @@ def _check_queries(q, dropout_p):
         raise RuntimeError(
             f'flash_paged attention runs on "cuda" and "cpu", not on {q.device.type!r}: use attn_implementation="sdpa"'
         )
+    if q.is_cuda and not torch.compiler.is_compiling() and (reason := triton_devices.why_not(q.device)) is not None:
+        raise RuntimeError(f'{reason}: use attn_implementation="sdpa"')
     if dropout_p:
         raise ValueError(f"dropout_p={dropout_p}: flash_paged attention has no dropout, only 0.0 is possible")
 

@@ -10,6 +10,7 @@ import torch
 from hf_efficient.kernels.attention import pages, torch_cpu
 from hf_efficient.kernels.attention.backward import attention_backward
 from hf_efficient.kernels.attention.call import AttentionCall
+from hf_efficient.kernels.replay.cuda_graph import counts_in
 
 
 _OPTIONS = (
@@ -179,3 +180,4 @@ OPS = torch.ops.hf_efficient
 for _name, _kept, _lengths in (("flash_attn", _keep_inputs, 0), ("flash_attn_varlen", _keep_varlen_inputs, 5)):
     _name = f"hf_efficient::{_name}"
     torch.library.register_autograd(_name, _gradients(_lengths), setup_context=_kept, lib=_LIBRARY)
+counts_in(lambda buffer: _triton().counters_in(buffer))

@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import expand_groups, pack_codes, unpack_codes
 from hf_efficient.kernels.linear.layout import Layout, RowsLayout, TritonRowsLayout, triton_groups
@@ -176,7 +177,7 @@ class CodebookTritonLayout(TritonRowsLayout):
 def codebook_layout(qweight, table, scale, *, bits, group_size, in_features, dtype) -> Layout | None:
     """The fastest layout for inputs of `dtype` on the device of `qweight`; None where no kernel reads these codes."""
     arguments = (qweight, table, scale, bits, group_size, in_features, dtype)
-    if qweight.device.type == "cuda" and CodebookTritonLayout.supports(group_size, dtype):
+    if CodebookTritonLayout.supports(group_size, dtype) and triton_devices.serves(qweight.device):
         return CodebookTritonLayout(*arguments)
     if qweight.device.type == "cpu":
         if native := NativeCodebookLayout.pack(*arguments):

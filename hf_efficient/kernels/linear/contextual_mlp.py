@@ -1,7 +1,7 @@
 """The op of a feed-forward layer with contextual sparsity: it computes only the neurons that each row of x activates.
 
 Few rows of bfloat16 are one call of `native/contextual/contextual.cpp`, on CPUs that it is compiled for
-(`native/tiers.py`). All else is torch's index_select and products.
+(`native/tiers.py`). Elsewhere on a CPU it is torch's index_select and products.
 """
 
 import ctypes
@@ -102,6 +102,18 @@ def _torch(x, *arguments):
     return (y if down_bias is None else y + down_bias).view_as(x)
 
 
+def _masked(x, *arguments):
+    """All neurons, and 0 for those that a row does not activate. On a GPU: a list of the chosen ones would have a size
+    that the host has to read, which takes as long as reading the other weights, and no CUDA graph holds it."""
+    *_, gate, gate_bias, up, up_bias, down, down_bias, activation = arguments
+    rows = x.reshape(-1, x.shape[-1])
+    values = ACTIVATIONS[activation](F.linear(rows, gate, gate_bias))
+    if up is not None:
+        values = values * F.linear(rows, up, up_bias)
+    y = torch.where(choose(rows, *arguments[:7], activation), values, 0) @ down
+    return (y if down_bias is None else y + down_bias).view_as(x)
+
+
 def _cpu(x, *arguments):
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -125,6 +137,6 @@ op.define(
     "Tensor gate, Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias, str activation) "
     "-> Tensor",
     cpu=_cpu,
-    cuda=_torch,
+    cuda=_masked,
     fake=lambda x, *_: torch.empty_like(x),
 )

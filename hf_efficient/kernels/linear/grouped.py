@@ -2,6 +2,7 @@
 
 import torch
 
+from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.layout import Layout, rows_of, triton_groups
 from hf_efficient.kernels.linear.weight_only import TritonLayout, dequantize_packed
@@ -24,7 +25,7 @@ class GroupedTritonLayout(Layout):
 
     @staticmethod
     def supports(device: torch.device, group_size, dtype) -> bool:
-        return device.type == "cuda" and TritonLayout.supports(group_size, dtype)
+        return TritonLayout.supports(group_size, dtype) and triton_devices.serves(device)
 
     def matmul(self, x: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [R, K], whose rows offsets[e] to offsets[e + 1] (int32 [E + 1]) belong to expert e; bias [E, N] -> [R,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from hf_efficient.kernels.replay.cuda_graph import counts_in
+
 
 _LIBRARY = torch.library.Library("hf_efficient", "FRAGMENT")
 
@@ -16,6 +18,9 @@ def triton_kernels():
     from hf_efficient.kernels import efficient_linear
 
     return efficient_linear
+
+
+counts_in(lambda buffer: triton_kernels().counters_in(buffer))
 
 
 def by_name(kernel: str, op: str) -> Callable:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.layout import Layout, RowsLayout
 from hf_efficient.kernels.linear.native_rounded import NativeRoundedLayout
@@ -80,8 +81,9 @@ def ternary_layout(trits: torch.Tensor, scale: torch.Tensor, pack: Callable, dty
     is no such product. `pack` makes the canonical qweight of the trits."""
     if native := NativeRoundedLayout.pack(trits, 1, scale, None, dtype, bits=2):
         return NativeTernaryLayout(native, pack, dtype)
-    kinds = {"cuda": TernaryTritonLayout, "cpu": TernaryCpuLayout}
-    return kinds[trits.device.type](trits, scale, pack, dtype) if trits.device.type in kinds else None
+    if trits.device.type == "cpu":
+        return TernaryCpuLayout(trits, scale, pack, dtype)
+    return TernaryTritonLayout(trits, scale, pack, dtype) if triton_devices.serves(trits.device) else None
 
 
 def _cpu(x_codes, packed, x_scale, w_scale, bias, out_features, out_dtype):

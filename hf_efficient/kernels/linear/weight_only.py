@@ -9,6 +9,7 @@ float32.
 import torch
 import torch.nn.functional as F
 
+from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.linear import op
 from hf_efficient.kernels.linear.codes import expand_groups, unpack_codes
 from hf_efficient.kernels.linear.layout import Layout, TritonRowsLayout, triton_groups
@@ -105,7 +106,7 @@ def device_layout(
     """The fastest layout for inputs of `dtype` on the device of `qweight`; None where no kernel reads these codes.
     int8_on_cpu: whether bfloat16 inputs are rounded to int8 on a CPU."""
     scheme = bits, group_size, in_features, dtype
-    if qweight.device.type == "cuda" and TritonLayout.supports(group_size, dtype):
+    if TritonLayout.supports(group_size, dtype) and triton_devices.serves(qweight.device):
         if zero_point is not None and zero_point.is_floating_point():
             return FloatZeroTritonLayout(qweight, scale, zero_point, *scheme)
         return TritonLayout.pack(qweight, scale, zero_point, *scheme)

@@ -10,17 +10,17 @@ import functools
 import itertools
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from hf_efficient.kernels.native.structs import Product
 from hf_efficient.kernels.replay import aten_instructions, fusion, memory  # noqa: F401  registers torch's ops
+from hf_efficient.kernels.replay.cuda_graph import is_graph_capturing
+from hf_efficient.kernels.replay.host_reads import HostReads, NotReplayable
 from hf_efficient.kernels.replay.instructions import OPS, Instruction, address, interpreter
 from hf_efficient.kernels.replay.registry import instructions_of
 
 
-_HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr)
 _UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 
 
@@ -35,41 +35,18 @@ def _interpret(instructions: ctypes.Array) -> None:
         )
 
 
-class NotReplayable(RuntimeError):
-    """The forward reads numbers of tensors on the host, or draws random ones."""
-
-
-class _UnknownSize(torch.Tensor):
-    """Stands for a tensor whose size is the value of another, which the host does not know. Any use of it is
-    refused."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise NotReplayable(f"the forward calls {func.__name__} on a tensor whose size it reads from another")
-
-
-class _HostReads(TorchFunctionMode):
-    """Refuses functions that read numbers without passing the dispatcher."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _HOST_READS:
-            raise NotReplayable(f"the forward calls {func.__name__}")
-        if func is torch.ones and any(isinstance(size, torch.Tensor) for size in args):  # masks of all columns
-            return torch.empty(0).as_subclass(_UnknownSize)
-        return func(*args, **(kwargs or {}))
-
-
 def is_capturing() -> bool:
-    """Whether a forward is being captured in the current thread."""
-    return not torch.compiler.is_compiling() and isinstance(_get_current_dispatch_mode(), Capture)
+    """Whether a forward is being captured in the current thread, here or as a CUDA graph."""
+    if torch.compiler.is_compiling():
+        return False
+    return isinstance(_get_current_dispatch_mode(), Capture) or is_graph_capturing()
 
 
 def as_one_step(function, *inputs: torch.Tensor) -> torch.Tensor:
     """`function(*inputs)`, a new tensor. While a forward is captured it is one step of it, called again in every
     replay: it may read numbers on the host."""
-    if not is_capturing():
+    if torch.compiler.is_compiling() or not isinstance(capture := _get_current_dispatch_mode(), Capture):
         return function(*inputs)
-    capture = _get_current_dispatch_mode()
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         output = function(*inputs)
     capture.add_call(lambda: output.copy_(function(*inputs)), inputs)
@@ -94,7 +71,7 @@ class Capture(TorchDispatchMode):
         self._tensors = []  # all that were read or made
         self._made = {}  # address -> storage, of results
         self._pinned = set()  # addresses of storages that have to stay there
-        with torch.no_grad(), _HostReads(), self:
+        with torch.no_grad(), HostReads(), self:
             self.output = forward()
         outputs = _tensors_of(self.output)
         program = fusion.fuse(program, outputs)

@@ -1,6 +1,7 @@
 """Attention over contiguous, packed and paged keys and values, in Triton (see CARD.md)."""
 
 from .cache_interface import copy_blocks, gather_cache, quantize_and_cache, reshape_and_cache
+from .decode_combine import counters_in
 from .interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .quantized_reference import (
     copy_blocks_reference,
@@ -14,6 +15,7 @@ from .reference import flash_attn_func_reference, flash_attn_varlen_func_referen
 __all__ = [
     "copy_blocks",
     "copy_blocks_reference",
+    "counters_in",
     "flash_attn_func",
     "flash_attn_func_reference",
     "flash_attn_varlen_func",

@@ -1,0 +1,175 @@
+"""How fast should the GPU kernels be? A model from their machine code, for machines that are not here.
+
+    python benchmarks/gpu_model.py [--measured OUT] [--output benchmarks/results/gpu_model.json]
+
+Nothing is measured: every row says "predicted". A kernel takes the longest of three times, and a launch:
+
+    bytes / bandwidth of a copy,    instructions / (lanes * clock * ISSUED),    products / rate of the matrix units
+
+The instructions are those of the inner loop, counted in the code that Triton makes for each machine
+(tests/kernel_counts.py). `--measured` names the folder of `benchmarks/gpu.sh`: what it measured stands beside the
+prediction. The launches of a token are counted by capturing a model of two and one of three layers of Llama-3.1-8B's
+kind on the CPU (tests/fake_graphs.py); the host's time is that of the same loop.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "kernels")]
+
+import harness  # noqa: E402
+import kernel_counts  # noqa: E402
+import launch_counts  # noqa: E402
+
+from hf_efficient.evaluation import environment  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Machine:
+    """copy: bytes/s of a device copy. lanes: thread instructions/s. matrix: bfloat16 operations/s of a large product.
+    All from data sheets, with what such machines are known to reach of them."""
+
+    name: str
+    target: str
+    copy: float
+    lanes: float
+    matrix: float
+
+
+MACHINES = [
+    Machine("A100", "sm_80", 1.75e12, 108 * 128 * 1.41e9, 250e12),
+    Machine("RTX 4090", "sm_89", 0.92e12, 128 * 128 * 2.52e9, 150e12),
+    Machine("H200", "sm_90", 4.3e12, 132 * 128 * 1.83e9, 790e12),
+    Machine("B200", "sm_100", 7.2e12, 148 * 128 * 1.85e9, 1600e12),
+]
+ISSUED = 0.6  # of the issue slots, in loops with barriers and waits: an assumption
+LAUNCH = 2e-6  # seconds from kernel to kernel in a graph
+GRAPH_NODE_EAGER = 5e-6  # seconds of the host for an operator that is called eagerly, at the least
+
+DECODE = dict(batch=32, context=16384, kv_heads=8, dim=128)
+SHAPE = (28672, 4096)  # gate and up of Llama-3-8B
+
+
+@dataclass(frozen=True)
+class Row:
+    """kind: "decode" (numbers of the cache) or "linear" (weights). bits: of a number, with its scales. against: the
+    row in bfloat16. goal: how many times faster than that it is to be on an H200."""
+
+    case: str
+    kind: str
+    bits: float
+    rows: int
+    goal: float | None
+
+
+ROWS = [
+    Row("decode, bf16 KV, pages of 64", "decode", 16, 4, None),
+    Row("decode, bf16 KV, pages of 16", "decode", 16, 4, 1.0),
+    Row("decode, int8 KV, pages of 64", "decode", 8 + 16 / 128, 4, 1.85),
+    Row("decode, fp8 KV, pages of 64", "decode", 8 + 16 / 128, 4, 1.85),
+    Row("decode, int4 KV, pages of 64", "decode", 4 + 32 / 64, 4, 3.3),
+    Row("decode, int2 KV, pages of 64", "decode", 2 + 32 / 64, 4, 5.0),
+    Row("W4A16, up to 16 rows", "linear", 4 + 24 / 64, 1, 3.0),
+    Row("W4A16, up to 64 rows", "linear", 4 + 24 / 64, 64, 2.3),
+    Row("W8A16, up to 16 rows", "linear", 8 + 24 / 64, 1, 1.78),
+    Row("W8A8 int8, 16 rows", "linear", 8, 16, None),
+]
+
+
+def numbers_of(row: Row) -> float:
+    if row.kind == "linear":
+        return SHAPE[0] * SHAPE[1]
+    return 2.0 * DECODE["batch"] * DECODE["context"] * DECODE["kv_heads"] * DECODE["dim"]
+
+
+def dense_seconds(row: Row, machine: Machine) -> float:
+    """The same in bfloat16, bound by memory."""
+    return 2 * numbers_of(row) / machine.copy + LAUNCH
+
+
+def predict(row: Row, case: kernel_counts.Case, machine: Machine) -> dict:
+    numbers = numbers_of(row)
+    if machine.target == "sm_100":  # its matrix units take other operands: the loops of sm_90 stand for the rest
+        instructions, counted_on = case.instructions("sm_90"), "sm_90"
+    else:
+        instructions, counted_on = case.instructions(machine.target), machine.target
+    parts = {
+        "memory": numbers * row.bits / 8 / machine.copy,
+        "instructions": numbers * instructions / (machine.lanes * ISSUED),
+        "matrix": 2 * numbers * max(row.rows, 16) / machine.matrix,
+    }
+    seconds = max(parts.values()) + LAUNCH
+    times_dense = dense_seconds(row, machine) / seconds
+    return {
+        "kernel": row.case,
+        "machine": machine.name,
+        "kind": "predicted",
+        "instructions": instructions,
+        "counted_on": counted_on,
+        "budget": case.budget,
+        "bound_by": max(parts, key=parts.get),
+        "us": seconds * 1e6,
+        "times_bf16": times_dense,
+        "goal": row.goal if machine.name == "H200" else None,
+        "reached": None if row.goal is None or machine.name != "H200" else times_dense >= row.goal,
+    }
+
+
+def measured(folder: Path | None) -> list[dict]:
+    """The lines of a staged run that are right."""
+    lines = []
+    for path in sorted(folder.glob("*.json")) if folder else ():
+        record = json.loads(path.read_text())
+        lines += [line for line in record.get("results", ()) if line.get("correct", True) and line.get("us")]
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = harness.parser(__doc__, "gpu_model.json")
+    parser.add_argument("--measured", type=Path, help="folder of benchmarks/gpu.sh")
+    options = parser.parse_args(arguments)
+    cases = {case.name: case for case in kernel_counts.CASES}
+    predictions = [predict(row, cases[row.case], machine) for machine in MACHINES for row in ROWS]
+    launches = launch_counts.of_llama_8b(eager_seconds=GRAPH_NODE_EAGER)
+    report = {
+        "environment": environment.describe(),
+        "assumptions": dict(issued=ISSUED, launch_us=LAUNCH * 1e6, decode=DECODE, linear=SHAPE),
+        "machines": [asdict(machine) for machine in MACHINES],
+        "prefill_instructions": {
+            target: cases["prefill, heads of 128 channels"].instructions(target) for target in ("sm_80", "sm_90")
+        },
+        "predictions": predictions,
+        "launches": launches,
+        "measured": measured(options.measured),
+    }
+    harness.write(options.output, harness.rounded(report))
+    harness.write_table(options.output, table(predictions, launches))
+    return 0
+
+
+def table(predictions: list[dict], launches: list[dict]) -> list[str]:
+    lines = [
+        harness.row(("kernel", "GPU", "instructions", "budget", "bound by", "predicted us", "times bf16", "goal")),
+        harness.row(["---"] * 8),
+    ]
+    for row in predictions:
+        budget, goal = ("" if row[key] is None else f"{row[key]:g}" for key in ("budget", "goal"))
+        numbers = f"{row['instructions']:.2f}", budget, row["bound_by"], f"{row['us']:.0f}", f"{row['times_bf16']:.2f}"
+        lines.append(harness.row((row["kernel"], row["machine"], *numbers, goal)))
+    lines += [
+        "",
+        harness.row(("weights", "operators a layer", "launches a token", "eager operators")),
+        harness.row(["---"] * 4),
+    ]
+    for row in launches:
+        numbers = (f"{row[key]:.0f}" for key in ("operators_a_layer", "launches_a_token", "eager_operators_a_token"))
+        lines.append(harness.row((row["weights"], *numbers)))
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

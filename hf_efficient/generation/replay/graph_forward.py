@@ -1,0 +1,33 @@
+"""Forwards of few tokens on a CUDA device, captured as CUDA graphs by the rules of the CPU's captured forwards."""
+
+from collections.abc import Callable
+
+import torch
+
+from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.generation.replay.captured_forward import CapturedForward
+from hf_efficient.kernels.replay.cuda_graph import GraphCapture
+
+
+class GraphForward(CapturedForward):
+    """A `CapturedForward` whose captures are CUDA graphs. All share one pool of memory: they run one after the other.
+
+    Neither a call nor what it returns waits for the device, so a loop can queue a forward before it has read the tokens
+    of the last one (`runs_ahead`).
+    """
+
+    runs_ahead = True
+
+    def __init__(self, forward: Callable, cache: PagedCache):
+        super().__init__(forward, cache)
+        self._memory = None
+
+    def _new_capture(self, forward: Callable) -> GraphCapture:
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        return GraphCapture(forward, self._memory)
+
+
+def captured_forward_of(device: torch.device) -> type[CapturedForward]:
+    """The kind of captured forwards of a model on `device`."""
+    return CapturedForward if device.type == "cpu" else GraphForward

@@ -1,0 +1,73 @@
+"""`warm_up`: what a model would otherwise compile and capture in the middle of its first generations."""
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_efficient.generation import model_state
+from hf_efficient.generation.ragged_model import RaggedModel
+from hf_efficient.generation.replay.captured_forward import EAGER_FORWARDS, MAX_TOKENS, WIDTHS, why_not_captured
+from hf_efficient.generation.speculation.proposal import MAX_NODES
+
+
+PROMPTS = (8, 24, 48, 192, 320)  # tokens: one length for each kernel that the linear layers choose by their rows
+
+
+def warm_up(
+    model,
+    batch_sizes: Sequence[int] = (1,),
+    widths: Sequence[int] = (1,),
+    max_length: int = 512,
+    prompt_tokens: Sequence[int] = PROMPTS,
+) -> int:
+    """Runs `model` once at each size, so that later `generate()` calls compile no kernel and capture no forward.
+
+    On a CUDA device a new size compiles Triton kernels, 0.5 to 2 seconds each, and captures a CUDA graph.
+
+    Args:
+        model: a causal LM whose calls the native loop takes (`hf-efficient doctor` says which).
+        batch_sizes: sequences of the calls to come.
+        widths: new tokens of a sequence in a forward: 1 for plain decoding, up to 1 + drafted tokens for speculation.
+        max_length: tokens that a sequence can reach, its prompt among them.
+        prompt_tokens: lengths of prompts; those beyond max_length are left out.
+
+    Returns how many forwards are captured now.
+
+    Raises ValueError for a model whose forwards are not captured, and for sizes beyond those of a captured forward.
+    """
+    if (reason := why_not_captured(model)) is not None:
+        raise ValueError(f"model={type(model).__name__}: {reason}")
+    for rows in batch_sizes:
+        for width in widths:
+            if not (0 < rows and 0 < width <= WIDTHS[-1] and rows * width <= MAX_TOKENS):
+                raise ValueError(
+                    f"batch_sizes={tuple(batch_sizes)} and widths={tuple(widths)}: allowed are widths from 1 to "
+                    f"{WIDTHS[-1]} of at most {MAX_TOKENS} tokens in all"
+                )
+    version = model_state.current(model)
+    if not version.is_capturable:
+        raise ValueError(f"model={type(model).__name__}: its attention does not read the pages of a cache")
+    captures = 0
+    for rows in sorted(batch_sizes, reverse=True):  # the cache of the largest batch holds the others
+        entry = version.pool.take(model.config, rows, max_length + MAX_NODES + 1)
+        with torch.inference_mode(False), torch.no_grad():
+            runner = RaggedModel(model, entry.cache, max_length, None, None, entry.captured, entry.is_capturable)
+            for length in sorted(tokens for tokens in prompt_tokens if tokens < max_length):
+                entry.cache.rewind([0] * len(entry.cache.cache_seqlens))
+                _read_prompt(runner, rows, length)
+            for width in sorted(set(widths)):
+                tokens = torch.zeros(rows, width, dtype=torch.int64, device=model.device)
+                for _ in range(EAGER_FORWARDS + 1):
+                    runner(tokens, [0] * rows)
+                    runner.rewind([0] * rows)
+                captures += runner.captured is not None and runner.captured.is_captured(rows, width)
+        version.pool.put(entry, runner.captured)
+    return captures
+
+
+def _read_prompt(runner: RaggedModel, rows: int, length: int) -> None:
+    ids = torch.zeros(rows, length, dtype=torch.int64, device=runner.model.device)
+    kwargs = {"attention_mask": None, "position_ids": torch.arange(length, device=ids.device)[None]}
+    if runner.limits_logits:
+        kwargs["logits_to_keep"] = 1
+    runner.prefill(ids, runner.model.generation_config, kwargs)

@@ -1,0 +1,123 @@
+"""How many instructions of each kernel's inner loop fall on one number that it reads, from the machine code.
+
+A budget is what the issue slots of an H200 allow while it reads memory at full speed, with room for the rest. `held` is
+today's count, with 3 percent for other releases of the compiler: a test holds it, so that no change loses what was won.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sass
+import test_efficient_linear_aot
+import test_efficient_linear_w8a8_aot
+import test_flash_paged_aot
+import test_flash_paged_decode_aot
+import torch
+from aot import Compiled
+
+from hf_efficient.kernels.efficient_linear import launch_configs, w8a8_configs
+from hf_efficient.kernels.flash_paged import config
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel as it is launched.
+
+    build: target -> the compiled kernel. per_loop: numbers that a program reads in one round of its loop. threads: of
+    a program. unit: what is counted. budget, held: thread instructions a number on sm_90 (budget None: none was set).
+    """
+
+    name: str
+    build: Callable[[str], Compiled]
+    per_loop: float
+    threads: int
+    unit: str
+    budget: float | None
+    held: tuple[float, float]
+    is_masked: bool = False
+
+    def instructions(self, target: str) -> float:
+        """Thread instructions of the loop a number."""
+        loop = sass.loops(self.compiled(target).machine_code)[-1 if self.is_masked else 0]
+        return len(loop) * self.threads / self.per_loop
+
+    def compiled(self, target: str) -> Compiled:
+        return _compiled(self, target)
+
+
+@functools.cache
+def _compiled(case: Case, target: str) -> Compiled:
+    return case.build(target)
+
+
+def _decode(name: str | None, page: int, budget: float, held: tuple[float, float]) -> Case:
+    """Of heads of 128 channels, four query heads a key head."""
+    bits = test_flash_paged_decode_aot.BITS[name]
+    tile = config.decode_config(torch.bfloat16, 128, 4, "nvidia", bits)
+    return Case(
+        f"decode, {name or 'bf16'} KV, pages of {page}",
+        lambda target: test_flash_paged_decode_aot.build(target, name, 128, page),
+        tile.block_n * 2 * 128,
+        32 * tile.num_warps,
+        "a cached number",
+        budget,
+        held,
+    )
+
+
+def _weights(bits: int, tokens: int, budget: float | None, held: tuple[float, float]) -> Case:
+    """Groups of 64 with zero points."""
+    tile = launch_configs.choose_tile(tokens, False, bits)
+    return Case(
+        f"W{bits}A16, up to {tokens} rows",
+        lambda target: test_efficient_linear_aot.compile_linear(target, tokens, bits=bits),
+        tile.block_n * (256 if bits == 3 else 128),
+        32 * tile.num_warps,
+        "a weight",
+        budget,
+        held,
+    )
+
+
+def _w8a8(tokens: int, held: tuple[float, float]) -> Case:
+    tile = w8a8_configs.choose_tile(tokens, False, True)
+    return Case(
+        f"W8A8 int8, {tokens} rows",
+        lambda target: test_efficient_linear_w8a8_aot.compile_product(target, "int8", tokens),
+        tile.block_n * 128,
+        32 * tile.num_warps,
+        "a weight",
+        None,
+        held,
+    )
+
+
+def _prefill(budget: float, held: tuple[float, float]) -> Case:
+    """Instructions of a thread for 64 keys."""
+    tile = config.forward_config(torch.bfloat16, 128, 999, 0, "sm_90")
+    return Case(
+        "prefill, heads of 128 channels",
+        lambda target: test_flash_paged_aot.compile_forward(target, 128),
+        tile.block_n / 64,
+        1,
+        "64 keys, of one thread",
+        budget,
+        held,
+        is_masked=True,
+    )
+
+
+CASES = [
+    _decode(None, 64, 3.2, (2.82, 2.93)),
+    _decode(None, 16, 4.0, (4.99, 4.94)),
+    _decode("int8", 64, 4.0, (7.45, 7.85)),
+    _decode("fp8", 64, 5.0, (11.3, 11.4)),
+    _decode("int4", 64, 4.0, (13.0, 13.2)),
+    _decode("int2", 64, 3.5, (13.7, 13.8)),
+    _weights(4, 16, 3.2, (3.96, 6.56)),
+    _weights(4, 64, None, (4.88, 10.9)),
+    _weights(8, 16, None, (5.91, 7.99)),
+    _w8a8(16, (1.10, 1.0)),
+    _prefill(240, (366, 545)),
+]

@@ -1,0 +1,39 @@
+"""The instructions that each kernel spends on a number it reads, counted in the machine code."""
+
+import pytest
+import sass
+from kernel_counts import CASES
+
+
+LARGEST_BLOCK = {"sm_86": 99, "sm_89": 99, "sm_120": 99}  # KiB of shared memory
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_counts_do_not_grow(case, target):
+    """Budgets that are not reached stand in the table of docs/gpus.md."""
+    assert case.instructions(target) <= case.held[target == "sm_80"]
+    assert case.compiled(target).local_bytes == 0
+
+
+@pytest.mark.parametrize("target", LARGEST_BLOCK)
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[6], CASES[9]], ids=lambda case: case.name)
+def test_other_cards(case, target):
+    compiled = case.compiled(target)
+    assert compiled.local_bytes == 0 and compiled.shared <= LARGEST_BLOCK[target] * 1024
+    assert sass.loops(compiled.machine_code), "a matrix instruction stands in a loop"
+
+
+def test_loops_are_innermost_and_hold_what_is_asked_for():
+    code = """
+        /*0010*/                   MOV R1, R2 ;
+        /*0020*/                   LDS R4, [R1] ;
+        /*0030*/                   HMMA.16816.F32 R4, R4, R6, R8 ;
+        /*0040*/               @P0 BRA 0x20 ;
+        /*0050*/                   FADD R1, R1, R2 ;
+        /*0060*/              @!P1 BRA `(.L_x_1) 0x10 ;
+        /*0070*/                   FADD R1, R1, R2 ;
+        /*0080*/               @P2 BRA 0x70 ;
+    """
+    assert sass.loops(code) == [["LDS", "HMMA.16816.F32", "BRA"]]
+    assert sass.loops(code, ("FADD",)) == [["FADD", "BRA"]]
