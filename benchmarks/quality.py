@@ -76,6 +76,8 @@ def rows() -> dict[str, dict | None]:
     table["kmeans 4 bits g64 gptq"] = weight_only(4, 64, codebook="kmeans", method="gptq")
     table["kmeans 4 bits channel"] = weight_only(4, -1, codebook="kmeans", method="rtn")
     table["kmeans 3 bits channel"] = weight_only(3, -1, codebook="kmeans", method="rtn")
+    for bits in (4, 3.5, 3, 2.5, 2):
+        table[f"trellis {bits:g} bits gptq"] = weight_only(bits, -1, codebook="trellis", method="gptq")
     for method in ("absmax", "zeropoint", "smoothquant", "llm_int8"):
         table[f"w8a8 int8 {method}"] = w8a8(method=method)
     rotated = {"o_proj": {"rotate": True}, "down_proj": {"rotate": True}}

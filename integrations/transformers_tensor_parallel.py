@@ -212,6 +212,8 @@ def _dims(weight: CompressedWeight, style: str) -> dict[str, int | None]:
 
 def _error(module, weight: CompressedWeight, style: str, size: int) -> str | None:
     """Why `weight` cannot be cut into `size` parts, or None."""
+    if whole := getattr(weight.format, "inner", weight.format).whole:
+        return whole
     if isinstance(module, EfficientExperts) and module.is_transposed:
         return "the experts of this architecture are stored transposed"
     wide, features = ("out_features", weight.out_features) if style in ROWS else ("in_features", weight.in_features)

@@ -28,7 +28,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient quantize`."""
     command.add_argument("model", help="Hub id or local folder")
     add_output_argument(command)
-    command.add_argument("--bits", type=int, choices=(2, 3, 4, 8), help="bits of a weight (default 4)")
+    command.add_argument(
+        "--bits", type=_bits, help="bits of a weight: 2, 3, 4 (default) or 8, with --codebook trellis also 2.5 and 3.5"
+    )
     command.add_argument(
         "--quality",
         choices=QUALITIES,
@@ -36,15 +38,23 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "with --calibration)",
     )
     command.add_argument(
-        "--group-size", type=int, help="weights that share a scale, -1: one output channel (default 64, -1 with 8 bits)"
+        "--group-size",
+        type=int,
+        help="weights that share a scale, -1: one output channel (default 64, -1 with 8 bits and --codebook trellis)",
     )
     command.add_argument("--method", help="instead of --quality: rtn, mse, hqq, gptq, awq or kmeans")
-    command.add_argument("--codebook", help="nf4, fp4 or kmeans instead of a regular grid")
+    command.add_argument("--codebook", help="nf4, fp4, kmeans or trellis instead of a regular grid")
     for name, text in SWITCHES.items():
         command.add_argument(option_name(name), action="store_true", default=None, help=text)
     command.add_argument("--config", help=f"instead of the options above: {HELP}")
     add_loading_arguments(command)
     calibration_options.add_calibration_arguments(command)
+
+
+def _bits(text: str) -> int | float:
+    """Argparse names it and what was given where this is no number."""
+    bits = float(text)
+    return int(bits) if bits.is_integer() else bits
 
 
 def run(options: argparse.Namespace) -> Result:

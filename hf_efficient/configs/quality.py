@@ -26,7 +26,9 @@ def choose(given: dict[str, Any], quality: str | None) -> dict[str, Any]:
     if given["symmetric"] == AUTO:
         chosen["symmetric"] = bits == 8 and given["group_size"] == AUTO and codebook is None
     if given["group_size"] == AUTO:
-        chosen["group_size"] = -1 if bits == 8 else 64
+        chosen["group_size"] = -1 if bits == 8 or codebook == "trellis" else 64
+    if given["rotate"] == AUTO:
+        chosen["rotate"] = codebook == "trellis"
     if method == AUTO:
         quality = quality or ("fast" if calibration is None else "balanced")
         chosen |= _method(chosen, quality)

@@ -13,9 +13,11 @@ from hf_efficient.configs.quality import AUTO, QUALITIES, choose, data_free, nee
 
 WEIGHT_BITS = (2, 3, 4, 8)
 EMBEDDING_BITS = (4, 8)
-CODEBOOKS = ("nf4", "fp4", "kmeans")
+CODEBOOKS = ("nf4", "fp4", "kmeans", "trellis")
 ZERO_POINTS = ("integer", "float", "minimum")
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
+TRELLIS_BITS = (2, 2.5, 3, 3.5, 4)
+_TRELLIS_ALLOWED = f"one of {TRELLIS_BITS} for codebook='trellis'"
 _GROUP_SIZES = "a positive multiple of 8, -1 (one group per output channel) or None (one scale for the tensor)"
 
 
@@ -37,10 +39,11 @@ class WeightOnlyConfig(CompressionConfig):
     field of the config afterwards.
 
     Args:
-        bits (2, 3, 4 or 8; default 4): bits of a code. With `mixed_precision` the average over the layers.
+        bits (2, 3, 4 or 8; default 4): bits of a code. With `mixed_precision` the average over the layers. With
+            codebook="trellis" 2, 2.5, 3, 3.5 or 4.
         group_size (int or None; default "auto"): weights that share a scale: a positive multiple of 8, -1 for one group
-            per output channel, None for one scale for the whole tensor. "auto" is -1 with 8 bits and 64 below. On CPU
-            the fast kernels take -1 with 8 bits, and multiples of 32 with 4 bits.
+            per output channel, None for one scale for the whole tensor. "auto" is -1 with 8 bits or a trellis, else
+            64. On CPU the fast kernels take -1 with 8 bits, and multiples of 32 with 4 bits.
         symmetric (bool; default "auto"): zero is the middle of the grid and no zero point is stored. False stores a
             zero point per group. "auto" is True with 8 bits and group_size="auto".
         method (str; default "auto"): how codes, scales and zero points are chosen; a file of `hf_efficient/methods`,
@@ -53,11 +56,12 @@ class WeightOnlyConfig(CompressionConfig):
             Where such a model cannot be run while loading (several devices, tensor parallelism, no token ids as
             input), it is "hqq" with float zero points. "balanced" and "best" take minutes: "gptq" with `refine`, with
             few and many windows of text. None is "balanced" where `calibration` is given, else "fast".
-        codebook ("nf4", "fp4", "kmeans" or None; default None): codes are indices into a table instead of points of a
-            grid. "nf4" (https://arxiv.org/abs/2305.14314) and "fp4" have 4 bits, "kmeans" learns tables of 2, 3 or 4
-            bits.
+        codebook ("nf4", "fp4", "kmeans", "trellis" or None; default None): codes are indices into a table instead of
+            points of a grid. "nf4" (https://arxiv.org/abs/2305.14314) and "fp4" have 4 bits, "kmeans" learns tables of
+            2, 3 or 4 bits. "trellis" (QTIP, https://arxiv.org/abs/2406.11235) lets neighbouring weights of a column
+            share bits and has one scale a row. It loses least at 2 to 4 bits, and takes minutes to make.
         double_quantization (bool; default False): also store the scales of a codebook in 8 bits (QLoRA).
-        rotate (bool; default False): spread outliers by random Hadamard rotations (QuIP,
+        rotate (bool; default "auto": True with codebook="trellis"): spread outliers by random Hadamard rotations (QuIP,
             https://arxiv.org/abs/2307.13304; QuaRot, https://arxiv.org/abs/2404.00456). The inverse is applied to the
             input unless it folds into other weights.
         refine (bool; default False): after each block, tune scales and rounding by gradient on the block's outputs;
@@ -108,13 +112,13 @@ class WeightOnlyConfig(CompressionConfig):
     def __init__(
         self,
         /,
-        bits: int = 4,
+        bits: int | float = 4,
         group_size: int | str | None = AUTO,
         symmetric: bool | str = AUTO,
         method: str = AUTO,
         codebook: str | None = None,
         double_quantization: bool = False,
-        rotate: bool = False,
+        rotate: bool | str = AUTO,
         refine: bool = False,
         mixed_precision: bool = False,
         int8_on_cpu: bool = False,
@@ -143,7 +147,10 @@ class WeightOnlyConfig(CompressionConfig):
     @classmethod
     def check_scheme(cls, scheme):
         bits, group_size, method, codebook = (scheme[name] for name in ("bits", "group_size", "method", "codebook"))
-        check_choices(scheme, bits=WEIGHT_BITS)
+        if codebook == "trellis":
+            check(any(bits == b and not isinstance(bits, bool) for b in TRELLIS_BITS), "bits", bits, _TRELLIS_ALLOWED)
+        else:
+            check_choices(scheme, bits=WEIGHT_BITS)
         is_width = is_integer(group_size, -1) and (group_size == -1 or (group_size > 0 and group_size % 8 == 0))
         check(group_size is None or is_width, "group_size", group_size, _GROUP_SIZES)
         check_choices(scheme, method=available_methods())
@@ -152,6 +159,10 @@ class WeightOnlyConfig(CompressionConfig):
         check_choices(scheme, codebook=(*CODEBOOKS, None))
         if codebook in ("nf4", "fp4"):
             check(bits == 4, "bits", bits, f"4 for codebook={codebook!r}")
+        if codebook == "trellis":
+            check(group_size == -1, "group_size", group_size, "-1 for codebook='trellis': one scale a row")
+            check(not scheme["double_quantization"], "double_quantization", True, "False for codebook='trellis'")
+            check(scheme["scale_dtype"] is None, "scale_dtype", scheme["scale_dtype"], "None for codebook='trellis'")
         if codebook == "kmeans":
             check(bits != 8, "bits", bits, "2, 3 or 4 for codebook='kmeans'")
         is_served = {"rtn": True, "gptq": True, "kmeans": codebook == "kmeans"}.get(method, codebook is None)
@@ -252,8 +263,11 @@ class WeightOnlyConfig(CompressionConfig):
         from hf_efficient.formats.affine import AffineFormat
         from hf_efficient.formats.codebook import CodebookFormat
         from hf_efficient.formats.transformed import TransformedFormat
+        from hf_efficient.formats.trellis import TrellisFormat
 
-        if self.codebook is None:
+        if self.codebook == "trellis":
+            inner = TrellisFormat(self.bits)
+        elif self.codebook is None:
             grid = self.bits, self.group_size, self.symmetric, self.int8_on_cpu
             inner = AffineFormat(*grid, self.zero_point, self.scale_dtype)
         else:

@@ -15,11 +15,13 @@ class Format:
 
     Attributes:
         checks_codes: whether `check` reads "qweight", which is a pass over all weights.
+        whole: why a process cannot hold a part of such a weight; None where it can.
         adopted: whether the format occurs only in other libraries' checkpoints, and no method of ours quantizes to it.
     """
 
     checks_codes = False
     adopted = False
+    whole: str | None = None
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         """The shape of each canonical tensor of a weight [out_features, in_features]; none has 0 dimensions."""

@@ -10,7 +10,8 @@ import torch
 
 from hf_efficient.formats import AffineFormat, Format
 from hf_efficient.formats.codebook import CodebookFormat
-from hf_efficient.methods import _gptq_codebook
+from hf_efficient.formats.trellis import TrellisFormat
+from hf_efficient.methods import _gptq_codebook, _gptq_trellis
 from hf_efficient.methods._affine_grid import (
     Grid,
     canonical,
@@ -25,7 +26,7 @@ from hf_efficient.methods._error_feedback import Feedback, output_error
 from hf_efficient.methods.mse import clipped_grid
 
 
-FORMATS = (AffineFormat, CodebookFormat)
+FORMATS = (AffineFormat, CodebookFormat, TrellisFormat)
 NEEDS = ("hessian",)
 MASKED = True
 _ELEMENTS_AT_ONCE = 1 << 16  # weights at a time in the search for grids
@@ -49,6 +50,8 @@ def quantize(
         raise ValueError("gptq needs the Hessian of the inputs: inputs.hessian is None")
     if isinstance(format, CodebookFormat):
         return _gptq_codebook.quantize(weight, format, inputs, damping)
+    if isinstance(format, TrellisFormat):
+        return _gptq_trellis.quantize(weight, format, inputs, damping)
     hessian = inputs.hessian.to(weight.device)
     nearest = covering_grid(weight, format)
     feedback = Feedback(hessian, damping, act_order)

@@ -6,10 +6,11 @@ import torch
 from hf_efficient.formats import AffineFormat, Format
 from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.formats.ternary import TernaryFormat
+from hf_efficient.formats.trellis import TrellisFormat
 from hf_efficient.methods._affine_grid import covering_grid, quantize_rows
 
 
-FORMATS = (AffineFormat, CodebookFormat, TernaryFormat)
+FORMATS = (AffineFormat, CodebookFormat, TernaryFormat, TrellisFormat)
 NEEDS = ()
 _ELEMENTS_AT_ONCE = 1 << 20  # weights at a time: bounds the float32 copies, so that loading peaks at the weight itself
 

@@ -26,6 +26,15 @@ from hf_efficient.configs import module_matches
         (dict(codebook="nf5"), ["codebook='nf5'", "nf4"]),
         (dict(codebook="nf4", bits=3), ["bits=3", "4 for codebook='nf4'"]),
         (dict(codebook="kmeans", bits=8), ["bits=8", "kmeans"]),
+        (dict(bits=2.5), ["bits=2.5", "(2, 3, 4, 8)"]),
+        (dict(bits=4.0), ["bits=4.0"]),
+        (dict(codebook="trellis", bits=8), ["bits=8", "(2, 2.5, 3, 3.5, 4)", "trellis"]),
+        (dict(codebook="trellis", bits=True), ["bits=True"]),
+        (dict(codebook="trellis", group_size=64), ["group_size=64", "-1 for codebook='trellis'"]),
+        (dict(codebook="trellis", double_quantization=True), ["double_quantization=True", "trellis"]),
+        (dict(codebook="trellis", scale_dtype="float32"), ["scale_dtype='float32'", "trellis"]),
+        (dict(codebook="trellis", refine=True), ["refine=True", "trellis"]),
+        (dict(codebook="trellis", method="awq"), ["method='awq'", "trellis"]),
         (dict(double_quantization=True), ["double_quantization=True", "codebook"]),
         (dict(codebook="nf4", refine=True), ["refine=True", "nf4"]),
         (dict(codebook="nf4", method="awq"), ["method='awq'", "nf4"]),
@@ -51,6 +60,17 @@ def test_bad_arguments_are_named(arguments, named):
         WeightOnlyConfig(**arguments)
     for part in named:
         assert part in str(error.value)
+
+
+def test_what_a_trellis_chooses():
+    config = WeightOnlyConfig(codebook="trellis", bits=3)
+    assert config.rotate and config.group_size == -1 and config.method == "rtn"
+    assert WeightOnlyConfig(codebook="trellis", bits=3.0).format() == config.format()
+    assert not WeightOnlyConfig(codebook="trellis", rotate=False).rotate and not WeightOnlyConfig().rotate
+    some = WeightOnlyConfig(overrides={"a": {"codebook": "trellis", "bits": 2.5}}).for_module("a")
+    assert (some.codebook, some.bits, some.rotate, some.group_size) == ("trellis", 2.5, True, -1)
+    again = AutoQuantizationConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again == config
 
 
 def test_group_sizes_that_are_allowed():

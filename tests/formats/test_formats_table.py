@@ -25,6 +25,7 @@ EXPORTED = {
     "fp8 activations": dict(W8A8, dtype="fp8"),
     "LLM.int8()": dict(W8A8, method="llm_int8"),
     "NF4, FP4, k-means": dict(bits=4, group_size=-1, codebook="kmeans"),
+    "trellis": dict(bits=2, group_size=-1, codebook="trellis", rotate=False),
     "rotated (`rotate=True`)": dict(bits=4, group_size=32, rotate=True),
     "BitNet": dict(quant_method="efficient_bitnet"),
 }

@@ -55,6 +55,7 @@ REFUSED = {
     "rotate": ("llama", dict(GROUPS, rotate=True), "o_proj.*cannot be cut rowwise: rotate mixes all inputs"),
     "w8a8": ("llama", {"quant_method": "efficient_w8a8"}, "o_proj.*whole row"),
     "bitnet": ("llama", {"quant_method": "efficient_bitnet"}, "o_proj.*whole row"),
+    "trellis": ("llama", dict(GROUPS, group_size=-1, codebook="trellis"), "the codes of a trellis run down many rows"),
     "gptq": ("llama", dict(GROUPS, method="gptq", **TEXTS), "calibration run in one process"),
 }
 

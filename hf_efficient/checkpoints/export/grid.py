@@ -11,6 +11,7 @@ from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.formats.ternary import TernaryFormat
 from hf_efficient.formats.transformed import TransformedFormat
+from hf_efficient.formats.trellis import TrellisFormat
 
 
 def check_layers(source: Source, target: str, why_not: Callable[[Layer], str | None]) -> None:
@@ -47,6 +48,8 @@ def _no_target(layer: Layer) -> str | None:
         return "its columns are in another order than its input (GPTQ's activation order)"
     if isinstance(format, CodebookFormat):
         return f"its codes are entries of a table (codebook={format.codebook!r}), not points of a grid"
+    if isinstance(format, TrellisFormat):
+        return "its values are states of a trellis (codebook='trellis'), which other engines do not read"
     if isinstance(format, MaskedFormat):
         return "kept values without codes (SparseConfig), for which compressed-tensors 0.15 and later have no layout"
     if isinstance(format, TernaryFormat):

@@ -19,6 +19,8 @@ LIBRARIES = {  # library, compiled from <name>/<name>.cpp -> the macros of each 
     "replay": ({},),
     "sparse": ({},),
     "contextual": ({},),
+    "viterbi": ({},),
+    "trellis": tuple({"HALF_BITS": count} for count in range(4, 9)),
 }
 FLAGS = ("-O2", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")  # besides those of the tier
 

@@ -1,0 +1,97 @@
+// Vectors of 32 lanes of 16 bits, a column of the weight in each, and how the states of a trellis become values.
+
+#pragma once
+#include "vectors.h"
+
+constexpr int STATE_BITS = 14;
+constexpr uint16_t STATE_MASK = (1 << STATE_BITS) - 1, FACTORS[2] = {0x1e05, 0x8313}, SIX_BITS = 0x3f3f;
+constexpr int MIDDLE = 126;  // what values have too much
+
+#if defined(__AVX512BW__)
+struct Shorts {
+    __m512i bits;
+
+    static INLINE Shorts load(const void *from) { return {_mm512_loadu_si512(from)}; }
+    static INLINE Shorts splat(int16_t value) { return {_mm512_set1_epi16(value)}; }
+};
+
+// The states that begin at bit SHIFT of `words` and go on in `more`.
+template <int SHIFT> static INLINE Shorts states(Shorts words, Shorts more) {
+    __m512i found = words.bits;
+    if constexpr (SHIFT > 16 - STATE_BITS) {
+#if defined(__AVX512VBMI2__)
+        found = _mm512_shrdi_epi16(words.bits, more.bits, SHIFT);
+#else
+        found = _mm512_or_si512(_mm512_srli_epi16(words.bits, SHIFT), _mm512_slli_epi16(more.bits, 16 - SHIFT));
+#endif
+    } else if constexpr (SHIFT > 0) {
+        found = _mm512_srli_epi16(words.bits, SHIFT);
+    }
+    return {_mm512_and_si512(found, _mm512_set1_epi16(STATE_MASK))};
+}
+
+static INLINE Shorts values(Shorts states) {
+    const __m512i mask = _mm512_set1_epi16(SIX_BITS);
+    const __m512i low = _mm512_mullo_epi16(states.bits, _mm512_set1_epi16(FACTORS[0]));
+    const __m512i high = _mm512_mulhi_epu16(low, _mm512_set1_epi16((int16_t)FACTORS[1]));
+    const __m512i both = _mm512_add_epi8(_mm512_and_si512(low, mask), _mm512_and_si512(high, mask));
+    return {_mm512_maddubs_epi16(both, _mm512_set1_epi8(1))};
+}
+
+// sum + the products of each pair of lanes
+static INLINE Ints plus_pairs(Ints sum, Shorts a, Shorts b) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, a.bits, b.bits);
+#else
+    return (Ints)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16(a.bits, b.bits));
+#endif
+}
+
+static INLINE Ints first_half(Shorts a) { return (Ints)_mm512_cvtepi16_epi32(_mm512_castsi512_si256(a.bits)); }
+static INLINE Ints second_half(Shorts a) { return (Ints)_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(a.bits, 1)); }
+static INLINE void store_shorts(int16_t *to, Ints values) {
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)values));
+}
+#elif defined(__AVX2__)
+struct Shorts {
+    __m256i low, high;
+
+    static INLINE Shorts load(const void *from) {
+        return {_mm256_loadu_si256((const __m256i *)from), _mm256_loadu_si256((const __m256i *)from + 1)};
+    }
+    static INLINE Shorts splat(int16_t value) { return {_mm256_set1_epi16(value), _mm256_set1_epi16(value)}; }
+};
+
+template <int SHIFT> static INLINE Shorts states(Shorts words, Shorts more) {
+    auto half = [](__m256i words, __m256i more) __attribute__((always_inline)) {
+        if constexpr (SHIFT > 0) words = _mm256_srli_epi16(words, SHIFT);
+        if constexpr (SHIFT > 16 - STATE_BITS) words = _mm256_or_si256(words, _mm256_slli_epi16(more, 16 - SHIFT));
+        return _mm256_and_si256(words, _mm256_set1_epi16(STATE_MASK));
+    };
+    return {half(words.low, more.low), half(words.high, more.high)};
+}
+
+static INLINE Shorts values(Shorts states) {
+    auto half = [](__m256i states) __attribute__((always_inline)) {
+        const __m256i mask = _mm256_set1_epi16(SIX_BITS);
+        const __m256i low = _mm256_mullo_epi16(states, _mm256_set1_epi16(FACTORS[0]));
+        const __m256i high = _mm256_mulhi_epu16(low, _mm256_set1_epi16((int16_t)FACTORS[1]));
+        const __m256i both = _mm256_add_epi8(_mm256_and_si256(low, mask), _mm256_and_si256(high, mask));
+        return _mm256_maddubs_epi16(both, _mm256_set1_epi8(1));
+    };
+    return {half(states.low), half(states.high)};
+}
+
+static INLINE Ints plus_pairs(Ints sum, Shorts a, Shorts b) {
+    return {(Ints::Half)_mm256_add_epi32((__m256i)sum.low, _mm256_madd_epi16(a.low, b.low)),
+            (Ints::Half)_mm256_add_epi32((__m256i)sum.high, _mm256_madd_epi16(a.high, b.high))};
+}
+
+static INLINE Ints widen_shorts(__m256i a) {
+    return {(Ints::Half)_mm256_cvtepi16_epi32(_mm256_castsi256_si128(a)),
+            (Ints::Half)_mm256_cvtepi16_epi32(_mm256_extracti128_si256(a, 1))};
+}
+static INLINE Ints first_half(Shorts a) { return widen_shorts(a.low); }
+static INLINE Ints second_half(Shorts a) { return widen_shorts(a.high); }
+static INLINE void store_shorts(int16_t *to, Ints values) { *(Halves *)to = to_halves((Words)values & 0xffffu); }
+#endif
