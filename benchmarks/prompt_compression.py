@@ -1,6 +1,6 @@
 """What do answers lose when half of the prompt is left out, and what does it cost to choose which half?
 
-    python benchmarks/prompt_compression.py --tokens FOLDER [--prompts 10] [--seeds 3] [--keep 0.5] [--output FILE]
+    python benchmarks/prompt_compression.py --tokens FOLDER [--prompts 4] [--seeds 3] [--keep 0.5] [--output FILE]
 
 FOLDER has wiki_long.pt (int64 [16, 2048]): tokens of sample_text(). SmolLM2-135M-Instruct in bfloat16 is both the small
 model that chooses and the one that answers. A prompt is a text of 512 tokens and a question that always stays:
@@ -195,16 +195,17 @@ def summary(way: str, kind: str, rows: list[dict]) -> dict:
 def main() -> None:
     parser = harness.parser(__doc__, "prompt_compression.json")
     parser.add_argument("--tokens", required=True)
-    parser.add_argument("--prompts", type=int, default=10, help="of each task and seed")
+    parser.add_argument("--prompts", type=int, default=4, help="of each task and seed")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--keep", type=float, default=0.5)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     options = parser.parse_args()
     tokens = torch.load(f"{options.tokens}/wiki_long.pt", weights_only=True)
     compressor = PromptCompressor(harness.load(), harness.tokenizer())
-    records = [row for kind in options.tasks for row in measure(compressor, tokens, kind, options)]
-    record = {"environment": environment.describe(), "keep": options.keep, "records": harness.rounded(records)}
-    harness.write(options.output, record)
+    record = {"environment": environment.describe(), "keep": options.keep, "records": []}
+    for kind in options.tasks:
+        record["records"] += harness.rounded(measure(compressor, tokens, kind, options))
+        harness.write(options.output, record)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import math
 
 INSTRUCTION_SHARE = 0.85  # of an instruction's tokens, where the budget allows it
 DEMONSTRATION_EXCESS = 2.0  # whole demonstrations are kept up to this many times their budget
-RANK_SPREAD = 0.5  # the share of the first document, less the mean share
+RANK_SPREAD = (
+    1.0  # of the wishes of the best and the worst document from the mean share: some stay whole, some go whole
+)
 
 
 def part_budgets(

@@ -25,11 +25,8 @@ def kept_by_classifier(
     kept = probabilities(model, ids, ends, special_tokens(tokenizer), small_model.positions(model, tokenizer))
     selection = Selection(words, groups, forced, budget, None)
     for index, group in enumerate(groups):
-        if group.kind is None:
-            selection.take_all(group.words)
-        else:
-            scores = [kept[words[at].first : words[at].stop].mean().item() for at in group.words]
-            selection.take(index, group.words, scores)
+        scores = [kept[words[at].first : words[at].stop].mean().item() for at in group.words]
+        selection.take(index, group.words, scores)
     return selection.kept
 
 

@@ -104,7 +104,7 @@ class PromptCompressor:
         steered = read.question is not None and not self.is_classifier
         groups = grouped(read, words, fixed, steered)
         checks.check_question(read, reorder, groups, self.is_classifier)
-        forced = forced_words(read.text, words, keep_words)
+        forced = forced_words(read, words, keep_words)
         budget = checks.budget_of(groups, words, forced, len(ids), keep, tokens)
         with torch.no_grad(), small_model.evaluating(self.model):
             if self.is_classifier:

@@ -52,13 +52,15 @@ def ends_sentence(text: str, word: Word) -> bool:
     return SENTENCE_END.search(text, word.start, word.end) is not None
 
 
-def forced_words(text: str, words: list[Word], keep_words) -> set[int]:
-    """The words that hold a character of one of `keep_words`. A letter or digit at its edge ends the word there."""
-    patterns = (
+def forced_words(prompt: Prompt, words: list[Word], keep_words) -> set[int]:
+    """The words that hold a character of the question or of one of `keep_words`. A letter or digit at the edge of these
+    ends the word there."""
+    patterns = [] if prompt.question is None else [re.escape(prompt.question.strip())]
+    patterns += [
         r"(?<!\w)" * bool(re.match(r"\w", word)) + re.escape(word) + r"(?!\w)" * bool(re.search(r"\w$", word))
         for word in keep_words
-    )
-    spans = [match.span() for pattern in patterns for match in re.finditer(pattern, text)]
+    ]
+    spans = [match.span() for pattern in patterns for match in re.finditer(pattern, prompt.text)]
     return {
         index for index, word in enumerate(words) if any(start < word.end and word.start < end for start, end in spans)
     }

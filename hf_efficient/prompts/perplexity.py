@@ -58,22 +58,22 @@ class PerplexityRanker:
         last = max((index for index, group in enumerate(groups) if group.kind is not None), default=-1)
         for pieces in self._segments(groups[: last + 1]):
             tokens, scores = self._tokens([word for _, piece in pieces for word in piece]), None
-            if not all(selection.keeps_all(group) for group, _ in pieces):
+            if not all(selection.is_settled(group) for group, _ in pieces):
                 scores = contexts[-1].surprisal(tokens)
                 if self.question:
                     scores = contexts[0].surprisal(tokens) - scores
             stays = []
             for group, piece in pieces:
                 length = len(self._tokens(piece))
-                if selection.keeps_all(group):
-                    stays += selection.take_all(piece)
+                if scores is None:
+                    stays += selection.take_settled(group, piece)
                 else:
                     stays += selection.take(group, piece, self._by_word(piece, scores[:length]))
-                scores = None if scores is None else scores[length:]
+                    scores = scores[length:]
             for context in contexts:
                 context.extend(self._tokens(stays))
-        for group in groups[last + 1 :]:
-            selection.take_all(group.words)
+        for index in range(last + 1, len(groups)):
+            selection.take_settled(index, groups[index].words)
         return selection.kept
 
     def _segments(self, groups: list[Group]) -> list[list[tuple[int, list[int]]]]:

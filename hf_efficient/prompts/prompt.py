@@ -131,14 +131,16 @@ def _joined(between: list[str], texts: list[str]) -> str:
 
 
 def _without_question(prompt: Prompt) -> Prompt:
-    """Cuts the question out of the parts, wherever it stands."""
+    """Cuts the question off the parts that begin or end with it. In the middle of one it belongs to its passage."""
     if prompt.question is None:
         return prompt
     parts, question = [], prompt.question.strip()
     for part in prompt.parts:
-        start = part.start
-        while (at := prompt.text.find(question, start, part.end)) >= 0:
-            parts += [replace(part, start=start, end=at)] * (at > start)
-            start = at + len(question)
-        parts += [replace(part, start=start)] * (part.end > start)
+        start, end = part.start, part.end
+        text = prompt.text[start:end]
+        if text.rstrip().endswith(question):
+            end = start + len(text.rstrip()) - len(question)
+        elif text.lstrip().startswith(question):
+            start = end - len(text.lstrip()) + len(question)
+        parts += [replace(part, start=start, end=end)] * (end > start)
     return replace(prompt, parts=parts)

@@ -36,17 +36,21 @@ class Selection:
     def _length(self, words) -> int:
         return sum(len(self.words[index]) for index in words)
 
-    def keeps_all(self, group: int) -> bool:
+    def is_settled(self, group: int) -> bool:
+        """Whether all its words that are not forced stay, or none: no scores are needed."""
         length, budget = self.free.get(group, (0, 0))
-        return length == budget
+        return budget in (0, length)
 
-    def take_all(self, words: list[int]) -> list[int]:
-        self.kept.update(words)
-        return words
+    def take_settled(self, group: int, words: list[int]) -> list[int]:
+        """As `take`, for the words of a settled group, or of one that may lose none."""
+        return self.take(group, words, [0.0] * len(words))
 
     def take(self, group: int, words: list[int], scores: list[float]) -> list[int]:
         """Of the next words of a group those that stay: the forced ones, and the others of the largest scores until
         the share of the budget up to here is taken. What a word was too long for is left to the next segment."""
+        if group not in self.free:
+            self.kept.update(words)
+            return words
         free = [(score, index) for score, index in zip(scores, words) if index not in self.forced]
         length, budget = self.free[group]
         more = self._length(index for _, index in free)
@@ -54,7 +58,7 @@ class Selection:
         room = round(self.due) - self.taken
         chosen = self.forced.intersection(words)
         for _, index in sorted(free, key=lambda pair: (-pair[0], pair[1])):
-            if len(self.words[index]) <= room:
+            if len(self.words[index]) <= room or budget == length:
                 chosen.add(index)
                 room -= len(self.words[index])
                 self.taken += len(self.words[index])

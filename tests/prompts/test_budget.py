@@ -24,8 +24,8 @@ def test_a_budget_too_small_for_instructions_is_shared_evenly():
 
 
 def test_documents_keep_more_the_more_they_are_worth():
-    kept = part_budgets([100] * 3, ["document"] * 3, [0] * 3, 150, [1.0, 3.0, 2.0])
-    assert kept == [0, 100, 50]
+    kept = part_budgets([100] * 5, ["document"] * 5, [0] * 5, 250, [1.0, 3.0, 2.0, 5.0, 4.0])
+    assert kept == [0, 50, 0, 100, 100]
 
 
 def test_demonstrations_past_twice_their_budget_go_whole():
