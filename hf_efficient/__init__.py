@@ -49,6 +49,7 @@ _PUBLIC = {
     "TranslatedDrafter": "hf_efficient.generation.drafters.translated",
     "SpeculativeGenerationMixin": "hf_efficient.integrations.transformers_generation",
     "enable_speculation": "hf_efficient.integrations.transformers_generation",
+    "PromptCompressor": "hf_efficient.prompts.compressor",
     "optimize": "hf_efficient.integrations.transformers_generation",
     "report": "hf_efficient.planning.model_report",
     "speculative_generate": "hf_efficient.generation.decode",

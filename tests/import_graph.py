@@ -78,6 +78,7 @@ ROOMS = {
     "planning": "configs calibration layers formats methods kernels.native kernels.linear cache cache.stores "
     "planning.model_trace evaluation targets integrations",
     "planning.model_report": "layers kernels.attention generation generation.decode integrations",
+    "prompts": "",  # works with any model, compressed by this package or not
     "evaluation": "",
     "model_cards": "",
     "cli": "configs evaluation calibration checkpoints checkpoints.export compression planning integrations "

@@ -1,0 +1,1 @@
+"""Makes prompts shorter: a small model says which tokens a large one needs least."""

@@ -1,0 +1,131 @@
+"""`PromptCompressor`: leaves out of a prompt what a small model finds least worth reading."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_efficient.prompts import checks, small_model
+from hf_efficient.prompts import prompt as prompts
+from hf_efficient.prompts.classifier import kept_by_classifier
+from hf_efficient.prompts.groups import Group, forced_words, grouped, ordered
+from hf_efficient.prompts.perplexity import PerplexityRanker
+from hf_efficient.prompts.tokens import Word, tokenize
+
+
+@dataclass(frozen=True)
+class CompressedPrompt:
+    """What is left of a prompt.
+
+    Attributes:
+        text: the kept characters of the prompt, as they stood there.
+        token_ids: the kept tokens, of the small model's tokenizer.
+        positions: where they stood among the prompt's tokens; ascending, unless documents were reordered.
+        prompt_tokens: how many tokens the prompt had.
+        messages: of a chat, with shorter contents; else empty.
+    """
+
+    text: str
+    token_ids: list[int]
+    positions: list[int]
+    prompt_tokens: int
+    messages: list[dict] = field(default_factory=list)
+
+
+class PromptCompressor:
+    """Makes prompts shorter, for any large model, by what a small one thinks of their tokens.
+
+    A causal language model drops words that it could have guessed from what is kept before them, segment by segment
+    (LLMLingua, https://arxiv.org/abs/2310.05736). With a question it spends the budget on the passages after which the
+    question is likeliest, and in them on the words that the question makes likelier (LongLLMLingua,
+    https://arxiv.org/abs/2310.06839). A token classifier with two labels, such as the published checkpoints of
+    LLMLingua-2 (https://arxiv.org/abs/2403.12968), needs one forward and drops what it would not keep.
+
+    Words are dropped whole. Scripts without spaces are dropped token by token.
+
+    Args:
+        model: a causal language model or a token classifier, or the folder or name of one.
+        tokenizer: of the model; may be left out where `model` is a folder or a name.
+
+    Raises:
+        TypeError: where `model` is neither.
+        ValueError: for an encoder-decoder, another kind of model, a classifier without two labels, or a model without
+            a tokenizer.
+    """
+
+    def __init__(self, model, tokenizer=None):
+        self.model, self.tokenizer = small_model.load(model, tokenizer)
+        self.is_classifier = small_model.is_classifier(self.model)
+
+    def compress(
+        self,
+        prompt: str | dict | list,
+        keep: float | None = None,
+        tokens: int | None = None,
+        question: str | list[str] | None = None,
+        keep_words: list[str] | tuple[str, ...] = (),
+        reorder: bool = False,
+    ) -> CompressedPrompt | list[CompressedPrompt]:
+        """Drops words of a prompt. One of `keep` and `tokens` says how many stay.
+
+        Args:
+            prompt: a text; or a dict of its segments: "instruction" and "question" (texts), "demonstrations" and
+                "documents" (lists of texts), which are joined by blank lines; or the messages of a chat. A list of
+                these gives a list of results, each as if it were alone. In a chat only what users and assistants say
+                gets shorter: system messages and the chat template stay. Special tokens always stay.
+            keep: share of the tokens that may be dropped which stay, above 0 and at most 1. `keep_words` stay even if
+                they are more.
+            tokens: the most tokens of the result, counted with the small model's tokenizer, with those that always
+                stay.
+            question: what the prompt is about; a list has one for each prompt. It stays wherever the prompt says it,
+                and is not added where it does not.
+            keep_words: words, as they are written, and other strings of characters that always stay.
+            reorder: whether the documents of a dict are put in the order of their worth for the question, best first.
+
+        Raises:
+            TypeError: for an argument of another type.
+            ValueError: for a value out of range, an empty prompt or question, fewer `tokens` than must stay or more
+                than there are, a question too long for the model's positions, a question that a classifier cannot
+                use because the prompt does not say it, or `reorder` without documents and a question.
+        """
+        checks.check_budget(keep, tokens)
+        checks.check_words(keep_words)
+        if not isinstance(prompt, list) or checks.is_chat(prompt):
+            return self._compress(prompt, keep, tokens, question, keep_words, reorder)
+        questions = checks.check_batch(prompt, question)
+        return [self._compress(each, keep, tokens, asked, keep_words, reorder)
+                for each, asked in zip(prompt, questions)]  # fmt: skip
+
+    def _compress(self, prompt, keep, tokens, question, keep_words, reorder) -> CompressedPrompt:
+        read = prompts.read(prompt, question, self.tokenizer)
+        cuts = [place for part in read.parts for place in (part.start, part.end)]
+        ids, words = tokenize(self.tokenizer, read.text, cuts)
+        special = set(self.tokenizer.all_special_ids)
+        fixed = {index for index, word in enumerate(words) if special.intersection(ids[word.first : word.stop])}
+        steered = read.question is not None and not self.is_classifier
+        groups = grouped(read, words, fixed, steered)
+        checks.check_question(read, reorder, groups, self.is_classifier)
+        forced = forced_words(read, words, keep_words)
+        budget = checks.budget_of(groups, words, forced, len(ids), keep, tokens)
+        with torch.no_grad(), small_model.evaluating(self.model):
+            if self.is_classifier:
+                kept = kept_by_classifier(self.model, self.tokenizer, read.text, ids, words, groups, forced, budget)
+            else:
+                ranker = PerplexityRanker(self.model, self.tokenizer, read.question, ids, words)
+                value = ranker.worth(groups)
+                if reorder:
+                    groups = ordered(groups, value)
+                kept = ranker.kept(groups, value, forced, budget)
+        return _result(read, ids, words, groups, kept)
+
+
+def _result(read: prompts.Prompt, ids: list[int], words: list[Word], groups: list[Group], kept: set[int]):
+    order = [index for group in groups for index in group.words if index in kept]
+    positions = [token for index in order for token in range(words[index].first, words[index].stop)]
+    messages = []
+    for message, (start, end) in zip(read.messages, read.contents):
+        inside = (words[index] for index in order)
+        content = "".join(read.text[max(word.start, start) : min(word.end, end)] for word in inside
+                          if word.start < end and word.end > start)  # fmt: skip
+        messages.append({**message, "content": content})
+    text = "".join(read.text[words[index].start : words[index].end] for index in order)
+    return CompressedPrompt(text, [ids[token] for token in positions], positions, len(ids), messages)

@@ -1,0 +1,74 @@
+"""The words of a prompt in groups: what stays, and the passages that share the budget."""
+
+import re
+from dataclasses import dataclass, replace
+
+from hf_efficient.prompts.prompt import Prompt
+from hf_efficient.prompts.tokens import Word
+
+
+PASSAGE = 40  # tokens after which a passage of a text ends with its sentence
+SENTENCE_END = re.compile(r"[.!?。！？][\"')\]]*$|\n$")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Words, by index, that follow each other. kind: of their part (`Part.kind`); None where they stay."""
+
+    kind: str | None
+    words: list[int]
+
+
+def grouped(prompt: Prompt, words: list[Word], fixed: set[int], split: bool) -> list[Group]:
+    """All words in their order. split: whether a text becomes passages of whole sentences."""
+    groups, parts = [], iter([*prompt.parts, None])
+    part, owner = next(parts), object()
+    for index, word in enumerate(words):
+        while part is not None and part.end <= word.start:
+            part = next(parts)
+        inside = part is not None and part.start <= word.start and word.end <= part.end and index not in fixed
+        if owner is not (part if inside else None):
+            owner = part if inside else None
+            groups.append(Group(owner and owner.kind, []))
+        groups[-1].words.append(index)
+    if not split:
+        return groups
+    return [piece for group in groups for piece in (_passages(prompt.text, words, group)
+            if group.kind == "text" else [group])]  # fmt: skip
+
+
+def _passages(text: str, words: list[Word], group: Group) -> list[Group]:
+    passages, length = [replace(group, words=[])], 0
+    for index in group.words:
+        passages[-1].words.append(index)
+        length += len(words[index])
+        if length >= PASSAGE and ends_sentence(text, words[index]):
+            passages.append(replace(group, words=[]))
+            length = 0
+    return passages if passages[-1].words else passages[:-1]
+
+
+def ends_sentence(text: str, word: Word) -> bool:
+    return SENTENCE_END.search(text, word.start, word.end) is not None
+
+
+def forced_words(prompt: Prompt, words: list[Word], keep_words) -> set[int]:
+    """The words that hold a character of the question or of one of `keep_words`. A letter or digit at the edge of these
+    ends the word there."""
+    patterns = [] if prompt.question is None else [re.escape(prompt.question.strip())]
+    patterns += [
+        r"(?<!\w)" * bool(re.match(r"\w", word)) + re.escape(word) + r"(?!\w)" * bool(re.search(r"\w$", word))
+        for word in keep_words
+    ]
+    spans = [match.span() for pattern in patterns for match in re.finditer(pattern, prompt.text)]
+    return {
+        index for index, word in enumerate(words) if any(start < word.end and word.start < end for start, end in spans)
+    }
+
+
+def ordered(groups: list[Group], value: list[float]) -> list[Group]:
+    """The groups with the documents, in the places where documents stand, by falling value."""
+    places = [index for index, group in enumerate(groups) if group.kind == "document"]
+    best = sorted(places, key=lambda index: (-value[index], index))
+    moved = dict(zip(places, best))
+    return [groups[moved.get(index, index)] for index in range(len(groups))]
