@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.formats.trellis import TrellisFormat
+from hf_efficient.kernels.hadamard import random_signs
 from hf_efficient.kernels.linear.native_trellis import NativeTrellisLayout
 from hf_efficient.kernels.linear.trellis_codes import TRELLIS_BITS
 from hf_efficient.kernels.native import tiers
+from hf_efficient.kernels.replay.recorder import Capture, _interpret
 
 
 BFLOAT16_ERROR = 0.003  # one rounding of the result to bfloat16 (2 ** -9), and one of the weight where rows are many
@@ -76,3 +79,16 @@ def test_other_inputs_are_refused():
         layout.product(torch.randn(1, 64), None)
     with pytest.raises(ValueError, match=r"the layout is for torch.bfloat16 \[..., 64\]"):
         layout.product(torch.randn(1, 32).bfloat16(), None)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_captured_product_of_rotated_inputs(tier):
+    tensors, _, _ = made(2, 70, 96)
+    tensors |= {"rotation_signs": random_signs(96), "input_scale": torch.rand(96).bfloat16() + 0.5}
+    layout = TransformedFormat(TrellisFormat(2), True, True).layout(tensors, 96, torch.bfloat16)
+    x, bias = torch.randn(2, 96).bfloat16(), torch.randn(70).bfloat16()
+    capture = Capture(lambda: layout.matmul(x, bias))
+    assert all(step.func is _interpret for step in capture._steps if hasattr(step, "func"))
+    for _ in range(2):
+        x.copy_(torch.randn(2, 96))
+        assert torch.equal(capture.replay(), layout.matmul(x, bias))
