@@ -52,6 +52,14 @@ def test_inputs_at_the_limits(tier):
     torch.testing.assert_close(y, expected, rtol=2**-8, atol=0)
 
 
+def test_what_is_not_finite_stays_so(tier):
+    _, _, layout = made(2, 64, 160)
+    x = torch.randn(4, 160).bfloat16()
+    x[1, 3], x[2, 7] = torch.nan, torch.inf
+    y = layout.matmul(x)
+    assert y[[0, 3]].isfinite().all() and not y[[1, 2]].isfinite().any()
+
+
 def test_rows_do_not_depend_on_each_other(tier):
     _, _, layout = made(2.5, 64, 160)
     x = torch.randn(7, 160).bfloat16()

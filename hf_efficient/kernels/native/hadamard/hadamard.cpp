@@ -1,4 +1,5 @@
-// Rows of x times signs and a Hadamard transform, as a product of small matrices: kernels/hadamard.py has the definition.
+// Rows of x times signs and a Hadamard transform, as a product of small matrices: kernels/hadamard.py has the
+// definition.
 
 #include "layout.h"
 #include "vectors.h"
