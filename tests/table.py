@@ -39,6 +39,7 @@ METHODS = {
     "kmeans_4": dict(_WEIGHT_ONLY, bits=4, group_size=-1, codebook="kmeans"),
     "kmeans_3": dict(_WEIGHT_ONLY, bits=3, group_size=-1, codebook="kmeans"),
     "trellis_2": dict(_WEIGHT_ONLY, bits=2, group_size=-1, codebook="trellis", method="gptq"),
+    "trellis_refined_3": dict(_WEIGHT_ONLY, bits=3, group_size=-1, codebook="trellis", method="gptq", refine=True),
     "trellis_2.5": dict(_WEIGHT_ONLY, bits=2.5, group_size=-1, codebook="trellis", method="gptq", rotate=False),
     "trellis_4": dict(_WEIGHT_ONLY, bits=4, group_size=-1, codebook="trellis"),
     "w8a8": dict(quant_method="efficient_w8a8"),

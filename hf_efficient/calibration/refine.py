@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_efficient.calibration.blocks import Block, weight_of
+from hf_efficient.calibration.refine_trellis import TrellisWeight
 from hf_efficient.calibration.tuning import TunedWeight, refine_linears
 from hf_efficient.formats import AffineFormat
+from hf_efficient.formats.trellis import TrellisFormat
 from hf_efficient.kernels.hadamard import rotate, unrotate_weight
 from hf_efficient.methods import inner_format
 
@@ -26,8 +28,9 @@ _MARGIN = 0.49  # largest distance of u from its code at the start
 
 
 def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None = None, seed: int = 0) -> None:
-    """Tunes the codes and scales in `block.tensors` of the linears with `refine=True` in an affine format (transformed
-    inputs included). Batches of about 1,000 tokens do better than larger ones in the same time.
+    """Tunes the codes and scales in `block.tensors` of the linears with `refine=True` in an affine format, and the
+    factors of those along a trellis (transformed inputs included). Batches of about 1,000 tokens do better than larger
+    ones in the same time.
 
     Args:
         targets: outputs of the original model after the block, [B, T, H] for each batch.
@@ -35,19 +38,18 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
         seed: seed of the order of the batches.
     """
     tuned = {
-        name: _AffineWeight(module, block.formats[name], block.tensors[name])
+        name: _TUNED[type(inner_format(block.formats[name]))](module, block.formats[name], block.tensors[name])
         for name, module in block.linears.items()
-        if block.schemes[name].refine and isinstance(inner_format(block.formats[name]), AffineFormat)
+        if block.schemes[name].refine and type(inner_format(block.formats[name])) in _TUNED
     }
     if not tuned:
         return
     if epochs is None:
-        epochs = EPOCHS_AT_2_BITS if min(weight.affine.bits for weight in tuned.values()) == 2 else EPOCHS
-    parameters = [
-        {"params": [weight.codes for weight in tuned.values()], "lr": CODE_RATE},
-        {"params": [weight.log_scale for weight in tuned.values()], "lr": SCALE_RATE},
-    ]
-    refine_linears(block, targets, tuned, parameters, epochs, seed)
+        bits = min(inner_format(weight.format).bits for weight in tuned.values())
+        epochs = EPOCHS_AT_2_BITS if bits == 2 else EPOCHS
+    parameters = [group for weight in tuned.values() for group in weight.groups()]
+    if refine_linears(block, targets, tuned, parameters, epochs, seed):
+        block.formats.update({name: weight.format for name, weight in tuned.items()})
 
 
 class _AffineWeight(TunedWeight):
@@ -68,6 +70,9 @@ class _AffineWeight(TunedWeight):
         exact = grouped(weight).div_(self.scale[..., None])
         self.codes = (codes + (exact - codes).clamp_(-_MARGIN, _MARGIN)).requires_grad_()
         self.log_scale = torch.zeros_like(self.scale).requires_grad_()
+
+    def groups(self) -> list[dict]:
+        return [{"params": [self.codes], "lr": CODE_RATE}, {"params": [self.log_scale], "lr": SCALE_RATE}]
 
     def _stored_scale(self) -> torch.Tensor:
         return self.scale * self.log_scale.exp()
@@ -98,6 +103,9 @@ class _AffineWeight(TunedWeight):
         codes = _clamped(self.codes.round(), self.zero[..., None], self.affine.levels) + self.zero[..., None]
         codes = codes.to(torch.uint8).flatten(1)[:, : self.columns]
         return {**self.start, "qweight": self.affine.pack(codes), "scale": self._stored_scale().to(self.dtype)}
+
+
+_TUNED = {AffineFormat: _AffineWeight, TrellisFormat: TrellisWeight}
 
 
 class _FakeQuantize(torch.autograd.Function):

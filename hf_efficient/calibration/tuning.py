@@ -40,10 +40,10 @@ def refine_linears(
     parameters: list[dict],
     epochs: float,
     seed: int,
-) -> None:
+) -> bool:
     """Tunes `tuned` (name of a linear -> its weight) and writes their tensors to `block.tensors`, unless the loss over
-    all batches is not lower than before. The other linears compute with the tensors they have, fused experts with their
-    original weights.
+    all batches is not lower than before. Returns whether it is. The other linears compute with the tensors they have,
+    fused experts with their original weights.
 
     targets: outputs of the original model after the block, [B, T, H] for each batch. parameters: groups of parameters
     for Adam. epochs: passes over the batches, one step a batch, in an order drawn from `seed`.
@@ -64,6 +64,7 @@ def refine_linears(
         block.tensors.update({name: weight.tensors() for name, weight in tuned.items()})
     else:
         logger.warning(f"{block.name}: refinement found nothing better (relative error {before:.3g}), kept as it was")
+    return after < before
 
 
 def quantized_forward(module: nn.Module, format, tensors: dict[str, torch.Tensor]):

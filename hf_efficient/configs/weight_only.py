@@ -65,7 +65,7 @@ class WeightOnlyConfig(CompressionConfig):
             https://arxiv.org/abs/2307.13304; QuaRot, https://arxiv.org/abs/2404.00456). The inverse is applied to the
             input unless it folds into other weights.
         refine (bool; default False): after each block, tune scales and rounding by gradient on the block's outputs;
-            needs `calibration`.
+            needs `calibration`. With codebook="trellis" factors of rows and of inputs, and no codes.
         mixed_precision (bool; default False): give each layer as many bits as it needs, `bits` on average; needs
             `calibration`.
         int8_on_cpu (bool; default False): with the C++ kernels (most with VNNI), models in bfloat16 round their inputs
@@ -176,7 +176,8 @@ class WeightOnlyConfig(CompressionConfig):
         if codebook is None:
             check(not scheme["double_quantization"], "double_quantization", True, "False where there is no codebook")
         else:
-            for field in ("refine", "mixed_precision", "int8_on_cpu"):
+            refines = () if codebook == "trellis" else ("refine",)
+            for field in (*refines, "mixed_precision", "int8_on_cpu"):
                 check(not scheme[field], field, True, f"False for codebook={codebook!r}")
 
     @property

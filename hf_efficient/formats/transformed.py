@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from hf_efficient.formats.base import Format
-from hf_efficient.kernels.hadamard import rotate, unrotate_weight
+from hf_efficient.kernels.hadamard import unrotate_weight
 from hf_efficient.kernels.linear.layout import Layout
+from hf_efficient.kernels.linear.native_hadamard import rotate
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def rotate(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: `signs` is not [K].
     """
-    _check(x, signs)
+    check(x, signs)
     return _transform(x * signs, transposed=False)
 
 
@@ -42,11 +42,11 @@ def unrotate_weight(weight: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: `signs` is neither [K] nor, for stacked weights, [..., 1, K].
     """
-    _check(weight, signs)
+    check(weight, signs)
     return _transform(weight, transposed=True) * signs
 
 
-def _check(x: torch.Tensor, signs: torch.Tensor) -> None:
+def check(x: torch.Tensor, signs: torch.Tensor) -> None:
     if signs.shape[-1:] != x.shape[-1:]:
         raise ValueError(f"signs {tuple(signs.shape)} do not fit {x.shape[-1]} columns: expected ({x.shape[-1]},)")
 
@@ -63,11 +63,11 @@ def _transform(x: torch.Tensor, transposed: bool) -> torch.Tensor:
 
 @torch.compiler.assume_constant_result
 def _constants(columns: int, dtype: torch.dtype, device: torch.device) -> tuple[int, list[torch.Tensor]]:
-    return _cached_constants(columns, dtype, device)
+    return constants(columns, dtype, device)
 
 
 @lru_cache(maxsize=64)
-def _cached_constants(columns: int, dtype: torch.dtype, device: torch.device) -> tuple[int, list[torch.Tensor]]:
+def constants(columns: int, dtype: torch.dtype, device: torch.device) -> tuple[int, list[torch.Tensor]]:
     """`factors` with the matrices in place of their orders. The first matrix holds the scale, so that the others are
     exact."""
     blocks, orders = factors(columns)

@@ -14,6 +14,7 @@ from hf_efficient.calibration.refine import _AffineWeight, _FakeQuantize, refine
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.codebook import CodebookFormat
+from hf_efficient.formats.trellis import TrellisFormat
 
 
 def _block(name: str, method: str = "rtn", dtype=torch.float32, batches: int = 8, **scheme) -> tuple[Block, list]:
@@ -63,6 +64,23 @@ def test_the_error_is_never_above_the_start(seed, rate, bits):
     after = stored_error(block, targets)
     unchanged = all(torch.equal(block.tensors[n][k], start[n][k]) for n in start for k in start[n])
     assert after < before or unchanged
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+def test_factors_of_a_trellis(rotate):
+    """A lower error with the same codes; inputs get factors of their own."""
+    block, targets = _block("llama", bits=2, group_size=-1, codebook="trellis", rotate=rotate)
+    before, start = stored_error(block, targets), stored(block)
+    refine_block(block, targets, epochs=8)
+    assert stored_error(block, targets) < 0.95 * before
+    for name, tensors in block.tensors.items():
+        format = block.formats[name]
+        assert format.input_scale and format.rotation == rotate and isinstance(format.inner, TrellisFormat)
+        assert torch.equal(tensors["qweight"], start[name]["qweight"])
+        shapes, dtypes = format.shapes(*block.linears[name].weight.shape), format.dtypes(torch.float32)
+        assert {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()} == {
+            k: (shapes[k], dtypes[k]) for k in shapes
+        }
 
 
 def test_same_seed_same_tensors():

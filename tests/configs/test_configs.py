@@ -33,7 +33,7 @@ from hf_efficient.configs import module_matches
         (dict(codebook="trellis", group_size=64), ["group_size=64", "-1 for codebook='trellis'"]),
         (dict(codebook="trellis", double_quantization=True), ["double_quantization=True", "trellis"]),
         (dict(codebook="trellis", scale_dtype="float32"), ["scale_dtype='float32'", "trellis"]),
-        (dict(codebook="trellis", refine=True), ["refine=True", "trellis"]),
+        (dict(codebook="trellis", mixed_precision=True), ["mixed_precision=True", "trellis"]),
         (dict(codebook="trellis", method="awq"), ["method='awq'", "trellis"]),
         (dict(double_quantization=True), ["double_quantization=True", "codebook"]),
         (dict(codebook="nf4", refine=True), ["refine=True", "nf4"]),

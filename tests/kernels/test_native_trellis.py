@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.formats.trellis import TrellisFormat
+from hf_efficient.kernels.hadamard import random_signs
 from hf_efficient.kernels.linear.native_trellis import NativeTrellisLayout
 from hf_efficient.kernels.linear.trellis_codes import TRELLIS_BITS
 from hf_efficient.kernels.native import tiers
+from hf_efficient.kernels.replay.recorder import Capture, _interpret
 
 
 BFLOAT16_ERROR = 0.003  # one rounding of the result to bfloat16 (2 ** -9), and one of the weight where rows are many
@@ -49,6 +52,14 @@ def test_inputs_at_the_limits(tier):
     torch.testing.assert_close(y, expected, rtol=2**-8, atol=0)
 
 
+def test_what_is_not_finite_stays_so(tier):
+    _, _, layout = made(2, 64, 160)
+    x = torch.randn(4, 160).bfloat16()
+    x[1, 3], x[2, 7] = torch.nan, torch.inf
+    y = layout.matmul(x)
+    assert y[[0, 3]].isfinite().all() and not y[[1, 2]].isfinite().any()
+
+
 def test_rows_do_not_depend_on_each_other(tier):
     _, _, layout = made(2.5, 64, 160)
     x = torch.randn(7, 160).bfloat16()
@@ -76,3 +87,16 @@ def test_other_inputs_are_refused():
         layout.product(torch.randn(1, 64), None)
     with pytest.raises(ValueError, match=r"the layout is for torch.bfloat16 \[..., 64\]"):
         layout.product(torch.randn(1, 32).bfloat16(), None)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_captured_product_of_rotated_inputs(tier):
+    tensors, _, _ = made(2, 70, 96)
+    tensors |= {"rotation_signs": random_signs(96), "input_scale": torch.rand(96).bfloat16() + 0.5}
+    layout = TransformedFormat(TrellisFormat(2), True, True).layout(tensors, 96, torch.bfloat16)
+    x, bias = torch.randn(2, 96).bfloat16(), torch.randn(70).bfloat16()
+    capture = Capture(lambda: layout.matmul(x, bias))
+    assert all(step.func is _interpret for step in capture._steps if hasattr(step, "func"))
+    for _ in range(2):
+        x.copy_(torch.randn(2, 96))
+        assert torch.equal(capture.replay(), layout.matmul(x, bias))

@@ -19,6 +19,7 @@ LIBRARIES = {  # library, compiled from <name>/<name>.cpp -> the macros of each 
     "replay": ({},),
     "sparse": ({},),
     "contextual": ({},),
+    "hadamard": ({},),
     "viterbi": ({},),
     "trellis": tuple({"HALF_BITS": count} for count in range(4, 9)),
 }

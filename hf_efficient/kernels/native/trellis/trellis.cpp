@@ -1,5 +1,5 @@
-// y = x @ W^T + bias for weights coded along a trellis; x, bias and y are bfloat16. Threads share y; the order of each sum
-// does not depend on their number.
+// y = x @ W^T + bias for weights coded along a trellis; x, bias and y are bfloat16. Threads share y; the order of each
+// sum does not depend on their number.
 
 #include "trellis.h"
 #include "many_rows.h"

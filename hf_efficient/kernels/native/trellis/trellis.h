@@ -1,6 +1,6 @@
-// Weights coded along a trellis of HALF_BITS / 2 bits (a compiler flag): W[n][k] = value * scale of row n. Each column is
-// a stream of bits; a vector holds 16 of them of each of 32 columns. kernels/linear/trellis_codes.py says which values
-// they stand for, kernels/linear/native_trellis.py packs them.
+// Weights coded along a trellis of HALF_BITS / 2 bits (a compiler flag): W[n][k] = value * scale of row n. Each column
+// is a stream of bits; a vector holds 16 of them of each of 32 columns. kernels/linear/trellis_codes.py says which
+// values they stand for, kernels/linear/native_trellis.py packs them.
 
 #pragma once
 #include <utility>
@@ -41,8 +41,8 @@ struct Trellis : TrellisWeight {
     }
 };
 
-// Calls f(constant row, values of 32 columns, MIDDLE too much) for COUNT rows of a band from row FIRST on. words and next:
-// of this band and of the one where its stream goes on.
+// Calls f(constant row, values of 32 columns, MIDDLE too much) for COUNT rows of a band from row FIRST on. words and
+// next: of this band and of the one where its stream goes on.
 template <int FIRST, int COUNT, class F> static INLINE void decode(const uint16_t *words, const uint16_t *next, F f) {
     constexpr int BEGIN = FIRST * HALF_BITS / 2 / 16;
     constexpr int END = ((FIRST + COUNT - 1) * HALF_BITS / 2 + STATE_BITS - 1) / 16 + 1;
@@ -117,10 +117,13 @@ static RoundedRows rounded(const uint16_t *x, int64_t rows, int64_t columns, int
     float *scale = buffers[1].get<float>(rows);
     Ints *starts = buffers[2].get<Ints>(rows * segments);
     for (int64_t row = 0; row < rows; row++, x += columns) {
-        Floats most{};
-        for (int64_t i = 0; i < columns; i += LANES) most = maximum(most, absolute(widen(load_some(x + i, columns - i))));
+        Floats most{}, none{};  // none: zeros, or NaN in the place of what is not finite
+        for (int64_t i = 0; i < columns; i += LANES) {
+            const Floats part = widen(load_some(x + i, columns - i));
+            most = maximum(most, absolute(part)), none += part * 0.0f;
+        }
         const float largest = highest(most);
-        scale[row] = largest / 32767;
+        scale[row] = largest / 32767 + sum(none);
         const float inverse = largest > 0 ? 32767 / largest : 0;
         int16_t *values = to + row * width;
         for (int64_t i = 0; i < width; i += LANES)
