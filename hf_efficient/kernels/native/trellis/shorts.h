@@ -94,4 +94,61 @@ static INLINE Ints widen_shorts(__m256i a) {
 static INLINE Ints first_half(Shorts a) { return widen_shorts(a.low); }
 static INLINE Ints second_half(Shorts a) { return widen_shorts(a.high); }
 static INLINE void store_shorts(int16_t *to, Ints values) { *(Halves *)to = to_halves((Words)values & 0xffffu); }
+#else
+struct Shorts {
+    uint16x8_t parts[4];
+
+    static INLINE Shorts load(const void *from) {
+        const uint16_t *numbers = (const uint16_t *)from;
+        return {{vld1q_u16(numbers), vld1q_u16(numbers + 8), vld1q_u16(numbers + 16), vld1q_u16(numbers + 24)}};
+    }
+    static INLINE Shorts splat(int16_t value) {
+        const uint16x8_t part = vdupq_n_u16(value);
+        return {{part, part, part, part}};
+    }
+};
+
+// What `f` makes of each part of the given vectors.
+template <class F, class... S> static INLINE Shorts map_shorts(F f, const S &...from) {
+    return {{f(from.parts[0]...), f(from.parts[1]...), f(from.parts[2]...), f(from.parts[3]...)}};
+}
+
+template <int SHIFT> static INLINE Shorts states(Shorts words, Shorts more) {
+    auto part = [](uint16x8_t words, uint16x8_t more) __attribute__((always_inline)) {
+        if constexpr (SHIFT > 0) words = vshrq_n_u16(words, SHIFT);
+        if constexpr (SHIFT > 16 - STATE_BITS) words = vorrq_u16(words, vshlq_n_u16(more, 16 - SHIFT));
+        return vandq_u16(words, vdupq_n_u16(STATE_MASK));
+    };
+    return map_shorts(part, words, more);
+}
+
+static INLINE Shorts values(Shorts states) {
+    auto part = [](uint16x8_t states) __attribute__((always_inline)) {
+        const uint16x8_t mask = vdupq_n_u16(SIX_BITS), low = vmulq_u16(states, vdupq_n_u16(FACTORS[0]));
+        const uint32x4_t products[2] = {vmull_u16(vget_low_u16(low), vdup_n_u16(FACTORS[1])),
+                                        vmull_high_u16(low, vdupq_n_u16(FACTORS[1]))};
+        const uint16x8_t high = vuzp2q_u16((uint16x8_t)products[0], (uint16x8_t)products[1]);
+        return vpaddlq_u8(vaddq_u8((uint8x16_t)vandq_u16(low, mask), (uint8x16_t)vandq_u16(high, mask)));
+    };
+    return map_shorts(part, states);
+}
+
+static INLINE Ints plus_pairs(Ints sum, Shorts a, Shorts b) {
+    auto part = [](uint16x8_t a, uint16x8_t b) __attribute__((always_inline)) {
+        const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+        return (Ints::Half::Half)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
+    };
+    const auto *x = a.parts, *y = b.parts;
+    return sum + Ints({part(x[0], y[0]), part(x[1], y[1])}, {part(x[2], y[2]), part(x[3], y[3])});
+}
+
+static INLINE Ints::Half widen_shorts(uint16x8_t a) {
+    const int16x8_t x = (int16x8_t)a;
+    return {(Ints::Half::Half)vmovl_s16(vget_low_s16(x)), (Ints::Half::Half)vmovl_high_s16(x)};
+}
+static INLINE Ints first_half(Shorts a) { return {widen_shorts(a.parts[0]), widen_shorts(a.parts[1])}; }
+static INLINE Ints second_half(Shorts a) { return {widen_shorts(a.parts[2]), widen_shorts(a.parts[3])}; }
+static INLINE void store_shorts(int16_t *to, Ints values) {
+    for (int i = 0; i < LANES; i++) to[i] = values[i];
+}
 #endif
