@@ -24,8 +24,10 @@ test: $(STAMP)
 # for another instruction set.
 EMULATED := tests/kernels/test_native_linear.py tests/kernels/test_native_pages.py tests/kernels/test_emulated.py \
 	tests/kernels/test_native_rounded.py tests/kernels/test_native_tables.py tests/kernels/test_recorder.py \
-	tests/kernels/test_attend_ragged.py tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py
-NOT_EMULATED := spans_grow or long_prompt or compiler_that_fails or one_pool or default_dtype or traces or gradients
+	tests/kernels/test_attend_ragged.py tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py \
+	tests/kernels/test_native_trellis.py tests/kernels/test_native_hadamard.py
+NOT_EMULATED := 2.5 or 3.5 or 9000 or spans_grow or long_prompt or compiler_that_fails or one_pool or default_dtype or \
+	traces or gradients
 
 test-aarch64: $(STAMP)
 	EMULATE_AARCH64=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 2 \
