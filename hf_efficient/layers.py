@@ -52,8 +52,8 @@ class CompressedModule(nn.Module):
     """The base class of modules with compressed weights.
 
     Canonical Parameters are loaded, saved and moved. A device layout is derived from them on first use. It may replace
-    `qweight` in memory, and gives it back when the module is saved, moved or dequantized. Canonical tensors keep their
-    dtypes when the module is cast, so that no number is rounded again.
+    `qweight` and `scale` in memory, and gives them back when the module is saved, moved or dequantized. Canonical
+    tensors keep their dtypes when the module is cast, so that no number is rounded again.
 
     A module that accelerate offloads computes from the canonical tensors, which are what accelerate brings to the
     device.
@@ -84,16 +84,26 @@ class CompressedModule(nn.Module):
         return list(self._compressed.values())
 
     def canonical(self, prefix: str = "") -> dict[str, torch.Tensor | None]:
-        """The canonical tensors of a weight by name; "qweight" comes from the layout where that has replaced it."""
-        weight = self._compressed[prefix]
-        tensors = {name: self._parameters.get(parameter) for name, parameter in weight.names().items()}
-        if tensors["qweight"] is None:
-            layouts = self._layouts[prefix]
-            if isinstance(layouts, list) and weight.experts is not None:
-                tensors["qweight"] = torch.stack([layout.canonical() for layout in layouts])
-            else:
-                tensors["qweight"] = self._as_list(layouts)[0].canonical()
-        return tensors
+        """The canonical tensors of a weight by name; those that the layout has replaced come from it."""
+        parameters = self._compressed[prefix].names()
+        tensors = {name: self._parameters.get(parameter) for name, parameter in parameters.items()}
+        return tensors | {name: self._from_layout(prefix, name) for name in tensors if tensors[name] is None}
+
+    def _from_layout(self, prefix: str, name: str) -> torch.Tensor:
+        """A canonical tensor that the layout has replaced."""
+        layouts = self._layouts[prefix]
+        if isinstance(layouts, list) and self._compressed[prefix].experts is not None:
+            return torch.stack([layout.replaced[name]() for layout in layouts])
+        return self._as_list(layouts)[0].replaced[name]()
+
+    def _replaced(self) -> dict[str, tuple[str, str]]:
+        """Parameter that a layout has replaced -> (prefix of the weight, canonical tensor)."""
+        return {
+            parameter: (weight.prefix, name)
+            for weight in self.compressed_weights()
+            for name, parameter in weight.names().items()
+            if parameter not in self._parameters
+        }
 
     def dequantized(self, prefix: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight [out_features, in_features] (experts in front) in `dtype`, by default the compute dtype."""
@@ -109,8 +119,8 @@ class CompressedModule(nn.Module):
 
     @torch.no_grad()
     def derive_layouts(self, dtype: torch.dtype) -> None:
-        """Derives the missing layouts for inputs of `dtype` on the device of the weights, and drops `qweight` where a
-        layout replaces it. Does nothing for weights that are offloaded or on the meta device."""
+        """Derives the missing layouts for inputs of `dtype` on the device of the weights, and drops what a layout
+        replaces. Does nothing for weights that are offloaded or on the meta device."""
         if len(self._layouts) < len(self._compressed):
             with _DERIVING:
                 self._derive_missing(dtype)
@@ -121,19 +131,20 @@ class CompressedModule(nn.Module):
                 continue
             layouts = self._derive(weight, dtype)
             self._layouts[prefix] = layouts
-            if self._as_list(layouts)[0].replaces_qweight:
-                del self._parameters[prefix + "qweight"]  # not set to None: PEFT asks hasattr
-                for name, tensor in self._layout_tensors(prefix).items():
-                    self.register_buffer(name, tensor, persistent=False)
+            replaced = self._as_list(layouts)[0].replaced
+            for name in replaced:
+                del self._parameters[prefix + name]  # not set to None: PEFT asks hasattr
+            for name, tensor in self._layout_tensors(prefix).items() if replaced else ():
+                self.register_buffer(name, tensor, persistent=False)
 
     def restore_canonical(self) -> None:
         """Turns every layout back into canonical Parameters."""
-        for prefix in self._compressed:
-            if prefix + "qweight" not in self._parameters:
-                qweight = self.canonical(prefix)["qweight"]
-                self._parameters[prefix + "qweight"] = nn.Parameter(qweight, requires_grad=False)
-                for name in self._layout_tensors(prefix):
-                    delattr(self, name)
+        replaced = self._replaced()
+        for parameter, (prefix, name) in replaced.items():
+            self._parameters[parameter] = nn.Parameter(self._from_layout(prefix, name), requires_grad=False)
+        for prefix in dict.fromkeys(prefix for prefix, _ in replaced.values()):
+            for name in self._layout_tensors(prefix):
+                delattr(self, name)
         self._layouts = {}
 
     def _layout_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
@@ -197,10 +208,8 @@ class CompressedModule(nn.Module):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for weight in self.compressed_weights():
-            name = weight.prefix + "qweight"
-            if name not in self._parameters:
-                destination[prefix + name] = self.canonical(weight.prefix)["qweight"]
+        for parameter, replaced in self._replaced().items():
+            destination[prefix + parameter] = self._from_layout(*replaced)
 
     def __getstate__(self):
         """Copies and pickles hold canonical tensors, because another machine may need another layout."""
@@ -211,13 +220,14 @@ class CompressedModule(nn.Module):
             "_layouts": {},
         }
         state["_non_persistent_buffers_set"] = set(self._non_persistent_buffers_set)
-        for prefix in self._layouts:
-            if prefix + "qweight" not in self._parameters:
-                qweight = nn.Parameter(self.canonical(prefix)["qweight"], requires_grad=False)
-                state["_parameters"][prefix + "qweight"] = qweight
-                for name in self._layout_tensors(prefix):
-                    del state["_buffers"][name]
-                    state["_non_persistent_buffers_set"].discard(name)
+        replaced = self._replaced()
+        for parameter, (prefix, name) in replaced.items():
+            tensor = nn.Parameter(self._from_layout(prefix, name), requires_grad=False)
+            state["_parameters"][parameter] = tensor
+        for prefix in dict.fromkeys(prefix for prefix, _ in replaced.values()):
+            for name in self._layout_tensors(prefix):
+                del state["_buffers"][name]
+                state["_non_persistent_buffers_set"].discard(name)
         return state
 
     def _load_from_state_dict(self, *args, **kwargs):

@@ -80,9 +80,10 @@ class WeightOnlyConfig(CompressionConfig):
             embedding is untied.
         embeddings (bool; default False): also quantize the input embedding, whose rows are dequantized when they are
             looked up: in 8 bits with a scale a row, by "rtn", whatever the other arguments say. An override that
-            matches its name changes that: `{"*embed_tokens": {"bits": 4}}` means groups of 64 with zero points. It
-            may set bits (8 or 4), group_size, symmetric, int8_on_cpu, and a method that needs no data. Codes of an
-            embedding that the output embedding is tied to serve both, unless `quantize_lm_head` gives that its own.
+            matches its name changes that: `{"*embed_tokens": {"bits": 4}}` means groups of 64 with zero points, by
+            "mse". It may set bits (8 or 4), group_size, symmetric, int8_on_cpu, and a method that needs no data. Codes
+            of an embedding that the output embedding is tied to serve both, unless `quantize_lm_head` gives that its
+            own.
         calibration (`CalibrationConfig` or a dict of its arguments; default None): the text that data-aware methods
             see. None: text that the model writes itself.
         dequantize (bool; default False): turn a quantized checkpoint back into an ordinary model when loading it.
@@ -208,7 +209,8 @@ class WeightOnlyConfig(CompressionConfig):
         if fields is None:
             return None
         with naming(f"overrides[{pattern!r}] of the input embedding {names[0]}"):
-            own = type(self)(**{"bits": 8, "method": "rtn", "zero_point": "integer", **fields})
+            given = {"bits": 8, "zero_point": "integer", **fields}
+            own = type(self)(**{"method": "rtn" if given["bits"] == 8 else "mse", **given})
             check_choices(own.scheme(), bits=EMBEDDING_BITS, codebook=(None,), zero_point=("integer",))
             check(own.group_size is not None, "group_size", None, "-1 or a positive multiple of 8")
             for field in ("rotate", "refine", "mixed_precision", "input_scale", "input_order"):

@@ -69,7 +69,7 @@ def _layout_weight_growth(format: Format, out_features: int, in_features: int, d
             layout = make(tensors)
     else:
         layout = make(tensors)
-    replaced = tensors["qweight"].nbytes if layout.replaces_qweight else 0
+    replaced = sum(tensors[name].nbytes for name in layout.replaced)
     return sum(map(_allocated, layout.tensors.values())) - replaced
 
 

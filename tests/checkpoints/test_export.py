@@ -251,7 +251,9 @@ def test_folders_that_lie_are_refused(copied, tmp_path):
 
 def test_scales_that_float16_cannot_hold_are_named(saved, tmp_path):
     model = compressed(tmp_path, bits=4, group_size=32, symmetric=True)
-    model.model.layers[1].mlp.up_proj.scale.data[0, 0] = 1e5
+    layer = model.model.layers[1].mlp.up_proj
+    layer.restore_canonical()
+    layer.scale.data[0, 0] = 1e5
     for format in ("gptq", "awq", "gguf"):
         with pytest.raises(
             ValueError, match=r"model\.layers\.1\.mlp\.up_proj: a scale of 1e\+05 does not fit the float16"

@@ -16,11 +16,19 @@ class Layout:
         dtype: of the inputs it takes.
         tensors: what it keeps allocated besides the canonical tensors, by name.
         replaces_qweight: whether the canonical "qweight" may be dropped, because `canonical` gives it back.
+        replaces_scale: whether the canonical "scale" may be dropped as well, because `canonical_scale` gives it back.
     """
 
     dtype: torch.dtype
     tensors: dict[str, torch.Tensor]
     replaces_qweight = True
+    replaces_scale = False
+
+    @property
+    def replaced(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """Canonical tensor that may be dropped -> what gives it back, bit for bit."""
+        scale = {"scale": self.canonical_scale} if self.replaces_scale else {}
+        return {"qweight": self.canonical, **scale} if self.replaces_qweight else {}
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] @ W^T + bias [N]: [..., N] in the dtype of x, which is `dtype`."""
@@ -32,6 +40,10 @@ class Layout:
 
     def canonical(self) -> torch.Tensor:
         """The canonical "qweight", bit for bit."""
+        raise NotImplementedError
+
+    def canonical_scale(self) -> torch.Tensor:
+        """The canonical "scale", bit for bit."""
         raise NotImplementedError
 
     def canonical_rows(self, ids: torch.Tensor) -> torch.Tensor:

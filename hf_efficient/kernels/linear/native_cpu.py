@@ -227,12 +227,14 @@ class NativeCodesLayout(NativeLayout):
             return None
         if zero_point is None and stored != bits:
             zero_point = qweight.new_full(scale.shape, 2 ** (bits - 1))
-        packed = pack_lines(unpack_codes(qweight, bits, in_features), stored)
+        packed, given = pack_lines(unpack_codes(qweight, bits, in_features), stored), scale
         scale = in_blocks(scale if scale.dtype is torch.bfloat16 else scale.float(), out_features)
         zero_point = None if zero_point is None else in_blocks(zero_point, out_features)
         group = in_features if groups == 1 else group_size
         scheme = stored, group, out_features, in_features
-        return cls(packed, scale, zero_point, *scheme, rounds_inputs, bits, dtype)
+        layout = cls(packed, scale, zero_point, *scheme, rounds_inputs, bits, dtype)
+        layout.replaces_scale = given.dtype is scale.dtype and len(given) == out_features
+        return layout
 
     def as_op(self, x, bias):
         tensors = x, self.packed, self.scale, self.zero_point, bias
@@ -260,6 +262,9 @@ class NativeCodesLayout(NativeLayout):
     def canonical(self):
         codes = unpack_lines(self.packed, self.scheme[0], self.out_features, self.in_features)
         return pack_codes(codes, self.bits)
+
+    def canonical_scale(self):
+        return self.scale.transpose(1, 2).flatten(0, 1)[: self.out_features].contiguous()
 
     def rows(self, ids):
         tensors = self.packed, self.scale, self.zero_point
