@@ -23,7 +23,7 @@ from hf_efficient.kernels.native import build, compiler, structs, tiers
 
 ASKED = bool(os.environ.get("EMULATE_AARCH64"))  # to run tiers of ARM here
 COMPILER, EMULATOR, ROOT = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
-CPUS = {"neon": "neoverse-n1"}  # tier -> a CPU that has its instructions, and no later ones
+CPUS = {"neon": "neoverse-n1", "neon_bf16": "max"}  # tier -> a CPU that has its instructions, and no later ones
 _FAR = 1 << 34  # bytes between what this process has mapped and what the emulator has: neither grows into the other
 
 

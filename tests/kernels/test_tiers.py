@@ -18,6 +18,8 @@ COOPER_LAKE = tiers.VNNI.features | {"avx512_bf16"}
         (frozenset(), "torch"),
         (frozenset({"asimd"}), "torch"),
         (frozenset({"asimd", "asimddp"}), "torch neon"),
+        (frozenset({"asimd", "asimddp", "bf16"}), "torch neon"),
+        (frozenset({"asimd", "asimddp", "bf16", "i8mm"}), "torch neon neon_bf16"),
         (ZEN2, "torch avx2"),
         (tiers.AVX2.features | {"avx512f"}, "torch avx2"),
         (COOPER_LAKE, "torch avx2 avx512 vnni"),

@@ -20,6 +20,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -33,7 +34,8 @@ from hf_efficient.kernels.native.openmp import openmp_runtime
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = ("-lstdc++",)  # g++ links it by itself; gcc does not, which PEFT's BOFT leaves behind in $CXX
+# g++ links it by itself; gcc does not, which PEFT's BOFT leaves behind in $CXX
+LIBRARIES = ("-lc++" if sys.platform == "darwin" else "-lstdc++",)
 SANITIZE = "HF_EFFICIENT_SANITIZE"  # environment variable
 
 

@@ -37,7 +37,10 @@ VNNI = _extended(AVX512, "vnni", "avx512_vnni")
 BF16 = _extended(VNNI, "bf16", "avx512_bf16 avx512vbmi avx512_vbmi2")
 AMX = _extended(BF16, "amx", "amx_tile amx_int8 amx_bf16")
 NEON = Tier("neon", frozenset({"asimddp"}), ("-march=armv8.2-a+dotprod",), ("aarch64", "arm64"))
-TIERS = {tier.name: tier for tier in (TORCH, AVX2, AVX512, VNNI, BF16, AMX, NEON)}
+NEON_BF16 = NEON._replace(
+    name="neon_bf16", features=NEON.features | {"bf16", "i8mm"}, flags=("-march=armv8.2-a+dotprod+bf16+i8mm",)
+)
+TIERS = {tier.name: tier for tier in (TORCH, AVX2, AVX512, VNNI, BF16, AMX, NEON, NEON_BF16)}
 
 _OF_MACOS = {"FEAT_DotProd": "asimddp", "FEAT_BF16": "bf16", "FEAT_I8MM": "i8mm"}  # its names of features
 

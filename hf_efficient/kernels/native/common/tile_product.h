@@ -12,7 +12,7 @@ constexpr int TILE_SUMS = REGISTERS * 3 / 4;  // accumulators in registers
 // A step of the sum: one pair of bfloat16 (T uint32_t), or one float.
 static INLINE Floats tile_dot(Floats sum, Floats values, float x) { return dot(sum, values, x); }
 #if BF16_DOT
-static INLINE Floats tile_dot(Floats sum, Floats pairs, uint32_t x) { return dot(sum, Pairs{(__m512i)pairs}, x); }
+static INLINE Floats tile_dot(Floats sum, Floats pairs, uint32_t x) { return dot(sum, Pairs{(PairBits)pairs}, x); }
 #endif
 
 // For N of BLOCKS blocks.

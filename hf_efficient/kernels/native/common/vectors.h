@@ -5,7 +5,9 @@
 // - conversions: widen, narrow (bfloat16), from_float16, to_float16, to_floats, to_ints, nearest, to_bytes;
 // - some of the lanes: load_some, store_some, blend;
 // - all of them: sum, highest, any_nan, sums_of_lanes, transpose, look_up, look_up_16, store_ordered;
-// - plus_products: sums of 4 bytes times 4 bytes.
+// - plus_products: sums of 4 bytes times 4 bytes;
+// - with BF16_DOT PairBits, a vector of pairs of bfloat16: splat_pair, pairs_at, pair_dot, narrow_pairs, narrow_both,
+//   expanded_pairs, PairInterleaving.
 
 #pragma once
 #include <algorithm>
@@ -20,6 +22,11 @@
 #endif
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__)
+#define BF16_LOOK_UPS 1  // of any numbers of bfloat16, in registers
+#else
+#define BF16_LOOK_UPS 0
+#endif
+#if BF16_LOOK_UPS || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define BF16_DOT 1  // products of pairs of bfloat16; elsewhere they are widened to floats
 #else
 #define BF16_DOT 0
@@ -73,7 +80,7 @@ static INLINE float float16_value(uint16_t bits) { return from_float16(load_some
 // 32 numbers of bfloat16, for products with 32 others: lanes hold any of them, but always the same.
 struct Terms {
 #if BF16_DOT
-    __m512i bits;
+    PairBits bits;
 #else
     Floats even, odd;
 #endif
@@ -81,7 +88,7 @@ struct Terms {
 
 static INLINE Terms terms_of(Words pairs) {
 #if BF16_DOT
-    return {(__m512i)pairs};
+    return {(PairBits)pairs};
 #else
     return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
 #endif
@@ -92,7 +99,7 @@ static INLINE Terms load_terms(const uint16_t *from, int64_t count) { return ter
 
 static INLINE Floats dot(Floats sum, Terms a, Terms b) {
 #if BF16_DOT
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a.bits, (__m512bh)b.bits);
+    return pair_dot(sum, a.bits, b.bits);
 #else
     return multiply_add(a.odd, b.odd, multiply_add(a.even, b.even, sum));
 #endif
@@ -102,12 +109,12 @@ static INLINE Floats dot(Floats sum, Floats values, float x) { return multiply_a
 
 #if BF16_DOT
 struct Pairs {  // of bfloat16
-    __m512i bits;
+    PairBits bits;
 };
 
 // sum + both products of each lane's pair with the pair `x`
 static INLINE Floats dot(Floats sum, Pairs pairs, uint32_t x) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs.bits, (__m512bh)_mm512_set1_epi32(x));
+    return pair_dot(sum, pairs.bits, splat_pair(x));
 }
 #endif
 

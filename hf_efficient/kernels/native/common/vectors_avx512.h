@@ -199,3 +199,51 @@ template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int
     return sum;
 #endif
 }
+
+#if BF16_DOT
+typedef __m512i PairBits;
+
+static INLINE PairBits splat_pair(uint32_t pair) { return _mm512_set1_epi32(pair); }
+static INLINE PairBits pairs_at(const uint16_t *from) { return _mm512_loadu_si512(from); }
+
+// sum + both products of each lane's pairs
+static INLINE Floats pair_dot(Floats sum, PairBits a, PairBits b) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+static INLINE PairBits narrow_both(Floats low, Floats high) {  // 32 numbers, in order
+    return (PairBits)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+}
+static INLINE PairBits narrow_pairs(Floats even, Floats odd) {  // to a pair in each lane
+    constexpr struct alignas(64) Order {
+        uint16_t of[32] = {};
+        constexpr Order() {
+            for (int i = 0; i < 16; i++) of[2 * i] = i, of[2 * i + 1] = 16 + i;
+        }
+    } ORDER;
+    return _mm512_permutexvar_epi16(_mm512_load_si512(ORDER.of), narrow_both(even, odd));
+}
+
+// The `count` numbers from `from` on at the columns whose bits are set. NEAR_END: nothing behind them may be read.
+template <bool NEAR_END> static INLINE PairBits expanded_pairs(const uint16_t *from, uint32_t columns, int count) {
+    const __m512i values = NEAR_END ? _mm512_maskz_loadu_epi16(bits_below(count), from) : _mm512_loadu_si512(from);
+    // with a zeroing mask an expansion waits for the one before it: 1.7 ns instead of 0.6 (Zen 5)
+    __m512i zeros = _mm512_setzero_si512();
+    asm("" : "+v"(zeros));
+    return _mm512_mask_expand_epi16(zeros, columns, values);
+}
+
+// Pairs of the numbers of `first` and `odd`, for the first 16 numbers and, in `second`, for the last.
+struct PairInterleaving {
+    __m512i order[2];
+
+    PairInterleaving() {
+        uint16_t channels[2][32];
+        for (int i = 0; i < 32; i++) channels[0][i] = i / 2 + i % 2 * 32, channels[1][i] = channels[0][i] + 16;
+        memcpy(order, channels, sizeof order);
+    }
+    INLINE void apply(Words &first, Words &second, Words odd) const {
+        second = (Words)_mm512_permutex2var_epi16((__m512i)first, order[1], (__m512i)odd);
+        first = (Words)_mm512_permutex2var_epi16((__m512i)first, order[0], (__m512i)odd);
+    }
+};
+#endif

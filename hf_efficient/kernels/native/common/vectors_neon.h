@@ -1,4 +1,5 @@
-// A vector of 16 lanes is four registers of 128 bits: NEON of ARMv8.2 with dot products of bytes. See vectors.h.
+// A vector of 16 lanes is four registers of 128 bits: NEON of ARMv8.2 with dot products of bytes, and with those of
+// mixed signs and of bfloat16 where the compiler may use them. See vectors.h.
 
 #pragma once
 
@@ -87,9 +88,16 @@ static INLINE Bytes to_bytes(Ints values) {  // their low bits
 }
 
 static INLINE Halves narrow(Floats values) {  // to bfloat16, to the nearest even
+#if BF16_DOT
+    auto half = [](const Floats::Half &x) __attribute__((always_inline)) {
+        return (Halves::Half)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(x.low), x.high);
+    };
+    return {half(values.low), half(values.high)};
+#else
     const Words bits = (Words)values, rounded = bits + 0x7fffu + (bits >> 16 & 1u);
     const Words is_nan = (Words)(values != values);
     return to_halves(((rounded & ~is_nan) | ((bits | 0x400000u) & is_nan)) >> 16);
+#endif
 }
 
 static INLINE Floats from_float16(Halves bits) {
@@ -204,10 +212,72 @@ template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int
         return vdotq_s32(sum, (int8x16_t)codes, bytes);
     };
     if (WIDTH < 8) return map<Ints>(add, sum, codes);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    auto add_mixed = [=](auto sum, auto codes) __attribute__((always_inline)) {
+        return vusdotq_s32(sum, (uint8x16_t)codes, bytes);
+    };
+    return map<Ints>(add_mixed, sum, codes);
+#else
     // codes less 128 are signed bytes
     const int32x4_t middle = vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(64), bytes), 1);
     sum = OF(Ints, sum, sum + middle);
     return map<Ints>(add, sum, codes ^ 0x80808080u);
+#endif
 }
 
 #include "compressed.h"
+
+#if BF16_DOT
+typedef Words PairBits;
+
+static INLINE PairBits splat_pair(uint32_t pair) {
+    const auto part = vdupq_n_u32(pair);
+    return {{part, part}, {part, part}};
+}
+static INLINE PairBits pairs_at(const uint16_t *from) { return load_pairs(from, 32); }
+
+// sum + both products of each lane's pairs
+static INLINE Floats pair_dot(Floats sum, PairBits a, PairBits b) {
+    auto part = [](auto sum, auto a, auto b) __attribute__((always_inline)) {
+        return vbfdotq_f32(sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+    };
+    return map<Floats>(part, sum, a, b);
+}
+static INLINE PairBits narrow_both(Floats low, Floats high) {  // 32 numbers, in order
+    const Halves first = narrow(low), second = narrow(high);
+    typedef Words::Half::Half Part;
+    return {{(Part)first.low, (Part)first.high}, {(Part)second.low, (Part)second.high}};
+}
+// Pairs of the numbers of two vectors, in the lanes of half a vector for each 8 of them.
+template <class V> static INLINE Words::Half zipped(V first, V second) {
+    const uint16x8_t a = (uint16x8_t)first, b = (uint16x8_t)second;
+    return {(uint32x4_t)vzip1q_u16(a, b), (uint32x4_t)vzip2q_u16(a, b)};
+}
+static INLINE PairBits narrow_pairs(Floats even, Floats odd) {  // to a pair in each lane
+    const Halves first = narrow(even), second = narrow(odd);
+    return {zipped(first.low, second.low), zipped(first.high, second.high)};
+}
+
+// The `count` numbers from `from` on at the columns whose bits are set. NEAR_END: nothing behind them may be read.
+template <bool NEAR_END> static INLINE PairBits expanded_pairs(const uint16_t *from, uint32_t columns, int count) {
+    uint16_t copy[48];
+    if (NEAR_END) memcpy(copy, from, 2 * count), from = copy;
+    auto eight = [&](int first) __attribute__((always_inline)) {
+        const uint32_t mask = columns >> first & 255;
+        const Bytes numbers = look_up_bytes(((const Bytes *)from)[0], *(const Bytes *)EXPANSIONS.bytes[mask]);
+        from += __builtin_popcount(mask);
+        return (uint32x4_t)numbers;
+    };
+    const uint32x4_t a = eight(0), b = eight(8), c = eight(16), d = eight(24);
+    return {{a, b}, {c, d}};
+}
+
+// Pairs of the numbers of `first` and `odd`, for the first 16 numbers and, in `second`, for the last.
+struct PairInterleaving {
+    INLINE void apply(Words &first, Words &second, Words odd) const {
+        const Words all = first;
+        first = {zipped(all.low.low, odd.low.low), zipped(all.low.high, odd.low.high)};
+        second = {zipped(all.high.low, odd.high.low), zipped(all.high.high, odd.high.high)};
+    }
+};
+#endif

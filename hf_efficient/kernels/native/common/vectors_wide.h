@@ -71,8 +71,12 @@ OPERATOR(!=)
 
 template <class T, int N> INLINE Wide<T, N> operator-(Wide<T, N> a) { return {-a.low, -a.high}; }
 template <class T, int N> INLINE Wide<T, N> operator~(Wide<T, N> a) { return {~a.low, ~a.high}; }
-template <class T, int N> INLINE Wide<T, N> operator<<(Wide<T, N> a, int bits) { return {a.low << bits, a.high << bits}; }
-template <class T, int N> INLINE Wide<T, N> operator>>(Wide<T, N> a, int bits) { return {a.low >> bits, a.high >> bits}; }
+template <class T, int N> INLINE Wide<T, N> operator<<(Wide<T, N> a, int bits) {
+    return {a.low << bits, a.high << bits};
+}
+template <class T, int N> INLINE Wide<T, N> operator>>(Wide<T, N> a, int bits) {
+    return {a.low >> bits, a.high >> bits};
+}
 
 // power * 2 ** whole, for whole numbers from -252 to 254
 static INLINE Ints to_ints(Floats values);

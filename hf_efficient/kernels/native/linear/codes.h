@@ -48,7 +48,7 @@ struct Lines {
     }
 };
 
-#if BF16_DOT
+#if BF16_LOOK_UPS
 #include "codes_bf16.h"
 #else
 // Decoded values are codes (for up to LOOK_UP_BITS bits less half of the grid) times `factor`, with which x is divided:
@@ -144,11 +144,6 @@ template <int LENGTH = SEGMENT, class F> static INLINE void for_segments(const M
 
 // For many_rows.h.
 static void dequantize_tile(const Matrix &w, int64_t block, int blocks, int64_t first, int64_t last, Floats *tile) {
-#if BF16_DOT
-    alignas(64) uint16_t order[32];
-    for (int i = 0; i < 16; i++) order[2 * i] = i, order[2 * i + 1] = 16 + i;
-    const __m512i interleave = _mm512_load_si512(order);
-#endif
     for (int b = 0; b < blocks; b++)
         for_segments(w, [&](int64_t, int64_t g, int64_t step, int64_t end) __attribute__((always_inline)) {
             const Floats scale = w.scales(block + b, g), offset = w.offsets(block + b, g);
@@ -159,9 +154,9 @@ static void dequantize_tile(const Matrix &w, int64_t block, int blocks, int64_t 
                 Floats *to = tile + (step - first) * Codes::PAIRS * blocks + b;
 #pragma GCC unroll 16
                 for (int j = 0; j < Codes::PAIRS; j++) {
-                    const Floats even = (values[2 * j] + offset) * scale, odd = (values[2 * j + 1] + offset) * scale;
-                    to[j * blocks] = (Floats)_mm512_permutexvar_epi16(
-                        interleave, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+                    const Floats even = (values.value(2 * j) + offset) * scale;
+                    const Floats odd = (values.value(2 * j + 1) + offset) * scale;
+                    to[j * blocks] = (Floats)narrow_pairs(even, odd);
                 }
 #else
                 Floats *to = tile + (step - first) * Codes::COLUMNS * blocks + b;

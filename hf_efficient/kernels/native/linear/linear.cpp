@@ -8,7 +8,7 @@
 
 // With more rows W is decoded into tiles: measured with AMX, on Zen 5 (which takes tiles of bfloat16 only), on AVX-512
 // and on AVX2.
-constexpr int FEW_ROWS = AMX ? LEAST_AMX_ROWS - 1 : BF16_DOT ? 32 : REGISTERS < 32 ? 8 : 16;
+constexpr int FEW_ROWS = AMX ? LEAST_AMX_ROWS - 1 : BF16_LOOK_UPS ? 32 : REGISTERS < 32 ? 8 : 16;
 
 // Whether so many rows that may be rounded to int8 are. AMX multiplies more of them faster as bfloat16.
 static bool by_int8(int64_t rows) {
@@ -48,11 +48,12 @@ extern "C" void hf_linear(const Product *products, int64_t count, const void *x,
     if (KIND == GRID && !is_float && w->rounds_inputs && by_int8(rows))
         return int8(w, out, count, (const uint16_t *)x, rows);
 #if BF16_DOT
-    if (!is_float) {
+    if (!is_float && (BF16_LOOK_UPS || rows > FEW_ROWS)) {
         const uint16_t *values = (const uint16_t *)x;
         if (columns != width) values = padded<uint16_t, uint16_t>(values, rows, columns, width);
         const uint32_t *pairs = (const uint32_t *)values;
-        if (rows <= FEW_ROWS) return few(w, out, count, pairs, width / 2, rows);
+        if constexpr (BF16_LOOK_UPS)
+            if (rows <= FEW_ROWS) return few(w, out, count, pairs, width / 2, rows);
         for (int i = 0; i < count; i++) many(w[i], pairs, width / 2, rows, out[i]);
         return;
     }

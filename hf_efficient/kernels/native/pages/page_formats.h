@@ -23,13 +23,13 @@ template <class A> struct Chunk {
 
 template <class A> static INLINE Chunk<A> chunk_of(Floats low, Floats high) {
 #if BF16_DOT
-    if constexpr (A::VECTORS == 1) return {{(Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low)}};
+    if constexpr (A::VECTORS == 1) return {{(Words)narrow_both(low, high)}};
     else
 #endif
         return {{(Words)low, (Words)high}};
 }
 
-#if BF16_DOT
+#if BF16_LOOK_UPS
 template <class A> static INLINE Chunk<A> chunk_of(__m512i bfloat16s) {
     if constexpr (A::VECTORS == 1) return {{(Words)bfloat16s}};
     else
@@ -58,7 +58,7 @@ struct BFloat16Pages : Format<NONE> {
     explicit BFloat16Pages(int64_t dim) : Format{dim, 2 * dim} {}
 #if BF16_DOT
     template <class A> INLINE Chunk<A> load(const uint8_t *token, int64_t chunk) const {
-        return chunk_of<A>(_mm512_maskz_loadu_epi16(channels(dim, chunk), token + 64 * chunk));
+        return {{load_pairs((const uint16_t *)token + chunk * CHUNK, dim - chunk * CHUNK)}};
     }
 #else
     static INLINE Floats some(const void *from, int64_t count) {
@@ -90,7 +90,7 @@ struct Int8Pages : Format<PER_TOKEN> {
     LOAD_HALVES(1)
 };
 
-#if BF16_DOT
+#if BF16_LOOK_UPS
 #include "page_formats_bf16.h"
 #else
 struct Fp8Pages : Format<PER_TOKEN> {  // E4M3

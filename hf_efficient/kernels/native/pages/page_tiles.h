@@ -107,19 +107,7 @@ static void load_keys(const Tile &tile, int64_t first, int64_t end, const F &for
 // Pairs of the numbers of two tokens, for the first 16 channels of a chunk and for the last.
 template <class A> struct Interleaving {};
 #if BF16_DOT
-template <> struct Interleaving<BFloat16> {
-    __m512i order[2];
-
-    Interleaving() {
-        uint16_t channels[2][32];
-        for (int i = 0; i < 32; i++) channels[0][i] = i / 2 + i % 2 * 32, channels[1][i] = channels[0][i] + 16;
-        memcpy(order, channels, sizeof order);
-    }
-    INLINE void apply(Words &first, Words &second, Words odd) const {
-        second = (Words)_mm512_permutex2var_epi16((__m512i)first, order[1], (__m512i)odd);
-        first = (Words)_mm512_permutex2var_epi16((__m512i)first, order[0], (__m512i)odd);
-    }
-};
+template <> struct Interleaving<BFloat16> : PairInterleaving {};
 #endif
 
 // The channels of values in blocks of up to 4 vectors, of which none has channels of two groups.

@@ -5,7 +5,7 @@
 #include "sparse.h"
 
 // With more rows the weight is expanded into tiles. Measured with AMX, on Zen 5, and on AVX-512 and AVX2.
-constexpr int FEW_ROWS = AMX ? LEAST_AMX_ROWS - 1 : BF16_DOT ? 40 : 2 * AT_ONCE;
+constexpr int FEW_ROWS = AMX ? LEAST_AMX_ROWS - 1 : BF16_LOOK_UPS ? 40 : 2 * AT_ONCE;
 
 EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y) LAYOUT(SparseWeight, values, masks, starts, out_features, in_features))
 
