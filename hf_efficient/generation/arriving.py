@@ -18,7 +18,7 @@ class ArrivingTokens:
             self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._host.copy_(self.tokens, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(tokens.device))
 
     def read(self) -> list[list[int]]:
         """The tokens of each sequence. Waits until they are on the host, and not for what was queued after them."""

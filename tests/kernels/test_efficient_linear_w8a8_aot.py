@@ -2,6 +2,7 @@
 and the machine code has the loads and matrix instructions it was written for."""
 
 import pytest
+import sass
 from aot import compile_kernel
 from linear_aot import compile_launch, stages_on, wide_loads
 
@@ -125,6 +126,7 @@ def test_outlier_columns():
     signature = {name: types.get(name, "*i32") for name in kernel.arg_names if name not in constexprs}
     compiled = compile_kernel(kernel, signature, constexprs, "sm_90", 16, aligned=("K", "stride_x"))
     assert compiled.local_bytes == 0 and compiled.count("STG.E.128") > 0
+    assert not sass.loops(compiled.machine_code, ("SHFL", "BAR")), "no part of K waits for the count of another"
 
 
 def test_every_tile_fits_rocm():

@@ -194,6 +194,15 @@ def test_k_is_split_and_the_counters_come_back_to_zero(kernel_device, nan_poison
     assert len(arrivals) == 1 and arrivals[0].numel() == 2 and not arrivals[0].any()
 
 
+def test_llm_int8_lists_outliers_of_wide_inputs(kernel_device, nan_poison):
+    """Three parts of columns are listed by a program each: some, none, and some again."""
+    x = torch.randn(2, 2500, device=kernel_device).clamp(-5, 5)
+    x[0, [3, 700, 1023, 2048, 2499]] = 9.0
+    w, w_scale = codes_and_scale(5, 2500, False, kernel_device)
+    expected = activation_reference.llm_int8_reference(x, w, w_scale)
+    check(efficient_linear.llm_int8_linear(x, w, w_scale), expected, (1e-6, 1e-6), "float32 sums of the outliers")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("tokens, outliers", [(1, 1), (3, 0), (17, 40), (130, 301)])
 def test_llm_int8(tokens, outliers, dtype, kernel_device, nan_poison):

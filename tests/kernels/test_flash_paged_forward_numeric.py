@@ -116,6 +116,37 @@ def test_order_of_programs(kernel_device, monkeypatch, heads_that_fit):
     check(fp.flash_attn_func(q, k, v, **chosen), fp.flash_attn_func_reference(q.double(), k, v, **chosen))
 
 
+@pytest.mark.parametrize("lengths", [(400, *[1] * 9), (1, 0, 0, 300, *[0] * 7, 3), (0, 0, 1, *[0] * 140, 70)])
+def test_programs_of_a_mixed_batch_search_their_tile(kernel_device, monkeypatch, lengths):
+    """One long sequence among short and empty ones: as many programs as there can be tiles, and each tile once."""
+    made, grids = {"dtype": torch.float16, "device": kernel_device}, []
+    monkeypatch.setattr(forward, "forward_kernel", Noted(forward.forward_kernel, grids))
+    total, block = sum(lengths), forward.forward_config(torch.float16, 16, max(lengths), 0, "sm_80").block_m
+    q, k, v = random(total, 4, 16, **made), random(total, 2, 16, **made), random(total, 2, 16, **made)
+    bounds = cumulative(lengths, kernel_device)
+    arguments = (bounds, bounds, max(lengths), max(lengths))
+    chosen = {"causal": True, "return_attn_probs": True}
+    expected = fp.flash_attn_varlen_func_reference(q.double(), k, v, *arguments, **chosen)
+    check(fp.flash_attn_varlen_func(q, k, v, *arguments, **chosen), expected)
+    needed = sum(-(-length // block) for length in lengths)
+    ((programs, options),) = grids
+    assert options["SEARCH"] and 4 * needed <= programs < 4 * len(lengths) * -(-max(lengths) // block) / 2
+
+
+class Noted:
+    """A kernel whose grids and options are noted."""
+
+    def __init__(self, kernel, grids):
+        self.kernel, self.grids = kernel, grids
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            self.grids.append((grid[0], options))
+            self.kernel[grid](*args, **options)
+
+        return run
+
+
 def launch(q, k, v, queries, causal, variant, **others):
     """forward.attend with neither windows nor softcap nor sinks unless `others` say so."""
     plain = {"softmax_scale": 0.2, "window": (-1, 0 if causal else -1), "softcap": 0.0, "s_aux": None}

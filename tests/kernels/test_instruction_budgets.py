@@ -31,9 +31,10 @@ def test_loops_are_innermost_and_hold_what_is_asked_for():
         /*0030*/                   HMMA.16816.F32 R4, R4, R6, R8 ;
         /*0040*/               @P0 BRA 0x20 ;
         /*0050*/                   FADD R1, R1, R2 ;
-        /*0060*/              @!P1 BRA `(.L_x_1) 0x10 ;
+        /*0060*/              @!P1 BRA 0x10 ;
         /*0070*/                   FADD R1, R1, R2 ;
         /*0080*/               @P2 BRA 0x70 ;
     """
     assert sass.loops(code) == [["LDS", "HMMA.16816.F32", "BRA"]]
-    assert sass.loops(code, ("FADD",)) == [["FADD", "BRA"]]
+    outer = ["MOV", "LDS", "HMMA.16816.F32", "BRA", "FADD", "BRA"]
+    assert sass.loops(code, ("FADD",)) == [outer, ["FADD", "BRA"]], "the longest first"

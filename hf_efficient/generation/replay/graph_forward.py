@@ -6,7 +6,7 @@ import torch
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation.replay.captured_forward import CapturedForward
-from hf_efficient.kernels.replay.cuda_graph import GraphCapture
+from hf_efficient.kernels.replay.cuda_graph import GraphCapture, on_device
 
 
 class GraphForward(CapturedForward):
@@ -21,6 +21,10 @@ class GraphForward(CapturedForward):
     def __init__(self, forward: Callable, cache: PagedCache):
         super().__init__(forward, cache)
         self._memory = None
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, tree_mask: torch.Tensor | None) -> tuple | None:
+        with on_device(tokens.device):  # graphs are captured and replayed on streams of the current device
+            return super().__call__(tokens, positions, tree_mask)
 
     def _new_capture(self, forward: Callable) -> GraphCapture:
         if self._memory is None:

@@ -1,12 +1,17 @@
 """A forward on a CUDA device captured once as a CUDA graph and replayed: one launch by the host for all its kernels."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from hf_efficient.kernels.replay.host_reads import UnknownSizes
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Inside, `device` is the current CUDA device; nothing changes for another kind of device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def is_graph_capturing() -> bool:
@@ -25,8 +30,8 @@ def counts_in(context: Callable[[torch.Tensor], AbstractContextManager]) -> None
 
 
 class GraphCapture:
-    """Runs `forward()` once, captures it and replays it. `replay()` computes the same from what the input tensors hold
-    by then, and waits for nothing.
+    """Runs `forward()` once on the current device, captures it and replays it. `replay()` computes the same from what
+    the input tensors hold by then, and waits for nothing.
 
     The first run compiles kernels and allocates what libraries keep, which a capture forbids. So `forward` runs three
     times on the same inputs, and has to write the same each time, as appending to a cache at given lengths does.

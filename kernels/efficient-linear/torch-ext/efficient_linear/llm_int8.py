@@ -63,14 +63,15 @@ def _multiply(x, bias, w_codes, w_scale, threshold) -> torch.Tensor:
     scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     if tokens:
         block = max(triton.next_power_of_2(in_features), 128)
+        scan = min(block, 1024)
         block_m = min(triton.next_power_of_2(tokens), 64)
         with _on(x.device):
             outlier_columns_kernel[(triton.cdiv(tokens, block_m), triton.cdiv(in_features, 128))](
                 x, flags, tokens, in_features, x.stride(0), threshold, BLOCK_M=block_m, BLOCK_K=128, num_warps=4
             )
-            quantize_inliers_kernel[(tokens + 1,)](
+            quantize_inliers_kernel[(tokens + triton.cdiv(in_features, scan),)](
                 x, flags, codes, scale, columns, count, tokens, in_features, x.stride(0), BLOCK=block,
-                SCAN=min(block, 1024), num_warps=min(max(block // 512, 1), 16),
+                SCAN=scan, num_warps=min(max(block // 512, 1), 16),
             )  # fmt: skip
     outliers = dict(outlier_x=x, outlier_columns=columns, outlier_count=count)
     return launch("int8", codes, w_codes, scale, w_scale, bias, x.dtype, **outliers)

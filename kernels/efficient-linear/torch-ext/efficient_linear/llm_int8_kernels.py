@@ -22,16 +22,20 @@ def quantize_inliers_kernel(
     x_ptr, flags_ptr, codes_ptr, scale_ptr, columns_ptr, count_ptr, M, K, stride_x, BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M + 1,). Programs 0 .. M - 1: codes of a row, 0 in the flagged columns, with one scale; program M: the
-    flagged columns in ascending order and their count."""
-    if tl.program_id(0) == M:
-        found = 0
-        for start in range(0, K, SCAN):
-            columns = start + tl.arange(0, SCAN)
-            flags = tl.load(flags_ptr + columns, mask=columns < K, other=0)
-            tl.store(columns_ptr + found + tl.cumsum(flags) - 1, columns, mask=flags > 0)
-            found += tl.sum(flags)
-        tl.store(count_ptr, found)
+    """Grid (M + cdiv(K, SCAN),). Programs 0 .. M - 1: codes of a row, 0 in the flagged columns, with one scale. Each
+    other one lists the flagged columns of SCAN columns behind those before them, in ascending order; the last one also
+    stores their count."""
+    part = tl.program_id(0) - M
+    if part >= 0:
+        earlier = tl.zeros([SCAN], tl.int32)
+        for start in range(0, part * SCAN, SCAN):
+            earlier += tl.load(flags_ptr + start + tl.arange(0, SCAN))
+        found = tl.sum(earlier)
+        listed = part * SCAN + tl.arange(0, SCAN)
+        flags = tl.load(flags_ptr + listed, mask=listed < K, other=0)
+        tl.store(columns_ptr + found + tl.cumsum(flags) - 1, listed, mask=flags > 0)
+        if (part + 1) * SCAN >= K:
+            tl.store(count_ptr, found + tl.sum(flags))
     else:
         row = tl.program_id(0).to(tl.int64)
         columns = tl.arange(0, BLOCK)

@@ -7,18 +7,21 @@ Head dims that are no power of two are computed in two parts (96 = 64 + 32, see 
 multiply few zeros.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from .config import FORWARD_VARIANT, forward_config, gpu_kind, launch_device
 from .forward_hopper import VARIANTS, attend_hopper, obstacle
-from .forward_launch import lse_strides, pairs_a_section, token_strides
+from .forward_launch import MANY_EMPTY, lse_strides, packed_tiles, pairs_a_section, token_strides
 from .tiles import (
     cap_scores,
     dot,
     load_rows,
     locate_keys,
+    packed_tile,
     program_tile,
     score_scales,
     softmax_weights,
@@ -82,13 +85,19 @@ def forward_kernel(
     seqlen_q, seqlen_k, appended, heads, tiles, pairs, section, scale, cap, left, right,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """Query lengths: cu_seqlens_q or seqlen_q. Key lengths: cache_seqlens plus `appended`, cu_seqlens_k or seqlen_k;
-    with pages seqlen_k is what a row of the block table holds. Absent pointers are None."""
-    tile, pair = program_tile(tl.program_id(0), tiles, pairs, section)
-    head = pair % heads
-    sequence = (pair // heads).to(tl.int64)
+    with pages seqlen_k is what a row of the block table holds. Absent pointers are None. SEARCH: programs are `heads`
+    times the tiles that all packed sequences can have, and each finds its own (`packed_tile`)."""
+    if SEARCH:
+        head = tl.program_id(0) % heads
+        sequence, tile = packed_tile(tl.program_id(0) // heads, cu_seqlens_q, pairs // heads, BLOCK_M)
+    else:
+        tile, pair = program_tile(tl.program_id(0), tiles, pairs, section)
+        head = pair % heads
+        sequence = pair // heads
+    sequence = sequence.to(tl.int64)
 
     first_q = 0
     if cu_seqlens_q is not None:
@@ -223,11 +232,13 @@ def attend(
     page_size = k.shape[1] if paged else 0
     config = forward_config(q.dtype, max(head_dim, value_dim), max_seqlen_q, page_size, kind)
     tiles = triton.cdiv(max_seqlen_q, config.block_m)
+    at_most = math.inf if cu_seqlens_q is None else packed_tiles(q.shape[0], batch, config.block_m)
+    is_mixed = batch * tiles >= MANY_EMPTY * at_most
     scale, cap = score_scales(softmax_scale, softcap)
     block_d, rest_d = split_dim(head_dim)
     block_dv, rest_dv = split_dim(value_dim)
     with launch_device(q):
-        forward_kernel[(tiles * heads * batch,)](
+        forward_kernel[((at_most if is_mixed else tiles * batch) * heads,)](
             q, k, v, out, lse, s_aux, alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
             *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(out),
             block_table.stride(0) if paged else 0, *lse_strides(lse),
@@ -237,6 +248,7 @@ def attend(
             GROUP=heads // kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m,
             BLOCK_N=config.block_n, BLOCK_D=block_d, REST_D=rest_d, BLOCK_DV=block_dv, REST_DV=rest_dv,
             PAGE_SIZE=page_size, HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0,
+            SEARCH=is_mixed,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return out, lse

@@ -7,6 +7,17 @@ import triton
 _L2_BYTES = 32 * 2**20  # keys and values that programs running side by side should share, as in FlashAttention-3
 
 
+# How many times the tiles that there can be a batch padded to its longest sequence has. From here on each program
+# searches its tile, which takes some loads, where most programs would have nothing to do.
+MANY_EMPTY = 2
+
+
+def packed_tiles(tokens: int, batch: int, block_m: int) -> int:
+    """The tiles of block_m queries that `batch` sequences of `tokens` tokens together can have: each may end in a part
+    of one."""
+    return tokens // block_m + min(tokens, batch)
+
+
 def token_strides(x: torch.Tensor) -> tuple[int, int, int]:
     """(sequence, token, head) of x [B, S, H, D], or of x [T, H, D], whose sequences lie one after the other."""
     return (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]

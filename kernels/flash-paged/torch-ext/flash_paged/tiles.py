@@ -33,6 +33,33 @@ def split_dim(dim: int) -> tuple[int, int]:
 
 
 @triton.jit
+def packed_tile(index, cu_seqlens_q, batch, BLOCK_M: tl.constexpr):
+    """The sequence, and the tile of BLOCK_M queries in it, that stand at place `index` among the tiles of all packed
+    sequences. The last tile of a sequence comes first: under a causal mask it has most keys. Behind all of them, a tile
+    that no sequence has.
+    """
+    BLOCK_B: tl.constexpr = 128
+    sequence = 0
+    before = 0  # tiles of the earlier sequences
+    total = 0
+    for start in tl.range(0, batch, BLOCK_B):
+        number = start + tl.arange(0, BLOCK_B)
+        inside = number < batch
+        first = tl.load(cu_seqlens_q + number, mask=inside, other=0)
+        end = tl.load(cu_seqlens_q + number + 1, mask=inside, other=0)
+        tiles = tl.where(inside, (end - first + BLOCK_M - 1) // BLOCK_M, 0)
+        ends = total + tl.cumsum(tiles, 0)
+        passed = inside & (ends <= index)
+        sequence += tl.sum(passed.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
+        total += tl.sum(tiles, 0)
+    sequence = tl.minimum(sequence, batch - 1)
+    queries = tl.load(cu_seqlens_q + sequence + 1) - tl.load(cu_seqlens_q + sequence)
+    tile = (queries + BLOCK_M - 1) // BLOCK_M - 1 - (index - before)
+    return sequence, tl.where(index < total, tile, 2147483647 // BLOCK_M)
+
+
+@triton.jit
 def program_tile(program, tiles, pairs, section):
     """Which tile of queries of which (sequence, head) pair a program computes.
 
