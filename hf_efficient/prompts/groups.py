@@ -66,9 +66,9 @@ def forced_words(prompt: Prompt, words: list[Word], keep_words) -> set[int]:
     }
 
 
-def ordered(groups: list[Group], value: list[float]) -> list[Group]:
-    """The groups with the documents, in the places where documents stand, by falling value."""
+def order_of(groups: list[Group], worth: list[float]) -> list[int]:
+    """The groups, by index, with the documents in the places where documents stand, by falling worth."""
     places = [index for index, group in enumerate(groups) if group.kind == "document"]
-    best = sorted(places, key=lambda index: (-value[index], index))
+    best = sorted(places, key=lambda index: (-worth[index], index))
     moved = dict(zip(places, best))
-    return [groups[moved.get(index, index)] for index in range(len(groups))]
+    return [moved.get(index, index) for index in range(len(groups))]
