@@ -1,9 +1,9 @@
 """What do answers lose when half of the prompt is left out, and what does it cost to choose which half?
 
-    python benchmarks/prompt_compression.py --tokens FOLDER [--prompts 4] [--seeds 3] [--keep 0.5] [--output FILE]
+    python benchmarks/prompt_compression.py --tokens FOLDER [--prompts 2] [--seeds 3] [--keep 0.5] [--output FILE]
 
 FOLDER has wiki_long.pt (int64 [16, 2048]): tokens of sample_text(). SmolLM2-135M-Instruct in bfloat16 is both the small
-model that chooses and the one that answers. A prompt is a text of 512 tokens and a question that always stays:
+model that chooses and the one that answers. A prompt is a text of 256 tokens and a question that always stays:
 
 - word, code: the needles of kv_retrieval.py in Wikipedia, at depths spread evenly over a seed's prompts.
 - cloze: news stories, and a sentence of them up to a name or number that the stories say once: the answer.
@@ -35,7 +35,7 @@ from hf_efficient.prompts.surprisal import Context
 from hf_efficient.prompts.tokens import tokenize
 
 
-LENGTH = 512
+LENGTH = 256
 TASKS = (*KINDS, "cloze")
 STOP_WORDS = set(
     "a about above after again against all am an and any are as at be because been before being below between both but "
@@ -195,7 +195,7 @@ def summary(way: str, kind: str, rows: list[dict]) -> dict:
 def main() -> None:
     parser = harness.parser(__doc__, "prompt_compression.json")
     parser.add_argument("--tokens", required=True)
-    parser.add_argument("--prompts", type=int, default=4, help="of each task and seed")
+    parser.add_argument("--prompts", type=int, default=2, help="of each task and seed")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--keep", type=float, default=0.5)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)

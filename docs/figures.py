@@ -150,6 +150,23 @@ def cache() -> str:
     return markdown("pages | bytes of bfloat16 | perplexity | KL to bfloat16", "lrrr", rows)
 
 
+def prompts() -> str:
+    """What answers lose when half of the prompt is left out, by way and task."""
+    ways = {}
+    for row in load("prompt_compression")["records"]:
+        ways.setdefault(row["way"], {})[row["task"]] = row
+    rows = []
+    for way, tasks in ways.items():
+        losses = [f"{tasks[task]['loss']:.2f} ± {tasks[task]['loss_standard_error']:.2f}" for task in tasks]
+        kept = [tasks[task]["needle_kept"] for task in ("word", "code")]
+        seconds = max(row["seconds"] for row in tasks.values())
+        label = way.replace("ours", "**hf_efficient**").replace(", question", " with the question")
+        rows.append([label, *losses, f"{sum(kept) / len(kept):.0%}", f"{seconds:.1f}"])
+    return markdown(
+        "half left out by | loss, words | loss, codes | loss, cloze | needles kept | seconds", "lrrrrr", rows
+    )
+
+
 def demo() -> str:
     """The table of `make demo`."""
     from hf_efficient.evaluation import report
@@ -187,7 +204,14 @@ def environments() -> str:
     return "\n\n".join(part for part in (*parts, "\n".join(features)) if part)
 
 
-FIGURES = {"choose": choose, "decode": decode, "cache": cache, "demo": demo, "environments": environments}
+FIGURES = {
+    "choose": choose,
+    "decode": decode,
+    "cache": cache,
+    "prompts": prompts,
+    "demo": demo,
+    "environments": environments,
+}
 
 
 def benchmarks_page() -> str:
@@ -206,6 +230,7 @@ def benchmarks_page() -> str:
         "`benchmarks/quality.py`; no result file was kept. The chart takes the peers' perplexities from here:",
         peer_methods(),
         "## Quality of quantized pages", cache(), machine("kv_quality"),
+        "## Shorter prompts", prompts(), machine("prompt_compression"),
         "## Pruning", "Perplexity after pruning single weights:", (RESULTS / "pruning.md").read_text().strip(),
         "And after structured pruning:", (RESULTS / "pruning_structured.md").read_text().strip(),
         "## GPU kernels, predicted",

@@ -15,7 +15,7 @@ RANK_SPREAD = (
 
 
 def part_budgets(
-    lengths: list[int], kinds: list[str], forced: list[int], budget: int, value: list[float] | None
+    lengths: list[int], kinds: list[str], forced: list[int], budget: int, worth: list[float] | None
 ) -> list[int]:
     """Tokens to keep in every part; their sum is `budget`.
 
@@ -24,15 +24,15 @@ def part_budgets(
         kinds: see `Part.kind`.
         forced: tokens of every part that stay anyhow.
         budget: from the sum of `forced` to the sum of `lengths`.
-        value: worth of every part, larger is worth more; None where nothing is known.
+        worth: of every part; None where nothing is known.
     """
     wish = [0.0] * len(lengths)
-    if value is not None:
+    if worth:
         ranked = [index for index, kind in enumerate(kinds) if kind in ("document", "text")]
-        order = sorted(ranked, key=lambda index: (-value[index], index))
+        order = sorted(ranked, key=lambda index: (-worth[index], index))
         for rank, index in enumerate(order):
             wish[index] = RANK_SPREAD * (1 - 2 * rank / max(len(order) - 1, 1)) if len(order) > 1 else 0.0
-        _drop_demonstrations(wish, lengths, kinds, budget, value)
+        _drop_demonstrations(wish, lengths, kinds, budget, worth)
     lower = [least / length for least, length in zip(forced, lengths)]
     instructions = [index for index, kind in enumerate(kinds) if kind == "instruction"]
     inside = sum(lengths[index] for index in instructions)
@@ -42,11 +42,11 @@ def part_budgets(
     return _whole(_level(lengths, wish, lower, budget), lengths, forced, budget)
 
 
-def _drop_demonstrations(wish, lengths, kinds, budget, value) -> None:
+def _drop_demonstrations(wish, lengths, kinds, budget, worth) -> None:
     """Demonstrations of the least worth, past `DEMONSTRATION_EXCESS` times their budget, wish to keep nothing."""
     shown = [index for index, kind in enumerate(kinds) if kind == "demonstration"]
     room = DEMONSTRATION_EXCESS * budget * sum(lengths[index] for index in shown) / sum(lengths)
-    for index in sorted(shown, key=lambda index: (-value[index], index)):
+    for index in sorted(shown, key=lambda index: (-worth[index], index)):
         room -= lengths[index]
         if room < 0:
             wish[index] = -2.0

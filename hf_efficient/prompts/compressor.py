@@ -7,7 +7,7 @@ import torch
 from hf_efficient.prompts import checks, small_model
 from hf_efficient.prompts import prompt as prompts
 from hf_efficient.prompts.classifier import kept_by_classifier
-from hf_efficient.prompts.groups import Group, forced_words, grouped, ordered
+from hf_efficient.prompts.groups import Group, forced_words, grouped, order_of
 from hf_efficient.prompts.perplexity import PerplexityRanker
 from hf_efficient.prompts.tokens import Word, tokenize
 
@@ -111,10 +111,11 @@ class PromptCompressor:
                 kept = kept_by_classifier(self.model, self.tokenizer, read.text, ids, words, groups, forced, budget)
             else:
                 ranker = PerplexityRanker(self.model, self.tokenizer, read.question, ids, words)
-                value = ranker.worth(groups)
+                worth = ranker.worth(groups)
                 if reorder:
-                    groups = ordered(groups, value)
-                kept = ranker.kept(groups, value, forced, budget)
+                    order = order_of(groups, worth)
+                    groups, worth = [groups[index] for index in order], [worth[index] for index in order]
+                kept = ranker.kept(groups, worth, forced, budget)
         return _result(read, ids, words, groups, kept)
 
 

@@ -7,7 +7,6 @@ from hf_efficient.prompts.prompt import Prompt
 from hf_efficient.prompts.tokens import Word
 
 
-PASSAGE = 40  # tokens after which a passage of a text ends with its sentence
 SENTENCE_END = re.compile(r"[.!?。！？][\"')\]]*$|\n$")
 
 
@@ -20,7 +19,7 @@ class Group:
 
 
 def grouped(prompt: Prompt, words: list[Word], fixed: set[int], split: bool) -> list[Group]:
-    """All words in their order. split: whether a text becomes passages of whole sentences."""
+    """All words in their order. split: whether the sentences of a text are passages of their own."""
     groups, parts = [], iter([*prompt.parts, None])
     part, owner = next(parts), object()
     for index, word in enumerate(words):
@@ -38,14 +37,12 @@ def grouped(prompt: Prompt, words: list[Word], fixed: set[int], split: bool) -> 
 
 
 def _passages(text: str, words: list[Word], group: Group) -> list[Group]:
-    passages, length = [replace(group, words=[])], 0
+    passages = [replace(group, words=[])]
     for index in group.words:
-        passages[-1].words.append(index)
-        length += len(words[index])
-        if length >= PASSAGE and ends_sentence(text, words[index]):
+        if passages[-1].words and ends_sentence(text, words[passages[-1].words[-1]]):
             passages.append(replace(group, words=[]))
-            length = 0
-    return passages if passages[-1].words else passages[:-1]
+        passages[-1].words.append(index)
+    return passages
 
 
 def ends_sentence(text: str, word: Word) -> bool:
@@ -66,9 +63,9 @@ def forced_words(prompt: Prompt, words: list[Word], keep_words) -> set[int]:
     }
 
 
-def ordered(groups: list[Group], value: list[float]) -> list[Group]:
-    """The groups with the documents, in the places where documents stand, by falling value."""
+def order_of(groups: list[Group], worth: list[float]) -> list[int]:
+    """The groups, by index, with the documents in the places where documents stand, by falling worth."""
     places = [index for index, group in enumerate(groups) if group.kind == "document"]
-    best = sorted(places, key=lambda index: (-value[index], index))
+    best = sorted(places, key=lambda index: (-worth[index], index))
     moved = dict(zip(places, best))
-    return [groups[moved.get(index, index)] for index in range(len(groups))]
+    return [moved.get(index, index) for index in range(len(groups))]

@@ -114,6 +114,12 @@ def test_the_question_stays_where_it_stands_and_comes_nowhere_else(language_mode
         assert result.text.count(QUESTION) == (name != "text")
 
 
+def test_a_question_in_the_middle_of_a_passage_stays_in_it(language_model):
+    prompt = SENTENCES + f"The keeper asks: {QUESTION} and sleeps. " + SENTENCES
+    assert QUESTION in language_model.compress(prompt, keep=1e-9, question=QUESTION).text
+    assert QUESTION not in language_model.compress(prompt, keep=1e-9).text
+
+
 def test_the_question_steers(language_model):
     found = {language_model.compress(SENTENCES * 4, keep=0.5, question=q).text for q in (None, "Who?", QUESTION)}
     assert len(found) == 3
@@ -188,9 +194,16 @@ def test_reordered_documents_come_by_their_worth(language_model):
 def test_documents_that_the_question_follows_from_keep_more(language_model):
     documents = PROMPTS["segments"]["documents"]
     order = language_model.compress(PROMPTS["segments"], keep=1.0, reorder=True).text.split("\n\n")[1:-1]
-    short = language_model.compress({"documents": documents, "question": QUESTION}, keep=0.5).text.split("\n\n")[:-1]
-    shares = {document: len(kept) / len(document) for document, kept in zip(documents, short)}
-    assert shares[order[0]] > 0.8 > 0.3 > shares[order[-1]]
+    for reorder in (False, True):
+        result = language_model.compress({"documents": documents, "question": QUESTION}, keep=0.5, reorder=reorder)
+        *short, question = result.text.split("\n\n")
+        shares = {document: len(kept) / len(document) for document, kept in zip(order if reorder else documents, short)}
+        assert question == QUESTION and shares[order[0]] == 1 and shares[order[-1]] < 0.3
+
+
+def test_a_prompt_that_is_its_question_stays(compressor):
+    for prompt in (QUESTION, {"question": QUESTION}):
+        assert compressor.compress(prompt, keep=0.1, question=QUESTION).text == QUESTION
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3", "qwen3_moe"])
