@@ -38,6 +38,7 @@ METHODS = {
     "int3 g64 gptq": "int3, GPTQ",
     "int3 g64 fast, no text": "int3, `WeightOnlyConfig(bits=3)`",
     "int2 g64 gptq refine": "int2, GPTQ and `refine=True`",
+    "trellis 2 bits gptq": "trellis of 2 bits, GPTQ",
 }
 # name in cpu_generate.json -> what a reader calls it
 DECODERS = {
