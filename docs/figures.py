@@ -26,6 +26,7 @@ METHODS = {
     "w8a8 int8 smoothquant": "int8 weights and activations, SmoothQuant",
     "w8a8 int8 llm_int8": "LLM.int8()",
     "w8a8 fp8 dynamic": "FP8 weights and activations",
+    "trellis 4 bits gptq": "trellis of 4 bits, GPTQ",
     "int4 g64 gptq refine": "int4, GPTQ and `refine=True`",
     "int4 g64 balanced, own text": 'int4, `quality="balanced"`, text of its own',
     "int4 g64 awq": "int4, AWQ",
@@ -38,6 +39,7 @@ METHODS = {
     "int3 g64 gptq": "int3, GPTQ",
     "int3 g64 fast, no text": "int3, `WeightOnlyConfig(bits=3)`",
     "int2 g64 gptq refine": "int2, GPTQ and `refine=True`",
+    "trellis 2 bits gptq": "trellis of 2 bits, GPTQ",
 }
 # name in cpu_generate.json -> what a reader calls it
 DECODERS = {

@@ -5,6 +5,7 @@ import argparse
 from hf_efficient.cli import calibration_options
 from hf_efficient.cli.compress import KEYS, compress_and_save
 from hf_efficient.cli.config_option import HELP, make_config, parse_arguments
+from hf_efficient.cli.option_types import positive
 from hf_efficient.cli.options import add_loading_arguments, add_output_argument, given_options, option_name
 from hf_efficient.cli.result import Result
 
@@ -51,9 +52,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     calibration_options.add_calibration_arguments(command)
 
 
-def _bits(text: str) -> int | float:
-    """Argparse names it and what was given where this is no number."""
-    bits = float(text)
+def _bits(given: str) -> int | float:
+    bits = positive(given)
     return int(bits) if bits.is_integer() else bits
 
 

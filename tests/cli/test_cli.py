@@ -119,6 +119,8 @@ def test_prune_saves_a_sparse_model_and_says_how_sparse(saved_llama, tmp_path, c
     ("arguments", "message"),
     [
         (["--bits", "4", "--config", "{}"], "--config and --bits exclude each other"),
+        (["--bits", "2.5"], "--bits 2.5 is not supported"),
+        (["--bits", "2", "--codebook", "trellis", "--group-size", "64"], "--group-size 64 is not supported"),
         (["--config", "{"], "neither one of ['int4', 'int8'], nor a JSON file, nor JSON"),
         (["--config", '{"quant_method": "gptq"}'], "efficient_weight_only"),
         (["--method", "magic"], "--method magic is not supported"),
