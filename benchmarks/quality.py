@@ -77,7 +77,9 @@ def rows() -> dict[str, dict | None]:
     table["kmeans 4 bits channel"] = weight_only(4, -1, codebook="kmeans", method="rtn")
     table["kmeans 3 bits channel"] = weight_only(3, -1, codebook="kmeans", method="rtn")
     for bits in (4, 3.5, 3, 2.5, 2):
-        table[f"trellis {bits:g} bits gptq"] = weight_only(bits, -1, codebook="trellis", method="gptq")
+        trellis = weight_only(bits, -1, codebook="trellis", method="gptq")
+        table[f"trellis {bits:g} bits gptq"] = trellis
+        table[f"trellis {bits:g} bits gptq refine"] = {**trellis, "refine": True}
     for method in ("absmax", "zeropoint", "smoothquant", "llm_int8"):
         table[f"w8a8 int8 {method}"] = w8a8(method=method)
     rotated = {"o_proj": {"rotate": True}, "down_proj": {"rotate": True}}
