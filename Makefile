@@ -25,7 +25,8 @@ test: $(STAMP)
 EMULATED := tests/kernels/test_native_linear.py tests/kernels/test_native_pages.py tests/kernels/test_emulated.py \
 	tests/kernels/test_native_rounded.py tests/kernels/test_native_tables.py tests/kernels/test_recorder.py \
 	tests/kernels/test_attend_ragged.py tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py
-NOT_EMULATED := spans_grow or long_prompt or compiler_that_fails or one_pool or default_dtype or traces or gradients
+NOT_EMULATED := spans_grow or long_prompt or compiler_that_fails or one_pool or default_dtype or traces or gradients \
+	or (neon_bf16 and (options or prompts or trees or page_sizes or replayed or largest or float8 or kmeans))
 
 test-aarch64: $(STAMP)
 	EMULATE_AARCH64=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 2 \
