@@ -27,7 +27,8 @@ EMULATED := tests/kernels/test_native_linear.py tests/kernels/test_native_pages.
 	tests/kernels/test_attend_ragged.py tests/formats/test_sparse_layouts.py tests/pruning/test_contextual_sparsity.py \
 	tests/kernels/test_native_trellis.py tests/kernels/test_native_hadamard.py
 NOT_EMULATED := 2.5 or 3.5 or 9000 or spans_grow or long_prompt or compiler_that_fails or one_pool or default_dtype or \
-	traces or gradients
+	traces or gradients or (neon_bf16 and (options or prompts or trees or page_sizes or replayed or largest or float8 or \
+	kmeans or test_native_hadamard))
 
 test-aarch64: $(STAMP)
 	EMULATE_AARCH64=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 2 \
