@@ -170,7 +170,7 @@ static void dequantize_tile(const Trellis &w, int64_t block, int blocks, int64_t
             Words squares[SQUARES][LANES];
             auto put = [&](auto i, Floats low, Floats high) __attribute__((always_inline)) {
 #if BF16_DOT
-                squares[0][i] = (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+                squares[0][i] = (Words)narrow_both(low, high);
 #else
                 squares[0][i] = (Words)low, squares[1][i] = (Words)high;
 #endif
