@@ -153,5 +153,5 @@ def test_what_the_default_is_elsewhere(kind, tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_quantized_weight_by_weight(folder, monkeypatch):
-    monkeypatch.setattr(own_text, "available_memory", lambda: 1000)
+    monkeypatch.setattr(own_text, "free_memory", lambda device: 1000)
     assert load(folder).config.quantization_config.method == "hqq"

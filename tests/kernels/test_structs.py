@@ -21,7 +21,7 @@ def test_every_library_is_checked_when_it_is_loaded(monkeypatch):
     for loader, arguments in zip(loaders, ((4,), (), (), (next(iter(pages._TYPES)),), ())):
         loader.__wrapped__(*arguments)
     weights, page_calls = (
-        ({"Product", "_Weight"}, {"Product", "_SparseWeight"}),
+        ({"Product", "_Weight", "_Rows"}, {"Product", "_SparseWeight"}),
         {"_Pages", "_AttentionCall", "_RaggedCall"},
     )
     expected = [*weights, {"_ContextualCall"}, page_calls, {"Operand", "Instruction"}]
