@@ -70,11 +70,13 @@ static void rotate_block(const Rotation &call, int64_t row, int64_t block) {
     }
 }
 
-extern "C" void hf_rotate(const Rotation *call) {
+// Returns 1: nothing is refused.
+extern "C" int hf_rotate(const Rotation *call) {
     const int64_t count = call->rows * call->blocks;
     auto some = [&](int64_t unit, int64_t end) {
         for (; unit < end; unit++) rotate_block(*call, unit / call->blocks, unit % call->blocks);
     };
     if (count < 4) some(0, count);  // waking threads would take longer
     else parallel(count, some);
+    return 1;
 }
