@@ -6,6 +6,7 @@ import torch
 from hf_efficient.kernels import hadamard
 from hf_efficient.kernels.linear import native_hadamard
 from hf_efficient.kernels.native import tiers
+from hf_efficient.kernels.replay.recorder import Capture, interpreter
 
 
 # Sylvester, Paley and Hartley matrices, one factor and several, blocks (an odd part above 512), a single column
@@ -35,6 +36,27 @@ def test_inputs_of_any_shape_and_gradients():
     assert x.grad.shape == x.shape
     with pytest.raises(ValueError, match="do not fit 96 columns"):
         native_hadamard.rotate(x.detach(), signs[:95])
+
+
+@pytest.mark.skipif(interpreter() is None, reason="no C++ kernels: no compiler, or another CPU")
+def test_one_input_is_rotated_once_in_a_captured_forward():
+    """q, k and v read one input, and their signs are equal."""
+    signs, others = hadamard.random_signs(96).float(), -hadamard.random_signs(96, seed=1).float()
+    x = torch.randn(2, 96)
+
+    def forward():
+        y = x * 2
+        same = [native_hadamard.rotate(y, signs), native_hadamard.rotate(y, signs.clone())]
+        other = native_hadamard.rotate(y, others)
+        y.add_(1)
+        return [*same, other, native_hadamard.rotate(y, signs)]
+
+    capture = Capture(forward)
+    assert len({y.data_ptr() for y in capture.output}) == 3
+    for _ in range(2):
+        x.copy_(torch.randn(2, 96))
+        for y, expected in zip(capture.replay(), forward()):
+            assert torch.equal(y, expected)
 
 
 def test_without_a_compiler_torch_rotates(monkeypatch):

@@ -34,7 +34,7 @@ def function():
     library = build.load("hadamard", (_Rotation,))
     if library is None:
         return None
-    library.hf_rotate.argtypes, library.hf_rotate.restype = [ctypes.c_void_p], None
+    library.hf_rotate.argtypes, library.hf_rotate.restype = [ctypes.c_void_p], ctypes.c_int
     return library.hf_rotate
 
 
@@ -72,7 +72,7 @@ def _cpu(x, signs):
     return y
 
 
-@replays("hf_efficient::rotate")
+@replays("hf_efficient::rotate", once=True)
 def _instructions(y, x, signs):
     if not x.is_contiguous() or not y.is_contiguous():
         return None

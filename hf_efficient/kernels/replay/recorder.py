@@ -18,7 +18,7 @@ from hf_efficient.kernels.replay import aten_instructions, fusion, memory  # noq
 from hf_efficient.kernels.replay.cuda_graph import is_graph_capturing
 from hf_efficient.kernels.replay.host_reads import HostReads, NotReplayable
 from hf_efficient.kernels.replay.instructions import OPS, Instruction, address, interpreter
-from hf_efficient.kernels.replay.registry import instructions_of
+from hf_efficient.kernels.replay.registry import instructions_of, once_key
 
 
 _UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
@@ -70,6 +70,7 @@ class Capture(TorchDispatchMode):
         self._program = program  # instructions, and (function to call, the tensors it reads)
         self._tensors = []  # all that were read or made
         self._made = {}  # address -> storage, of results
+        self._once = {}  # key of a call -> (what it read, its result)
         self._pinned = set()  # addresses of storages that have to stay there
         with torch.no_grad(), HostReads(), self:
             self.output = forward()
@@ -91,7 +92,7 @@ class Capture(TorchDispatchMode):
         results = [storage for at, storage in self._made.items() if at not in unneeded]
         self._kept += [*others.values(), buffer, *results]
         self.nbytes = sum(storage.nbytes() for storage in results) + (0 if buffer is None else buffer.nbytes)
-        self._program = self._made = None
+        self._program = self._made = self._once = None
 
     @torch.no_grad()
     def replay(self):
@@ -108,9 +109,17 @@ class Capture(TorchDispatchMode):
         )  # by integers: of a known size, though its tag says otherwise
         if _UNREPEATABLE & set(func.tags) and not is_gather:
             raise NotReplayable(f"the forward calls {func}")
+        inputs = _tensors_of((args, kwargs))
+        if func._schema.is_mutable:
+            self._forget(set(map(address, inputs)))
+        key = once_key(func, args)
+        if key in self._once:
+            return self._once[key][1]
         result = func(*args, **kwargs)
-        tensors, inputs = _tensors_of(result), _tensors_of((args, kwargs))
+        tensors = _tensors_of(result)
         self._tensors += [*inputs, *tensors]
+        if key is not None:
+            self._once[key] = args[0], result
         if self._is_view(func, args, tensors):
             return result
         before = set(map(address, inputs))
@@ -131,6 +140,10 @@ class Capture(TorchDispatchMode):
     def add_call(self, call, inputs) -> None:
         """`call()` comes next, which reads the tensors in `inputs`."""
         self._program.append((call, _tensors_of(inputs)))
+
+    def _forget(self, written: set[int]) -> None:
+        """Storages that may be written: calls that read them, or made them, are computed again."""
+        self._once = {key: own for key, own in self._once.items() if written.isdisjoint(map(address, own))}
 
     @staticmethod
     def _is_view(func, args, tensors) -> bool:
