@@ -61,7 +61,8 @@ class BlockFiles:
                 self.blocks.append(name)
         self._prefixes = {f"{block}.": block for block in self.blocks}
         if shared := self._shared():
-            raise ValueError(f"{shared} share weights, so the blocks of {type(model).__name__} cannot be read one by one")
+            kind = type(model).__name__
+            raise ValueError(f"{shared} share weights, so the blocks of {kind} cannot be read one by one")
         rename = key_renamer(model, load_config.weight_mapping, dict.fromkeys(model.state_dict(), True))
         self._keys: dict[str, list[str]] = {name: [] for name in (OUTSIDE, *self.blocks)}
         for key in self.stored:

@@ -107,7 +107,9 @@ class BlockCompressor:
         is_routed = block.experts or any(".experts." in name for name in block.linears)
         tokens = 0 if is_routed else sum(states.shape[:-1].numel() for states in block.inputs)
         chosen = range(self.batches)[:: max(1, tokens // STATISTICS_TOKENS)]
-        return collect(lambda index: block.run(chosen[index]), len(chosen), block.linears, block.experts, hessian, self.keep)
+        return collect(
+            lambda index: block.run(chosen[index]), len(chosen), block.linears, block.experts, hessian, self.keep
+        )
 
     def _quantize(self, block: Block) -> None:
         for name, module in block.experts.items():

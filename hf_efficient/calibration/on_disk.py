@@ -1,5 +1,5 @@
-"""A model larger than memory: one block at a time is in memory, hidden states lie in mapped files, compressed blocks go
-to disk at once."""
+"""A model larger than memory: one block at a time is in memory, hidden states lie in mapped files, compressed blocks
+go to disk at once."""
 
 import json
 import shutil
@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from hf_efficient.calibration.residence import InMemory
-from hf_efficient.calibration.resume import Progress, carried_by_name, carried_of, described_format, fingerprint, format_of
+from hf_efficient.calibration.resume import (
+    Progress,
+    carried_by_name,
+    carried_of,
+    described_format,
+    fingerprint,
+    format_of,
+)
 from hf_efficient.files import atomic_write
 from hf_efficient.tensor_files import DTYPES, mapped, stored_tensors
 

@@ -1,4 +1,5 @@
-"""Statistics of the inputs of fused experts, one expert at a time: what was routed is kept, not what follows from it."""
+"""Statistics of the inputs of fused experts, one expert at a time: the routed rows are kept, not what follows from
+them."""
 
 from collections.abc import Callable, Iterator, Sequence
 

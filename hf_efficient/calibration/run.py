@@ -90,8 +90,9 @@ class _Run:
                 "with modules_to_not_convert, or give them a method that needs no data in overrides"
             )
         residence.check_chains(self.chains, self.outside)
-        compressor = BlockCompressor(model, configs, len(batches), transforms, refine, gradients, self._say, residence.keep_rows)
-        self.compressor = compressor
+        self.compressor = BlockCompressor(
+            model, configs, len(batches), transforms, refine, gradients, self._say, residence.keep_rows
+        )
         self.progress = residence.progress(calibration, configs, batches, (*transforms, refine))
 
     def run(self) -> dict[str, Any]:

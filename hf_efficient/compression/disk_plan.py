@@ -4,8 +4,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 
 PROCESS = 400_000_000  # Python, torch, transformers, and what the C library keeps of freed memory
 _SQUARES = 6  # float32 [K, K] matrices that error feedback holds at once beside the Hessian
