@@ -42,6 +42,8 @@ class OnDisk(InMemory):
         self.checkpoint, self.states = folder / "checkpoint", folder / "states"
         for path in (self.checkpoint, self.states):
             path.mkdir(parents=True, exist_ok=True)
+        for path in self.checkpoint.glob(".*"):  # what a killed run was writing
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.shapes: dict[str, dict[int, tuple]] = {}  # label -> batch -> (dtype, shape)
         self.written: list[str] = []
         self._progress = None

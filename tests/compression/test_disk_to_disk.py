@@ -88,7 +88,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch, name
     while stops:
         with pytest.raises(KeyboardInterrupt):
             compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(refine=name == "llama"), **given)
-    with pytest.raises(ValueError, match=r"\.disk\.compressing' holds the progress of another calibration \(schemes"):
+    with pytest.raises(ValueError, match=r"\.disk\.compressing' holds the progress of another calibration \(.*schemes"):
         compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(bits=3, refine=name == "llama"), **given)
     compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(refine=name == "llama"), **given)
     blocks = [f"model.layers.{index}" for index in range(3)]
