@@ -39,6 +39,7 @@ MODELS = (
 FILES = {"generation": "tests/generation/test_*.py", "cache": "tests/utils/test_cache_utils.py"}
 # of twins; "loop": how many of all were answered by this package's loop
 KINDS = ("loop", "equal", "tie", "refused", "undocumented", "not asked", "different")
+PYTEST_RAN = (0, 1)  # exit statuses: all tests passed, some failed
 FAULTS = ("different", "undocumented")  # of twins
 PARTS = ("loop", "attention")  # of the mode "forced"
 
@@ -133,11 +134,14 @@ class Comparison:
         while True:
             status = self._pytest(mode, tests, partial, done)
             entries = [json.loads(text) for text in partial.read_text().splitlines()] if partial.exists() else []
-            if any("finished" in entry for entry in entries):
-                break
             started = [entry["start"] for entry in entries if "start" in entry]
-            if not started or started[-1] in done:
-                raise SystemExit(f"{self.target}, {mode}: pytest ended with {status}; see {path.with_suffix('.log')}")
+            is_whole = any("finished" in entry for entry in entries)  # also where pytest itself failed before any test
+            if is_whole and status in PYTEST_RAN and started:
+                break
+            if is_whole or not started or started[-1] in done:
+                raise SystemExit(
+                    f"{self.target}, {mode}: pytest ended with {status}; see {partial.with_suffix('.log')}"
+                )
             done.update(started)
             with open(partial, "a") as file:
                 crash = {
