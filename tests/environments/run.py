@@ -8,15 +8,17 @@
 that the tests do not need, and "conflict: " why the requirements cannot be installed together.
 A package without a wheel is compiled each time; PIP_FIND_LINKS names a folder with one that `pip wheel` made before.
 
-The suite is `contract.list`. The environment is made in output/environments/NAME, its result file in
-benchmarks/results/environments, from which `docs/figures.py` makes a table. Exits with 1 where a test fails, with 3
-where the packages of the environment cannot be had; the result file then says why.
+The suite is `contract.list`; environments of releases of transformers add the matrix. The environment is made in
+output/environments/NAME, its result file in benchmarks/results/environments, from which `docs/figures.py` makes a
+table. Exits with 1 where a test fails, with 3 where the packages of the environment cannot be had; the result file then
+says why.
 """
 
 import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -106,14 +108,15 @@ def test(python: Path, name: str, tests: list[str]) -> dict:
 
 
 def import_seconds(python: Path) -> float:
-    """How much longer `from transformers import AutoModelForCausalLM, LlamaForCausalLM` takes after `import
-    hf_efficient`; the fastest run of each counts, for other processes only make a run slower."""
+    """How many more seconds of a processor `from transformers import AutoModelForCausalLM, LlamaForCausalLM` takes
+    after `import hf_efficient`: the fastest run of each, for what else a machine does only makes a run slower."""
     models = "from transformers import AutoModelForCausalLM, LlamaForCausalLM"
 
     def seconds(code: str) -> float:
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([str(python), "-c", code], check=True, capture_output=True, cwd=tempfile.gettempdir())
-        return time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     seconds(f"import hf_efficient; {models}")  # compiles
     pairs = [(seconds(f"import hf_efficient; {models}"), seconds(models)) for _ in range(IMPORT_RUNS)]
