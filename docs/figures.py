@@ -199,10 +199,10 @@ def environments() -> str:
         for feature in found["needs_later"]:
             later.setdefault(feature, []).append(path.stem)
         counts = [found["passed"], len(found["failed"]), len(found["needs_later"]), sum(found["skipped"].values())]
-        rows.append([path.stem, *versions, found["python"], *map(str, counts), f"{found['import_seconds']:.2f}"])
-    header = "environment | transformers | torch | Python | passed | failed | missing features | skipped | import, s"
+        rows.append([path.stem, *versions, found["python"], *map(str, counts)])
+    header = "environment | transformers | torch | Python | passed | failed | missing features | skipped"
     features = [f"- {feature}: {', '.join(names)}." for feature, names in sorted(later.items())]
-    parts = [markdown(header, "llllrrrrr", rows), "\n".join(absent), *(["Missing features:"] if features else [])]
+    parts = [markdown(header, "llllrrrr", rows), "\n".join(absent), *(["Missing features:"] if features else [])]
     return "\n\n".join(part for part in (*parts, "\n".join(features)) if part)
 
 
