@@ -33,6 +33,8 @@ METHODS = {
     "int4 g64 gptq": "int4, GPTQ",
     "int4 g64 fast, no text": "int4, `WeightOnlyConfig()`",
     "int4 g64 hqq, float zero points": "int4, HQQ with float zero points",
+    "nvfp4 gptq refine": "NVFP4, GPTQ and `refine=True`",
+    "mxfp4 gptq refine": "MXFP4, GPTQ and `refine=True`",
     "nf4 g64": "NF4",
     "int4 g64 rtn": "int4, to nearest",
     "int3 g64 gptq refine": "int3, GPTQ and `refine=True`",
