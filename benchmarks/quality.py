@@ -99,24 +99,6 @@ def rows() -> dict[str, dict | None]:
     return table
 
 
-# measured earlier with the peers' own packages: name -> (bits of a weight, perplexity)
-PEERS = {
-    "quanto int8": (8, 19.61),
-    "torchao int8": (8, 19.62),
-    "torchao int4 g64": (4.5, 25.02),
-    "quanto int4 g64": (4.25, 29.62),
-    "bitsandbytes NF4": (4.25, 24.85),
-    "hqq int4 g64": (4.5, 23.29),
-    "llm-compressor GPTQ int4 g64": (4.375, 22.95),
-    "llm-compressor AWQ int4 g64": (4.375, 22.86),
-    "llm-compressor GPTQ int3 g64": (3.375, 38.66),
-    "hqq int3 g64": (3.5, 140.1),
-    "llm-compressor W8A8 dynamic": (8, 20.12),
-    "llm-compressor SmoothQuant": (8, 19.92),
-    "bitsandbytes LLM.int8()": (8, 19.92),
-}
-
-
 def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration: torch.Tensor) -> dict:
     """One row: makes the model through `from_pretrained` and measures it on every text."""
     import transformers
@@ -167,6 +149,11 @@ def texts(wikipedia: str | None) -> dict[str, torch.Tensor]:
     return {name: harness.windows(*splits[name], count, LENGTH) for name, count in WINDOWS.items()}
 
 
+def digests(texts: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Which windows rows are measured on: name -> a hash."""
+    return {name: hashlib.sha256(texts[name].numpy().tobytes()).hexdigest()[:16] for name in WINDOWS}
+
+
 def cells_of(row: dict) -> list[str]:
     """The cells of a table of a row's perplexities, divergence, seconds, GB and calibration windows."""
     cells = []
@@ -206,9 +193,9 @@ def main(script: str, description: str, output: str, rows, write_table) -> None:
     tensors = texts(options.tokens)
     count = options.calibration_windows
     tensors["calibration"] = harness.windows(options.calibration_tokens, "calibration", count, 512)
-    digests = {name: hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()[:16] for name in WINDOWS}
+    own_digests = digests(tensors)
     done = harness.read(options.output, {})
-    if any(row["texts"] != digests for row in done.values()):
+    if any(row["texts"] != own_digests for row in done.values()):
         sys.exit(f"{options.output} was measured on other texts: give --tokens as then, or another --output")
     chosen = harness.matching(rows(), options.rows)
     if "bf16" not in done and "bf16" not in chosen:
@@ -222,7 +209,7 @@ def main(script: str, description: str, output: str, rows, write_table) -> None:
             command = [sys.executable, script, "--one", name, "--tokens", str(tokens), "--output", str(result)]
             if subprocess.run(command).returncode:
                 sys.exit(f"{name} failed")
-            row = {"config": rows()[name], "calibration_windows": len(tensors["calibration"]), "texts": digests}
+            row = {"config": rows()[name], "calibration_windows": len(tensors["calibration"]), "texts": own_digests}
             row["load_average"] = os.getloadavg()[1]  # of 2 cores: time taken on a busy machine is longer
             row |= json.loads(result.read_text())
             for text in WINDOWS:
@@ -247,9 +234,12 @@ def write_table(path: Path) -> None:
         done.items(), key=lambda item: (-item[1]["bits_per_weight"], item[1]["wikipedia"]["perplexity"])
     ):
         lines.append(harness.row([name, f"{row['bits_per_weight']:.3f}", *cells_of(row)]))
-    lines += ["", "Peers on the same windows, with their own packages:", "", "| peer | bits of a weight | perplexity |"]
-    lines.append("|---|---:|---:|")
-    lines += [f"| {name} | {bits:g} | {value} |" for name, (bits, value) in PEERS.items()]
+    peers = harness.read(path.with_name("quality_peers.json"), {})
+    lines += ["", "Peers on the same windows, with their own packages (`benchmarks/quality_peers.py`):", ""]
+    lines += ["| peer | package | bits of a weight | perplexity | news: perplexity |", "|---|---|---:|---:|---:|"]
+    for name, row in peers.items():
+        perplexities = [f"{row[text]['perplexity']:.2f}" for text in WINDOWS]
+        lines.append(harness.row([name, row["package"], f"{row['bits_per_weight']:.3f}", *perplexities]))
     harness.write_table(path, lines)
 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -262,7 +252,8 @@ def write_table(path: Path) -> None:
         (row["bits_per_weight"], row["wikipedia"]["perplexity"], name) for name, row in done.items() if name != "bf16"
     ]
     axis.scatter([p[0] for p in ours], [p[1] for p in ours], color="#3b6ea5", label="hf_efficient")
-    axis.scatter(*zip(*PEERS.values()), color="#b5533c", marker="x", label="peers")
+    theirs = [(row["bits_per_weight"], row["wikipedia"]["perplexity"]) for row in peers.values()]
+    axis.scatter([p[0] for p in theirs], [p[1] for p in theirs], color="#b5533c", marker="x", label="peers")
     best = {}
     for bits, value, name in sorted(ours):
         if value < best.get(min(8, round(bits)), (1e9,))[0]:

@@ -19,6 +19,7 @@ from hf_efficient.methods import inner_format
 
 
 _STATE = "progress.json"
+_END_TO_END = "end-to-end.safetensors"
 
 
 class Progress:
@@ -84,9 +85,23 @@ class Progress:
         dense = [tensors[f"dense.{batch}"] for batch in range(batches)] if "dense.0" in tensors else None
         return [tensors[f"hidden.{batch}"] for batch in range(batches)], dense, carried
 
+    def save_end_to_end(self, tensors: dict[str, torch.Tensor], counts: dict[str, float]) -> None:
+        """Keeps the state of a training of the whole model: tensors, and numbers beside them."""
+        self._write(_END_TO_END, _unshared(tensors), {"counts": json.dumps(counts)})
+
+    def end_to_end(self) -> tuple[dict[str, torch.Tensor], dict[str, float]] | None:
+        """What `save_end_to_end` kept; None where nothing is."""
+        path = self.folder / _END_TO_END
+        if not self._done or not path.exists():
+            return None
+        with safe_open(path, "pt") as file:
+            counts = json.loads(file.metadata()["counts"])
+        return load_file(path), counts
+
     def remove(self) -> None:
         """Deletes the files of the run, and the folder if nothing else is in it."""
-        for path in (*self.folder.glob("chain*-*.safetensors"), *self.folder.glob(".*.partial"), self.folder / _STATE):
+        blocks, partial = self.folder.glob("chain*-*.safetensors"), self.folder.glob(".*.partial")
+        for path in (*blocks, *partial, self.folder / _END_TO_END, self.folder / _STATE):
             path.unlink(missing_ok=True)
         if not any(self.folder.iterdir()):
             self.folder.rmdir()

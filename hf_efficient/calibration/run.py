@@ -11,8 +11,10 @@ from transformers.utils import logging
 from hf_efficient.calibration.block_compression import BlockCompressor
 from hf_efficient.calibration.blocks import Block, Chain, leaves
 from hf_efficient.calibration.data import model_inputs
+from hf_efficient.calibration.end_to_end import refine_model
 from hf_efficient.calibration.model_chains import BlockwiseModel
 from hf_efficient.calibration.resume import Progress
+from hf_efficient.calibration.teacher import Teacher
 from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.formats.transformed import TransformedFormat
 
@@ -82,6 +84,11 @@ class _Run:
             )
         compressor = BlockCompressor(model, configs, len(batches), transforms, refine, gradients, self._say)
         self.compressor, self.progress = compressor, None
+        self.minutes, self.head = calibration.minutes, model.get_output_embeddings()
+        if self.minutes is not None and (reason := self._untunable()):
+            logger.warning(f"{type(model).__name__} is not tuned as a whole, because {reason}")
+        elif self.minutes is not None:
+            compressor.originals = {}
         if calibration.checkpoint_dir:
             self.progress = Progress(calibration, model, configs, batches, (*transforms, refine))
 
@@ -93,16 +100,25 @@ class _Run:
                 self._run_chain(number, chain)
             if self.outside:
                 self._run_outside()
+        if self.compressor.originals is not None:
+            teacher = Teacher(self.followed, self.head, self.dense)
+            refine_model(teacher, self.compressor, self.minutes, self.progress)
         if self.progress:
             self.progress.remove()
         return self.compressor.formats
+
+    def _untunable(self) -> str | None:
+        """Why the model cannot be tuned as a whole; None where it can."""
+        if self.head is None:
+            return "it has no output embedding"
+        return None if len(self.chains) == 1 else f"its layers make {len(self.chains)} chains of blocks and not one"
 
     def _say(self, name: str, step: str) -> None:
         self.bar.set_description(f"{name}: {step}")
 
     def _blocks_needed(self, chain: Chain) -> int:
         """How many blocks must run. Those behind the last one to compress run only if something follows the chain."""
-        if self.outside or chain is not self.chains[-1]:
+        if self.outside or chain is not self.chains[-1] or self.compressor.originals is not None:
             return len(chain.modules)
         return max(index for index, names in enumerate(chain.linears) if names) + 1
 
@@ -112,7 +128,7 @@ class _Run:
             self._restore(number, chain, index)
         needed = self._blocks_needed(chain)
         if done == needed:
-            chain.outputs = self.progress.hidden_states(number)[0]
+            chain.outputs, self.dense, _ = self.progress.hidden_states(number)
             return
         self._say(chain.names[0], "inputs")
         hidden = self.followed.record(chain)
@@ -127,7 +143,7 @@ class _Run:
                 formats = {name: self.compressor.formats[name] for name in chain.linears[index]}
                 self.progress.save(number, index, chain, formats, hidden, dense)
             self.bar.update()
-        chain.outputs = hidden
+        chain.outputs, self.dense = hidden, dense
         chain.release()
 
     def _replay(self, chain: Chain, done: int, hidden: list[torch.Tensor]) -> None:
