@@ -1,6 +1,7 @@
 """What does each quantization method cost in perplexity, at how many bits, and how long does it take?
 
     python benchmarks/quality.py [--rows GLOB ...] [--tokens FILE] [--calibration-tokens FILE] [--output FILE]
+        [--checkpoint-dir DIR] [--minutes M]
     python benchmarks/quality.py --table          # the table and the plot of what has been measured, beside the peers
 
 SmolLM2-135M-Instruct, all linears but the head, 24 windows of 1,024 tokens of Wikipedia articles, and 12 of news
@@ -47,7 +48,12 @@ def rows() -> dict[str, dict | None]:
     for bits in (4, 3):
         table[f"int{bits} g64 fast, no text"] = {**OWN_TEXT, "bits": bits, "quality": "fast"}
     table["int4 g64 balanced, own text"] = {**OWN_TEXT, "bits": 4, "quality": "balanced"}
-    table["int4 g64 best"] = {"quant_method": "efficient_weight_only", "bits": 4, "quality": "best"}
+    for bits in (4, 3, 2):
+        best = {"quant_method": "efficient_weight_only", "bits": bits, "quality": "best"}
+        table |= {
+            f"int{bits} g64 best": best,
+            f"trellis {bits} bits best": {**best, "codebook": "trellis", "refine": True},
+        }
     for bits in (4, 3, 2):
         for group in (32, 64, 128):
             for name in ("rtn", "mse", "hqq", "gptq", "awq"):
@@ -99,8 +105,12 @@ def rows() -> dict[str, dict | None]:
     return table
 
 
-def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration: torch.Tensor) -> dict:
-    """One row: makes the model through `from_pretrained` and measures it on every text."""
+def measure(
+    arguments: dict | None, texts: dict[str, torch.Tensor], calibration: torch.Tensor, folder: Path | None = None
+) -> dict:
+    """One row: makes the model through `from_pretrained` and measures it on every text. folder: keeps the progress of
+    the calibration; a row that was resumed there has no seconds."""
+    is_resumed = folder is not None and folder.exists()
     import transformers
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -114,12 +124,14 @@ def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration:
     if arguments is not None:
         arguments = dict(arguments)
         kind = AUTO_QUANTIZATION_CONFIG_MAPPING[arguments.pop("quant_method")]
-        config = options["quantization_config"] = kind(**{"calibration": {"tokens": calibration}, **arguments})
+        own = arguments.pop("calibration", {})  # None: text that the model writes itself
+        own = own if own is None else {"tokens": calibration, "checkpoint_dir": folder, **own}
+        config = options["quantization_config"] = kind(**arguments, calibration=own)
     torch.manual_seed(0)
     start = time.perf_counter()
     model = harness.load(**options)
     result = {
-        "seconds": time.perf_counter() - start,
+        "seconds": None if is_resumed else time.perf_counter() - start,
         "peak_memory_bytes": memory.peak_memory_bytes(torch.device("cpu")),
     }
     weights = bits = 0
@@ -141,6 +153,13 @@ def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration:
         divergence = [perplexity.kl_divergence(base, model, window) for window in texts["wikipedia"][:KL_WINDOWS]]
         result["kl_to_bf16"] = sum(divergence) / len(divergence)
     return result
+
+
+def with_minutes(arguments: dict | None, minutes: float | None) -> dict | None:
+    """The arguments of a row, which tunes the whole model for so long where it does at all."""
+    if minutes is None or not (arguments or {}).get("quality") == "best":
+        return arguments
+    return {**arguments, "calibration": {"minutes": minutes}}
 
 
 def texts(wikipedia: str | None) -> dict[str, torch.Tensor]:
@@ -176,6 +195,8 @@ def main(script: str, description: str, output: str, rows, write_table) -> None:
     parser.add_argument("--calibration-windows", type=int, default=128)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--missing", action="store_true", help="only rows that the output does not hold")
+    parser.add_argument("--checkpoint-dir", type=Path, help="a row that is interrupted is resumed from there")
+    parser.add_argument("--minutes", type=float, help="of tuning whole models, where a row does so")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.table:
@@ -188,7 +209,8 @@ def main(script: str, description: str, output: str, rows, write_table) -> None:
     if options.one:
         tensors = load_file(options.tokens)
         calibration = tensors.pop("calibration")
-        options.output.write_text(json.dumps(measure(rows()[options.one], tensors, calibration)))
+        own = with_minutes(rows()[options.one], options.minutes)
+        options.output.write_text(json.dumps(measure(own, tensors, calibration, options.checkpoint_dir)))
         return None
     tensors = texts(options.tokens)
     count = options.calibration_windows
@@ -207,9 +229,17 @@ def main(script: str, description: str, output: str, rows, write_table) -> None:
             if options.missing and name in done:
                 continue
             command = [sys.executable, script, "--one", name, "--tokens", str(tokens), "--output", str(result)]
+            if options.checkpoint_dir is not None:
+                command += ["--checkpoint-dir", str(options.checkpoint_dir / name.replace(" ", "-"))]
+            if options.minutes is not None:
+                command += ["--minutes", str(options.minutes)]
             if subprocess.run(command).returncode:
                 sys.exit(f"{name} failed")
-            row = {"config": rows()[name], "calibration_windows": len(tensors["calibration"]), "texts": own_digests}
+            row = {
+                "config": with_minutes(rows()[name], options.minutes),
+                "calibration_windows": len(tensors["calibration"]),
+                "texts": own_digests,
+            }
             row["load_average"] = os.getloadavg()[1]  # of 2 cores: time taken on a busy machine is longer
             row |= json.loads(result.read_text())
             for text in WINDOWS:
@@ -218,7 +248,7 @@ def main(script: str, description: str, output: str, rows, write_table) -> None:
             done[name] = {**row, "environment": environment.describe()}
             harness.write(options.output, done)
             shown = [f"{text} {row[text]['perplexity']:.3f}" for text in ("wikipedia", "news")]
-            print(name, *shown, f"{row['bits_per_weight']:.3f} bits {row['seconds']:.0f} s", flush=True)
+            print(name, *shown, f"{row['bits_per_weight']:.3f} bits {row['seconds'] or 0:.0f} s", flush=True)
     return None
 
 

@@ -125,11 +125,12 @@ def _fingerprint(model, configs: dict[str, Any], batches: list[dict], steps: tup
     """What must not change between an interrupted run and the one that resumes it."""
     schemes = {name: [scheme.method_name(), scheme.scheme()] for name, scheme in configs.items()}
     samples = [parameter.detach().flatten()[:4096].cpu() for parameter in model.parameters()]
+    config = {field: value for field, value in model.config.to_dict().items() if field != "quantization_config"}
     data = []
     for name, tensor in (item for batch in batches for item in batch.items()):
         data += [f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), _bytes(tensor)]
     return {
-        "model": _hash(model.config.to_json_string().encode()),
+        "model": _hash(json.dumps(config, sort_keys=True, default=str).encode()),
         "weights": _hash(*map(_bytes, samples)),
         "schemes": _hash(json.dumps(schemes, sort_keys=True, default=str).encode()),
         "tokens": _hash(*data),
