@@ -62,12 +62,13 @@ def stored_bytes(value, seen: set[int]) -> int:
         return sum(stored_bytes(part, seen) for part in value.values())
     if isinstance(value, (list, tuple)):
         return sum(stored_bytes(part, seen) for part in value)
-    if not isinstance(value, (torch.Tensor, torch.nn.Module)) and not hasattr(value, "absmax"):
+    is_state = not isinstance(value, torch.Tensor) and hasattr(value, "absmax")  # bitsandbytes' QuantState
+    if not isinstance(value, (torch.Tensor, torch.nn.Module)) and not is_state:
         return 0
     if id(value) in seen:
         return 0
     seen.add(id(value))
-    if hasattr(value, "absmax"):  # bitsandbytes' QuantState: its table of 16 values serves all layers
+    if is_state:  # its table of 16 values serves all layers
         return stored_bytes([value.absmax, value.state2], seen)
     if hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
@@ -75,7 +76,7 @@ def stored_bytes(value, seen: set[int]) -> int:
     if isinstance(value, torch.nn.Module):
         held = [value._parameters, value._buffers, {k: v for k, v in vars(value).items() if k in ("W_q", "meta")}]
         return stored_bytes(held, seen)
-    return value.nbytes + stored_bytes(getattr(value, "quant_state", None), seen)
+    return value.nbytes + stored_bytes([getattr(value, name, None) for name in ("quant_state", "SCB")], seen)
 
 
 def measure(load, texts: dict[str, torch.Tensor]) -> dict:

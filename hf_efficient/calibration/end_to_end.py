@@ -24,12 +24,13 @@ from hf_efficient.observers.hooks import replaced_forwards
 
 logger = logging.get_logger(__name__)
 MOST_EPOCHS = 4  # passes over the text, where the minutes allow more
-RATE = 0.5  # learning rates of codes, scales and factors, relative to those of a block's refinement
-VECTOR_RATE = 1e-3  # learning rate of Adam for norms and biases, relative to the mean of their absolute values
+RATE = 0.1  # learning rates of codes, scales and factors, relative to those of a block's refinement
+VECTOR_RATE = 2e-4  # learning rate of Adam for norms and biases, relative to the mean of their absolute values
 HELD_OUT = 32  # one batch in so many is not trained on, but measured
 _WARMUP = 0.05  # share of the time in which the learning rate rises
 _CHECKS = 4  # measurements of the batches that are held out
 _SAVE_SECONDS = 120
+_COUNTS = ("steps", "used", "before", "reserved")  # kept with the progress
 
 
 def refine_model(teacher: Teacher, compressor: BlockCompressor, minutes: float, progress: Progress | None) -> None:
@@ -72,7 +73,8 @@ class EndToEnd:
         self.optimizer = torch.optim.Adam([*groups, *self.vectors.groups(VECTOR_RATE)], betas=(0.9, 0.95), fused=True)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.generator, self.order = torch.Generator().manual_seed(seed), []
-        self.steps, self.used, self.before = 0, 0.0, math.nan
+        self.steps, self.used = 0, 0.0
+        self.before, self.reserved = math.nan, 0.0  # the first measurement; seconds that the last one will take
 
     def run(self) -> bool:
         """Trains. Returns whether the divergence on what was held out is lower than before. If not, or where an error
@@ -97,7 +99,8 @@ class EndToEnd:
         begin = time.perf_counter() - self.used
         if math.isnan(self.before):
             self.before = self._divergence()
-        least = max(1e-9, self.seconds - (time.perf_counter() - begin - self.used))  # the end takes as long
+            self.reserved = time.perf_counter() - begin
+        least = max(1e-9, self.seconds - self.reserved)
         held, checked, saved, steps = self.before, 1, self.used, MOST_EPOCHS * len(self.trained)
         total = round(self.seconds)
         shown = min(total, round(self.used))
@@ -162,7 +165,7 @@ class EndToEnd:
         for index, parameter in enumerate(self._parameters()):
             state = {"value": parameter, **self.optimizer.state[parameter]}
             tensors |= {f"{index}.{name}": tensor.detach().cpu() for name, tensor in state.items()}
-        self.progress.save_end_to_end(tensors, {"steps": self.steps, "used": self.used, "before": self.before})
+        self.progress.save_end_to_end(tensors, {name: getattr(self, name) for name in _COUNTS})
 
     @torch.no_grad()
     def _restore(self) -> None:
@@ -171,7 +174,8 @@ class EndToEnd:
         if found is None:
             return
         tensors, counts = found
-        self.steps, self.used, self.before = counts["steps"], counts["used"], counts["before"]
+        for name in _COUNTS:
+            setattr(self, name, counts[name])
         self.generator.set_state(tensors.pop("generator"))
         self.order = tensors.pop("order").tolist()
         for index, parameter in enumerate(self._parameters()):

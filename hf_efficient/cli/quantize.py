@@ -51,9 +51,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_loading_arguments(command)
     calibration_options.add_calibration_arguments(command)
     command.add_argument(
-        "--minutes",
-        type=positive,
-        help="with --refine: then tune the whole model for so long (default 10 with --quality best, else not at all)",
+        "--minutes", type=positive, help="with --refine: then tune the whole model for so long (default: not at all)"
     )
 
 

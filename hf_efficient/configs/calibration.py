@@ -34,8 +34,8 @@ class CalibrationConfig:
         seed (int; default 0): seed of the order in which documents are drawn, and of tokens of the model's own.
         minutes (number above 0; default None): once its blocks are compressed, tune the whole model for so long on the
             next-token distributions of the original one: what `refine` tunes, norms and biases. Needs `refine=True` in
-            a `WeightOnlyConfig`. It runs where the model is, and takes 16 bytes for each of its weights. None is as
-            long as `quality` says, and no such tuning without `quality="best"`.
+            a `WeightOnlyConfig`. It runs where the model is, and takes 16 bytes for each of its weights. None is no
+            such tuning.
         own_text ("sampled", "random" or None; default None): which tokens to take where none of the four sources is
             given. "sampled": text that the model writes (LLM-QAT, https://arxiv.org/abs/2305.17888). "random": tokens
             of its vocabulary, drawn uniformly; enough for methods that read only the size of each channel. None means

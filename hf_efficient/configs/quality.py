@@ -3,7 +3,6 @@
 The choices are the best ones that `benchmarks/quality.py` has measured at their bits and in their time.
 """
 
-import copy
 from typing import Any
 
 from hf_efficient.configs.calibration import CalibrationConfig
@@ -14,7 +13,6 @@ AUTO = "auto"
 QUALITIES = ("fast", "balanced", "best")
 _RANDOM_WINDOWS = 4  # tokens enough for the mean squares of the channels
 _WINDOWS = {"balanced": 32, "best": 128}
-BEST_MINUTES = 10  # of tuning the whole model
 
 
 def choose(given: dict[str, Any], quality: str | None) -> dict[str, Any]:
@@ -53,9 +51,6 @@ def _method(given: dict[str, Any], quality: str) -> dict[str, Any]:
     tuned = "balanced" if quality == "fast" else quality
     refines = given["refine"] or given["codebook"] is None
     text = own_text(tuned) if calibration is None else calibration
-    if tuned == "best" and refines:
-        text = copy.copy(CalibrationConfig(**text) if isinstance(text, dict) else text)
-        text.minutes = text.minutes or BEST_MINUTES
     return {"method": "gptq", "refine": refines, "calibration": text}
 
 

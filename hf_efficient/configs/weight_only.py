@@ -55,8 +55,7 @@ class WeightOnlyConfig(CompressionConfig):
             is left out. "fast" takes seconds and no text: "mse" with inputs from random tokens, "rtn" with 8 bits.
             Where such a model cannot be run while loading (several devices, tensor parallelism, no token ids as
             input), it is "hqq" with float zero points. "balanced" and "best" take minutes: "gptq" with `refine`, with
-            few and many windows of text. "best" then tunes the model as a whole for some minutes more
-            (`CalibrationConfig(minutes=...)`). None is "balanced" where `calibration` is given, else "fast".
+            few and many windows of text. None is "balanced" where `calibration` is given, else "fast".
         codebook ("nf4", "fp4", "kmeans", "trellis" or None; default None): codes are indices into a table instead of
             points of a grid. "nf4" (https://arxiv.org/abs/2305.14314) and "fp4" have 4 bits, "kmeans" learns tables of
             2, 3 or 4 bits. "trellis" (QTIP, https://arxiv.org/abs/2406.11235) lets neighbouring weights of a column

@@ -48,19 +48,7 @@ def test_text_is_the_models_own_unless_given():
     assert WeightOnlyConfig(method="mse").calibration is None
     balanced, best = (WeightOnlyConfig(quality=each).calibration for each in ("balanced", "best"))
     assert balanced.source is best.source is None and balanced.num_samples < best.num_samples
-    assert WeightOnlyConfig(quality="balanced", calibration=TEXT).calibration is TEXT
-
-
-def test_best_tunes_the_whole_model():
-    assert WeightOnlyConfig(quality="balanced").calibration.minutes is None
-    given = WeightOnlyConfig(quality="best", calibration=TEXT).calibration
-    assert given.texts is TEXT.texts and given.minutes == quality.BEST_MINUTES and TEXT.minutes is None
-    assert WeightOnlyConfig(quality="best").calibration.minutes == quality.BEST_MINUTES
-    asked = CalibrationConfig(texts=["a text"], minutes=3)
-    assert WeightOnlyConfig(quality="best", calibration=asked).calibration.minutes == 3
-    described = WeightOnlyConfig(quality="best", calibration={"texts": ["a text"]}).calibration
-    assert described.minutes == quality.BEST_MINUTES
-    assert WeightOnlyConfig(quality="best", codebook="nf4").calibration.minutes is None
+    assert WeightOnlyConfig(quality="best", calibration=TEXT).calibration is TEXT
 
 
 @pytest.mark.parametrize(
