@@ -5,8 +5,8 @@
 
 SmolLM2-135M-Instruct, all linears but the head, quantized and computed by the peer's own package. Perplexities and
 differences to bf16 are as in benchmarks/quality.py, whose row "bf16" must be measured. Bits of a weight count every
-tensor that the peer's layers hold. A row stands in the results when it is done, with the version of the package; a
-package that is missing is named and its rows are left out.
+tensor that the peer's layers hold, but for the scale of a row in LLM.int8(). A row stands in the results when it is
+done, with the version of the package; a package that is missing is named and its rows are left out.
 """
 
 import importlib.metadata
@@ -76,7 +76,7 @@ def stored_bytes(value, seen: set[int]) -> int:
     if isinstance(value, torch.nn.Module):
         held = [value._parameters, value._buffers, {k: v for k, v in vars(value).items() if k in ("W_q", "meta")}]
         return stored_bytes(held, seen)
-    return value.nbytes + stored_bytes([getattr(value, name, None) for name in ("quant_state", "SCB")], seen)
+    return value.nbytes + stored_bytes(getattr(value, "quant_state", None), seen)
 
 
 def measure(load, texts: dict[str, torch.Tensor]) -> dict:
