@@ -10,6 +10,7 @@ from test_calibration_blocks import make
 
 from hf_efficient import CalibrationConfig, SparseConfig, W8A8Config, WeightOnlyConfig
 from hf_efficient.calibration import end_to_end
+from hf_efficient.calibration.residence import InMemory
 from hf_efficient.calibration.run import calibrate
 from hf_efficient.calibration.steps import refinement, transforms
 from hf_efficient.evaluation.perplexity import kl_divergence
@@ -168,6 +169,15 @@ def test_models_with_two_chains_are_named(caplog):
     names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
     calibrate(model, dict.fromkeys(names, config), calibration, None, refine=refinement({"": config}))
     assert "is not tuned as a whole, because its layers make 2 chains" in caplog.text
+
+
+def test_from_disk_to_disk_it_is_refused():
+    model = tiny_model("llama")
+    residence = InMemory(model)
+    residence.recomputes = False
+    config = WeightOnlyConfig(refine=True, method="gptq", calibration=CalibrationConfig(tokens=TOKENS, minutes=1))
+    with pytest.raises(ValueError, match="minutes=1 is not supported where a model is compressed"):
+        calibrate(model, {}, config.calibration, None, residence=residence)
 
 
 @pytest.mark.parametrize(
