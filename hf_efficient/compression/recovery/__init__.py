@@ -1,7 +1,8 @@
 """Recovery: a short training after pruning, against the model from before pruning, with the masks kept.
 
 `options` checks the arguments and reads the text, `masked_linear` makes the pruned layers trainable and packs them
-again, `lora` puts adapters under the masks, `divergence` is the loss, and `trainer` the rest of the training."""
+again, `lora` puts adapters under the masks, `calibration.divergence` is the loss, and `trainer` the rest of the
+training."""
 
 import tempfile
 import time

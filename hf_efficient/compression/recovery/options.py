@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from hf_efficient.calibration.data import load_tokens
-from hf_efficient.compression.recovery.divergence import DIVERGENCES
+from hf_efficient.calibration.divergence import DIVERGENCES
 from hf_efficient.configs import CalibrationConfig
 from hf_efficient.configs.checks import check, is_integer, is_number
 

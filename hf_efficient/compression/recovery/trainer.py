@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
-from hf_efficient.compression.recovery.divergence import distillation_loss
+from hf_efficient.calibration.divergence import distillation_loss
 
 
 WARMUP = 0.03  # share of the training in which the learning rate rises

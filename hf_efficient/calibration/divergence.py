@@ -1,4 +1,4 @@
-"""The loss of recovery: the divergence of a student's next-token distributions from a teacher's, and the text's
+"""The loss of distillation: the divergence of a student's next-token distributions from a teacher's, and the text's
 entropy."""
 
 import torch
