@@ -7,7 +7,7 @@ import triton
 
 from .gate_up import FUSED_TOKENS
 from .joined_kernels import gate_up_dense_kernel, joined_dense_kernel, joined_few_tokens_kernel
-from .launch_configs import choose_dense_tile, choose_tile
+from .launch_configs import DenseTile, choose_dense_tile, choose_tile
 from .packing import step_columns
 from .split_k import split
 from .weight_only import INTERPRETED, _check_device, _check_input, _check_scales, _on, _options, _scale_strides
@@ -92,10 +92,9 @@ def _check_dense(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Seque
     _check_alike("bias", [bias if bias is None else bias.dtype for bias in biases])
 
 
-def _dense_launch(x, rows: Sequence[int], programs_of: Sequence[int], weight):
+def _dense_launch(x, tile: DenseTile, rows: Sequence[int], programs_of: Sequence[int], weight):
     """(grid, (partial sums, arrival counters), what both kernels of dense weights take by keyword). rows: of the sums
     of a token. programs_of: rows of the weights that programs share."""
-    tile = choose_dense_tile(len(x), x.dtype == torch.float32)
     row_blocks = sum(triton.cdiv(size, tile.block_n) for size in programs_of)
     token_blocks, steps = triton.cdiv(len(x), tile.block_m), triton.cdiv(weight.shape[1], tile.block_k)
     per_split, splits, partial, arrivals = split(
@@ -126,8 +125,9 @@ def joined_linear(
     outs = [torch.empty(len(x), size, dtype=x.dtype, device=x.device) for size in sizes]
     if len(x) == 0:
         return outs
+    tile = choose_dense_tile(len(x), x.dtype == torch.float32)
     with _on(x.device):
-        grid, sums, options = _dense_launch(x, [sum(sizes)], sizes, weights[0])
+        grid, sums, options = _dense_launch(x, tile, [sum(sizes)], sizes, weights[0])
         joined_dense_kernel[grid](
             x, *_three(weights), *_three(biases), *_three(outs), *sums, len(x), *_three(sizes), x.shape[1], x.stride(0),
             weights[0].stride(0), COUNT=len(sizes), HAS_BIAS=biases[0] is not None, **options,
@@ -148,8 +148,9 @@ def gate_up_silu_dense(
     out = torch.empty(len(x), len(gate), dtype=x.dtype, device=x.device)
     if len(x) == 0:
         return out
+    tile = choose_dense_tile(len(x), x.dtype == torch.float32, is_gate_up=True)
     with _on(x.device):
-        grid, sums, options = _dense_launch(x, [2, len(gate)], [len(gate)], gate)
+        grid, sums, options = _dense_launch(x, tile, [2, len(gate)], [len(gate)], gate)
         gate_up_dense_kernel[grid](
             x, gate, up, gate_bias, up_bias, out, *sums, len(x), len(gate), x.shape[1], x.stride(0), gate.stride(0),
             HAS_BIAS=gate_bias is not None, **options,
