@@ -135,7 +135,7 @@ def host_us_captured(tokens: int = 200) -> float:
 
 @torch.no_grad()
 def host_us_eager() -> float:
-    """Microseconds of an eager token of 32 layers of 64 channels on the CPU: Python and torch's dispatcher, most of all.
+    """Microseconds of an eager token of 32 layers of 64 channels on the CPU: mostly Python and torch's dispatcher.
     Quantized weights have the same operators but for their products."""
     model, ids, best = tiny("bf16", LAYERS), torch.full((1, 1), 5), float("inf")
     outputs = model(ids, use_cache=True)
