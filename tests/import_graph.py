@@ -56,7 +56,8 @@ ROOMS = {
     "cache.stores": "cache.bookkeeping cache.eviction kernels.attention",
     "generation": "cache cache.bookkeeping kernels.attention generation.speculation generation.replay",
     "generation.speculation": "",
-    "generation.replay": "cache cache.bookkeeping cache.stores kernels kernels.replay",
+    # kernels.attention and kernels.linear: the fused operators that captures on a GPU use
+    "generation.replay": "cache cache.bookkeeping cache.stores kernels kernels.replay kernels.attention kernels.linear",
     "generation.drafters": "generation generation.speculation generation.replay cache.bookkeeping configs methods "
     "layers kernels.replay",
     "generation.speculation.options": "generation.speculation generation.drafters",

@@ -119,7 +119,7 @@ class CapturedForward:
     def _capture(self, inputs: tuple) -> Capture:
         start = perf_counter()
         try:
-            return self._new_capture(lambda: self.forward(*inputs[:2]))
+            return self._new_capture(lambda: self.forward(*inputs[:2]), inputs[0].numel())
         except NotReplayable:
             raise
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
@@ -128,7 +128,8 @@ class CapturedForward:
         finally:
             self._last_capture_seconds = perf_counter() - start
 
-    def _new_capture(self, forward: Callable) -> Capture:
+    def _new_capture(self, forward: Callable, tokens: int) -> Capture:
+        """Captures `forward` of so many tokens of all sequences."""
         return Capture(forward)
 
     def _keep(self, kind: tuple[int, int], captured: _Captured) -> None:
