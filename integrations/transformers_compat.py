@@ -62,7 +62,8 @@ _ATTENTION, _BATCHING = "integrations/transformers_attention.py", "integrations/
 _COMPAT, _CONFIGS = "integrations/transformers_compat.py", "integrations/transformers_quantization_configs.py"
 _FORMATS, _PARALLEL = "integrations/transformers_paged_formats.py", "integrations/transformers_tensor_parallel.py"
 _PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/transformers_batched_step.py"
-_CHECKS = "integrations/transformers_request_checks.py"
+_CHECKS, _DRAFTS = "integrations/transformers_request_checks.py", "integrations/transformers_request_drafts.py"
+_MANAGER, _BUDGETS = "integrations/transformers_batching_manager.py", "integrations/transformers_step_budget.py"
 _QUANTIZER, _CONVERSIONS = "integrations/transformers_quantizer.py", "integrations/transformers_weight_conversions.py"
 _GGUF, _LOOP = "integrations/transformers_gguf.py", "integrations/transformers_loop.py"
 _GENERATION, _RELEASES = "integrations/transformers_generation.py", "integrations/transformers_releases.py"
@@ -172,14 +173,36 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_BATCHING, f"{_CB}.continuous_api", "PagedAttentionCache"),
     *_of(_BATCHING, f"{_CB}.cache_allocators", "CacheAllocator.get_cache_for_block_table", since="5.19"),
     *_of(_STEP, "configuration_utils", "PreTrainedConfig._attn_implementation"),
-    *_of(_BATCHING, f"{_CB}.continuous_api", "ContinuousBatchingIOs", "ModelRunner"),
+    *_of(_MANAGER, f"{_CB}.continuous_api", "ContinuousBatchingIOs", "ModelRunner", "SCHEDULER_MAPPING"),
+    Inside(
+        f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.__init__",
+        _MANAGER,
+        parameters=("self", "model", "generation_config", "continuous_batching_config", "workload_hints"),
+        since="5.19",
+    ),
+    Inside(
+        f"transformers.{_CB}.scheduler:FIFOScheduler.schedule_batch",
+        _BUDGETS,
+        parameters=("self", "token_budget", "cache_budget"),
+        since="5.19",
+    ),
+    Inside(f"transformers.{_CB}.scheduler:Scheduler.reset", _BUDGETS, reads="active_requests"),
+    *_of(_DRAFTS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *_of(_DRAFTS, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator", since="5.19"),
+    Inside(
+        f"transformers.{_CB}.cache_allocators:FullAttentionCacheAllocator.register_cache_tensor",
+        _DRAFTS,
+        reads="_copy_view",
+        since="5.19",
+    ),
     Inside(
         f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn",
-        _BATCHING,
+        _MANAGER,
         parameters=("self", "model", "auto_switch_to_flash"),
         since="5.19",
     ),
-    Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.stop", _BATCHING, reads="_original_attn_impl"),
+    Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.stop", _MANAGER, reads="_original_attn_impl"),
+    *_of(_MANAGER, "configuration_utils", "PreTrainedConfig._attn_implementation"),
     *_of(_CHECKS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
     *_of(_CHECKS, f"{_CB}.scheduler", "Scheduler.add_waiting_request"),
     Inside(f"transformers.{_CB}.requests:RequestState.__post_init__", _CHECKS, reads="_new_tokens_limit"),
@@ -188,7 +211,17 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.get_model_kwargs"),
     *_of(_STEP, f"{_CB}.model_runner", "ModelRunner.compute_batch"),
     *_of(_STEP, f"{_CB}.model_runner", "ModelRunner._forward_process_and_sample"),
-    *_of(_STEP, f"{_CB}.model_runner", "ModelRunner.supports_logits_to_keep"),
+    *_of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.prepare_batch_update"),
+    *_of(_STEP, f"{_CB}.cache", "PagedAttentionCache.can_store_request_tokens", since="5.19"),
+    *_of(_STEP, f"{_CB}.cache", "PagedAttentionCache.count_new_complete_blocks", since="5.19"),
+    *_of(_STEP, f"{_CB}.requests", "RequestState.update_and_check_completion"),
+    *(
+        Inside(f"transformers.{_CB}.requests:RequestState.__post_init__", _STEP, reads=name)
+        for name in ("_new_tokens_limit", "_eos_token_ids", "_true_initial_tokens")
+    ),
+    Inside(
+        "transformers:GenerationMixin", "integrations/transformers_page_forward.py", reads="_supports_logits_to_keep"
+    ),
     *_of(_STEP, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator", since="5.19"),
     Inside(
         f"transformers.{_CB}.cache_allocators:FullAttentionCacheAllocator.register_cache_tensor",
