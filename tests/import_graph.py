@@ -21,6 +21,7 @@ LEAVES = (
     "files",
     "adapter_files",
     "integrations.transformers_compat",
+    "integrations.transformers_insides",
     "integrations.transformers_loop",
     "integrations.transformers_releases",
 )
@@ -30,6 +31,7 @@ ROOMS = {
     "files": "",
     "adapter_files": "",
     "integrations.transformers_compat": "",
+    "integrations.transformers_insides": "",
     "integrations.transformers_loop": "",
     "integrations.transformers_releases": "",
     "kernels.flash_paged": "",
