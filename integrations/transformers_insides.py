@@ -97,8 +97,9 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
     *of(_STEP, f"{_CB}.requests", "RequestState.update_and_check_completion"),
     *(
         Inside(f"transformers.{_CB}.requests:RequestState.__post_init__", _STEP, reads=name)
-        for name in ("_new_tokens_limit", "_eos_token_ids", "_true_initial_tokens")
+        for name in ("_new_tokens_limit", "_eos_token_ids")
     ),
+    Inside(f"transformers.{_CB}.requests:RequestState", _STEP, reads="_true_initial_tokens"),
     Inside(
         "transformers:GenerationMixin", "integrations/transformers_page_forward.py", reads="_supports_logits_to_keep"
     ),

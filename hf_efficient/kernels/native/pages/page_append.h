@@ -53,7 +53,8 @@ static void append_numbers(const AttentionCall &call, const Pages &pages, bool i
     for (int64_t head = 0; head < call.heads; head++, to += bytes) {
         const int64_t from = (token * call.heads + head) * dim;
         if (quantizes)
-            ((uint16_t *)pages.scale)[scale + head] = quantize(x, call.query_type, from, dim, call.page_type == FP8, to);
+            ((uint16_t *)pages.scale)[scale + head] =
+                quantize(x, call.query_type, from, dim, call.page_type == FP8, to);
         else memcpy(to, (const uint8_t *)x + from * size, dim * size);
     }
 }
