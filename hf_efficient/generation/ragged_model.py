@@ -22,6 +22,11 @@ GROUPING_THRESHOLD = 0.9  # prompts are run in groups where these compute less t
 _HANDLED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # arguments set here
 
 
+def _is_left_padded(mask: torch.Tensor) -> bool:
+    """Whether every sequence of `mask` [B, S] has tokens, and padding at the left alone."""
+    return bool((mask[:, 1:] >= mask[:, :-1]).all()) and bool(mask[:, -1].all())
+
+
 class RaggedModel:
     """Runs `model` on the next tokens of sequences of unequal length. Positions count from the first generated token:
     token 0 of a sequence is the first after its prompt.
@@ -80,8 +85,12 @@ class RaggedModel:
         """
         model_kwargs = {**model_kwargs, "past_key_values": self.cache, "use_cache": True}
         attention_mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
+        self._prepare_captures(model_kwargs)
         groups = self._groups(model_kwargs)
-        if len(groups) > 1:
+        lengths = self._lengths_to_replay(model_kwargs, generation_config)
+        if lengths:
+            logits = self._prefill_replayed(lengths, input_ids, generation_config, model_kwargs)
+        elif len(groups) > 1:
             logits = self._prefill_groups(groups, input_ids, generation_config, model_kwargs)
         else:
             with self._collecting_hidden(), self.cache.forward_context():
@@ -93,12 +102,15 @@ class RaggedModel:
         position = position_ids[..., -1:].to(device)
         self.position = position.expand(*position_ids.shape[:-2], rows, 1)  # of the prompt's last token
         self.mask = None if attention_mask is None or self.cache.reads_pages else attention_mask.bool().to(device)
-        self.extra = {key: value for key, value in model_kwargs.items() if key not in _HANDLED and value is not None}
         if "token_type_ids" in self.extra:
             self.extra["token_type_ids"] = self.extra["token_type_ids"][:, -1:]
         for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):  # what is generated is text
             if key in self.extra:
                 self.extra[key] = torch.zeros_like(self.extra[key][:, -1:])
+        return logits
+
+    def _prepare_captures(self, model_kwargs: dict) -> None:
+        self.extra = {key: value for key, value in model_kwargs.items() if key not in _HANDLED and value is not None}
         if not self.is_capturable or is_being_watched():
             self.captured = None
         elif self.captured is None:
@@ -106,8 +118,43 @@ class RaggedModel:
         else:
             self.captured.forward = self._forward
         if self.captured is not None:
-            self.captured.is_unchanged = self.is_unchanged
-        return logits
+            self.captured.is_unchanged, self.captured.prompt.forward = self.is_unchanged, self._prompt_forward
+
+    def _lengths_to_replay(self, model_kwargs: dict, generation_config) -> list[int]:
+        """Tokens of each prompt where they run one by one in captured forwards, [] where not."""
+        mask, position_ids, cache = model_kwargs.get("attention_mask"), model_kwargs["position_ids"], self.cache
+        if self.captured is None or self.extra or self.hidden_layers is not None or not self.limits_logits:
+            return []
+        if not self._takes_groups() or position_ids.dim() != 2 or generation_config.prefill_chunk_size is not None:
+            return []
+        if not all(layer.is_initialized for layer in cache._paged_layers):
+            return []
+        if self.is_unchanged is not None and not self.is_unchanged():
+            return []
+        if mask is not None and (mask.dim() != 2 or not _is_left_padded(mask)):
+            return []
+        rows, columns = position_ids.shape if mask is None else mask.shape
+        if len(position_ids) != rows or (cache.batch_size not in (-1, rows)):
+            return []
+        lengths = [columns] * rows if mask is None else mask.sum(1).tolist()
+        return lengths if self.captured.prompt.takes(lengths) else []
+
+    def _prefill_replayed(self, lengths: list[int], input_ids, generation_config, model_kwargs: dict) -> torch.Tensor:
+        logits = []
+        for row, length in enumerate(lengths):
+            tokens, positions = (x[row : row + 1, -length:] for x in (input_ids, model_kwargs["position_ids"]))
+            with self.cache.only([row], len(lengths)), self.cache.forward_context():
+                own = self.captured.prompt(tokens, positions)
+                if own is None:
+                    model_kwargs = {**model_kwargs, "attention_mask": torch.ones_like(tokens), "position_ids": positions}
+                    own = prefill(self.model, tokens, generation_config, model_kwargs).logits[:, -1]
+            logits.append(own.clone())
+        return torch.cat(logits)
+
+    def _prompt_forward(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """The forward of a chunk of a prompt that is captured."""
+        inputs = dict(input_ids=tokens, position_ids=positions, past_key_values=self.cache)
+        return self.model(**inputs, use_cache=True, return_dict=True, logits_to_keep=last).logits
 
     def _check_first_layers(self) -> None:
         """Raises ValueError where the model skipped all layers, or the first of a kind, by which masks are made."""
@@ -136,8 +183,7 @@ class RaggedModel:
                 groups.append([])
             groups[-1].append(row)
         computed = sum(len(group) * lengths[group[0]] for group in groups)
-        is_left = bool((mask[:, 1:] >= mask[:, :-1]).all()) and min(lengths) > 0  # padding at the left alone
-        return groups if is_left and computed < GROUPING_THRESHOLD * mask.numel() else []
+        return groups if _is_left_padded(mask) and computed < GROUPING_THRESHOLD * mask.numel() else []
 
     def _takes_groups(self) -> bool:
         """Whether the cache can be filled with some sequences at a time."""
