@@ -127,8 +127,6 @@ class RaggedModel:
             return []
         if not self._takes_groups() or position_ids.dim() != 2 or generation_config.prefill_chunk_size is not None:
             return []
-        if not all(layer.is_initialized for layer in cache._paged_layers):
-            return []
         if self.is_unchanged is not None and not self.is_unchanged():
             return []
         if mask is not None and (mask.dim() != 2 or not _is_left_padded(mask)):
@@ -137,18 +135,19 @@ class RaggedModel:
         if len(position_ids) != rows or (cache.batch_size not in (-1, rows)):
             return []
         lengths = [columns] * rows if mask is None else mask.sum(1).tolist()
-        return lengths if self.captured.prompt.takes(lengths) else []
+        takes_all = self.captured.prompt.takes(lengths)  # counts them, the first of all too
+        return lengths if takes_all and all(layer.is_initialized for layer in cache._paged_layers) else []
 
     def _prefill_replayed(self, lengths: list[int], input_ids, generation_config, model_kwargs: dict) -> torch.Tensor:
         logits = []
         for row, length in enumerate(lengths):
             tokens, positions = (x[row : row + 1, -length:] for x in (input_ids, model_kwargs["position_ids"]))
             with self.cache.only([row], len(lengths)), self.cache.forward_context():
-                own = self.captured.prompt(tokens, positions)
-                if own is None:
-                    model_kwargs = {**model_kwargs, "attention_mask": torch.ones_like(tokens), "position_ids": positions}
-                    own = prefill(self.model, tokens, generation_config, model_kwargs).logits[:, -1]
-            logits.append(own.clone())
+                last = self.captured.prompt(tokens, positions)
+                if last is None:
+                    own = {"attention_mask": torch.ones_like(tokens), "position_ids": positions}
+                    last = prefill(self.model, tokens, generation_config, {**model_kwargs, **own}).logits[:, -1]
+            logits.append(last.clone())
         return torch.cat(logits)
 
     def _prompt_forward(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:

@@ -67,25 +67,30 @@ class CapturedPrompt:
         for static, values in zip(inputs[:2], new):
             static[:, :count], static[:, count:] = values, values[:, -1:]
         inputs[2].copy_(new[2])
-        try:
-            with self.cache.decode_step(width):
-                now = [tensor.data_ptr() for tensor in self.cache.static_tensors()]
-                if capture is None or addresses != now:
-                    capture = Capture(lambda: self.forward(*inputs))
-                    logits = capture.output
-                else:
-                    logits = capture.replay()
-        except Exception as error:  # an error of the forward's own shows again when it runs eagerly
-            if not isinstance(error, NotReplayable):
-                logger.warning_once(f"prompts run eagerly, which is slower, as one could not be captured: {error}")
-            self._falls_back = True
-            return None
+        with self.cache.decode_step(width):
+            now = [tensor.data_ptr() for tensor in self.cache.static_tensors()]
+            if capture is not None and addresses == now:
+                logits = capture.replay()
+            else:
+                capture = self._capture(inputs)
+                if capture is None:
+                    return None
+                logits = capture.output
         self._captures[width] = inputs, now, capture
         while len(self._captures) > 1 and sum(c.nbytes for *_, c in self._captures.values()) > MAX_BYTES:
             del self._captures[next(iter(self._captures))]
         if count < width:
             self.cache.rewind([length - (width - count) for length in self.cache.cache_seqlens])
         return logits
+
+    def _capture(self, inputs: tuple) -> Capture | None:
+        try:
+            return Capture(lambda: self.forward(*inputs))
+        except Exception as error:  # an error of the forward's own shows again when it runs eagerly
+            if not isinstance(error, NotReplayable):
+                logger.warning_once(f"prompts run eagerly, which is slower, as one could not be captured: {error}")
+            self._falls_back = True
+            return None
 
 
 def _widths(length: int) -> list[int]:
