@@ -12,6 +12,7 @@ from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation.model_traits import decoder_layers, unmasked_layers
 from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded
+from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
 from hf_efficient.integrations.transformers_compat import attention_of
 from hf_efficient.integrations.transformers_loop import limits_logits, prefill
@@ -118,7 +119,9 @@ class RaggedModel:
         else:
             self.captured.forward = self._forward
         if self.captured is not None:
-            self.captured.is_unchanged, self.captured.prompt.forward = self.is_unchanged, self._prompt_forward
+            self.captured.is_unchanged = self.is_unchanged
+            self.captured.prompt = self.captured.prompt or CapturedPrompt(self.cache)
+            self.captured.prompt.forward = self._prompt_forward
 
     def _lengths_to_replay(self, model_kwargs: dict, generation_config) -> list[int]:
         """Tokens of each prompt where they run one by one in captured forwards, [] where not."""

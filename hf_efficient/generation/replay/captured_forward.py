@@ -11,7 +11,6 @@ from transformers.utils import logging
 
 from hf_efficient.cache.bookkeeping.forward_plan import tree_mask as tree_bits
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.integrations.transformers_loop import collects_hidden_states, is_collector_hook
 from hf_efficient.kernels import triton_devices
 from hf_efficient.kernels.replay.recorder import Capture, NotReplayable, interpreter
@@ -51,14 +50,14 @@ class CapturedForward:
         runs_ahead: whether a call returns before its results are computed.
         is_unchanged: asked before every forward whether the model is still the one that was captured; None where no
             code of the user's runs between forwards.
-        prompt: the captures of prompts over the same cache.
+        prompt: the `CapturedPrompt` over the same cache, None before the first one.
     """
 
     is_steady = True
     runs_ahead = False
 
     def __init__(self, forward: Callable, cache: PagedCache):
-        self.forward, self.cache, self.prompt = forward, cache, CapturedPrompt(cache)
+        self.forward, self.cache, self.prompt = forward, cache, None
         self.is_unchanged: Callable[[], bool] | None = None
         self._captures: dict[tuple[int, int], _Captured] = {}  # by (sequences, positions), the latest used last
         self._calls = 0

@@ -121,7 +121,9 @@ class ReplayPool:
             return
         if self._is_large(entry.cache):
             return
-        captured.forward = captured.is_unchanged = captured.prompt.forward = None  # they refer to the model
+        captured.forward = captured.is_unchanged = None  # they refer to the model
+        if captured.prompt is not None:
+            captured.prompt.forward = None
         with self._lock:
             others = [other for other in self.entries if other.hidden_layers != entry.hidden_layers]
             self.entries = [*others, replace(entry, captured=captured)][-MAX_ENTRIES:]
