@@ -50,13 +50,14 @@ class CapturedForward:
         runs_ahead: whether a call returns before its results are computed.
         is_unchanged: asked before every forward whether the model is still the one that was captured; None where no
             code of the user's runs between forwards.
+        prompt: the `CapturedPrompt` over the same cache, None before the first one.
     """
 
     is_steady = True
     runs_ahead = False
 
     def __init__(self, forward: Callable, cache: PagedCache):
-        self.forward, self.cache = forward, cache
+        self.forward, self.cache, self.prompt = forward, cache, None
         self.is_unchanged: Callable[[], bool] | None = None
         self._captures: dict[tuple[int, int], _Captured] = {}  # by (sequences, positions), the latest used last
         self._calls = 0
