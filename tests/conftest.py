@@ -14,10 +14,17 @@ from hf_efficient.kernels.native import compiler, tiers  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
+    if asked := os.environ.get(tiers.VARIABLE):  # tests of other tiers say nothing about it
+        items[:] = [item for item in items if _tier_of(item) in (None, asked)]
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+def _tier_of(item) -> str | None:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return parameters.get("tier", parameters.get("tier_or_torch"))
 
 
 @pytest.fixture
@@ -78,6 +85,8 @@ def _use_tier(name: str, monkeypatch) -> None:
         if reason := emulated.why_not():
             pytest.skip(f"no CPU with {name}; {reason}")
         return emulated.use(name, monkeypatch)
+    if name == "avx_vnni" and name not in tiers.present() and "vnni" in tiers.present():
+        return emulated.use_avx_vnni(monkeypatch)
     if name not in tiers.present() or compiler.compiler() is None and name != "torch":
         pytest.skip(f"needs a C++ compiler, and a CPU with {name}")
     monkeypatch.setenv(tiers.VARIABLE, name)
