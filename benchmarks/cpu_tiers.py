@@ -1,7 +1,7 @@
 """How fast is each tier of the C++ kernels, beside torch's operators and llama.cpp for the same instructions?
 
-    python benchmarks/cpu_tiers.py [--parts generate rows] [--llama avx2=FOLDER native=FOLDER] [--threads 2]
-        [--repeats 4] [--output FILE]
+    python benchmarks/cpu_tiers.py [--parts generate rows] [--llama avx2=FOLDER native=FOLDER] [--wheel FOLDER]
+        [--threads 2] [--repeats 4] [--output FILE]
 
 A part that is not asked for stays in the file as an earlier run left it.
 
@@ -11,6 +11,9 @@ A part that is not asked for stays in the file as an earlier run left it.
 - rows: products of one row, and attention of one query over 1,024 tokens in pages, in microseconds; each tier beside
   torch's operators in the same process, in turns. Weights rotate over copies that do not fit the last-level cache.
   GB/s of the weight stand beside the bandwidth at which all threads read memory.
+
+`--wheel` names a folder with an unpacked wheel that was built with `HF_EFFICIENT_PREBUILD`. Then two more contenders
+see no compiler and an empty folder of compiled kernels: one with that wheel, one without.
 
 For tiers without AVX-512 torch and oneDNN are limited to AVX2, too, as on a machine that has no more.
 
@@ -60,6 +63,8 @@ KERNELS = {  # name -> (contender of cpu_linear.py that is ours, the one that to
 }
 TOKENS = 1024  # in pages
 SECONDS_A_CASE = 0.25
+WITHOUT = ("no compiler", "no compiler, wheel")  # contenders
+NO_COMPILER = {"PATH": "", "CXX": "", tiers.VARIABLE: ""}
 AVX2_ALONE = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
 
@@ -69,11 +74,13 @@ def surroundings(tier: str) -> dict[str, str]:
     return {tiers.VARIABLE: tier, **(AVX2_ALONE if limited else {})}
 
 
-def contenders(llamas: dict[str, str]) -> dict[str, tuple[str, dict[str, str]]]:
-    """name -> (way of cpu_generate.py, variables of its process)."""
-    found = {f"{name}, AVX2": ("llama.cpp", {"PYTHONPATH": folder}) for name, folder in llamas.items() if 0}
+def contenders(llamas: dict[str, str], wheel: Path | None, empty: str) -> dict[str, tuple[str, dict[str, str]]]:
+    """name -> (way of cpu_generate.py, variables of its process). empty: a folder without compiled kernels."""
     found = {"torch, AVX2": (SAVED, {tiers.VARIABLE: "torch", **AVX2_ALONE})}
     found |= {name: (SAVED, surroundings(name)) for name in tiers.present()}
+    if wheel:
+        found[WITHOUT[0]] = SAVED, NO_COMPILER | {"HF_HOME": empty}
+        found[WITHOUT[1]] = SAVED, NO_COMPILER | {"HF_HOME": empty, "PYTHONPATH": str(wheel.resolve())}
     return found | {f"llama.cpp, {name}": ("llama.cpp", {"PYTHONPATH": folder}) for name, folder in llamas.items()}
 
 
@@ -87,7 +94,7 @@ def generate(options) -> list[dict]:
             if "failed" in answer:
                 raise RuntimeError(answer["failed"])
         quantizing.close()
-        for name, (way, variables) in contenders(options.llama).items():
+        for name, (way, variables) in contenders(options.llama, options.wheel, f"{temporary}/empty").items():
             where = folder if way == "llama.cpp" else f"{temporary}/smollm2-int4"
             worker = Worker(way, where, options.threads, **variables)
             loading = worker.read()
@@ -142,7 +149,8 @@ def one_row(names: list[str], threads: int) -> list[dict]:
             for name in names:
                 contender = theirs if name == "torch" else own
                 with using(name):
-                    calls[name] = cpu_linear.contenders(n, k, [contender])[contender]
+                    made = cpu_linear.contenders(n, k, [contender], cpu_linear.ROTATE_BYTES / len(names))
+                    calls[name] = made[contender]
             x = torch.randn(1, k).bfloat16()
             calls = {name: [functools.partial(call, x) for call in variants] for name, variants in calls.items()}
             size = cpu_linear.bytes_of(own, n, k)
@@ -187,16 +195,15 @@ def timed(case: str, calls: dict, size: float, bandwidth: float) -> list[dict]:
 
 def rows_of_all(options) -> list[dict]:
     """`one_row` in a process for tiers with AVX-512 and one for those without."""
-    names, found = tiers.present()[1:], []
-    groups = {}
-    for name in names:
-        groups.setdefault(tuple(sorted((surroundings(name) | {tiers.VARIABLE: ""}).items())), []).append(name)
-    for group in groups.values():
-        command = [sys.executable, __file__, "--of", *group, "--threads", str(options.threads)]
-        variables = {**os.environ, "OMP_NUM_THREADS": str(options.threads), **surroundings(group[0])}
-        done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)
-        capability = "AVX2" if tiers.VARIABLE != "" and "ATEN_CPU_CAPABILITY" in surroundings(group[0]) else "all"
-        found += [{"torch_uses": capability} | row for row in json.loads(done.stdout)]
+    groups, found = {"AVX2": [], "all": []}, []  # by the instructions that torch uses
+    for name in tiers.present()[1:]:
+        groups["AVX2" if AVX2_ALONE.items() <= surroundings(name).items() else "all"].append(name)
+    for instructions, group in groups.items():
+        if group:
+            command = [sys.executable, __file__, "--of", *group, "--threads", str(options.threads)]
+            variables = {**os.environ, "OMP_NUM_THREADS": str(options.threads), **surroundings(group[0])}
+            done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)
+            found += [{"torch_uses": instructions} | row for row in json.loads(done.stdout)]
     return found
 
 
@@ -214,6 +221,8 @@ def goals(result: dict) -> list[dict]:
         lines.append((f"int4 decode, {tier} over {llama}", 1.25, ratio(decode, tier, llama)))
         lines.append((f"prompt of 512, {tier} over {llama}", 1.5, ratio(first, llama, tier)))
     lines.append(("int4 decode, avx2 over avx512", 0.7, ratio(decode, "avx2", "avx512")))
+    lines.append(("int4 decode without a compiler, wheel over torch", 1.0, ratio(decode, *WITHOUT[::-1])))
+    lines.append(("int4 decode, wheel over compiled here", 0.95, ratio(decode, WITHOUT[1], tiers.present()[-1])))
     for row in result.get("rows", ()):
         if row["tier"] != "torch":
             lines.append((f"{row['case']}, {row['tier']} over torch's operators", 2.0, row["times_torch"]))
@@ -232,6 +241,7 @@ def main() -> None:
     parser = harness.parser(__doc__, "cpu_tiers.json")
     parser.add_argument("--parts", nargs="+", choices=("generate", "rows"), default=("generate", "rows"))
     parser.add_argument("--llama", nargs="+", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--wheel", type=Path, metavar="FOLDER")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--of", nargs="+", help="internal: these tiers, in this process")
@@ -239,6 +249,8 @@ def main() -> None:
     if options.of:
         return print(json.dumps(one_row(options.of, options.threads)))
     options.llama = named_folders(options.llama)
+    if options.wheel and not (options.wheel / "hf_efficient/kernels/native/prebuilt").is_dir():
+        sys.exit(f"--wheel {options.wheel}: no prebuilt kernels in it; see --help")
     result = harness.read(options.output, {"question": "each tier of the C++ kernels beside torch and llama.cpp"})
     for part, measure in (("generate", generate), ("rows", rows_of_all)):
         if part in options.parts:

@@ -68,9 +68,6 @@ static INLINE Ints widen_signed(Bytes bytes) {
             (Ints::Half)_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)bytes, 8))};
 }
 static INLINE Floats widen(Halves bits) { return (Floats)(widen_words(bits) << 16); }  // the values of bfloat16 bits
-static INLINE Floats::Half widen_eight(Bytes bits) {  // of bfloat16, in half of a vector
-    return (Floats::Half)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16);
-}
 static INLINE Floats to_floats(Ints values) { return BOTH(Floats, values, _mm256_cvtepi32_ps((__m256i)x)); }
 static INLINE Floats widen(Bytes bytes) { return to_floats((Ints)widen_words(bytes)); }
 static INLINE Ints to_ints(Floats values) { return BOTH(Ints, values, _mm256_cvttps_epi32((__m256)x)); }  // cut off
@@ -206,9 +203,9 @@ static INLINE Words negative_bytes(Words bytes) {  // 255 where a byte's highest
     return BOTH(Words, bytes, _mm256_cmpgt_epi8(_mm256_setzero_si256(), (__m256i)x));
 }
 
-// table[index], 0 where an index has its highest bit set
-static INLINE Bytes look_up_bytes(Bytes table, Bytes index) {
-    return (Bytes)_mm_shuffle_epi8((__m128i)table, (__m128i)index);
+// The bytes table[index] of half a vector, 0 where an index has its highest bit set.
+static INLINE Floats::Half look_up_half(Bytes table, const uint8_t *index) {
+    return (Floats::Half)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), *(const __m256i *)index);
 }
 
 // table[the lowest LOOK_UP_BITS bits of each index], from the first 8 lanes
