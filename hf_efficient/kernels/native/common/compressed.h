@@ -9,8 +9,8 @@ template <class T, class V> static INLINE void store_marked(T *to, V values, Wor
     for (int j = 0, index = 0; j < LANES; index += marked[j++] != 0) ((uint32_t *)to)[index] = lanes[j];
 }
 
-// For each mask of 8 columns: the bytes of their values, which are the last 2 of each SIZE bytes. Zeros have the highest
-// bit set.
+// For each mask of 8 columns: the bytes of their values, which are the last 2 of each SIZE bytes.
+// Zeros have the highest bit set.
 template <int SIZE> struct Expansions {
     alignas(8 * SIZE) uint8_t bytes[256][8 * SIZE] = {};
 
