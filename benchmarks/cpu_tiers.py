@@ -12,9 +12,9 @@ A part that is not asked for stays in the file as an earlier run left it.
   torch's operators in the same process, in turns. Weights rotate over copies that do not fit the last-level cache.
   GB/s of the weight stand beside the bandwidth at which all threads read memory.
 
-`--wheel` names a folder with a wheel that was built with `HF_EFFICIENT_PREBUILD` (`pip install --target FOLDER --no-deps
-WHEEL`). Then two more contenders see no compiler and an empty folder of compiled kernels: one with that wheel, one
-without.
+`--wheel` names a folder with a wheel that was built with `HF_EFFICIENT_PREBUILD`, as `pip install --target FOLDER
+--no-deps WHEEL` makes it. Then two more contenders see no compiler and an empty folder of compiled kernels: one with
+that wheel, one without.
 
 For tiers without AVX-512 torch and oneDNN are limited to AVX2, too, as on a machine that has no more.
 
@@ -99,6 +99,7 @@ def generate(options) -> list[dict]:
             where = folder if way == "llama.cpp" else f"{temporary}/smollm2-int4"
             worker = Worker(way, where, options.threads, **variables)
             loading = worker.read()
+            print(name, loading, file=sys.stderr)
             rows[name] = {"contender": name} | loading
             if "failed" not in loading:
                 workers[name] = worker
