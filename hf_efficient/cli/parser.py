@@ -13,7 +13,7 @@ GROUPS = {  # task -> command -> what it does; the module has the name with unde
         "quantize": "compress a model and save it",
         "prune": "zero single weights of a model and save it",
         "prune-structure": "make a smaller model of the same class and save it",
-        "recover": "train a pruned model against the one it was",
+        "recover": "train a compressed model against the one it was",
     },
     "Run it faster": {
         "train-draft": "train draft heads for speculative generation",
