@@ -14,9 +14,11 @@ GROUPS = {  # task -> command -> what it does; the module has the name with unde
         "prune": "zero single weights of a model and save it",
         "prune-structure": "make a smaller model of the same class and save it",
         "recover": "train a compressed model against the one it was",
+        "distill": "train a smaller model against a larger one",
+        "to-bitnet": "train a ternary model against the one it was",
     },
     "Run it faster": {
-        "train-draft": "train draft heads for speculative generation",
+        "train-draft": "train draft heads or a draft model for speculative generation",
         "sparsify-context": "train which neurons each token calls for, for faster decoding",
         "serve": "answer over HTTP as OpenAI's API does, with transformers' server",
         "exec": "run another package's command with this plugin",

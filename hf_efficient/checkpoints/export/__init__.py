@@ -43,8 +43,9 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
             folder that does not exist yet or is empty. An export that fails or is interrupted leaves what was there.
         format: "compressed-tensors" (vLLM, SGLang, TGI, transformers; int4, int8 and int2 weights, int8 and fp8
             activations), "gptq" (one width of weights for all layers; vLLM reads it of symmetric 4 and 8 bits only,
-            and a warning says so where it does not), "awq" (4 bits), "bitnet" (ternary weights;
-            transformers) or "gguf" (llama.cpp, Ollama; of the Llama family and Qwen 2 and 3; 4 bits and symmetric 8 bits in groups of multiples of 32, and dense models).
+            and a warning says so where it does not), "awq" (4 bits), "bitnet" (ternary weights; transformers) or "gguf"
+            (llama.cpp, Ollama; of the Llama family and Qwen 2 and 3; 4 bits and symmetric 8 bits in groups of multiples
+            of 32, and dense models).
         tokenizer: what to put beside the weights, by default the one in the folder, if there is one.
 
     Raises:

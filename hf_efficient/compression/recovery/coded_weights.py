@@ -62,8 +62,12 @@ class CodedWeight(nn.Module):
             start = self.grid.weights(codes, spread, torch.float32)
         elif not keeps_codes:
             start = self.blocks.split(exact)
-        else:
+        elif isinstance(self.grid, StepGrid):
             start = self.grid.start(codes, _divided(self.blocks.split(exact), spread)) * spread
+        else:
+            start = self.blocks.split(exact)
+            found = self.grid.nearest(_divided(start, spread))
+            start = torch.where(found.float() == codes.float(), start, self.grid.weights(codes, spread, torch.float32))
         start = self.blocks.join(start).clone()
         if mask is not None:
             start.mul_(mask)

@@ -100,9 +100,6 @@ class Float8Grid:
     def weights(self, codes, scale, dtype):
         return codes.float().mul_(scale).to(dtype)
 
-    def start(self, codes, x):
-        return torch.where(self.nearest(x.clone()).float() == codes.float(), x, codes.float())
-
 
 class TableGrid:
     """Entries of a `table`, float32 [1 or N, 2^bits], in any order."""
@@ -126,9 +123,6 @@ class TableGrid:
 
     def weights(self, codes, scale, dtype):
         return (self.entries(codes) * scale).to(dtype)
-
-    def start(self, codes, x):
-        return torch.where(self.nearest(x) == codes, x, self.entries(codes))
 
 
 def blocks_of(format, rows: int, columns: int) -> Blocks:
