@@ -1,14 +1,14 @@
 """What does training under codes and masks give back, and what does each loss of distillation give at equal minutes?
 
     python benchmarks/learning.py [--rows GLOB ...] [--minutes 20 | --steps N] [--start-windows 128] [--starts FOLDER]
-        [--output FILE]
+        [--checkpoints FOLDER] [--output FILE]
     python benchmarks/learning.py --table          # the table of what has been measured
 
 Model, measured texts and calibration text are those of `benchmarks/quality.py`, the text that is trained on is that of
 `benchmarks/pruning_recovery.py`. A row makes a model (kept in FOLDER, and taken from there where it is) and calls
 `recover`, `distill` or `to_bitnet` with the dense model as teacher. The time is that of the call, with the teacher's
-forwards, the measuring of held-out text and the packing. "FLOPs" counts six times the linear parameters a token for the
-student and two for the teacher.
+forwards, the measuring of held-out text and the packing; with --checkpoints an interrupted row goes on, and the time is
+that of its last part. "FLOPs" counts six times the linear parameters a token for the student and two for the teacher.
 """
 
 import json
@@ -21,8 +21,10 @@ import harness
 import torch
 from pruning_recovery import score, training_tokens
 from quality import texts
+from safetensors.torch import load_file, save_file
 
 import hf_efficient
+from hf_efficient.compression.recovery import training as recovery_training
 from hf_efficient.evaluation import environment, memory, perplexity
 
 
@@ -30,6 +32,7 @@ from hf_efficient.evaluation import environment, memory, perplexity
 STARTS = {
     "int2 g64": lambda tokens: weight_only(tokens, bits=2, group_size=64, method="gptq", refine=True),
     "int3 g64": lambda tokens: weight_only(tokens, bits=3, group_size=64, method="gptq", refine=True),
+    "int3 g64 fast": lambda tokens: weight_only(None, bits=3, group_size=64, quality="fast"),
     "int4 g64": lambda tokens: weight_only(tokens, bits=4, group_size=64, method="mse"),
     "2:4": lambda tokens: sparse(tokens, pattern="2:4", method="sparsegpt"),
     "2:4 int4": lambda tokens: sparse(tokens, pattern="2:4", method="sparsegpt", weights=dict(bits=4, method="gptq")),
@@ -56,7 +59,7 @@ ROWS = {
 
 def weight_only(tokens, **options):
     """SmolLM2 as a `WeightOnlyConfig` makes it."""
-    calibration = {"tokens": tokens}
+    calibration = None if tokens is None else {"tokens": tokens}
     return harness.load(quantization_config=hf_efficient.WeightOnlyConfig(**options, calibration=calibration))
 
 
@@ -78,14 +81,29 @@ def started(name: str, calibration: torch.Tensor, folder: Path):
     return harness.load(folder)
 
 
-def measure(name: str, teacher, dense: dict, calibration, scored: dict, training, starts: Path, budget: dict) -> dict:
-    """One row: perplexities before and after, and what the training took. dense: what `teacher` scores."""
+def scores_of(model, name: str, scored: dict, folder: Path | None) -> dict[str, torch.Tensor]:
+    """`score`, kept in `folder` where there is one."""
+    path = folder and folder / f"{name.replace(' ', '-').replace(':', 'of')}.scores.safetensors"
+    if path is not None and path.is_file():
+        return load_file(path)
+    found = score(model, scored)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(found, path)
+    return found
+
+
+def measure(
+    name: str, teacher, dense: dict, calibration, scored: dict, training, starts: Path, kept, budget: dict
+) -> dict:
+    """One row: perplexities before and after, and what the training took. dense: what `teacher` scores.
+    kept: folder that keeps the scores of starts, or None."""
     start, function, options = ROWS[name]
     result = {"start": start, "function": function, "arguments": {**options, **budget}}
     model, before = None, None
     if start is not None:
         model = started(start, calibration, starts / start.replace(" ", "-").replace(":", "of"))
-        before = score(model, scored)
+        before = scores_of(model, start, scored, kept)
     began, spent = time.perf_counter(), time.process_time()
     if function == "recover":
         done = hf_efficient.recover(model, teacher, training, **options, **budget)
@@ -141,6 +159,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--start-windows", type=int, default=128, help="of calibration, for what rows start from")
     parser.add_argument("--starts", type=Path, help="folder of models to start from (default: a temporary one)")
+    parser.add_argument("--checkpoints", type=Path, help="folder that keeps the state of trainings")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
@@ -151,12 +171,15 @@ def main() -> None:
     training = training[torch.randperm(len(training), generator=torch.Generator().manual_seed(0))]
     budget = {"minutes": options.minutes} if options.steps is None else {"steps": options.steps}
     budget |= {"batch_size": options.batch_size, "learning_rate": options.learning_rate}
+    recovery_training.SAVE_EVERY = options.save_every
     teacher = harness.load()
-    dense, done = score(teacher, scored), harness.read(options.output, {})
+    dense, done = scores_of(teacher, "dense", scored, options.starts), harness.read(options.output, {})
     with tempfile.TemporaryDirectory() as scratch:
         for name in harness.matching(ROWS, options.rows):
             load, starts = os.getloadavg()[1], options.starts or Path(scratch)
-            row = measure(name, teacher, dense, calibration, scored, training, starts, budget)
+            kept = options.checkpoints and options.checkpoints / name.replace(" ", "-").replace(":", "of")
+            own = budget | {"checkpoint_dir": None if kept is None else str(kept)}
+            row = measure(name, teacher, dense, calibration, scored, training, starts, options.starts, own)
             row |= {"start_windows": options.start_windows, "training_windows": list(training.shape)}
             row |= {"load_average_before": load, "load_average_after": os.getloadavg()[1]}
             done[name] = {**row, "environment": environment.describe()}

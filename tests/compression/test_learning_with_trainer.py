@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import is_installed, tiny_model
+from hub_directory import serving
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -21,6 +22,7 @@ from hf_efficient.compression.recovery.unpacking import discard, trained_linears
 
 TOKENS = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0))
 FAST = dict(steps=12, batch_size=4, learning_rate=2e-3)
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT asks for it
 CONFIG = dict(bits=2, group_size=32, method="rtn")
 
 
@@ -83,7 +85,7 @@ def test_fsdp_and_batches_that_do_not_divide_are_refused(folder, monkeypatch):
 
 def test_micro_batches_and_checkpointing_change_no_more_than_rounding(folder):
     found = []
-    for options in ({}, {"memory_gb": 2e-4}, {"gradient_checkpointing": True}):
+    for options in ({}, {"memory_gb": 7e-4}, {"gradient_checkpointing": True}):
         model, teacher = pair(folder)
         found.append(recover(model, teacher, TOKENS, **FAST, **options)["loss"])
     assert found[1] != found[0] and all(abs(loss - found[0]) < 1e-3 * found[0] for loss in found)
@@ -159,22 +161,10 @@ def test_a_trainer_of_ones_own_with_checkpoints_and_the_hub(folder, tmp_path, mo
         losses = [entry["loss"] for entry in going_on.state.log_history if "loss" in entry]
         assert going_on.state.global_step == 6 and losses[-1] < losses[0]
     assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
-    pushed = {}
-    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", lambda self, **commit: pushed.update(commit))
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda self, name, **kwargs: _Url(name))
-    model.save_pretrained(tmp_path / "final")
-    model.push_to_hub("me/int2")
-    assert {operation.path_in_repo for operation in pushed["operations"]} >= {"config.json", "model.safetensors"}
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
+    with serving(tmp_path / "repos", monkeypatch):
+        model.push_to_hub("me/int2")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "repos" / "me" / "int2", dtype=torch.float32)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
-
-
-class _Url(str):
-    """What `create_repo` returns."""
-
-    @property
-    def repo_id(self):
-        return str(self)
 
 
 def test_after_an_error_the_model_is_as_it_was(folder):
