@@ -34,7 +34,7 @@ STARTS = {
     "int3 g64": lambda tokens: weight_only(tokens, bits=3, group_size=64, method="gptq", refine=True),
     "int3 g64 fast": lambda tokens: weight_only(None, bits=3, group_size=64, quality="fast"),
     "int4 g64": lambda tokens: weight_only(tokens, bits=4, group_size=64, method="mse"),
-    "2:4": lambda tokens: sparse(tokens, pattern="2:4", method="sparsegpt"),
+    "2:4": lambda tokens: sparse(tokens, pattern="2:4", method="alps", refine=True),
     "2:4 int4": lambda tokens: sparse(tokens, pattern="2:4", method="sparsegpt", weights=dict(bits=4, method="gptq")),
     "half the layers": lambda tokens: smaller(tokens, num_hidden_layers=15),
 }

@@ -115,8 +115,8 @@ def test_the_student_learns_answers_only(teacher, tmp_path):
     counted = trainer.counted(batch)
     assert counted.sum() == sum(int(row["answer"].sum()) for row in rows)
     assert not counted[:, -1].any() and (batch["attention_mask"][counted] == 1).all()
-    _, result = distill(student, teacher, tokenizer=tokenizer, prompts=PROMPTS, max_new_tokens=12, **FAST)
-    assert result["loss"] < 1e-3  # it is the teacher
+    _, result = distill(student, teacher, tokenizer=tokenizer, prompts=PROMPTS, max_new_tokens=12, steps=2, batch_size=4, learning_rate=1e-9)
+    assert result["loss"] < 1e-6  # it is the teacher
 
 
 def test_continuations_are_the_models_own_and_end_where_they_end(teacher):
@@ -217,7 +217,7 @@ def test_a_draft_model_learns_and_drafts(teacher, how, tmp_path):
     [
         ({"on_policy": 1.5}, "on_policy=1.5 is not supported: it must be a number from 0 to 1"),
         ({"hidden_states": -1}, "hidden_states=-1 is not supported"),
-        ({"prompts": ["a"]}, "texts=.* must be None where prompts are given"),
+        ({"prompts": ["a"]}, "texts and prompts are given: give one of them"),
         ({"texts": None, "prompts": ["a"]}, "no tokenizer"),
         ({"prompts": "abc", "texts": None}, "prompts='abc' is not supported"),
         ({"student": {"layers": 3}}, "arguments of prune_structure"),

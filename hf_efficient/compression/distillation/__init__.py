@@ -110,7 +110,8 @@ def _check(student, texts, tokenizer, prompts, max_new_tokens, on_policy, hidden
         check(not unknown, "student", student, f"a model, or arguments of prune_structure: {_OF_PRUNING}")
     if prompts is not None:
         check(is_collection_of(prompts, str), "prompts", prompts, "a list of strings, at least one")
-        check(texts is None, "texts", texts, "None where prompts are given")
+        if texts is not None:
+            raise ValueError("texts and prompts are given: give one of them")
         if tokenizer is None:
             raise ValueError("prompts are given and no tokenizer: give one")
     check(is_integer(max_new_tokens, 1), "max_new_tokens", max_new_tokens, "an integer of at least 1")

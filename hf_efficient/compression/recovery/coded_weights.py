@@ -80,8 +80,10 @@ class CodedWeight(nn.Module):
         self.register_parameter("table", nn.Parameter(self.grid.table.clone()) if learns_table else None)
 
     def groups(self, rate: float) -> list[dict]:
-        """Parameters with their learning rates. That of weights counts relative to their root mean square."""
-        size = self.weight.detach().square().mean().sqrt().item()
+        """Parameters with their learning rates. That of weights counts relative to their root mean square, or to the
+        step between two codes where that is smaller: what codes can tell apart is what learning moves."""
+        weight = self.weight.detach()
+        size = min(weight.square().mean().sqrt().item(), self.grid.step(self.scale, weight))
         groups = [{"params": [self.weight], "lr": rate * size}]
         if self.log_scale.requires_grad:
             groups.append({"params": [self.log_scale], "lr": rate * SCALE_RATE})

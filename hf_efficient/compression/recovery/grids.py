@@ -80,6 +80,10 @@ class StepGrid:
         zero = self.zero.to(work) if isinstance(self.zero, torch.Tensor) else self.zero
         return codes.sub_(zero).mul_(scale.to(work)).to(dtype)
 
+    def step(self, scale: torch.Tensor, weight: torch.Tensor) -> float:
+        """The mean distance between two neighbouring values of a weight with these scales."""
+        return scale.mean().item()
+
     def start(self, codes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """x, moved to where it rounds to `codes`."""
         middle = codes - self.zero
@@ -99,6 +103,9 @@ class Float8Grid:
 
     def weights(self, codes, scale, dtype):
         return codes.float().mul_(scale).to(dtype)
+
+    def step(self, scale, weight):
+        return weight.abs().mean().item() / 12  # between an 8th and a 16th of a number
 
 
 class TableGrid:
@@ -123,6 +130,10 @@ class TableGrid:
 
     def weights(self, codes, scale, dtype):
         return (self.entries(codes) * scale).to(dtype)
+
+    def step(self, scale, weight):
+        lowest, highest = self.table.aminmax(dim=1)
+        return (highest - lowest).mean().item() / (self.table.shape[1] - 1) * scale.mean().item()
 
 
 def blocks_of(format, rows: int, columns: int) -> Blocks:
