@@ -54,6 +54,7 @@ _PUBLIC = {
     "report": "hf_efficient.planning.model_report",
     "speculative_generate": "hf_efficient.generation.decode",
     "warm_up": "hf_efficient.generation.warm_up",
+    "compress_on_disk": "hf_efficient.compression.disk_to_disk",
     "prune_structure": "hf_efficient.compression.structured_pruning",
     "ContextualSparsity": "hf_efficient.pruning.contextual.saved",
     "sparsify_context": "hf_efficient.calibration.contextual",

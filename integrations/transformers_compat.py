@@ -64,6 +64,7 @@ _FORMATS, _PARALLEL = "integrations/transformers_paged_formats.py", "integration
 _PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/transformers_batched_step.py"
 _CHECKS = "integrations/transformers_request_checks.py"
 _QUANTIZER, _CONVERSIONS = "integrations/transformers_quantizer.py", "integrations/transformers_weight_conversions.py"
+_BLOCKS = "integrations/transformers_block_files.py"
 _GGUF, _LOOP = "integrations/transformers_gguf.py", "integrations/transformers_loop.py"
 _GENERATION, _RELEASES = "integrations/transformers_generation.py", "integrations/transformers_releases.py"
 _CB = "generation.continuous_batching"
@@ -105,6 +106,20 @@ INSIDES: tuple[Inside, ...] = (
         reads="_original_target_patterns",
     ),
     Inside("transformers.core_model_loading:revert_weight_conversion", _CONVERSIONS, reads="_weight_conversions"),
+    Inside(
+        "transformers.core_model_loading:convert_and_load_state_dict_in_model",
+        _BLOCKS,
+        parameters=("model", "state_dict", "load_config", "disk_offload_index"),
+    ),
+    Inside(
+        "transformers.core_model_loading:convert_and_load_state_dict_in_model", _BLOCKS, reads="_weight_conversions"
+    ),
+    Inside(
+        "transformers.modeling_utils:PreTrainedModel._load_pretrained_model",
+        _BLOCKS,
+        parameters=("model", "state_dict", "checkpoint_files", "load_config", "expected_keys"),
+    ),
+    *_of(_QUANTIZER, "quantizers.base", "HfQuantizer.get_state_dict_and_metadata"),
     *_of(_RELEASES, "distributed.parallel_utils", "ALL_PARALLEL_STYLES", since="5.22"),
     *_of(_RELEASES, "distributed.parallel_utils", "_get_parameter_plan", since="5.23"),
     *_of(_RELEASES, "distributed.sharding_utils", "DtensorShardOperation"),

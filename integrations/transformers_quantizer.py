@@ -22,6 +22,8 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         swapped: the weights that it compresses; see `Swapped`.
         arrived: names of the weights that were compressed while they were loaded.
         heap: counts the bytes of dense weights, to return them to the system.
+        residence: where the weights are while blocks are compressed, if not in memory; see `calibrate`.
+        part_to_save: name -> tensor, what `save_pretrained` saves instead of all tensors.
     """
 
     requires_calibration = False
@@ -31,6 +33,7 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         # a copy: calibration writes into it, and the caller's stays as it is
         super().__init__(copy.copy(quantization_config), **kwargs)
         self.swapped, self.arrived, self.heap = Swapped(), set(), HeapTrimmer()
+        self.residence = self.part_to_save = None
         # canonical tensors of an embedding to which others are tied, while it is loaded
         self._tied_parts, self._is_contradictory = None, False
 
@@ -41,6 +44,9 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
 
     def is_serializable(self) -> bool:
         return True
+
+    def get_state_dict_and_metadata(self, model):
+        return self.part_to_save, {}
 
     def validate_environment(self, *args, **kwargs):
         if self.quantization_config.dequantize and not self.pre_quantized:
@@ -93,14 +99,20 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
         weight, transposed = self.swapped.weights[name]
         dense = tensor.transpose(-1, -2) if transposed else tensor
         try:
-            if weight.experts is None:
+            if tensor.is_meta:
+                dtypes, shapes = weight.format.dtypes(tensor.dtype), weight.shapes()
+                parts = {
+                    part: torch.empty(shapes[parameter], dtype=dtypes[part], device="meta")
+                    for part, parameter in weight.names().items()
+                }
+            elif weight.experts is None:
                 parts = config.compress(dense, weight.format)
             else:
                 each = [config.compress(expert, weight.format) for expert in dense]
                 parts = {part: torch.stack([tensors[part] for tensors in each]) for part in each[0]}
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        if name in self.swapped.tied_to_embedding.values():
+        if name in self.swapped.tied_to_embedding.values() and not tensor.is_meta:
             self._note_tied(parts)
         self.arrived.add(name)
         self.heap.count(tensor.nbytes)
@@ -178,9 +190,9 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
                 )
         if self.swapped.calibrated:
             with model_methods.writing(model):
-                loading.run(model, self.quantization_config, self.swapped.calibrated)
+                loading.run(model, self.quantization_config, self.swapped.calibrated, self.residence)
         is_cut = tensor_parallel.localize(model)
-        weight_conversions.forget(model, self._joined)
+        self.forget_conversions(model)
         for module in model.modules():
             if isinstance(module, CompressedModule):
                 for weight in module.compressed_weights():
@@ -194,6 +206,10 @@ class EfficientQuantizer(weight_conversions.HfQuantizer):
             tensor_parallel.refuse_saving(model)
         else:
             model_methods.replace_methods(model)
+
+    def forget_conversions(self, model) -> None:
+        """Makes the model be saved with the compressed tensors that it has."""
+        weight_conversions.forget(model, self._joined)
 
     def _dequantize(self, model, dtype=None):
         make_dense(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)

@@ -20,6 +20,8 @@ _SHELF = {"flash_paged": "kernels/flash-paged", "efficient_linear": "kernels/eff
 LEAVES = (
     "files",
     "adapter_files",
+    "byte_sizes",
+    "tensor_files",
     "integrations.transformers_compat",
     "integrations.transformers_loop",
     "integrations.transformers_releases",
@@ -29,6 +31,8 @@ LEAVES = (
 ROOMS = {
     "files": "",
     "adapter_files": "",
+    "byte_sizes": "",
+    "tensor_files": "",
     "integrations.transformers_compat": "",
     "integrations.transformers_loop": "",
     "integrations.transformers_releases": "",

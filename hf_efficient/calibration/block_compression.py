@@ -12,7 +12,7 @@ from hf_efficient.calibration.collect import collect
 from hf_efficient.calibration.static_ranges import observe
 from hf_efficient.configs.checks import naming
 from hf_efficient.experts import compress_experts, expert_weight_names, is_fused_experts
-from hf_efficient.layers import compress_linear
+from hf_efficient.layers import compress_linear, stand_in
 
 
 STATISTICS_TOKENS = 1 << 15  # statistics of a block are taken on about as many tokens
@@ -26,6 +26,7 @@ class BlockCompressor:
         batches: number of calibration batches.
         transforms, refine, gradients: see `calibrate`.
         say: called with (name of a block, what is done to it now).
+        keep: see `collect`.
 
     Attributes:
         formats: full name -> Format, of what is compressed.
@@ -40,9 +41,11 @@ class BlockCompressor:
         refine: Callable | None,
         gradients: dict[str, Any],
         say: Callable[[str, str], None],
+        keep: Callable[[str, int, torch.Tensor], torch.Tensor] | None = None,
     ):
         self.model, self.configs, self.batches = model, configs, batches
         self.transforms, self.refine, self.gradients, self.say = transforms, refine, gradients, say
+        self.keep = keep
         self.formats: dict[str, Any] = {}
 
     def block(self, name: str, module: nn.Module, names: list[str], chain, index: int, hidden: list) -> Block:
@@ -80,17 +83,22 @@ class BlockCompressor:
             block.tensors[name].update(ranges)
         self._replace(block)
 
-    def restore(self, name: str, block: nn.Module, formats: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
-        """Makes of `block`, called `name`, the compressed block with the state dict `state`. formats: full name ->
-        Format."""
+    def restore(
+        self, name: str, block: nn.Module, formats: dict[str, Any], state: dict[str, torch.Tensor] | None
+    ) -> None:
+        """Makes of `block`, called `name`, the compressed block with the state dict `state`; None: without tensors.
+        formats: full name -> Format."""
         for linear, format in formats.items():
             module, prefix = self.model.get_submodule(linear), linear.removeprefix(name + ".") + "."
             if is_fused_experts(module):
                 compress_experts(module, format)
+            elif state is None:
+                self.model.set_submodule(linear, stand_in(module, format))
             else:
                 tensors = {part: state[prefix + part] for part in format.shapes(*weight_of(module).shape)}
                 self._replace_linear(linear, format, tensors)
-        block.load_state_dict(state)
+        if state is not None:
+            block.load_state_dict(state)
         self.formats.update(formats)
 
     def _collect(self, block: Block, hessian: bool) -> dict[str, Any]:
@@ -99,7 +107,9 @@ class BlockCompressor:
         is_routed = block.experts or any(".experts." in name for name in block.linears)
         tokens = 0 if is_routed else sum(states.shape[:-1].numel() for states in block.inputs)
         chosen = range(self.batches)[:: max(1, tokens // STATISTICS_TOKENS)]
-        return collect(lambda index: block.run(chosen[index]), len(chosen), block.linears, block.experts, hessian)
+        return collect(
+            lambda index: block.run(chosen[index]), len(chosen), block.linears, block.experts, hessian, self.keep
+        )
 
     def _quantize(self, block: Block) -> None:
         for name, module in block.experts.items():

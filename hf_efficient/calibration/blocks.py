@@ -5,7 +5,7 @@ hidden states that the one before returned. What the model does around them (emb
 from an encoder to a decoder) is never reimplemented. The model's own forward runs, with stand-ins in place of the
 blocks: they record their arguments and pass the hidden states on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_efficient.observers.hooks import replaced_forwards
 from hf_efficient.observers.linear_inputs import LinearInputs
+
+
+Keep = Callable[[int, torch.Tensor], torch.Tensor]  # (batch, hidden states) -> where they are kept
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class Produced:
 
 class _LastBlockReached(Exception):
     """Ends the model's forward: nothing behind the last block is recorded."""
+
+
+def _on_cpu(batch: int, states: torch.Tensor) -> torch.Tensor:
+    return states.cpu()
 
 
 def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
@@ -124,9 +131,10 @@ class Chain:
     carried: list[dict[Produced, torch.Tensor]] = field(default_factory=list)
     outputs: list[torch.Tensor] | None = None
 
-    def record(self, run: Callable[[int], Any], batches: int) -> list[torch.Tensor]:
+    def record(self, run: Callable[[int], Any], batches: int, keep: Keep | None = None) -> list[torch.Tensor]:
         """Calls `run(batch)`, the model's forward, for each batch and keeps the arguments that it gives to the blocks.
-        Returns the hidden states into the first block, one tensor a batch, on the CPU."""
+        Returns the hidden states into the first block, one tensor a batch: what `keep` makes of them."""
+        keep = keep or _on_cpu
         kept, inputs, self.arguments, self.outputs = _ArgumentStore(), [], [], None
         for batch in range(batches):
             kept.next_batch()
@@ -135,7 +143,7 @@ class Chain:
                 int, tuple[Produced, Any]
             ] = {}  # by id; the object is kept alive so that its id stays its own
 
-            def stand_in(index, recorded=recorded, produced=produced):
+            def stand_in(index, batch=batch, recorded=recorded, produced=produced):
                 def forward(*args, **kwargs):
                     hidden = hidden_argument(args, kwargs)
                     if index != len(recorded) or (index and id(hidden) not in produced):
@@ -143,7 +151,7 @@ class Chain:
                             f"{self.names[index]} was not called after the block before it, on its output"
                         )
                     if index == 0:
-                        inputs.append(hidden.detach().cpu())
+                        inputs.append(keep(batch, hidden.detach()))
                         produced[id(hidden)] = Produced(-1, 0), hidden
 
                     def mark(value):
@@ -196,7 +204,7 @@ class Chain:
     def call(self, index: int, batch: int, hidden: torch.Tensor) -> Any:
         """The output of block `index` for `hidden`, with the other arguments recorded for that batch."""
         module = self.modules[index]
-        device = next((p.device for p in module.parameters()), hidden.device)
+        device = next((p.device for p in module.parameters() if not p.is_meta), hidden.device)
 
         def fill(value):
             if isinstance(value, Produced):
@@ -207,8 +215,9 @@ class Chain:
         args, kwargs = _map(self.arguments[batch][index], fill)
         return module(*args, **kwargs)
 
-    def advance(self, index: int, batch: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states after block `index`, on the CPU; keeps the outputs that later blocks read in `carried`."""
+    def advance(self, index: int, batch: int, hidden: torch.Tensor, keep: Keep | None = None) -> torch.Tensor:
+        """The hidden states after block `index`, as `keep` returns them; keeps the outputs that later blocks read in
+        `carried`."""
         output = self.call(index, batch, hidden)
         carried = self.carried[batch]
         if index == 0:
@@ -219,11 +228,11 @@ class Chain:
         marked = ((i, value) for i, call in later for value in leaves(call) if isinstance(value, Produced))
         wanted = {value for i, value in marked if value != Produced(i - 1, 0)}
         self.carried[batch] = {key: value for key, value in carried.items() if key in wanted}
-        return first_tensor(output).detach().cpu()
+        return (keep or _on_cpu)(batch, first_tensor(output).detach())
 
-    def advance_all(self, index: int, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
+    def advance_all(self, index: int, hidden: list[torch.Tensor], keep: Keep | None = None) -> list[torch.Tensor]:
         """`advance` of every batch."""
-        return [self.advance(index, batch, states) for batch, states in enumerate(hidden)]
+        return [self.advance(index, batch, states, keep) for batch, states in enumerate(hidden)]
 
     def release(self) -> None:
         """Frees arguments and carried tensors; the outputs stay for the chains after this one."""
@@ -242,7 +251,7 @@ class Block:
         inputs: [batch] -> hidden states [B, T, H] into the block, on the CPU; they come from compressed blocks.
         schemes, formats: name in `linears` or `experts` -> config and Format.
         statistics: name of a linear -> LinearInputs (linears that read one tensor share the object). Name of an expert
-            weight (`...experts.down_proj`) -> a list, one LinearInputs an expert.
+            weight (`...experts.down_proj`) -> `RoutedInputs`, one LinearInputs an expert.
         transforms: name of a linear -> the tensors of its `TransformedFormat`, where a transform set one.
         tensors: name of a linear or of an expert weight -> canonical tensors, once they are chosen.
     """
@@ -256,7 +265,7 @@ class Block:
     inputs: list[torch.Tensor]
     schemes: dict[str, Any] = field(default_factory=dict)
     formats: dict[str, Any] = field(default_factory=dict)
-    statistics: dict[str, LinearInputs | list[LinearInputs]] = field(default_factory=dict)
+    statistics: dict[str, LinearInputs | Sequence[LinearInputs]] = field(default_factory=dict)
     transforms: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 

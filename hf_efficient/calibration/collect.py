@@ -1,5 +1,6 @@
 """Statistics of the inputs of the linear layers of a block, collected by hooks while the block runs."""
 
+import functools
 import logging
 import re
 import weakref
@@ -9,8 +10,8 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from hf_efficient.calibration.routed_inputs import RoutedInputs, RoutedRows
 from hf_efficient.experts import expert_weight_names
-from hf_efficient.integrations.transformers_compat import expert_activation
 from hf_efficient.observers.hooks import watching_inputs
 from hf_efficient.observers.linear_inputs import LinearInputs
 
@@ -29,15 +30,17 @@ def collect(
     linears: dict[str, nn.Module],
     experts: dict[str, nn.Module] | None = None,
     hessian: bool = True,
-) -> dict[str, LinearInputs | list[LinearInputs]]:
+    keep: Callable[[str, int, torch.Tensor], torch.Tensor] | None = None,
+) -> dict[str, LinearInputs | RoutedInputs]:
     """Calls `run(batch)` for every batch and observes the inputs of modules.
 
     Args:
         run: computes what the modules are part of.
         linears: full name -> linear. Linears that read the very same tensor object share one `LinearInputs`.
-        experts: full name -> fused experts. Each of their two weights gets a list, one `LinearInputs` an expert: of the
-            rows routed to it for the first weight, of what it computed from them for the second.
+        experts: full name -> fused experts. Each of their two weights gets `RoutedInputs`: of the rows routed to an
+            expert for the first weight, of what it computed from them for the second.
         hessian: whether to accumulate hessians.
+        keep: called with (name of experts, number of the batch, their hidden states [R, H]) -> the tensor to keep.
 
     Returns:
         full name -> statistics, in the order of the first calls. An expert that no row reached gets those of all other
@@ -47,18 +50,16 @@ def collect(
         ValueError: NaN or infinity in an input, or a linear that was not reached and is no expert; names the layer.
     """
     observer, experts = _Observer(linears, hessian), experts or {}
-    statistics: dict[str, LinearInputs | list[LinearInputs]] = observer.statistics
+    statistics: dict[str, LinearInputs | RoutedInputs] = observer.statistics
+    routed: list[RoutedInputs] = []
     with ExitStack() as stack:
         stack.enter_context(watching_inputs(linears, observer.see))
         for name, module in experts.items():
-            up, down = (f"{name}.{weight}" for weight in expert_weight_names(module))
-            statistics[up] = _per_expert(up, module, 0, hessian)
-            statistics[down] = _per_expert(down, module, 1, hessian)
+            rows = RoutedRows(module, keep and functools.partial(keep, name))
+            for index, weight in enumerate(expert_weight_names(module)):
+                routed.append(RoutedInputs(f"{name}.{weight}", rows, index, hessian))
             hook = module.register_forward_pre_hook(
-                lambda module, args, kwargs, up=up, down=down: _see_experts(
-                    module, [*args, *kwargs.values()], statistics[up], statistics[down]
-                ),
-                with_kwargs=True,
+                lambda module, args, kwargs, rows=rows: rows.add(*[*args, *kwargs.values()][:2]), with_kwargs=True
             )
             stack.callback(hook.remove)
         for batch in range(batches):
@@ -67,10 +68,10 @@ def collect(
                 run(batch)
             except _LastLinearReached:
                 pass
-    for name in [name for name, inputs in statistics.items() if isinstance(inputs, list)]:
-        _fill_unreached_experts(name, statistics[name])
     _fill_unreached_linears([name for name in linears if name not in statistics], statistics)
-    return statistics
+    for inputs in routed:
+        _warn([f"{inputs.name}[{expert}]" for expert in inputs.unreached])
+    return statistics | {inputs.name: inputs for inputs in routed}
 
 
 class _Observer:
@@ -114,39 +115,6 @@ class _Observer:
             raise RuntimeError(f"{name} and {leader} were fed by one tensor at first, and by two later")
         if name == self._stop_at:
             raise _LastLinearReached
-
-
-def _per_expert(name: str, module: nn.Module, index: int, hessian: bool) -> list[LinearInputs]:
-    weight = getattr(module, expert_weight_names(module)[index])
-    columns = weight.shape[1] if module.is_transposed else weight.shape[2]
-    return [LinearInputs(columns, hessian, f"{name}[{expert}]", weight.device) for expert in range(len(weight))]
-
-
-def _see_experts(module: nn.Module, arguments: list, up: list[LinearInputs], down: list[LinearInputs]) -> None:
-    """arguments: hidden states [..., H], chosen experts int [..., k], and whatever else the module's forward takes."""
-    hidden, chosen = arguments[0].reshape(-1, up[0].in_features), arguments[1]
-    chosen = chosen.reshape(len(hidden), -1)
-    name = expert_weight_names(module)[0]
-    weight, bias = getattr(module, name), getattr(module, name + "_bias", None)
-    for expert in chosen.unique().tolist():
-        if not 0 <= expert < len(up):
-            continue  # under expert parallelism, other numbers stand for experts on other devices
-        rows = hidden[(chosen == expert).any(1)]
-        up[expert].update(rows)
-        projected = rows @ (weight[expert] if module.is_transposed else weight[expert].t())
-        if bias is not None:
-            projected = projected + bias[expert]
-        down[expert].update(expert_activation(module, projected))
-
-
-def _fill_unreached_experts(name: str, statistics: list[LinearInputs]) -> None:
-    unreached = [expert for expert, inputs in enumerate(statistics) if inputs.count == 0]
-    if not unreached:
-        return
-    together = _merged(name, [inputs for inputs in statistics if inputs.count])
-    for expert in unreached:
-        statistics[expert] = together
-    _warn([f"{name}[{expert}]" for expert in unreached])
 
 
 def _fill_unreached_linears(unreached: list[str], statistics: dict) -> None:

@@ -98,11 +98,13 @@ def _check_one_device(device_map: dict) -> None:
         )
 
 
-def run(model, config, schemes: dict) -> None:
+def run(model, config, schemes: dict, residence=None) -> None:
     """Compresses the modules of `schemes` in place. Writes what was decided for single modules into
-    `config.overrides`."""
+    `config.overrides`. residence: where the weights are; see `calibrate`."""
     from hf_efficient.calibration.run import calibrate
 
+    if residence is not None:
+        _check_block_by_block(config.calibration, schemes)
     _check_one_device(getattr(model, "hf_device_map", None) or {})  # "auto" is known only now
     source = config.calibration
     described = source.to_dict()
@@ -113,7 +115,7 @@ def run(model, config, schemes: dict) -> None:
         if chosen:
             schemes = {**schemes, **allocate(model, chosen, source.tokens[:SENSITIVITY_WINDOWS])}
     gradients = _gradients(model, schemes, source.tokens)
-    decided = calibrate(model, schemes, source, None, transforms(schemes), refinement(schemes), gradients)
+    decided = calibrate(model, schemes, source, None, transforms(schemes), refinement(schemes), gradients, residence)
     own = {}
     for name, scheme in decided.items():
         before, top = config.for_module(name).scheme(), config.scheme()
@@ -121,6 +123,22 @@ def run(model, config, schemes: dict) -> None:
             own[name] = {field: value for field, value in scheme.items() if top[field] != value}
     config.overrides = {**own, **config.overrides}  # full names come first: the first match counts
     config.calibration = type(source)(**described)  # what describes the text, not the text
+
+
+def _check_block_by_block(calibration, schemes: dict) -> None:
+    """Raises ValueError where more than one block would have to be in memory."""
+    for is_asked, argument in (
+        (_is_mixed, "mixed_precision=True"),
+        (_is_owl, "allocation='owl'"),
+        (_reads_loss, "a method that reads gradients"),
+    ):
+        if any(map(is_asked, schemes.values())):
+            raise ValueError(f"{argument} needs the whole model in memory, and memory=... reads it block by block")
+    if calibration.source is None and calibration.own_text == "sampled":
+        raise ValueError(
+            "a model that is read block by block cannot write its own calibration text: give texts, a dataset or "
+            "tokens (CalibrationConfig, --calibration)"
+        )
 
 
 def _with_bits(model, schemes: dict, tokens) -> dict:

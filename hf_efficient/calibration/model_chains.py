@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_efficient.calibration.blocks import Chain, first_tensor, hidden_argument, outputs_of, without_cache
+from hf_efficient.calibration.blocks import Chain, Keep, first_tensor, hidden_argument, outputs_of, without_cache
 from hf_efficient.observers.hooks import watching_outputs
 
 
@@ -158,7 +158,7 @@ class BlockwiseModel:
                     stack.enter_context(chain.replayed(batch))
             return self._call(self.batches[batch])
 
-    def record(self, chain: Chain) -> list[torch.Tensor]:
-        """The hidden states into the first block of `chain`, one tensor [B, T, H] a batch, on the CPU; the chain keeps
-        the other arguments of all its blocks."""
-        return chain.record(self.forward, len(self.batches))
+    def record(self, chain: Chain, keep: Keep | None = None) -> list[torch.Tensor]:
+        """The hidden states into the first block of `chain`, one tensor [B, T, H] a batch, as `keep` returns them; the
+        chain keeps the other arguments of all its blocks."""
+        return chain.record(self.forward, len(self.batches), keep)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 import hf_efficient
 from hf_efficient.calibration.blocks import Chain, Produced
-from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.files import atomic_write
 from hf_efficient.formats.transformed import TransformedFormat
 from hf_efficient.methods import inner_format
@@ -22,17 +22,22 @@ _STATE = "progress.json"
 
 
 class Progress:
-    """The folder `config.checkpoint_dir` of a run. Writes are atomic and the state file comes last, so every file that
-    the state names is complete.
+    """The folder of a run, `CalibrationConfig.checkpoint_dir`. Writes are atomic and the state file comes last, so
+    every file that the state names is complete.
+
+    Args:
+        fingerprint: see the function of that name.
 
     Raises:
         ValueError: the folder holds the progress of another run (model, weights, schemes, tokens or versions differ).
     """
 
-    def __init__(self, config: CalibrationConfig, model, configs: dict[str, Any], batches: list[dict], steps: tuple):
-        self.folder = Path(config.checkpoint_dir).expanduser()
+    _given_as = "checkpoint_dir="  # what the user calls the folder
+
+    def __init__(self, folder: Path, fingerprint: dict[str, str]):
+        self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._fingerprint = _fingerprint(model, configs, batches, steps)
+        self._fingerprint = fingerprint
         self._done: dict[int, int] = {}  # chain -> blocks
         path = self.folder / _STATE
         if path.exists():
@@ -40,10 +45,17 @@ class Progress:
             other = [part for part, value in self._fingerprint.items() if state["fingerprint"].get(part) != value]
             if other:
                 raise ValueError(
-                    f"checkpoint_dir={str(self.folder)!r} holds the progress of another calibration "
+                    f"{self._given_as}{str(self.folder)!r} holds the progress of another calibration "
                     f"({', '.join(other)} differ): delete it, or give another folder"
                 )
             self._done = {int(chain): blocks for chain, blocks in state["done"].items()}
+            self._restore(state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Takes up what `_more_state` added to the state."""
+
+    def _more_state(self) -> dict[str, Any]:
+        return {}
 
     def done(self, chain: int) -> int:
         """How many blocks of a chain are compressed."""
@@ -53,34 +65,37 @@ class Progress:
         """Keeps block `index` of chain `number`, and the hidden states after it (dense: those of the original
         model)."""
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in chain.modules[index].state_dict().items()}
-        described = {"formats": json.dumps({name: _described(format) for name, format in formats.items()})}
+        described = {"formats": json.dumps({name: described_format(format) for name, format in formats.items()})}
         self._write(f"chain{number}-block{index}.safetensors", _unshared(state), described)
         tensors = {f"hidden.{batch}": states for batch, states in enumerate(hidden)}
         tensors |= {f"dense.{batch}": states for batch, states in enumerate(dense or ())}
-        for batch, carried in enumerate(chain.carried):
-            tensors |= {f"carried.{batch}.{key.block}.{key.element}": tensor for key, tensor in carried.items()}
-        self._write(f"chain{number}-after{index}.safetensors", _unshared(tensors))
-        self._done[number] = index + 1
-        with atomic_write(self.folder / _STATE) as path:
-            path.write_text(json.dumps({"fingerprint": self._fingerprint, "done": self._done}))
+        self._write(f"chain{number}-after{index}.safetensors", _unshared(tensors | carried_by_name(chain)))
+        self._note(number, index)
         (self.folder / f"chain{number}-after{index - 1}.safetensors").unlink(missing_ok=True)
+
+    def _note(self, number: int, index: int) -> None:
+        """Writes that block `index` of chain `number` is done."""
+        self._done[number] = index + 1
+        self.note()
+
+    def note(self) -> None:
+        """Writes the state file."""
+        state = {"fingerprint": self._fingerprint, "done": self._done, **self._more_state()}
+        with atomic_write(self.folder / _STATE) as path:
+            path.write_text(json.dumps(state))
 
     def block(self, number: int, index: int, formats: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """(the formats of a block's modules, by full name, and its state dict). formats: as their configs say."""
         path = self.folder / f"chain{number}-block{index}.safetensors"
         with safe_open(path, "pt") as file:
             described = json.loads(file.metadata()["formats"])
-        return {name: _format(described[name], formats[name]) for name in formats}, load_file(path)
+        return {name: format_of(described[name], formats[name]) for name in formats}, load_file(path)
 
     def hidden_states(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[dict]]:
         """(hidden states after the last block that is done, those of the original model or None, `Chain.carried`)."""
         tensors = load_file(self.folder / f"chain{number}-after{self.done(number) - 1}.safetensors")
         batches = sum(name.startswith("hidden.") for name in tensors)
-        carried: list[dict] = [{} for _ in range(batches)]
-        for name, tensor in tensors.items():
-            if name.startswith("carried."):
-                batch, block, element = map(int, name.split(".")[1:])
-                carried[batch][Produced(block, element)] = tensor
+        carried = carried_of(tensors, batches)
         dense = [tensors[f"dense.{batch}"] for batch in range(batches)] if "dense.0" in tensors else None
         return [tensors[f"hidden.{batch}"] for batch in range(batches)], dense, carried
 
@@ -96,6 +111,25 @@ class Progress:
             save_file(tensors, path, metadata)
 
 
+def carried_by_name(chain: Chain) -> dict[str, torch.Tensor]:
+    """`Chain.carried` as tensors by name."""
+    return {
+        f"carried.{batch}.{key.block}.{key.element}": tensor
+        for batch, carried in enumerate(chain.carried)
+        for key, tensor in carried.items()
+    }
+
+
+def carried_of(tensors: dict[str, torch.Tensor], batches: int) -> list[dict[Produced, torch.Tensor]]:
+    """`Chain.carried` of the tensors that `carried_by_name` named; others are left out."""
+    carried: list[dict[Produced, torch.Tensor]] = [{} for _ in range(batches)]
+    for name, tensor in tensors.items():
+        if name.startswith("carried."):
+            batch, block, element = map(int, name.split(".")[1:])
+            carried[batch][Produced(block, element)] = tensor
+    return carried
+
+
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies tensors that share memory, which safetensors refuses."""
     seen: set[int] = set()
@@ -106,10 +140,11 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _fingerprint(model, configs: dict[str, Any], batches: list[dict], steps: tuple) -> dict[str, str]:
-    """What must not change between an interrupted run and the one that resumes it."""
+def fingerprint(
+    model, configs: dict[str, Any], batches: list[dict], steps: tuple, samples: Iterable[torch.Tensor]
+) -> dict[str, str]:
+    """What must not change between an interrupted run and the one that resumes it. samples: of the weights."""
     schemes = {name: [scheme.method_name(), scheme.scheme()] for name, scheme in configs.items()}
-    samples = [parameter.detach().flatten()[:4096].cpu() for parameter in model.parameters()]
     data = []
     for name, tensor in (item for batch in batches for item in batch.items()):
         data += [f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), _bytes(tensor)]
@@ -135,13 +170,13 @@ def _hash(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def _described(format) -> dict[str, Any] | None:
+def described_format(format) -> dict[str, Any] | None:
     """What calibration decided about a format beyond its config, JSON-able; None for nothing."""
     if not isinstance(format, TransformedFormat):
         return None
     return {"input_scale": format.input_scale, "rotation": format.rotation}
 
 
-def _format(described: dict[str, Any] | None, of_config):
+def format_of(described: dict[str, Any] | None, of_config):
     inner = inner_format(of_config)
     return inner if described is None else TransformedFormat(inner, **described)

@@ -1,5 +1,6 @@
 """Compresses a loaded model block by block, each block on the outputs of the compressed blocks before it."""
 
+import functools
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from hf_efficient.calibration.block_compression import BlockCompressor
 from hf_efficient.calibration.blocks import Block, Chain, leaves
 from hf_efficient.calibration.data import model_inputs
 from hf_efficient.calibration.model_chains import BlockwiseModel
-from hf_efficient.calibration.resume import Progress
+from hf_efficient.calibration.residence import InMemory
 from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.formats.transformed import TransformedFormat
 
@@ -30,6 +31,7 @@ def calibrate(
     transforms: Sequence[Transform] = (),
     refine: Refine | None = None,
     gradients: dict[str, Any] | None = None,
+    residence: InMemory | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Compresses modules of `model` in place. One block at a time is on `calibration.device`; hidden states stay on the
     CPU.
@@ -44,6 +46,7 @@ def calibrate(
             they replace the weights. Its second argument is the outputs [B, T, H] of the original model after the
             block, one tensor a batch. It changes `block.tensors`.
         gradients: name of a linear -> the `LinearGradients` of the original model, for methods that need them.
+        residence: where weights and hidden states are; by default in memory.
 
     Returns:
         full name -> the fields of the scheme that was used.
@@ -52,8 +55,13 @@ def calibrate(
         ValueError: too little text, NaN or infinity in weights or activations, a module the data never reaches, weights
             that are not in memory, a `checkpoint_dir` of another run.
     """
-    _check_in_memory(model, configs)
-    run = _Run(model, configs, calibration, tokenizer, tuple(transforms), refine, gradients or {})
+    unknown = sorted(set(configs) - {name for name, _ in model.named_modules()})
+    if unknown:
+        kind = type(model).__name__
+        raise ValueError(f"configs names modules that {kind} does not have, for example {unknown[:3]}")
+    residence = residence or InMemory(model)
+    residence.check()
+    run = _Run(model, configs, calibration, tokenizer, tuple(transforms), refine, gradients or {}, residence)
     was_training = model.training
     try:
         with _frozen(model.eval()):
@@ -66,24 +74,26 @@ def calibrate(
 class _Run:
     """One calibration: follows the model along its chains of blocks, and keeps the progress where a folder is given."""
 
-    def __init__(self, model, configs, calibration, tokenizer, transforms, refine, gradients):
-        self.model, self.configs, self.transforms = model, configs, transforms
+    def __init__(self, model, configs, calibration, tokenizer, transforms, refine, gradients, residence):
+        self.model, self.configs, self.transforms, self.residence = model, configs, transforms, residence
         self.refines = any(getattr(scheme, "refine", False) for scheme in configs.values())
         if self.refines and refine is None:
             raise ValueError("refine=True is asked for, and calibrate() is given no function that refines a block")
-        self.device = calibration.device or _default_device(model)
+        self.device = calibration.device or residence.device
         batches = model_inputs(calibration, tokenizer, model)
-        self.followed = BlockwiseModel(model, batches, configs)
+        with residence.running():
+            self.followed = BlockwiseModel(model, batches, configs)
         self.outside, self.chains = self.followed.outside, self.followed.chains
         if missed := sorted(set(configs).difference(self.outside, *(sum(c.linears, []) for c in self.chains))):
             raise ValueError(
                 f"the calibration data never reaches {len(missed)} modules, for example {missed[:3]}: exclude them "
                 "with modules_to_not_convert, or give them a method that needs no data in overrides"
             )
-        compressor = BlockCompressor(model, configs, len(batches), transforms, refine, gradients, self._say)
-        self.compressor, self.progress = compressor, None
-        if calibration.checkpoint_dir:
-            self.progress = Progress(calibration, model, configs, batches, (*transforms, refine))
+        residence.check_chains(self.chains, self.outside)
+        self.compressor = BlockCompressor(
+            model, configs, len(batches), transforms, refine, gradients, self._say, residence.keep_rows
+        )
+        self.progress = residence.progress(calibration, configs, batches, (*transforms, refine))
 
     def run(self) -> dict[str, Any]:
         """Full name -> Format, of all modules."""
@@ -115,14 +125,19 @@ class _Run:
             chain.outputs = self.progress.hidden_states(number)[0]
             return
         self._say(chain.names[0], "inputs")
-        hidden = self.followed.record(chain)
+        with self.residence.running():
+            hidden = self.followed.record(chain, functools.partial(self.residence.keep, f"chain{number}-inputs"))
         dense = list(hidden) if self.refines else None
-        if done:
-            if any(isinstance(value, MutableMapping) for value in leaves(chain.arguments)):
-                self._replay(chain, done, hidden)  # the blocks that are done write to these, later blocks read them
+        # to these the blocks that are done write, and later blocks read them
+        is_shared = done and any(isinstance(value, MutableMapping) for value in leaves(chain.arguments))
+        if is_shared and not self.residence.recomputes:
+            done = 0
+        elif done:
+            if is_shared:
+                self._replay(chain, done, hidden)
             hidden, dense, chain.carried = self.progress.hidden_states(number)
         for index in range(done, needed):
-            hidden, dense = self._run_block(chain, index, hidden, dense)
+            hidden, dense = self._run_block(number, chain, index, hidden, dense)
             if self.progress:
                 formats = {name: self.compressor.formats[name] for name in chain.linears[index]}
                 self.progress.save(number, index, chain, formats, hidden, dense)
@@ -132,23 +147,28 @@ class _Run:
 
     def _replay(self, chain: Chain, done: int, hidden: list[torch.Tensor]) -> None:
         for index in range(done):
-            with _resident(chain.modules[index], self.device), torch.no_grad():
+            with self.residence.block(chain.names[index], self.device), torch.no_grad():
                 hidden = chain.advance_all(index, hidden)
 
-    def _run_block(self, chain: Chain, index: int, hidden: list, dense: list | None) -> tuple[list, list | None]:
-        name, module = chain.names[index], chain.modules[index]
+    def _run_block(
+        self, number: int, chain: Chain, index: int, hidden: list, dense: list | None
+    ) -> tuple[list, list | None]:
+        name, module, keep = chain.names[index], chain.modules[index], self.residence.keep
+        label = f"chain{number}-after{index}"
         block = self.compressor.block(name, module, chain.linears[index], chain, index, hidden)
-        with _resident(module, self.device):
+        with self.residence.block(name, self.device):
             with torch.no_grad():
                 original = block.run(0)
             if dense is not None:
                 self._say(name, "original outputs")
                 with torch.no_grad():
-                    dense = [block.run(batch, states).cpu() for batch, states in enumerate(dense)]
+                    outputs = (block.run(batch, states) for batch, states in enumerate(dense))
+                    dense = [keep(f"{label}-dense", batch, states) for batch, states in enumerate(outputs)]
             self.compressor.compress(block, dense)
             self._say(name, "outputs")
             with torch.no_grad():
-                hidden = chain.advance_all(index, hidden)
+                hidden = chain.advance_all(index, hidden, functools.partial(keep, label))
+            self.residence.compressed(name)
             self.bar.set_postfix(error=_relative_error(hidden[0], original))
             return hidden, dense
 
@@ -161,9 +181,11 @@ class _Run:
                 len(self.outside),
                 self.outside[:3],
             )
-        block = self.compressor.block("outside the blocks", self.model, self.outside, None, 0, [])
-        block.run = lambda batch, hidden=None: self.followed.forward(batch)
-        self.compressor.compress(block, None)
+        with self.residence.running():
+            block = self.compressor.block("outside the blocks", self.model, self.outside, None, 0, [])
+            block.run = lambda batch, hidden=None: self.followed.forward(batch)
+            self.compressor.compress(block, None)
+            self.residence.compressed("")
         self.bar.update()
 
     def _restore(self, number: int, chain: Chain, index: int) -> None:
@@ -186,39 +208,6 @@ def _scheme_of(scheme, format) -> dict[str, Any]:
     transformed = isinstance(format, TransformedFormat)
     own = {"input_scale": transformed and format.input_scale, "rotate": transformed and format.rotation}
     return {field: own.get(field, value) for field, value in scheme.scheme().items()}
-
-
-def _check_in_memory(model: nn.Module, configs: dict[str, Any]) -> None:
-    unknown = sorted(set(configs) - {name for name, _ in model.named_modules()})
-    if unknown:
-        kind = type(model).__name__
-        raise ValueError(f"configs names modules that {kind} does not have, for example {unknown[:3]}")
-    elsewhere = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if elsewhere:
-        raise ValueError(
-            f"calibration needs every weight in memory, but {len(elsewhere)} are offloaded, for example "
-            f"{elsewhere[:3]}: load without offloading to disk or cpu; CalibrationConfig(device=...) brings one block "
-            "at a time to a device"
-        )
-
-
-def _default_device(model: nn.Module) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    return model.device if accelerator is None else accelerator
-
-
-@contextmanager
-def _resident(module: nn.Module, device):
-    """Inside, `module` is on `device`; afterwards it is back where it was."""
-    home = next((p.device for p in module.parameters()), torch.device(device))
-    if home == torch.device(device):
-        yield
-        return
-    module.to(device)
-    try:
-        yield
-    finally:
-        module.to(home)
 
 
 @contextmanager

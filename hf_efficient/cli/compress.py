@@ -46,6 +46,8 @@ def compress_and_save(options: argparse.Namespace, config, asked: str, describe=
         raise ValueError(f"{name}: transformers {transformers.__version__} has no {architecture}")
     check_calibration(config.calibration, found, name)
     start = time.perf_counter()
+    if getattr(options, "memory", None) is not None:
+        return _on_disk(options, config, folder, start)
     model = model_class.from_pretrained(name, dtype=options.dtype, quantization_config=config)
     seconds = time.perf_counter() - start
 
@@ -58,4 +60,21 @@ def compress_and_save(options: argparse.Namespace, config, asked: str, describe=
     size = memory.weight_bytes(model)
     text = f"{output}: {size / 1e6:.1f} MB of weights, made in {seconds:.0f} s"
     document = {"output": output, "weight_bytes": size, "seconds": seconds, "config": config.to_dict()}
+    return Result(text, document)
+
+
+def _on_disk(options: argparse.Namespace, config, folder, start: float) -> Result:
+    """As `compress_and_save`, with one block of the model in memory at a time."""
+    from hf_efficient.compression.disk_to_disk import compress_on_disk
+    from hf_efficient.integrations import hub
+
+    def describe(model, partial):
+        write_record(partial, options, "compressed", options.model, made_from=options.model)
+        hub.record_base_model(partial, folder.name, options.model)
+
+    compress_on_disk(options.model, folder, config, options.memory, dtype=options.dtype, describe=describe)
+    seconds = time.perf_counter() - start
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    text = f"{options.output}: {size / 1e6:.1f} MB of weights, made in {seconds:.0f} s"
+    document = {"output": options.output, "weight_bytes": size, "seconds": seconds, "config": config.to_dict()}
     return Result(text, document)

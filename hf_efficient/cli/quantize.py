@@ -47,6 +47,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--codebook", help="nf4, fp4, kmeans or trellis instead of a regular grid")
     for name, text in SWITCHES.items():
         command.add_argument(option_name(name), action="store_true", default=None, help=text)
+    command.add_argument(
+        "--memory",
+        help="memory that the command may take, such as 8GB: the model is read, compressed and written block by block, "
+        "and may be larger than memory; an interrupted command goes on where it was",
+    )
     command.add_argument("--config", help=f"instead of the options above: {HELP}")
     add_loading_arguments(command)
     calibration_options.add_calibration_arguments(command)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from hf_efficient.cache.stores.memory_budget import parse_bytes
+from hf_efficient.byte_sizes import parse_bytes
 from hf_efficient.configs import CompressionConfig
 from hf_efficient.evaluation.devices import Device, find_device
 from hf_efficient.evaluation.roofline import Bound, Work, bound, cost_per_million, largest_batch

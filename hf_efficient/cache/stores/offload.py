@@ -8,7 +8,7 @@ import os
 import weakref
 from pathlib import Path
 
-from hf_efficient.cache.stores.memory_budget import parse_bytes
+from hf_efficient.byte_sizes import parse_bytes
 from hf_efficient.cache.stores.tiered import TieredStore
 
 

@@ -1,0 +1,98 @@
+"""Statistics of the inputs of fused experts, one expert at a time: the routed rows are kept, not what follows from
+them."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from hf_efficient.experts import expert_weight_names
+from hf_efficient.integrations.transformers_compat import expert_activation
+from hf_efficient.observers.linear_inputs import LinearInputs
+
+
+class RoutedRows:
+    """The hidden states that fused experts `module` were called with, and the experts that each row was routed to.
+
+    Args:
+        keep: called with (number of the call, hidden states [R, H]) -> the tensor to keep.
+
+    Attributes:
+        counts: int64 [experts], rows that each expert got.
+    """
+
+    def __init__(self, module: nn.Module, keep: Callable[[int, torch.Tensor], torch.Tensor] | None = None):
+        self.module, self._keep = module, keep or (lambda call, rows: rows.clone())
+        self._calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+        up = getattr(module, expert_weight_names(module)[0])
+        self.width = up.shape[1] if module.is_transposed else up.shape[2]
+        self.counts = torch.zeros(len(up), dtype=torch.long)
+
+    def add(self, hidden: torch.Tensor, chosen: torch.Tensor) -> None:
+        """hidden [..., H], chosen int [..., k]. Under expert parallelism, numbers beyond those of the experts stand for
+        experts on other devices."""
+        hidden = hidden.detach().reshape(-1, self.width)
+        chosen = chosen.reshape(len(hidden), -1)
+        self._calls.append((self._keep(len(self._calls), hidden), chosen.clone()))
+        for expert in chosen.unique().tolist():
+            if 0 <= expert < len(self.counts):
+                self.counts[expert] += (chosen == expert).any(1).sum().item()
+
+    def of(self, expert: int, device) -> Iterator[torch.Tensor]:
+        """The rows [R, H] of an expert, call by call, on `device`."""
+        for hidden, chosen in self._calls:
+            is_routed = (chosen == expert).any(1)
+            if is_routed.any():
+                yield hidden[is_routed.to(hidden.device)].to(device)
+
+    def projected(self, expert: int, device) -> Iterator[torch.Tensor]:
+        """What the expert's first weight and activation make of each of them [R, I]."""
+        name = expert_weight_names(self.module)[0]
+        weight, bias = getattr(self.module, name)[expert], getattr(self.module, name + "_bias", None)
+        for rows in self.of(expert, device):
+            up = rows @ (weight if self.module.is_transposed else weight.t())
+            yield expert_activation(self.module, up if bias is None else up + bias[expert])
+
+
+class RoutedInputs(Sequence):
+    """`LinearInputs` of one weight of each expert, computed when it is asked for: memory holds those of one expert. An
+    expert that no row reached has those of all others of its layer.
+
+    Args:
+        name: of the weight.
+        index: 0 for the first weight of the experts, 1 for the second.
+        hessian: whether to accumulate hessians.
+    """
+
+    def __init__(self, name: str, rows: RoutedRows, index: int, hessian: bool):
+        self.name, self.rows, self.index, self.hessian = name, rows, index, hessian
+        weight = getattr(rows.module, expert_weight_names(rows.module)[index])
+        self.device, self.width = weight.device, weight.shape[1] if rows.module.is_transposed else weight.shape[2]
+        self._all = None
+
+    def __len__(self) -> int:
+        return len(self.rows.counts)
+
+    def __getitem__(self, expert: int) -> LinearInputs:
+        if not 0 <= expert < len(self):
+            raise IndexError(expert)
+        return self._of(expert) if self.rows.counts[expert] else self._merged()
+
+    @property
+    def unreached(self) -> list[int]:
+        """Experts that no row reached."""
+        return (self.rows.counts == 0).nonzero().flatten().tolist()
+
+    @torch.no_grad()
+    def _of(self, expert: int) -> LinearInputs:
+        inputs = LinearInputs(self.width, self.hessian, f"{self.name}[{expert}]", self.device)
+        for rows in (self.rows.projected if self.index else self.rows.of)(expert, self.device):
+            inputs.update(rows)
+        return inputs
+
+    def _merged(self) -> LinearInputs:
+        if self._all is None:
+            self._all = LinearInputs(self.width, self.hessian, self.name, self.device)
+            for expert in self.rows.counts.nonzero().flatten().tolist():
+                self._all.merge(self._of(expert))
+        return self._all

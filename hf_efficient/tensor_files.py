@@ -1,0 +1,90 @@
+"""Safetensors files that are read one tensor at a time, into memory of its own and not into a mapping of the file, and
+tensors that lie in mapped files. Used where a file is larger than memory."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+DTYPES = {  # safetensors' words -> torch's
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file, not read yet.
+
+    Args:
+        offset, size: its bytes in the file.
+    """
+
+    path: Path
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+    def read(self, most: int | None = None) -> torch.Tensor:
+        """The tensor in new memory; with `most` its first bytes, uint8, and at most as many.
+
+        Raises:
+            OSError: the file ends before the tensor does.
+        """
+        size = self.size if most is None else min(most, self.size)
+        data = torch.empty(size, dtype=torch.uint8)
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.offset)
+            view, filled = memoryview(data.numpy()), 0
+            while filled < size:
+                count = file.readinto(view[filled:])
+                if not count:
+                    raise OSError(f"{self.path} ends inside the tensor {self.key}")
+                filled += count
+        return data if most is not None else data.view(self.dtype).view(self.shape)
+
+
+def stored_tensors(path) -> dict[str, StoredTensor]:
+    """Key -> tensor, of the safetensors file `path`.
+
+    Raises:
+        ValueError: a dtype that torch lacks.
+    """
+    path = Path(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    found = {}
+    for key, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{path} holds {key} as {entry['dtype']}, which torch has no dtype for")
+        start, stop = entry["data_offsets"]
+        place = 8 + length + start, stop - start
+        found[key] = StoredTensor(path, key, DTYPES[entry["dtype"]], tuple(entry["shape"]), *place)
+    return found
+
+
+def mapped(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor in the file `path`, which is made where it is missing: what is written to the tensor is in the file, and
+    the system takes its memory back when it needs it."""
+    count = torch.Size(shape).numel()
+    return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(shape)

@@ -1,0 +1,155 @@
+"""A checkpoint is compressed from disk to disk: the bits of the way through memory, after interruptions, too."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import save_tiny
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_efficient import CalibrationConfig, W8A8Config, WeightOnlyConfig, compress_on_disk
+from hf_efficient.calibration.on_disk import OnDisk
+from hf_efficient.cli import main
+
+
+TOKENS = torch.randint(3, 128, (6, 24), generator=torch.Generator().manual_seed(0))
+
+
+def gptq(**arguments):
+    given = dict(bits=4, group_size=16, method="gptq", calibration=CalibrationConfig(tokens=TOKENS, batch_size=2))
+    return WeightOnlyConfig(**given | arguments)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same_checkpoint(given: Path, expected: Path) -> None:
+    found, wanted = tensors_of(given), tensors_of(expected)
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for name in ("config.json", "generation_config.json"):
+        assert (given / name).read_text() == (expected / name).read_text()
+
+
+def test_a_llama_is_compressed_to_the_bits_of_the_way_through_memory(tmp_path, capsys):
+    save_tiny(tmp_path / "model", num_hidden_layers=3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=gptq())
+    model.save_pretrained(tmp_path / "memory")
+    compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), memory="2GB")
+    assert_same_checkpoint(tmp_path / "disk", tmp_path / "memory")
+    assert re.search(r"memory: 40\d\.\d MB of 2\.0 GB .* two blocks", capsys.readouterr().out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "memory", "model"]  # no progress is left
+    index = json.loads((tmp_path / "disk" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors_of(tmp_path / "memory"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "disk")
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+
+
+@pytest.mark.parametrize(
+    "name, config, overrides",
+    [
+        ("mixtral", gptq, {}),  # experts one at a time, of tensors that transformers joins
+        ("gpt2", lambda: gptq(refine=True), {}),  # Conv1D, and hidden states of the original model on disk
+        ("llama", lambda: gptq(method="awq", embeddings=True), {"tie_word_embeddings": True}),
+        ("llama", lambda: gptq(quantize_lm_head=True), {}),  # calibrated outside the blocks
+        ("llama", lambda: WeightOnlyConfig(bits=4, group_size=32, method="hqq"), {}),  # nothing to calibrate
+        ("llama", lambda: W8A8Config(activations="static", calibration=CalibrationConfig(tokens=TOKENS)), {}),
+    ],
+)
+def test_whatever_is_chosen(tmp_path, name, config, overrides):
+    save_tiny(tmp_path / "model", name, **overrides)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=config()).save_pretrained(
+        tmp_path / "memory"
+    )
+    compress_on_disk(tmp_path / "model", tmp_path / "disk", config(), memory="2GB", say=lambda text: None)
+    assert_same_checkpoint(tmp_path / "disk", tmp_path / "memory")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch, name):
+    save_tiny(tmp_path / "model", name, num_hidden_layers=3)
+    given = dict(memory="2GB", say=lambda text: None)
+    compress_on_disk(tmp_path / "model", tmp_path / "whole", gptq(refine=name == "llama"), **given)
+    write, written = OnDisk.compressed, []
+
+    def interrupted(self, part):
+        if len(written) in stops:
+            stops.remove(len(written))
+            raise KeyboardInterrupt
+        written.append(part)
+        write(self, part)
+
+    monkeypatch.setattr(OnDisk, "compressed", interrupted)
+    stops = [0, 1, 3]  # before the first block, between blocks, before what lies outside
+    while stops:
+        with pytest.raises(KeyboardInterrupt):
+            compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(refine=name == "llama"), **given)
+    with pytest.raises(ValueError, match=r"\.disk\.compressing' holds the progress of another calibration \(.*schemes"):
+        compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(bits=3, refine=name == "llama"), **given)
+    compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(refine=name == "llama"), **given)
+    blocks = [f"model.layers.{index}" for index in range(3)]
+    assert written == [*blocks, ""]  # none twice
+    assert_same_checkpoint(tmp_path / "disk", tmp_path / "whole")
+
+
+def test_one_block_is_in_memory(tmp_path, monkeypatch):
+    save_tiny(tmp_path / "model", num_hidden_layers=3)
+    write, resident = OnDisk.compressed, []
+
+    def noting(self, part):
+        resident.append((part, {self.files.part_of(n) for n, p in self.model.named_parameters() if not p.is_meta}))
+        write(self, part)
+
+    monkeypatch.setattr(OnDisk, "compressed", noting)
+    compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), memory="2GB", say=lambda text: None)
+    assert resident == [(part, {part}) for part in (*(f"model.layers.{index}" for index in range(3)), "")]
+
+
+def test_experts_that_no_token_reached_are_named(tmp_path, caplog):
+    save_tiny(tmp_path / "model", "mixtral", num_local_experts=16)
+    config = gptq(calibration=CalibrationConfig(tokens=TOKENS[:1, :4]))
+    compress_on_disk(tmp_path / "model", tmp_path / "disk", config, memory="2GB", say=lambda text: None)
+    assert any("no calibration token reached model.layers.0.mlp.experts" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(memory="100MB"), r"memory=100\.0 MB is too little: the plan takes 40\d\.\d MB"),
+        (dict(memory="much"), "memory='much': must be a positive number of bytes"),
+        (dict(quantization_config=gptq(mixed_precision=True)), "mixed_precision=True needs the whole model in memory"),
+        (dict(quantization_config=gptq(calibration=None)), "cannot write its own calibration text"),
+        (
+            dict(quantization_config=gptq(calibration=CalibrationConfig(tokens=TOKENS, checkpoint_dir="here"))),
+            "checkpoint_dir='here' and memory='2GB' exclude each other",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_the_start(tmp_path, monkeypatch, arguments, message):
+    save_tiny(tmp_path / "model")
+    monkeypatch.setattr(OnDisk, "running", lambda self: pytest.fail("it was started"))
+    given = dict(quantization_config=gptq(), memory="2GB", say=lambda text: None)
+    with pytest.raises(ValueError, match=message):
+        compress_on_disk(tmp_path / "model", tmp_path / "disk", **given | arguments)
+    assert not (tmp_path / "disk").exists()
+
+
+def test_a_folder_that_holds_something_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="output=.* exists already"):
+        compress_on_disk(tmp_path / "model", tmp_path.parent, gptq(), memory="2GB")
+
+
+def test_the_command_says_what_it_will_take(tmp_path, capsys):
+    save_tiny(tmp_path / "model")
+    given = ["quantize", str(tmp_path / "model"), "--bits", "8", "--output", str(tmp_path / "disk"), "--json"]
+    assert main([*given, "--memory", "1MB"]) == 1
+    assert "--memory 1.0 MB is too little" in capsys.readouterr().err
+    assert main([*given, "--memory", "1GB"]) == 0
+    shown = capsys.readouterr()
+    assert "for two blocks" in shown.err and json.loads(shown.out)["output"] == str(tmp_path / "disk")
+    assert (tmp_path / "disk" / "README.md").is_file()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "disk")
