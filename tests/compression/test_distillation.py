@@ -115,7 +115,16 @@ def test_the_student_learns_answers_only(teacher, tmp_path):
     counted = trainer.counted(batch)
     assert counted.sum() == sum(int(row["answer"].sum()) for row in rows)
     assert not counted[:, -1].any() and (batch["attention_mask"][counted] == 1).all()
-    _, result = distill(student, teacher, tokenizer=tokenizer, prompts=PROMPTS, max_new_tokens=12, steps=2, batch_size=4, learning_rate=1e-9)
+    _, result = distill(
+        student,
+        teacher,
+        tokenizer=tokenizer,
+        prompts=PROMPTS,
+        max_new_tokens=12,
+        steps=2,
+        batch_size=4,
+        learning_rate=1e-9,
+    )
     assert result["loss"] < 1e-6  # it is the teacher
 
 
