@@ -1,13 +1,14 @@
 """What does each format of `PagedCache` cost in perplexity, and how many bytes does a token take?
 
-    python benchmarks/kv_quality.py [--formats int8 int4 ...] [--tokens FILE] [--windows 4] [--output FILE]
+    python benchmarks/kv_quality.py [--formats int8 int4 ...] [--outliers] [--tokens FILE] [--windows 4] [--output FILE]
     python benchmarks/kv_quality.py --table        # the table of what has been measured, beside the peers
 
 SmolLM2-135M-Instruct in bfloat16 under attn_implementation="flash_paged": windows of 1,280 tokens of Wikipedia
 articles, fed in chunks of 256 through the cache, scored on the predictions made after the first chunk. Every format
 sees the same windows as kv_format="auto", whose next-token distributions are what KL and top-1 agreement are taken
 against. Bytes of a token are those of its slots in all layers, scales included; what a row keeps beside its blocks
-(int4 and int2) stands apart. FILE: int64 [rows, length], .safetensors or .pt; without it the windows come from
+(int4 and int2) stands apart. With --outliers the keys of each head have two channels 32 times as large as they were, and
+the queries these channels so much smaller: the same function, but keys as models with outliers have them. FILE: int64 [rows, length], .safetensors or .pt; without it the windows come from
 `sample_text()`.
 """
 
@@ -20,6 +21,8 @@ import torch
 
 
 LENGTH, CHUNK = 1280, 256
+WITH_OUTLIERS = ", keys with outliers"  # in names of results
+OUTLIERS = 32.0  # times as large as before
 FORMATS = ("auto", "int8", "fp8", "int4", "int2")
 
 # measured earlier with the peers' own packages: name -> (bits, perplexity, KL, top-1 %)
@@ -31,6 +34,17 @@ PEERS = {
     "quanto int2 g64, residual 128, keys per channel": (2, 25.42, 0.301, 72.1),
     "hqq int2 g64, residual 128": (2, 124.4, 1.9, 37.0),
 }
+
+
+@torch.no_grad()
+def add_outliers(model) -> None:
+    """Keys of each head get two large channels, a pair that RoPE turns, and the queries the inverse."""
+    dim = model.config.head_dim
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for linear, factor in ((attention.k_proj, OUTLIERS), (attention.q_proj, 1 / OUTLIERS)):
+            heads = linear.weight.unflatten(0, (-1, dim))
+            heads[:, [1, 1 + dim // 2]] *= factor  # a power of two: nothing is rounded
 
 
 def page_bytes(cache) -> float:
@@ -81,6 +95,7 @@ def measure(model, windows: torch.Tensor, kv_formats: list[str]) -> dict[str, di
 def main() -> None:
     parser = harness.parser(__doc__, "kv_quality.json")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--outliers", action="store_true")
     parser.add_argument("--tokens")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--table", action="store_true")
@@ -94,9 +109,11 @@ def main() -> None:
     hf_efficient.register()
     windows = harness.windows(options.tokens, "evaluation", options.windows, LENGTH)
     model = harness.load(attn_implementation="flash_paged")
+    if options.outliers:
+        add_outliers(model)
     done = harness.read(options.output, {})
     for name, row in measure(model, windows, options.formats).items():
-        done[name] = {**row, "environment": environment.describe()}
+        done[name + WITH_OUTLIERS * options.outliers] = {**row, "environment": environment.describe()}
     harness.write(options.output, done)
     return write_table(options.output)
 
@@ -109,7 +126,7 @@ def write_table(path: Path) -> None:
         "|---|" + "---:|" * 6,
     ]
     base = done["auto"]
-    for name in FORMATS:
+    for name in (*FORMATS, *(f"{name}{WITH_OUTLIERS}" for name in FORMATS)):
         if name in done:
             row = done[name]
             change = f"{100 * (row['perplexity'] / base['perplexity'] - 1):+.2f} %"

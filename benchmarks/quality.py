@@ -72,6 +72,10 @@ def rows() -> dict[str, dict | None]:
     table["nf4 g64"] = weight_only(4, 64, codebook="nf4", method="rtn")
     table["nf4 g64 double quantization"] = weight_only(4, 64, codebook="nf4", method="rtn", double_quantization=True)
     table["fp4 g64"] = weight_only(4, 64, codebook="fp4", method="rtn")
+    for name in ("mxfp4", "nvfp4"):
+        table[name] = weight_only(4, "auto", codebook=name, method="rtn")
+        table[f"{name} gptq"] = weight_only(4, "auto", codebook=name, method="gptq")
+        table[f"{name} gptq refine"] = weight_only(4, "auto", codebook=name, method="gptq", refine=True)
     table["kmeans 4 bits g64"] = weight_only(4, 64, codebook="kmeans", method="rtn")
     table["kmeans 4 bits g64 gptq"] = weight_only(4, 64, codebook="kmeans", method="gptq")
     table["kmeans 4 bits channel"] = weight_only(4, -1, codebook="kmeans", method="rtn")

@@ -33,6 +33,8 @@ METHODS = {
     "int4 g64 gptq": "int4, GPTQ",
     "int4 g64 fast, no text": "int4, `WeightOnlyConfig()`",
     "int4 g64 hqq, float zero points": "int4, HQQ with float zero points",
+    "nvfp4 gptq refine": "NVFP4, GPTQ and `refine=True`",
+    "mxfp4 gptq refine": "MXFP4, GPTQ and `refine=True`",
     "nf4 g64": "NF4",
     "int4 g64 rtn": "int4, to nearest",
     "int3 g64 gptq refine": "int3, GPTQ and `refine=True`",
@@ -214,10 +216,10 @@ def environments() -> str:
         for feature in found["needs_later"]:
             later.setdefault(feature, []).append(path.stem)
         counts = [found["passed"], len(found["failed"]), len(found["needs_later"]), sum(found["skipped"].values())]
-        rows.append([path.stem, *versions, found["python"], *map(str, counts), f"{found['import_seconds']:.2f}"])
-    header = "environment | transformers | torch | Python | passed | failed | missing features | skipped | import, s"
+        rows.append([path.stem, *versions, found["python"], *map(str, counts)])
+    header = "environment | transformers | torch | Python | passed | failed | missing features | skipped"
     features = [f"- {feature}: {', '.join(names)}." for feature, names in sorted(later.items())]
-    parts = [markdown(header, "llllrrrrr", rows), "\n".join(absent), *(["Missing features:"] if features else [])]
+    parts = [markdown(header, "llllrrrr", rows), "\n".join(absent), *(["Missing features:"] if features else [])]
     return "\n\n".join(part for part in (*parts, "\n".join(features)) if part)
 
 

@@ -7,6 +7,7 @@ python examples/evaluate_lm_eval.py --tasks arc_easy
 import argparse
 
 import lm_eval
+from lm_eval.tasks import TaskManager
 
 import hf_efficient.integrations.lm_eval  # noqa: F401  (adds the harness's model "hf-efficient")
 
@@ -15,9 +16,16 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
 parser.add_argument("--tasks", nargs="+", default=["arc_easy"])
 parser.add_argument("--limit", type=int, help="of the samples of a task")
+parser.add_argument("--include-path", help="a folder with tasks of your own")
 options = parser.parse_args()
 
 for name, arguments in (("hf", ""), ("hf-efficient", ",bits=4,group_size=64")):
     arguments = f"pretrained={options.model}{arguments}"
-    found = lm_eval.simple_evaluate(model=name, model_args=arguments, tasks=options.tasks, limit=options.limit)
+    found = lm_eval.simple_evaluate(
+        model=name,
+        model_args=arguments,
+        tasks=options.tasks,
+        limit=options.limit,
+        task_manager=TaskManager(include_path=options.include_path),
+    )
     print(name, found["results"])

@@ -4,6 +4,8 @@ Importing this package registers its quantizers and attention with transformers 
 loading code is imported. It touches no GPU and changes nothing for a model that does not ask.
 """
 
+import contextlib
+import gc
 import importlib
 import importlib.abc
 import importlib.util
@@ -86,10 +88,24 @@ def __dir__() -> list[str]:
 def register() -> None:
     """Registers the quantizers and attention implementations with transformers. Idempotent; import calls it."""
     integrations = ("registration", "attention", "attention_choice", "warnings")
-    for name in (*(f"integrations.transformers_{name}" for name in integrations), "checkpoints.adopt"):
-        importlib.import_module(f"hf_efficient.{name}").register()
-    importlib.import_module("hf_efficient.integrations.transformers_releases").mark_users_caches()
-    importlib.import_module("hf_efficient.integrations.transformers_cache_names").register()
+    with _without_collections():
+        for name in (*(f"integrations.transformers_{name}" for name in integrations), "checkpoints.adopt"):
+            importlib.import_module(f"hf_efficient.{name}").register()
+        importlib.import_module("hf_efficient.integrations.transformers_releases").mark_users_caches()
+        importlib.import_module("hf_efficient.integrations.transformers_cache_names").register()
+
+
+@contextlib.contextmanager
+def _without_collections():
+    """Without Python's garbage collector, if it is on. Modules stay, so it would look through all objects of torch and
+    transformers in vain, which takes as long as the imports do."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 def _register_peft() -> None:

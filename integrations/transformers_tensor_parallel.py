@@ -199,8 +199,15 @@ def _dims(weight: CompressedWeight, style: str) -> dict[str, int | None]:
     """Canonical tensor -> the dimension (of one expert's) that is cut, None: every process has all of it."""
     shapes = weight.format.shapes(weight.out_features, weight.in_features)
     dim = 0 if style in ROWS else 1
-    whole = {"activation_scale", "activation_zero_point", "outlier_columns", "rotation_signs", "input_order"}
-    whole |= {"input_scale"} if dim == 0 else {"codebook"}
+    whole = {
+        "activation_scale",
+        "activation_zero_point",
+        "outlier_columns",
+        "rotation_signs",
+        "input_order",
+        "scale_scale",
+    }
+    whole |= {"input_order", *(("input_scale",) if dim == 0 else ("codebook",))}
 
     def of(name: str, shape: tuple[int, ...]) -> int | None:
         if name == "input_scale" and dim == 1:  # [in_features]

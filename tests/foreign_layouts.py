@@ -104,6 +104,25 @@ def packed(rows, columns, dtype, bits=4, size=32, symmetric=True, order="natural
     return parts, weight, compressed_tensors_config("pack-quantized", weights)
 
 
+def fp4(rows, columns, dtype, kind="nvfp4"):
+    """compressed-tensors' "nvfp4-pack-quantized" and "mxfp4-pack-quantized"."""
+    size = 16 if kind == "nvfp4" else 32
+    codes = random_codes(rows, columns, 4)
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = magnitudes[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+    parts = {"weight_packed": (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)}
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": size}
+    if kind == "nvfp4":
+        scale = (torch.rand(rows, columns // size) * 400 + 1).to(torch.float8_e4m3fn)
+        parts |= {"weight_scale": scale, "weight_global_scale": torch.tensor([16384.0])}
+        scale, weights["strategy"] = scale.float() / 16384, "tensor_group"
+    else:
+        parts["weight_scale"] = torch.randint(118, 123, (rows, columns // size), dtype=torch.uint8)
+        scale, weights["strategy"] = 2.0 ** (parts["weight_scale"].float() - 127), "group"
+    weight = numbers * scale.repeat_interleave(size, 1)
+    return parts, weight, compressed_tensors_config(f"{kind}-pack-quantized", weights)
+
+
 def plain(rows, columns, dtype, kind="int", strategy="channel", dynamic=True, inputs=True, symmetric=True):
     """compressed-tensors' "int-quantized" and "float-quantized"."""
     shape = {"channel": (rows, 1), "tensor": (1,), "block": (-(-rows // 128), -(-columns // 128))}[strategy]

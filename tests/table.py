@@ -36,6 +36,8 @@ METHODS = {
     "nf4": dict(_WEIGHT_ONLY, bits=4, codebook="nf4"),
     "nf4_double": dict(_WEIGHT_ONLY, bits=4, codebook="nf4", double_quantization=True),
     "fp4": dict(_WEIGHT_ONLY, bits=4, codebook="fp4"),
+    "mxfp4": dict(_WEIGHT_ONLY, bits=4, group_size=32, codebook="mxfp4"),
+    "nvfp4_refined": dict(_WEIGHT_ONLY, bits=4, group_size=16, codebook="nvfp4", method="gptq", refine=True),
     "kmeans_4": dict(_WEIGHT_ONLY, bits=4, group_size=-1, codebook="kmeans"),
     "kmeans_3": dict(_WEIGHT_ONLY, bits=3, group_size=-1, codebook="kmeans"),
     "trellis_2": dict(_WEIGHT_ONLY, bits=2, group_size=-1, codebook="trellis", method="gptq"),

@@ -1,12 +1,13 @@
 """Every script of `examples/` runs to its end and leaves what it says; every notebook runs."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+from harness_task import write_task
+from helpers import is_installed
 from nbclient import NotebookClient
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
@@ -34,17 +35,17 @@ RUNS = {
         ["--output", "heads", "--num-tokens", "512", "--epochs", "1", "--max-new-tokens", "8"],
         "heads/draft_heads.json",
     ),
-    "evaluate_lm_eval": (["--limit", "2"], None),
+    "evaluate_lm_eval": (["--limit", "2", "--tasks", "local", "--include-path", "tasks"], None),
 }  # fmt: skip
 MISSING = {  # script -> why it cannot run here
     "serve_and_call": None if is_serve_available() else "needs pip install 'transformers[serving]'",
-    "evaluate_lm_eval": "needs pip install lm_eval, and tasks of the Hub",
+    "evaluate_lm_eval": None if is_installed("lm_eval") else "needs pip install lm_eval",
 }
 
 
 @pytest.fixture(scope="module")
 def folder(sample_model, tmp_path_factory):
-    """Holds the first two blocks of the sample model, the same in four bits, and a text."""
+    """Holds the first two blocks of the sample model, the same in four bits, a text, and a task of the harness."""
     folder = tmp_path_factory.mktemp("examples")
     config = AutoConfig.from_pretrained(sample_model, num_hidden_layers=2)
     model = AutoModelForCausalLM.from_pretrained(sample_model, config=config, dtype="auto")
@@ -55,6 +56,7 @@ def folder(sample_model, tmp_path_factory):
     for name in ("model", "int4"):
         AutoTokenizer.from_pretrained(sample_model).save_pretrained(folder / name)
     (folder / "text.txt").write_text(TEXT)
+    write_task(folder / "tasks")
     return folder
 
 
@@ -86,7 +88,7 @@ def test_notebooks_run(path, folder, tmp_path):
     NotebookClient(notebook, timeout=280, resources={"metadata": {"path": tmp_path}}).execute()
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs pip install lm_eval")
+@pytest.mark.skipif(not is_installed("lm_eval"), reason="needs pip install lm_eval")
 def test_the_harness_knows_our_model():
     import lm_eval.api.registry
 

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_efficient.calibration.blocks import Block, weight_of
+from hf_efficient.calibration.refine_codebook import CodebookWeight
 from hf_efficient.calibration.refine_trellis import TrellisWeight
+from hf_efficient.calibration.transformed_weight import to_plain, to_stored
 from hf_efficient.calibration.tuning import TunedWeight, refine_linears
 from hf_efficient.formats import AffineFormat
+from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.formats.trellis import TrellisFormat
-from hf_efficient.kernels.hadamard import rotate, unrotate_weight
 from hf_efficient.methods import inner_format
 
 
@@ -28,9 +30,9 @@ _MARGIN = 0.49  # largest distance of u from its code at the start
 
 
 def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None = None, seed: int = 0) -> None:
-    """Tunes the codes and scales in `block.tensors` of the linears with `refine=True` in an affine format, and the
-    factors of those along a trellis (transformed inputs included). Batches of about 1,000 tokens do better than larger
-    ones in the same time.
+    """Tunes the codes and scales in `block.tensors` of the linears with `refine=True` in an affine format or with a
+    table, and the factors of those along a trellis (transformed inputs included). Batches of about 1,000 tokens do
+    better than larger ones in the same time.
 
     Args:
         targets: outputs of the original model after the block, [B, T, H] for each batch.
@@ -58,7 +60,7 @@ class _AffineWeight(TunedWeight):
     def __init__(self, module: nn.Module, format, tensors: dict[str, torch.Tensor]):
         self.format, self.start, self.dtype = format, tensors, module.weight.dtype
         self.affine: AffineFormat = inner_format(format)
-        weight = self._to_stored(weight_of(module).float())
+        weight = to_stored(weight_of(module).float(), format, tensors)
         self.columns, self.scale = weight.shape[1], tensors["scale"].float()
         width = self.columns if self.affine.group_size in (None, -1) else min(self.affine.group_size, self.columns)
 
@@ -77,26 +79,11 @@ class _AffineWeight(TunedWeight):
     def _stored_scale(self) -> torch.Tensor:
         return self.scale * self.log_scale.exp()
 
-    def _to_stored(self, weight: torch.Tensor) -> torch.Tensor:
-        """A float32 weight [N, K] that acts on the plain input -> the one that acts on the input of a
-        `TransformedFormat`."""
-        if getattr(self.format, "input_scale", False):
-            weight = weight / self.start["input_scale"].float()
-        if getattr(self.format, "rotation", False):
-            weight = rotate(weight, self.start["rotation_signs"])
-        return weight
-
     def compute(self) -> torch.Tensor:
         scale = self._stored_scale().expand(len(self.codes), -1)  # [1, 1] where the tensor has one scale
         weight = _FakeQuantize.apply(self.codes, scale, self.zero, self.affine.levels, self.dtype)
         weight = weight.flatten(1)[:, : self.columns]
-        if self.format is self.affine:
-            return weight.to(self.dtype)
-        if self.format.rotation:
-            weight = unrotate_weight(weight, self.start["rotation_signs"])
-        if self.format.input_scale:
-            weight = weight * self.start["input_scale"].float()
-        return weight.to(self.dtype)
+        return to_plain(weight, self.format, self.start).to(self.dtype)
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -105,7 +92,7 @@ class _AffineWeight(TunedWeight):
         return {**self.start, "qweight": self.affine.pack(codes), "scale": self._stored_scale().to(self.dtype)}
 
 
-_TUNED = {AffineFormat: _AffineWeight, TrellisFormat: TrellisWeight}
+_TUNED = {AffineFormat: _AffineWeight, CodebookFormat: CodebookWeight, TrellisFormat: TrellisWeight}
 
 
 class _FakeQuantize(torch.autograd.Function):

@@ -6,9 +6,9 @@ import dataclasses
 import torch
 from torch import nn
 
+from hf_efficient.calibration.transformed_weight import to_plain
 from hf_efficient.calibration.tuning import TunedWeight
 from hf_efficient.formats.transformed import TransformedFormat
-from hf_efficient.kernels.hadamard import unrotate_weight
 from hf_efficient.methods import inner_format
 
 
@@ -26,8 +26,7 @@ class TrellisWeight(TunedWeight):
         columns = tensors["qweight"].shape[1]
         self.scale, ones = tensors["scale"].float(), torch.ones_like(tensors["scale"])
         self.values = inner_format(format).dequantize({**tensors, "scale": ones}, columns, torch.float32)
-        if plain.rotation:
-            self.values = unrotate_weight(self.values, tensors["rotation_signs"])
+        self.values = to_plain(self.values, dataclasses.replace(plain, input_scale=False), tensors)
         self.input_scale = tensors["input_scale"].float() if plain.input_scale else self.values.new_ones(columns)
         self.log_rows = torch.zeros_like(self.scale).requires_grad_()
         self.log_inputs = torch.zeros_like(self.input_scale).requires_grad_()

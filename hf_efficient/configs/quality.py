@@ -10,6 +10,7 @@ from hf_efficient.configs.checks import check
 
 
 AUTO = "auto"
+BLOCK_SIZES = {"mxfp4": 32, "nvfp4": 16}  # weights that share a scale in the FP4 formats of today's hardware
 QUALITIES = ("fast", "balanced", "best")
 _RANDOM_WINDOWS = 4  # tokens enough for the mean squares of the channels
 _WINDOWS = {"balanced": 32, "best": 128}
@@ -26,7 +27,8 @@ def choose(given: dict[str, Any], quality: str | None) -> dict[str, Any]:
     if given["symmetric"] == AUTO:
         chosen["symmetric"] = bits == 8 and given["group_size"] == AUTO and codebook is None
     if given["group_size"] == AUTO:
-        chosen["group_size"] = -1 if bits == 8 or codebook == "trellis" else 64
+        fixed = BLOCK_SIZES | {"trellis": -1}
+        chosen["group_size"] = fixed.get(codebook, -1 if bits == 8 else 64)
     if given["rotate"] == AUTO:
         chosen["rotate"] = codebook == "trellis"
     if method == AUTO:

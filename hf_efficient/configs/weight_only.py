@@ -8,12 +8,21 @@ from typing import Any
 
 from hf_efficient.configs.base import CONFIG_VERSION, CompressionConfig, module_matches
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, naming
-from hf_efficient.configs.quality import AUTO, QUALITIES, choose, data_free, needs_text, own_text, random_tokens
+from hf_efficient.configs.quality import (
+    AUTO,
+    BLOCK_SIZES,
+    QUALITIES,
+    choose,
+    data_free,
+    needs_text,
+    own_text,
+    random_tokens,
+)
 
 
 WEIGHT_BITS = (2, 3, 4, 8)
 EMBEDDING_BITS = (4, 8)
-CODEBOOKS = ("nf4", "fp4", "kmeans", "trellis")
+CODEBOOKS = ("nf4", "fp4", "mxfp4", "nvfp4", "kmeans", "trellis")
 ZERO_POINTS = ("integer", "float", "minimum")
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 TRELLIS_BITS = (2, 2.5, 3, 3.5, 4)
@@ -42,8 +51,9 @@ class WeightOnlyConfig(CompressionConfig):
         bits (2, 3, 4 or 8; default 4): bits of a code. With `mixed_precision` the average over the layers. With
             codebook="trellis" 2, 2.5, 3, 3.5 or 4.
         group_size (int or None; default "auto"): weights that share a scale: a positive multiple of 8, -1 for one group
-            per output channel, None for one scale for the whole tensor. "auto" is -1 with 8 bits or a trellis, else
-            64. On CPU the fast kernels take -1 with 8 bits, and multiples of 32 with 4 bits.
+            per output channel, None for one scale for the whole tensor. "auto" is -1 with 8 bits or a trellis, 32
+            with "mxfp4", 16 with "nvfp4", else 64. On CPU the fast kernels take -1 with 8 bits, and multiples of 32
+            with 4 bits.
         symmetric (bool; default "auto"): zero is the middle of the grid and no zero point is stored. False stores a
             zero point per group. "auto" is True with 8 bits and group_size="auto".
         method (str; default "auto"): how codes, scales and zero points are chosen; a file of `hf_efficient/methods`,
@@ -56,16 +66,19 @@ class WeightOnlyConfig(CompressionConfig):
             Where such a model cannot be run while loading (several devices, tensor parallelism, no token ids as
             input), it is "hqq" with float zero points. "balanced" and "best" take minutes: "gptq" with `refine`, with
             few and many windows of text. None is "balanced" where `calibration` is given, else "fast".
-        codebook ("nf4", "fp4", "kmeans", "trellis" or None; default None): codes are indices into a table instead of
-            points of a grid. "nf4" (https://arxiv.org/abs/2305.14314) and "fp4" have 4 bits, "kmeans" learns tables of
-            2, 3 or 4 bits. "trellis" (QTIP, https://arxiv.org/abs/2406.11235) lets neighbouring weights of a column
-            share bits and has one scale a row. It loses least at 2 to 4 bits, and takes minutes to make.
+        codebook ("nf4", "fp4", "mxfp4", "nvfp4", "kmeans", "trellis" or None; default None): codes are indices into a
+            table instead of points of a grid. "nf4" (https://arxiv.org/abs/2305.14314) and "fp4" have 4 bits. "mxfp4"
+            (https://arxiv.org/abs/2310.10537) and "nvfp4" are the FP4 of today's hardware, E2M1 with a scale for 32 or
+            16 weights in 8 bits. "kmeans" learns tables of 2, 3 or 4 bits. "trellis" (QTIP,
+            https://arxiv.org/abs/2406.11235) lets neighbouring weights of a column share bits and has one scale a row.
+            It loses least at 2 to 4 bits, and takes minutes to make.
         double_quantization (bool; default False): also store the scales of a codebook in 8 bits (QLoRA).
         rotate (bool; default "auto": True with codebook="trellis"): spread outliers by random Hadamard rotations (QuIP,
             https://arxiv.org/abs/2307.13304; QuaRot, https://arxiv.org/abs/2404.00456). The inverse is applied to the
             input unless it folds into other weights.
         refine (bool; default False): after each block, tune scales and rounding by gradient on the block's outputs;
-            needs `calibration`. With codebook="trellis" factors of rows and of inputs, and no codes.
+            needs `calibration`. With codebook="trellis" factors of rows and of inputs, and no codes; scales of "mxfp4"
+            stay.
         mixed_precision (bool; default False): give each layer as many bits as it needs, `bits` on average; needs
             `calibration`.
         int8_on_cpu (bool; default False): with the C++ kernels (most with VNNI), models in bfloat16 round their inputs
@@ -158,8 +171,13 @@ class WeightOnlyConfig(CompressionConfig):
         check_flags(scheme, "symmetric", "double_quantization", "rotate", "refine", "mixed_precision")
         check_flags(scheme, "int8_on_cpu", "input_scale", "input_order")
         check_choices(scheme, codebook=(*CODEBOOKS, None))
-        if codebook in ("nf4", "fp4"):
+        if codebook in ("nf4", "fp4", *BLOCK_SIZES):
             check(bits == 4, "bits", bits, f"4 for codebook={codebook!r}")
+        if codebook in BLOCK_SIZES:
+            block = BLOCK_SIZES[codebook]
+            check(group_size == block, "group_size", group_size, f"{block} for codebook={codebook!r}")
+            for field, only in (("double_quantization", False), ("scale_dtype", None)):
+                check(scheme[field] == only, field, scheme[field], f"{only} for codebook={codebook!r}")
         if codebook == "trellis":
             check(group_size == -1, "group_size", group_size, "-1 for codebook='trellis': one scale a row")
             check(not scheme["double_quantization"], "double_quantization", True, "False for codebook='trellis'")
@@ -177,8 +195,7 @@ class WeightOnlyConfig(CompressionConfig):
         if codebook is None:
             check(not scheme["double_quantization"], "double_quantization", True, "False where there is no codebook")
         else:
-            refines = () if codebook == "trellis" else ("refine",)
-            for field in (*refines, "mixed_precision", "int8_on_cpu"):
+            for field in ("mixed_precision", "int8_on_cpu"):
                 check(not scheme[field], field, True, f"False for codebook={codebook!r}")
 
     @property

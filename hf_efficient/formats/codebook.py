@@ -11,6 +11,8 @@ from hf_efficient.kernels.linear.codes import packed_width
 
 
 _FP4_MAGNITUDES = tuple(value / 12 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES))
 TABLES = {
     # 4-bit NormalFloat: quantiles of a normal distribution. QLoRA (https://arxiv.org/abs/2305.14314), appendix E
     "nf4": (
@@ -20,7 +22,15 @@ TABLES = {
     ),
     # bitsandbytes' 4-bit float: a sign, two bits of exponent, one of mantissa, in an order of its own
     "fp4": (*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES)),
+    # the OCP Microscaling Formats 1.0 (https://arxiv.org/abs/2310.10537), and NVIDIA's FP4 with the same codes
+    "mxfp4": _E2M1,
+    "nvfp4": _E2M1,
 }
+FP4_BLOCKS = ("mxfp4", "nvfp4")  # their scales are not plain floats
+# what the largest weight of a group may become, in the units of E2M1: above 6 it is clipped
+_LARGEST = {"mxfp4": (6.0, 4.5, 8.5), "nvfp4": (6.0, 4.0, 5.0, 7.0)}
+_E8M0_BIAS, _E8M0_LARGEST = 127, 254  # code 255 is NaN
+_E4M3_LARGEST = 448.0
 SCALES_AT_ONCE = 256  # quantized scales that share one float32 scale
 _ELEMENTS_AT_ONCE = 1 << 20  # float32 elements of a weight that are copied at once: 4 MB
 
@@ -31,8 +41,10 @@ class CodebookFormat(GroupedCodes):
     "codebook".
 
     Args:
-        codebook: "nf4" or "fp4", fixed tables of 16 entries in [-1, 1], or "kmeans", a learned one in the weight's
-            dtype: [N, 2^bits] (one a row) for group_size -1, else [1, 2^bits].
+        codebook: "nf4" or "fp4", fixed tables of 16 entries in [-1, 1]; "mxfp4" or "nvfp4", the numbers of E2M1 up to
+            6; or "kmeans", a learned one in the weight's dtype: [N, 2^bits] (one a row) for group_size -1, else [1,
+            2^bits]. In place of "scale", "mxfp4" has "scale_codes" uint8 [N, G] for scale = 2^(code - 127), and "nvfp4"
+            has "scale_codes" float8_e4m3fn [N, G] and "scale_scale" float32 [1] for their product.
         bits, group_size: see `GroupedCodes`.
         double_quantization: scales in 8 bits (QLoRA): "scale_codes" uint8 [N, G], a float32 "scale_scale" for each 256
             of them and their mean "scale_mean" in place of "scale"; scale = (code - 128) * scale_scale + scale_mean.
@@ -56,7 +68,9 @@ class CodebookFormat(GroupedCodes):
     def shapes(self, out_features, in_features):
         per_group = self.per_group(out_features, in_features)
         shapes = {"qweight": (out_features, packed_width(in_features, self.bits))}
-        if self.double_quantization:
+        if self.codebook in FP4_BLOCKS:
+            shapes |= {"scale_codes": per_group} | ({"scale_scale": (1,)} if self.codebook == "nvfp4" else {})
+        elif self.double_quantization:
             blocks = -(-per_group[0] * per_group[1] // SCALES_AT_ONCE)
             shapes |= {"scale_codes": per_group, "scale_scale": (blocks,), "scale_mean": (1,)}
         else:
@@ -67,14 +81,26 @@ class CodebookFormat(GroupedCodes):
 
     def dtypes(self, dtype):
         dtypes = {"qweight": torch.uint8}
-        if self.double_quantization:
+        if self.codebook == "mxfp4":
+            dtypes["scale_codes"] = torch.uint8
+        elif self.codebook == "nvfp4":
+            dtypes |= {"scale_codes": torch.float8_e4m3fn, "scale_scale": torch.float32}
+        elif self.double_quantization:
             dtypes |= {"scale_codes": torch.uint8, "scale_scale": torch.float32, "scale_mean": torch.float32}
         else:
             dtypes["scale"] = getattr(torch, self.scale_dtype) if self.scale_dtype else dtype
         return dtypes if self.codebook != "kmeans" else {**dtypes, "codebook": dtype}
 
     def store_scale(self, scale: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """float [N, G] (or [1, 1]) -> the tensors that hold it in a weight of `dtype`; `scale` reads them."""
+        """float [N, G] (or [1, 1]) -> the tensors that hold it in a weight of `dtype`; `scale` reads them. Each scale
+        becomes the nearest that can be stored, a power of two by its logarithm."""
+        if self.codebook == "mxfp4":
+            exponent = scale.float().clamp_min(2.0**-_E8M0_BIAS).log2().round_() + _E8M0_BIAS
+            return {"scale_codes": exponent.clamp_(0, _E8M0_LARGEST).to(torch.uint8)}
+        if self.codebook == "nvfp4":
+            step = (scale.float().amax() / _E4M3_LARGEST).view(1)
+            codes = scale.float() / torch.where(step == 0, 1, step)
+            return {"scale_codes": codes.to(torch.float8_e4m3fn), "scale_scale": step}
         if not self.double_quantization:
             return {"scale": scale.to(self.dtypes(dtype)["scale"])}
         mean = scale.float().mean()
@@ -86,6 +112,10 @@ class CodebookFormat(GroupedCodes):
 
     def scale(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """The scales as stored: float32 [..., N, G]."""
+        if self.codebook == "mxfp4":
+            return torch.exp2(tensors["scale_codes"].float() - _E8M0_BIAS)
+        if self.codebook == "nvfp4":
+            return tensors["scale_codes"].float() * tensors["scale_scale"][..., None]
         if not self.double_quantization:
             return tensors["scale"].float()
         codes, mean = tensors["scale_codes"], tensors["scale_mean"][..., None]
@@ -126,14 +156,34 @@ class CodebookFormat(GroupedCodes):
             codes[rows] = order[own].expand(len(values), -1).gather(1, places)
         return codes
 
-    def round(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """weight [N, K] -> canonical tensors for a fixed table. The scale is the largest magnitude of each group; every
-        weight takes the entry that is nearest with the scale as it is stored."""
+    def round(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """weight [N, K] -> canonical tensors for a fixed table. The largest magnitude of each group becomes the largest
+        entry of the table, with E2M1, whose steps grow, also another number where the squared errors, weighted by
+        `importance` [K], are smaller. Every weight takes the entry that is nearest with the scale as it is stored."""
         if self.codebook == "kmeans":
             raise ValueError("codebook='kmeans' has no table to round to: method='kmeans' learns one")
-        tensors = self.store_scale(self.absmax(weight), weight.dtype)
         table = torch.tensor([TABLES[self.codebook]], device=weight.device)
+        largest, best = self.absmax(weight), None
+        for entry in _LARGEST.get(self.codebook, (1.0,)):
+            tensors = self.store_scale(largest / entry, weight.dtype)
+            if self.codebook not in _LARGEST:
+                break
+            error = self._error(weight, self.scale(tensors), table, importance)
+            found = error, largest / entry
+            best = found if best is None else [torch.where(error < best[0], new, old) for new, old in zip(found, best)]
+        else:
+            tensors = self.store_scale(best[1], weight.dtype)
         return {"qweight": self.pack(self.nearest(weight, self.scale(tensors), table)), **tensors}
+
+    def _error(self, weight, scale, table, importance) -> torch.Tensor:
+        """The squared error of each group, float32 [N, G]."""
+        errors = []
+        for rows in torch.arange(len(weight), device=weight.device).split(max(1, _ELEMENTS_AT_ONCE // weight.shape[1])):
+            codes = self.nearest(weight[rows], scale[rows], table).int()
+            entries = self.grouped(table[0, codes]) * scale[rows][..., None]
+            error = (entries - self.grouped(weight[rows])).square_()
+            errors.append((error if importance is None else error * self.grouped(importance[None])).sum(-1))
+        return torch.cat(errors)
 
     def absmax(self, weight: torch.Tensor) -> torch.Tensor:
         """The largest magnitude of each group of weight [N, K]: float32 [N, G], [1, 1] for group_size None."""

@@ -13,14 +13,14 @@ def quantize(weight: torch.Tensor, format: CodebookFormat, inputs, damping: floa
     """The canonical tensors of weight [N, K] for the inputs' `hessian` [K, K].
 
     Learned tables and scales are those of `kmeans`, with columns weighed by the errors that GPTQ cannot make up for;
-    with a fixed table the scales are the largest magnitudes. Codes come from error feedback and one descent. Rows where
+    with a fixed table those of `CodebookFormat.round`. Codes come from error feedback and one descent. Rows where
     that is worse than the nearest entries get those."""
     hessian = inputs.hessian.to(weight.device)
     feedback = Feedback(hessian, damping)
     if format.codebook == "kmeans":
         tensors = kmeans.quantize(weight, format, SimpleNamespace(mean_square=feedback.importance))
     else:
-        tensors = format.round(weight)
+        tensors = format.round(weight, feedback.importance)
     scale, table = format.scale(tensors), format.table(tensors)
     plain = format.dequantize(tensors, weight.shape[1], torch.float32)
     nearest = _columns(scale, table, format)

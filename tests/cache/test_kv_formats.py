@@ -12,6 +12,7 @@ from hf_efficient import PagedCache
 from hf_efficient.cache.page_handle import PAGES
 from hf_efficient.kernels.attention import policy
 from hf_efficient.kernels.flash_paged import quantized_reference
+from hf_efficient.kernels.flash_paged.kv_formats import KEY_CLIP
 
 
 HEADS, DIM = 2, 32
@@ -33,7 +34,7 @@ def quantized(key: torch.Tensor, value: torch.Tensor, kv_format: str) -> tuple[t
         pairs = (quantized_reference.quantize_tokens(x, dtype) for x in (key, value))
         return tuple(codes.float() * scale.float()[..., None] for codes, scale in pairs)
     bits = int(kv_format[3:])
-    codes, scale, low = quantized_reference.quantize_groups(key, bits, 0)
+    codes, scale, low = quantized_reference.quantize_groups(key, bits, 0, KEY_CLIP[bits])
     keys = low.float() + codes.float() * scale.float()
     channels = value.unflatten(-1, (max(1, DIM // {4: 64, 2: 32}[bits]), -1))
     codes, scale, low = quantized_reference.quantize_groups(channels, bits, -1)
@@ -202,7 +203,7 @@ def test_codes_are_those_of_the_reference(kv_format):
             expected[name + "s"] = codes.view(pages[name + "s"].dtype)
     else:
         bits = int(kv_format[3:])
-        codes, scale, low = quantized_reference.quantize_groups(key, bits, 0)
+        codes, scale, low = quantized_reference.quantize_groups(key, bits, 0, KEY_CLIP[bits])
         expected = {"keys": quantized_reference.pack_codes(codes, bits), "key_scales": scale, "key_minima": low}
         codes, scale, low = quantized_reference.quantize_groups(value, bits, -1)
         expected |= {"values": quantized_reference.pack_codes(codes, bits), "value_scales": scale, "value_minima": low}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import assert_close, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_blocks import first_block, stored, stored_error
@@ -11,6 +11,7 @@ from hf_efficient import methods
 from hf_efficient.calibration import refine
 from hf_efficient.calibration.blocks import Block, weight_of
 from hf_efficient.calibration.refine import _AffineWeight, _FakeQuantize, refine_block
+from hf_efficient.calibration.refine_codebook import CodebookWeight
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.codebook import CodebookFormat
@@ -34,6 +35,10 @@ def _block(name: str, method: str = "rtn", dtype=torch.float32, batches: int = 8
         ("llama", dict(bits=2, group_size=-1)),
         ("llama", dict(bits=4, group_size=48, symmetric=True)),  # 64 and 96 columns: a short last group
         ("llama", dict(rotate=True)),
+        ("llama", dict(bits=4, codebook="nf4", group_size=48)),
+        ("llama", dict(bits=4, codebook="nvfp4", group_size=16)),
+        ("llama", dict(bits=4, codebook="mxfp4", rotate=True)),
+        ("llama", dict(codebook="kmeans", method="kmeans", group_size=-1)),
         ("llama", dict(dtype=torch.bfloat16)),
         ("gpt2", {}),  # Conv1D
         ("opt", {}),
@@ -92,18 +97,50 @@ def test_same_seed_same_tensors():
 
 
 def test_others_keep_their_tensors():
-    """Where refine is not asked for, and in formats without a grid."""
+    """Where refine is not asked for."""
     block, targets = _block("llama")
     names = list(block.linears)
     block.schemes[names[0]] = WeightOnlyConfig(bits=3, group_size=32)
-    codebook = CodebookFormat("kmeans", 4, 32)
-    block.formats[names[1]] = codebook
-    block.tensors[names[1]] = methods.quantize(block.linears[names[1]].weight, codebook, "kmeans")
-    kept = [dict(block.tensors[name]) for name in names[:2]]
+    kept = dict(block.tensors[names[0]])
+    scale = block.tensors[names[1]]["scale"]
     refine_block(block, targets)
-    for name, tensors in zip(names[:2], kept):
-        assert all(torch.equal(tensor, block.tensors[name][key]) for key, tensor in tensors.items())
-    assert not torch.equal(block.tensors[names[2]]["scale"], kept[0]["scale"])
+    assert all(torch.equal(tensor, block.tensors[names[0]][key]) for key, tensor in kept.items())
+    assert not torch.equal(block.tensors[names[1]]["scale"], scale)
+
+
+@pytest.mark.parametrize("codebook", ["nf4", "mxfp4", "nvfp4", "kmeans"])
+def test_entries_of_a_table_start_as_the_method_chose_them(codebook):
+    """And the gradient of a code is the slope of the table there times the scale, by finite differences."""
+    generator = torch.Generator().manual_seed(0)
+    format = CodebookFormat(codebook, 4, {"nvfp4": 16, "kmeans": -1}.get(codebook, 32))
+    linear = torch.nn.Linear(80, 24, bias=False).requires_grad_(False)
+    linear.weight.copy_(torch.randn(24, 80, generator=generator))
+    tensors = methods.quantize(linear.weight, format, "kmeans" if codebook == "kmeans" else "rtn")
+    tuned = CodebookWeight(linear, format, tensors)
+    found, weight = tuned.tensors(), tuned.compute()
+    for name, tensor in tensors.items():
+        if name != "qweight":  # the zeros of E2M1 are one entry
+            assert torch.equal(found[name].float(), tensor.float())
+    expected = format.dequantize(tensors, 80, torch.float32)
+    assert_close(format.dequantize(found, 80, torch.float32), expected, 1e-7, 1e-6, "scales are put together once more")
+    assert_close(weight, expected, 1e-6, 1e-5, "the logarithm of a scale and back")
+    weight.sum().backward()
+    places, step = tuned.codes.detach(), 1e-2
+    interpolated = [_interpolated(tuned.entries.expand(24, -1), places + side) for side in (step, -step)]
+    slope = (interpolated[0] - interpolated[1]) / (2 * step)
+    inside = ((places - places.round()).abs() > 2 * step) & (places > 0) & (places < tuned.entries.shape[1] - 1)
+    scale = format.scale(tensors).expand(24, -1)[..., None]
+    filled = format.grouped(torch.ones_like(linear.weight)) > 0
+    chosen = inside & filled
+    assert chosen.sum() > 100
+    torch.testing.assert_close(tuned.codes.grad[chosen], (slope * scale)[chosen], rtol=1e-2, atol=1e-6)
+
+
+def _interpolated(entries: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    low = places.floor().clamp(0, entries.shape[1] - 2)
+    flat = low.long().flatten(1)
+    first, second = entries.gather(1, flat).view(places.shape), entries.gather(1, flat + 1).view(places.shape)
+    return first + (second - first) * (places - low)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -26,6 +26,8 @@ ROWS = {  # library, layout -> how it is made
     ("compressed-tensors", "int4 `pack-quantized` (also 2, 3, 8)"): (layouts.packed, WIDE, dict(size=128)),
     ("compressed-tensors", "int8 `int-quantized`"): (layouts.plain, WIDE, {}),
     ("compressed-tensors", "fp8 `float-quantized`"): (layouts.plain, WIDE, dict(kind="float")),
+    ("compressed-tensors", "`nvfp4-pack-quantized`"): (layouts.fp4, WIDE, {}),
+    ("compressed-tensors", "`mxfp4-pack-quantized`"): (layouts.fp4, WIDE, dict(kind="mxfp4")),
     ("compressed-tensors", "2:4 `sparse-24-bitmask`"): (layouts.bitmask, WIDE, {}),
     ("compressed-tensors", "`sparse-bitmask`"): (layouts.bitmask, WIDE, dict(pattern=None)),
     ("compressed-tensors", "2:4 in int4, `marlin-24` (also 8)"): (layouts.marlin24, HALF, {}),

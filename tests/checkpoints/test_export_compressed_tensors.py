@@ -55,6 +55,18 @@ def test_packed_weights_are_the_same_numbers(tmp_path, config, dtype):
         assert torch.equal(logits(read(tmp_path / "out")), logits(ours))
 
 
+@pytest.mark.parametrize(("codebook", "group_size"), [("mxfp4", 32), ("nvfp4", 16)])
+def test_fp4_is_what_the_package_reads(tmp_path, codebook, group_size):
+    """NVFP4's scales are divided by a float32 there and multiplied by its reciprocal here, then rounded to bfloat16."""
+    model = compressed(tmp_path, model_dtype=torch.bfloat16, bits=4, codebook=codebook, group_size=group_size)
+    assert hf_efficient.export(model, tmp_path / "out").rounding == 0
+    assert config_of(tmp_path / "out")["format"] == f"{codebook}-pack-quantized"
+    other = read(tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True))
+    ours = weights(model)
+    for name, weight in ours.items():
+        torch.testing.assert_close(other.get_parameter(name).float(), weight.float(), rtol=2**-7, atol=0)
+
+
 @pytest.mark.parametrize(
     ("config", "format", "rms"),
     [

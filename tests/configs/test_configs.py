@@ -36,7 +36,6 @@ from hf_efficient.configs import module_matches
         (dict(codebook="trellis", mixed_precision=True), ["mixed_precision=True", "trellis"]),
         (dict(codebook="trellis", method="awq"), ["method='awq'", "trellis"]),
         (dict(double_quantization=True), ["double_quantization=True", "codebook"]),
-        (dict(codebook="nf4", refine=True), ["refine=True", "nf4"]),
         (dict(codebook="nf4", method="awq"), ["method='awq'", "nf4"]),
         (dict(method="kmeans"), ["method='kmeans'"]),
         (dict(method="hqq", symmetric=True), ["symmetric=True", "False for method='hqq'"]),

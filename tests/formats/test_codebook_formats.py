@@ -36,6 +36,8 @@ FORMATS = [
     *(CodebookFormat("fp4", 4, group) for group in (64, None)),
     *(CodebookFormat("kmeans", bits, group) for bits in (2, 3, 4) for group in (-1, 64, None)),
     CodebookFormat("kmeans", 3, 32, True),
+    CodebookFormat("mxfp4", 4, 32),
+    CodebookFormat("nvfp4", 4, 16),
 ]
 
 
@@ -47,6 +49,10 @@ def expected_weight(tensors, format, columns):
         codes8, mean = tensors["scale_codes"], tensors["scale_mean"].double()
         steps = torch.tensor([tensors["scale_scale"][i // 256] for i in range(codes8.numel())]).double()
         scale = (codes8.double() - 128) * steps.view(codes8.shape) + mean
+    elif format.codebook == "mxfp4":
+        scale = 2.0 ** (tensors["scale_codes"].double() - 127)
+    elif format.codebook == "nvfp4":
+        scale = tensors["scale_codes"].double() * tensors["scale_scale"].double()
     else:
         scale = tensors["scale"].double()
     table = tensors["codebook"].double() if format.codebook == "kmeans" else torch.tensor([TABLES[format.codebook]])
@@ -82,7 +88,33 @@ def test_chosen_entries_are_the_nearest(format):
 
 
 def test_the_tables_are_those_of_the_kernels():
-    assert TABLES == {"nf4": efficient_linear.NF4, "fp4": efficient_linear.FP4}
+    assert {name: TABLES[name] for name in ("nf4", "fp4")} == {"nf4": efficient_linear.NF4, "fp4": efficient_linear.FP4}
+
+
+def test_e2m1_is_the_standards():
+    """OCP Microscaling Formats 1.0, 5.3.3: a sign, two bits of exponent with bias 1, one of mantissa."""
+    for code, entry in enumerate(TABLES["mxfp4"]):
+        exponent, mantissa = code >> 1 & 3, code & 1
+        magnitude = 2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2
+        assert entry == (-magnitude if code & 8 else magnitude)
+    assert TABLES["nvfp4"] == TABLES["mxfp4"]
+
+
+@pytest.mark.parametrize("format", [CodebookFormat("mxfp4", 4, 32), CodebookFormat("nvfp4", 4, 16)], ids=str)
+def test_fp4_scales_are_chosen_by_error(format):
+    """No group is worse than with its largest weight at 6, and the numbers of E2M1 come back as they are."""
+    weight = torch.randn(16, 128) * torch.rand(16, 1).exp()
+    plain = format.store_scale(format.absmax(weight) / 6, weight.dtype)
+    table = torch.tensor([TABLES[format.codebook]])
+    plain["qweight"] = format.pack(format.nearest(weight, format.scale(plain), table))
+    error, at_six = (
+        format.grouped(format.dequantize(tensors, 128, torch.float32) - weight).square().sum(-1)
+        for tensors in (format.round(weight), plain)
+    )
+    assert error.sum() < 0.97 * at_six.sum()
+    exact = table[0, torch.randint(16, (8, 64))]
+    exact[:, ::16] = 6.0
+    assert torch.equal(format.dequantize(format.round(exact), 64, torch.float32), exact)
 
 
 @pytest.mark.parametrize("codebook", ["nf4", "fp4"])

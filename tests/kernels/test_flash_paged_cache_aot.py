@@ -52,7 +52,7 @@ def test_quantize_groups(target, bits):
     pointers = {"cache": "*u8", "scale": "*fp16", "low": "*fp16", "group_mapping": "*i64"}
     sizes = {"BITS": bits, "TOKENS": tokens, "WIDTH": width}
     block_t, block_w = cache_quantize.tiles(tokens, width, width)
-    keys = {**sizes, "BLOCK_T": 128, "BLOCK_W": block_w}
+    keys = {**sizes, "CLIP": cache_quantize.KEY_CLIP[bits], "BLOCK_T": 128, "BLOCK_W": block_w}
     assert wide(build(cache_quantize.quantize_keys_kernel, target, {"k": "*bf16", **pointers}, keys), LOAD)
     values = {**sizes, "CHANNEL_GROUPS": 1, "BLOCK_T": block_t, "BLOCK_W": width}
     assert wide(build(cache_quantize.quantize_values_kernel, target, {"v": "*bf16", **pointers}, values), LOAD)

@@ -63,6 +63,10 @@ def test_quantized_tokens_are_close():
         codes, scale, low = quantized_reference.quantize_groups(x, bits, dim=0)
         assert (low.double() + codes.double() * scale.double() - x).abs().max() <= 0.51 * scale.max()
         assert codes.amax(0).eq(2**bits - 1).all() and codes.amin(0).eq(0).all(), "all of the range is used"
+        clipped = [end.float() for end in quantized_reference.quantize_groups(x, bits, dim=0, clip=0.125)[1:]]
+        spread = x.amax(0) - x.amin(0)
+        torch.testing.assert_close(clipped[1][0], x.amin(0) + spread / 8, rtol=0, atol=2**-9)  # float16 of up to 4
+        torch.testing.assert_close(clipped[0][0] * (2**bits - 1), spread * 0.75, rtol=0, atol=2**-7)
         packed = quantized_reference.pack_codes(codes, bits)
         assert packed.shape == (50, 64 * bits // 8)
         assert torch.equal(quantized_reference.unpack_codes(packed, bits), codes)

@@ -55,6 +55,24 @@ def test_what_differs_is_reported(tmp_path):
     assert outcomes == {name + "sees_the_plugin": ["passed", "failed"], name + "crashes": ["passed", "crashed"]}
 
 
+@pytest.mark.parametrize(
+    "conftest",
+    [
+        "def pytest_collection_finish(session):\n    raise ValueError",
+        "def pytest_collection_modifyitems(items):\n    items.clear()",
+    ],
+)
+def test_a_run_without_tests_is_no_success(conftest, tmp_path):
+    folder = tmp_path / "tests" / "models" / "toy"
+    folder.mkdir(parents=True)
+    (folder / "test_modeling_toy.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(conftest)
+    arguments = [tmp_path, "--output", tmp_path / "output", "--modes", "import", "--targets", "toy"]
+    run = subprocess.run([sys.executable, FOLDER / "run.py", *arguments], capture_output=True, text=True)
+    assert run.returncode == 1 and "toy, plain: pytest ended with" in run.stderr, run.stdout + run.stderr
+    assert not (tmp_path / "output" / "plain" / "toy.jsonl").exists()
+
+
 @pytest.fixture
 def records(monkeypatch):
     """What the twins of every `generate()` record."""

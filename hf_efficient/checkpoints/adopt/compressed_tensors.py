@@ -7,12 +7,15 @@ each input). "int-quantized", "float-quantized" and "naive-quantized": `weight` 
 
 import torch
 
+from hf_efficient.checkpoints.adopt import compressed_tensors_fp4 as fp4
 from hf_efficient.checkpoints.adopt.compressed_tensors_config import quantized_groups
+from hf_efficient.checkpoints.adopt.compressed_tensors_fp4 import FP4
 from hf_efficient.checkpoints.adopt.compressed_tensors_sparse import SparseCompressedTensors, sparse_layout
 from hf_efficient.checkpoints.adopt.foreign import Foreign, as_grid, one_of, scale_dtype, stream_bytes, text
 from hf_efficient.checkpoints.adopt.gptq import group_order
 from hf_efficient.checkpoints.adopt.stored import SCALE_DTYPES
 from hf_efficient.checkpoints.adopt.target_patterns import TargetPatterns
+from hf_efficient.formats.codebook import CodebookFormat
 from hf_efficient.kernels.linear.codes import BITS, pack_codes, packed_width, unpack_codes
 
 
@@ -32,7 +35,7 @@ def _strategy(group_size: int | None) -> str:
 class CompressedTensors(Foreign):
     parts = (
         *("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
-        *("input_scale", "input_zero_point"),
+        *("weight_global_scale", "input_scale", "input_zero_point"),
     )
 
     def __init__(self, saved):
@@ -43,9 +46,9 @@ class CompressedTensors(Foreign):
         if not self.groups:
             raise ValueError("quantization_config: config_groups names no quantized weights")
         for group in self.groups:
-            one_of("format", self._layout(group), (PACKED, *PLAIN))
+            one_of("format", self._layout(group), (PACKED, *PLAIN, *FP4))
             for side in ("input_activations", "output_activations"):
-                if group.get(side) and (side == "output_activations" or self._layout(group) == PACKED):
+                if group.get(side) and (side == "output_activations" or self._layout(group) in (PACKED, *FP4)):
                     raise ValueError(
                         f"quantization_config: {side} of {self._layout(group)} are not read by hf_efficient, expected "
                         "null"
@@ -85,6 +88,8 @@ class CompressedTensors(Foreign):
         group = self._group(stored.name)
         weights = group["weights"]
         strategy = text(weights.get("strategy") or _strategy(weights.get("group_size")))
+        if self._layout(group) in FP4:
+            return fp4.scheme(stored, weights, self._layout(group), out_features, in_features)
         if self.config == "W8A8Config":
             return self._w8a8(stored, group, strategy, out_features, in_features)
         one_of("weights.type", text(weights.get("type", "int")), ("int",))
@@ -180,6 +185,8 @@ class CompressedTensors(Foreign):
             raise ValueError(f"{stored.places[part].key} is not 0, but the quantization_config says symmetric: true")
 
     def convert(self, tensors, out_features, in_features, format, dtype):
+        if isinstance(format, CodebookFormat):
+            return fp4.convert(tensors, format.codebook)
         if self.config == "W8A8Config":
             shape = format.shapes(out_features, in_features)["scale"]
             parts = {"qweight": tensors["weight"], "scale": tensors["weight_scale"].float().view(shape)}

@@ -62,7 +62,7 @@ def save_as_bitsandbytes(model, folder: str | os.PathLike) -> None:
 def _kind(name: str, module: CompressedModule) -> str:
     """ "nf4", "fp4" or "int8", or ValueError."""
     format = getattr(module, "format", None)
-    if isinstance(module, EfficientLinear) and isinstance(format, CodebookFormat) and format.codebook in TABLES:
+    if isinstance(module, EfficientLinear) and isinstance(format, CodebookFormat) and format.codebook in ("nf4", "fp4"):
         size = module.in_features if format.group_size == -1 else format.group_size
         if size in BLOCKS and module.in_features % size == 0:
             return format.codebook

@@ -4,6 +4,7 @@ import json
 
 import torch
 
+from hf_efficient.checkpoints.export import fp4_blocks
 from hf_efficient.checkpoints.export.engines import PACKED_SCHEMES, SERVERS, is_served
 from hf_efficient.checkpoints.export.folder import FolderTarget
 from hf_efficient.checkpoints.export.grid import affine_only, check_layers, common_group, per_group, words
@@ -17,15 +18,16 @@ BITS = (2, 4, 8)  # the layout of 3 bits differs between releases of the package
 
 
 class CompressedTensors(FolderTarget):
-    """Weights of 2, 4 and 8 bits as "pack-quantized", `W8A8Config` as "int-quantized" and "float-quantized". vLLM
-    wants 4 bits or symmetric 8 bits in groups of 32, 64 or 128 or per channel, and symmetric int8 weights;
-    transformers reads all of it."""
+    """Weights of 2, 4 and 8 bits as "pack-quantized", `W8A8Config` as "int-quantized" and "float-quantized", FP4 as
+    "nvfp4-pack-quantized" and "mxfp4-pack-quantized". vLLM wants 4 bits or symmetric 8 bits in groups of 32, 64 or 128
+    or per channel, and symmetric int8 weights; transformers reads all of it."""
 
     def __init__(self, source: Source):
         check_layers(source, "compressed-tensors", _why_not)
         self.kept = source.kept
         formats = [layer.weight.format for layer in source.layers]
         self.has_symmetric_int8 = not any(isinstance(each, Int8Format) and each.zero_point for each in formats)
+        self.has_fp4 = any(map(fp4_blocks.is_fp4, formats))
         grids = {}  # (bits, symmetric) -> layers: one group size for all, since readers know one scheme best
         for layer in source.layers:
             if isinstance(layer.weight.format, AffineFormat):
@@ -37,9 +39,8 @@ class CompressedTensors(FolderTarget):
             self.groups.setdefault(json.dumps(scheme), []).append(layer.name)
 
     def engines(self):
-        served = self.has_symmetric_int8 and all(
-            is_served(PACKED_SCHEMES, *grid, group) for grid, group in self.group_sizes.items()
-        )
+        served = self.has_symmetric_int8 and not self.has_fp4  # which vLLM runs on GPUs only: never tried here
+        served = served and all(is_served(PACKED_SCHEMES, *grid, group) for grid, group in self.group_sizes.items())
         return (*(SERVERS if served else ()), "transformers")
 
     def quantization_config(self):
@@ -61,6 +62,8 @@ class CompressedTensors(FolderTarget):
 
     def tensors(self, layer):
         format = layer.weight.format
+        if fp4_blocks.is_fp4(format):
+            return fp4_blocks.tensors(layer)
         if not isinstance(format, AffineFormat):
             return _eight_bits(layer)
         rows, columns = layer.weight.out_features, layer.weight.in_features
@@ -77,6 +80,8 @@ class CompressedTensors(FolderTarget):
 
     def _weights(self, layer: Layer) -> dict:
         format = layer.weight.format
+        if fp4_blocks.is_fp4(format):
+            return fp4_blocks.scheme(format)
         if not isinstance(format, AffineFormat):
             return _weights_of_8_bits(format)
         group = self.group_sizes[_grid(layer)]
@@ -88,6 +93,9 @@ def _why_not(layer: Layer) -> str | None:
     format = layer.weight.format
     if isinstance(format, AffineFormat):
         return affine_only(layer, BITS)
+    if fp4_blocks.is_fp4(format):
+        rest = layer.weight.in_features % format.group_size
+        return f"rows of {layer.weight.in_features} are no multiple of {format.group_size}" if rest else None
     if format.outlier_columns or getattr(format, "outlier_threshold", None) is not None:
         return "outlier columns in 16 bits (method='llm_int8')"
     if isinstance(format, Float8Format) and format.weights == "block" and layer.weight.in_features % BLOCK:
@@ -96,6 +104,8 @@ def _why_not(layer: Layer) -> str | None:
 
 
 def _format(layer: Layer) -> str:
+    if fp4_blocks.is_fp4(layer.weight.format):
+        return f"{layer.weight.format.codebook}-pack-quantized"
     kinds = {AffineFormat: "pack-quantized", Int8Format: "int-quantized", Float8Format: "float-quantized"}
     return kinds[type(layer.weight.format)]
 
@@ -116,7 +126,7 @@ def _weights_of_8_bits(format) -> dict:
 
 def _inputs(layer: Layer) -> dict | None:
     format = layer.weight.format
-    if isinstance(format, AffineFormat):
+    if isinstance(format, AffineFormat) or fp4_blocks.is_fp4(format):
         return None
     where = {"strategy": "tensor" if format.static else "token", "dynamic": not format.static}
     if isinstance(format, Int8Format):

@@ -7,7 +7,7 @@ import torch
 
 from hf_efficient.checkpoints.export.source import Layer, Source
 from hf_efficient.formats import AffineFormat
-from hf_efficient.formats.codebook import CodebookFormat
+from hf_efficient.formats.codebook import FP4_BLOCKS, CodebookFormat
 from hf_efficient.formats.masked import MaskedFormat
 from hf_efficient.formats.ternary import TernaryFormat
 from hf_efficient.formats.transformed import TransformedFormat
@@ -46,7 +46,7 @@ def _no_target(layer: Layer) -> str | None:
                 "its input is multiplied by factors that could not be folded into the layer before (AWQ, SmoothQuant)"
             )
         return "its columns are in another order than its input (GPTQ's activation order)"
-    if isinstance(format, CodebookFormat):
+    if isinstance(format, CodebookFormat) and format.codebook not in FP4_BLOCKS:
         return f"its codes are entries of a table (codebook={format.codebook!r}), not points of a grid"
     if isinstance(format, TrellisFormat):
         return "its values are states of a trellis (codebook='trellis'), which other engines do not read"
@@ -66,6 +66,8 @@ def stored_zero(format: AffineFormat) -> str:
 def affine_only(layer: Layer, bits: tuple[int, ...]) -> str | None:
     """Why the layer is not a grid of one of these widths."""
     format = layer.weight.format
+    if isinstance(format, CodebookFormat):
+        return f"FP4 weights (codebook={format.codebook!r}); compressed-tensors has them"
     if not isinstance(format, AffineFormat):
         return f"weights and activations in 8 bits ({type(format).__name__}); this target has weights only"
     if stored_zero(format) != "integer":

@@ -8,6 +8,7 @@ import torch
 
 _MAX_CODE = {torch.int8: 127, torch.float8_e4m3fn: 448}
 _MAX_HALF = torch.finfo(torch.float16).max
+_KEY_CLIP = {4: 0.0, 2: 0.125}  # as in `flash_paged.kv_formats`
 
 
 class Pages(NamedTuple):
@@ -72,11 +73,16 @@ def _quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     return (codes.round_() if dtype == torch.int8 else codes).to(dtype), scale
 
 
-def _quantize_groups(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes uint8 as x, scale and minimum float16 as x without `dim`: x = minimum + code * scale."""
+def _quantize_groups(
+    x: torch.Tensor, bits: int, dim: int, clip: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes uint8 as x, scale and minimum float16 as x without `dim`: x = minimum + code * scale. clip: the part of the
+    range that is cut off at either end, a power of two or 0."""
     levels, x = 2**bits - 1, x.float()
-    low = x.amin(dim, keepdim=True).clamp_(-_MAX_HALF, _MAX_HALF).half()
-    scale = ((x.amax(dim, keepdim=True) - low.float()) / levels).clamp_(0, _MAX_HALF).half()
+    low, high = (end.clamp_(-_MAX_HALF, _MAX_HALF) for end in x.aminmax(dim=dim, keepdim=True))
+    margin = (high - low) * clip
+    low = (low + margin).half()
+    scale = ((high - margin - low.float()) / levels).clamp_(0, _MAX_HALF).half()
     codes = torch.where(scale > 0, (x - low.float()) / scale.float(), 0.0).round_().clamp_(0, levels)
     return codes.to(torch.uint8), scale.squeeze(dim), low.squeeze(dim)
 
@@ -125,7 +131,7 @@ def quantize_and_cache_cpu(k, v, k_cache, v_cache, k_scale, k_min, v_scale, v_mi
     chosen = _written(group_mapping, len(k_cache) * groups, "group_mapping", "group slots")
     block, number = group_mapping[chosen] // groups, group_mapping[chosen] % groups
     tokens = number[:, None] * group + torch.arange(group)
-    codes, scale, low = _quantize_groups(k[chosen], bits, 1)
+    codes, scale, low = _quantize_groups(k[chosen], bits, 1, _KEY_CLIP[bits])
     k_cache[block[:, None], tokens] = _pack(codes, bits)
     k_scale[block, number], k_min[block, number] = scale, low
     codes, scale, low = _quantize_groups(v[chosen].unflatten(-1, (v_scale.shape[-1], -1)), bits, -1)

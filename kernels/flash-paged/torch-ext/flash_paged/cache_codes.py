@@ -47,11 +47,15 @@ def quantize_tokens(x, IS_FLOAT: tl.constexpr):
 
 
 @triton.jit
-def group_scale(low, high, BITS: tl.constexpr):
-    """Scale and minimum, float16, of every group from its least and largest number."""
+def group_scale(low, high, BITS: tl.constexpr, CLIP: tl.constexpr):
+    """Scale and minimum, float16, of every group from its least and largest number. CLIP: the part of the range that is
+    cut off at either end, a power of two, so that products are exact, or 0."""
     LEVELS: tl.constexpr = 2.0**BITS - 1
-    low = tl.minimum(tl.maximum(low, -65504.0), 65504.0).to(tl.float16)
-    scale = tl.div_rn(high - low.to(tl.float32), LEVELS)
+    low = tl.minimum(tl.maximum(low, -65504.0), 65504.0)
+    high = tl.minimum(tl.maximum(high, -65504.0), 65504.0)
+    margin = (high - low) * CLIP
+    low = (low + margin).to(tl.float16)
+    scale = tl.div_rn(high - margin - low.to(tl.float32), LEVELS)
     return tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16), low
 
 

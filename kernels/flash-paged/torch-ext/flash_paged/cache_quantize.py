@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .cache_codes import group_codes, group_scale
 from .config import launch_device
+from .kv_formats import KEY_CLIP
 
 
 _TILE = 2048  # bytes a program packs: more do not fit the registers
@@ -20,7 +21,8 @@ def quantize_keys_kernel(
     stride_kn, stride_kt, stride_kh, stride_cb, stride_ct, stride_ch, stride_sb, stride_sg, stride_sh, stride_lb,
     stride_lg, stride_lh,
     groups, blocks,
-    BITS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+    BITS: tl.constexpr, CLIP: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Quantizes one group of TOKENS tokens of one head, BLOCK_W of the WIDTH bytes of a token."""
     index = tl.program_id(0).to(tl.int64)
@@ -41,7 +43,7 @@ def quantize_keys_kernel(
             x = tl.load(k + token[:, None] * stride_kt + channel[None, :], mask=inside, other=0.0).to(tl.float32)
             least = tl.min(tl.where(inside, x, float("inf")), 0)
             largest = tl.max(tl.where(inside, x, float("-inf")), 0)
-            scales, lows = group_scale(least, largest, BITS)
+            scales, lows = group_scale(least, largest, BITS, CLIP)
             tl.store(scale + channel, scales, mask=byte < WIDTH)
             tl.store(low + channel, lows, mask=byte < WIDTH)
             packed |= group_codes(x, scales[None, :], lows[None, :], BITS) << (part * BITS)
@@ -86,7 +88,7 @@ def quantize_values_kernel(
                 x = tl.load(v + token[:, None] * stride_vt + channel[None, :], mask=member, other=0.0).to(tl.float32)
                 least = tl.minimum(least, tl.min(tl.where(member, x, float("inf")), 1))
                 largest = tl.maximum(largest, tl.max(tl.where(member, x, float("-inf")), 1))
-            scales, lows = group_scale(least, largest, BITS)
+            scales, lows = group_scale(least, largest, BITS, 0.0)
             tl.store(scale + position * stride_st + channels, scales, mask=present)
             tl.store(low + position * stride_lt + channels, lows, mask=present)
             for part in tl.static_range(8 // BITS):
@@ -122,7 +124,8 @@ def quantize_groups(
             k, k_cache, k_scale, k_min, group_mapping,
             *k.stride()[:3], *k_cache.stride()[:3], *k_scale.stride()[:3], *k_min.stride()[:3],
             **where,
-            BITS=bits, TOKENS=tokens, WIDTH=k_cache.shape[-1], BLOCK_T=triton.next_power_of_2(tokens), BLOCK_W=block_w,
+            BITS=bits, CLIP=KEY_CLIP[bits], TOKENS=tokens, WIDTH=k_cache.shape[-1],
+            BLOCK_T=triton.next_power_of_2(tokens), BLOCK_W=block_w,
             num_warps=4,
         )  # fmt: skip
         quantize_values_kernel[(count, heads, triton.cdiv(tokens, block_t))](

@@ -10,6 +10,10 @@ from typing import NamedTuple
 import torch
 
 
+KEY_CLIP = {4: 0.0, 2: 0.125}  # bits -> the part of a group's range that keys lose at either end: with four levels the
+# error of the others, which are closer, weighs more
+
+
 class QuantizedKV(NamedTuple):
     """The tensors beside quantized pages k_cache, v_cache [blocks, block_size, Hk, packed D]; absent ones are None.
 

@@ -6,6 +6,8 @@ to them bit for bit; dequantized numbers are float64.
 
 import torch
 
+from .kv_formats import KEY_CLIP
+
 
 MAX_CODE = {torch.int8: 127, torch.float8_e4m3fn: 448}
 MAX_HALF = 65504.0
@@ -21,11 +23,16 @@ def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
 
 
-def quantize_groups(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes uint8 as x, and scale and minimum, float16 as x but 1 in `dim`, with x = minimum + code * scale."""
+def quantize_groups(
+    x: torch.Tensor, bits: int, dim: int, clip: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes uint8 as x, and scale and minimum, float16 as x but 1 in `dim`, with x = minimum + code * scale. clip: the
+    part of the range that is cut off at either end, a power of two or 0."""
     levels, x = 2**bits - 1, x.float()
-    low = x.amin(dim, keepdim=True).clamp(-MAX_HALF, MAX_HALF).half()
-    scale = ((x.amax(dim, keepdim=True) - low.float()) / x.new_full((), levels)).clamp(0, MAX_HALF).half()
+    low, high = (end.clamp(-MAX_HALF, MAX_HALF) for end in (x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)))
+    margin = (high - low) * clip
+    low = (low + margin).half()
+    scale = ((high - margin - low.float()) / x.new_full((), levels)).clamp(0, MAX_HALF).half()
     codes = torch.where(scale > 0, (x - low.float()) / scale.float(), 0.0).round().clamp(0, levels)
     return codes.to(torch.uint8), scale, low
 
@@ -81,7 +88,7 @@ def quantize_and_cache_reference(k, v, k_cache, v_cache, k_scale, k_min, v_scale
         if not 0 <= block < k_cache.shape[0]:
             continue
         rows = slice(group * tokens, (group + 1) * tokens)
-        codes, scale, low = quantize_groups(k[i], bits, dim=0)
+        codes, scale, low = quantize_groups(k[i], bits, dim=0, clip=KEY_CLIP[bits])
         k_cache[block, rows] = pack_codes(codes, bits)
         k_scale[block, group], k_min[block, group] = scale[0], low[0]
         codes, scale, low = quantize_groups(v[i].unflatten(-1, (channel_groups, -1)), bits, dim=-1)
