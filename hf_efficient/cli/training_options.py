@@ -13,6 +13,7 @@ KEYS = {
     "tokens": "that were learned from",
     "seconds": "of training",
     "loss": "at the end, nat",
+    "perplexity": "of held-out text; null where the text was too short to hold any out",
 }
 NAMES = (
     *("minutes", "steps", "sequence_length", "batch_size", "learning_rate"),
@@ -55,9 +56,8 @@ def texts_of(options: argparse.Namespace) -> list[str] | None:
 
 def report(output, done: dict) -> tuple[str, dict]:
     """The line and the document of a command that wrote `output` and `done`."""
-    document = {"output": str(output), **{key: done[key] for key in KEYS if key != "output"}}
+    document = {**{key: done.get(key) for key in KEYS}, "output": str(output)}
     text = "{output}: {steps} steps over {tokens} tokens in {seconds:.0f} s, loss {loss:.3f}".format(**document)
     if "perplexity" in done:
-        document["perplexity"] = done["perplexity"]
         text += f", perplexity of held-out text {done['perplexity']:.2f}"
     return text, document
