@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-aarch64 test-env sanitize quality style docs bench bench-gpu cards
+.PHONY: demo test test-aarch64 test-tiers test-env sanitize quality style docs bench bench-gpu cards
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,6 +33,15 @@ NOT_EMULATED := 2.5 or 3.5 or 9000 or spans_grow or long_prompt or compiler_that
 test-aarch64: $(STAMP)
 	EMULATE_AARCH64=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 2 \
 		--dist loadfile --no-loadscope-reorder -k 'neon and not ($(NOT_EMULATED))' $(EMULATED)
+
+# Layers and products of whole models as on a CPU with AVX2 alone, and on one without any kernels of ours. Numeric tests
+# of the kernels run in every tier in `make test`.
+TIERED := tests/layers/test_layers.py tests/layers/test_embeddings.py tests/kernels/test_packed_linear_ops.py \
+	tests/kernels/test_w8a8_linear.py tests/kernels/test_replay_memory.py tests/formats/test_sparse_layouts.py
+
+test-tiers: $(STAMP)
+	for tier in avx2 torch; do HF_EFFICIENT_CPU=$$tier OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+		$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder $(TIERED) || exit 1; done
 
 # One environment of tests/environments: built, and the contract suite run in it.
 test-env: $(STAMP)

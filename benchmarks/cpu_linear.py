@@ -162,17 +162,17 @@ def bytes_of(name: str, n: int, k: int) -> float:
     return n * k * BYTES_A_WEIGHT.get(kind, INT4_BYTES)
 
 
-def contenders(n: int, k: int, names: list[str]) -> dict:
-    """name -> list of calls of x, one a copy of the weight. Peers that do not import or run are left out, with a
-    line."""
+def contenders(n: int, k: int, names: list[str], rotate: float = ROTATE_BYTES) -> dict:
+    """name -> list of calls of x, one a copy of the weight, which take `rotate` bytes. Peers that do not import or run
+    are left out, with a line."""
     calls, made = {}, {}
     for name in names:
         make, method = CONTENDERS[name]
         if make not in made:
-            copies = max(2, min(400, int(ROTATE_BYTES // bytes_of(name, n, k)) + 1))
+            copies = max(2, min(400, int(rotate // bytes_of(name, n, k)) + 1))
             try:
                 objects = [make(n, k) for _ in range(copies)]
-                objects[0](torch.randn(2, k).bfloat16())
+                (getattr(objects[0], method) if method else objects[0])(torch.randn(2, k).bfloat16())
             except Exception as reason:
                 print(f"{name}: not measured, {type(reason).__name__}: {str(reason)[:120]}")
                 objects = []

@@ -7,9 +7,9 @@ SmolLM2-135M-Instruct in bfloat16 under attn_implementation="flash_paged": windo
 articles, fed in chunks of 256 through the cache, scored on the predictions made after the first chunk. Every format
 sees the same windows as kv_format="auto", whose next-token distributions are what KL and top-1 agreement are taken
 against. Bytes of a token are those of its slots in all layers, scales included; what a row keeps beside its blocks
-(int4 and int2) stands apart. With --outliers the keys of each head have two channels 32 times as large as they were, and
-the queries these channels so much smaller: the same function, but keys as models with outliers have them. FILE: int64 [rows, length], .safetensors or .pt; without it the windows come from
-`sample_text()`.
+(int4 and int2) stands apart. With --outliers the keys of each head have two channels 32 times as large as they were,
+and the queries these channels so much smaller: the same function, but keys as models with outliers have them. FILE:
+int64 [rows, length], .safetensors or .pt; without it the windows come from `sample_text()`.
 """
 
 import json

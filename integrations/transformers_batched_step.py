@@ -5,6 +5,8 @@ instead of an index for every token, forwards captured once (`generation/replay/
 the pages in one C++ call a layer. Batches that these do not take run as transformers runs them.
 """
 
+from itertools import chain, repeat
+from time import perf_counter
 from types import SimpleNamespace
 
 import torch
@@ -13,10 +15,13 @@ from transformers.generation.continuous_batching.input_outputs import TMP_TOKEN_
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from hf_efficient.cache.request_pages import NewTokens, PageGroup, RequestPages
-from hf_efficient.generation import model_state
 from hf_efficient.generation.replay.captured_forward import is_being_watched
-from hf_efficient.generation.replay.captured_step import WIDTHS, CapturedStep
+from hf_efficient.generation.replay.captured_step import WIDTHS, padded
+from hf_efficient.generation.request_drafts import Growing, RequestDrafts
 from hf_efficient.integrations import transformers_request_checks as request_checks
+from hf_efficient.integrations import transformers_step_budget as step_budget
+from hf_efficient.integrations.transformers_page_forward import PageForwards
+from hf_efficient.integrations.transformers_request_drafts import drafts_of, full_attention, refuse
 from hf_efficient.kernels.attention import api
 
 
@@ -25,13 +30,19 @@ class BatchedIOs(ContinuousBatchingIOs):
 
     Attributes:
         pages: None where transformers' own path is taken for good.
-        batch: (requests, whether each wants logits) of the batch that was prepared; None where transformers' own path
-            runs it.
+        batch: (requests, of how many last tokens of each the logits are wanted) of the batch that was prepared; None
+            where transformers' own path runs it.
+        drafts: what proposes tokens to verify besides; None where nothing does.
+        forward_seconds: of the forwards of this package, by tokens computed.
     """
+
+    drafts: RequestDrafts | None = None
 
     def __init__(self, cache, config, continuous_batching_config, device, model_dtype, logit_processor):
         super().__init__(cache, config, continuous_batching_config, device, model_dtype, logit_processor)
         self.batch, self.pages = None, None
+        milliseconds = getattr(continuous_batching_config, "max_ms_between_tokens", None)
+        self.forward_seconds = step_budget.measured(cache, milliseconds)
         is_ours = device.type == "cpu" and config._attn_implementation in api.ATTENTION_NAMES
         if config._attn_implementation in api.ATTENTION_NAMES:
             request_checks.limit(cache)
@@ -40,6 +51,11 @@ class BatchedIOs(ContinuousBatchingIOs):
             groups = [_group_of(allocator) for allocator in cache.cache_allocators.values()]
             if all(group.serves(model_dtype, config.num_attention_heads) for group in groups):
                 self.pages = RequestPages(groups, WIDTHS[-1])
+                self.drafts = drafts_of(continuous_batching_config, cache, self.forward_seconds)
+        if self.pages is None:
+            refuse(continuous_batching_config, "its pages are not read by the kernels")
+        self._proposed: list[tuple[int, list[int]]] = []  # (number in the batch, drafts) of requests that have some
+        self._growing: list[Growing] = []
 
     def prepare_batch_tensors(
         self, requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens, max_kv_read, use_padding
@@ -54,12 +70,13 @@ class BatchedIOs(ContinuousBatchingIOs):
                 requests_in_batch, logits_processors, use_decode_fast_path, num_q_tokens, max_kv_read, use_padding
             )
         allocators = self.cache.cache_allocators.values()
+        drafts = self._propose(requests_in_batch, num_q_tokens) if self.drafts is not None else repeat([])
         requests, wanted = [], []
-        for future in requests_in_batch:
+        for future, own in zip(requests_in_batch, drafts):
             state = future.state
             tables = [allocator.block_table[state.request_id] for allocator in allocators]
-            requests.append(NewTokens(state.tokens_to_process, state.position_offset, tables))
-            wanted.append(future.has_new_token)
+            requests.append(NewTokens(state.tokens_to_process + own, state.position_offset, tables))
+            wanted.append(future.has_new_token + len(own))
             state.position_offset += future.query_length
             if future.has_new_token:
                 state.tokens_to_process = [TMP_TOKEN_ID]
@@ -74,60 +91,128 @@ class BatchedIOs(ContinuousBatchingIOs):
         """As transformers'; for a batch of ours only what processors of logits read."""
         if self.batch is None:
             return super().get_model_kwargs(use_padding)
-        last = [request.tokens[-1] for request, wants in zip(*self.batch) if wants]
-        last += [0] * (self.num_request_in_batch - len(last))
+        counts = [count for count in self.batch[1] if count]
+        last = [token for request, count in zip(*self.batch) if count for token in request.tokens[-count:]]
+        last += [0] * (self.num_request_in_batch - len(counts))
+        columns = chain.from_iterable(repeat(column, count) for column, count in enumerate(counts))
+        columns = [*columns, *range(len(counts), self.num_request_in_batch)]
         return {
             "input_ids": torch.tensor([last], dtype=torch.int32),
             "logits_indices": torch.arange(len(last)),
-            "logits_processor_args": self._bulk_input_tensor[self.static_inputs :, : self.num_request_in_batch],
+            "logits_processor_args": self._bulk_input_tensor[self.static_inputs :, columns],
         }
+
+    def _propose(self, requests_in_batch, tokens: int) -> list[list[int]]:
+        """The drafts of each request, with room for them in its pages."""
+        numbers, growing = [], []
+        for number, future in enumerate(requests_in_batch):
+            state = future.state
+            if future.query_length == 1 and future.has_new_token and state.generated_tokens:
+                numbers.append(number)
+                growing.append(self._growing_of(state))
+
+        def room(index: int, count: int) -> int:
+            return self._room(requests_in_batch[numbers[index]].state, count, len(requests_in_batch))
+
+        gets_tokens = sum(future.has_new_token for future in requests_in_batch)
+        found = self.drafts.propose(growing, gets_tokens, tokens, room)
+        self._growing, self._proposed = growing, list(zip(numbers, found))
+        drafts: list[list[int]] = [[]] * len(requests_in_batch)
+        for number, own in self._proposed:
+            drafts[number] = own
+        return drafts
+
+    def _growing_of(self, state) -> Growing:
+        allocator = full_attention(self.cache)
+        return Growing(
+            state.request_id,
+            state.initial_tokens + state.generated_tokens,
+            state._true_initial_tokens or len(state.initial_tokens),
+            state._new_tokens_limit - len(state.generated_tokens) - 1,
+            lambda: allocator.block_table[state.request_id],
+        )
+
+    def _room(self, state, count: int, requests: int) -> int:
+        """For how many drafts of a request, at most `count`, its pages have room. Blocks are taken for them only while
+        more are free than the batch has requests, so that drafts keep nobody waiting."""
+        cache, past = self.cache, state.position_offset
+        allocators = cache.cache_allocators.values()
+        while count and not self.pages.takes(past, 1 + count):
+            count -= 1
+        spare = sum(cache.pool.count_free_blocks(allocator.index) for allocator in allocators)
+        if spare + cache.pool.num_free_sectors > requests and cache.can_store_request_tokens(state, 1 + count):
+            return count
+        while count and any(a.needs_new_blocks(state.request_id, past, 1 + count) for a in allocators):
+            count -= 1
+        return count
+
+    def prepare_batch_update(self):
+        """As transformers', with all but the last accepted token of each request appended already."""
+        if self.batch is None or not any(own for _, own in self._proposed):
+            self._learn([0] * len(self._proposed))
+            return super().prepare_batch_update()
+        counts, starts = self.batch[1], [0]
+        for count in self.batch[1]:
+            starts.append(starts[-1] + count)
+        tokens = self.output_ids[0, : starts[-1]].tolist()
+        logprobs = None
+        if self.return_logprobs:
+            logprobs = self.output_ids[1, : starts[-1]].view(dtype=torch.float32).tolist()
+        accepted, kept = [0] * len(self._proposed), list(starts[:-1])
+        for index, (number, drafts) in enumerate(self._proposed):
+            future, first = self.requests_in_batch[number], starts[number]
+            accepted[index] = self._accept(future, drafts, tokens[first:], logprobs and logprobs[first:])
+            kept[number] += accepted[index]
+        self._learn(accepted)
+        kept = [at for at, count in zip(kept, counts) if count]
+        return self.requests_in_batch, [tokens[at] for at in kept], logprobs and [logprobs[at] for at in kept]
+
+    def _accept(self, future, drafts: list[int], tokens: list[int], logprobs: list[float] | None) -> int:
+        """Appends the drafts of a request that are its next `tokens`, as long as it goes on after them. Returns how
+        many."""
+        state, count = future.state, 0
+        while count < len(drafts) and drafts[count] == tokens[count] and tokens[count] not in state._eos_token_ids:
+            state.update_and_check_completion(tokens[count], logprobs and logprobs[count])
+            count += 1
+        if count:
+            state.position_offset -= 1
+            future.complete_blocks = self.cache.count_new_complete_blocks(state, 1 + count)
+            state.position_offset += 1 + count
+        return count
+
+    def _learn(self, accepted: list[int]) -> None:
+        if self.drafts is not None and self.batch is not None:
+            proposed = [len(own) for _, own in self._proposed]
+            tokens = sum(len(request.tokens) for request in self.batch[0])
+            self.drafts.learn(self._growing, proposed, accepted, tokens)
+        self._proposed = []
 
 
 class BatchedRunner(ModelRunner):
     """Runs batches of `BatchedIOs`."""
 
-    _step: CapturedStep | None = None
-    _version: model_state.ModelVersion | None = None
+    _forwards: PageForwards | None = None
 
     def compute_batch(self, model, batch_data: dict) -> None:
         """The forward, and one sampling for all requests."""
         ios = self.inputs_and_outputs
         if getattr(ios, "batch", None) is None:
             return super().compute_batch(model, batch_data)
-        logits, best = self._step_of(model)(*ios.batch)
+        if self._forwards is None:
+            self._forwards = PageForwards(ios.pages)
+        step, start = self._forwards.of(model), perf_counter()
+        logits, best = step(*ios.batch)
+        if step.is_steady:
+            tokens = sum(len(request.tokens) for request in ios.batch[0])
+            ios.forward_seconds.add(padded(tokens), perf_counter() - start)
         if self.logit_processor.do_processing or self.do_sample or self.return_logprobs:
-            # a row for each request, as transformers samples them, so that a seed gives the same draws
-            padding = logits.new_zeros(ios.num_request_in_batch - len(logits), logits.shape[1])
+            # without drafts a row for each request, as transformers samples them, so that a seed gives the same draws
+            padding = logits.new_zeros(sum(not count for count in ios.batch[1]), logits.shape[1])
             ready = SimpleNamespace(logits=torch.cat([logits, padding])[None])
             batch_data["logits_to_keep"] = batch_data["logits_indices"]  # they are the ones that are asked for
             self._forward_process_and_sample(lambda **_: ready, batch_data, *ios.get_cb_kwargs())
         else:
             ios.output_ids[0, : len(best)] = best
-
-    def _step_of(self, model) -> CapturedStep:
-        """The captured forwards of the model as it is now."""
-        version = model_state.current(model)
-        if version is not self._version:
-            self._version = version
-            keeps = self.supports_logits_to_keep(model)
-            forward = _forward_of(model, self.inputs_and_outputs.pages, keeps)
-            self._step = CapturedStep(self.inputs_and_outputs.pages, forward, version.is_capturable)
-        return self._step
-
-
-def _forward_of(model, pages: RequestPages, keeps_logits: bool):
-    """The `forward` of a `CapturedStep`."""
-    no_mask = torch.zeros(1, 1, 1, 1)  # models hand on a mask of 4 dimensions as it is: nothing is read on the host
-
-    def forward(tokens, positions, index, is_captured):
-        options = {"logits_to_keep": index} if keeps_logits else {}
-        mask = no_mask if is_captured else None  # without, the model's own pattern of masks is checked
-        logits = model(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, cache=pages, use_cache=False, **options
-        ).logits[0]
-        return logits if keeps_logits else logits[index]
-
-    return forward
 
 
 def _group_of(allocator) -> PageGroup:

@@ -11,9 +11,10 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from hf_efficient.integrations import transformers_releases
+from hf_efficient.integrations.transformers_insides import OF_CONTINUOUS_BATCHING, Inside
+from hf_efficient.integrations.transformers_insides import of as _of
 from hf_efficient.integrations.transformers_releases import check_paged_attention, without_prefix  # noqa: F401
 
 
@@ -21,53 +22,14 @@ RELEASES = transformers_releases.SUPPORTED
 _SUPPORTED = f"Supported: transformers {RELEASES}"
 
 
-@dataclass(frozen=True)
-class Inside:
-    """One inside of transformers.
-
-    Args:
-        path: module and attributes, such as "transformers.generation.utils:GenerationMixin._sample".
-        used_by: our file that touches it.
-        parameters: the names of its parameters, where they matter.
-        reads: an attribute of ours that what `path` names reads, where `path` is not the inside itself.
-        since: the first release that has it, where that is not the oldest supported one.
-        until: the first release that has it no longer, where an older one does.
-    """
-
-    path: str
-    used_by: str
-    parameters: tuple[str, ...] | None = None
-    reads: str | None = None
-    since: str | None = None
-    until: str | None = None
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether the installed release is one of those that have it."""
-        has = transformers_releases.has
-        return (self.since is None or has(self.since)) and not (self.until is not None and has(self.until))
-
-    @property
-    def name(self) -> str:
-        """The name by which our file touches it."""
-        return self.reads or self.path.rpartition(":")[2].rpartition(".")[2]
-
-
-def _of(used_by: str, module: str, *names: str, **releases: str) -> tuple[Inside, ...]:
-    return tuple(Inside(f"transformers.{module}:{name}", used_by, **releases) for name in names)
-
-
 _CHOICE = "integrations/transformers_attention_choice.py"
-_ATTENTION, _BATCHING = "integrations/transformers_attention.py", "integrations/transformers_continuous_batching.py"
+_ATTENTION = "integrations/transformers_attention.py"
 _COMPAT, _CONFIGS = "integrations/transformers_compat.py", "integrations/transformers_quantization_configs.py"
-_FORMATS, _PARALLEL = "integrations/transformers_paged_formats.py", "integrations/transformers_tensor_parallel.py"
-_PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/transformers_batched_step.py"
-_CHECKS = "integrations/transformers_request_checks.py"
+_PARALLEL = "integrations/transformers_tensor_parallel.py"
 _QUANTIZER, _CONVERSIONS = "integrations/transformers_quantizer.py", "integrations/transformers_weight_conversions.py"
 _BLOCKS = "integrations/transformers_block_files.py"
 _GGUF, _LOOP = "integrations/transformers_gguf.py", "integrations/transformers_loop.py"
 _GENERATION, _RELEASES = "integrations/transformers_generation.py", "integrations/transformers_releases.py"
-_CB = "generation.continuous_batching"
 
 INSIDES: tuple[Inside, ...] = (
     *_of(_COMPAT, "configuration_utils", "PreTrainedConfig._attn_implementation"),
@@ -182,48 +144,8 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_LOOP, "models.phi3.modeling_phi3", "Phi3ForCausalLM"),
     *_of(_LOOP, "models.phimoe.modeling_phimoe", "PhimoeForCausalLM"),
     *_of(_COMPAT, "integrations.moe", "_default_apply_gate"),
-    *_of(_BATCHING, "configuration_utils", "PreTrainedConfig._attn_implementation"),
-    *_of(_BATCHING, f"{_CB}.initialization", "is_flash_attention_requested"),
-    *_of(_BATCHING, f"{_CB}.continuous_api", "PagedAttentionCache"),
-    *_of(_BATCHING, f"{_CB}.cache_allocators", "CacheAllocator.get_cache_for_block_table", since="5.19"),
-    *_of(_STEP, "configuration_utils", "PreTrainedConfig._attn_implementation"),
-    *_of(_BATCHING, f"{_CB}.continuous_api", "ContinuousBatchingIOs", "ModelRunner"),
-    Inside(
-        f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn",
-        _BATCHING,
-        parameters=("self", "model", "auto_switch_to_flash"),
-        since="5.19",
-    ),
-    Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.stop", _BATCHING, reads="_original_attn_impl"),
-    *_of(_CHECKS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
-    *_of(_CHECKS, f"{_CB}.scheduler", "Scheduler.add_waiting_request"),
-    Inside(f"transformers.{_CB}.requests:RequestState.__post_init__", _CHECKS, reads="_new_tokens_limit"),
-    *_of(_CHECKS, f"{_CB}.cache_allocators", "CacheAllocator.needs_new_blocks", since="5.19"),
-    *_of(_STEP, f"{_CB}.input_outputs", "TMP_TOKEN_ID", "ContinuousBatchingIOs.prepare_batch_tensors"),
-    *_of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.get_model_kwargs"),
-    *_of(_STEP, f"{_CB}.model_runner", "ModelRunner.compute_batch"),
-    *_of(_STEP, f"{_CB}.model_runner", "ModelRunner._forward_process_and_sample"),
-    *_of(_STEP, f"{_CB}.model_runner", "ModelRunner.supports_logits_to_keep"),
-    *_of(_STEP, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator", since="5.19"),
-    Inside(
-        f"transformers.{_CB}.cache_allocators:FullAttentionCacheAllocator.register_cache_tensor",
-        _STEP,
-        reads="_kv_page_views",
-        since="5.19",
-    ),
-    Inside(
-        f"transformers.{_CB}.input_outputs:ContinuousBatchingIOs.get_model_kwargs", _STEP, reads="_bulk_input_tensor"
-    ),
-    *_of(_FORMATS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
-    *_of(_FORMATS, f"{_CB}.continuous_api", "PagedAttentionCache"),
     *_of(_RELEASES, "integrations.flash_paged", "paged_attention_forward", until="5.19"),
-    *_of(_PAGES, f"{_CB}.cache", "ATTN_TYPE_TO_ALLOCATOR", since="5.18"),
-    *_of(_PAGES, f"{_CB}.cache", "FullAttentionCacheAllocator"),
-    *_of(_PAGES, f"{_CB}.cache_allocators", "CacheAllocator._after_cache_tensor_init", since="5.19"),
-    *_of(_PAGES, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.get_bytes_per_page", since="5.19"),
-    *_of(_PAGES, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.layer_type", since="5.19"),
-    *_of(_PAGES, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator", since="5.19"),
-    *_of(_PAGES, f"{_CB}.cache", "PagedAttentionCache.update"),
+    *OF_CONTINUOUS_BATCHING,
 )
 
 

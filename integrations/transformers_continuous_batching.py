@@ -11,7 +11,6 @@ import torch
 
 from hf_efficient.cache.request_pages import RequestPages
 from hf_efficient.integrations import transformers_releases
-from hf_efficient.integrations import transformers_request_checks as request_checks
 from hf_efficient.kernels.attention import api
 
 
@@ -110,53 +109,19 @@ def register() -> None:
     from transformers.generation.continuous_batching import initialization
 
     if transformers_releases.has("5.19"):
-        from transformers.generation.continuous_batching import continuous_api
-
-        from hf_efficient.integrations import transformers_paged_formats, transformers_quantized_pages
+        from hf_efficient.integrations import (
+            transformers_batching_manager,
+            transformers_paged_formats,
+            transformers_quantized_pages,
+        )
 
         transformers_paged_formats.register()
         transformers_quantized_pages.register()
-        continuous_api.ContinuousBatchingIOs, continuous_api.ModelRunner = _batched_ios, _batched_runner
-        manager = continuous_api.ContinuousBatchingManager
-        if not hasattr(manager.switch_to_cb_friendly_attn, "_hf_efficient"):
-            manager.switch_to_cb_friendly_attn = _switch_to_ours(manager.switch_to_cb_friendly_attn)
-        request_checks.register(manager, continuous_api.Scheduler)
+        transformers_batching_manager.register()
     else:
         transformers_releases.register_paged_attention(api.ATTENTION_NAMES)
     if not hasattr(initialization.is_flash_attention_requested, "_hf_efficient"):
         initialization.is_flash_attention_requested = _count_our_names(initialization.is_flash_attention_requested)
-
-
-def _batched_ios(*args, **kwargs):
-    """A `BatchedIOs`, whose file is imported when a batch is first run."""
-    from hf_efficient.integrations.transformers_batched_step import BatchedIOs
-
-    return BatchedIOs(*args, **kwargs)
-
-
-def _batched_runner(*args, **kwargs):
-    from hf_efficient.integrations.transformers_batched_step import BatchedRunner
-
-    return BatchedRunner(*args, **kwargs)
-
-
-def _switch_to_ours(original):
-    """transformers' switch to an attention made for continuous batching, for models whose `generate()` reads pages in
-    place of "sdpa", too: they get ours until the manager stops."""
-
-    @functools.wraps(original)
-    def switch_to_cb_friendly_attn(self, model, auto_switch_to_flash=True):
-        from hf_efficient.generation.page_attention import can_replace_sdpa
-        from hf_efficient.integrations.transformers_generation import SpeculativeGenerationMixin
-
-        is_ours = isinstance(model, SpeculativeGenerationMixin) and model.device.type == "cpu"
-        if not (auto_switch_to_flash and is_ours and can_replace_sdpa(model)):
-            return original(self, model, auto_switch_to_flash)
-        self._original_attn_impl = model.config._attn_implementation
-        model.set_attn_implementation(api.ATTENTION_NAMES[0])
-
-    switch_to_cb_friendly_attn._hf_efficient = True
-    return switch_to_cb_friendly_attn
 
 
 def _count_our_names(original):

@@ -3,6 +3,7 @@
 `transformers_quantized_pages` lays out the pages of a cache with a format.
 """
 
+import copy
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ CODES: ContextVar[torch.dtype | None] = ContextVar("codes of the cache that is b
 
 @dataclass
 class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
-    """transformers' `ContinuousBatchingConfig` with one more argument, for `generate_batch`, `init_continuous_batching`
+    """transformers' `ContinuousBatchingConfig` with more arguments, for `generate_batch`, `init_continuous_batching`
     and `continuous_batching_context_manager` of a model with `attn_implementation="flash_paged"`:
 
         model.generate_batch(prompts,
@@ -33,16 +34,28 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
             a number and one float16 scale a token and head, (D + 2) / 2D of bfloat16's bytes for head dim D: nearly
             twice the tokens in the same memory. `num_blocks` counts blocks of this format. int4 and int2 are for
             `PagedCache` only: they keep the newest tokens of a sequence outside of the pages.
+        prompt_lookup_num_tokens: drafts of a request at most, that are copied from its own text (`PromptLookup`).
+        assistant_model: a smaller model that drafts, with the model's tokenizer and attn_implementation="flash_paged".
+            Its `generation_config.num_assistant_tokens` limits the drafts. Its pages take memory besides.
+        max_ms_between_tokens: milliseconds that a step may take while sequences decode, by measured seconds. Prompts
+            come in parts that fit, of at least 16 tokens. On a CPU.
+
+    Drafts are verified in the forward that computes a request's next token, on a CPU. As many are made as pay, by
+    measured seconds and by what was accepted; where none pay the drafter rests.
 
     Keys and values that are read from the pages are rounded. The new ones of sliding-window layers are not, nor those
     of a forward that reads nothing from the cache (whole prompts, not padded for CUDA graphs). So tokens may depend on
     how requests are batched, within what the format rounds.
 
-    Raises ValueError for another format, and for one but "auto" with transformers before 5.19; and when the cache is
-    built, for a model without that attention.
+    Raises ValueError for another format, for both drafters, and for a format but "auto" or a drafter with transformers
+    before 5.19. For a model without that attention, the manager raises it for a drafter, and building the cache for a
+    format.
     """
 
     kv_format: str = "auto"
+    prompt_lookup_num_tokens: int | None = None
+    assistant_model: torch.nn.Module | None = None
+    max_ms_between_tokens: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -50,6 +63,30 @@ class ContinuousBatchingConfig(transformers.ContinuousBatchingConfig):
             raise ValueError(f"kv_format={self.kv_format!r}: must be one of {list(FORMATS)}")
         if self.kv_format != "auto":
             needs("5.19", f"kv_format={self.kv_format!r} in continuous batching")
+        self._check_drafter()
+        budget = self.max_ms_between_tokens
+        if budget is not None:
+            if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
+                raise ValueError(f"max_ms_between_tokens={budget!r}: must be a number greater than 0, or None")
+            needs("5.19", "max_ms_between_tokens")
+
+    def _check_drafter(self) -> None:
+        tokens, model = self.prompt_lookup_num_tokens, self.assistant_model
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
+            raise ValueError(f"prompt_lookup_num_tokens={tokens!r}: must be an integer of at least 1, or None")
+        if model is not None and not isinstance(model, transformers.PreTrainedModel):
+            raise ValueError(f"assistant_model is a {type(model).__name__}: must be a model of transformers, or None")
+        if tokens is not None and model is not None:
+            raise ValueError("prompt_lookup_num_tokens and assistant_model are both given: a request has one drafter")
+        if tokens is not None or model is not None:
+            needs("5.19", "speculation in continuous batching")
+
+    def __deepcopy__(self, memo):
+        """transformers copies a config before it completes it; the assistant stays one model."""
+        new = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(new, name, value if name == "assistant_model" else copy.deepcopy(value, memo))
+        return new
 
 
 class FormattedCache(PagedAttentionCache):

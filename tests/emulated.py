@@ -24,6 +24,7 @@ from hf_efficient.kernels.native import build, compiler, structs, tiers
 ASKED = bool(os.environ.get("EMULATE_AARCH64"))  # to run tiers of ARM here
 COMPILER, EMULATOR, ROOT = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 CPUS = {"neon": "neoverse-n1", "neon_bf16": "max"}  # tier -> a CPU that has its instructions, and no later ones
+VNNI_OF_AVX512 = (*tiers.AVX2.flags, "-DVNNI_OF_AVX512")  # flags: see common/vectors_avx2.h
 _FAR = 1 << 34  # bytes between what this process has mapped and what the emulator has: neither grows into the other
 
 
@@ -41,6 +42,15 @@ def use(tier: str, monkeypatch) -> None:
     monkeypatch.setattr(tiers, "cpu_features", lambda: tiers.TIERS[tier].features)
     monkeypatch.setattr(build, "_prebuilt", lambda name, definitions: None)
     monkeypatch.setattr(build, "_compiled", lambda name, definitions: Library(tier, name, definitions))
+
+
+def use_avx_vnni(monkeypatch) -> None:
+    """Until the test is over, kernels are those of the tier "avx_vnni", on a CPU that has its dot products in the
+    encoding of AVX-512 alone: they differ in nothing else (`test_tiers.py` compares their instructions)."""
+    tier, features = tiers.AVX_VNNI, tiers.cpu_features()
+    monkeypatch.setenv(tiers.VARIABLE, tier.name)
+    monkeypatch.setitem(tiers.TIERS, tier.name, tier._replace(flags=VNNI_OF_AVX512))
+    monkeypatch.setattr(tiers, "cpu_features", lambda: features | tier.features)
 
 
 def _compiled(name: str, arguments: list[str], sources: bytes) -> Path:

@@ -23,6 +23,7 @@ LEAVES = (
     "byte_sizes",
     "tensor_files",
     "integrations.transformers_compat",
+    "integrations.transformers_insides",
     "integrations.transformers_loop",
     "integrations.transformers_releases",
 )
@@ -34,6 +35,7 @@ ROOMS = {
     "byte_sizes": "",
     "tensor_files": "",
     "integrations.transformers_compat": "",
+    "integrations.transformers_insides": "",
     "integrations.transformers_loop": "",
     "integrations.transformers_releases": "",
     "kernels.flash_paged": "",
@@ -56,7 +58,8 @@ ROOMS = {
     "cache.stores": "cache.bookkeeping cache.eviction kernels.attention",
     "generation": "cache cache.bookkeeping kernels.attention generation.speculation generation.replay",
     "generation.speculation": "",
-    "generation.replay": "cache cache.bookkeeping cache.stores kernels kernels.replay",
+    # kernels.attention and kernels.linear: the fused operators that captures on a GPU use
+    "generation.replay": "cache cache.bookkeeping cache.stores kernels kernels.replay kernels.attention kernels.linear",
     "generation.drafters": "generation generation.speculation generation.replay cache.bookkeeping configs methods "
     "layers kernels.replay",
     "generation.speculation.options": "generation.speculation generation.drafters",
@@ -68,7 +71,8 @@ ROOMS = {
     "checkpoints": "configs layers",
     "targets": "configs layers planning.model_trace checkpoints",
     "integrations": "configs layers formats kernels.attention kernels.native calibration cache generation "
-    "generation.decode generation.replay generation.speculation.options targets checkpoints integrations.hub",
+    "generation.decode generation.replay generation.speculation generation.speculation.options targets checkpoints "
+    "integrations.hub",
     "integrations.hub": "integrations.model_card integrations.folder_record integrations.folder_kinds "
     "integrations.folder_card integrations.evaluation_card",
     "integrations.evaluation_card": "integrations.model_card",
@@ -91,7 +95,9 @@ ROOMS = {
     "integrations.hub integrations.model_card integrations.folder_record integrations.evaluation_card",
 }
 _IN_LAYERS = ("layers", "dense_layers", "embeddings", "experts", "bit_linear")
-_IN_DECODE = ("generation.request", "generation.served", "generation.loop")  # they import drafters
+_IN_DECODE = tuple(  # they import drafters
+    f"generation.{name}" for name in ("request", "request_drafts", "request_draft_model", "served", "loop")
+)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Every script of `examples/` runs to its end and leaves what it says; every notebook runs."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,6 @@ from pathlib import Path
 import nbformat
 import pytest
 from harness_task import write_task
-from helpers import is_installed
 from nbclient import NotebookClient
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
@@ -35,11 +35,11 @@ RUNS = {
         ["--output", "heads", "--num-tokens", "512", "--epochs", "1", "--max-new-tokens", "8"],
         "heads/draft_heads.json",
     ),
-    "evaluate_lm_eval": (["--limit", "2", "--tasks", "local", "--include-path", "tasks"], None),
+    "evaluate_lm_eval": (["--tasks", "local", "--include-path", "tasks", "--limit", "2"], None),
 }  # fmt: skip
 MISSING = {  # script -> why it cannot run here
     "serve_and_call": None if is_serve_available() else "needs pip install 'transformers[serving]'",
-    "evaluate_lm_eval": None if is_installed("lm_eval") else "needs pip install lm_eval",
+    "evaluate_lm_eval": None if importlib.util.find_spec("lm_eval") else "needs pip install lm_eval",
 }
 
 
@@ -88,7 +88,7 @@ def test_notebooks_run(path, folder, tmp_path):
     NotebookClient(notebook, timeout=280, resources={"metadata": {"path": tmp_path}}).execute()
 
 
-@pytest.mark.skipif(not is_installed("lm_eval"), reason="needs pip install lm_eval")
+@pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs pip install lm_eval")
 def test_the_harness_knows_our_model():
     import lm_eval.api.registry
 

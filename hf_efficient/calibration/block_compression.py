@@ -30,6 +30,8 @@ class BlockCompressor:
 
     Attributes:
         formats: full name -> Format, of what is compressed.
+        originals: full name -> the linear that was compressed, where a dict is set before. Those of blocks that were
+            restored are not transformed.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class BlockCompressor:
         self.transforms, self.refine, self.gradients, self.say = transforms, refine, gradients, say
         self.keep = keep
         self.formats: dict[str, Any] = {}
+        self.originals: dict[str, nn.Module] | None = None
 
     def block(self, name: str, module: nn.Module, names: list[str], chain, index: int, hidden: list) -> Block:
         """The `Block` of the modules `names`; chain: None for what lies in no block."""
@@ -96,7 +99,7 @@ class BlockCompressor:
                 self.model.set_submodule(linear, stand_in(module, format))
             else:
                 tensors = {part: state[prefix + part] for part in format.shapes(*weight_of(module).shape)}
-                self._replace_linear(linear, format, tensors)
+                self.replace_linear(linear, format, tensors)
         if state is not None:
             block.load_state_dict(state)
         self.formats.update(formats)
@@ -147,7 +150,7 @@ class BlockCompressor:
 
     def _replace(self, block: Block) -> None:
         for name in block.linears:
-            self._replace_linear(name, block.formats[name], block.tensors[name])
+            self.replace_linear(name, block.formats[name], block.tensors[name])
         for name, module in block.experts.items():
             weights = expert_weight_names(module)
             compress_experts(module, block.formats[name])
@@ -156,5 +159,10 @@ class BlockCompressor:
                     setattr(module, f"{weight}_{part}", nn.Parameter(tensor, requires_grad=False))
         self.formats.update(block.formats)
 
-    def _replace_linear(self, name: str, format, tensors: dict[str, torch.Tensor]) -> None:
-        self.model.set_submodule(name, compress_linear(self.model.get_submodule(name), format, tensors))
+    def replace_linear(self, name: str, format, tensors: dict[str, torch.Tensor], original=None) -> None:
+        """Puts the linear with `tensors` in place of the module `name`. original: what it replaces, where that is no
+        longer in the model."""
+        original = self.model.get_submodule(name) if original is None else original
+        if self.originals is not None:
+            self.originals[name] = original
+        self.model.set_submodule(name, compress_linear(original, format, tensors))

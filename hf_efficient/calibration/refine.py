@@ -40,9 +40,9 @@ def refine_block(block: Block, targets: list[torch.Tensor], epochs: float | None
         seed: seed of the order of the batches.
     """
     tuned = {
-        name: _TUNED[type(inner_format(block.formats[name]))](module, block.formats[name], block.tensors[name])
+        name: tuned_weight(module, block.formats[name], block.tensors[name])
         for name, module in block.linears.items()
-        if block.schemes[name].refine and type(inner_format(block.formats[name])) in _TUNED
+        if block.schemes[name].refine and is_tuned(block.formats[name])
     }
     if not tuned:
         return
@@ -93,6 +93,16 @@ class _AffineWeight(TunedWeight):
 
 
 _TUNED = {AffineFormat: _AffineWeight, CodebookFormat: CodebookWeight, TrellisFormat: TrellisWeight}
+
+
+def is_tuned(format) -> bool:
+    """Whether weights in `format` have parts that are tuned."""
+    return type(inner_format(format)) in _TUNED
+
+
+def tuned_weight(module: nn.Module, format, tensors: dict[str, torch.Tensor]) -> TunedWeight:
+    """The weight of the linear `module`, whose codes and scales stand in `tensors`, to be tuned."""
+    return _TUNED[type(inner_format(format))](module, format, tensors)
 
 
 class _FakeQuantize(torch.autograd.Function):

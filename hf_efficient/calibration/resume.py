@@ -19,6 +19,7 @@ from hf_efficient.methods import inner_format
 
 
 _STATE = "progress.json"
+_END_TO_END = "end-to-end.safetensors"
 
 
 class Progress:
@@ -99,9 +100,23 @@ class Progress:
         dense = [tensors[f"dense.{batch}"] for batch in range(batches)] if "dense.0" in tensors else None
         return [tensors[f"hidden.{batch}"] for batch in range(batches)], dense, carried
 
+    def save_end_to_end(self, tensors: dict[str, torch.Tensor], counts: dict[str, float]) -> None:
+        """Keeps the state of a training of the whole model: tensors, and numbers beside them."""
+        self._write(_END_TO_END, _unshared(tensors), {"counts": json.dumps(counts)})
+
+    def end_to_end(self) -> tuple[dict[str, torch.Tensor], dict[str, float]] | None:
+        """What `save_end_to_end` kept; None where nothing is."""
+        path = self.folder / _END_TO_END
+        if not self._done or not path.exists():
+            return None
+        with safe_open(path, "pt") as file:
+            counts = json.loads(file.metadata()["counts"])
+        return load_file(path), counts
+
     def remove(self) -> None:
         """Deletes the files of the run, and the folder if nothing else is in it."""
-        for path in (*self.folder.glob("chain*-*.safetensors"), *self.folder.glob(".*.partial"), self.folder / _STATE):
+        blocks, partial = self.folder.glob("chain*-*.safetensors"), self.folder.glob(".*.partial")
+        for path in (*blocks, *partial, self.folder / _END_TO_END, self.folder / _STATE):
             path.unlink(missing_ok=True)
         if not any(self.folder.iterdir()):
             self.folder.rmdir()
@@ -145,11 +160,12 @@ def fingerprint(
 ) -> dict[str, str]:
     """What must not change between an interrupted run and the one that resumes it. samples: of the weights."""
     schemes = {name: [scheme.method_name(), scheme.scheme()] for name, scheme in configs.items()}
+    config = {field: value for field, value in model.config.to_dict().items() if field != "quantization_config"}
     data = []
     for name, tensor in (item for batch in batches for item in batch.items()):
         data += [f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), _bytes(tensor)]
     return {
-        "model": _hash(model.config.to_json_string().encode()),
+        "model": _hash(json.dumps(config, sort_keys=True, default=str).encode()),
         "weights": _hash(*map(_bytes, samples)),
         "schemes": _hash(json.dumps(schemes, sort_keys=True, default=str).encode()),
         "tokens": _hash(*data),

@@ -12,8 +12,10 @@ from transformers.utils import logging
 from hf_efficient.calibration.block_compression import BlockCompressor
 from hf_efficient.calibration.blocks import Block, Chain, leaves
 from hf_efficient.calibration.data import model_inputs
+from hf_efficient.calibration.end_to_end import refine_model
 from hf_efficient.calibration.model_chains import BlockwiseModel
 from hf_efficient.calibration.residence import InMemory
+from hf_efficient.calibration.teacher import Teacher
 from hf_efficient.configs.calibration import CalibrationConfig
 from hf_efficient.formats.transformed import TransformedFormat
 
@@ -61,6 +63,10 @@ def calibrate(
         raise ValueError(f"configs names modules that {kind} does not have, for example {unknown[:3]}")
     residence = residence or InMemory(model)
     residence.check()
+    if calibration.minutes is not None and not residence.recomputes:
+        raise ValueError(
+            f"minutes={calibration.minutes} is not supported where a model is compressed from disk to disk"
+        )
     run = _Run(model, configs, calibration, tokenizer, tuple(transforms), refine, gradients or {}, residence)
     was_training = model.training
     try:
@@ -94,6 +100,11 @@ class _Run:
             model, configs, len(batches), transforms, refine, gradients, self._say, residence.keep_rows
         )
         self.progress = residence.progress(calibration, configs, batches, (*transforms, refine))
+        self.minutes, self.head = calibration.minutes, model.get_output_embeddings()
+        if self.minutes is not None and (reason := self._untunable()):
+            logger.warning(f"{type(model).__name__} is not tuned as a whole, because {reason}")
+        elif self.minutes is not None:
+            self.compressor.originals = {}
 
     def run(self) -> dict[str, Any]:
         """Full name -> Format, of all modules."""
@@ -103,16 +114,25 @@ class _Run:
                 self._run_chain(number, chain)
             if self.outside:
                 self._run_outside()
+        if self.compressor.originals is not None:
+            teacher = Teacher(self.followed, self.head, self.dense)
+            refine_model(teacher, self.compressor, self.minutes, self.progress)
         if self.progress:
             self.progress.remove()
         return self.compressor.formats
+
+    def _untunable(self) -> str | None:
+        """Why the model cannot be tuned as a whole; None where it can."""
+        if self.head is None:
+            return "it has no output embedding"
+        return None if len(self.chains) == 1 else f"its layers make {len(self.chains)} chains of blocks and not one"
 
     def _say(self, name: str, step: str) -> None:
         self.bar.set_description(f"{name}: {step}")
 
     def _blocks_needed(self, chain: Chain) -> int:
         """How many blocks must run. Those behind the last one to compress run only if something follows the chain."""
-        if self.outside or chain is not self.chains[-1]:
+        if self.outside or chain is not self.chains[-1] or self.compressor.originals is not None:
             return len(chain.modules)
         return max(index for index, names in enumerate(chain.linears) if names) + 1
 
@@ -122,7 +142,7 @@ class _Run:
             self._restore(number, chain, index)
         needed = self._blocks_needed(chain)
         if done == needed:
-            chain.outputs = self.progress.hidden_states(number)[0]
+            chain.outputs, self.dense, _ = self.progress.hidden_states(number)
             return
         self._say(chain.names[0], "inputs")
         with self.residence.running():
@@ -142,7 +162,7 @@ class _Run:
                 formats = {name: self.compressor.formats[name] for name in chain.linears[index]}
                 self.progress.save(number, index, chain, formats, hidden, dense)
             self.bar.update()
-        chain.outputs = hidden
+        chain.outputs, self.dense = hidden, dense
         chain.release()
 
     def _replay(self, chain: Chain, done: int, hidden: list[torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ _FIELDS = {  # of CalibrationConfig -> the argument of the command
     "sequence_length": "sequence_length",
     "dataset": "calibration",
     "checkpoint_dir": "checkpoint_dir",
+    "minutes": "minutes",
 }
 
 

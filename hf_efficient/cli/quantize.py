@@ -55,6 +55,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", help=f"instead of the options above: {HELP}")
     add_loading_arguments(command)
     calibration_options.add_calibration_arguments(command)
+    command.add_argument(
+        "--minutes", type=positive, help="with --refine: then tune the whole model for so long (default: not at all)"
+    )
 
 
 def _bits(given: str) -> int | float:

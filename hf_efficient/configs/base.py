@@ -48,6 +48,7 @@ class CompressionConfig(QuantizationConfigMixin):
 
     name: ClassVar[str]  # the `quant_method` of a checkpoint
     scheme_fields: ClassVar[tuple[str, ...]]
+    tunes_models: ClassVar[bool] = False  # whether `CalibrationConfig(minutes=...)` is served
 
     def _initialize(self, arguments: dict[str, Any]) -> None:
         """Checks and sets the arguments of a subclass: the `locals()` of its `__init__`, the others under "unknown".
@@ -75,6 +76,10 @@ class CompressionConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = _checked_patterns(self.modules_to_not_convert)
         self.overrides = self._checked_overrides(self.overrides)
         self.calibration = _checked_calibration(self.calibration)
+        if self.calibration is not None and self.calibration.minutes is not None:
+            refines = [self.scheme(), *filter(None, self.overrides.values())] if self.tunes_models else []
+            allowed = "None where nothing has refine=True" if self.tunes_models else f"None in a {kind}"
+            check(any(own.get("refine") for own in refines), "minutes", self.calibration.minutes, allowed)
 
     @classmethod
     def check_scheme(cls, scheme: dict[str, Any]) -> None:

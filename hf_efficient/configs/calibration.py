@@ -1,8 +1,9 @@
 """Which text a data-aware method sees, and where the blocks of the model are computed."""
 
+import math
 from typing import Any
 
-from hf_efficient.configs.checks import check, is_collection_of, is_integer
+from hf_efficient.configs.checks import check, is_collection_of, is_integer, is_number
 
 
 _SOURCES = ("texts", "dataset", "tokens", "inputs")
@@ -31,6 +32,10 @@ class CalibrationConfig:
         checkpoint_dir (str or path; default None): folder that keeps the progress after every block, so that an
             interrupted run resumes there.
         seed (int; default 0): seed of the order in which documents are drawn, and of tokens of the model's own.
+        minutes (number above 0; default None): once its blocks are compressed, tune the whole model for so long on the
+            next-token distributions of the original one: what `refine` tunes, norms and biases. Needs `refine=True` in
+            a `WeightOnlyConfig`. It runs where the model is, and takes 16 bytes for each of its weights. None is no
+            such tuning.
         own_text ("sampled", "random" or None; default None): which tokens to take where none of the four sources is
             given. "sampled": text that the model writes (LLM-QAT, https://arxiv.org/abs/2305.17888). "random": tokens
             of its vocabulary, drawn uniformly; enough for methods that read only the size of each channel. None means
@@ -56,17 +61,18 @@ class CalibrationConfig:
         checkpoint_dir: str | None = None,
         seed: int = 0,
         own_text: str | None = None,
+        minutes: float | None = None,
         **unknown,
     ):
         if unknown:
-            allowed = [*_SOURCES, *_SAVED[1:], "device", "checkpoint_dir"]
+            allowed = [*_SOURCES, *_SAVED[1:], "device", "checkpoint_dir", "minutes"]
             raise ValueError(f"CalibrationConfig has no argument {sorted(unknown)[0]!r}: allowed are {allowed}")
         self.texts, self.dataset, self.split, self.text_column = texts, dataset, split, text_column
         self.tokens, self.inputs = tokens, inputs
         self.num_samples, self.sequence_length, self.batch_size = num_samples, sequence_length, batch_size
         self.device = None if device is None else str(device)
         self.checkpoint_dir = None if checkpoint_dir is None else str(checkpoint_dir)
-        self.seed, self.own_text = seed, own_text
+        self.seed, self.own_text, self.minutes = seed, own_text, minutes
         given = [name for name in _SOURCES if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given: allowed is one of {_SOURCES}")
@@ -86,6 +92,8 @@ class CalibrationConfig:
         for name in ("num_samples", "sequence_length", "batch_size"):
             check(is_integer(getattr(self, name), 1), name, getattr(self, name), "a positive integer")
         check(type(seed) is int, "seed", seed, "an integer")
+        is_time = minutes is None or (is_number(minutes) and 0 < minutes < math.inf)
+        check(is_time, "minutes", minutes, "a number above 0, or None")
 
     @property
     def source(self) -> str | None:
@@ -101,5 +109,7 @@ class CalibrationConfig:
         return f"CalibrationConfig({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON-able description: without the texts or tokens themselves, the device and the folder."""
-        return {name: getattr(self, name) for name in _SAVED}
+        """The JSON-able description: without the texts or tokens themselves, the device and the folder; `minutes` where
+        the model is tuned as a whole."""
+        own = {name: getattr(self, name) for name in _SAVED}
+        return own if self.minutes is None else own | {"minutes": self.minutes}

@@ -117,6 +117,7 @@ class WeightOnlyConfig(CompressionConfig):
     """
 
     name = "efficient_weight_only"
+    tunes_models = True
     scheme_fields = (
         *("bits", "group_size", "symmetric", "method", "codebook", "double_quantization"),
         *("rotate", "refine", "mixed_precision", "int8_on_cpu", "input_scale"),

@@ -12,6 +12,7 @@ from hf_efficient.cache.bookkeeping.tensors import to_device
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation.model_traits import decoder_layers, unmasked_layers
 from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded
+from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
 from hf_efficient.integrations.transformers_compat import attention_of
 from hf_efficient.integrations.transformers_loop import limits_logits, prefill
@@ -20,6 +21,11 @@ from hf_efficient.integrations.transformers_loop import limits_logits, prefill
 GROUP_TOKENS = 256  # of prompts that a CPU runs together: larger groups take as long a token
 GROUPING_THRESHOLD = 0.9  # prompts are run in groups where these compute less than this share of all positions
 _HANDLED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # arguments set here
+
+
+def _is_left_padded(mask: torch.Tensor) -> bool:
+    """Whether every sequence of `mask` [B, S] has tokens, and padding at the left alone."""
+    return bool((mask[:, 1:] >= mask[:, :-1]).all()) and bool(mask[:, -1].all())
 
 
 class RaggedModel:
@@ -80,8 +86,12 @@ class RaggedModel:
         """
         model_kwargs = {**model_kwargs, "past_key_values": self.cache, "use_cache": True}
         attention_mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
+        self._prepare_captures(model_kwargs)
         groups = self._groups(model_kwargs)
-        if len(groups) > 1:
+        lengths = self._lengths_to_replay(model_kwargs, generation_config)
+        if lengths:
+            logits = self._prefill_replayed(lengths, input_ids, generation_config, model_kwargs)
+        elif len(groups) > 1:
             logits = self._prefill_groups(groups, input_ids, generation_config, model_kwargs)
         else:
             with self._collecting_hidden(), self.cache.forward_context():
@@ -93,12 +103,15 @@ class RaggedModel:
         position = position_ids[..., -1:].to(device)
         self.position = position.expand(*position_ids.shape[:-2], rows, 1)  # of the prompt's last token
         self.mask = None if attention_mask is None or self.cache.reads_pages else attention_mask.bool().to(device)
-        self.extra = {key: value for key, value in model_kwargs.items() if key not in _HANDLED and value is not None}
         if "token_type_ids" in self.extra:
             self.extra["token_type_ids"] = self.extra["token_type_ids"][:, -1:]
         for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):  # what is generated is text
             if key in self.extra:
                 self.extra[key] = torch.zeros_like(self.extra[key][:, -1:])
+        return logits
+
+    def _prepare_captures(self, model_kwargs: dict) -> None:
+        self.extra = {key: value for key, value in model_kwargs.items() if key not in _HANDLED and value is not None}
         if not self.is_capturable or is_being_watched():
             self.captured = None
         elif self.captured is None:
@@ -107,7 +120,43 @@ class RaggedModel:
             self.captured.forward = self._forward
         if self.captured is not None:
             self.captured.is_unchanged = self.is_unchanged
-        return logits
+            self.captured.prompt = self.captured.prompt or CapturedPrompt(self.cache)
+            self.captured.prompt.forward = self._prompt_forward
+
+    def _lengths_to_replay(self, model_kwargs: dict, generation_config) -> list[int]:
+        """Tokens of each prompt where they run one by one in captured forwards, [] where not."""
+        mask, position_ids, cache = model_kwargs.get("attention_mask"), model_kwargs["position_ids"], self.cache
+        if self.captured is None or self.extra or self.hidden_layers is not None or not self.limits_logits:
+            return []
+        if not self._takes_groups() or position_ids.dim() != 2 or generation_config.prefill_chunk_size is not None:
+            return []
+        if self.is_unchanged is not None and not self.is_unchanged():
+            return []
+        if mask is not None and (mask.dim() != 2 or not _is_left_padded(mask)):
+            return []
+        rows, columns = position_ids.shape if mask is None else mask.shape
+        if len(position_ids) != rows or (cache.batch_size not in (-1, rows)):
+            return []
+        lengths = [columns] * rows if mask is None else mask.sum(1).tolist()
+        takes_all = self.captured.prompt.takes(lengths)  # counts them, the first of all too
+        return lengths if takes_all and all(layer.is_initialized for layer in cache._paged_layers) else []
+
+    def _prefill_replayed(self, lengths: list[int], input_ids, generation_config, model_kwargs: dict) -> torch.Tensor:
+        logits = []
+        for row, length in enumerate(lengths):
+            tokens, positions = (x[row : row + 1, -length:] for x in (input_ids, model_kwargs["position_ids"]))
+            with self.cache.only([row], len(lengths)), self.cache.forward_context():
+                last = self.captured.prompt(tokens, positions)
+                if last is None:
+                    own = {"attention_mask": torch.ones_like(tokens), "position_ids": positions}
+                    last = prefill(self.model, tokens, generation_config, {**model_kwargs, **own}).logits[:, -1]
+            logits.append(last.clone())
+        return torch.cat(logits)
+
+    def _prompt_forward(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """The forward of a chunk of a prompt that is captured."""
+        inputs = dict(input_ids=tokens, position_ids=positions, past_key_values=self.cache)
+        return self.model(**inputs, use_cache=True, return_dict=True, logits_to_keep=last).logits
 
     def _check_first_layers(self) -> None:
         """Raises ValueError where the model skipped all layers, or the first of a kind, by which masks are made."""
@@ -136,8 +185,7 @@ class RaggedModel:
                 groups.append([])
             groups[-1].append(row)
         computed = sum(len(group) * lengths[group[0]] for group in groups)
-        is_left = bool((mask[:, 1:] >= mask[:, :-1]).all()) and min(lengths) > 0  # padding at the left alone
-        return groups if is_left and computed < GROUPING_THRESHOLD * mask.numel() else []
+        return groups if _is_left_padded(mask) and computed < GROUPING_THRESHOLD * mask.numel() else []
 
     def _takes_groups(self) -> bool:
         """Whether the cache can be filled with some sequences at a time."""

@@ -147,6 +147,7 @@ def check_cpu() -> Iterator[Finding]:
     features = tiers.cpu_features()
     has = {
         "AVX2": "avx2",
+        "AVX-VNNI": "avx_vnni",
         "AVX-512": "avx512f",
         "AVX-512 bf16": "avx512_bf16",
         "AVX-512 VNNI": "avx512_vnni",

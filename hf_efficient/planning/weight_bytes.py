@@ -70,7 +70,10 @@ def _layout_weight_growth(format: Format, out_features: int, in_features: int, d
     else:
         layout = make(tensors)
     replaced = sum(tensors[name].nbytes for name in layout.replaced)
-    return sum(map(_allocated, layout.tensors.values())) - replaced
+    # torch's operators read scales of the dtype that they want where they lie
+    shared = [tensor for name, tensor in tensors.items() if name not in layout.replaced]
+    added = [tensor for tensor in layout.tensors.values() if not any(_share_memory(tensor, other) for other in shared)]
+    return sum(map(_allocated, added)) - replaced
 
 
 def _even_mask(format: MaskedFormat, out_features: int, in_features: int) -> torch.Tensor:
@@ -78,6 +81,10 @@ def _even_mask(format: MaskedFormat, out_features: int, in_features: int) -> tor
     count = out_features * in_features
     kept = torch.Size(format.kept_shape(out_features, in_features)).numel()
     return (torch.arange(count + 1) * kept // count).diff().bool().view(out_features, in_features)
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not a.is_mkldnn and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _allocated(tensor: torch.Tensor) -> int:

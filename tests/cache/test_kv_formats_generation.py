@@ -239,3 +239,28 @@ def test_a_refused_decode_step_changes_nothing():
         assert refused.cache_seqlens == [230, 230]
         actual, expected = (model(new, past_key_values=cache).logits for cache in (refused, plain))
     assert torch.equal(actual, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv_format", ["int4", "int2"])
+def test_keys_with_outliers(kv_format, small_window):
+    """Two channels of each head are 32 times as large in keys, and as much smaller in queries: the function is the
+    same, and so is the error, as channels have scales of their own. One scale for all channels of a token would round
+    the others to 0."""
+    model = copy.deepcopy(llama())
+    dim = model.config.head_dim
+    channels = [1, 1 + dim // 2]  # a pair that RoPE turns
+    tokens = torch.randint(3, model.config.vocab_size, (1, 96))
+    found = []
+    for factor in (1, 32):
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            for linear, by in ((attention.k_proj, factor), (attention.q_proj, 1 / factor)):
+                linear.weight.unflatten(0, (-1, dim))[:, channels] *= by
+        logs = []
+        for name in ("auto", kv_format):
+            cache = PagedCache(model.config, 8, name)
+            parts = [model(part, past_key_values=cache).logits for part in tokens.split(24, 1)]
+            logs.append(torch.cat(parts, 1).log_softmax(-1))
+        found.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item())
+    assert found[0] > 0 and found[1] == pytest.approx(found[0], rel=0.02)

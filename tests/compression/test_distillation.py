@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 import hf_efficient
 from hf_efficient import distill, recover, to_bitnet, train_draft
+from hf_efficient.calibration.divergence import SKEW, distillation_loss
 from hf_efficient.compression.distillation.draft_model import expected_acceptance
 from hf_efficient.compression.distillation.student_trainer import Projections, StudentTrainer, hidden_loss
 from hf_efficient.compression.distillation.written import answers, continuations, pad
-from hf_efficient.compression.recovery.divergence import SKEW, distillation_loss
 from hf_efficient.compression.recovery.serving import serving
 from hf_efficient.compression.recovery.unpacking import discard, trained_linears, unpack
 

@@ -11,8 +11,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import hf_efficient
 from hf_efficient import recover
+from hf_efficient.calibration.divergence import distillation_loss
 from hf_efficient.compression.recovery.coded_linear import CodedLinear
-from hf_efficient.compression.recovery.divergence import distillation_loss
 from hf_efficient.compression.recovery.unpacking import discard, unpack
 from hf_efficient.layers import EfficientLinear
 

@@ -11,9 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_efficient import KeepMasks, SparseConfig, recover
 from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.calibration.divergence import distillation_loss
 from hf_efficient.cli import main
 from hf_efficient.compression.recovery import masked_linear, progress, training, unpacking
-from hf_efficient.compression.recovery.divergence import distillation_loss
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format

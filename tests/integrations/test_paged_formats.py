@@ -8,7 +8,17 @@ import test_continuous_batching
 import torch
 import transformers
 from helpers import needs_transformers, tiny_model
-from test_continuous_batching import NEW_TOKENS, PAGES, PROMPTS, calls, decode_path, generate_batch, one_by_one, padded  # noqa: F401
+from test_continuous_batching import (  # noqa: F401
+    NEW_TOKENS,
+    PAGES,
+    PROMPTS,
+    as_on_a_gpu,
+    calls,
+    decode_path,
+    generate_batch,
+    one_by_one,
+    padded,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api

@@ -73,6 +73,35 @@ def test_attention_and_pages(dtype, shapes, options):
     assert all(torch.equal(x, y) for x, y in zip(arguments, copies))  # the pages hold what was appended
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("shapes", "options"), [({}, {}), (RING, dict(wrap=10, left=9))])
+def test_pages_that_do_not_lie_end_to_end(kind, shapes, options):
+    """Codes and scales of a page stand together, as in transformers' pool: the same bits as in tensors of their own,
+    and nothing is written between them."""
+    arguments = make(torch.bfloat16, **shapes)
+    blocks, codes, scales = len(arguments[3]), PAGE * HEADS * DIM, PAGE * HEADS * 2  # bytes
+    pool = torch.full((blocks, 2 * (codes + scales) + 6), 77, dtype=torch.uint8)
+    pages, factors = [], []
+    for start, x in zip((2, codes + scales + 4), arguments[3:5]):
+        pages.append(pool[:, start : start + codes].view(kind).view(x.shape))
+        factors.append(pool[:, start + codes : start + codes + scales].view(torch.float16).view(x.shape[:3]))
+        pages[-1].copy_((x * 20).to(kind))
+        factors[-1].fill_(0.05)
+    assert ragged.serves(torch.bfloat16, HEADS * GROUP, *pages, *factors)
+    whole = [x.contiguous() for x in pages + factors]
+    results = []
+    for own in (whole, pages + factors):
+        arguments[3:5] = own[:2]
+        results.append(ragged.attend_ragged(*arguments, k_scale=own[2], v_scale=own[3], **options))
+    assert torch.equal(*results) and results[0].any()
+    for x, y in zip(pages + factors, whole):
+        assert torch.equal(x.contiguous().view(torch.uint8), y.view(torch.uint8))
+    between = torch.ones(pool.shape[1], dtype=torch.bool)
+    for start in (2, codes + scales + 4):
+        between[start : start + codes + scales] = False
+    assert (pool[:, between] == 77).all()
+
+
 def test_a_replay_reads_other_lengths():
     """The same capture serves any sequences of as many rows."""
     arguments = make(new=[3, 1, 1], past=[0, 4, 6])

@@ -3,7 +3,7 @@
 import aot
 import pytest
 
-from hf_efficient.kernels.flash_paged import cache_copy, cache_gather, cache_quantize, cache_write
+from hf_efficient.kernels.flash_paged import cache_copy, cache_gather, cache_quantize, cache_write, rotary
 
 
 LOAD = {"nvidia": ("LDG.E.128", "LDG.E.LTC128B.128"), "amd": ("global_load_dwordx4", "buffer_load_dwordx4")}
@@ -69,3 +69,15 @@ def test_gather(target, bits):
         constexprs |= {"low": None, "tail": None, "quantized_seqlens": None}
     compiled = build(cache_gather.gather_kernel, target, pointers, constexprs)
     assert wide(compiled, STORE)
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_rotate_and_write(target):
+    pointers = dict.fromkeys(("q", "k", "v", "cos", "sin", "out", "k_cache", "v_cache"), "*bf16")
+    pointers |= {"cache_seqlens": "*i32", "block_table": "*i32"}
+    constexprs = {"HEAD_DIM": 128, "VALUE_DIM": 128, "BLOCK_H": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
+    compiled = build(rotary.rotate_and_write_kernel, target, pointers, constexprs)
+    if target == "gfx942":  # 256 lanes of 8 bytes each; queries and values share a store
+        assert compiled.count("global_load_dwordx2") >= 3 and compiled.count("global_store_dwordx2") >= 2
+    else:
+        assert wide(compiled, LOAD) >= 3 and wide(compiled, STORE) >= 3, "queries, keys and values"

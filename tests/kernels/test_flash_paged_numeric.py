@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from helpers import assert_close
-from paged_caches import cumulative, filled_cache, random
+from paged_caches import assert_agree, assert_same, cumulative, filled_cache, random
 
 from hf_efficient.kernels import flash_paged as fp
 
@@ -263,3 +263,42 @@ def test_graph_replay_follows_the_lengths(kernel_device):
         )
         graph.replay()
         check(out, expected)
+
+
+@pytest.mark.parametrize(
+    "dtype, dim, queries, broadcast", [(torch.float32, 32, 2, True), (torch.float16, 80, 1, False)]
+)
+def test_rotation_and_append_in_one_launch(kernel_device, dtype, dim, queries, broadcast):
+    lengths, heads, kv_heads = (5, 0, -1, 30), 6, 2
+    (k_cache, v_cache, table), arguments = filled_cache(
+        "full", lengths, 16, kv_heads, dim, dim, kernel_device, dtype=dtype, spare=queries
+    )
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=kernel_device)
+    q, k, v = (random(4, queries, n, dim, dtype=dtype, device=kernel_device) for n in (heads, kv_heads, kv_heads))
+    angle = torch.rand(1 if broadcast else 4, queries, dim, device=kernel_device) * 6
+    arguments |= dict(cache_seqlens=seqlens, block_table=table, causal=True, return_softmax_lse=True)
+    arguments |= dict(rotary_cos=angle.cos().to(dtype), rotary_sin=angle.sin().to(dtype))
+    expected_pages = k_cache.clone(), v_cache.clone()
+    expected = fp.flash_attn_with_kvcache_reference(q, *expected_pages, k, v, **arguments)
+    actual = fp.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **arguments)
+    assert_same(v_cache, expected_pages[1], "values")
+    assert torch.equal(k_cache.isnan(), expected_pages[0].isnan()), "other keys were written"
+    assert_close(k_cache.nan_to_num(), expected_pages[0].nan_to_num(), 1e-3, 4e-3, "rotated keys are rounded")
+    assert_agree(actual, expected, (1e-3, 4e-3, "weights and output are rounded"))
+
+
+def test_what_a_rotation_refuses(kernel_device):
+    q, cos = torch.zeros(2, 1, 2, 16, device=kernel_device), torch.zeros(2, 1, 16, device=kernel_device)
+    pages = torch.zeros(2, 4, 2, 16, device=kernel_device)
+
+    def attend(k=q, cos=cos, sin=cos, pages=pages):
+        return fp.flash_attn_with_kvcache(q, pages, pages, k, k, cache_seqlens=0, rotary_cos=cos, rotary_sin=sin)
+
+    for error, message, change in (
+        (ValueError, "must be given together", dict(sin=None)),
+        (ValueError, "with none new keys", dict(k=None)),
+        (ValueError, "rotary_cos has shape .2, 1, 8.", dict(cos=cos[..., :8])),
+        (ValueError, "rotary_sin is torch.float16", dict(sin=cos.half())),
+    ):
+        with pytest.raises(error, match=message):
+            attend(**change)

@@ -81,7 +81,7 @@ def test_what_the_kernels_do_not_serve_is_dequantized(monkeypatch):
     assert not TrellisFormat(3).layout(tensors, 64, torch.bfloat16).replaces_qweight
 
 
-def test_other_inputs_are_refused():
+def test_other_inputs_are_refused(tier):
     _, _, layout = made(2, 32, 64)
     with pytest.raises(ValueError, match=r"x is torch.float32 \(1, 64\)"):
         layout.product(torch.randn(1, 64), None)

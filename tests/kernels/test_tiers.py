@@ -1,14 +1,18 @@
 """Which instruction set the C++ kernels are compiled for."""
 
+import re
+import shutil
 import subprocess
 import sys
 
+import emulated
 import pytest
 
-from hf_efficient.kernels.native import tiers
+from hf_efficient.kernels.native import compiler, tiers
 
 
 ZEN2 = tiers.AVX2.features | {"sse4_2", "clzero"}
+ALDER_LAKE = tiers.AVX2.features | {"avx_vnni"}
 COOPER_LAKE = tiers.VNNI.features | {"avx512_bf16"}
 
 
@@ -22,8 +26,10 @@ COOPER_LAKE = tiers.VNNI.features | {"avx512_bf16"}
         (frozenset({"asimd", "asimddp", "bf16", "i8mm"}), "torch neon neon_bf16"),
         (ZEN2, "torch avx2"),
         (tiers.AVX2.features | {"avx512f"}, "torch avx2"),
+        (ALDER_LAKE, "torch avx2 avx_vnni"),
         (COOPER_LAKE, "torch avx2 avx512 vnni"),
         (tiers.BF16.features, "torch avx2 avx512 vnni bf16"),
+        (tiers.BF16.features | {"avx_vnni"}, "torch avx2 avx_vnni avx512 vnni bf16"),
     ],
 )
 def test_the_best_of_a_cpu_is_taken(features, names, monkeypatch):
@@ -63,6 +69,30 @@ def test_tiers_belong_to_one_architecture(machine):
     assert not arm & x86 and arm | x86 == set(tiers.TIERS.values()) - {tiers.TORCH}
     expected = {"x86_64": x86, "AMD64": x86, "riscv64": set()}.get(machine, arm)
     assert set(tiers.of_machine(machine)) == expected
+
+
+@pytest.mark.skipif(
+    compiler.compiler() is None or shutil.which("objdump") is None or "avx2" not in tiers.present(),
+    reason="needs a C++ compiler for x86, and objdump",
+)
+def test_dot_products_of_laptops_are_those_of_servers_in_another_encoding(tmp_path):
+    """Where CPUs have those of servers alone, the tier "avx_vnni" is tested with them. Nothing else may differ."""
+    listings = {}
+    for encoding, flags in (("vex", tiers.AVX_VNNI.flags), ("evex", emulated.VNNI_OF_AVX512)):
+        library = tmp_path / f"{encoding}.so"
+        arguments = compiler.arguments("rounded", flags, {"BITS": 8})
+        subprocess.run([*compiler.compiler(), *arguments, "-o", str(library)], check=True)
+        command = ["objdump", "-d", "--no-show-raw-insn", "--no-addresses", str(library)]
+        listings[encoding] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert listings["vex"].count("{vex} vpdpbusd") == listings["evex"].count("vpdpbusd") > 10
+    assert "{vex}" not in listings["evex"] and "%ymm16" not in listings["evex"]
+    # the encodings differ in length: so do addresses, and the padding between loops
+    numbers = re.compile(r"0x[0-9a-f]+\(%rip\).*|\b[0-9a-f]+ <|\+0x[0-9a-f]+>|\{e?vex\} ?")
+    instructions = {
+        encoding: [numbers.sub("", line).strip() for line in listing.splitlines() if not re.search("nop|xchg", line)]
+        for encoding, listing in listings.items()
+    }
+    assert instructions["vex"][4:] == instructions["evex"][4:]
 
 
 SYSCTL = """hw.optional.arm.FEAT_DotProd: 1

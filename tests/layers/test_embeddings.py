@@ -95,8 +95,7 @@ def test_rows_are_those_of_the_dequantized_weight_on_every_tier(dtype, bits, tie
 def test_one_set_of_codes_serves_both(tmp_path):
     plain, model = load(folder("llama_tied"), **INT4), load(folder("llama_tied"), **EMBEDDED)
     embedding, weights = model.model.embed_tokens, 128 * 64
-    copies = 2 if "scale" in embedding._parameters else 1  # torch's operators want scales of their own
-    held = weights + copies * 4 * 128 + 4 * 3  # codes, scales, the placeholder
+    held = weights + 4 * 128 + 4 * 3  # codes, scales, the placeholder
     assert memory.weight_bytes(plain) - memory.weight_bytes(model) == 4 * weights - held
     assert "qweight" not in embedding._parameters and not [*model.lm_head.buffers()]
     model.save_pretrained(tmp_path)
@@ -216,7 +215,7 @@ def test_encoders_and_decoders_share_one(name, tmp_path):
     model.dequantize()
     shared = {id(model.get_submodule(name).weight) for name, old in modules.items() if hasattr(old, "source")}
     assert shared == {id(model.get_input_embeddings().weight)}
-    assert_close(computed(model), before, 2e-5, 1e-3, "the same weights through other operators")
+    assert_close(computed(model), before, 5e-5, 1e-3, "the same weights through other operators")
 
 
 class Reading(GPT2LMHeadModel):

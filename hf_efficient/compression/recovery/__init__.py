@@ -2,8 +2,8 @@
 
 `options` checks the arguments and reads the text. `unpacking` makes the layers learn and packs them again:
 `coded_linear` those under codes (`coded_weights`, `grids`), `masked_linear` those under a mask and plain ones. `lora`
-puts adapters under the masks. `divergence` is the loss, `trainer`, `optimizers`, `progress` and `memory` the rest of a
-`training`."""
+puts adapters under the masks. `calibration.divergence` is the loss, `trainer`, `optimizers`, `progress` and `memory`
+the rest of a `training`."""
 
 import time
 from collections.abc import Iterator, Sequence

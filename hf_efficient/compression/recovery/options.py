@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_efficient.calibration.data import load_tokens
+from hf_efficient.calibration.divergence import DIVERGENCES
 from hf_efficient.calibration.own_text import own_tokens
-from hf_efficient.compression.recovery.divergence import DIVERGENCES
 from hf_efficient.compression.recovery.optimizers import OPTIMIZERS, check_optimizer
 from hf_efficient.configs import CalibrationConfig
 from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, is_number

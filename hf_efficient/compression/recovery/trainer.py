@@ -5,7 +5,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.compression.recovery.divergence import distillation_loss
+from hf_efficient.calibration.divergence import distillation_loss
 
 
 _LEAST_SPARSITY = 0.01  # share of zeros from which on a layer counts as pruned

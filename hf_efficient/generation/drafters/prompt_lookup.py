@@ -61,10 +61,10 @@ class PromptLookup(Drafter):
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         self._read()
         nodes = min(nodes, self.max_tokens)
-        return proposal_of([self._guess(row, limit, nodes) for row, limit in zip(self.rows, limits)], self.device)
+        return proposal_of([self.guess(row, limit, nodes) for row, limit in zip(self.rows, limits)], self.device)
 
-    def _guess(self, row: SuffixAutomaton, depth: int, nodes: int) -> RowTree:
-        """At most `nodes` guesses, the most probable first."""
+    def guess(self, row: SuffixAutomaton, depth: int, nodes: int) -> RowTree:
+        """At most `nodes` guesses of what follows a sequence, the most probable first."""
         following, link, length, count, latest = row.following, row.link, row.length, row.count, row.latest
         tokens, parents, confidence, heap, pushed = [], [], [], [], 0
         state, matched, chance, level = row.match(self.max_ngram), length[row.whole], 1.0, 0
@@ -99,12 +99,16 @@ class PromptLookup(Drafter):
         for tokens in self._new:
             for row, new in zip(self.rows, tokens):
                 for token in new:
-                    state = row.match(self.max_ngram)
-                    if state:
-                        matched = row.length[state]
-                        self._learn(min(matched, self.max_ngram or matched), token in row.following[state])
-                    row.append(token)
+                    self.read(row, token)
         self._new = []
+
+    def read(self, row: SuffixAutomaton, token: int) -> None:
+        """Appends a token that a sequence continued with, and learns whether its match was right."""
+        state = row.match(self.max_ngram)
+        if state:
+            matched = row.length[state]
+            self._learn(min(matched, self.max_ngram or matched), token in row.following[state])
+        row.append(token)
 
     def _learn(self, matched: int, right: bool) -> None:
         bucket = _bucket(matched)

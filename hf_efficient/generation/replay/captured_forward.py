@@ -50,13 +50,14 @@ class CapturedForward:
         runs_ahead: whether a call returns before its results are computed.
         is_unchanged: asked before every forward whether the model is still the one that was captured; None where no
             code of the user's runs between forwards.
+        prompt: the `CapturedPrompt` over the same cache, None before the first one.
     """
 
     is_steady = True
     runs_ahead = False
 
     def __init__(self, forward: Callable, cache: PagedCache):
-        self.forward, self.cache = forward, cache
+        self.forward, self.cache, self.prompt = forward, cache, None
         self.is_unchanged: Callable[[], bool] | None = None
         self._captures: dict[tuple[int, int], _Captured] = {}  # by (sequences, positions), the latest used last
         self._calls = 0
@@ -119,7 +120,7 @@ class CapturedForward:
     def _capture(self, inputs: tuple) -> Capture:
         start = perf_counter()
         try:
-            return self._new_capture(lambda: self.forward(*inputs[:2]))
+            return self._new_capture(lambda: self.forward(*inputs[:2]), inputs[0].numel())
         except NotReplayable:
             raise
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
@@ -128,7 +129,8 @@ class CapturedForward:
         finally:
             self._last_capture_seconds = perf_counter() - start
 
-    def _new_capture(self, forward: Callable) -> Capture:
+    def _new_capture(self, forward: Callable, tokens: int) -> Capture:
+        """Captures `forward` of so many tokens of all sequences."""
         return Capture(forward)
 
     def _keep(self, kind: tuple[int, int], captured: _Captured) -> None:

@@ -1,5 +1,6 @@
 """Forwards of many requests at once over their pages, captured for a few numbers of tokens and logits, and replayed."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -37,7 +38,12 @@ class CapturedStep:
         forward: forward(tokens, positions, index, is_captured) -> logits [rows, vocabulary] of the tokens whose numbers
             `index` int64 [rows] holds.
         is_capturable: whether forwards are captured; else each runs eagerly.
+
+    Attributes:
+        is_steady: whether the last call takes as long again: none of its forwards was captured.
     """
+
+    is_steady = True
 
     def __init__(self, pages: RequestPages, forward: Callable, is_capturable: bool):
         self.pages, self.forward, self.is_capturable = pages, forward, is_capturable
@@ -45,13 +51,14 @@ class CapturedStep:
         self._captures: dict[tuple[int, int], _Captured] = {}  # by (width, rows), the latest used last
         self._eager: Counter[tuple[int, int]] = Counter()  # forwards that were not replayed
 
-    def __call__(self, requests: list[NewTokens], wanted: list[bool]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends the tokens of `requests` to their pages. wanted: whether the logits that follow its last new token
-        are computed, for each request.
+    def __call__(self, requests: list[NewTokens], wanted: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends the tokens of `requests` to their pages. wanted: after how many of its last new tokens the logits are
+        computed, for each request.
 
         Returns logits [rows, vocabulary] of those that are wanted, and their argmax int64 [rows], in tensors that the
         next call overwrites.
         """
+        self.is_steady = True
         parts = list(_parts(requests, wanted, self.pages.most_tokens))
         if len(parts) == 1:
             return self._run(*parts[0])
@@ -78,6 +85,7 @@ class CapturedStep:
         self._eager[kind] += 1
         if self._eager[kind] <= (FEW_EAGER if width <= FEW_TOKENS else MANY_EAGER):
             return self._compute(width, rows, False)
+        self.is_steady = False
         try:
             captured = _Captured(self.pages.version, Capture(lambda: self._compute(width, rows, True)))
         except Exception as error:  # an error of the forward's own shows again when it runs eagerly
@@ -99,18 +107,25 @@ class CapturedStep:
             del self._captures[next(iter(self._captures))]
 
 
-def _parts(requests: list[NewTokens], wanted: list[bool], most: int) -> Iterator[tuple[list[NewTokens], list[int]]]:
+def padded(tokens: int) -> int:
+    """How many tokens the forwards of `tokens` tokens compute."""
+    most = WIDTHS[-1]
+    whole, left = tokens // most * most, tokens % most
+    return whole + (left and WIDTHS[bisect_left(WIDTHS, left)])
+
+
+def _parts(requests: list[NewTokens], wanted: list[int], most: int) -> Iterator[tuple[list[NewTokens], list[int]]]:
     """Cuts the requests into forwards of at most `most` tokens, each with the numbers of the tokens whose logits are
     wanted. A prompt may be cut: its later tokens see the earlier ones in the pages."""
     part, index, count = [], [], 0
-    for request, is_wanted in zip(requests, wanted):
+    for request, rows in zip(requests, wanted):
         first = 0
         while first < len(request.tokens):
             taken = request.tokens[first : first + most - count]
             part.append(NewTokens(taken, request.past + first, request.tables))
             first, count = first + len(taken), count + len(taken)
-            if is_wanted and first == len(request.tokens):
-                index.append(count - 1)
+            rows_here = min(len(taken), max(0, rows - (len(request.tokens) - first)))
+            index += range(count - rows_here, count)
             if count == most:
                 yield part, index
                 part, index, count = [], [], 0

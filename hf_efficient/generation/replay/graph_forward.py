@@ -6,7 +6,10 @@ import torch
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation.replay.captured_forward import CapturedForward
+from hf_efficient.kernels.attention import fused_rotary  # noqa: F401  registers its pattern
+from hf_efficient.kernels.linear import fused_norm, fused_products  # noqa: F401  register theirs
 from hf_efficient.kernels.replay.cuda_graph import GraphCapture, on_device
+from hf_efficient.kernels.replay.operator_fusion import MOST_TOKENS, fused
 
 
 class GraphForward(CapturedForward):
@@ -26,10 +29,15 @@ class GraphForward(CapturedForward):
         with on_device(tokens.device):  # graphs are captured and replayed on streams of the current device
             return super().__call__(tokens, positions, tree_mask)
 
-    def _new_capture(self, forward: Callable) -> GraphCapture:
+    def _new_capture(self, forward: Callable, tokens: int) -> GraphCapture:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        return GraphCapture(forward, self._memory)
+        return GraphCapture(self.in_fewer_kernels(forward, tokens), self._memory)
+
+    @staticmethod
+    def in_fewer_kernels(forward: Callable, tokens: int) -> Callable:
+        """`forward` of so many tokens (of all sequences) as it is captured."""
+        return fused(forward) if tokens <= MOST_TOKENS else forward
 
 
 def captured_forward_of(device: torch.device) -> type[CapturedForward]:

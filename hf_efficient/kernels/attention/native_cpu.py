@@ -25,6 +25,7 @@ class _Pages(ctypes.Structure):
 
     _fields_ = [
         ("data", _POINTER), ("scale", _POINTER), ("minimum", _POINTER), ("dim", _INT), ("groups", _INT),
+        ("block_bytes", _INT), ("block_scales", _INT),
     ]  # fmt: skip
 
 
@@ -94,10 +95,22 @@ def serves(q, k_cache, v_cache, k_scale=None, v_scale=None, k_min=None, v_min=No
     return (
         bool(fits)
         and value_dim <= MAX_DIM
-        and all(x.is_contiguous() and x.is_cpu for x in pages + scales)
+        and all(x.is_cpu for x in pages + scales)
+        and (all(x.is_contiguous() for x in pages + scales) or _are_apart(pages, scales))
         and all(x.dtype == torch.float16 for x in scales)
         and kernel(q.dtype) is not None
     )
+
+
+def _are_apart(pages: list[torch.Tensor], scales: list[torch.Tensor]) -> bool:
+    """Whether pages of 8 bits and their scales are contiguous in themselves, and stand at one distance each."""
+    whole = all(x[0].is_contiguous() for x in pages + scales if len(x))
+    return whole and len(scales) == 2 and all(x.stride(0) == y.stride(0) for x, y in (pages, scales))
+
+
+def _distance(x: torch.Tensor | None) -> int:
+    """Elements from page to page where pages do not lie end to end; else 0."""
+    return 0 if x is None or x.is_contiguous() else x.stride(0)
 
 
 def _int32(x: torch.Tensor) -> torch.Tensor:
@@ -180,8 +193,10 @@ def describe(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple
         batch=batch, width=width, query_heads=query_heads, heads=heads, query_type=_TYPES[q.dtype],
         page_type=page_type, q=at(q), out=at(out), lse=at(lse) if call.return_lse else None,
         lse_stride=query_heads * width, lse_head_stride=width,
-        k_cache=_Pages(at(k_cache), at(call.k_scale), at(call.k_min), dim, 1),
-        v_cache=_Pages(at(v_cache), at(call.v_scale), at(call.v_min), value_dim, groups),
+        k_cache=_Pages(at(k_cache), at(call.k_scale), at(call.k_min), dim, 1, *map(_distance, (k_cache, call.k_scale))),
+        v_cache=_Pages(
+            at(v_cache), at(call.v_scale), at(call.v_min), value_dim, groups, *map(_distance, (v_cache, call.v_scale))
+        ),
         num_blocks=len(k_cache), block_size=block_size, wrap=0, block_table=at(table), table_width=table.shape[1],
         table_stride=table.stride(0), cache_seqlens=at(seqlens), appended=appended, k=at(call.k), v=at(call.v),
         token_group=block_size // call.k_scale.shape[1] if packed else 0,

@@ -17,7 +17,7 @@ _OPTIONS = (
     "float? softmax_scale, bool causal, int left, int right, float softcap, Tensor? alibi_slopes, Tensor? s_aux, "
     "bool return_lse"
 )
-_SCHEMAS = {
+SCHEMAS = {
     "flash_attn": f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
     "flash_attn_varlen": "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, "
     f"SymInt max_k, Tensor? block_table, {_OPTIONS}) -> (Tensor, Tensor)",
@@ -82,11 +82,12 @@ def _flash_attn_varlen_cuda(call: AttentionCall, *lengths):
     return result[:2] if call.return_lse else (result, _no_lse(call.q))
 
 
-def _flash_attn_with_kvcache_cuda(call: AttentionCall):
+def attend_with_kvcache_cuda(call: AttentionCall, **rotary):
+    """The op `flash_attn_with_kvcache` by `flash_paged`. rotary: its rotary_cos and rotary_sin."""
     result = _triton().flash_attn_with_kvcache(
         call.q, call.k_cache, call.v_cache, call.k, call.v, cache_seqlens=call.cache_seqlens,
         block_table=call.block_table, return_softmax_lse=call.return_lse, tree_mask=call.tree_mask,
-        **call.scoring(), **call.quantization(),
+        **call.scoring(), **call.quantization(), **rotary,
     )  # fmt: skip
     return result if call.return_lse else (result, _no_lse(call.q))
 
@@ -95,7 +96,7 @@ def _copy_blocks_cuda(k_cache, v_cache, mapping, scales):
     _triton().copy_blocks(k_cache, v_cache, mapping, *scales)
 
 
-def _fake(call: AttentionCall, *lengths):
+def fake(call: AttentionCall, *lengths):
     q = call.q
     lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32) if call.return_lse else _no_lse(q)
     return q.new_empty(*q.shape[:-1], call.value_dim), lse
@@ -156,10 +157,10 @@ def _writes_only(*args):
 
 
 _IMPLEMENTATIONS = {  # op -> CPU, CUDA, fake
-    "flash_attn": map(_flash_attn, (torch_cpu.flash_attn, _flash_attn_cuda, _fake)),
-    "flash_attn_varlen": map(_flash_attn_varlen, (torch_cpu.flash_attn_varlen, _flash_attn_varlen_cuda, _fake)),
+    "flash_attn": map(_flash_attn, (torch_cpu.flash_attn, _flash_attn_cuda, fake)),
+    "flash_attn_varlen": map(_flash_attn_varlen, (torch_cpu.flash_attn_varlen, _flash_attn_varlen_cuda, fake)),
     "flash_attn_with_kvcache": map(
-        _flash_attn_with_kvcache, (torch_cpu.flash_attn_with_kvcache, _flash_attn_with_kvcache_cuda, _fake)
+        _flash_attn_with_kvcache, (torch_cpu.flash_attn_with_kvcache, attend_with_kvcache_cuda, fake)
     ),
     "flash_attn_backward": (_backward, _backward, _backward_fake),
     "reshape_and_cache": (
@@ -172,7 +173,7 @@ _IMPLEMENTATIONS = {  # op -> CPU, CUDA, fake
     "gather_cache": (pages.gather_cache_cpu, lambda *args: _triton().gather_cache(*args), _gather_cache_fake),
 }  # fmt: skip
 for _name, (_cpu, _cuda, _fake_of) in _IMPLEMENTATIONS.items():
-    _LIBRARY.define(_name + _SCHEMAS[_name], tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.define(_name + SCHEMAS[_name], tags=torch.Tag.pt2_compliant_tag)
     _LIBRARY.impl(_name, _cpu, "CPU")
     _LIBRARY.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"hf_efficient::{_name}", _fake_of, lib=_LIBRARY)

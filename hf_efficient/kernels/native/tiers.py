@@ -32,6 +32,7 @@ def _extended(tier: Tier, name: str, features: str) -> Tier:
 
 TORCH = Tier("torch")
 AVX2 = _extended(TORCH, "avx2", "avx2 fma f16c bmi2 popcnt")
+AVX_VNNI = _extended(AVX2, "avx_vnni", "avx_vnni")
 AVX512 = _extended(AVX2, "avx512", "avx512f avx512bw avx512vl avx512dq")
 VNNI = _extended(AVX512, "vnni", "avx512_vnni")
 BF16 = _extended(VNNI, "bf16", "avx512_bf16 avx512vbmi avx512_vbmi2")
@@ -40,7 +41,7 @@ NEON = Tier("neon", frozenset({"asimddp"}), ("-march=armv8.2-a+dotprod",), ("aar
 NEON_BF16 = NEON._replace(
     name="neon_bf16", features=NEON.features | {"bf16", "i8mm"}, flags=("-march=armv8.2-a+dotprod+bf16+i8mm",)
 )
-TIERS = {tier.name: tier for tier in (TORCH, AVX2, AVX512, VNNI, BF16, AMX, NEON, NEON_BF16)}
+TIERS = {tier.name: tier for tier in (TORCH, AVX2, AVX_VNNI, AVX512, VNNI, BF16, AMX, NEON, NEON_BF16)}
 
 _OF_MACOS = {"FEAT_DotProd": "asimddp", "FEAT_BF16": "bf16", "FEAT_I8MM": "i8mm"}  # its names of features
 

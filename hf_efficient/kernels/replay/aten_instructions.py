@@ -15,9 +15,11 @@ _UNARY = {
     "sin": "SIN",
 }  # fmt: skip
 _BINARY = {"add": "ADD", "sub": "SUB", "mul": "MUL", "div": "DIV"}
-# Of the products of the interpreter. On a Zen 5, 64 rows of SmolLM2-135M take 28 ms here, in torch 62 ms. With AMX ours
-# take a third of torch's time for 5 rows, and as long for 256.
-_MOST_DENSE_ROWS, _MOST_DENSE_ROWS_OF_AMX = 128, 256
+# Rows of products of the interpreter. On a Zen 5, 64 rows of SmolLM2-135M take 28 ms here, in torch 62 ms. With AMX
+# ours take a third of torch's time for 5 rows, and as long for 256.
+_MOST_DENSE_ROWS, _MOST_DENSE_ROWS_OF_BF16 = 128, 256  # the second where the CPU multiplies bfloat16, by tiles
+
+_OF_BF16 = tiers.BF16, tiers.AMX, tiers.NEON_BF16
 
 
 def _have_types(*tensors: torch.Tensor) -> bool:
@@ -104,7 +106,7 @@ def _dense(y, x, weight, bias):
     operands = (x, weight) if bias is None else (x, weight, bias)
     if (
         any(t.dtype is not torch.bfloat16 or not t.is_contiguous() for t in operands)
-        or len(x) > (_MOST_DENSE_ROWS_OF_AMX if tiers.tier() is tiers.AMX else _MOST_DENSE_ROWS)
+        or len(x) > (_MOST_DENSE_ROWS_OF_BF16 if tiers.tier() in _OF_BF16 else _MOST_DENSE_ROWS)
         or (bias is not None and bias.shape != weight.shape[:1])
     ):
         return None

@@ -9,25 +9,27 @@ template <class T, class V> static INLINE void store_marked(T *to, V values, Wor
     for (int j = 0, index = 0; j < LANES; index += marked[j++] != 0) ((uint32_t *)to)[index] = lanes[j];
 }
 
-// For each mask of 8 columns: the bytes of their values, of which zeros have the highest bit set.
-struct Expansions {
-    uint8_t bytes[256][16] = {};
+// For each mask of 8 columns: the bytes of their values, which are the last 2 of each SIZE bytes.
+// Zeros have the highest bit set.
+template <int SIZE> struct Expansions {
+    alignas(8 * SIZE) uint8_t bytes[256][8 * SIZE] = {};
 
     constexpr Expansions() {
         for (int mask = 0; mask < 256; mask++)
             for (int column = 0, from = 0; column < 8; column++) {
-                const bool kept = mask >> column & 1;
-                for (int half = 0; half < 2; half++) bytes[mask][2 * column + half] = kept ? 2 * from + half : 128;
-                from += kept;
+                uint8_t *to = bytes[mask] + SIZE * column;
+                for (int i = 0; i < SIZE; i++) to[i] = 128;
+                if (mask >> column & 1)
+                    for (int i = SIZE - 2; i < SIZE; i++) to[i] = from++;
             }
     }
 };
-static constexpr Expansions EXPANSIONS;
+template <int SIZE> static constexpr Expansions<SIZE> EXPANSIONS;
 
 // The numbers of bfloat16 from `from` on at the columns whose bits are set, zeros elsewhere.
 static INLINE Floats expanded(const uint16_t *from, uint32_t columns) {
     auto eight = [](const uint16_t *from, uint8_t mask) __attribute__((always_inline)) {
-        return widen_eight(look_up_bytes(((const Bytes *)from)[0], *(const Bytes *)EXPANSIONS.bytes[mask]));
+        return look_up_half(((const Bytes *)from)[0], EXPANSIONS<sizeof(float)>.bytes[mask]);
     };
     return {eight(from, columns), eight(from + __builtin_popcount(columns & 255), columns >> 8)};
 }

@@ -11,6 +11,14 @@ typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
 constexpr int REGISTER_BYTES = 32;
 #include "vectors_wide.h"
 
+// Dot products of AVX-VNNI. Compilers do not generate its encoding where AVX-512 has the same instruction, so CPUs with
+// that one alone can be asked for it by a macro: they run the kernels of this tier, for tests.
+#if defined(VNNI_OF_AVX512)
+#define VNNI "%{evex%} "
+#elif defined(__AVXVNNI__)
+#define VNNI "%{vex%} "
+#endif
+
 static INLINE Floats splat(float value) {
     const Floats::Half half = (Floats::Half)_mm256_set1_ps(value);
     return {half, half};
@@ -60,9 +68,6 @@ static INLINE Ints widen_signed(Bytes bytes) {
             (Ints::Half)_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)bytes, 8))};
 }
 static INLINE Floats widen(Halves bits) { return (Floats)(widen_words(bits) << 16); }  // the values of bfloat16 bits
-static INLINE Floats::Half widen_eight(Bytes bits) {  // of bfloat16, in half of a vector
-    return (Floats::Half)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16);
-}
 static INLINE Floats to_floats(Ints values) { return BOTH(Floats, values, _mm256_cvtepi32_ps((__m256i)x)); }
 static INLINE Floats widen(Bytes bytes) { return to_floats((Ints)widen_words(bytes)); }
 static INLINE Ints to_ints(Floats values) { return BOTH(Ints, values, _mm256_cvttps_epi32((__m256)x)); }  // cut off
@@ -198,9 +203,9 @@ static INLINE Words negative_bytes(Words bytes) {  // 255 where a byte's highest
     return BOTH(Words, bytes, _mm256_cmpgt_epi8(_mm256_setzero_si256(), (__m256i)x));
 }
 
-// table[index], 0 where an index has its highest bit set
-static INLINE Bytes look_up_bytes(Bytes table, Bytes index) {
-    return (Bytes)_mm_shuffle_epi8((__m128i)table, (__m128i)index);
+// The bytes table[index] of half a vector, 0 where an index has its highest bit set.
+static INLINE Floats::Half look_up_half(Bytes table, const uint8_t *index) {
+    return (Floats::Half)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), *(const __m256i *)index);
 }
 
 // table[the lowest LOOK_UP_BITS bits of each index], from the first 8 lanes
@@ -225,6 +230,14 @@ static INLINE void store_ordered(int8_t *to, int64_t count, const int8_t (&bytes
 
 // sum + the products of each lane's 4 codes (unsigned, of WIDTH bits) with the 4 signed bytes of x
 template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int32_t x) {
+#if defined(VNNI)
+    const __m256i bytes = _mm256_set1_epi32(x);
+    auto half = [&](Ints::Half sum, Words::Half codes) __attribute__((always_inline)) {
+        asm(VNNI "vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(codes), "x"(bytes));
+        return sum;
+    };
+    return {half(sum.low, codes.low), half(sum.high, codes.high)};
+#else
     const __m256i bytes = _mm256_set1_epi32(x), low_bits = _mm256_set1_epi8(15);
     auto half = [&](__m256i sum, __m256i codes) __attribute__((always_inline)) {
         auto add = [&](__m256i codes, int times) __attribute__((always_inline)) {  // of 4 bits: pairs fit into 16
@@ -239,6 +252,7 @@ template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int
         return (Ints::Half)sum;
     };
     return {half((__m256i)sum.low, (__m256i)codes.low), half((__m256i)sum.high, (__m256i)codes.high)};
+#endif
 }
 
 #include "compressed.h"

@@ -200,6 +200,20 @@ template <int WIDTH> static INLINE Ints plus_products(Ints sum, Words codes, int
 #endif
 }
 
+#if defined(__AVX512VNNI__)
+#define BYTE_DOT 1
+
+static INLINE Words splat_bytes(uint32_t four) { return (Words)_mm512_set1_epi32(four); }
+static INLINE Words minus_bytes(Words a, Words b) { return (Words)_mm512_sub_epi8((__m512i)a, (__m512i)b); }
+
+// sum + the products of each lane's 4 unsigned bytes of x with its 4 signed bytes of weights
+static INLINE Ints plus_byte_dots(Ints sum, Words x, Words weights) {
+    __m512i result = (__m512i)sum;  // in assembly as in plus_products
+    asm("vpdpbusd %2, %1, %0" : "+v"(result) : "v"((__m512i)x), "v"((__m512i)weights));
+    return (Ints)result;
+}
+#endif
+
 #if BF16_DOT
 typedef __m512i PairBits;
 

@@ -176,9 +176,12 @@ static INLINE Words negative_bytes(Words bytes) {  // 255 where a byte's highest
     return OF(Words, bytes, vreinterpretq_u32_u8(vcltzq_s8((int8x16_t)bytes)));
 }
 
-// table[index], 0 where an index has its highest bit set
-static INLINE Bytes look_up_bytes(Bytes table, Bytes index) {
-    return (Bytes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index);
+// The bytes table[index], 0 where an index has its highest bit set.
+static INLINE uint8x16_t look_up_bytes(Bytes table, const uint8_t *index) {
+    return vqtbl1q_u8((uint8x16_t)table, vld1q_u8(index));
+}
+static INLINE Floats::Half look_up_half(Bytes table, const uint8_t *index) {
+    return {(float32x4_t)look_up_bytes(table, index), (float32x4_t)look_up_bytes(table, index + 16)};
 }
 
 // The offsets of the bytes of float number `index & most` of a table.
@@ -264,7 +267,7 @@ template <bool NEAR_END> static INLINE PairBits expanded_pairs(const uint16_t *f
     if (NEAR_END) memcpy(copy, from, 2 * count), from = copy;
     auto eight = [&](int first) __attribute__((always_inline)) {
         const uint32_t mask = columns >> first & 255;
-        const Bytes numbers = look_up_bytes(((const Bytes *)from)[0], *(const Bytes *)EXPANSIONS.bytes[mask]);
+        const uint8x16_t numbers = look_up_bytes(((const Bytes *)from)[0], EXPANSIONS<sizeof(uint16_t)>.bytes[mask]);
         from += __builtin_popcount(mask);
         return (uint32x4_t)numbers;
     };

@@ -1,5 +1,5 @@
 // Products of x rounded to int8, with a scale for at most SPAN columns of a row, and of codes as unsigned bytes. They
-// are summed as integers, so a row has the same bits alone and among others.
+// are summed as integers, so a row has the same bits alone and among others (int8_tiles.h has many others).
 
 #pragma once
 #include "codes.h"
@@ -8,6 +8,7 @@
 constexpr int SPAN = 64;        // columns, rounded at once
 constexpr int ALONE = 1 << 14;  // with fewer elements one thread rounds faster than several
 constexpr int BLOCKS_A_UNIT = REGISTERS < 32 ? 1 : 2;
+constexpr int MIDDLE_CODE = 1 << (BITS - 1);
 
 // Codes 4 to a lane, in the order that `column` tells.
 struct Bytewise {
@@ -37,12 +38,13 @@ struct Bytewise {
 
 struct Rounded {                 // rows of x
     const int8_t *codes;         // [rows, width], columns in the order of Bytewise
-    const float *scales, *sums;  // [rows, segments]; sums of a segment's rounded numbers
+    const float *scales, *sums;  // [rows, segments]; sums of a segment's rounded numbers, whole
     int64_t width, segments;
 };
 
-static void round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)[SPAN], int8_t *codes, float *scales,
-                      float *sums) {
+// plus: what is added to the rounded numbers, of which the low 8 bits are stored
+static void round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)[SPAN], int plus, int8_t *codes,
+                      float *scales, float *sums) {
     for_segments<SPAN>(w, [&](int64_t segment, int64_t, int64_t step, int64_t end) __attribute__((always_inline)) {
         const int64_t first = step * w.COLUMNS, last = end * w.COLUMNS, count = std::min(last, w.in_features) - first;
         Floats values[4];
@@ -61,16 +63,16 @@ static void round_row(const Matrix &w, const uint16_t *x, const uint8_t (&order)
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             const Ints rounded = nearest(values[i] * factor);
-            *(Bytes *)(bytes + LANES * i) = to_bytes(rounded);
+            *(Bytes *)(bytes + LANES * i) = to_bytes(rounded + plus);
             sum_of_codes += rounded;
         }
         store_ordered(codes + first, last - first, bytes, order);
         scales[segment] = most / 127;
-        sums[segment] = scales[segment] * sum(sum_of_codes);
+        sums[segment] = sum(sum_of_codes);
     });
 }
 
-static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows) {
+static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows, int plus) {
     int64_t segments = 0;
     for_segments<SPAN>(w, [&](int64_t, int64_t, int64_t, int64_t) { segments++; });
     static thread_local Buffer all_codes, all_scales;
@@ -80,7 +82,7 @@ static Rounded rounded(const Matrix &w, const uint16_t *x, int64_t rows) {
     for (int i = 0; i < SPAN; i++) order[i] = i / w.COLUMNS * w.COLUMNS + Bytewise::column(i % w.COLUMNS);
     auto some = [&](int64_t row, int64_t end) {
         for (; row < end; row++)
-            round_row(w, x + row * w.in_features, order, codes + row * w.width, scales + row * segments,
+            round_row(w, x + row * w.in_features, order, plus, codes + row * w.width, scales + row * segments,
                       sums + row * segments);
     };
     if (rows * w.width < ALONE) some(0, rows);
@@ -141,13 +143,15 @@ static INLINE void int8_rows(const Matrix &w, int64_t block, const Rounded &x, i
 #pragma GCC unroll 2
         for (int b = 0; b < BLOCKS; b++) {
             const Floats scale = w.scales(block + b, g), zero = w.zeros(block + b, g);
+            const Floats middle = w.zero_is_float ? splat(MIDDLE_CODE) : zero, rest = middle - zero;
 #pragma GCC unroll 8
             for (int m = 0; m < M; m++) {
                 Ints all = sum[m][b][0];
                 if (CHAINS > 1) all += sum[m][b][CHAINS - 1];
-                const Floats products = to_floats(all);
-                totals[m][b] +=
-                    scale * (products * scales[m * x.segments + segment] - zero * sums[m * x.segments + segment]);
+                const float of_x = sums[m * x.segments + segment];
+                Floats products = to_floats(all) - middle * of_x;  // whole numbers below 2 ** 24: exact
+                if (w.zero_is_float) products += rest * of_x;
+                totals[m][b] += products * (scale * scales[m * x.segments + segment]);
             }
         }
     });
@@ -161,14 +165,5 @@ template <int BLOCKS>
 static void int8_rows_of_blocks(const Matrix &w, int64_t block, const Rounded &x, int64_t rows, const Output &out) {
     for_groups_of_rows(rows, [&](auto count, int64_t row) {
         int8_rows<decltype(count)::value, BLOCKS>(w, block, x, row, out);
-    });
-}
-
-// For `count` weights with the same groups.
-static void int8(const Matrix *w, const Output *out, int count, const uint16_t *values, int64_t rows) {
-    const Rounded x = rounded(*w, values, rows);
-    for_blocks(w, count, BLOCKS_A_UNIT, [&](int i, int64_t block) {
-        if (block + BLOCKS_A_UNIT <= w[i].blocks) int8_rows_of_blocks<BLOCKS_A_UNIT>(w[i], block, x, rows, out[i]);
-        else int8_rows_of_blocks<1>(w[i], block, x, rows, out[i]);
     });
 }

@@ -3,7 +3,7 @@
 #include "elementwise.h"
 #include "few_rows.h"
 #include "float8_inputs.h"
-#include "int8_rows.h"
+#include "int8_tiles.h"
 #include "many_rows.h"
 
 // With more rows W is decoded into tiles: measured with AMX, on Zen 5 (which takes tiles of bfloat16 only), on AVX-512

@@ -47,12 +47,15 @@ static void append_numbers(const AttentionCall &call, const Pages &pages, bool i
                            int64_t token) {
     const int64_t dim = pages.dim, size = call.query_type == FLOAT32 ? 4 : 2;
     const bool quantizes = !in_ring && call.page_type != call.query_type;
-    for (int64_t head = 0; head < call.heads; head++) {
-        const int64_t from = (token * call.heads + head) * dim, index = slot * call.heads + head;
+    const int64_t bytes = quantizes ? dim : dim * size;  // of a head
+    uint8_t *to = (uint8_t *)pages.token(slot, call.block_size, call.heads * bytes);
+    const int64_t scale = quantizes ? pages.token_scale(slot, call.block_size, call.heads) : 0;
+    for (int64_t head = 0; head < call.heads; head++, to += bytes) {
+        const int64_t from = (token * call.heads + head) * dim;
         if (quantizes)
-            ((uint16_t *)pages.scale)[index] =
-                quantize(x, call.query_type, from, dim, call.page_type == FP8, (uint8_t *)pages.data + index * dim);
-        else memcpy((uint8_t *)pages.data + index * dim * size, (const uint8_t *)x + from * size, dim * size);
+            ((uint16_t *)pages.scale)[scale + head] =
+                quantize(x, call.query_type, from, dim, call.page_type == FP8, to);
+        else memcpy(to, (const uint8_t *)x + from * size, dim * size);
     }
 }
 

@@ -4,12 +4,25 @@
 #include "vectors.h"
 
 // The keys or the values of a cache, or of its rings: data [tokens, heads, dim] of one format, a token being a slot of
-// a page (block * block_size + offset) or of a ring (sequence * ring + slot).
+// a page (block * block_size + offset) or of a ring (sequence * ring + slot). The pages of blocks lie end to end, or
+// those of 8 bits at distances of their own.
 struct Pages {
     const void *data;
     const uint16_t *scale, *minimum;  // float16: kv_formats.py says of which shapes
     int64_t dim;                      // channels of a head
     int64_t groups;                   // of channels that share a scale: 4 and 2-bit values, else 1
+    int64_t block_bytes, block_scales;  // from page to page of data, and scales from page to page; 0: end to end
+
+    // the first byte of a token's heads, of `token_bytes` together
+    const uint8_t *token(int64_t slot, int64_t block_size, int64_t token_bytes) const {
+        if (!block_bytes) return (const uint8_t *)data + slot * token_bytes;
+        return (const uint8_t *)data + slot / block_size * block_bytes + slot % block_size * token_bytes;
+    }
+    // the first scale of a token's heads
+    int64_t token_scale(int64_t slot, int64_t block_size, int64_t heads) const {
+        if (!block_scales) return slot * heads;
+        return slot / block_size * block_scales + slot % block_size * heads;
+    }
 };
 
 enum NumberType : int64_t { BFLOAT16, FLOAT32, FLOAT16, INT8, FP8, INT4, INT2 };

@@ -11,7 +11,7 @@ alignas(64) static const uint8_t NOTHING[4 * 256] = {};  // keys and values of a
 struct Tile {
     int64_t count, blocks;                                       // tokens, times 16
     uint64_t present = 0;                                        // a bit for each token that is there
-    int64_t index[TILE_TOKENS];                                  // slot * heads + head, 0 for others
+    int64_t index[TILE_TOKENS];                                  // number of the head's scale, 0 for others
     const uint8_t *key[TILE_TOKENS], *value[TILE_TOKENS];
 
     // key_bytes, value_bytes: of a token and head
@@ -28,9 +28,9 @@ struct Tile {
                 continue;
             }
             present |= bits_below(end) & ~bits_below(i);
-            int64_t at = slot * heads + head;
-            const uint8_t *key_at = (const uint8_t *)source.keys().data + at * key_bytes;
-            const uint8_t *value_at = (const uint8_t *)source.values().data + at * value_bytes;
+            int64_t at = source.keys().token_scale(slot, size, heads) + head;
+            const uint8_t *key_at = source.keys().token(slot, size, heads * key_bytes) + head * key_bytes;
+            const uint8_t *value_at = source.values().token(slot, size, heads * value_bytes) + head * value_bytes;
             for (; i < end; i++, at += heads, key_at += heads * key_bytes, value_at += heads * value_bytes)
                 index[i] = at, key[i] = key_at, value[i] = value_at;
         }
@@ -71,10 +71,11 @@ struct Prefetch {
             for (; stretch.at < stretch.end; stretch.at++) {
                 if (count-- == 0) return;
                 const Source source = {*stretch.call, stretch.sequence, stretch.in_ring};
-                const int64_t slot = source.slot(stretch.at), index = slot * source.call.heads + head;
+                const int64_t slot = source.slot(stretch.at), size = source.call.block_size, all = source.call.heads;
                 if (slot < 0) continue;
-                lines((const uint8_t *)source.keys().data + index * stretch.key_bytes, heads * stretch.key_bytes);
-                lines((const uint8_t *)source.values().data + index * stretch.value_bytes, heads * stretch.value_bytes);
+                const int64_t key = stretch.key_bytes, value = stretch.value_bytes;
+                lines(source.keys().token(slot, size, all * key) + head * key, heads * key);
+                lines(source.values().token(slot, size, all * value) + head * value, heads * value);
             }
     }
     static INLINE void lines(const uint8_t *data, int64_t bytes) {

@@ -9,7 +9,7 @@
 #include <atomic>
 #include <vector>
 
-EXPORT_LAYOUTS(LAYOUT(Pages, data, scale, minimum, dim, groups)
+EXPORT_LAYOUTS(LAYOUT(Pages, data, scale, minimum, dim, groups, block_bytes, block_scales)
                LAYOUT(AttentionCall, batch, width, query_heads, heads, query_type, page_type, q, out, lse, lse_stride,
                       lse_head_stride, k_cache, v_cache, num_blocks, block_size, wrap, block_table, table_width,
                       table_stride, cache_seqlens, appended, k, v, token_group, k_tail, v_tail, ring_size,

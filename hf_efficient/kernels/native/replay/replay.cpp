@@ -1,7 +1,7 @@
 // Replays the ops of a captured forward on the addresses of the tensors that it was captured with. No framework runs
 // between one op and the next.
 
-#include "dense.h"
+#include "dense_tiles.h"
 #include "layout.h"
 
 enum Op : int32_t {
@@ -282,8 +282,8 @@ extern "C" int64_t hf_replay(const Instruction *in, int64_t count) {
         else if (in->op == GATED) gated(*in);
         else if (in->op == ARGMAX) argmax(*in);
         else if (in->op == DENSE)
-            dense((const uint16_t *)in->a.data, (const uint16_t *)in->b.data, (const uint16_t *)in->c.data,
-                  (uint16_t *)in->y.data, in->sizes[1], in->sizes[2], in->sizes[3]);
+            dense_product((const uint16_t *)in->a.data, (const uint16_t *)in->b.data, (const uint16_t *)in->c.data,
+                          (uint16_t *)in->y.data, in->sizes[1], in->sizes[2], in->sizes[3]);
         else if (in->op == CALL) {
             if (!((int (*)(const void *))in->linear)(in->weight)) return i + 1;
         }

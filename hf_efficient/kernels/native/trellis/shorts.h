@@ -83,8 +83,14 @@ static INLINE Shorts values(Shorts states) {
 }
 
 static INLINE Ints plus_pairs(Ints sum, Shorts a, Shorts b) {
+#if defined(VNNI)
+    asm(VNNI "vpdpwssd %2, %1, %0" : "+x"(sum.low) : "x"(a.low), "x"(b.low));
+    asm(VNNI "vpdpwssd %2, %1, %0" : "+x"(sum.high) : "x"(a.high), "x"(b.high));
+    return sum;
+#else
     return {(Ints::Half)_mm256_add_epi32((__m256i)sum.low, _mm256_madd_epi16(a.low, b.low)),
             (Ints::Half)_mm256_add_epi32((__m256i)sum.high, _mm256_madd_epi16(a.high, b.high))};
+#endif
 }
 
 static INLINE Ints widen_shorts(__m256i a) {

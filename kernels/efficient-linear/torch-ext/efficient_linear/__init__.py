@@ -7,7 +7,10 @@ from .codebook import FP4, NF4, codebook_linear, dequantize_codebook
 from .fp8 import fp8_linear
 from .gate_up import gate_up_silu
 from .grouped import grouped_linear, grouped_linear_reference
+from .joined import gate_up_silu_dense, joined_linear, joined_weight_only_linear
+from .joined_w8a8 import joined_w8a8_linear
 from .llm_int8 import llm_int8_linear
+from .norm import add_rms_norm
 from .packing import (
     pack_canonical,
     pack_codebook_weight,
@@ -17,6 +20,7 @@ from .packing import (
     unpack_weight,
 )
 from .reference import (
+    add_rms_norm_reference,
     codebook_linear_reference,
     dequantize_codebook_reference,
     dequantize_reference,
@@ -33,11 +37,13 @@ from .weight_only import dequantize, weight_only_linear
 
 
 __all__ = [
-    "FP4", "NF4", "Quantized", "codebook_linear", "codebook_linear_reference", "counters_in", "dequantize",
-    "dequantize_codebook", "dequantize_codebook_reference", "dequantize_reference", "dequantize_sparse24", "fp8_linear",
-    "gate_up_silu", "gate_up_silu_reference", "grouped_linear", "grouped_linear_reference", "llm_int8_linear",
-    "pack_canonical", "pack_codebook_weight", "pack_sparse24", "pack_sparse24_codes", "pack_ternary", "pack_trits",
-    "pack_weight", "quantize", "resolve_activation_order", "rms_norm_quantize", "silu_mul_quantize", "sparse24_linear",
+    "FP4", "NF4", "Quantized", "add_rms_norm", "add_rms_norm_reference", "codebook_linear",
+    "codebook_linear_reference", "counters_in", "dequantize", "dequantize_codebook",
+    "dequantize_codebook_reference", "dequantize_reference", "dequantize_sparse24", "fp8_linear", "gate_up_silu",
+    "gate_up_silu_dense", "gate_up_silu_reference", "grouped_linear", "grouped_linear_reference", "joined_linear",
+    "joined_w8a8_linear", "joined_weight_only_linear", "llm_int8_linear", "pack_canonical", "pack_codebook_weight",
+    "pack_sparse24", "pack_sparse24_codes", "pack_ternary", "pack_trits", "pack_weight", "quantize",
+    "resolve_activation_order", "rms_norm_quantize", "silu_mul_quantize", "sparse24_linear",
     "sparse24_linear_reference", "ternary_linear", "ternary_linear_reference", "unpack_canonical",
     "unpack_codebook_weight", "unpack_sparse24", "unpack_ternary", "unpack_trits", "unpack_weight", "w8a8_linear",
     "weight_only_linear", "weight_only_linear_reference",

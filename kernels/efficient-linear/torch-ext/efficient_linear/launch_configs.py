@@ -30,6 +30,19 @@ SIXTEEN_BIT_INPUT = {
 # float32 has no exact matrix instruction: plain multiply-adds, small tiles, for comparison rather than for speed
 FLOAT32_INPUT = {64: Tile(32, 16, 4, 2, 4), 256: Tile(32, 32, 4, 2)}
 
+
+@dataclass(frozen=True)
+class DenseTile(Tile):
+    """Of a dense weight [N, K]: `block_k` columns a step."""
+
+    block_k: int = 64
+
+
+# Most tokens -> tile. Stages of all programs of a multiprocessor hold 100 to 160 KB, what memory delivers in a latency.
+DENSE_SIXTEEN_BIT = {16: DenseTile(64, 16, 4, 4, 4), 32: DenseTile(64, 32, 4, 4, 4), 64: DenseTile(64, 64, 4, 3, 3)}
+DENSE_FLOAT32 = {64: DenseTile(32, 16, 4, 2, 4, 32)}
+GATE_UP_64 = DenseTile(64, 64, 8, 4, 1)  # two sums of 64 x 64 take more registers than four warps have
+
 # With more tokens than this the weight is dequantized once and multiplied by torch. Estimated, not measured: at 256
 # tokens arithmetic bounds a bfloat16 product, so that reading packed weights saves nothing.
 DEQUANTIZE_ABOVE = 256
@@ -44,6 +57,13 @@ def choose_tile(tokens: int, float32: bool, bits: int = 4) -> Tile:
     # a step of 3-bit weights is twice as long: with 64 tokens it takes more registers (sm_80) and tensor memory
     # (sm_100) than there are
     return replace(tile, block_m=min(tile.block_m, 32)) if bits == 3 else tile
+
+
+def choose_dense_tile(tokens: int, float32: bool, is_gate_up: bool = False) -> DenseTile:
+    """The tile of products of 1 to 64 tokens with dense weights."""
+    if is_gate_up and tokens > 32 and not float32:
+        return GATE_UP_64
+    return next(tile for most, tile in (DENSE_FLOAT32 if float32 else DENSE_SIXTEEN_BIT).items() if tokens <= most)
 
 
 def stages(tile: Tile, bits: int) -> int:

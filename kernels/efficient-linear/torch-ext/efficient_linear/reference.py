@@ -38,6 +38,15 @@ def weight_only_linear_reference(
     return F.linear(x.float(), weight, None if bias is None else bias.float())
 
 
+def add_rms_norm_reference(x, weight, eps, residual=None):
+    """(x + residual or None, its RMS norm times weight), [M, K] in the dtype of x: the norm in float32, sum, norm and
+    result each rounded once."""
+    total = None if residual is None else (x.float() + residual.float()).to(x.dtype)
+    wide = (x if total is None else total).float()
+    norm = (wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)).to(x.dtype)
+    return total, (norm.float() * weight.float()).to(x.dtype)
+
+
 def dequantize_codebook_reference(
     packed: torch.Tensor,
     codebook: torch.Tensor,

@@ -9,7 +9,12 @@ from .quantized_reference import (
     quantize_and_cache_reference,
     reshape_and_cache_reference,
 )
-from .reference import flash_attn_func_reference, flash_attn_varlen_func_reference, flash_attn_with_kvcache_reference
+from .reference import (
+    flash_attn_func_reference,
+    flash_attn_varlen_func_reference,
+    flash_attn_with_kvcache_reference,
+    rotate_reference,
+)
 
 
 __all__ = [
@@ -28,4 +33,5 @@ __all__ = [
     "quantize_and_cache_reference",
     "reshape_and_cache",
     "reshape_and_cache_reference",
+    "rotate_reference",
 ]

@@ -38,6 +38,7 @@ from .debug_checks import check_cumulative, check_lengths, check_numbers, check_
 from .decode import attend_few, is_decode
 from .forward import attend
 from .kv_formats import QuantizedKV
+from .rotary import check_rotary, rotate_and_write
 
 
 def flash_attn_func(
@@ -120,7 +121,8 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False, s_aux: torch.Tensor | None = None, tree_mask: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, k_min: torch.Tensor | None = None,
     v_min: torch.Tensor | None = None, k_tail: torch.Tensor | None = None, v_tail: torch.Tensor | None = None,
-    quantized_seqlens: torch.Tensor | None = None,
+    quantized_seqlens: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of q [B, Sq, Hq, D] over a cache -> [B, Sq, Hq, Dv], or (out, log-sum-exp) with return_softmax_lse; k
     and v are first appended to the cache in place.
@@ -142,6 +144,10 @@ def flash_attn_with_kvcache(
     k_tail [B, R, Hk, D], v_tail [B, R, Hk, Dv], quantized_seqlens int32 [B]: sequence b has its first
     quantized_seqlens[b] tokens in the pages and the others, at most R, in the ring, where new ones are appended. With
     many queries the pages are dequantized to memory first, all that block_table has room for.
+
+    rotary_cos, rotary_sin: [B or 1, Sq, D] in the dtype of q: q and the new keys, one for each query, are rotated by
+    them first, x * cos + (-second half, first half) * sin, as transformers does it, in the launch that appends. Not for
+    quantized pages.
 
     The launches depend on shapes only, so that a captured CUDA graph stays valid while lengths grow.
     """
@@ -182,7 +188,14 @@ def flash_attn_with_kvcache(
         if tails[0] is k_tail and appended > k_tail.shape[1]:
             raise ValueError(f"k has {appended} new tokens: allowed are at most {k_tail.shape[1]}, the room of k_tail")
     _check_ranges(k_cache, cache_seqlens, appended, block_table, quantized)
-    if appended:
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin must be given together, or neither")
+    if rotary_cos is not None:
+        check_rotary(rotary_cos, rotary_sin, q, k)
+        if quantized is not None:
+            raise ValueError(f"rotary_cos with pages of {k_cache.dtype}: allowed are pages in the dtype of q")
+        q = rotate_and_write(q, k, v, rotary_cos, rotary_sin, k_cache, v_cache, cache_seqlens, block_table)
+    elif appended:
         _append(k, v, k_cache, v_cache, cache_seqlens, block_table, quantized)
     where = {"cache_seqlens": cache_seqlens, "appended": appended, "block_table": block_table}
     if tree_mask is not None or is_decode(q.shape[1], q.shape[2] // k_cache.shape[2]):

@@ -101,10 +101,13 @@ def flash_attn_with_kvcache_reference(
     q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, block_table=None, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax_lse=False, s_aux=None, tree_mask=None,
     k_scale=None, v_scale=None, k_min=None, v_min=None, k_tail=None, v_tail=None, quantized_seqlens=None,
+    rotary_cos=None, rotary_sin=None,
 ):  # fmt: skip
     """q [B, Sq, Hq, D], k_cache [num_blocks, block_size, Hk, D], v_cache [..., Dv], k and v [B, Sn, Hk, D or Dv]
     appended in place, cache_seqlens [B], block_table [B, max_blocks] (None: sequence b is block b) -> [B, Sq, Hq,
     Dv]."""
+    if rotary_cos is not None:
+        q, k = (rotate_reference(x, rotary_cos.to(x.dtype), rotary_sin.to(x.dtype)) for x in (q, k))
     if block_table is None:
         block_table = torch.arange(q.shape[0], device=q.device)[:, None]
     capacity = block_table.shape[1] * k_cache.shape[1] + (0 if k_tail is None else k_tail.shape[1])
@@ -149,6 +152,12 @@ def flash_attn_with_kvcache_reference(
             None if tree_mask is None else tree_mask[sequence],
         )
     return (out, lse) if return_softmax_lse else out
+
+
+def rotate_reference(x, cos, sin):
+    """x [B, S, H, D] rotated by cos and sin [B or 1, S, D]: x * cos + (-second half, first half) * sin."""
+    low, high = x.chunk(2, -1)
+    return x * cos[:, :, None] + torch.cat((-high, low), -1) * sin[:, :, None]
 
 
 def _write(x, cache, scale, block, offset):

@@ -1,0 +1,69 @@
+"""What stands in the place of the parts of transformers' continuous batching, as of 5.19: how a batch is prepared and
+run, how requests are checked, how many tokens a step has."""
+
+import functools
+
+from transformers.generation.continuous_batching import continuous_api
+
+from hf_efficient.integrations import transformers_request_checks as request_checks
+from hf_efficient.integrations import transformers_step_budget as step_budget
+from hf_efficient.kernels.attention import api
+
+
+def register() -> None:
+    """Idempotent."""
+    continuous_api.ContinuousBatchingIOs, continuous_api.ModelRunner = _batched_ios, _batched_runner
+    manager = continuous_api.ContinuousBatchingManager
+    request_checks.register(manager, continuous_api.Scheduler)
+    if not hasattr(manager.__init__, "_hf_efficient"):
+        manager.__init__ = _checked_init(manager.__init__)
+        manager.switch_to_cb_friendly_attn = _switch_to_ours(manager.switch_to_cb_friendly_attn)
+        for scheduler in continuous_api.SCHEDULER_MAPPING.values():
+            scheduler.schedule_batch = step_budget.within_budget(scheduler.schedule_batch)
+
+
+def _batched_ios(*args, **kwargs):
+    """A `BatchedIOs`, whose file is imported when a batch is first run."""
+    from hf_efficient.integrations.transformers_batched_step import BatchedIOs
+
+    return BatchedIOs(*args, **kwargs)
+
+
+def _batched_runner(*args, **kwargs):
+    from hf_efficient.integrations.transformers_batched_step import BatchedRunner
+
+    return BatchedRunner(*args, **kwargs)
+
+
+def _checked_init(original):
+    """transformers' `__init__`, which refuses drafts that cannot be made."""
+
+    @functools.wraps(original)
+    def __init__(self, model, generation_config, continuous_batching_config, *args, **kwargs):
+        original(self, model, generation_config, continuous_batching_config, *args, **kwargs)
+        asked = "assistant_model", "prompt_lookup_num_tokens"
+        if any(getattr(continuous_batching_config, name, None) is not None for name in asked):
+            from hf_efficient.integrations import transformers_request_drafts
+
+            transformers_request_drafts.check(model, continuous_batching_config)
+
+    __init__._hf_efficient = True
+    return __init__
+
+
+def _switch_to_ours(original):
+    """transformers' switch to an attention made for continuous batching, for models whose `generate()` reads pages in
+    place of "sdpa", too: they get ours until the manager stops."""
+
+    @functools.wraps(original)
+    def switch_to_cb_friendly_attn(self, model, auto_switch_to_flash=True):
+        from hf_efficient.generation.page_attention import can_replace_sdpa
+        from hf_efficient.integrations.transformers_generation import SpeculativeGenerationMixin
+
+        is_ours = isinstance(model, SpeculativeGenerationMixin) and model.device.type == "cpu"
+        if not (auto_switch_to_flash and is_ours and can_replace_sdpa(model)):
+            return original(self, model, auto_switch_to_flash)
+        self._original_attn_impl = model.config._attn_implementation
+        model.set_attn_implementation(api.ATTENTION_NAMES[0])
+
+    return switch_to_cb_friendly_attn

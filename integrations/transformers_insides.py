@@ -1,0 +1,125 @@
+"""Every inside of transformers' continuous batching that this package touches, and what a row of such a list says."""
+
+from dataclasses import dataclass
+
+from hf_efficient.integrations import transformers_releases
+
+
+@dataclass(frozen=True)
+class Inside:
+    """One inside of transformers.
+
+    Args:
+        path: module and attributes, such as "transformers.generation.utils:GenerationMixin._sample".
+        used_by: our file that touches it.
+        parameters: the names of its parameters, where they matter.
+        reads: an attribute of ours that what `path` names reads, where `path` is not the inside itself.
+        since: the first release that has it, where that is not the oldest supported one.
+        until: the first release that has it no longer, where an older one does.
+    """
+
+    path: str
+    used_by: str
+    parameters: tuple[str, ...] | None = None
+    reads: str | None = None
+    since: str | None = None
+    until: str | None = None
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the installed release is one of those that have it."""
+        has = transformers_releases.has
+        return (self.since is None or has(self.since)) and not (self.until is not None and has(self.until))
+
+    @property
+    def name(self) -> str:
+        """The name by which our file touches it."""
+        return self.reads or self.path.rpartition(":")[2].rpartition(".")[2]
+
+
+def of(used_by: str, module: str, *names: str, **releases: str) -> tuple[Inside, ...]:
+    return tuple(Inside(f"transformers.{module}:{name}", used_by, **releases) for name in names)
+
+
+_BATCHING, _FORMATS = "integrations/transformers_continuous_batching.py", "integrations/transformers_paged_formats.py"
+_PAGES, _STEP = "integrations/transformers_quantized_pages.py", "integrations/transformers_batched_step.py"
+_CHECKS, _DRAFTS = "integrations/transformers_request_checks.py", "integrations/transformers_request_drafts.py"
+_MANAGER, _BUDGETS = "integrations/transformers_batching_manager.py", "integrations/transformers_step_budget.py"
+_CB = "generation.continuous_batching"
+
+OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
+    *of(_BATCHING, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *of(_BATCHING, f"{_CB}.initialization", "is_flash_attention_requested"),
+    *of(_BATCHING, f"{_CB}.continuous_api", "PagedAttentionCache"),
+    *of(_BATCHING, f"{_CB}.cache_allocators", "CacheAllocator.get_cache_for_block_table", since="5.19"),
+    *of(_STEP, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *of(_MANAGER, f"{_CB}.continuous_api", "ContinuousBatchingIOs", "ModelRunner", "SCHEDULER_MAPPING"),
+    Inside(
+        f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.__init__",
+        _MANAGER,
+        parameters=("self", "model", "generation_config", "continuous_batching_config", "workload_hints"),
+        since="5.19",
+    ),
+    Inside(
+        f"transformers.{_CB}.scheduler:FIFOScheduler.schedule_batch",
+        _BUDGETS,
+        parameters=("self", "token_budget", "cache_budget"),
+        since="5.19",
+    ),
+    Inside(f"transformers.{_CB}.scheduler:Scheduler.reset", _BUDGETS, reads="active_requests"),
+    *of(_DRAFTS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *of(_DRAFTS, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator", since="5.19"),
+    Inside(
+        f"transformers.{_CB}.cache_allocators:FullAttentionCacheAllocator.register_cache_tensor",
+        _DRAFTS,
+        reads="_copy_view",
+        since="5.19",
+    ),
+    Inside(
+        f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.switch_to_cb_friendly_attn",
+        _MANAGER,
+        parameters=("self", "model", "auto_switch_to_flash"),
+        since="5.19",
+    ),
+    Inside(f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.stop", _MANAGER, reads="_original_attn_impl"),
+    *of(_MANAGER, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *of(_CHECKS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *of(_CHECKS, f"{_CB}.scheduler", "Scheduler.add_waiting_request"),
+    Inside(f"transformers.{_CB}.requests:RequestState.__post_init__", _CHECKS, reads="_new_tokens_limit"),
+    *of(_CHECKS, f"{_CB}.cache_allocators", "CacheAllocator.needs_new_blocks", since="5.19"),
+    *of(_STEP, f"{_CB}.input_outputs", "TMP_TOKEN_ID", "ContinuousBatchingIOs.prepare_batch_tensors"),
+    *of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.get_model_kwargs"),
+    *of(_STEP, f"{_CB}.model_runner", "ModelRunner.compute_batch"),
+    *of(_STEP, f"{_CB}.model_runner", "ModelRunner._forward_process_and_sample"),
+    *of(_STEP, f"{_CB}.input_outputs", "ContinuousBatchingIOs.prepare_batch_update"),
+    *of(_STEP, f"{_CB}.cache", "PagedAttentionCache.can_store_request_tokens", since="5.19"),
+    *of(_STEP, f"{_CB}.cache", "PagedAttentionCache.count_new_complete_blocks", since="5.19"),
+    *of(_STEP, f"{_CB}.requests", "RequestState.update_and_check_completion"),
+    *(
+        Inside(f"transformers.{_CB}.requests:RequestState.__post_init__", _STEP, reads=name)
+        for name in ("_new_tokens_limit", "_eos_token_ids")
+    ),
+    Inside(f"transformers.{_CB}.requests:RequestState", _STEP, reads="_true_initial_tokens"),
+    Inside(
+        "transformers:GenerationMixin", "integrations/transformers_page_forward.py", reads="_supports_logits_to_keep"
+    ),
+    *of(_STEP, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator", since="5.19"),
+    Inside(
+        f"transformers.{_CB}.cache_allocators:FullAttentionCacheAllocator.register_cache_tensor",
+        _STEP,
+        reads="_kv_page_views",
+        since="5.19",
+    ),
+    Inside(
+        f"transformers.{_CB}.input_outputs:ContinuousBatchingIOs.get_model_kwargs", _STEP, reads="_bulk_input_tensor"
+    ),
+    *of(_FORMATS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
+    *of(_FORMATS, f"{_CB}.continuous_api", "PagedAttentionCache"),
+    *of(_PAGES, f"{_CB}.cache", "ATTN_TYPE_TO_ALLOCATOR", since="5.18"),
+    *of(_PAGES, f"{_CB}.cache", "FullAttentionCacheAllocator"),
+    *of(_PAGES, f"{_CB}.cache_allocators", "CacheAllocator._after_cache_tensor_init", since="5.19"),
+    *of(_PAGES, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.get_bytes_per_page", since="5.19"),
+    *of(_PAGES, f"{_CB}.cache_allocators", "FullAttentionCacheAllocator.layer_type", since="5.19"),
+    *of(_PAGES, f"{_CB}.cache_allocators", "SlidingAttentionCacheAllocator", since="5.19"),
+    *of(_PAGES, f"{_CB}.cache", "PagedAttentionCache.update"),
+)

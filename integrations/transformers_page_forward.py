@@ -1,0 +1,37 @@
+"""The forwards of a model over the pages of many requests."""
+
+import torch
+
+from hf_efficient.cache.request_pages import RequestPages
+from hf_efficient.generation import model_state
+from hf_efficient.generation.replay.captured_step import CapturedStep
+
+
+class PageForwards:
+    """The captured forwards over `pages` of a model as it is now."""
+
+    def __init__(self, pages: RequestPages):
+        self.pages, self._version, self._step = pages, None, None
+
+    def of(self, model) -> CapturedStep:
+        version = model_state.current(model)
+        if version is not self._version:
+            self._version = version
+            self._step = CapturedStep(self.pages, _forward_of(model, self.pages), version.is_capturable)
+        return self._step
+
+
+def _forward_of(model, pages: RequestPages):
+    """The `forward` of a `CapturedStep`."""
+    no_mask = torch.zeros(1, 1, 1, 1)  # models hand on a mask of 4 dimensions as it is: nothing is read on the host
+    keeps_logits = hasattr(model, "_supports_logits_to_keep") and model._supports_logits_to_keep()
+
+    def forward(tokens, positions, index, is_captured):
+        options = {"logits_to_keep": index} if keeps_logits else {}
+        mask = no_mask if is_captured else None  # without, the model's own pattern of masks is checked
+        logits = model(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, cache=pages, use_cache=False, **options
+        ).logits[0]
+        return logits if keeps_logits else logits[index]
+
+    return forward

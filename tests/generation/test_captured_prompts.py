@@ -1,0 +1,132 @@
+"""Prompts on a CPU: sequence by sequence in chunks, whose forwards are captured and replayed."""
+
+import pytest
+import torch
+from helpers import TINY_MODELS, left_padded_batch
+from native_loop import NATIVE_LOOP, served_model, transformers_loop
+
+from hf_efficient.generation.replay import captured_prompt
+from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
+from hf_efficient.kernels.replay.recorder import Capture, NotReplayable
+
+
+pytestmark = NATIVE_LOOP
+LENGTHS = (23, 4, 40, 16, 21)
+OPTIONS = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=None)
+EAGER = ("mistral", "gemma2", "gemma3", "gpt_oss")  # windows drop tokens, which prompts of one batch have to share
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    monkeypatch.setattr(captured_prompt, "CHUNK", 16)
+    monkeypatch.setattr(captured_prompt, "STEP", 4)
+    monkeypatch.setattr(captured_prompt, "LEAST_TOKENS", 8)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Of each prompt that a `CapturedPrompt` was given: its tokens, and whether all its chunks were captured."""
+    prompts, call = [], CapturedPrompt.__call__
+
+    def noted(self, tokens, positions):
+        logits = call(self, tokens, positions)
+        prompts.append((tokens.shape[1], logits is not None))
+        return logits
+
+    monkeypatch.setattr(CapturedPrompt, "__call__", noted)
+    return prompts
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """The logits of each chunk that was replayed."""
+    logits, replay = [], Capture.replay
+
+    def noted(self):
+        output = replay(self)
+        if isinstance(output, torch.Tensor):  # captured forwards of few tokens return tuples
+            logits.append(output)
+        return output
+
+    monkeypatch.setattr(Capture, "replay", noted)
+    return logits
+
+
+def generates_as_transformers(model, batches, **options):
+    with transformers_loop():
+        expected = [model.generate(**batch, **OPTIONS, **options) for batch in batches]
+    for batch, tokens in zip(batches, expected):
+        assert torch.equal(model.generate(**batch, **OPTIONS, **options), tokens)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_tokens_are_those_of_transformers(name, captures, replays):
+    generates_as_transformers(served_model(name), [left_padded_batch(LENGTHS, seed=seed) for seed in range(3)])
+    if name in EAGER:
+        assert not captures
+    else:
+        assert captures == 2 * [(length, True) for length in LENGTHS], "the first batch ran eagerly"
+        chunks = sum(-(-length // 16) for length in LENGTHS)
+        assert len(replays) == 2 * chunks - 3, "each of the widths 4, 8 and 16 was captured once"
+
+
+def test_batches_of_other_sizes_and_the_last_position(captures):
+    """A capture outlives a batch. Padding behind a prompt needs no learned position beyond it."""
+    model = served_model("gpt2")
+    lengths = [(250, 250), (250, 250), (26,), (26, 30)]
+    generates_as_transformers(model, [left_padded_batch(own, seed=seed) for seed, own in enumerate(lengths)])
+    assert captures == [(length, True) for length in (250, 250, 26, 26, 30)]
+
+
+@pytest.mark.parametrize("kind", ["hole", "right", "chunks", "short", "scores"])
+def test_prompts_that_run_at_once(kind, captures):
+    batches, options = [left_padded_batch((24, 20), seed=seed) for seed in range(3)], {}
+    for batch in batches:
+        if kind == "hole":
+            batch["attention_mask"][:, 10] = 0
+        elif kind == "right":
+            batch["attention_mask"] = batch["attention_mask"].flip(1)
+        elif kind == "short":
+            batch.update({key: value[:, -7:] for key, value in batch.items()})
+    if kind == "chunks":
+        options = dict(prefill_chunk_size=8)
+    elif kind == "scores":
+        options = dict(output_hidden_states=True, return_dict_in_generate=True)
+    model = served_model("llama")
+    for batch in batches:
+        output = model.generate(**batch, **OPTIONS, **options)
+        with transformers_loop():
+            expected = model.generate(**batch, **OPTIONS, **options)
+        if kind == "scores":
+            output, expected = output.sequences, expected.sequences
+        assert torch.equal(output, expected)
+    assert not captures
+
+
+def test_memory_of_all_captures_is_bounded(monkeypatch, replays):
+    monkeypatch.setattr(captured_prompt, "MAX_BYTES", 0)
+    kept, call = [], CapturedPrompt.__call__
+
+    def noted(self, *args):
+        logits = call(self, *args)
+        kept.append(len(self._captures))
+        return logits
+
+    monkeypatch.setattr(CapturedPrompt, "__call__", noted)
+    generates_as_transformers(served_model("llama"), [left_padded_batch((40,), seed=seed) for seed in range(3)])
+    assert set(kept) == {1} and len(replays) == 2, "of the widths 16, 16, 8 the second replays the first"
+
+
+@pytest.mark.parametrize("error", [NotReplayable("numbers"), RuntimeError("no such operator")])
+def test_a_forward_that_cannot_be_captured_runs_eagerly(error, captures, monkeypatch, caplog):
+    model, init = served_model("llama"), Capture.__init__
+
+    def refusing(self, forward):
+        init(self, forward)
+        if isinstance(self.output, torch.Tensor):
+            raise error
+
+    monkeypatch.setattr(Capture, "__init__", refusing)
+    generates_as_transformers(model, [left_padded_batch(LENGTHS, seed=seed) for seed in range(3)])
+    assert captures == [(length, False) for length in LENGTHS], "never tried again"
+    assert ("prompts run eagerly" in caplog.text) is not isinstance(error, NotReplayable)

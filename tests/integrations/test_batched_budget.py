@@ -1,0 +1,68 @@
+"""How many tokens a step of continuous batching has, by made-up seconds, and in transformers' schedulers."""
+
+import pytest
+from helpers import needs_transformers, tiny_model
+from test_batched_step import PAGE_SIZE, one_by_one
+from transformers import GenerationConfig
+
+from hf_efficient import ContinuousBatchingConfig
+from hf_efficient.generation.replay.captured_step import CapturedStep
+from hf_efficient.generation.speculation.latency_model import LatencyCurve
+from hf_efficient.generation.step_budget import LEAST_PROMPT_TOKENS, StepBudget
+from hf_efficient.kernels.replay.recorder import interpreter
+
+
+def budget_of(seconds: float) -> StepBudget:
+    """Tokens take a second each."""
+    latency = LatencyCurve()
+    for tokens in (1, 32, 64, 128, 256):
+        latency.add(tokens, float(tokens))
+    return StepBudget(seconds, latency, lambda tokens: tokens)
+
+
+def test_as_many_tokens_as_take_the_seconds():
+    assert budget_of(100.0).tokens(decoding=4, most=256) == 100
+    assert budget_of(600.0).tokens(decoding=4, most=512) == 512
+    assert budget_of(100.0).tokens(decoding=0, most=256) == 256  # nobody waits for a token
+    assert budget_of(1.0).tokens(decoding=4, most=256) == 4 + LEAST_PROMPT_TOKENS  # the prompt gets on
+    assert budget_of(1.0).tokens(decoding=4, most=8) == 8
+    assert StepBudget(1.0, LatencyCurve(), lambda tokens: tokens).tokens(4, 256) == 256  # nothing is measured yet
+
+
+@needs_transformers("5.19", "max_ms_between_tokens")
+@pytest.mark.skipif(interpreter() is None, reason="no compiler, or a CPU without AVX-512")
+def test_prompts_come_in_parts_while_others_decode(monkeypatch):
+    """A budget that no step keeps: after the first, none has more than the least part of a prompt."""
+    model, widths, original = tiny_model("llama"), [], CapturedStep.__call__
+
+    def counting(self, requests, wanted):
+        widths.append((sum(len(request.tokens) == 1 for request in requests), sum(len(r.tokens) for r in requests)))
+        return original(self, requests, wanted)
+
+    prompts = [list(range(10, 120)), list(range(5, 105))]
+    expected = one_by_one(model, prompts)
+    monkeypatch.setattr(CapturedStep, "__call__", counting)
+    model.set_attn_implementation("flash_paged")
+
+    def tokens_of(**config):
+        widths.clear()
+        outputs = model.generate_batch(
+            inputs=prompts,
+            generation_config=GenerationConfig(max_new_tokens=14, do_sample=False, eos_token_id=2, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(
+                num_blocks=128, max_batch_tokens=40, **{PAGE_SIZE: 4}, **config
+            ),
+        )
+        return [output.generated_tokens for output in outputs.values()]
+
+    assert tokens_of() == expected
+    assert max(tokens for decoding, tokens in widths if decoding) > 1 + LEAST_PROMPT_TOKENS
+    assert tokens_of(max_ms_between_tokens=1e-6) == expected
+    beside = [tokens for decoding, tokens in widths if decoding]
+    assert len(beside) > 4 and max(beside) <= 1 + LEAST_PROMPT_TOKENS
+
+
+@pytest.mark.parametrize("budget", [0, -3.0, "fast", True, float("nan")])
+def test_budgets_that_are_none(budget):
+    with pytest.raises(ValueError, match="max_ms_between_tokens"):
+        ContinuousBatchingConfig(max_ms_between_tokens=budget)
