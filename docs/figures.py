@@ -166,6 +166,21 @@ def prompts() -> str:
     )
 
 
+def learning() -> str:
+    """What training under codes and masks gives back."""
+    rows = []
+    for name, row in load("learning").items():
+        cells = [
+            f"{row[text][key]:.2f}" for text in ("wikipedia", "news") for key in ("perplexity_before", "perplexity")
+        ]
+        rows.append([name, str(row["tokens"]), f"{row['cpu_seconds'] / 60:.0f}", *cells])
+    dense = next(iter(load("learning").values()))
+    whole = [f"{dense[text]['perplexity_dense']:.2f}" for text in ("wikipedia", "news")]
+    rows.append(["bfloat16", "", "", whole[0], "", whole[1], ""])
+    header = "recovered | tokens | CPU minutes | perplexity before | after | news before | after"
+    return markdown(header, "lrrrrrr", rows)
+
+
 def demo() -> str:
     """The table of `make demo`."""
     from hf_efficient.evaluation import report
@@ -208,6 +223,7 @@ FIGURES = {
     "decode": decode,
     "cache": cache,
     "prompts": prompts,
+    "learning": learning,
     "demo": demo,
     "environments": environments,
 }
@@ -232,6 +248,8 @@ def benchmarks_page() -> str:
         "## Shorter prompts", prompts(), machine("prompt_compression"),
         "## Pruning", "Perplexity after pruning single weights:", (RESULTS / "pruning.md").read_text().strip(),
         "And after structured pruning:", (RESULTS / "pruning_structured.md").read_text().strip(),
+        "## Recovery", "`recover` against the dense model, on a machine that did other things too:", learning(),
+        machine("learning"),
         "## GPU kernels, predicted",
         "No row here was measured. `benchmarks/gpu_model.py` counts the instructions of each kernel's inner loop in "
         "its machine code. It predicts times from them, from the bytes read and from launches. A budget is what an "

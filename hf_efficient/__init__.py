@@ -65,6 +65,10 @@ _PUBLIC = {
     "export": "hf_efficient.checkpoints.export",
     "estimate": "hf_efficient.planning.estimate",
     "recover": "hf_efficient.compression.recovery",
+    "trainable": "hf_efficient.compression.recovery.unpacking",
+    "distill": "hf_efficient.compression.distillation",
+    "to_bitnet": "hf_efficient.compression.bitnet",
+    "BitLinear": "hf_efficient.bit_linear",
     "KeepMasks": "hf_efficient.compression.recovery.trainer",
 }
 __all__ = ["__version__", "register", *_PUBLIC]

@@ -8,7 +8,7 @@ from hf_efficient.kernels.linear.w8a8 import quantize
 from hf_efficient.layers import EfficientLinear, compress_linear
 
 
-class _StraightThrough(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
     """rounding(tensor), with the gradient of the identity."""
 
     @staticmethod
@@ -48,7 +48,7 @@ class BitLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(
-            _StraightThrough.apply(x, _int8), _StraightThrough.apply(self.weight, _ternary), self.bias
+            StraightThrough.apply(x, _int8), StraightThrough.apply(self.weight, _ternary), self.bias
         )
 
     @torch.no_grad()

@@ -66,6 +66,7 @@ ROOMS = {
     "generation.decode": "generation generation.speculation generation.speculation.options generation.replay "
     "generation.drafters cache",
     "generation.training": "generation generation.speculation.options generation.drafters generation.decode",
+    "generation.training.train_draft": "generation generation.drafters generation.training compression",
     "planning.model_trace": "layers",
     "checkpoints": "configs layers",
     "targets": "configs layers planning.model_trace checkpoints",
@@ -82,7 +83,8 @@ ROOMS = {
     "integrations.optimum_command": "cli",
     "checkpoints.adopt": "configs layers formats kernels.linear checkpoints integrations",
     "checkpoints.export": "configs layers formats kernels.linear checkpoints checkpoints.adopt integrations",
-    "compression": "configs layers formats observers pruning calibration integrations",
+    "compression": "configs layers formats observers pruning calibration integrations methods evaluation kernels "
+    "kernels.linear generation generation.decode generation.training",
     "planning": "configs calibration layers formats methods kernels.native kernels.linear cache cache.stores "
     "planning.model_trace evaluation targets integrations",
     "planning.model_report": "layers kernels.attention generation generation.decode integrations",

@@ -1,10 +1,11 @@
-"""The loss of distillation: the divergence of a student's next-token distributions from a teacher's, and the text's
-entropy."""
+"""The loss of recovery and distillation: the divergence of a student's next-token distributions from a teacher's, and
+the text's entropy."""
 
 import torch
 
 
-DIVERGENCES = ("forward", "reverse", "both")
+SKEW = 0.1  # share of the other distribution in a mixture
+DIVERGENCES = ("forward", "reverse", "both", "skewed_forward", "skewed_reverse", "jensen_shannon")
 _ROWS = 16  # tokens computed at a time: their float32 distributions fit a core's cache
 _IGNORED = -100  # label of a token that is not known
 
@@ -23,7 +24,10 @@ def distillation_loss(
         teacher: logits [..., V] of the distributions p.
         labels: int64 [...], the next tokens, -100 where unknown; needed where text_share is not 0.
         divergence: "forward", KL(p || q) (https://arxiv.org/abs/1503.02531), "reverse", KL(q || p)
-            (https://arxiv.org/abs/2306.08543), or "both", the mean of the two.
+            (https://arxiv.org/abs/2306.08543), or "both", the mean of the two. "skewed_forward", KL(p || s p + (1 - s)
+            q), and "skewed_reverse", KL(q || s q + (1 - s) p), with s = 0.1 (https://arxiv.org/abs/2402.03898).
+            "jensen_shannon", the mean of KL(p || m) and KL(q || m) with m = (p + q) / 2
+            (https://arxiv.org/abs/2306.13649).
 
     Returns:
         the mean over all tokens (cross entropy: over those with a label), a scalar in float32, in float64 for float64
@@ -37,7 +41,8 @@ def distillation_loss(
     if student.shape != teacher.shape:
         raise ValueError(f"the student's logits are {tuple(student.shape)}, the teacher's {tuple(teacher.shape)}")
     labels = None if not text_share else labels.reshape(-1)
-    return _Distillation.apply(student.flatten(0, -2), teacher.flatten(0, -2), labels, divergence, text_share)
+    kind = _Mixtures if divergence in _MIXTURES else _Distillation
+    return kind.apply(student.flatten(0, -2), teacher.flatten(0, -2), labels, divergence, text_share)
 
 
 class _Distillation(torch.autograd.Function):
@@ -87,6 +92,52 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx, upstream):
         (gradient,) = ctx.saved_tensors
         return gradient * upstream.to(gradient.dtype), None, None, None, None
+
+
+class _Mixtures(torch.autograd.Function):
+    """As `_Distillation`, for divergences from mixtures of p and q."""
+
+    @staticmethod
+    def forward(ctx, student, teacher, labels, divergence, text_share):
+        dtype, tokens = torch.promote_types(student.dtype, torch.float32), len(student)
+        known = 0 if labels is None else max(1, (labels != _IGNORED).sum().item())
+        gradient, total = torch.empty_like(student), torch.zeros((), dtype=dtype, device=student.device)
+        for start in range(0, tokens, _ROWS):
+            rows = slice(start, start + _ROWS)
+            log_q, log_p = student[rows].log_softmax(-1, dtype=dtype), teacher[rows].log_softmax(-1, dtype=dtype)
+            q, p = log_q.exp(), log_p.exp()
+            loss, slope = 0.0, 0.0  # of q, not of its logits
+            for share, from_p, of_p in _MIXTURES[divergence]:
+                mixture = of_p * p + (1 - of_p) * q
+                log_mixture = mixture.clamp_min(torch.finfo(dtype).tiny).log()
+                own, log_own = (p, log_p) if from_p else (q, log_q)
+                ratio = log_own - log_mixture
+                loss = loss + share * (own * ratio).sum()
+                slope = slope - share * (1 - of_p) * own / mixture.clamp_min(torch.finfo(dtype).tiny)
+                if not from_p:
+                    slope = slope + share * (ratio + 1)
+            scale = (1 - text_share) / tokens
+            total += scale * loss
+            slope = slope * q
+            step = scale * (slope - q * slope.sum(-1, keepdim=True))
+            if labels is not None:
+                present, target = labels[rows] != _IGNORED, labels[rows].clamp_min(0)[:, None]
+                weight = text_share / known * present[:, None].to(dtype)
+                total -= (weight * log_q.gather(1, target)).sum()
+                step = (step + weight * q).scatter_add_(1, target, -weight)
+            gradient[rows] = step
+        ctx.save_for_backward(gradient)
+        return total
+
+    backward = _Distillation.backward
+
+
+# divergence -> (its share, whether it is taken from p rather than q, the share of p in the mixture), summed
+_MIXTURES = {
+    "skewed_forward": [(1.0, True, SKEW)],
+    "skewed_reverse": [(1.0, False, 1 - SKEW)],
+    "jensen_shannon": [(0.5, True, 0.5), (0.5, False, 0.5)],
+}
 
 
 def _row_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ KEYS = {
     "rounding": "largest change of a weight, as a part of the largest of its layer; 0: none",
     "engines": "what reads it",
 }
-FORMATS = ("compressed-tensors", "gptq", "awq", "gguf")
+FORMATS = ("compressed-tensors", "gptq", "awq", "bitnet", "gguf")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

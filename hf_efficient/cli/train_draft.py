@@ -1,4 +1,4 @@
-"""`hf-efficient train-draft`: trains draft heads for a model on text that the model generates."""
+"""`hf-efficient train-draft`: trains draft heads or a draft model for a model on text that the model generates."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from hf_efficient.cli.result import Result
 KEYS = {
     "output": "the folder",
     "parameters": "of the heads",
-    "accuracies": "for each depth, the shares of tokens that the first, second, ... guess hits",
+    "accuracies": "for each depth, the shares of tokens that the first, second, ... guess hits; a model has one share",
 }
 TRAINING = ("num_tokens", "epochs", "minutes", "draft_tokens", "max_new_tokens", "batch_size", "learning_rate", "seed")
 
@@ -23,8 +23,10 @@ TRAINING = ("num_tokens", "epochs", "minutes", "draft_tokens", "max_new_tokens",
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `hf-efficient train-draft`."""
     command.add_argument("model", help="Hub id or local folder of the target")
-    add_output_argument(command, "folder for the heads")
-    command.add_argument("--kind", choices=("eagle", "medusa"), default="eagle", help="default eagle")
+    add_output_argument(command, "folder for the heads or the draft model")
+    command.add_argument("--kind", choices=("eagle", "medusa", "model"), default="eagle", help="default eagle")
+    command.add_argument("--draft", help="for --kind model: folder or Hub id of a small model, which learns")
+    command.add_argument("--layers", type=at_least(1), help="for --kind model, instead: layers of the target to keep")
     command.add_argument(
         "--prompts",
         help='file with one prompt a line, or .jsonl with "prompt" or "text" in each line (default: built in, and '
@@ -55,6 +57,11 @@ def run(options: argparse.Namespace) -> Result:
     if options.cache is not None:
         check_folder("--cache", options.cache)
     check_model("model", options.model, causal=True)
+    is_model = options.kind == "model"
+    if (options.draft is not None) + (options.layers is not None) != is_model:
+        raise ValueError("--kind model needs one of --draft and --layers, and no other kind has them")
+    if options.draft is not None:
+        check_model("--draft", options.draft, causal=True)
     prompts = None if options.prompts is None else _read_prompts(Path(options.prompts))
 
     from hf_efficient import train_draft
@@ -63,7 +70,11 @@ def run(options: argparse.Namespace) -> Result:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model, training = load_causal_lm(options.model), given_options(options, TRAINING)
+    if is_model:
+        training |= {"layers": options.layers, "draft": options.draft and load_causal_lm(options.draft)}
     heads = train_draft(model, tokenizer, output, kind=options.kind, prompts=prompts, cache=options.cache, **training)
+    if is_model:
+        return _report_model(output, heads, options)
     count, accuracies = sum(p.numel() for p in heads.parameters()), [[*map(float, each)] for each in heads.accuracies]
     write_record(output, options, "draft heads", options.model, accuracies=accuracies)
     lines = [f"{output}: {count / 1e6:.1f} million parameters"]
@@ -72,6 +83,13 @@ def run(options: argparse.Namespace) -> Result:
             f"guess {depth}: right {shares[0]:.1%} of the time, among the first {len(shares)} {sum(shares):.1%}"
         )
     return Result("\n".join(lines), dict(zip(KEYS, (str(output), count, accuracies))))
+
+
+def _report_model(output: Path, draft, options: argparse.Namespace) -> Result:
+    count, accuracies = draft.num_parameters(), [[draft.expected_acceptance]]
+    write_record(output, options, "recovered", options.model, made_from=options.draft)
+    text = f"{output}: {count / 1e6:.1f} million parameters, {draft.expected_acceptance:.1%} of drafts accepted"
+    return Result(text, dict(zip(KEYS, (str(output), count, accuracies))))
 
 
 def _read_prompts(path: Path) -> list[str]:

@@ -7,6 +7,8 @@ WANTED = {  # what a command cannot do without; the output is "out" unless a tes
     "export": ["small", "--format", "gptq", "--output", "out"],
     "train-draft": ["tiny", "--output", "out"],
     "recover": ["tiny", "--teacher", "tiny", "--texts", "text.txt", "--output", "out", "--steps", "1"],
+    "distill": ["tiny", "--layers", "1", "--texts", "text.txt", "--output", "out", "--steps", "1"],
+    "to-bitnet": ["tiny", "--texts", "text.txt", "--output", "out", "--steps", "1"],
     "sparsify-context": ["tiny", "--output", "out", "--calibration", "text.txt", "--num-samples", "1"],
     "estimate": ["tiny"],
     "bench": ["tiny", "--output", "out"],

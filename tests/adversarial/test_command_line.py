@@ -174,7 +174,17 @@ def test_a_config_of_another_form(command, changes, refused, replace):
     refused(with_option(command, "model", "small"))
 
 
-CAUSAL = ("prune-structure", "train-draft", "recover", "sparsify-context", "bench", "run", "evaluate")
+CAUSAL = (
+    "prune-structure",
+    "train-draft",
+    "recover",
+    "distill",
+    "to-bitnet",
+    "sparsify-context",
+    "bench",
+    "run",
+    "evaluate",
+)
 
 
 @pytest.mark.parametrize("command", CAUSAL)

@@ -12,6 +12,8 @@ NUMBERS = {
     "prune-structure": ("--layers", "--heads", "--hidden-size", "--num-samples", "--remove"),
     "train-draft": ("--num-tokens", "--epochs", "--minutes", "--draft-tokens", "--max-new-tokens", "--learning-rate"),
     "recover": ("--minutes", "--steps", "--batch-size", "--learning-rate", "--lora-rank", "--text-share"),
+    "distill": ("--layers", "--on-policy", "--hidden-states", "--max-new-tokens", "--memory-gb"),
+    "to-bitnet": ("--minutes", "--warm-up"),
     "sparsify-context": ("--num-samples", "--sequence-length", "--keep", "--recall", "--rank"),
     "estimate": ("--batch", "--prompt-tokens", "--new-tokens"),
     "bench": ("--batch", "--prompt-tokens", "--new-tokens", "--repeats", "--latency-bound"),

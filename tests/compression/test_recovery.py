@@ -13,13 +13,13 @@ from hf_efficient import KeepMasks, SparseConfig, recover
 from hf_efficient.calibration.blocks import weight_of
 from hf_efficient.calibration.divergence import distillation_loss
 from hf_efficient.cli import main
-from hf_efficient.compression import recovery
-from hf_efficient.compression.recovery import masked_linear
+from hf_efficient.compression.recovery import masked_linear, progress, training, unpacking
 from hf_efficient.formats import AffineFormat
 from hf_efficient.formats.bitmap import BitmapFormat
 from hf_efficient.formats.sparse24 import Sparse24Format
 from hf_efficient.integrations.peft import merge_and_unload
 from hf_efficient.layers import EfficientLinear, compress_linear
+from hf_efficient.methods import rtn
 from hf_efficient.pruning.mask import Sparsity
 
 
@@ -87,14 +87,14 @@ def test_masks_hold_at_every_step_and_the_loss_falls(name, format, target, optio
     model = pruned(teacher, format, target)
     before, frozen = masks(model), {n: p.clone() for n, p in model.named_parameters() if "qweight" not in n}
     start = model(TOKENS).logits
-    losses, trainer = [], recovery.DistillationTrainer
+    losses, trainer = [], training.DistillationTrainer
 
     def watched(*arguments, callbacks, **kwargs):
         made = trainer(*arguments, callbacks=[*callbacks, Watch()], **kwargs)
         losses.append(made)
         return made
 
-    monkeypatch.setattr(recovery, "DistillationTrainer", watched)
+    monkeypatch.setattr(training, "DistillationTrainer", watched)
     Watch.steps = 0
     result = recover(model, teacher, TOKENS, **FAST, **options)
     assert Watch.steps == result["steps"] == 20 and result["tokens"] == 20 * 4 * 24
@@ -114,7 +114,7 @@ def test_merging_an_adapter_that_learned_under_the_mask_changes_nothing():
 
     model = pruned(tiny_model("llama", torch.bfloat16), BitmapFormat(sparsity=0.5), Sparsity(0.5))
     kept = masks(model)
-    masked_linear.unpack(model)
+    unpacking.unpack(model)
     adapted = with_adapters(model, 4)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in adapted.named_parameters():
@@ -127,7 +127,7 @@ def test_merging_an_adapter_that_learned_under_the_mask_changes_nothing():
             assert not torch.equal(adapted(TOKENS).logits, expected)
         adapted.merge_and_unload()
         assert torch.equal(model(TOKENS).logits, expected)
-        masked_linear.pack(model)
+        unpacking.pack(model)
         assert all(torch.equal(mask, kept[name]) for name, mask in masks(model).items())
         dense = copy.deepcopy(model)
         for name, module in list(dense.named_modules()):
@@ -154,10 +154,10 @@ def test_an_ordinary_model_learns_whole_and_is_saved_as_such(tmp_path):
 def test_an_interrupted_recovery_leaves_the_model_and_goes_on(tmp_path, monkeypatch):
     teacher = tiny_model("llama", torch.bfloat16)
     start = pruned(teacher)
-    monkeypatch.setattr(recovery, "SAVE_EVERY", 8)
+    monkeypatch.setattr(training, "SAVE_EVERY", 8)
     whole = copy.deepcopy(start)
     recover(whole, teacher, TOKENS, **FAST)
-    model, compute = copy.deepcopy(start), recovery.DistillationTrainer.compute_loss
+    model, compute = copy.deepcopy(start), training.DistillationTrainer.compute_loss
 
     def interrupted(self, *arguments, **kwargs):
         if self.state.global_step == 13:
@@ -165,7 +165,7 @@ def test_an_interrupted_recovery_leaves_the_model_and_goes_on(tmp_path, monkeypa
         return compute(self, *arguments, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(recovery.DistillationTrainer, "compute_loss", interrupted)
+        patch.setattr(training.DistillationTrainer, "compute_loss", interrupted)
         recover(model, teacher, TOKENS, **FAST, checkpoint_dir=tmp_path)
     for name, parameter in start.state_dict().items():
         assert torch.equal(parameter, model.state_dict()[name]), name
@@ -181,7 +181,7 @@ def test_minutes_end_training_and_lower_the_rate():
     model = pruned(teacher)
     result = recover(model, teacher, TOKENS, minutes=0.01, batch_size=8)
     assert 0.6 <= result["seconds"] < 10 and result["steps"] >= 1
-    budget, rates = recovery.Budget(seconds=100), []
+    budget, rates = progress.Budget(seconds=100), []
     for budget.used in (0, 3, 50, 100):
         rates.append(budget.rate(0))
     assert 0 < rates[0] < 0.2 and rates[1] > 0.99 and 0.5 < rates[2] < 0.55 and abs(rates[3] - 0.05) < 1e-6
@@ -240,11 +240,12 @@ def test_bad_arguments_are_refused_and_nothing_changes(changes, message):
 
 def test_what_cannot_be_trained_is_refused():
     model = pruned(tiny_model("llama"))
-    name, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, EfficientLinear))
-    coded = Sparse24Format(AffineFormat(4, 16, True))
-    model.set_submodule(name, EfficientLinear(layer.in_features, layer.out_features, False, coded))
-    with pytest.raises(ValueError, match="1 sparse layers hold quantized values"):
-        recover(model, tiny_model("llama"), TOKENS, steps=1)
+    name = next(n for n, m in model.named_modules() if isinstance(m, EfficientLinear))
+    format = AffineFormat(4, 16, True)
+    dense = tiny_model("llama").get_submodule(name)
+    model.set_submodule(name, compress_linear(dense, format, rtn.quantize(dense.weight.detach(), format)))
+    with pytest.raises(ValueError, match="lora_rank=2: 1 layers hold codes"):
+        recover(model, tiny_model("llama"), TOKENS, steps=1, lora_rank=2)
     assert not any(isinstance(module, masked_linear.MaskedLinear) for module in model.modules())
     model = pruned(tiny_model("llama"))
     before = {name: parameter.clone() for name, parameter in model.state_dict().items()}

@@ -13,7 +13,7 @@ from hf_efficient.files import why_not_new, why_not_writable
 
 
 logger = logging.get_logger(__name__)
-FORMATS = ("compressed-tensors", "gptq", "awq", "gguf")
+FORMATS = ("compressed-tensors", "gptq", "awq", "bitnet", "gguf")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
             folder that does not exist yet or is empty. An export that fails or is interrupted leaves what was there.
         format: "compressed-tensors" (vLLM, SGLang, TGI, transformers; int4, int8 and int2 weights, int8 and fp8
             activations), "gptq" (one width of weights for all layers; vLLM reads it of symmetric 4 and 8 bits only,
-            and a warning says so where it does not), "awq" (4 bits) or "gguf" (llama.cpp, Ollama; of the Llama family
-            and Qwen 2 and 3; 4 bits and symmetric 8 bits in groups of multiples of 32, and dense models).
+            and a warning says so where it does not), "awq" (4 bits), "bitnet" (ternary weights; transformers) or "gguf"
+            (llama.cpp, Ollama; of the Llama family and Qwen 2 and 3; 4 bits and symmetric 8 bits in groups of multiples
+            of 32, and dense models).
         tokenizer: what to put beside the weights, by default the one in the folder, if there is one.
 
     Raises:
@@ -69,13 +70,14 @@ def export(model, output, format: str = "compressed-tensors", tokenizer=None) ->
 
             rounding, engines = gguf.write(source, output), ("llama.cpp", "Ollama")
         else:
-            from hf_efficient.checkpoints.export import awq, compressed_tensors, folder, gptq
+            from hf_efficient.checkpoints.export import awq, bitnet, compressed_tensors, folder, gptq
 
             source = source.with_dense_embedding()
             targets = {"compressed-tensors": compressed_tensors.CompressedTensors, "gptq": gptq.Gptq, "awq": awq.Awq}
+            targets["bitnet"] = bitnet.BitNet
             target = targets[format](source)
             engines = target.engines()
-            if "vLLM" not in engines:
+            if "vLLM" not in engines and format != "bitnet":
                 logger.warning(_not_served(source, format, engines, targets["compressed-tensors"]))
             rounding = folder.write(source, target, output)
         files = [output] if output.is_file() else output.iterdir()

@@ -1,32 +1,27 @@
-"""Recovery: a short training after pruning, against the model from before pruning, with the masks kept.
+"""Recovery: a training of a compressed or pruned model against the model from before, under its codes and masks.
 
-`options` checks the arguments and reads the text, `masked_linear` makes the pruned layers trainable and packs them
-again, `lora` puts adapters under the masks, `calibration.divergence` is the loss, and `trainer` the rest of the
-training."""
+`options` checks the arguments and reads the text. `unpacking` makes the layers learn and packs them again:
+`coded_linear` those under codes (`coded_weights`, `grids`), `masked_linear` those under a mask and plain ones. `lora`
+puts adapters under the masks. `calibration.divergence` is the loss, `trainer`, `optimizers`, `progress` and `memory`
+the rest of a `training`."""
 
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from torch import nn
-from transformers import PrinterCallback, TrainingArguments
 
 from hf_efficient.calibration.data import model_inputs
-from hf_efficient.compression.recovery import masked_linear
-from hf_efficient.compression.recovery.options import RecoveryOptions, check_arguments, read_windows  # noqa: F401
-from hf_efficient.compression.recovery.trainer import Budget, DistillationTrainer, optimizers
+from hf_efficient.compression.recovery.options import RecoveryOptions, read_windows, split_windows
+from hf_efficient.compression.recovery.training import train
+from hf_efficient.compression.recovery.unpacking import trainable
 from hf_efficient.configs import CalibrationConfig
-
-
-SAVE_EVERY = 50  # steps between two checkpoints
 
 
 def recover(
     model,
     teacher,
-    texts,
+    texts=None,
     tokenizer=None,
     *,
     minutes: float | None = None,
@@ -39,140 +34,116 @@ def recover(
     lora_rank: int | None = None,
     checkpoint_dir=None,
     seed: int = 0,
+    optimizer: str = "adamw",
+    memory_gb: float | None = None,
+    gradient_checkpointing: bool = False,
+    warm_up: float = 0.0,
+    callbacks: Sequence = (),
 ) -> dict[str, float]:
-    """Trains a pruned `model`, in place, towards the next-token distributions of `teacher`, with transformers'
-    `Trainer`.
+    """Trains a compressed or pruned `model`, in place, towards the next-token distributions of `teacher`, with
+    transformers' `Trainer`.
 
-    All linear layers but the output embedding learn: sparse ones under their masks, which do not change, and in a model
-    without sparse layers (after structured pruning, for example) the ordinary ones. Embeddings, norms, biases, tied
-    weights, quantized layers and fused experts do not change. The weights are float32 while they learn, with AdamW and
-    a cosine schedule; products are computed in the model's dtype. At the end the weights are rounded to their dtype and
-    packed into the same formats.
+    All linear layers but a plain output embedding learn. Those with codes (of any number of bits, codebooks, ternary,
+    int8 and float8, under a mask or not) learn by quantization-aware training (LLM-QAT,
+    https://arxiv.org/abs/2305.17888): a float32 weight is rounded in every forward as it will be stored, the gradient
+    passes straight through, and the scales learn along (LSQ, https://arxiv.org/abs/1902.08153). It starts at the
+    teacher's weight, where that is what the codes were made of, moved to where it rounds to the codes that the method
+    chose. Along a trellis the factors of rows and inputs learn, and no codes. Sparse layers learn under their masks,
+    which do not change, and plain layers (after structured pruning, for example) as they are. Inputs that are rounded
+    to 8 bits are rounded in training, too.
+
+    Embeddings, norms of the model, biases, tied weights and fused experts do not change. Weights are float32 while they
+    learn, with a cosine schedule; products are computed in the model's dtype. At the end the model is packed into the
+    formats that it had, and is saved as it would have been before.
 
     Args:
         model: a causal LM on one device, as `from_pretrained` gives it.
-        teacher: the model before pruning, or another one of the same vocabulary.
+        teacher: the model from before, or another one of the same vocabulary.
         texts: int64 tokens [windows, length]; texts, which are joined by blank lines and cut into windows of
-            `sequence_length`; or a `CalibrationConfig`.
+            `sequence_length`; or a `CalibrationConfig`. None: 128 windows that the teacher writes itself; a
+            `CalibrationConfig` without a source asks for more of them. Of every 20 windows one is held out, at most 8.
         tokenizer: for texts.
         minutes, steps: how long to train; exactly one is given. Training ends after the step in which the time is over.
         sequence_length: tokens of a window, at least 2.
-        batch_size: windows of a step.
-        learning_rate: the largest of the schedule; by default 2e-4, with adapters 1e-3.
+        batch_size: windows of a step, of all processes together.
+        learning_rate: the largest of the schedule; by default 2e-4, with adapters 1e-3. For a weight under codes it is
+            10 times that, relative to the root mean square of its layer.
         divergence: "forward" (KL(p || q), https://arxiv.org/abs/1503.02531), "reverse" (KL(q || p),
-            https://arxiv.org/abs/2306.08543) or "both"; see `distillation_loss`.
+            https://arxiv.org/abs/2306.08543), "both", "skewed_forward", "skewed_reverse" or "jensen_shannon"; see
+            `distillation_loss`.
         text_share: weight of the text itself in the loss, from 0 to 1; the divergence has the rest.
         lora_rank: train adapters of this rank (https://arxiv.org/abs/2106.09685; package `peft`) under the masks
             instead, and merge them at the end.
         checkpoint_dir: folder that keeps the state every 50 steps. An interrupted recovery with the same arguments
             resumes there. The caller deletes it.
         seed: seed of the order of the windows.
+        optimizer: "adamw"; "adamw_8bit", whose state takes a quarter (package `bitsandbytes`); or "muon" for the
+            matrices (https://arxiv.org/abs/2502.16982).
+        memory_gb: what the activations of the windows that are computed at once may take; a step is split until they
+            fit. None: it is not split.
+        gradient_checkpointing: compute the activations of a layer again in the backward pass instead of keeping them.
+        warm_up: share of the training in which the rounding of codes comes into effect, linearly. Above 0 it starts at
+            the teacher's weights themselves.
+        callbacks: `TrainerCallback`s. The held-out perplexity is logged ten times as "held_out_perplexity".
+
+    Several processes (`accelerate launch`, `torchrun`) train together with DDP; every one of them returns the same
+    model. FSDP is refused.
 
     Returns:
-        "steps", "tokens" (that the teacher read), "seconds", and "loss", the mean of the last tenth of the steps in
-        nats per token.
+        "steps", "tokens" (that the teacher read), "seconds", "loss", the mean of the last tenth of the steps in nats
+        per token, and, where windows were held out, their "perplexity".
 
     Raises:
         ValueError: before training, for arguments that are not allowed, nothing to train, too little text, another
             vocabulary or a longer window than the model has positions; after it, for weights that are not finite. The
             model is then as it was, as it is when training is interrupted.
-        ImportError: lora_rank without the package `peft`.
+        ImportError: lora_rank without the package `peft`, optimizer="adamw_8bit" without `bitsandbytes`.
     """
     length = minutes, steps, sequence_length, batch_size
-    options = RecoveryOptions(*length, learning_rate, divergence, text_share, lora_rank, checkpoint_dir, seed)
-    _check_models(model, teacher)
-    windows = read_windows(texts, tokenizer, sequence_length)
+    how = learning_rate, divergence, text_share, lora_rank, checkpoint_dir, seed
+    machine = optimizer, memory_gb, gradient_checkpointing, warm_up, tuple(callbacks)
+    options = RecoveryOptions(*length, *how, *machine)
+    check_models(model, teacher)
+    start = time.perf_counter()
+    windows = read_windows(texts, tokenizer, sequence_length, teacher, checkpoint_dir, seed)
     model_inputs(CalibrationConfig(tokens=windows), None, model)  # checks the tokens and the length of a window
-    if len(windows) < batch_size:
-        raise ValueError(f"batch_size={batch_size}: the texts have only {len(windows)} windows")
-    start, was_training = time.perf_counter(), (model.training, teacher.training)
+    learned, held_out = split_windows(windows)
+    if len(learned) < batch_size:
+        raise ValueError(f"batch_size={batch_size}: the texts have only {len(learned)} windows")
+    was_training = model.training, teacher.training
     try:
-        with _trainable(model, options) as trained:
-            state = _train(trained, teacher, windows, options)
+        with _trainable(model, teacher, options) as trained:
+            rows = [{"input_ids": window} for window in learned]
+            result = train(trained, teacher, rows, held_out, options, options.described(windows))
     finally:
         model.train(was_training[0])
         teacher.train(was_training[1])
-    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    last = losses[-max(1, len(losses) // 10) :]
-    return {
-        "steps": state.global_step,
-        "tokens": state.global_step * batch_size * windows.shape[1],
-        "seconds": time.perf_counter() - start,
-        "loss": sum(last) / len(last),
-    }
+    tokens = result["steps"] * batch_size * windows.shape[1]
+    return {**result, "tokens": tokens, "seconds": time.perf_counter() - start}
 
 
 @contextmanager
-def _trainable(model, options: RecoveryOptions) -> Iterator[nn.Module]:
-    """The model to train: `model` with its linears unpacked, under adapters where asked for. Afterwards what was
-    trained is packed again; after an error the model is as it was."""
-    masked_linear.unpack(model)
-    adapted = None
-    try:
-        if options.lora_rank is not None:
-            from hf_efficient.compression.recovery.lora import with_adapters
+def _trainable(model, teacher, options: RecoveryOptions) -> Iterator[nn.Module]:
+    """The model to train: `model` with its linears unpacked, under adapters where asked for."""
+    with trainable(model, teacher, keeps_codes=options.warm_up == 0):
+        if options.lora_rank is None:
+            yield model
+            return
+        from hf_efficient.compression.recovery.lora import with_adapters
 
-            adapted = with_adapters(model, options.lora_rank, options.seed)
-        yield adapted or model
-        if adapted is not None:
-            adapted, _ = None, adapted.merge_and_unload()
-        masked_linear.pack(model)
-    except BaseException:
-        if adapted is not None:
+        adapted = with_adapters(model, options.lora_rank, options.seed)
+        try:
+            yield adapted
+        except BaseException:
             adapted.unload()
-        masked_linear.discard(model)
-        raise
+            raise
+        adapted.merge_and_unload()
 
 
-def _train(trained: nn.Module, teacher, windows, options: RecoveryOptions):
-    """Trains on windows int64 [windows, length]; returns the state of the trainer."""
-    budget = Budget(options.minutes and 60 * options.minutes, options.steps, options.described(windows))
-    with tempfile.TemporaryDirectory() as scratch:
-        training = DistillationTrainer(
-            trained,
-            _training_arguments(options.checkpoint_dir or scratch, trained.device.type == "cpu", options),
-            train_dataset=[{"input_ids": window} for window in windows],
-            optimizers=optimizers(trained, options.largest_rate, budget),
-            callbacks=[budget],
-            teacher=teacher,
-            divergence=options.divergence,
-            text_share=options.text_share,
-        )
-        training.remove_callback(PrinterCallback)
-        training.train(resume_from_checkpoint=_last_checkpoint(options.checkpoint_dir))
-    return training.state
-
-
-def _training_arguments(folder, on_cpu: bool, options: RecoveryOptions) -> TrainingArguments:
-    return TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=options.batch_size,
-        max_steps=options.steps or 10**9,  # `Budget` ends it
-        logging_steps=1,
-        save_strategy="no" if options.checkpoint_dir is None else "steps",
-        save_steps=SAVE_EVERY,
-        save_total_limit=1,
-        use_cpu=on_cpu,
-        dataloader_pin_memory=not on_cpu,
-        dataloader_drop_last=True,
-        remove_unused_columns=False,
-        report_to="none",
-        disable_tqdm=True,
-        seed=options.seed,
-    )
-
-
-def _last_checkpoint(folder) -> str | None:
-    """The last complete checkpoint: Trainer writes its state file last."""
-    if folder is None:
-        return None
-    found = [path.parent for path in Path(folder).glob("checkpoint-*/trainer_state.json")]
-    return str(max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))) if found else None
-
-
-def _check_models(model, teacher) -> None:
+def check_models(model, teacher) -> None:
+    """Raises ValueError for models that cannot be student and teacher."""
     if teacher is model:
-        raise ValueError("teacher is the model itself: give the model from before pruning")
+        raise ValueError("teacher is the model itself: give the model from before compression or pruning")
     sizes = []
     for name, owner in (("model", model), ("teacher", teacher)):
         head = owner.get_output_embeddings()

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear
 
+from hf_efficient.compression.recovery.coded_linear import CodedLinear
 from hf_efficient.compression.recovery.masked_linear import MaskedLinear
 
 
@@ -31,7 +32,16 @@ class MaskedLora(Linear):
 
 def with_adapters(model, rank: int, seed: int = 0):
     """The `PeftModel` of a `model` that was unpacked, with adapters of `rank` on every `MaskedLinear`; only they
-    learn."""
+    learn.
+
+    Raises:
+        ValueError: layers hold codes.
+    """
+    if coded := [name for name, module in model.named_modules() if isinstance(module, CodedLinear)]:
+        raise ValueError(
+            f"lora_rank={rank}: {len(coded)} layers hold codes, for example {coded[:2]}, and an adapter cannot be "
+            "merged into codes: recover without it, or train PEFT's adapters over the compressed model"
+        )
     names = [name for name, module in model.named_modules() if isinstance(module, MaskedLinear)]
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=names, task_type="CAUSAL_LM")
     config._register_custom_module({MaskedLinear: MaskedLora})  # PEFT has no public way to add a layer class

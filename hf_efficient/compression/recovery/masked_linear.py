@@ -1,19 +1,11 @@
 """Linear layers while they are trained after pruning: float32 weights whose pruned entries stay zero."""
 
-import copy
-from collections import Counter
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_efficient.formats.masked import MaskedFormat
-from hf_efficient.layers import CompressedModule, EfficientLinear
-
-
-# attributes that make `save_pretrained` and Trainer treat a model as quantized
-_OF_A_QUANTIZED_MODEL = ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained", "push_to_hub")
+from hf_efficient.layers import EfficientLinear
 
 
 class MaskedLinear(nn.Linear):
@@ -22,7 +14,7 @@ class MaskedLinear(nn.Linear):
     Attributes:
         weight: float32 [N, K], 0 where pruned.
         mask: [N, K] in the dtype of the layer, 1 = kept and 0 = pruned; None for a dense layer. Pruned entries get no
-            gradient, so an optimizer that works element by element leaves them 0.
+            gradient, so an optimizer that works element by element leaves them 0. What others make of them is left out.
     """
 
     def __init__(self, origin: nn.Module):
@@ -46,11 +38,14 @@ class MaskedLinear(nn.Linear):
         """Dtype of the weight before and after training."""
         return self._origin[0].weight.dtype
 
+    def is_finite(self) -> bool:
+        return self.weight.isfinite().all().item()
+
     @torch.no_grad()
     def packed(self) -> nn.Module:
         """The original layer with this weight, rounded to its dtype."""
         origin = self._origin[0].to(self.weight.device)
-        weight = self.weight.to(self.dtype())
+        weight = masked_cast(self.weight, self.mask, self.dtype())
         if isinstance(origin, EfficientLinear):
             tensors = origin.format.pack(weight, self.mask.bool())
             origin.restore_canonical()
@@ -70,80 +65,11 @@ class _MaskedCast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, mask, dtype):
         ctx.mask, ctx.dtype = mask, weight.dtype
-        return weight.to(dtype, copy=True)
+        cast = weight.to(dtype, copy=True)
+        return cast if mask is None else cast.mul_(mask)
 
     @staticmethod
     def backward(ctx, gradient):
         if ctx.mask is not None:
             gradient = gradient * ctx.mask
         return gradient.to(ctx.dtype), None, None
-
-
-def unpack(model) -> None:
-    """Makes the linear layers of `model` trainable in place: every sparse layer and every plain one becomes a
-    `MaskedLinear`. Everything else is frozen: the output embedding, tied weights, quantized layers and all other
-    parameters. `pack` and `discard` undo it.
-
-    Raises:
-        ValueError: nothing to train, or sparse layers that hold codes.
-    """
-    head = model.get_output_embeddings()
-    shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, CompressedModule):
-            if isinstance(getattr(module, "format", None), MaskedFormat):
-                found[name] = module
-        elif isinstance(module, (nn.Linear, Conv1D)) and module is not head and shared[id(module.weight)] == 1:
-            found[name] = module
-    coded = [n for n, m in found.items() if isinstance(m, EfficientLinear) and m.format.weights is not None]
-    if coded:
-        raise ValueError(
-            f"{len(coded)} sparse layers hold quantized values, for example {coded[:2]}: recover the model with "
-            "weights=None in its SparseConfig, and quantize what comes out"
-        )
-    if _masked_linears(model):
-        raise ValueError("the model is being trained already: pack(model) ends that")
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no linear layer to train: all are quantized, tied or outputs")
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.requires_grad_(False)
-    for name, module in found.items():
-        model.set_submodule(name, MaskedLinear(module))
-    state = {key: model.__dict__.pop(key) for key in _OF_A_QUANTIZED_MODEL if key in model.__dict__}
-    model._before_training = state, model.config, learned
-    model.config = copy.copy(model.config)  # checkpoints of the training hold dense weights
-    model.config.__dict__.pop("quantization_config", None)
-
-
-def pack(model) -> None:
-    """Puts the layers of before `unpack` back, with the trained weights and the same masks.
-
-    Raises:
-        ValueError: a weight is NaN or infinite; the model stays as it is.
-    """
-    trained = _masked_linears(model)
-    broken = [name for name, module in trained.items() if not module.weight.isfinite().all()]
-    if broken:
-        raise ValueError(f"training diverged: {len(broken)} weights are NaN or infinite, for example {broken[:2]}")
-    _restore(model, {name: module.packed() for name, module in trained.items()})
-
-
-def discard(model) -> None:
-    """Puts the layers of before `unpack` back, with the weights they had."""
-    trained = _masked_linears(model)
-    _restore(model, {name: module._origin[0].to(module.weight.device) for name, module in trained.items()})
-
-
-def _masked_linears(model) -> dict[str, MaskedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
-
-
-def _restore(model, layers: dict[str, nn.Module]) -> None:
-    for name, layer in layers.items():
-        model.set_submodule(name, layer)
-    state, model.config, learned = model.__dict__.pop("_before_training")
-    model.__dict__.pop("_is_accelerate_prepared", None)  # accelerate sets it in Trainer
-    model.__dict__.update(state)
-    for parameter in learned:
-        parameter.requires_grad_(True)

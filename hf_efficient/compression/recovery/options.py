@@ -2,17 +2,25 @@
 
 import importlib.util
 import math
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from hf_efficient.calibration.data import load_tokens
 from hf_efficient.calibration.divergence import DIVERGENCES
+from hf_efficient.calibration.own_text import own_tokens
+from hf_efficient.compression.recovery.optimizers import OPTIMIZERS, check_optimizer
 from hf_efficient.configs import CalibrationConfig
-from hf_efficient.configs.checks import check, is_integer, is_number
+from hf_efficient.configs.checks import check, check_choices, check_flags, is_integer, is_number
+from hf_efficient.files import atomic_write
 
 
 LEARNING_RATE, LORA_LEARNING_RATE = 2e-4, 1e-3  # the largest of the schedule, by default
+HELD_OUT, MOST_HELD_OUT = 20, 8  # one window in so many is held out, and at most so many
 
 
 @dataclass(frozen=True)
@@ -34,11 +42,16 @@ class RecoveryOptions:
     lora_rank: int | None = None
     checkpoint_dir: str | None = None
     seed: int = 0
+    optimizer: str = "adamw"
+    memory_gb: float | None = None
+    gradient_checkpointing: bool = False
+    warm_up: float = 0.0
+    callbacks: Sequence = ()
 
     def __post_init__(self):
         if (self.minutes is None) == (self.steps is None):
             raise ValueError(f"minutes={self.minutes}, steps={self.steps}: give one of them")
-        for name in ("minutes", "learning_rate"):
+        for name in ("minutes", "learning_rate", "memory_gb"):
             value = getattr(self, name)
             check(value is None or (is_number(value) and 0 < value < math.inf), name, value, "a number above 0")
         for name in ("steps", "batch_size", "sequence_length", "lora_rank"):
@@ -46,9 +59,13 @@ class RecoveryOptions:
             is_optional = name in ("steps", "lora_rank")
             is_count = is_integer(value, least) or (value is None and is_optional)
             check(is_count, name, value, f"an integer of at least {least}")
-        check(self.divergence in DIVERGENCES, "divergence", self.divergence, f"one of {DIVERGENCES}")
-        is_share = is_number(self.text_share) and 0 <= self.text_share <= 1
-        check(is_share, "text_share", self.text_share, "a number from 0 to 1")
+        check_choices(vars(self), divergence=DIVERGENCES, optimizer=OPTIMIZERS)
+        check_flags(vars(self), "gradient_checkpointing")
+        for name in ("text_share", "warm_up"):
+            value = getattr(self, name)
+            check(is_number(value) and 0 <= value <= 1, name, value, "a number from 0 to 1")
+        check_optimizer(self.optimizer)
+        check_processes(self.batch_size)
         if self.lora_rank is not None and importlib.util.find_spec("peft") is None:
             raise ImportError("lora_rank needs the package 'peft': pip install peft")
 
@@ -59,8 +76,8 @@ class RecoveryOptions:
 
     def described(self, windows: torch.Tensor) -> dict:
         """JSON-able: what an interrupted recovery on these windows must have in common with the one that goes on."""
-        fields = ("batch_size", "divergence", "text_share", "lora_rank", "seed")
-        own = {field: value for field, value in asdict(self).items() if field in fields}
+        fields = ("batch_size", "divergence", "text_share", "lora_rank", "seed", "optimizer", "warm_up")
+        own = {field: getattr(self, field) for field in fields}
         return {**own, "learning_rate": self.largest_rate, "windows": [*windows.shape, windows.sum().item()]}
 
 
@@ -69,10 +86,32 @@ def check_arguments(**arguments) -> None:
     RecoveryOptions(**arguments)
 
 
-def read_windows(texts, tokenizer, length: int) -> torch.Tensor:
-    """int64 [windows, length] of what `recover` takes as texts. Raises ValueError where there is too little text."""
+def check_processes(batch_size: int) -> None:
+    """Raises ValueError where this process is one of several that cannot train together."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        raise ValueError(
+            "FSDP is not supported: it would shard the learned weights away from the codes, scales and masks of their "
+            "layers. Launch with DDP (accelerate launch --multi_gpu, or torchrun)"
+        )
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if batch_size % processes:
+        raise ValueError(f"batch_size={batch_size}: {processes} processes share it, so it must be a multiple of that")
+
+
+def read_windows(texts, tokenizer, length: int, writer=None, folder=None, seed: int = 0) -> torch.Tensor:
+    """int64 [windows, length] of what `recover` takes as texts.
+
+    Args:
+        writer: for texts=None, and a `CalibrationConfig` without a source, the model that writes the text.
+        folder: keeps the text that was written; what lies there is taken.
+
+    Raises:
+        ValueError: too little text, or none and no writer.
+    """
+    if texts is None:
+        texts = CalibrationConfig(sequence_length=length, seed=seed)
     if isinstance(texts, CalibrationConfig):
-        return load_tokens(texts, tokenizer)
+        return _written(texts, writer, folder) if texts.source is None else load_tokens(texts, tokenizer)
     if isinstance(texts, torch.Tensor):
         return CalibrationConfig(tokens=texts).tokens
     if isinstance(texts, str) or not texts:
@@ -83,3 +122,23 @@ def read_windows(texts, tokenizer, length: int) -> torch.Tensor:
     if len(ids) < length:
         raise ValueError(f"the texts have {len(ids)} tokens: a window has sequence_length={length}")
     return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+
+
+def split_windows(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows to learn from, and the last ones, which are held out: none of fewer than `HELD_OUT`."""
+    count = min(len(windows) // HELD_OUT, MOST_HELD_OUT)
+    return windows[: len(windows) - count], windows[len(windows) - count :]
+
+
+def _written(config: CalibrationConfig, writer, folder) -> torch.Tensor:
+    if writer is None:
+        raise ValueError("no text is given, and no model that could write it")
+    path = None if folder is None else Path(folder) / "own_text.safetensors"
+    if path is not None and path.is_file():
+        return load_file(path)["tokens"]
+    tokens = own_tokens(writer, config)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as partial:
+            save_file({"tokens": tokens.contiguous()}, partial)
+    return tokens

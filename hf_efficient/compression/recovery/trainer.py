@@ -1,20 +1,13 @@
-"""transformers' `Trainer` for recovery: the loss against a teacher, and callbacks that keep masks and end on time."""
-
-import math
-import time
+"""transformers' `Trainer` for recovery: the loss against a teacher, and a callback that keeps masks."""
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
-from transformers.trainer_callback import ExportableState
-from transformers.utils import logging
 
 from hf_efficient.calibration.divergence import distillation_loss
 
 
-WARMUP = 0.03  # share of the training in which the learning rate rises
-LEAST_RATE = 0.05  # share of the learning rate that is left at the end
 _LEAST_SPARSITY = 0.01  # share of zeros from which on a layer counts as pruned
 
 
@@ -26,18 +19,37 @@ class DistillationTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.teacher, self.divergence, self.text_share = teacher.eval(), divergence, text_share
 
+        self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = False, False  # the loss is a mean over the batch
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         read = {key: inputs[key] for key in ("input_ids", "attention_mask") if key in inputs}
+        counted = self.counted(inputs)
+        more = self.teacher_arguments()
         with torch.no_grad():
-            target = self.teacher(**{k: v.to(self.teacher.device) for k, v in read.items()}, use_cache=False).logits
-        outputs = model(**read, use_cache=False)
+            target = self.teacher(**{k: v.to(self.teacher.device) for k, v in read.items()}, use_cache=False, **more)
+        outputs = model(**read, use_cache=False, **more)
         tokens = inputs["input_ids"]
-        present = read.get("attention_mask", torch.ones_like(tokens)).bool()
         labels = torch.full_like(tokens, -100)
-        labels[:, :-1] = tokens[:, 1:].masked_fill(~present[:, 1:], -100)
-        target = target[present.to(target.device)].to(outputs.logits.device)
-        loss = distillation_loss(outputs.logits[present], target, labels[present], self.divergence, self.text_share)
+        labels[:, :-1] = tokens[:, 1:]
+        if "attention_mask" in inputs:
+            labels[:, :-1].masked_fill_(inputs["attention_mask"][:, 1:] == 0, -100)
+        expected = target.logits[counted.to(target.logits.device)].to(outputs.logits.device)
+        said = outputs.logits[counted]
+        loss = distillation_loss(said, expected, labels[counted], self.divergence, self.text_share)
+        loss = loss + self.further_loss(outputs, target, counted)
         return (loss, outputs) if return_outputs else loss
+
+    def counted(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """bool [B, T]: whose next-token distributions count."""
+        return inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+
+    def teacher_arguments(self) -> dict:
+        """Arguments of both models' forwards."""
+        return {}
+
+    def further_loss(self, outputs, target, counted: torch.Tensor) -> torch.Tensor | float:
+        """What is added to the divergence."""
+        return 0.0
 
 
 class KeepMasks(TrainerCallback):
@@ -72,69 +84,3 @@ class KeepMasks(TrainerCallback):
     def on_optimizer_step(self, args, state, control, **kwargs):
         for weight, mask in self._masks:
             weight.mul_(mask)
-
-
-class Budget(TrainerCallback, ExportableState):
-    """Ends training after a number of seconds or steps; the learning rate follows the share that is used up.
-    Checkpoints hold what is used up, so resumed training has only the rest.
-
-    Args:
-        seconds, steps: how long to train; exactly one is given.
-        run: JSON-able description of the training. Training is resumed only with the same one.
-    """
-
-    def __init__(self, seconds: float | None = None, steps: int | None = None, run: dict | None = None):
-        self.seconds, self.steps, self.run = seconds, steps, run
-        self.used = 0.0
-
-    def share(self) -> float:
-        """What is used up: 0 at the beginning, 1 at the end."""
-        return min(1.0, self.used / (self.steps or self.seconds))
-
-    def rate(self, step: int) -> float:
-        """The factor of the learning rate now: a linear warmup, then a cosine."""
-        share = self.share()
-        cosine = 0.5 * (1 + math.cos(math.pi * share))
-        return min(1.0, (share + 0.1 * WARMUP) / WARMUP) * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        before = (state.stateful_callbacks or {}).get(type(self).__name__)
-        if before:
-            kept, own = before["args"], self.state()["args"]
-            if kept != own:
-                given = f"the checkpoint is of another training ({kept} instead of {own})"
-                raise ValueError(f"{given}: delete it, or give another folder")
-            self.used = before["attributes"]["gone"]
-        self._since = time.perf_counter() - self.used
-        total, unit = (self.seconds, "s") if self.steps is None else (self.steps, "step")
-        self._total, self._shown = round(total), min(round(total), round(self.used))
-        self._bar = logging.tqdm(total=self._total, initial=self._shown, desc="recovery", unit=unit)
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        """Trainer calls it before it computes the learning rate of the next step."""
-        self.used = self.used + 1 if self.steps else time.perf_counter() - self._since
-
-    def on_step_end(self, args, state, control, **kwargs):
-        shown = max(self._shown, min(self._total, int(self.used)))
-        self._bar.update(shown - self._shown)
-        self._shown = shown
-        control.should_training_stop = control.should_training_stop or self.share() >= 1
-        return control
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in (logs or {}):
-            self._bar.set_postfix(loss=f"{logs['loss']:.3f}")
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._bar.close()
-
-    def state(self) -> dict:
-        arguments = {"seconds": self.seconds, "steps": self.steps, "run": self.run}
-        return {"args": arguments, "attributes": {"gone": self.used}}
-
-
-def optimizers(model, learning_rate: float, budget: Budget):
-    """(AdamW without weight decay for what `model` learns, the schedule of `budget`), as `Trainer` takes them."""
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learned, learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, budget.rate)

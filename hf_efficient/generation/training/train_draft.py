@@ -35,25 +35,35 @@ def train_draft(
     learning_rate: float = 5e-4,
     seed: int = 0,
     cache=None,
-) -> DraftHeads:
-    """Distils draft heads from `model` and saves them in `output`; `generate(assistant_model=heads)` uses them.
+    *,
+    draft=None,
+    layers: int | None = None,
+):
+    """Distils draft heads or a draft model from `model` and saves them in `output`; `generate(assistant_model=...)`
+    uses them.
 
     The model answers the prompts, half of them greedily and half sampled, and the hidden states of every token are
     saved. Then heads of `kind` learn the model's distributions on these answers (Zhou et al. 2023, "DistillSpec"). On
     disk the hidden states take `3 * num_tokens * hidden_size` numbers of the model's dtype (what the output head reads,
     and the outputs of two inner layers), and those of the prompts about a fifth of that.
 
+    With kind="model" the student is a small model, given as `draft` or made of the first and the best of the target's
+    layers. It learns the target's answers, and in half of the steps text that it drafts itself, by the Jensen-Shannon
+    divergence (DistillSpec, https://arxiv.org/abs/2310.08461).
+
     Args:
         model: a decoder-only causal LM.
         tokenizer: its tokenizer, with a padding token; its chat template, where it has one, wraps every prompt.
         output: folder for the heads.
-        kind: "eagle" or "medusa".
+        kind: "eagle" or "medusa" heads, or "model".
         prompts: what to ask; by default 7,899 everyday chat prompts and, where the tokenizer has a chat template, as
             many again that the model writes itself.
         num_tokens: tokens of answers to learn from.
         epochs: how often each answer is seen.
         minutes: a limit on the time: text generation ends after half of it, and training fits in the rest. None: no
             limit.
+        draft: for kind="model", a model of the target's vocabulary, which is trained in place.
+        layers: for kind="model" instead of `draft`: so many layers of the target are kept (`prune_structure`).
         draft_tokens: the heads guess from this many tokens, the most frequent ones of the answers.
         max_new_tokens, batch_size: of the answers.
         learning_rate: the peak of its schedule.
@@ -61,13 +71,17 @@ def train_draft(
             in text that is generated again; a run of another kind takes its text from it. By default
             `<output>-progress`, which is deleted at the end.
 
-    Returns the heads, with accuracies measured on the answers to held-out prompts (one in twenty).
+    Returns the heads, with accuracies measured on the answers to held-out prompts (one in twenty); or the model, with
+    `expected_acceptance` measured there, the probability that a drafted token is accepted at temperature 1.
     Raises ValueError, before anything is computed, for arguments that are not allowed, or a cache of another run.
     """
+    is_model = kind == "model"
     config = model.config.get_text_config(decoder=True)
     draft_tokens = min(draft_tokens, config.vocab_size)
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is not one of {sorted(KINDS)}")
+    if kind not in (*KINDS, "model"):
+        raise ValueError(f"kind={kind!r} is not one of {[*sorted(KINDS), 'model']}")
+    if not is_model and (draft is not None or layers is not None):
+        raise ValueError(f"kind={kind!r} has no draft model: draft and layers are for kind='model'")
     for name, value, least in (
         ("num_tokens", num_tokens, 1),
         ("epochs", epochs, 1),
@@ -91,6 +105,12 @@ def train_draft(
     if output.is_file():
         raise ValueError(f"output={str(output)!r} is a file: give a folder")
     prompts = None if prompts is None else list(prompts)
+    if is_model:
+        from hf_efficient.compression.distillation.draft_model import train_draft_model
+
+        how = {"num_tokens": num_tokens, "epochs": epochs, "minutes": minutes, "max_new_tokens": max_new_tokens}
+        how |= {"learning_rate": learning_rate, "seed": seed, "cache": cache}
+        return train_draft_model(model, tokenizer, output, draft=draft, layers=layers, prompts=prompts, **how)
     folder = output.with_name(output.name + "-progress") if cache is None else Path(cache)
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -1,0 +1,119 @@
+"""Distillation: a student learns what a teacher says, on given text, on answers of the teacher, on text that the
+teacher writes freely, or on text that the student writes itself.
+
+`written` has models write, `student_trainer` is the loss and the `Trainer`; the rest is that of `recovery`."""
+
+import time
+
+import torch
+from torch import nn
+
+from hf_efficient.calibration.data import model_inputs
+from hf_efficient.compression.distillation.student_trainer import Projections, StudentTrainer
+from hf_efficient.compression.distillation.written import answers, pad
+from hf_efficient.compression.recovery import check_models
+from hf_efficient.compression.recovery.options import RecoveryOptions, read_windows, split_windows
+from hf_efficient.compression.recovery.training import train
+from hf_efficient.compression.recovery.unpacking import trainable
+from hf_efficient.compression.structured_pruning import prune_structure
+from hf_efficient.configs import CalibrationConfig
+from hf_efficient.configs.checks import check, is_collection_of, is_integer, is_number
+
+
+_OF_PRUNING = ("method", "remove", "shape", "calibration", "repair")
+
+
+def distill(
+    student,
+    teacher,
+    texts=None,
+    tokenizer=None,
+    *,
+    prompts: list[str] | None = None,
+    max_new_tokens: int = 256,
+    on_policy: float = 0.0,
+    hidden_states: float = 0.0,
+    sequence_length: int = 512,
+    seed: int = 0,
+    checkpoint_dir=None,
+    **training,
+) -> tuple[nn.Module, dict[str, float]]:
+    """Trains `student` towards the next-token distributions of `teacher`, with transformers' `Trainer`, and returns it.
+
+    Everything that `recover` trains can be a student, compressed models included; it is trained in place, and the same
+    parameters learn. With `prompts` the teacher answers them first and the student learns the answers (sequence-level
+    distillation, https://arxiv.org/abs/1606.07947), with the teacher's distributions. Without text and prompts the
+    teacher writes freely (LLM-QAT, https://arxiv.org/abs/2305.17888).
+
+    Args:
+        student: a causal LM of the teacher's vocabulary; or a dict of arguments of `prune_structure`, for example
+            `{"shape": {"num_hidden_layers": 15}}`, which makes it of the teacher (Minitron,
+            https://arxiv.org/abs/2407.14679). `method` is then "shape" where it is left out.
+        teacher: a causal LM.
+        texts, tokenizer, sequence_length, seed, checkpoint_dir: as in `recover`.
+        prompts: what the teacher is asked; its chat template wraps them. A tokenizer is needed.
+        max_new_tokens: of an answer.
+        on_policy: share of the steps, 0 to 1, in which the student continues the beginning of a text (an eighth of a
+            window, or the prompt) itself and learns there (GKD, https://arxiv.org/abs/2306.13649; MiniLLM,
+            https://arxiv.org/abs/2306.08543). The native loop writes, with the student packed as it will be.
+        hidden_states: weight of the error of hidden states of four layers, relative to their mean square. Linear maps,
+            which are thrown away, lead from the student's width to the teacher's (TinyBERT,
+            https://arxiv.org/abs/1909.10351).
+        training: further arguments of `recover`: minutes or steps, batch_size, learning_rate, divergence, text_share,
+            optimizer, memory_gb, gradient_checkpointing, warm_up, callbacks.
+
+    Returns:
+        the student, and what `recover` returns. With padded answers the loss is the mean over the tokens of each
+        micro-batch.
+
+    Raises:
+        ValueError: before training, for arguments that are not allowed; what `recover` raises.
+    """
+    if "lora_rank" in training:
+        raise ValueError("lora_rank is not supported: recover trains adapters")
+    options = RecoveryOptions(sequence_length=sequence_length, seed=seed, checkpoint_dir=checkpoint_dir, **training)
+    _check(student, texts, tokenizer, prompts, max_new_tokens, on_policy, hidden_states)
+    start = time.perf_counter()
+    if isinstance(student, dict):
+        arguments = {"method": "shape" if "shape" in student else "llm_pruner", **student}
+        student = prune_structure(teacher, tokenizer=tokenizer, **arguments)
+    check_models(student, teacher)
+    if prompts is None:
+        windows = read_windows(texts, tokenizer, sequence_length, teacher, checkpoint_dir, seed)
+        model_inputs(CalibrationConfig(tokens=windows), None, student)  # checks the tokens and the length of a window
+        learned, held_out = split_windows(windows)
+        rows = [{"input_ids": window} for window in learned]
+    else:
+        rows = answers(teacher, tokenizer, list(prompts), sequence_length, max_new_tokens, seed, checkpoint_dir)
+        held_out = torch.empty(0, 2, dtype=torch.long)
+    if len(rows) < options.batch_size:
+        raise ValueError(f"batch_size={options.batch_size}: there are only {len(rows)} texts to learn from")
+    run = {"windows": [len(rows), sum(int(row["input_ids"].sum()) for row in rows)], "on_policy": on_policy}
+    run |= {**options.described(rows[0]["input_ids"][None]), **run, "hidden_states": hidden_states}
+    was_training = student.training, teacher.training
+    try:
+        with trainable(student, teacher, keeps_codes=options.warm_up == 0):
+            projections = Projections(student, teacher).to(student.device) if hidden_states else None
+            own = {"hidden_states": hidden_states, "on_policy": on_policy, "projections": projections, "seed": seed}
+            result = train(student, teacher, rows, held_out, options, run, StudentTrainer, data_collator=pad, **own)
+    finally:
+        student.train(was_training[0])
+        teacher.train(was_training[1])
+    mean = sum(len(row["input_ids"]) for row in rows) / len(rows)
+    tokens = round(result["steps"] * options.batch_size * mean)
+    return student, {**result, "tokens": tokens, "seconds": time.perf_counter() - start}
+
+
+def _check(student, texts, tokenizer, prompts, max_new_tokens, on_policy, hidden_states) -> None:
+    if isinstance(student, dict):
+        unknown = sorted(set(student) - set(_OF_PRUNING))
+        check(not unknown, "student", student, f"a model, or arguments of prune_structure: {_OF_PRUNING}")
+    if prompts is not None:
+        check(is_collection_of(prompts, str), "prompts", prompts, "a list of strings, at least one")
+        if texts is not None:
+            raise ValueError("texts and prompts are given: give one of them")
+        if tokenizer is None:
+            raise ValueError("prompts are given and no tokenizer: give one")
+    check(is_integer(max_new_tokens, 1), "max_new_tokens", max_new_tokens, "an integer of at least 1")
+    check(is_number(on_policy) and 0 <= on_policy <= 1, "on_policy", on_policy, "a number from 0 to 1")
+    check(is_number(hidden_states) and hidden_states >= 0, "hidden_states", hidden_states, "a number, 0 or more")

@@ -1,0 +1,132 @@
+"""Callbacks of a training: when it ends, how far it is, and how it does on text that was held out."""
+
+import math
+import time
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.utils import logging
+
+from hf_efficient.compression.recovery.unpacking import trained_linears
+from hf_efficient.evaluation import perplexity
+
+
+WARMUP = 0.03  # share of the training in which the learning rate rises
+LEAST_RATE = 0.05  # share of the learning rate that is left at the end
+PERPLEXITY = "held_out_perplexity"
+TIMES_MEASURED = 10  # how often in a training
+
+
+class Budget(TrainerCallback, ExportableState):
+    """Ends training after a number of seconds or steps; the learning rate follows the share that is used up.
+    Checkpoints hold what is used up, so resumed training has only the rest.
+
+    Args:
+        seconds, steps: how long to train; exactly one is given.
+        run: JSON-able description of the training. Training is resumed only with the same one.
+    """
+
+    def __init__(self, seconds: float | None = None, steps: int | None = None, run: dict | None = None):
+        self.seconds, self.steps, self.run = seconds, steps, run
+        self.used = 0.0
+
+    def share(self) -> float:
+        """What is used up: 0 at the beginning, 1 at the end."""
+        return min(1.0, self.used / (self.steps or self.seconds))
+
+    def rate(self, step: int) -> float:
+        """The factor of the learning rate now: a linear warmup, then a cosine."""
+        share = self.share()
+        cosine = 0.5 * (1 + math.cos(math.pi * share))
+        return min(1.0, (share + 0.1 * WARMUP) / WARMUP) * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        before = (state.stateful_callbacks or {}).get(type(self).__name__)
+        if before:
+            kept, own = before["args"], self.state()["args"]
+            if kept != own:
+                given = f"the checkpoint is of another training ({kept} instead of {own})"
+                raise ValueError(f"{given}: delete it, or give another folder")
+            self.used = before["attributes"]["gone"]
+        self._began = time.perf_counter()
+        self._since, self._share_before, self._known = self._began - self.used, self.share(), {}
+        total, unit = (self.seconds, "s") if self.steps is None else (self.steps, "step")
+        self._total, self._shown = round(total), min(round(total), round(self.used))
+        self._bar = logging.tqdm(total=self._total, initial=self._shown, desc="recovery", unit=unit)
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Trainer calls it before it computes the learning rate of the next step."""
+        self.used = self.used + 1 if self.steps else _latest(time.perf_counter() - self._since)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        shown = max(self._shown, min(self._total, int(self.used)))
+        self._bar.update(shown - self._shown)
+        self._shown = shown
+        control.should_training_stop = control.should_training_stop or self.share() >= 1
+        return control
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self._known |= {name: f"{logs[name]:.3f}" for name in ("loss", PERPLEXITY) if name in (logs or {})}
+        share, spent = self.share(), time.perf_counter() - self._began
+        done = share - self._share_before
+        if done > 0:
+            self._known["minutes_left"] = f"{spent / done * (1 - share) / 60:.1f}"
+        self._bar.set_postfix(self._known)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._bar.close()
+
+    def state(self) -> dict:
+        arguments = {"seconds": self.seconds, "steps": self.steps, "run": self.run}
+        return {"args": arguments, "attributes": {"gone": self.used}}
+
+
+class HeldOut(TrainerCallback):
+    """Measures the perplexity of the model on windows int64 [windows, length] whenever a tenth of `budget` is used up,
+    and at the end. It is logged as "held_out_perplexity"."""
+
+    def __init__(self, windows: torch.Tensor, budget: Budget):
+        self.windows, self.budget, self.last = windows, budget, None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._measured = int(TIMES_MEASURED * self.budget.share())
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        due = int(TIMES_MEASURED * self.budget.share())
+        if not len(self.windows) or due == self._measured:
+            return
+        self._measured, was_training = due, model.training
+        self.last = perplexity.perplexity(perplexity.negative_log_likelihood(model.eval(), self.windows, False))
+        model.train(was_training)
+        entry = {PERPLEXITY: self.last, "step": state.global_step}
+        state.log_history.append(entry)
+        self.budget.on_log(args, state, control, logs=entry)
+
+
+class WarmUpQuantization(TrainerCallback):
+    """Lets the rounding of layers under codes come into effect bit by bit: they compute with weight + share * (rounded
+    weight - weight), likewise with their inputs, and share rises linearly from 0 to 1 (the schedule of
+    https://huggingface.co/blog/1_58_llm_extreme_quantization).
+
+    until: the share of the training after which rounding is whole.
+    """
+
+    def __init__(self, budget: Budget, until: float):
+        self.budget, self.until = budget, until
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        share = 1.0 if self.until == 0 else min(1.0, self.budget.share() / self.until)
+        for module in trained_linears(model).values():
+            if hasattr(module, "coded"):
+                module.coded.share = share
+
+
+def _latest(seconds: float) -> float:
+    """The largest among all processes that train together, which must end with the same step."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return seconds
+    backend = torch.distributed.get_backend()
+    value = torch.tensor(seconds, dtype=torch.float64, device="cuda" if backend == "nccl" else "cpu")
+    torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX)
+    return value.item()

@@ -1,0 +1,37 @@
+"""A model in training as it would be after training, to write text with."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hf_efficient.compression.recovery.unpacking import trained_linears
+
+
+@contextmanager
+def serving(model) -> Iterator[nn.Module]:
+    """Inside, the layers of `model` that are trained are packed copies, so that it decodes as fast as it will after
+    training. The copies take the memory of the packed model."""
+    trained, was_training = trained_linears(model), model.training
+    with torch.no_grad():
+        packed = {name: _copy(module) for name, module in trained.items()}
+    try:
+        for name, layer in packed.items():
+            model.set_submodule(name, layer)
+        yield model.eval()
+    finally:
+        for name, module in trained.items():
+            model.set_submodule(name, module)
+        model.train(was_training)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """What `module` would be packed into, without a change of the layer that it came from."""
+    origin = module._origin
+    module._origin = (copy.deepcopy(origin[0]),)
+    try:
+        return module.packed()
+    finally:
+        module._origin = origin

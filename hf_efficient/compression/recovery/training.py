@@ -1,0 +1,117 @@
+"""One training of a model whose linear layers were unpacked: arguments, optimizer, callbacks and checkpoints of
+transformers' `Trainer`."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PrinterCallback, TrainingArguments
+
+from hf_efficient.compression.recovery.memory import micro_batch
+from hf_efficient.compression.recovery.optimizers import make_optimizer
+from hf_efficient.compression.recovery.options import RecoveryOptions
+from hf_efficient.compression.recovery.progress import Budget, HeldOut, WarmUpQuantization
+from hf_efficient.compression.recovery.trainer import DistillationTrainer
+
+
+SAVE_EVERY = 50  # steps between two checkpoints
+
+
+def train(
+    trained: nn.Module,
+    teacher,
+    rows: Sequence[dict],
+    held_out: torch.Tensor,
+    options: RecoveryOptions,
+    run: dict,
+    trainer: type[DistillationTrainer] | None = None,
+    **more,
+) -> dict[str, float]:
+    """Trains on `rows` with "input_ids" int64 [length], and measures on windows `held_out` int64 [windows, length].
+
+    Args:
+        run: JSON-able description of the training, which an interrupted one must share to be resumed.
+        trainer: a subclass of `DistillationTrainer`, whose further arguments are `more`.
+
+    Returns:
+        "steps", "loss", the mean of the last tenth of the steps in nats a token, and "perplexity" where windows are
+        held out.
+    """
+    trainer = trainer or DistillationTrainer
+    budget = Budget(options.minutes and 60 * options.minutes, options.steps, run)
+    measured = HeldOut(held_out, budget)
+    callbacks = [budget, measured, WarmUpQuantization(budget, options.warm_up), *options.callbacks]
+    optimizer = make_optimizer(trained, options.optimizer, options.largest_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, budget.rate)
+    length = max(len(row["input_ids"]) for row in rows[:64])
+    with tempfile.TemporaryDirectory() as scratch:
+        training = trainer(
+            trained,
+            _arguments(trained, options.checkpoint_dir or scratch, length, options),
+            train_dataset=rows,
+            optimizers=(optimizer, schedule),
+            callbacks=callbacks,
+            teacher=teacher,
+            divergence=options.divergence,
+            text_share=options.text_share,
+            **more,
+        )
+        training.remove_callback(PrinterCallback)
+        with _checkpointing(trained, options.gradient_checkpointing):
+            training.train(resume_from_checkpoint=_last_checkpoint(options.checkpoint_dir))
+    state = training.state
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    last = losses[-max(1, len(losses) // 10) :]
+    result = {"steps": state.global_step, "loss": sum(last) / len(last)}
+    return result if measured.last is None else {**result, "perplexity": measured.last}
+
+
+def _arguments(model, folder, length: int, options: RecoveryOptions) -> TrainingArguments:
+    on_cpu, processes = model.device.type == "cpu", int(os.environ.get("WORLD_SIZE", 1))
+    own = options.batch_size // processes
+    micro = micro_batch(model, own, length, options.memory_gb, options.gradient_checkpointing)
+    return TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=own // micro,
+        max_steps=options.steps or 10**9,  # `Budget` ends it
+        logging_steps=1,
+        save_strategy="no" if options.checkpoint_dir is None else "steps",
+        save_steps=SAVE_EVERY,
+        save_total_limit=1,
+        use_cpu=on_cpu,
+        ddp_backend="gloo" if on_cpu and processes > 1 else None,
+        dataloader_pin_memory=not on_cpu,
+        dataloader_drop_last=True,
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=True,
+        seed=options.seed,
+    )
+
+
+@contextmanager
+def _checkpointing(model, is_asked: bool) -> Iterator[None]:
+    """Inside, the layers compute their activations again in the backward pass."""
+    if not is_asked:
+        yield
+        return
+    new = hasattr(model, "activation_checkpointing_enable")  # transformers 5.23 renamed it
+    name = "activation_checkpointing" if new else "gradient_checkpointing"
+    getattr(model, f"{name}_enable")({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        getattr(model, f"{name}_disable")()
+
+
+def _last_checkpoint(folder) -> str | None:
+    """The last complete checkpoint: Trainer writes its state file last."""
+    if folder is None:
+        return None
+    found = [path.parent for path in Path(folder).glob("checkpoint-*/trainer_state.json")]
+    return str(max(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))) if found else None

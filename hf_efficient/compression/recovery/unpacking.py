@@ -1,0 +1,143 @@
+"""Makes the linear layers of a model trainable in place, compressed ones included, and packs them again."""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_efficient.bit_linear import BitLinear
+from hf_efficient.calibration.blocks import weight_of
+from hf_efficient.compression.recovery.coded_linear import CodedLinear
+from hf_efficient.compression.recovery.masked_linear import MaskedLinear
+from hf_efficient.formats.masked import MaskedFormat
+from hf_efficient.layers import CompressedModule, EfficientLinear
+
+
+# attributes that make `save_pretrained` and Trainer treat a model as quantized
+_OF_A_QUANTIZED_MODEL = ("hf_quantizer", "is_quantized", "quantization_method", "save_pretrained", "push_to_hub")
+_LEAST_LIKENESS = 0.5  # cosine of the angle between a compressed weight and the teacher's from which it started there
+
+
+def unpack(model, teacher=None, keeps_codes: bool = True) -> None:
+    """Makes the linear layers of `model` trainable in place: compressed ones become `CodedLinear`, those with a mask
+    and no codes and plain ones become `MaskedLinear`. Everything else is frozen: a plain output embedding, tied
+    weights, embeddings, fused experts and all other parameters. `pack` and `discard` undo it.
+
+    teacher: a model whose linear layers of the same names may be what compressed ones were made of.
+    keeps_codes: whether learning starts at the codes of the layers. False: at the teacher's weights, where there are.
+
+    Raises:
+        ValueError: nothing to train, or a model that is being trained already.
+    """
+    head = model.get_output_embeddings()
+    shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, CompressedModule):
+            if isinstance(module, EfficientLinear):
+                found[name] = module
+        elif isinstance(module, (nn.Linear, Conv1D)) and module is not head and shared[id(module.weight)] == 1:
+            found[name] = module
+    if trained_linears(model):
+        raise ValueError("the model is being trained already: pack(model) ends that")
+    if offloaded := [name for name, module in found.items() if getattr(module, "is_offloaded", False)]:
+        raise ValueError(f"{len(offloaded)} layers are offloaded, for example {offloaded[:2]}: load without offload")
+    if floating := [name for name, module in found.items() if isinstance(module, BitLinear)]:
+        raise ValueError(
+            f"{floating[0]} is a BitLinear, which any Trainer trains as it is: hf_efficient.to_bitnet makes a model "
+            "that can be trained here"
+        )
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no linear layer to train: all are tied or outputs")
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    made = {name: _trained(module, _exact(module, name, teacher), keeps_codes) for name, module in found.items()}
+    model.requires_grad_(False)
+    for name, module in made.items():
+        model.set_submodule(name, module)
+    state = {key: model.__dict__.pop(key) for key in _OF_A_QUANTIZED_MODEL if key in model.__dict__}
+    model._before_training = state, model.config, learned
+    model.config = copy.copy(model.config)  # checkpoints of the training hold what is learned, and no codes
+    model.config.__dict__.pop("quantization_config", None)
+
+
+def pack(model) -> None:
+    """Puts the layers of before `unpack` back, with what was learned, in the same formats and with the same masks.
+
+    Raises:
+        ValueError: a weight is NaN or infinite; the model stays as it is.
+    """
+    trained = trained_linears(model)
+    broken = [name for name, module in trained.items() if not module.is_finite()]
+    if broken:
+        raise ValueError(f"training diverged: {len(broken)} weights are NaN or infinite, for example {broken[:2]}")
+    _restore(model, {name: module.packed() for name, module in trained.items()})
+
+
+def discard(model) -> None:
+    """Puts the layers of before `unpack` back, with the weights they had."""
+    trained = trained_linears(model)
+    _restore(model, {name: module._origin[0].to(module.weight.device) for name, module in trained.items()})
+
+
+@contextmanager
+def trainable(model, teacher=None, keeps_codes: bool = True) -> Iterator[nn.Module]:
+    """`model` with linear layers that learn under their codes and masks, for a `Trainer` of your own. At the end of the
+    block what was learned is packed into the same formats; after an error the model is as it was.
+
+    teacher, keeps_codes: see `unpack`.
+
+    Raises:
+        ValueError: see `unpack` and `pack`.
+    """
+    unpack(model, teacher, keeps_codes)
+    try:
+        yield model
+        pack(model)
+    except BaseException:
+        discard(model)
+        raise
+
+
+def trained_linears(model) -> dict[str, nn.Module]:
+    """name -> layer that is being trained."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, (MaskedLinear, CodedLinear))}
+
+
+def _trained(module: nn.Module, exact: torch.Tensor | None, keeps_codes: bool) -> nn.Module:
+    is_coded = isinstance(module, EfficientLinear)
+    if is_coded and isinstance(module.format, MaskedFormat) and module.format.weights is None:
+        is_coded = False
+    return CodedLinear(module, exact, keeps_codes) if is_coded else MaskedLinear(module)
+
+
+def _exact(module: nn.Module, name: str, teacher) -> torch.Tensor | None:
+    """The teacher's weight float32 [N, K], where `module` seems to be made of it; it may also be one of another model,
+    or of an input that was scaled."""
+    if teacher is None or not isinstance(module, EfficientLinear):
+        return None
+    try:
+        other = teacher.get_submodule(name)
+    except AttributeError:
+        return None
+    if isinstance(other, CompressedModule) or not isinstance(other, (nn.Linear, Conv1D)):
+        return None
+    exact = weight_of(other).detach().to(module.weight.device).float()
+    if exact.shape != (module.out_features, module.in_features):
+        return None
+    own = module.dequantized(dtype=torch.float32)
+    likeness = nn.functional.cosine_similarity(own.flatten(), exact.flatten(), dim=0)
+    return exact if likeness > _LEAST_LIKENESS else None
+
+
+def _restore(model, layers: dict[str, nn.Module]) -> None:
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+    state, model.config, learned = model.__dict__.pop("_before_training")
+    model.__dict__.pop("_is_accelerate_prepared", None)  # accelerate sets it in Trainer
+    model.__dict__.update(state)
+    for parameter in learned:
+        parameter.requires_grad_(True)

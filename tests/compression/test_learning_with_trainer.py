@@ -1,0 +1,217 @@
+"""Training under codes with everything that Trainer brings: several processes, checkpoints, the Hub, optimizers."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import is_installed, tiny_model
+from hub_directory import serving
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import hf_efficient
+from hf_efficient import recover
+from hf_efficient.compression.recovery import training
+from hf_efficient.compression.recovery.optimizers import Together, make_optimizer
+from hf_efficient.compression.recovery.unpacking import discard, trained_linears, unpack
+
+
+TOKENS = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0))
+FAST = dict(steps=12, batch_size=4, learning_rate=2e-3)
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT asks for it
+CONFIG = dict(bits=2, group_size=32, method="rtn")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    tiny_model("llama", torch.float32).save_pretrained(folder)
+    return folder
+
+
+def pair(folder):
+    """A model in 2 bits, and the model that it was made of."""
+    config = hf_efficient.WeightOnlyConfig(**CONFIG)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+    return model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, sys.argv[2])
+from test_learning_with_trainer import FAST, TOKENS, pair
+from hf_efficient import recover
+model, teacher = pair(sys.argv[1])
+result = recover(model, teacher, TOKENS, **FAST)
+if torch.distributed.get_rank() == 0:
+    torch.save({"result": result, "state": model.state_dict()}, sys.argv[3])
+"""
+
+
+def test_two_processes_give_the_result_of_one(folder, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    tests = Path(__file__).parent
+    path = os.pathsep.join([str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [*launch, str(tmp_path / "script.py"), str(folder), str(tests), str(tmp_path / "result.pt")]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=200)
+    both = torch.load(tmp_path / "result.pt")
+    model, teacher = pair(folder)
+    alone = recover(model, teacher, TOKENS, **FAST)
+    assert both["result"]["steps"] == 12 and both["result"]["tokens"] == alone["tokens"]
+    assert abs(both["result"]["loss"] - alone["loss"]) < 1e-4 * alone["loss"]
+    dense, state = model.dequantize(), both["state"]
+    other, _ = pair(folder)
+    other.load_state_dict(state)
+    for (name, mine), theirs in zip(dense.named_parameters(), other.dequantize().parameters()):
+        # sums of float32 gradients in another order move a few weights to the next code
+        assert ((mine - theirs).abs() > 1e-3 * mine.abs().max()).float().mean() < 0.01, name
+
+
+def test_fsdp_and_batches_that_do_not_divide_are_refused(folder, monkeypatch):
+    model, teacher = pair(folder)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="FSDP is not supported"):
+        recover(model, teacher, TOKENS, **FAST)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="batch_size=4: 3 processes share it"):
+        recover(model, teacher, TOKENS, **FAST)
+
+
+def test_micro_batches_and_checkpointing_change_no_more_than_rounding(folder):
+    found, forwards = [], []
+    for options in ({}, {"memory_gb": 7e-4}, {"gradient_checkpointing": True}):
+        model, teacher = pair(folder)
+        forwards.append(0)
+        count = lambda *args: forwards.append(forwards.pop() + 1)  # noqa: E731
+        teacher.register_forward_hook(count)
+        found.append(recover(model, teacher, TOKENS, **{**FAST, "steps": 4}, **options)["loss"])
+    assert forwards == [4, 8, 4] and all(abs(loss - found[0]) < 1e-3 * found[0] for loss in found)
+
+
+def test_micro_batches_are_the_largest_that_fit(folder):
+    model, _ = pair(folder)
+    a_window = 24 * (2 * (16 * 64 + 4 * 96) + 3 * 128) * 4
+    sizes = [training.micro_batch(model, 12, 24, count * a_window / 1e9 + 1e-9, False) for count in (1, 2, 5, 11, 99)]
+    assert sizes == [1, 2, 4, 6, 12] and training.micro_batch(model, 12, 24, None, False) == 12
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw_8bit"])
+def test_an_interrupted_training_goes_on_to_the_same_bits(optimizer, folder, tmp_path, monkeypatch):
+    if optimizer == "adamw_8bit" and not is_installed("bitsandbytes"):
+        with pytest.raises(ImportError, match="needs the package 'bitsandbytes'"):
+            recover(*pair(folder), TOKENS, optimizer=optimizer, **FAST)
+        return
+    monkeypatch.setattr(training, "SAVE_EVERY", 4)
+    (whole, teacher), options = pair(folder), {**FAST, "optimizer": optimizer}
+    start = copy.deepcopy(whole.state_dict())
+    result = recover(whole, teacher, TOKENS, **options)
+    model, _ = pair(folder)
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        recover(model, teacher, TOKENS, checkpoint_dir=tmp_path, callbacks=[Stop()], **options)
+    assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
+    assert recover(model, teacher, TOKENS, checkpoint_dir=tmp_path, **options)["loss"] == result["loss"]
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_muon_takes_the_matrices_and_one_schedule_serves_both(folder):
+    model, teacher = pair(folder)
+    unpack(model, teacher)
+    try:
+        optimizer = make_optimizer(model, "muon", 1e-3)
+        assert isinstance(optimizer, Together)
+        muon, adam = optimizer.optimizers
+        matrices = {id(module.coded.weight) for module in trained_linears(model).values()}
+        assert {id(p) for group in muon.param_groups for p in group["params"]} == matrices
+        assert {id(p) for group in adam.param_groups for p in group["params"]} == {
+            id(module.coded.log_scale) for module in trained_linears(model).values()
+        }
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+        rates = [group["lr"] / group["initial_lr"] for each in optimizer.optimizers for group in each.param_groups]
+        assert set(rates) == {0.5} and schedule.last_epoch == 0
+    finally:
+        discard(model)
+
+
+def test_a_trainer_of_ones_own_with_checkpoints_and_the_hub(folder, tmp_path, monkeypatch):
+    model, teacher = pair(folder)
+    start = copy.deepcopy(model.state_dict())
+    rows = [{"input_ids": row, "labels": row} for row in TOKENS]
+
+    def trainer(steps):
+        arguments = TrainingArguments(
+            str(tmp_path / "run"), max_steps=steps, per_device_train_batch_size=4, learning_rate=1e-3, save_steps=3,
+            use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False, logging_steps=1,
+        )  # fmt: skip
+        return Trainer(model, arguments, train_dataset=rows)
+
+    with hf_efficient.trainable(model, teacher):
+        assert not hasattr(model, "hf_quantizer") or model.hf_quantizer is None
+        trainer(3).train()
+        going_on = trainer(6)
+        going_on.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+        losses = [entry["loss"] for entry in going_on.state.log_history if "loss" in entry]
+        assert going_on.state.global_step == 6 and losses[-1] < losses[0]
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
+    with serving(tmp_path / "repos", monkeypatch):
+        model.push_to_hub("me/int2")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "repos" / "me" / "int2", dtype=torch.float32)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+def test_after_an_error_the_model_is_as_it_was(folder):
+    model, teacher = pair(folder)
+    start = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="stop"), hf_efficient.trainable(model, teacher):
+        for layer in trained_linears(model).values():
+            nn.init.zeros_(layer.coded.weight)
+        raise RuntimeError("stop")
+    assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
+
+
+def test_adapters_learn_over_a_recovered_model(folder):
+    peft = pytest.importorskip("peft")
+    model, teacher = pair(folder)
+    recover(model, teacher, TOKENS, **FAST)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    optimizer, losses = torch.optim.AdamW(tuned.parameters(), 1e-2), []
+    for _ in range(5):
+        loss = tuned(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_the_held_out_text_and_the_minutes_left_are_told(folder):
+    model, teacher = pair(folder)
+    logged = []
+
+    class Watch(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            logged.extend(entry for entry in state.log_history if "held_out_perplexity" in entry)
+
+    tokens = torch.randint(3, 128, (40, 24), generator=torch.Generator().manual_seed(1))
+    result = recover(model, teacher, tokens, callbacks=[Watch()], **{**FAST, "steps": 20})
+    assert [entry["step"] for entry in logged] == list(range(2, 22, 2))
+    assert result["perplexity"] == logged[-1]["held_out_perplexity"]
+    nll = perplexity_of(model, tokens[-2:])
+    assert abs(result["perplexity"] - nll) < 1e-3 * nll  # of the packed model: it computes the same
+
+
+def perplexity_of(model, tokens):
+    from hf_efficient.evaluation import perplexity
+
+    return perplexity.perplexity(perplexity.negative_log_likelihood(model, tokens, False))

@@ -1,0 +1,101 @@
+"""Training under codes: what is computed in training is what the packed model computes, and it is saved as such."""
+
+import copy
+
+import pytest
+import table
+import torch
+from helpers import tiny_model
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+import hf_efficient
+from hf_efficient import recover
+from hf_efficient.calibration.divergence import distillation_loss
+from hf_efficient.compression.recovery.coded_linear import CodedLinear
+from hf_efficient.compression.recovery.unpacking import discard, unpack
+from hf_efficient.layers import EfficientLinear
+
+
+TOKENS = torch.randint(3, 128, (8, 24), generator=torch.Generator().manual_seed(0))
+FAST = dict(steps=12, batch_size=4, learning_rate=2e-3)
+MORE = {
+    "int8_channel": dict(quant_method="efficient_weight_only", bits=8, group_size=-1, symmetric=True),
+    "int4_tensor": dict(quant_method="efficient_weight_only", bits=4, group_size=None, symmetric=True),
+    "short_groups": dict(quant_method="efficient_weight_only", bits=3, group_size=40, method="mse"),
+    "bitnet_rows": dict(quant_method="efficient_bitnet", per_channel=True),
+    "bitnet_norms": dict(quant_method="efficient_bitnet", rms_norm_eps=1e-6, dense=True),
+    "head": dict(quant_method="efficient_weight_only", bits=4, group_size=32, quantize_lm_head=True),
+}
+KINDS = (  # one of each format
+    *("rtn_2", "mse_3", "mse_4_symmetric", "hqq_4_float", "gptq_rotated_4", "awq_4", "nf4", "nf4_double", "fp4"),
+    *("kmeans_3", "trellis_2", "trellis_2.5", "w8a8", "w8a8_zeropoint", "w8a8_static", "w8a8_smoothquant", "llm_int8"),
+    *("fp8", "fp8_columns", "bitnet", "magnitude_2:4", "wanda", "wanda_int4", "alps_refined_int4"),
+)
+METHODS = {name: table.METHODS[name] for name in KINDS} | MORE
+COARSE = 0.08  # nats: with formats that lose less there is little to learn in 12 steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dense")
+    tiny_model("llama", torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def loaded(folder, name):
+    arguments = dict(METHODS[name])
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING[arguments.pop("quant_method")]
+    config = kind(**arguments)
+    if config.needs_calibration():
+        config = kind(**{"calibration": {"tokens": TOKENS, "batch_size": 4}, **arguments})
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+
+
+def dense(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_format_learns_and_is_saved_as_it_was(name, folder, tmp_path):
+    hf_efficient.register()
+    model, teacher = loaded(folder, name), dense(folder)
+    start, formats = copy.deepcopy(model.state_dict()), {n: m.format for n, m in linears(model).items()}
+    expected = model(TOKENS).logits
+    unpack(model, teacher)
+    difference = (model(TOKENS).logits - expected).abs().max() / expected.abs().max()
+    assert difference < 0.15  # training computes what the packed model computes, up to rounding in bfloat16
+    coded = {n: m for n, m in model.named_modules() if isinstance(m, CodedLinear)}
+    for layer in coded.values():  # the start: the codes that the method chose, and the scales
+        expected = layer._origin[0]
+        now = layer.coded.canonical()
+        own = expected.canonical()
+        assert now.keys() <= own.keys()
+        for key in now:
+            assert torch.equal(bytes_of(now[key]), bytes_of(own[key])), key
+    discard(model)
+    assert all(torch.equal(bytes_of(t), bytes_of(start[n])) for n, t in model.state_dict().items())
+    before = divergence(model, teacher)
+    result = recover(model, teacher, TOKENS, **FAST)
+    assert divergence(model, teacher) < (1 if before > COARSE else 2) * before
+    assert result["steps"] == 12 and {n: m.format for n, m in linears(model).items()} == formats
+    state = model.state_dict()
+    assert {n: (t.shape, t.dtype) for n, t in state.items()} == {n: (t.shape, t.dtype) for n, t in start.items()}
+    assert any(not torch.equal(bytes_of(t), bytes_of(start[n])) for n, t in state.items())
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert again.config.quantization_config.to_dict() == model.config.quantization_config.to_dict()
+    assert all(torch.equal(bytes_of(t), bytes_of(state[n])) for n, t in again.state_dict().items())
+
+
+def linears(model):
+    return {n: m for n, m in model.named_modules() if isinstance(m, EfficientLinear)}
+
+
+@torch.no_grad()
+def divergence(model, teacher):
+    return distillation_loss(model(TOKENS).logits.float(), teacher(TOKENS).logits.float()).item()
+
+
+def bytes_of(tensor):
+    return tensor.contiguous().view(torch.uint8)
