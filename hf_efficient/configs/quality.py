@@ -28,7 +28,8 @@ def choose(given: dict[str, Any], quality: str | None) -> dict[str, Any]:
         chosen["symmetric"] = bits == 8 and given["group_size"] == AUTO and codebook is None
     if given["group_size"] == AUTO:
         fixed = BLOCK_SIZES | {"trellis": -1}
-        chosen["group_size"] = fixed.get(codebook, -1 if bits == 8 else 64)
+        name = codebook if isinstance(codebook, str) else None  # anything else is refused later
+        chosen["group_size"] = fixed.get(name, -1 if bits == 8 else 64)
     if given["rotate"] == AUTO:
         chosen["rotate"] = codebook == "trellis"
     if method == AUTO:
