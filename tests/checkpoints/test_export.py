@@ -4,6 +4,7 @@ is left."""
 import filecmp
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ import pytest
 import torch
 import unpackers
 from exported import compressed, largest_difference, weights
-from helpers import tiny_model, tiny_tokenizer
+from helpers import save_tiny, tiny_model, tiny_tokenizer
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -105,6 +106,10 @@ def test_a_sharded_folder_is_read(saved, tmp_path):
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_fails_leaves_what_was_there(saved, tmp_path, format, monkeypatch):
     model, _ = saved
+    if format == "bitnet":  # holds ternary weights only
+        ternary = hf_efficient.BitNetConfig()
+        model = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "plain"), quantization_config=ternary)
+        shutil.rmtree(tmp_path / "plain")
     output = target(tmp_path, format)
     if format == "gguf":
         output.write_bytes(b"older")
