@@ -58,13 +58,11 @@ OF_CONTINUOUS_BATCHING: tuple[Inside, ...] = (
         f"transformers.{_CB}.continuous_api:ContinuousBatchingManager.__init__",
         _MANAGER,
         parameters=("self", "model", "generation_config", "continuous_batching_config", "workload_hints"),
-        since="5.19",
     ),
     Inside(
         f"transformers.{_CB}.scheduler:FIFOScheduler.schedule_batch",
         _BUDGETS,
         parameters=("self", "token_budget", "cache_budget"),
-        since="5.19",
     ),
     Inside(f"transformers.{_CB}.scheduler:Scheduler.reset", _BUDGETS, reads="active_requests"),
     *of(_DRAFTS, "configuration_utils", "PreTrainedConfig._attn_implementation"),
