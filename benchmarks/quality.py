@@ -216,6 +216,8 @@ def main(script: str, description: str, output: str, rows, write_table) -> None:
         own = with_minutes(rows()[options.one], options.minutes)
         options.output.write_text(json.dumps(measure(own, tensors, calibration, options.checkpoint_dir)))
         return None
+    if options.tokens and not options.calibration_tokens:
+        parser.error("--tokens needs --calibration-tokens: the sample's calibration text may hold what is measured")
     tensors = texts(options.tokens)
     count = options.calibration_windows
     tensors["calibration"] = harness.windows(options.calibration_tokens, "calibration", count, 512)

@@ -214,16 +214,7 @@ def _round_once(operators: Operators, group: list[Operator]) -> None:
     for operator in group:
         one = operator.arguments
         if made[0].dtype == torch.int8:
-            args = (
-                made[0],
-                one["w_codes"],
-                scale,
-                one["w_scale"],
-                one["bias"],
-                zero,
-                one["w_zero_point"],
-                one["w_sums"],
-            )
+            args = made[0], one["w_codes"], scale, one["w_scale"], one["bias"], zero, one["w_zero_point"], one["w_sums"]
             operators.replace([operator], _OPS.w8a8_linear.default, (*args, x.dtype), operator.results)
         else:
             args = made[0], one["w_codes"], scale, one["w_scale"], one["bias"], x.dtype

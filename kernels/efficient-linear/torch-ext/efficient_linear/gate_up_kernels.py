@@ -18,6 +18,30 @@ def gate_and_store(out_ptr, bias_gate_ptr, bias_up_ptr, gate, up, rows, tokens, 
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=(rows < N)[:, None] & (tokens < M)[None, :])
 
 
+@triton.jit
+def store_gate_up(
+    gate, up, out_ptr, bias_gate_ptr, bias_up_ptr, partial_ptr, arrivals_ptr, row_block, token_block, split, M, N,
+    HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """gate and up, float32 [BLOCK_N, BLOCK_M], gated -> out [M, N], where K is SPLIT by whoever arrives last (see
+    few_tokens_kernel); partial is float32 [splits, 2, M, N]."""
+    rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    if SPLIT:
+        inside = (rows < N)[:, None] & (tokens < M)[None, :]
+        gate_at = partial_ptr + tokens.to(tl.int64)[None, :] * N + rows[:, None]
+        up_at = gate_at + tl.cast(M, tl.int64) * N
+        part_stride = tl.cast(M, tl.int64) * N * 2
+        tl.store(gate_at + split * part_stride, gate, mask=inside)
+        arrivals_at = arrivals_ptr + row_block * tl.num_programs(1) + token_block
+        if arrive(up, up_at, part_stride, inside, arrivals_at, split, tl.num_programs(2)):
+            gate = sum_of_parts(gate_at, part_stride, inside, tl.num_programs(2), BLOCK_N, BLOCK_M)
+            up = sum_of_parts(up_at, part_stride, inside, tl.num_programs(2), BLOCK_N, BLOCK_M)
+            gate_and_store(out_ptr, bias_gate_ptr, bias_up_ptr, gate, up, rows, tokens, M, N, HAS_BIAS)
+    else:
+        gate_and_store(out_ptr, bias_gate_ptr, bias_up_ptr, gate, up, rows, tokens, M, N, HAS_BIAS)
+
+
 @triton.jit(do_not_specialize=["magic", "M", "steps_per_split"])
 def gate_up_kernel(
     x_ptr, packed_gate_ptr, scale_gate_ptr, zero_gate_ptr, bias_gate_ptr, packed_up_ptr, scale_up_ptr, zero_up_ptr,
@@ -39,18 +63,7 @@ def gate_up_kernel(
         first_step + steps_per_split, M, N, K, stride_x, stride_sun, stride_sug, stride_zun, stride_zug, magic, BITS,
         GROUP, ASYMMETRIC, EVEN_K, BLOCK_N, BLOCK_M, UPCAST, PTX=PTX,
     )  # fmt: skip
-    rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    tokens = token_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    if SPLIT:
-        inside = (rows < N)[:, None] & (tokens < M)[None, :]
-        gate_at = partial_ptr + tokens.to(tl.int64)[None, :] * N + rows[:, None]
-        up_at = gate_at + tl.cast(M, tl.int64) * N
-        part_stride = tl.cast(M, tl.int64) * N * 2
-        tl.store(gate_at + split * part_stride, gate, mask=inside)
-        arrivals_at = arrivals_ptr + row_block * tl.num_programs(1) + token_block
-        if arrive(up, up_at, part_stride, inside, arrivals_at, split, tl.num_programs(2)):
-            gate = sum_of_parts(gate_at, part_stride, inside, tl.num_programs(2), BLOCK_N, BLOCK_M)
-            up = sum_of_parts(up_at, part_stride, inside, tl.num_programs(2), BLOCK_N, BLOCK_M)
-            gate_and_store(out_ptr, bias_gate_ptr, bias_up_ptr, gate, up, rows, tokens, M, N, HAS_BIAS)
-    else:
-        gate_and_store(out_ptr, bias_gate_ptr, bias_up_ptr, gate, up, rows, tokens, M, N, HAS_BIAS)
+    store_gate_up(
+        gate, up, out_ptr, bias_gate_ptr, bias_up_ptr, partial_ptr, arrivals_ptr, row_block, token_block, split, M, N,
+        HAS_BIAS, SPLIT, BLOCK_N, BLOCK_M,
+    )  # fmt: skip

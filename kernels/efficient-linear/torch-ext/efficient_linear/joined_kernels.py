@@ -8,7 +8,7 @@ own would be one launch a weight.
 import triton
 import triton.language as tl
 
-from .gate_up_kernels import gate_and_store
+from .gate_up_kernels import store_gate_up
 from .split_k import arrive, sum_of_parts
 from .weight_only_kernels import accumulate
 
@@ -173,16 +173,7 @@ def gate_up_dense_kernel(
         gate = tl.dot(weight, x, gate, input_precision="ieee")
         weight = load_dense(up_ptr + offset + first, first + columns, K, EVEN_K, UPCAST, 1)
         up = tl.dot(weight, x, up, input_precision="ieee")
-    if SPLIT:
-        inside = (rows < N)[:, None] & (tokens < M)[None, :]
-        gate_at = partial_ptr + tokens.to(tl.int64)[None, :] * N + rows[:, None]
-        up_at = gate_at + tl.cast(M, tl.int64) * N
-        part_stride = tl.cast(M, tl.int64) * N * 2
-        tl.store(gate_at + split * part_stride, gate, mask=inside)
-        arrivals_at = arrivals_ptr + row_block * tl.num_programs(1) + token_block
-        if arrive(up, up_at, part_stride, inside, arrivals_at, split, tl.num_programs(2)):
-            gate = sum_of_parts(gate_at, part_stride, inside, tl.num_programs(2), BLOCK_N, BLOCK_M)
-            up = sum_of_parts(up_at, part_stride, inside, tl.num_programs(2), BLOCK_N, BLOCK_M)
-            gate_and_store(out_ptr, bias_gate_ptr, bias_up_ptr, gate, up, rows, tokens, M, N, HAS_BIAS)
-    else:
-        gate_and_store(out_ptr, bias_gate_ptr, bias_up_ptr, gate, up, rows, tokens, M, N, HAS_BIAS)
+    store_gate_up(
+        gate, up, out_ptr, bias_gate_ptr, bias_up_ptr, partial_ptr, arrivals_ptr, row_block, token_block, split, M, N,
+        HAS_BIAS, SPLIT, BLOCK_N, BLOCK_M,
+    )  # fmt: skip

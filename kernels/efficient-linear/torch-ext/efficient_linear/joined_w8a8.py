@@ -12,7 +12,7 @@ from .joined_kernels import choose, weight_of_program
 from .split_k import arrive, split, sum_of_parts
 from .w8a8 import _are_aligned, check_codes, check_devices, check_out, check_per_row, row_stride
 from .w8a8_configs import STAGES_ON_ROCM, choose_tile
-from .w8a8_kernels import STEP, e4m3_to_float16, finish
+from .w8a8_kernels import STEP, e4m3_to_float16, finish, load_codes
 from .weight_only import INTERPRETED, _on
 
 
@@ -46,13 +46,7 @@ def joined_w8a8_kernel(
     result = tl.zeros((BLOCK_N, BLOCK_M), SUM)
     first_step = split * steps_per_split
     for step in tl.range(first_step, tl.minimum(first_step + steps_per_split, tl.cdiv(K, STEP))):
-        if EVEN_K:
-            x = tl.load(x_at + step * STEP)
-            w = tl.load(w_at + step * STEP)
-        else:
-            left = columns < K - step * STEP
-            x = tl.load(x_at + step * STEP, mask=left[:, None], other=0.0)
-            w = tl.load(w_at + step * STEP, mask=left[None, :], other=0.0)
+        x, w = load_codes(x_at, w_at, columns, step, K, EVEN_K)
         if KIND == "fp8_as_fp16":
             x = e4m3_to_float16(x)
             w = e4m3_to_float16(w)

@@ -75,6 +75,19 @@ def finish(
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=(row_ids < N)[:, None] & (token_ids < M)[None, :])
 
 
+@triton.jit
+def load_codes(x_at, w_at, columns, step, K, EVEN_K: tl.constexpr):
+    """The STEP columns of x [STEP, BLOCK_M] and of the weight [BLOCK_N, STEP] from step * STEP on, zeros from K on."""
+    if EVEN_K:
+        x = tl.load(x_at + step * STEP)
+        w = tl.load(w_at + step * STEP)
+    else:
+        left = columns < K - step * STEP
+        x = tl.load(x_at + step * STEP, mask=left[:, None], other=0.0)
+        w = tl.load(w_at + step * STEP, mask=left[None, :], other=0.0)
+    return x, w
+
+
 @triton.jit(do_not_specialize=["M", "steps_per_split"])
 def w8a8_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, x_zero_ptr, w_zero_ptr, x_sum_ptr, w_sum_ptr, bias_ptr, outlier_x_ptr,
@@ -120,13 +133,8 @@ def w8a8_kernel(
         if TMA:
             x = x_tiles.load([token_block * BLOCK_M, step * STEP]).T
             w = w_tiles.load([row_block * BLOCK_N, step * STEP])
-        elif EVEN_K:
-            x = tl.load(x_at + step * STEP)
-            w = tl.load(w_at + step * STEP)
         else:
-            left = columns < K - step * STEP
-            x = tl.load(x_at + step * STEP, mask=left[:, None], other=0.0)
-            w = tl.load(w_at + step * STEP, mask=left[None, :], other=0.0)
+            x, w = load_codes(x_at, w_at, columns, step, K, EVEN_K)
         if KIND == "fp8_as_fp16":
             x = e4m3_to_float16(x)
             w = e4m3_to_float16(w)
