@@ -24,7 +24,7 @@ def build(kernel, constexprs, pointers, target, tile, unaligned=UNALIGNED):
     constexprs = {**constexprs, **{name: None for name, kind in pointers.items() if kind is None}}
     for name in kernel.arg_names:
         if name not in signature and name not in constexprs:
-            signature[name] = "fp32" if name in ("scale", "cap") else "i32"
+            signature[name] = "fp32" if name in ("scale", "cap", "softmax_scale") else "i32"
     aligned = tuple(name for name in kernel.arg_names if name.startswith("stride_") and name not in unaligned)
     return aot.compile_kernel(kernel, signature, constexprs, target, tile.num_warps, tile.num_stages, aligned)
 

@@ -63,8 +63,9 @@ def flash_attn_func(
     not fit each other.
     """
     check_inputs(q, k, v, dropout_p)
+    return_lse = return_attn_probs or (ops.needs_lse(q) and _wants_gradients(q, k, v, s_aux))
     out, lse = _OPS.flash_attn(
-        q, k, v, softmax_scale, causal, *window_size, float(softcap or 0.0), alibi_slopes, s_aux, return_attn_probs
+        q, k, v, softmax_scale, causal, *window_size, float(softcap or 0.0), alibi_slopes, s_aux, return_lse
     )
     return (out, lse, None) if return_attn_probs else out
 
@@ -83,9 +84,10 @@ def flash_attn_varlen_func(
     check_inputs(q, k, v, dropout_p)
     if block_table is not None:
         _check_pages(q, k, v, s_aux)
+    return_lse = return_attn_probs or (ops.needs_lse(q) and _wants_gradients(q, k, v, s_aux))
     out, lse = _OPS.flash_attn_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k), block_table, softmax_scale, causal,
-        *window_size, float(softcap or 0.0), alibi_slopes, s_aux, return_attn_probs,
+        *window_size, float(softcap or 0.0), alibi_slopes, s_aux, return_lse,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 

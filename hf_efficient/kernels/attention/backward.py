@@ -29,7 +29,7 @@ def attention_backward(
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where packed sequences begin, or None.
     """
     q, k, v = call.q, call.k_cache, call.v_cache
-    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     sinks = call.s_aux
     grad_sinks = q.new_zeros(0, dtype=torch.float32) if sinks is None else torch.zeros_like(sinks)
     for b, (queries, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):

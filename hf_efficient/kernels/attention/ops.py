@@ -25,8 +25,9 @@ SCHEMAS = {
     f"Tensor cache_seqlens, Tensor? block_table, {_OPTIONS}, Tensor? tree_mask, Tensor(c!)? k_scale, "
     "Tensor(d!)? v_scale, Tensor? k_min, Tensor? v_min, Tensor(e!)? k_tail, Tensor(f!)? v_tail, "
     "Tensor? quantized_seqlens) -> (Tensor, Tensor)",
-    "flash_attn_backward": "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, "
-    f"Tensor? cu_seqlens_k, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "flash_attn_backward": "(Tensor grad_out, Tensor? grad_lse, Tensor? out, Tensor? lse, Tensor q, Tensor k, Tensor v, "
+    f"Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k, {_OPTIONS}) -> (Tensor, Tensor, Tensor, "
+    "Tensor)",
     "reshape_and_cache": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()",
     "quantize_and_cache": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scale, "
@@ -102,41 +103,58 @@ def fake(call: AttentionCall, *lengths):
     return q.new_empty(*q.shape[:-1], call.value_dim), lse
 
 
-def _backward(grad_out, grad_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *options):
+def _backward(grad_out, grad_lse, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *options):
     call = AttentionCall.without_cache(q, k, v, None, *options)
     return attention_backward(grad_out, grad_lse, call, cu_seqlens_q, cu_seqlens_k)
 
 
-def _backward_fake(grad_out, grad_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *options):
+def _backward_cuda(grad_out, grad_lse, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *options):
+    call = AttentionCall.without_cache(q, k, v, None, *options)
+    *grads, grad_s_aux = _triton().flash_attn_backward(
+        grad_out.contiguous(), q, k, v, out, lse, grad_lse, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **call.scoring()
+    )
+    return *grads, _no_lse(q) if grad_s_aux is None else grad_s_aux
+
+
+def _backward_fake(grad_out, grad_lse, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *options):
     s_aux = AttentionCall.without_cache(q, k, v, None, *options).s_aux
-    return *map(torch.empty_like, (q, k, v)), _no_lse(q) if s_aux is None else torch.empty_like(s_aux)
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    return *grads, _no_lse(q) if s_aux is None else torch.empty_like(s_aux)
 
 
-def _keep(ctx, call: AttentionCall, cu_seqlens_q=None, cu_seqlens_k=None):
-    ctx.save_for_backward(call.q, call.k_cache, call.v_cache, cu_seqlens_q, cu_seqlens_k, call.alibi_slopes, call.s_aux)
+def _keep(ctx, call: AttentionCall, output, cu_seqlens_q=None, cu_seqlens_k=None, max_q=0, max_k=0):
+    """The Triton backward reads the output and the log-sum-exp; the CPU's computes both again."""
+    out, lse = output if needs_lse(call.q) else (None, None)
+    ctx.save_for_backward(
+        out, lse, call.q, call.k_cache, call.v_cache, cu_seqlens_q, cu_seqlens_k, call.alibi_slopes, call.s_aux
+    )
+    ctx.lengths, ctx.returned_lse = (max_q, max_k), call.return_lse
     ctx.numbers = call.softmax_scale, call.causal, call.left, call.right, call.softcap
-    ctx.returned_lse = call.return_lse
+
+
+def needs_lse(q: torch.Tensor) -> bool:
+    """Whether a forward that wants gradients must return the log-sum-exp, because its backward reads it."""
+    return q.is_cuda
 
 
 def _keep_inputs(ctx, inputs, output):
     q, k, v, *options = inputs
-    _keep(ctx, AttentionCall.without_cache(q, k, v, None, *options))
+    _keep(ctx, AttentionCall.without_cache(q, k, v, None, *options), output)
 
 
 def _keep_varlen_inputs(ctx, inputs, output):
-    q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, block_table, *options = inputs
-    _keep(ctx, AttentionCall.without_cache(q, k, v, block_table, *options), cu_seqlens_q, cu_seqlens_k)
+    q, k, v, *lengths, block_table = inputs[:8]
+    _keep(ctx, AttentionCall.without_cache(q, k, v, block_table, *inputs[8:]), output, *lengths)
 
 
 def _gradients(lengths: int):
     """The backward of an op that has so many arguments between v and softmax_scale."""
 
     def backward(ctx, grad_out, grad_lse):
-        *tensors, s_aux = ctx.saved_tensors
-        *tensors, slopes = tensors
+        *tensors, slopes, s_aux = ctx.saved_tensors
         grad_lse = grad_lse if ctx.returned_lse else None
         *grads, grad_s_aux = OPS.flash_attn_backward(
-            grad_out, grad_lse, *tensors, *ctx.numbers, slopes, s_aux, ctx.returned_lse
+            grad_out, grad_lse, *tensors, *ctx.lengths, *ctx.numbers, slopes, s_aux, ctx.returned_lse
         )
         without = (None,) * (lengths + len(ctx.numbers) + 1)
         return *grads, *without, None if s_aux is None else grad_s_aux, None
@@ -162,7 +180,7 @@ _IMPLEMENTATIONS = {  # op -> CPU, CUDA, fake
     "flash_attn_with_kvcache": map(
         _flash_attn_with_kvcache, (torch_cpu.flash_attn_with_kvcache, attend_with_kvcache_cuda, fake)
     ),
-    "flash_attn_backward": (_backward, _backward, _backward_fake),
+    "flash_attn_backward": (_backward, _backward_cuda, _backward_fake),
     "reshape_and_cache": (
         pages.reshape_and_cache_cpu, lambda *args: _triton().reshape_and_cache(*args), _writes_only
     ),

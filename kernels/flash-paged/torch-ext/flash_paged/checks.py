@@ -66,8 +66,8 @@ def check_heads(q: torch.Tensor, heads: int, name: str) -> None:
 def check_no_grad(*tensors: torch.Tensor) -> None:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise RuntimeError(
-            "flash_paged has no backward pass, but an input requires grad: use torch.no_grad() to run the model, or "
-            'train it with attn_implementation="sdpa"'
+            "an input requires grad, which these functions do not record: use torch.no_grad(), or train through "
+            'hf_efficient\'s attn_implementation="flash_paged", which calls flash_attn_backward'
         )
 
 

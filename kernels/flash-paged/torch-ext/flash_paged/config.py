@@ -95,6 +95,26 @@ _DECODE = {
 }
 
 
+# backend -> (largest head dim, bytes an element) -> configurations of the backward kernels: of the one that keeps
+# block_m queries and walks over keys, and of the one that keeps block_n keys and walks over queries. As large as fits
+# the registers without spills, causal and with every option.
+_BACKWARD = {
+    "nvidia": {
+        (64, 2): (Config(64, 64, 4, 2), Config(64, 64, 8, 2)),
+        (128, 2): (Config(64, 64, 8, 2), Config(32, 64, 8, 2)),
+        (256, 2): (Config(32, 32, 8, 2), Config(32, 32, 8, 2)),
+        (64, 4): (Config(32, 16, 4, 1), Config(16, 16, 4, 1)),
+        (256, 4): (Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    },
+    "amd": {
+        (64, 2): (Config(32, 16, 4, 1), Config(32, 32, 4, 1)),
+        (128, 2): (Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+        (256, 2): (Config(32, 16, 4, 1), Config(16, 16, 4, 1)),
+        (256, 4): (Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+    },
+}
+
+
 @functools.lru_cache
 def gpu_kind(device: torch.device) -> str:
     """The row of the forward tables for `device` (the interpreter's CPU: "sm_80")."""
@@ -116,6 +136,13 @@ def forward_config(dtype: torch.dtype, head_dim: int, queries: int, page_size: i
     if kind == "sm_90" and page_size % config.block_n:  # Triton gives half of the stages to loading page numbers
         config = replace(config, num_stages=2 * config.num_stages - 1)
     return config
+
+
+def backward_config(dtype: torch.dtype, head_dim: int, kind: str) -> tuple[Config, Config]:
+    """The tiles of `backward.queries_kernel` and `backward.keys_kernel`. head_dim: the larger of key and value head
+    dim."""
+    table = _BACKWARD["amd" if kind == "amd" else "nvidia"]
+    return table[min(key for key in table if key[1] == dtype.itemsize and head_dim <= key[0])]
 
 
 def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | None = None, bits: int = 16) -> Config:

@@ -97,6 +97,38 @@ def flash_attn_varlen_func_reference(
     return (out, lse, None) if return_attn_probs else out
 
 
+def flash_attn_backward_reference(
+    grad_out, q, k, v, out, lse, grad_lse=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+    max_seqlen_k=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    s_aux=None,
+):  # fmt: skip
+    """By autograd through `attention_reference`. Returns the gradients of q, k, v and s_aux (or None)."""
+    inputs = [x.detach().double().requires_grad_() for x in (q, k, v, s_aux) if x is not None]
+    grads = [torch.zeros_like(x) for x in inputs]
+    if cu_seqlens_q is None:
+        slices = [(index, index, (index,)) for index in range(q.shape[0])]
+    else:
+        starts, ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        pairs = zip(zip(starts, starts[1:]), zip(ends, ends[1:]))
+        slices = [(slice(*queries), slice(*keys), (slice(None), slice(*queries))) for queries, keys in pairs]
+    with torch.enable_grad():
+        for sequence, (queries, keys, rows) in enumerate(slices):
+            own, found = attention_reference(
+                inputs[0][queries], inputs[1][keys], inputs[2][keys], softmax_scale, causal, window_size, softcap,
+                _slopes(alibi_slopes, sequence), inputs[3] if s_aux is not None else None,
+            )  # fmt: skip
+            given = [grad_out[queries].double()]
+            if grad_lse is not None:
+                given.append(grad_lse[rows].masked_fill(found == float("-inf"), 0.0))
+            parts = torch.autograd.grad([own, found][: len(given)], inputs, given, allow_unused=True)
+            for grad, part in zip(grads, parts):
+                grad += 0 if part is None else part
+    return (
+        *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))),
+        grads[3].to(s_aux.dtype) if s_aux is not None else None,
+    )
+
+
 def flash_attn_with_kvcache_reference(
     q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, block_table=None, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, return_softmax_lse=False, s_aux=None, tree_mask=None,
