@@ -40,6 +40,8 @@ class OnDisk(InMemory):
         super().__init__(files.model)
         self.files, self.folder = files, folder
         self.checkpoint, self.states = folder / "checkpoint", folder / "states"
+        if not self.checkpoint.exists():  # of a run that had ended and was killed before `remove`
+            self.remove()
         for path in (self.checkpoint, self.states):
             path.mkdir(parents=True, exist_ok=True)
         for path in self.checkpoint.glob(".*"):  # what a killed run was writing

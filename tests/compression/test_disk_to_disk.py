@@ -96,6 +96,17 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch, name
     assert_same_checkpoint(tmp_path / "disk", tmp_path / "whole")
 
 
+def test_what_a_run_left_that_was_killed_at_its_very_end_is_no_progress(tmp_path, monkeypatch):
+    save_tiny(tmp_path / "model")
+    given = dict(memory="2GB", say=lambda text: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(OnDisk, "remove", lambda self: None)  # killed before it
+        compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), **given)
+    (tmp_path / "disk").rename(tmp_path / "moved")
+    compress_on_disk(tmp_path / "model", tmp_path / "disk", gptq(), **given)
+    assert_same_checkpoint(tmp_path / "disk", tmp_path / "moved")
+
+
 def test_one_block_is_in_memory(tmp_path, monkeypatch):
     save_tiny(tmp_path / "model", num_hidden_layers=3)
     write, resident = OnDisk.compressed, []
