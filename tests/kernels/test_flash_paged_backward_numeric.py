@@ -118,3 +118,17 @@ def test_bad_input(change, message, kernel_device):
     given = {name: x if x is None else x.to(kernel_device) for name, x in given.items()}
     with pytest.raises(ValueError, match=message):
         fp.flash_attn_backward(**given)
+
+
+def test_the_op_on_gpus_gives_what_that_on_cpus_gives(kernel_device):
+    from hf_efficient.kernels.attention import ops
+
+    q, k, v = heads_of((4, 2, 16, 24), 9, 12, kernel_device, torch.float32, 2)
+    sinks, slopes = torch.randn(4, device=kernel_device), torch.rand(2, 4, device=kernel_device)
+    options = (0.3, True, 5, -1, 2.0, slopes, sinks, True)  # from softmax_scale to return_lse, as the ops take them
+    out, lse = ops.OPS.flash_attn(q.cpu(), k.cpu(), v.cpu(), *options[:5], slopes.cpu(), sinks.cpu(), True)
+    given = torch.randn_like(out), torch.randn_like(lse), out, lse
+    lengths = (None, None, 0, 0)
+    on_gpu = ops._backward_cuda(*(x.to(kernel_device) for x in given), q, k, v, *lengths, *options)
+    on_cpu = ops._backward(*given, q.cpu(), k.cpu(), v.cpu(), *lengths, *options[:5], slopes.cpu(), sinks.cpu(), True)
+    agree([x.cpu() for x in on_gpu], on_cpu, torch.float32)

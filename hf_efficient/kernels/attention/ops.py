@@ -25,9 +25,9 @@ SCHEMAS = {
     f"Tensor cache_seqlens, Tensor? block_table, {_OPTIONS}, Tensor? tree_mask, Tensor(c!)? k_scale, "
     "Tensor(d!)? v_scale, Tensor? k_min, Tensor? v_min, Tensor(e!)? k_tail, Tensor(f!)? v_tail, "
     "Tensor? quantized_seqlens) -> (Tensor, Tensor)",
-    "flash_attn_backward": "(Tensor grad_out, Tensor? grad_lse, Tensor? out, Tensor? lse, Tensor q, Tensor k, Tensor v, "
-    f"Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k, {_OPTIONS}) -> (Tensor, Tensor, Tensor, "
-    "Tensor)",
+    "flash_attn_backward": "(Tensor grad_out, Tensor? grad_lse, Tensor? out, Tensor? lse, Tensor q, Tensor k, "
+    f"Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k, {_OPTIONS}) -> (Tensor, "
+    "Tensor, Tensor, Tensor)",
     "reshape_and_cache": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()",
     "quantize_and_cache": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_scale, "

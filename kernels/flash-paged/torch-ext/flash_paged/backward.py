@@ -1,4 +1,4 @@
-"""The gradients of attention without pages: FlashAttention-2's backward (https://arxiv.org/abs/2307.08691, algorithm 2).
+"""Gradients of attention without pages: FlashAttention-2's backward (https://arxiv.org/abs/2307.08691, algorithm 2).
 
 The weights are computed again from the scores and the log-sum-exp, so that no [Sq, Sk] matrix is in memory. One kernel
 walks over the queries that see a block of keys and sums the gradients of its keys and values over the heads that share

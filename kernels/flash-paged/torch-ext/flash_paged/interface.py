@@ -13,8 +13,8 @@ The log-sum-exp, where asked for, is float32 [B, Hq, Sq] ([Hq, Tq] when packed),
 query that sees no key and has no sink.
 
 Errors: TypeError and ValueError name the argument, what was given and what is allowed; RuntimeError for inputs that
-require grad while grad is enabled (`flash_attn_backward` is a function of its own). What lies in the integer tensors is on the device and
-only checked with the environment variable FLASH_PAGED_DEBUG=1 (see debug_checks.py).
+require grad while grad is enabled (`flash_attn_backward` is a function of its own). What lies in the integer tensors is
+on the device and only checked with the environment variable FLASH_PAGED_DEBUG=1 (see debug_checks.py).
 """
 
 import operator
