@@ -1,0 +1,234 @@
+"""Draft heads in the layouts that others publish: their logits, what they guess, and that the output stays the
+target's."""
+
+import json
+
+import pytest
+import torch
+from draft_models import fixed
+from helpers import assert_close, left_padded_batch, tiny_model
+from published_heads import Reference, eagle, eagle3, medusa, speculators
+from safetensors.torch import load_file, save_file
+from test_drafters import append, sequences_of
+from test_speculative_distribution import RIGHT, models, transitions_p_value
+from torch.nn.functional import pad, silu
+
+from hf_efficient import DraftHeads, EagleHead, MedusaHeads, Speculation, enable_speculation
+
+
+SUMS = "float32 sums in another order"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EAGLES = {
+    "EAGLE": lambda folder: eagle(folder, 64, 128),
+    "EAGLE with its own embeddings": lambda folder: eagle(folder, 64, 128, own_embeddings=True),
+    "EAGLE-3": lambda folder: eagle3(folder, 64, 128, 50),
+    "EAGLE-3 of SpecForge": lambda folder: eagle3(folder, 64, 128, 128, [0, 2, 4], LLAMA3),
+    "EAGLE-3 of speculators": lambda folder: speculators(folder, 32, 128, 40, 64),
+}
+READS = {"EAGLE-3": (1, 2, 2), "EAGLE-3 of SpecForge": (0, 2, 4), "EAGLE-3 of speculators": (0, 1, 4)}
+ALL = {
+    **EAGLES,
+    "Medusa": lambda folder: medusa(folder, 64, 128, 3, 1),
+    "Medusa in its target": lambda folder: medusa(folder, 64, 128, 3, 2, "medusa_head."),
+}
+ROWS = [[5, 9, 30, 77, 12, 4, 99, 100], [8, 3, 21, 54, 60], [17, 90, 91, 92, 13, 14]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return enable_speculation(tiny_model("llama", eos_token_id=None, num_hidden_layers=6))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published")
+    return {name: make(folder / str(i)) for i, (name, make) in enumerate(ALL.items())}
+
+
+def angles(name: str) -> torch.Tensor:
+    """Radians a position, of each pair of numbers of a head."""
+    base, half = (5000.0, 8) if name == "EAGLE-3 of SpecForge" else (10000.0, 8)
+    plain = base ** -(torch.arange(half) / half)
+    if name != "EAGLE-3 of SpecForge":
+        return plain
+    turns = 64 * plain / (2 * torch.pi)  # in the original length: at least 4 stay, at most 1 are slowed down by 8
+    share = ((turns - 1.0) / (4.0 - 1.0)).clamp(0, 1)
+    return share * plain + (1 - share) * plain / 8
+
+
+@torch.no_grad()
+def states_of(target, row: list[int], layers) -> tuple[torch.Tensor, torch.Tensor]:
+    """What its end gives [length, 64], and the layers [length, layers, 64]."""
+    output = target.model(torch.tensor([row]), output_hidden_states=True)
+    inner = [output.hidden_states[layer + 1][0] for layer in layers]
+    return output.last_hidden_state[0], torch.stack(inner, 1) if inner else torch.zeros(len(row), 0, 64)
+
+
+@pytest.mark.parametrize("name", EAGLES)
+@torch.no_grad()
+def test_eagle_heads_guess_what_their_definition_says(name, target, folders):
+    """Rows of three lengths in one batch, after one and after three generated tokens, four guesses deep."""
+    heads, layers = DraftHeads.from_pretrained(folders[name]), READS.get(name, ())
+    heads.check(target)
+    assert heads.reads_layers == layers
+    heads.nodes, heads.beam = 4, 1
+    tensors = load_file(folders[name] / "model.safetensors")
+    config = json.loads((folders[name] / "config.json").read_text())
+    reference = Reference(tensors, config, target.model.embed_tokens.weight, target.lm_head.weight, angles(name))
+    states = [states_of(target, row[:-1], layers) for row in ROWS]
+    for generated in (1, 3):
+        prompts = [row[: len(row) - generated] for row in ROWS]
+        pads = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+        read = [torch.cat([hidden, inner.flatten(1)], -1) for hidden, inner in states]
+        mask = torch.tensor([[0] * n + [1] * len(prompt) for n, prompt in zip(pads, prompts)])
+        batch = torch.tensor([[0] * n + prompt for n, prompt in zip(pads, prompts)])
+        sequences = sequences_of(batch, mask, torch.tensor([row[-generated] for row in ROWS]))
+        begins = [pad(states[: len(prompt)], (0, 0, n, 0)) for states, prompt, n in zip(read, prompts, pads)]
+        heads.begin(sequences, torch.stack(begins))
+        for back in range(generated - 1, 0, -1):
+            heads.propose([4] * 3, 4)
+            new = append(sequences, torch.tensor([[row[-back]] for row in ROWS]))
+            heads.accept(new, torch.stack([states[-back] for states in read])[:, None])
+        proposal = heads.propose([4] * 3, 4)
+        for b, row in enumerate(ROWS):
+            guesses, logits = reference.chain(row, *states[b], 4)
+            assert_close(heads.logits(heads._root[0][b, -1]), logits[0], 1e-4, 1e-3, SUMS)
+            chain = [node for node in range(4) if proposal.parents[b, node] == node - 1]
+            assert proposal.tokens[b, chain].tolist() == guesses[: len(chain)].tolist()
+            likely = logits.softmax(-1).amax(-1).cumprod(0)[: len(chain)]
+            assert_close(proposal.confidence[b, chain], likely, 1e-3, 1e-3, SUMS)
+
+
+@pytest.mark.parametrize("name", ["Medusa", "Medusa in its target"])
+@torch.no_grad()
+def test_medusa_heads_guess_what_their_definition_says(name, target, folders):
+    heads = DraftHeads.from_pretrained(folders[name])
+    heads.check(target)
+    assert heads.max_tokens == 3 and isinstance(heads, MedusaHeads)
+    (path,) = folders[name].glob("*.safetensors")
+    tensors = {key.removeprefix("medusa_head."): value for key, value in load_file(path).items()}
+    hidden, blocks = torch.randn(2, 64), 1 if name == "Medusa" else 2
+    expected = []
+    for head in range(3):
+        x = hidden
+        for block in range(blocks):
+            linear = f"{head}.{block}.linear"
+            x = x + silu(x @ tensors[f"{linear}.weight"].T + tensors[f"{linear}.bias"])
+        expected.append(x @ tensors[f"{head}.{blocks}.weight"].T)
+    expected = torch.stack(expected, 1)
+    assert_close(heads.scores(hidden), expected, 1e-5, 1e-4, SUMS)
+    heads.begin(sequences_of(torch.tensor([[5, 6], [6, 7]]), first=torch.tensor([7, 8])), hidden[:, None])
+    proposal = heads.propose([3, 3], 12)
+    for b in range(2):
+        for node in range(int(proposal.counts[b])):
+            path = [node]
+            while proposal.parents[b, path[0]] >= 0:
+                path.insert(0, int(proposal.parents[b, path[0]]))
+            likely = expected[b].softmax(-1)
+            product = torch.stack([likely[depth, proposal.tokens[b, n]] for depth, n in enumerate(path)]).prod()
+            assert_close(proposal.confidence[b, node], product, 1e-4, 1e-4, SUMS)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_greedy_output_is_that_of_plain_generation(name, target, folders):
+    lengths = (5, 11, 8, 3, 9, 4, 7, 6)
+    batch = left_padded_batch(lengths)
+    plain = target.generate(**batch, max_new_tokens=20, do_sample=False)
+    for rows in (1, 3, 8):
+        heads = DraftHeads.from_pretrained(folders[name])
+        part = {key: value[8 - rows :] for key, value in batch.items()}
+        options = dict(max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
+        output = target.generate(**part, assistant_model=Speculation(heads, adaptive=False), **options)
+        assert output.sequences.tolist() == plain[8 - rows :].tolist()
+        assert rows < 8 or output.accepted_tokens.sum() > 0, "something is drafted and accepted"
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "Medusa"])
+def test_sampled_output_has_the_distribution_of_the_target(name, tmp_path):
+    """Trees of 12 nodes over 8 tokens; 25 500 draws."""
+    make = {
+        "EAGLE": lambda: eagle(tmp_path, 32, 8),
+        "EAGLE-3": lambda: eagle3(tmp_path, 32, 8, 6, [0]),
+        "Medusa": lambda: medusa(tmp_path, 32, 8, 2, 1),
+    }
+    heads = DraftHeads.from_pretrained(make[name]())
+    heads.nodes = 12
+    models()
+    assert transitions_p_value(fixed(heads), 850, {"top_k": 0}) > RIGHT
+
+
+def change(folder, tensors=None, **config):
+    """Changes entries; those that are None are removed."""
+    path, weights = folder / "config.json", folder / "model.safetensors"
+    for old, new, save in (
+        (json.loads(path.read_text()), config, lambda new: path.write_text(json.dumps(new))),
+        (load_file(weights), tensors or {}, lambda new: save_file(new, weights)),
+    ):
+        save({key: value for key, value in {**old, **new}.items() if value is not None})
+
+
+ONES = torch.ones(64, 128)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensors", "config", "message"),
+    [
+        (eagle, {"fc.weight": None}, {}, "the tensor 'fc.weight' is missing"),
+        (eagle, {"fc.weight": torch.ones(64, 9)}, {}, r"'fc.weight' has shape \[64, 9\], .* say \[64, 128\]"),
+        (eagle, {"fc.weight": ONES.to(torch.float8_e4m3fn)}, {}, "is torch.float8_e4m3fn: float16, bfloat16"),
+        (eagle, {"layers.0.input_layernorm.weight": ONES[0, :64]}, {}, "no meaning in this layout: layers.0.input_lay"),
+        (eagle, {"layers.0.self_attn.k_proj.bias": ONES[0, :32]}, {}, "some biases of .*; all or none are allowed"),
+        (eagle, {"layers.0.self_attn.q_proj.weight": None}, {}, "none of the tensors midlayer.self_attn.q_proj"),
+        (eagle, {}, {"num_hidden_layers": 2}, "num_hidden_layers=2; heads of 1 layer are read"),
+        (eagle, {}, {"hidden_size": None}, "hidden_size=None must be an integer of at least 1"),
+        (eagle, {}, {"hidden_act": "gelu"}, "hidden_act='gelu'; 'silu' is allowed"),
+        (eagle, {}, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'; one of"),
+        (eagle, {}, {"hydra_num_heads": 4}, "these are Hydra heads; EAGLE, EAGLE-2, EAGLE-3 .* and Medusa are read"),
+        (eagle, {}, {"dflash_config": {}}, "these are DFlash heads"),
+        (eagle, {}, {"speculators_model_type": "dspark"}, "speculators_model_type='dspark'; .* 'eagle3' is read"),
+        (eagle3, {"d2t": None}, {}, "draft_vocab_size=50 of vocab_size=128 needs the tensor 'd2t'"),
+        (eagle3, {"d2t": torch.arange(50) * 3}, {}, "different tokens from 0 to 127"),
+        (eagle3, {"t2d": torch.ones(128).bool()}, {}, "t2d and d2t name different tokens"),
+        (eagle3, {}, {"norm_output": True}, "norm_output=true means different things"),
+        (eagle3, {}, {"norm_before_residual": 1}, "norm_before_residual=1; true or false is allowed"),
+        (eagle3, {}, {"fc_norm": True}, "the tensor 'fc_norm.0.weight' is missing"),
+        (eagle3, {}, {"eagle_config": {"use_aux_hidden_state": False}}, "_state=False .* True is allowed"),
+        (eagle3, {}, {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "must be a list of integers of at least 1"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(kind, tensors, config, message, tmp_path):
+    kind(tmp_path, 64, 128, *[50] * (kind is eagle3))
+    change(tmp_path, tensors, **config)
+    with pytest.raises(ValueError, match=message):
+        DraftHeads.from_pretrained(tmp_path)
+
+
+def test_other_files_classes_and_targets_are_refused_by_name(target, tmp_path, monkeypatch):
+    eagle3(tmp_path, 64, 128, 50)
+    heads = DraftHeads.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds PublishedEagle, not EagleHead: load it with DraftHeads"):
+        EagleHead.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="published EAGLE heads are saved in no layout of ours"):
+        heads.save_pretrained(tmp_path / "copy")
+    shallow = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"\[1, 0, -2\] .* has 2: .* eagle_aux_hidden_state_layer_ids"):
+        heads.check(shallow)
+    with pytest.raises(ValueError, match="vocab_size=128, LlamaForCausalLM has vocab_size=100"):
+        heads.check(tiny_model("llama", num_hidden_layers=6, vocab_size=100))
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="has no model.safetensors: .* Convert pytorch_model.bin") as refusal:
+        DraftHeads.from_pretrained(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    exec(str(refusal.value).split('python -c "')[1].rstrip('"'))  # what it says to do
+    DraftHeads.from_pretrained(tmp_path).check(target)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(OSError, match="draft_heads.json"):
+        DraftHeads.from_pretrained(tmp_path)
