@@ -23,12 +23,13 @@ class SpeculativeGenerationMixin:
 
         class MyModel(SpeculativeGenerationMixin, LlamaForCausalLM): ...
 
-    or `enable_speculation(model)` for a model that is already loaded. Multi-token-prediction and DFlash drafting remain
-    transformers' own (batch size 1).
+    or `enable_speculation(model)` for a model that is already loaded. `assistant_model="mtp"` drafts with the
+    multi-token-prediction module of the model's checkpoint; `use_mtp=True` and DFlash drafting remain transformers' own
+    (batch size 1).
     """
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        speculation = chosen(generation_mode_kwargs.get("assistant_model"), generation_config)
+        speculation = chosen(generation_mode_kwargs.get("assistant_model"), generation_config, self)
         kwargs = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
         if speculation is not None and speculation.model is not None:  # transformers knows models only
             kwargs["assistant_model"] = speculation.model

@@ -25,6 +25,7 @@ LEAVES = (
     "integrations.transformers_compat",
     "integrations.transformers_insides",
     "integrations.transformers_loop",
+    "integrations.transformers_mtp",
     "integrations.transformers_releases",
 )
 
@@ -37,6 +38,7 @@ ROOMS = {
     "integrations.transformers_compat": "",
     "integrations.transformers_insides": "",
     "integrations.transformers_loop": "",
+    "integrations.transformers_mtp": "",
     "integrations.transformers_releases": "",
     "kernels.flash_paged": "",
     "kernels.efficient_linear": "",

@@ -3,14 +3,14 @@
 import torch
 from torch.nn.functional import linear, pad, silu
 
-from hf_efficient.generation.drafters.eagle_tree import EagleTree
+from hf_efficient.generation.drafters.eagle_tree import EagleLayer
 
 
 TRAINED_DEPTH = 3  # guesses in a row; deeper ones are only measured
 SHALLOW_SHARE = 0.5  # of the training steps, the first ones: they train one guess only and take half the time
 
 
-class EagleHead(EagleTree):
+class EagleHead(EagleLayer):
     """An EAGLE head (Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty").
 
     A feature is what the target's output head reads. From a token and the feature that predicted it, one decoder layer

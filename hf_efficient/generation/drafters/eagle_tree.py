@@ -27,39 +27,21 @@ class EagleTree(DraftHeads):
     Draft Trees"): at each depth the `beam` most probable nodes are continued, and the `nodes` most probable of all
     candidates are proposed.
 
-    Subclasses have `heads`, the numbers of query, key and value heads, `head_dim`, and a weight `fuse`, whose dtype and
-    device the cache takes.
+    Subclasses have a weight `fuse`, in whose dtype and on whose device features are read.
 
     Attributes:
         beam: nodes continued at each depth, >= 1; `beam = nodes = 1` guesses a chain. May be set any time.
     """
 
-    heads: tuple[int, int, int]
-    head_dim: int
+    fuse: torch.Tensor
 
     def __init__(self, *arguments, **shape):
         super().__init__(*arguments, **shape)
         self.beam = 6
 
     @abstractmethod
-    def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """What the layer reads, [..., size], from embeddings of tokens and the features that predicted them.
-
-        features: its own [..., hidden_size], or the target's with inner layers' [..., hidden_size * (1 + layers)].
-        """
-
-    @abstractmethod
-    def turns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [..., head_dim] of the rotary embedding at `positions` [...]."""
-
-    @abstractmethod
-    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values [rows, heads, columns, head_dim] of x [rows, columns, size]; cos and sin:
-        [..., columns, head_dim] of their positions."""
-
-    @abstractmethod
-    def outputs(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The next features, [rows, columns, hidden_size], from attended [rows, heads, columns, head_dim]."""
+    def _new_cache(self, rows: int, tree: int, branches: int):
+        """An empty `EagleCache`, or what has its attributes and methods."""
 
     def begin(self, sequences, hidden=None) -> None:
         rows, columns = hidden.shape[:2]
@@ -72,10 +54,10 @@ class EagleTree(DraftHeads):
         self._token_ids = self.draft_tokens.cpu().numpy()
         self._cache = self._cache_for(rows)
 
-    def _cache_for(self, rows: int) -> EagleCache:
+    def _cache_for(self, rows: int):
         branches = min(BRANCHES, len(self.draft_tokens))
         kind = rows, max(1, min(self.beam, branches) * (self.max_tokens - 1))
-        cache = self._captures.pop(kind, None) or EagleCache(self, *kind, branches)
+        cache = self._captures.pop(kind, None) or self._new_cache(*kind, branches)
         self._captures[kind] = cache  # the latest used last
         while len(self._captures) > MAX_CACHES:
             del self._captures[next(iter(self._captures))]
@@ -183,3 +165,36 @@ class EagleTree(DraftHeads):
         numbers = np.stack([tokens, positions, np.where(is_padding, 0, tree + positions)])
         features, chances, indices = self._read(numbers, None, positions + 1, hidden, 0)
         self._root = features.clone(), chances.copy(), indices.copy()
+
+
+class EagleLayer(EagleTree):
+    """An `EagleTree` in plain operators, which can be captured.
+
+    Subclasses have `heads`, the numbers of query, key and value heads, and `head_dim`.
+    """
+
+    heads: tuple[int, int, int]
+    head_dim: int
+
+    @abstractmethod
+    def inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """What the layer reads, [..., size], from embeddings of tokens and the features that predicted them.
+
+        features: its own [..., hidden_size], or the target's with inner layers' [..., hidden_size * (1 + layers)].
+        """
+
+    @abstractmethod
+    def turns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [..., head_dim] of the rotary embedding at `positions` [...]."""
+
+    @abstractmethod
+    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values [rows, heads, columns, head_dim] of x [rows, columns, size]; cos and sin:
+        [..., columns, head_dim] of their positions."""
+
+    @abstractmethod
+    def outputs(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The next features, [rows, columns, hidden_size], from attended [rows, heads, columns, head_dim]."""
+
+    def _new_cache(self, rows: int, tree: int, branches: int) -> EagleCache:
+        return EagleCache(self, rows, tree, branches)

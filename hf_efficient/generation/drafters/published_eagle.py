@@ -5,7 +5,7 @@ from torch.nn.functional import embedding, linear, silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_efficient.generation.drafters import published_eagle_config
-from hf_efficient.generation.drafters.eagle_tree import EagleTree
+from hf_efficient.generation.drafters.eagle_tree import EagleLayer
 from hf_efficient.generation.drafters.published_eagle_config import EagleConfig
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
 
@@ -15,7 +15,7 @@ MAX_TOKENS = 5
 IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")  # they follow from others
 
 
-class PublishedEagle(EagleTree):
+class PublishedEagle(EagleLayer):
     """Published EAGLE heads: one Llama layer, that reads a token's embedding e and the feature f that predicted it.
 
     - EAGLE and EAGLE-2 (Li et al. 2024): the layer reads fc([e, f]), without a norm before its attention. Its output is
