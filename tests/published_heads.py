@@ -123,11 +123,65 @@ def medusa(folder, size: int, vocab_size: int, heads: int, blocks: int, prefix: 
     return write(folder, config, tensors, "model.safetensors" if prefix else "medusa_lm_head.safetensors")
 
 
+def dflash(folder, size: int, vocab_size: int, layers: list[int], block: int):
+    """DFlash as z-lab writes it, of two layers."""
+    random, tensors = Random(5), {}
+    for i in range(2):
+        prefix = f"layers.{i}."
+        tensors |= layer_tensors(random, prefix, size, size, size // 4)
+        tensors |= {f"{prefix}self_attn.{name}_norm.weight": random.norm(size // 4) for name in "qk"}
+        tensors |= {f"{prefix}input_layernorm.weight": random.norm(size)}
+    tensors |= {"fc.weight": random(size, len(layers) * size)}
+    tensors |= {f"{name}.weight": random.norm(size) for name in ("hidden_norm", "norm")}
+    config = {**BASE, "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2}
+    config |= {"hidden_size": size, "vocab_size": vocab_size, "head_dim": size // 4, "block_size": block}
+    config |= {"dflash_config": {"mask_token_id": 7, "target_layer_ids": layers}, "layer_types": ["full_attention"] * 2}
+    return write(folder, config, tensors)
+
+
 # --- what they mean ---
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + BASE["rms_norm_eps"]).sqrt() * weight
+
+
+def turned(x: torch.Tensor, positions: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """x [length, heads, head_dim], each pair of numbers (i, i + head_dim / 2) turned by position * angle."""
+    turn = torch.polar(torch.ones(len(x), len(angles)), positions[:, None] * angles)[:, None]
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, -1)).mT.contiguous()) * turn).mT.flatten(-2)
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """Four heads of queries [length, 4, head_dim], two of keys and values: [length, 4 * head_dim]."""
+    attended = []
+    for head in range(4):
+        scores = query[:, head] @ key[:, head // 2].T / query.shape[-1] ** 0.5
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf"))
+        attended.append(softmax(scores, -1) @ value[:, head // 2])
+    return torch.cat(attended, -1)
+
+
+def dflash_states(tensors: dict, inner: torch.Tensor, block: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """What the output head reads of a block [block size, size] of embeddings after `inner` [length, layers, size]."""
+    context = norm(linear(inner.flatten(1), tensors["fc.weight"]), tensors["hidden_norm.weight"])
+    x, positions, length = block, torch.arange(len(inner) + len(block)), len(inner)
+    for i in range(2):
+        of = {key.removeprefix(f"layers.{i}."): value for key, value in tensors.items()}
+        y = norm(x, of["input_layernorm.weight"])
+        both = torch.cat([context, y])
+        query, key, value = (
+            linear(read, of[f"self_attn.{part}_proj.weight"]).unflatten(-1, (-1, len(angles) * 2))
+            for part, read in (("q", y), ("k", both), ("v", both))
+        )
+        query = turned(norm(query, of["self_attn.q_norm.weight"]), positions[length:], angles)
+        key = turned(norm(key, of["self_attn.k_norm.weight"]), positions, angles)
+        x = x + linear(attention(query, key, value, False), of["self_attn.o_proj.weight"])
+        y = norm(x, of["post_attention_layernorm.weight"])
+        gate, up = (linear(y, of[f"mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+        x = x + linear(silu(gate) * up, of["mlp.down_proj.weight"])
+    return norm(x, tensors["norm.weight"])
 
 
 class Reference:
@@ -170,17 +224,9 @@ class Reference:
         query, key, value = (self.apply(x, f"self_attn.{part}_proj").view(length, -1, head_dim) for part in "qkv")
         if self.of("self_attn.q_norm.weight") is not None:
             query, key = (norm(x, self.of(f"self_attn.{p}_norm.weight")) for x, p in ((query, "q"), (key, "k")))
-        turn = torch.polar(torch.ones(length, head_dim // 2), torch.arange(length)[:, None] * self.angles)[:, None]
-        query, key = (
-            torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, -1)).mT.contiguous()) * turn).mT.flatten(-2)
-            for x in (query, key)
-        )
-        attended = []
-        for head in range(4):
-            scores = query[:, head] @ key[:, head // 2].T / head_dim**0.5
-            scores = scores.masked_fill(torch.ones(length, length).triu(1) > 0, float("-inf"))
-            attended.append(softmax(scores, -1) @ value[:, head // 2])
-        x = residual + self.apply(torch.cat(attended, -1), "self_attn.o_proj")
+        query, key = (turned(x, torch.arange(length), self.angles) for x in (query, key))
+        attended = attention(query, key, value, True)
+        x = residual + self.apply(attended, "self_attn.o_proj")
         y = norm(x, self.of("post_attention_layernorm.weight"))
         x = x + self.apply(silu(self.apply(y, "mlp.gate_proj")) * self.apply(y, "mlp.up_proj"), "mlp.down_proj")
         return norm(x, self.tensors["norm.weight"]) if self.config.get("norm_output") else x

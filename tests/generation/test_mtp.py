@@ -123,6 +123,10 @@ def test_greedy_output_is_that_of_plain_generation(target):
         output = target.generate(**part, assistant_model="mtp", **options)
         assert output.sequences.tolist() == plain[8 - rows :].tolist()
     assert mtp.of(target) is mtp.of(target), "it is read once"
+    ends = dict(max_new_tokens=20, do_sample=False, eos_token_id=plain[3, 15:18].tolist(), pad_token_id=0)
+    expected = target.generate(**batch, **ends)
+    output = target.generate(**batch, **ends, assistant_model=fixed(drafter))
+    assert output.tolist() == expected.tolist(), "sequences leave the batch one by one"
 
 
 def test_sampled_output_has_the_distribution_of_the_target(tmp_path, monkeypatch):

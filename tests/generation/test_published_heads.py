@@ -1,20 +1,23 @@
 """Draft heads in the layouts that others publish: their logits, what they guess, and that the output stays the
 target's."""
 
+import functools
+import itertools
 import json
 
 import pytest
 import torch
 from draft_models import fixed
 from helpers import assert_close, left_padded_batch, tiny_model
-from published_heads import Reference, eagle, eagle3, medusa, speculators
+from published_heads import Reference, dflash, dflash_states, eagle, eagle3, medusa, speculators
 from safetensors.torch import load_file, save_file
 from test_drafters import append, sequences_of
 from test_speculative_distribution import RIGHT, models, transitions_p_value
 from torch.nn.functional import pad, silu
 
-from hf_efficient import DraftHeads, EagleHead, MedusaHeads, Speculation, enable_speculation
-from hf_efficient.generation.drafters import eagle_tree
+from hf_efficient import DraftHeads, EagleHead, MedusaHeads, enable_speculation
+from hf_efficient.generation.drafters import eagle_tree, published_dflash
+from hf_efficient.generation.speculation.token_tree import product_trees
 
 
 SUMS = "float32 sums in another order"
@@ -37,6 +40,7 @@ ALL = {
     **EAGLES,
     "Medusa": lambda folder: medusa(folder, 64, 128, 3, 1),
     "Medusa in its target": lambda folder: medusa(folder, 64, 128, 3, 2, "medusa_head."),
+    "DFlash": lambda folder: dflash(folder, 64, 128, [1, 4], 6),
 }
 ROWS = [[5, 9, 30, 77, 12, 4, 99, 100], [8, 3, 21, 54, 60], [17, 90, 91, 92, 13, 14]]
 
@@ -71,6 +75,22 @@ def states_of(target, row: list[int], layers) -> tuple[torch.Tensor, torch.Tenso
     return output.last_hidden_state[0], torch.stack(inner, 1) if inner else torch.zeros(len(row), 0, 64)
 
 
+def begin(heads, states: list[torch.Tensor], generated: int) -> None:
+    """The drafter after `generated` tokens of each of `ROWS` came one by one, with a draft before each but the first;
+    `states` [length - 1, ...] are what it reads. Prompts are padded on the left."""
+    prompts = [row[: len(row) - generated] for row in ROWS]
+    pads = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+    mask = torch.tensor([[0] * n + [1] * len(prompt) for n, prompt in zip(pads, prompts)])
+    batch = torch.tensor([[0] * n + prompt for n, prompt in zip(pads, prompts)])
+    sequences = sequences_of(batch, mask, torch.tensor([row[-generated] for row in ROWS]))
+    begins = [pad(read[: len(prompt)], (0, 0, n, 0)) for read, prompt, n in zip(states, prompts, pads)]
+    heads.begin(sequences, torch.stack(begins))
+    for back in range(generated - 1, 0, -1):
+        heads.propose([4] * 3, 63)
+        new = append(sequences, torch.tensor([[row[-back]] for row in ROWS]))
+        heads.accept(new, torch.stack([read[-back] for read in states])[:, None])
+
+
 @pytest.mark.parametrize("name", EAGLES)
 @torch.no_grad()
 def test_eagle_heads_guess_what_their_definition_says(name, target, folders, monkeypatch):
@@ -85,18 +105,7 @@ def test_eagle_heads_guess_what_their_definition_says(name, target, folders, mon
     reference = Reference(tensors, config, target.model.embed_tokens.weight, target.lm_head.weight, angles(name))
     states = [states_of(target, row[:-1], layers) for row in ROWS]
     for generated in (1, 3):
-        prompts = [row[: len(row) - generated] for row in ROWS]
-        pads = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
-        read = [torch.cat([hidden, inner.flatten(1)], -1) for hidden, inner in states]
-        mask = torch.tensor([[0] * n + [1] * len(prompt) for n, prompt in zip(pads, prompts)])
-        batch = torch.tensor([[0] * n + prompt for n, prompt in zip(pads, prompts)])
-        sequences = sequences_of(batch, mask, torch.tensor([row[-generated] for row in ROWS]))
-        begins = [pad(states[: len(prompt)], (0, 0, n, 0)) for states, prompt, n in zip(read, prompts, pads)]
-        heads.begin(sequences, torch.stack(begins))
-        for back in range(generated - 1, 0, -1):
-            heads.propose([4] * 3, 63)
-            new = append(sequences, torch.tensor([[row[-back]] for row in ROWS]))
-            heads.accept(new, torch.stack([states[-back] for states in read])[:, None])
+        begin(heads, [torch.cat([hidden, inner.flatten(1)], -1) for hidden, inner in states], generated)
         proposal = heads.propose([4] * 3, 63).chain()
         for b, row in enumerate(ROWS):
             guesses, logits = reference.chain(row, *states[b], 4)
@@ -135,6 +144,53 @@ def test_medusa_heads_guess_what_their_definition_says(name, target, folders):
             assert_close(proposal.confidence[b, node], product, 1e-4, 1e-4, SUMS)
 
 
+@torch.no_grad()
+def test_a_dflash_block_is_what_its_definition_says(target, folders, monkeypatch):
+    monkeypatch.setattr(published_dflash, "FIRST_TOKENS", 6)  # the context grows
+    heads = DraftHeads.from_pretrained(folders["DFlash"])
+    heads.check(target)
+    heads.nodes = 63
+    assert heads.max_tokens == 5 and heads.reads_layers == (1, 4)
+    tensors = load_file(folders["DFlash"] / "model.safetensors")
+    states = [states_of(target, row[:-1], (1, 4)) for row in ROWS]
+    for generated in (1, 3):
+        begin(heads, [torch.cat([hidden, inner.flatten(1)], -1) for hidden, inner in states], generated)
+        proposal = heads.propose([5, 3, 5], 63)
+        for b, row in enumerate(ROWS):
+            block = target.model.embed_tokens.weight[[row[-1]] + [7] * 5]
+            logits = target.lm_head(dflash_states(tensors, states[b][1], block, angles("DFlash")))[1:]
+            likely = logits.softmax(-1).topk(8)
+            assert proposal.counts[b] == 63
+            first = likely.indices[torch.arange(5), 0][: (5, 3, 5)[b]].tolist()
+            chain = proposal.chain()
+            found = chain.tokens[b, : chain.counts[b]].tolist()
+            assert found == first[: len(found)] and found
+            product = likely.values[:, 0].cumprod(0)[: len(found)]
+            assert_close(chain.confidence[b, : len(found)], product, 1e-4, 1e-4, SUMS)
+    with pytest.raises(ValueError, match=r"layers \[1, 4\] \(from 0\) of its target, and LlamaForCausalLM has 2"):
+        heads.check(tiny_model("llama"))
+
+
+def test_product_trees_hold_the_most_probable_paths():
+    chances = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values / 4
+    tokens = torch.arange(24).view(2, 3, 4)
+    proposal = product_trees(tokens.numpy(), chances.numpy(), [3, 2], 20, "cpu")
+    for b, limit in enumerate((3, 2)):
+        paths = {}  # of all lengths -> probability
+        for depth in range(1, limit + 1):
+            for ranks in itertools.product(range(4), repeat=depth):
+                path = tuple(int(tokens[b, level, rank]) for level, rank in enumerate(ranks))
+                paths[path] = torch.stack([chances[b, level, rank] for level, rank in enumerate(ranks)]).prod().item()
+        best = dict(sorted(paths.items(), key=lambda item: -item[1])[:20])
+        found = {}
+        for node in range(int(proposal.counts[b])):
+            path, at = (), node
+            while at >= 0:
+                path, at = (int(proposal.tokens[b, at]), *path), int(proposal.parents[b, at])
+            found[path] = proposal.confidence[b, node].item()
+        assert found == pytest.approx(best)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_greedy_output_is_that_of_plain_generation(name, target, folders):
     lengths = (5, 11, 8, 3, 9, 4, 7, 6)
@@ -144,23 +200,28 @@ def test_greedy_output_is_that_of_plain_generation(name, target, folders):
         heads = DraftHeads.from_pretrained(folders[name])
         part = {key: value[8 - rows :] for key, value in batch.items()}
         options = dict(max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
-        output = target.generate(**part, assistant_model=Speculation(heads, adaptive=False), **options)
+        output = target.generate(**part, assistant_model=fixed(heads), **options)
         assert output.sequences.tolist() == plain[8 - rows :].tolist()
         assert rows < 8 or output.accepted_tokens.sum() > 0, "something is drafted and accepted"
+    ends = dict(max_new_tokens=20, do_sample=False, eos_token_id=plain[3, 15:18].tolist(), pad_token_id=0)
+    expected = target.generate(**batch, **ends)
+    output = target.generate(**batch, **ends, assistant_model=fixed(heads))
+    assert output.tolist() == expected.tolist(), "sequences leave the batch one by one"
 
 
-@pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "Medusa"])
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "Medusa", "DFlash"])
 def test_sampled_output_has_the_distribution_of_the_target(name, tmp_path):
-    """Trees of 12 nodes over 8 tokens; 25 500 draws."""
+    """Trees of 12 nodes over 8 tokens; 20 400 draws."""
     make = {
         "EAGLE": lambda: eagle(tmp_path, 32, 8),
         "EAGLE-3": lambda: eagle3(tmp_path, 32, 8, 6, [0]),
         "Medusa": lambda: medusa(tmp_path, 32, 8, 2, 1),
+        "DFlash": lambda: dflash(tmp_path, 32, 8, [0], 4),
     }
     heads = DraftHeads.from_pretrained(make[name]())
     heads.nodes = 12
     models()
-    assert transitions_p_value(fixed(heads), 850, {"top_k": 0}) > RIGHT
+    assert transitions_p_value(fixed(heads), 680, {"top_k": 0}) > RIGHT
 
 
 def change(folder, tensors=None, **config):
@@ -174,6 +235,7 @@ def change(folder, tensors=None, **config):
 
 
 ONES = torch.ones(64, 128)
+flash = functools.partial(dflash, layers=[0], block=4)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +251,11 @@ ONES = torch.ones(64, 128)
         (eagle, {}, {"hidden_size": None}, "hidden_size=None must be an integer of at least 1"),
         (eagle, {}, {"hidden_act": "gelu"}, "hidden_act='gelu'; 'silu' is allowed"),
         (eagle, {}, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'; one of"),
-        (eagle, {}, {"hydra_num_heads": 4}, "these are Hydra heads; EAGLE, EAGLE-2, EAGLE-3 .* and Medusa are read"),
-        (eagle, {}, {"dflash_config": {}}, "these are DFlash heads"),
+        (eagle, {}, {"hydra_num_heads": 4}, "says that it is Hydra; EAGLE, .* are read"),
+        (flash, {}, {"dflash_config": {"markov_rank": 4}}, "markov_rank.* must be an object of block_size, mask"),
+        (flash, {}, {"layer_types": ["sliding_attention"]}, r"layer_types=\('sliding_attention',\); one of"),
+        (flash, {}, {"block_size": 1}, "block_size=1 must be an integer of at least 2"),
+        (flash, {"layers.1.self_attn.g_proj.weight": ONES}, {}, "no meaning in this layout: layers.1.self_attn.g"),
         (eagle, {}, {"speculators_model_type": "dspark"}, "speculators_model_type='dspark'; .* 'eagle3' is read"),
         (eagle3, {"d2t": None}, {}, "draft_vocab_size=50 of vocab_size=128 needs the tensor 'd2t'"),
         (eagle3, {"d2t": torch.arange(50) * 3}, {}, "different tokens from 0 to 127"),

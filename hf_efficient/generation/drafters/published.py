@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers.utils import cached_file
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
+from hf_efficient.generation.drafters.published_dflash import PublishedDFlash
 from hf_efficient.generation.drafters.published_eagle import EAGLE_TENSORS, PublishedEagle
 from hf_efficient.generation.drafters.published_medusa import PublishedMedusa
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
@@ -20,7 +21,7 @@ CONVERT = (
     "tensors = torch.load('{old}', map_location='cpu', weights_only=True); "
     "save_file({{key: value.clone() for key, value in tensors.items()}}, '{new}')"
 )
-ALLOWED = "EAGLE, EAGLE-2, EAGLE-3 (also of the speculators library) and Medusa are read"
+ALLOWED = "EAGLE, EAGLE-2, EAGLE-3 (also of the speculators library), Medusa and DFlash are read"
 
 
 def read(place, hub_options: dict, missing: OSError) -> DraftHeads:
@@ -49,10 +50,12 @@ def read(place, hub_options: dict, missing: OSError) -> DraftHeads:
         files = _files(place, ("medusa_lm_head", "model"), hub_options)
         return PublishedMedusa.of(config, PublishedTensors(files), str(place))
     tensors = PublishedTensors(_files(place, ("model",), hub_options))
+    if "dflash_config" in config:
+        return PublishedDFlash.of(config, tensors, str(place))
     if not any(name in tensors for name in EAGLE_TENSORS):
         raise ValueError(
-            f"{place} has none of the tensors {', '.join(EAGLE_TENSORS)}, and its config.json no medusa_num_heads: "
-            f"{ALLOWED}"
+            f"{place} has none of the tensors {', '.join(EAGLE_TENSORS)}, and its config.json has neither "
+            f"medusa_num_heads nor dflash_config: {ALLOWED}"
         )
     return PublishedEagle.of(config, tensors, str(place))
 
@@ -62,9 +65,8 @@ def refuse(config: dict, place) -> None:
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise ValueError(f"{place}: speculators_model_type={kind!r}; of the speculators library 'eagle3' is read")
-    for key, name in (("hydra_num_heads", "Hydra"), ("dflash_config", "DFlash"), ("block_size", "DFlash")):
-        if key in config:
-            raise ValueError(f"{place}: {key}={config[key]!r} says that these are {name} heads; {ALLOWED}")
+    if "hydra_num_heads" in config:
+        raise ValueError(f"{place}: hydra_num_heads={config['hydra_num_heads']!r} says that it is Hydra; {ALLOWED}")
 
 
 def _files(place, stems: tuple[str, ...], hub_options: dict) -> list[str]:

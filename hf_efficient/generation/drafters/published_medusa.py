@@ -1,14 +1,18 @@
 """Medusa heads as FasterDecoding publishes them: each has residual blocks and an output head of its own."""
 
+import functools
+
 import torch
 from torch.nn.functional import linear, silu
 
 from hf_efficient.generation.drafters.medusa import MedusaHeads
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
+from hf_efficient.generation.speculation.proposal import Proposal
+from hf_efficient.generation.speculation.token_tree import product_trees
+from hf_efficient.kernels.replay.function import CapturedFunction
 
 
-# Candidates are the paths with the largest product of these; which are proposed, the heads' own probabilities decide
-RANKS = [0.5**rank for rank in range(1, 11)]
+BRANCHES = 8  # guesses of each head that are considered
 
 
 class PublishedMedusa(MedusaHeads):
@@ -17,7 +21,7 @@ class PublishedMedusa(MedusaHeads):
     among those of the target.
 
     Head i reads h, the hidden state that predicted the last token. Its blocks compute h + silu(A h + b), one after the
-    other; its output head guesses the token i + 1 positions behind the last one.
+    other; its output head guesses the token i + 1 positions behind the last one. The most probable paths are proposed.
     """
 
     kind = "published Medusa"
@@ -28,7 +32,6 @@ class PublishedMedusa(MedusaHeads):
             super().__init__({"name": name, "hidden_size": size, "vocab_size": vocab_size}, vocab_size, heads)
         self.draft_tokens = torch.arange(vocab_size)
         self.weight, self.bias, self.vocabulary = (torch.nn.Parameter(x) for x in (weight, bias, vocabulary))
-        self.accuracies = [RANKS[:vocab_size]] * heads
         self.requires_grad_(False).eval()
 
     @classmethod
@@ -71,6 +74,18 @@ class PublishedMedusa(MedusaHeads):
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         guesses = self(hidden).unbind(1)
         return torch.stack([linear(guess, head) for guess, head in zip(guesses, self.vocabulary)], 1)
+
+    @torch.no_grad()
+    def propose(self, limits: list[int], nodes: int) -> Proposal | None:
+        if not any(limits):
+            return None
+        branches = min(BRANCHES, len(self.draft_tokens))
+        if branches not in self._captures:
+            self._captures[branches] = CapturedFunction(functools.partial(self._guess, branches))
+        likely, tokens = (
+            x.cpu().numpy() for x in self._captures[branches](self._hidden.to(self.bias), self._temperatures)
+        )
+        return product_trees(tokens, likely, limits, min(nodes, self.nodes), self._device)
 
     def _output_rows(self, output, model) -> tuple:
         return None, None  # their own
