@@ -123,6 +123,21 @@ def medusa(folder, size: int, vocab_size: int, heads: int, blocks: int, prefix: 
     return write(folder, config, tensors, "model.safetensors" if prefix else "medusa_lm_head.safetensors")
 
 
+def hydra(folder, size: int, vocab_size: int, heads: int = 3):
+    """Hydra heads of two blocks."""
+    random, tensors = Random(6), {}
+    for head in range(heads):
+        for block, reads in ((0, (head + 2) * size), (1, size)):
+            names = ("linear", "res_connection") if block == 0 else ("linear",)
+            for name in names:
+                tensors[f"hydra_mlp.{head}.{block}.{name}.weight"] = random(size, reads)
+                tensors[f"hydra_mlp.{head}.{block}.{name}.bias"] = random(size)
+        tensors[f"hydra_lm_head.{head}.weight"] = random(vocab_size, size)
+        tensors[f"hydra_lm_head.{head}.bias"] = random(vocab_size)
+    config = {"hydra_num_heads": heads, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
+    return write(folder, config, tensors, "hydra_lm_head.safetensors")
+
+
 def dflash(folder, size: int, vocab_size: int, layers: list[int], block: int):
     """DFlash as z-lab writes it, of two layers."""
     random, tensors = Random(5), {}
@@ -182,6 +197,17 @@ def dflash_states(tensors: dict, inner: torch.Tensor, block: torch.Tensor, angle
         gate, up = (linear(y, of[f"mlp.{part}_proj.weight"]) for part in ("gate", "up"))
         x = x + linear(silu(gate) * up, of["mlp.down_proj.weight"])
     return norm(x, tensors["norm.weight"])
+
+
+def hydra_logits(tensors: dict, head: int, hidden: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+    """hidden [size], embeddings [head + 1, size]: of the last token and the guesses before."""
+    x, of = torch.cat([hidden, embeddings.flatten()]), f"hydra_mlp.{head}."
+
+    def apply(name, x):
+        return tensors[f"{name}.weight"] @ x + tensors[f"{name}.bias"]
+
+    x = apply(f"{of}0.res_connection", x) + silu(apply(f"{of}0.linear", x))
+    return apply(f"hydra_lm_head.{head}", x + silu(apply(f"{of}1.linear", x)))
 
 
 class Reference:

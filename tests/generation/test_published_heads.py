@@ -9,13 +9,13 @@ import pytest
 import torch
 from draft_models import fixed
 from helpers import assert_close, left_padded_batch, tiny_model
-from published_heads import Reference, dflash, dflash_states, eagle, eagle3, medusa, speculators
+from published_heads import Reference, dflash, dflash_states, eagle, eagle3, hydra, hydra_logits, medusa, speculators
 from safetensors.torch import load_file, save_file
 from test_drafters import append, sequences_of
 from test_speculative_distribution import RIGHT, models, transitions_p_value
 from torch.nn.functional import pad, silu
 
-from hf_efficient import DraftHeads, EagleHead, MedusaHeads, enable_speculation
+from hf_efficient import BestOf, DraftHeads, EagleHead, MedusaHeads, enable_speculation
 from hf_efficient.generation.drafters import eagle_tree, published_dflash
 from hf_efficient.generation.speculation.token_tree import product_trees
 
@@ -40,6 +40,7 @@ ALL = {
     **EAGLES,
     "Medusa": lambda folder: medusa(folder, 64, 128, 3, 1),
     "Medusa in its target": lambda folder: medusa(folder, 64, 128, 3, 2, "medusa_head."),
+    "Hydra": lambda folder: hydra(folder, 64, 128),
     "DFlash": lambda folder: dflash(folder, 64, 128, [1, 4], 6),
 }
 ROWS = [[5, 9, 30, 77, 12, 4, 99, 100], [8, 3, 21, 54, 60], [17, 90, 91, 92, 13, 14]]
@@ -171,6 +172,42 @@ def test_a_dflash_block_is_what_its_definition_says(target, folders, monkeypatch
         heads.check(tiny_model("llama"))
 
 
+@torch.no_grad()
+def test_hydra_heads_guess_what_their_definition_says(target, folders):
+    heads = DraftHeads.from_pretrained(folders["Hydra"])
+    heads.check(target)
+    heads.nodes = 63
+    tensors = load_file(folders["Hydra"] / "hydra_lm_head.safetensors")
+    states, embeddings = [states_of(target, row[:-1], ())[0] for row in ROWS], target.model.embed_tokens.weight
+    for generated in (1, 3):
+        begin(heads, states, generated)
+        proposal = heads.propose([3] * 3, 63)
+        assert proposal.counts.tolist() == [63] * 3 and (proposal.parents >= 8).any()
+        for b, row in enumerate(ROWS):
+            for node in range(63):
+                path, at = [], node
+                while at >= 0:
+                    path, at = [int(proposal.tokens[b, at]), *path], int(proposal.parents[b, at])
+                likely = torch.ones(())
+                for head, token in enumerate(path):
+                    read = embeddings[[row[-1], *path[:head]]]
+                    likely = likely * hydra_logits(tensors, head, states[b][-1], read).softmax(-1)[token]
+                assert_close(proposal.confidence[b, node], likely, 1e-4, 1e-4, SUMS)
+
+
+def test_drafters_that_read_different_layers_draft_together(target, folders):
+    names = ("EAGLE-3", "EAGLE-3 of SpecForge", "Medusa", "DFlash")
+    best = BestOf(*(DraftHeads.from_pretrained(folders[name]) for name in names))
+    best.check(target)
+    assert best.hidden_layers == (1, 2, 0, 4)
+    hidden = torch.tensor([[9.0, 1, 2, 0, 4]])
+    found = [best._part(drafter, hidden).tolist() for drafter in best.drafters]
+    assert found == [[[9, 1, 2, 2]], [[9, 0, 2, 4]], [[9]], [[9, 1, 4]]]
+    batch = left_padded_batch()
+    plain = target.generate(**batch, max_new_tokens=12, do_sample=False)
+    assert target.generate(**batch, max_new_tokens=12, do_sample=False, assistant_model=best).tolist() == plain.tolist()
+
+
 def test_product_trees_hold_the_most_probable_paths():
     chances = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values / 4
     tokens = torch.arange(24).view(2, 3, 4)
@@ -209,13 +246,14 @@ def test_greedy_output_is_that_of_plain_generation(name, target, folders):
     assert output.tolist() == expected.tolist(), "sequences leave the batch one by one"
 
 
-@pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "Medusa", "DFlash"])
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "Medusa", "Hydra", "DFlash"])
 def test_sampled_output_has_the_distribution_of_the_target(name, tmp_path):
     """Trees of 12 nodes over 8 tokens; 20 400 draws."""
     make = {
         "EAGLE": lambda: eagle(tmp_path, 32, 8),
         "EAGLE-3": lambda: eagle3(tmp_path, 32, 8, 6, [0]),
         "Medusa": lambda: medusa(tmp_path, 32, 8, 2, 1),
+        "Hydra": lambda: hydra(tmp_path, 32, 8, 2),
         "DFlash": lambda: dflash(tmp_path, 32, 8, [0], 4),
     }
     heads = DraftHeads.from_pretrained(make[name]())
@@ -226,7 +264,7 @@ def test_sampled_output_has_the_distribution_of_the_target(name, tmp_path):
 
 def change(folder, tensors=None, **config):
     """Changes entries; those that are None are removed."""
-    path, weights = folder / "config.json", folder / "model.safetensors"
+    path, (weights,) = folder / "config.json", folder.glob("*.safetensors")
     for old, new, save in (
         (json.loads(path.read_text()), config, lambda new: path.write_text(json.dumps(new))),
         (load_file(weights), tensors or {}, lambda new: save_file(new, weights)),
@@ -251,7 +289,9 @@ flash = functools.partial(dflash, layers=[0], block=4)
         (eagle, {}, {"hidden_size": None}, "hidden_size=None must be an integer of at least 1"),
         (eagle, {}, {"hidden_act": "gelu"}, "hidden_act='gelu'; 'silu' is allowed"),
         (eagle, {}, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'; one of"),
-        (eagle, {}, {"hydra_num_heads": 4}, "says that it is Hydra; EAGLE, .* are read"),
+        (hydra, {}, {"hydra_head_arch": "prefix-mlp"}, "hydra_head_arch='prefix-mlp'; 'mlp' is allowed"),
+        (hydra, {}, {"grounded_heads": None}, "grounded_heads=None; True is allowed"),
+        (hydra, {"hydra_mlp.1.0.linear.bias": None}, {}, "the tensor 'hydra_mlp.1.0.linear.bias' is missing"),
         (flash, {}, {"dflash_config": {"markov_rank": 4}}, "markov_rank.* must be an object of block_size, mask"),
         (flash, {}, {"layer_types": ["sliding_attention"]}, r"layer_types=\('sliding_attention',\); one of"),
         (flash, {}, {"block_size": 1}, "block_size=1 must be an integer of at least 2"),

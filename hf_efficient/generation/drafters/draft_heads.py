@@ -137,7 +137,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         `transformers.utils.cached_file`.
 
         Where there is no `draft_heads.json`, heads are read as others publish them: EAGLE, EAGLE-2, EAGLE-3 (also the
-        layout of the `speculators` library), Medusa and DFlash, from `config.json` and safetensors.
+        layout of the `speculators` library), Medusa, Hydra and DFlash, from `config.json` and safetensors.
 
         Raises:
             OSError: the files are not there (only safetensors are read).

@@ -12,6 +12,7 @@ from transformers.utils import cached_file
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
 from hf_efficient.generation.drafters.published_dflash import PublishedDFlash
 from hf_efficient.generation.drafters.published_eagle import EAGLE_TENSORS, PublishedEagle
+from hf_efficient.generation.drafters.published_hydra import PublishedHydra
 from hf_efficient.generation.drafters.published_medusa import PublishedMedusa
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
 
@@ -21,7 +22,7 @@ CONVERT = (
     "tensors = torch.load('{old}', map_location='cpu', weights_only=True); "
     "save_file({{key: value.clone() for key, value in tensors.items()}}, '{new}')"
 )
-ALLOWED = "EAGLE, EAGLE-2, EAGLE-3 (also of the speculators library), Medusa and DFlash are read"
+ALLOWED = "EAGLE, EAGLE-2, EAGLE-3 (also of the speculators library), Medusa, Hydra and DFlash are read"
 
 
 def read(place, hub_options: dict, missing: OSError) -> DraftHeads:
@@ -49,13 +50,16 @@ def read(place, hub_options: dict, missing: OSError) -> DraftHeads:
     if "medusa_num_heads" in config:
         files = _files(place, ("medusa_lm_head", "model"), hub_options)
         return PublishedMedusa.of(config, PublishedTensors(files), str(place))
+    if "hydra_num_heads" in config:
+        files = _files(place, ("hydra_lm_head",), hub_options)
+        return PublishedHydra.of(config, PublishedTensors(files), str(place))
     tensors = PublishedTensors(_files(place, ("model",), hub_options))
     if "dflash_config" in config:
         return PublishedDFlash.of(config, tensors, str(place))
     if not any(name in tensors for name in EAGLE_TENSORS):
         raise ValueError(
-            f"{place} has none of the tensors {', '.join(EAGLE_TENSORS)}, and its config.json has neither "
-            f"medusa_num_heads nor dflash_config: {ALLOWED}"
+            f"{place} has none of the tensors {', '.join(EAGLE_TENSORS)}, and its config.json none of "
+            f"medusa_num_heads, hydra_num_heads and dflash_config: {ALLOWED}"
         )
     return PublishedEagle.of(config, tensors, str(place))
 
@@ -65,8 +69,6 @@ def refuse(config: dict, place) -> None:
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise ValueError(f"{place}: speculators_model_type={kind!r}; of the speculators library 'eagle3' is read")
-    if "hydra_num_heads" in config:
-        raise ValueError(f"{place}: hydra_num_heads={config['hydra_num_heads']!r} says that it is Hydra; {ALLOWED}")
 
 
 def _files(place, stems: tuple[str, ...], hub_options: dict) -> list[str]:
@@ -83,7 +85,7 @@ def _files(place, stems: tuple[str, ...], hub_options: dict) -> list[str]:
             if not all(Path(shard).name == shard and shard.endswith(".safetensors") for shard in shards):
                 raise ValueError(f"{path}: weight_map names {shards[:3]}: safetensors files beside it are allowed")
             return [cached_file(place, shard, **hub_options) for shard in shards]
-    old = "medusa_lm_head.pt" if "medusa_lm_head" in stems else "pytorch_model.bin"
+    old = "pytorch_model.bin" if stems[0] == "model" else f"{stems[0]}.pt"
     new = f"{stems[0]}.safetensors"
     raise OSError(
         f"{place} has no {new}: weights are read from safetensors only, as other files can run code when they are "
