@@ -7,8 +7,9 @@ import json
 
 import pytest
 import torch
+import transformers
 from draft_models import fixed
-from helpers import assert_close, left_padded_batch, tiny_model
+from helpers import assert_close, left_padded_batch, needs_transformers, tiny_model
 from published_heads import Reference, dflash, dflash_states, eagle, eagle3, hydra, hydra_logits, medusa, speculators
 from safetensors.torch import load_file, save_file
 from test_drafters import append, sequences_of
@@ -170,6 +171,28 @@ def test_a_dflash_block_is_what_its_definition_says(target, folders, monkeypatch
             assert_close(chain.confidence[b, : len(found)], product, 1e-4, 1e-4, SUMS)
     with pytest.raises(ValueError, match=r"layers \[1, 4\] \(from 0\) of its target, and LlamaForCausalLM has 2"):
         heads.check(tiny_model("llama"))
+
+
+@needs_transformers("5.23", "a DFlash drafter")
+@torch.no_grad()
+def test_dflash_states_are_those_of_transformers(target, folders):
+    """Its own drafter has the same layers, with two other names."""
+    heads = DraftHeads.from_pretrained(folders["DFlash"])
+    heads.check(target)
+    states = [states_of(target, row[:-1], (1, 4)) for row in ROWS]
+    begin(heads, [torch.cat([hidden, inner.flatten(1)], -1) for hidden, inner in states], 3)
+    actual = heads.states(torch.tensor([row[-1:] for row in ROWS]))
+    sizes = {key: getattr(heads.config, key) for key in published_dflash.SIZES[:-2]}
+    types = dict(layer_types=["full_attention"] * 2, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+    config = transformers.MuseGlimmerAssistantConfig(**sizes, **types, target_layer_ids=[1, 4], rms_norm_eps=1e-5)
+    model = transformers.AutoModel.from_config(config).eval()
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    tensors = load_file(folders["DFlash"] / "model.safetensors")
+    model.load_state_dict({names.get(key, key): value for key, value in tensors.items()})
+    for b, row in enumerate(ROWS):
+        block = target.model.embed_tokens.weight[[row[-1]] + [7] * 5]
+        output = model(noise_embeds=block[None], context_hidden_states=states[b][1].flatten(1)[None], use_cache=False)
+        assert_close(actual[b], output.last_hidden_state[0], 1e-5, 1e-4, SUMS)
 
 
 @torch.no_grad()
