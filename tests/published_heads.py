@@ -138,8 +138,8 @@ def hydra(folder, size: int, vocab_size: int, heads: int = 3):
     return write(folder, config, tensors, "hydra_lm_head.safetensors")
 
 
-def dflash(folder, size: int, vocab_size: int, layers: list[int], block: int):
-    """DFlash as z-lab writes it, of two layers."""
+def dflash(folder, size: int, vocab_size: int, layers: list[int], block: int, window: int | None = None):
+    """DFlash as z-lab writes it, of two layers, of which the second slides over a `window`, if there is one."""
     random, tensors = Random(5), {}
     for i in range(2):
         prefix = f"layers.{i}."
@@ -151,6 +151,8 @@ def dflash(folder, size: int, vocab_size: int, layers: list[int], block: int):
     config = {**BASE, "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2}
     config |= {"hidden_size": size, "vocab_size": vocab_size, "head_dim": size // 4, "block_size": block}
     config |= {"dflash_config": {"mask_token_id": 7, "target_layer_ids": layers}, "layer_types": ["full_attention"] * 2}
+    if window is not None:
+        config |= {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": window}
     return write(folder, config, tensors)
 
 
@@ -167,19 +169,22 @@ def turned(x: torch.Tensor, positions: torch.Tensor, angles: torch.Tensor) -> to
     return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, -1)).mT.contiguous()) * turn).mT.flatten(-2)
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """Four heads of queries [length, 4, head_dim], two of keys and values: [length, 4 * head_dim]."""
+def attention(query, key, value, is_causal: bool, window: int = 1000) -> torch.Tensor:
+    """Four heads of the last queries [length, 4, head_dim], two of keys and values: [length, 4 * head_dim]."""
     attended = []
     for head in range(4):
         scores = query[:, head] @ key[:, head // 2].T / query.shape[-1] ** 0.5
         if is_causal:
-            scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf"))
+            ones, before = torch.ones_like(scores), len(key) - len(query)
+            is_seen = ones.tril(before) * ones.triu(before + 1 - window)
+            scores = scores.masked_fill(is_seen == 0, float("-inf"))
         attended.append(softmax(scores, -1) @ value[:, head // 2])
     return torch.cat(attended, -1)
 
 
-def dflash_states(tensors: dict, inner: torch.Tensor, block: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """What the output head reads of a block [block size, size] of embeddings after `inner` [length, layers, size]."""
+def dflash_states(tensors: dict, inner, block, angles, window: int | None) -> torch.Tensor:
+    """What the output head reads of a block [block size, size] of embeddings after `inner` [length, layers, size]. The
+    second layer slides over a `window`, if there is one."""
     context = norm(linear(inner.flatten(1), tensors["fc.weight"]), tensors["hidden_norm.weight"])
     x, positions, length = block, torch.arange(len(inner) + len(block)), len(inner)
     for i in range(2):
@@ -192,7 +197,8 @@ def dflash_states(tensors: dict, inner: torch.Tensor, block: torch.Tensor, angle
         )
         query = turned(norm(query, of["self_attn.q_norm.weight"]), positions[length:], angles)
         key = turned(norm(key, of["self_attn.k_norm.weight"]), positions, angles)
-        x = x + linear(attention(query, key, value, False), of["self_attn.o_proj.weight"])
+        attended = attention(query, key, value, i == 1 and window is not None, window)
+        x = x + linear(attended, of["self_attn.o_proj.weight"])
         y = norm(x, of["post_attention_layernorm.weight"])
         gate, up = (linear(y, of[f"mlp.{part}_proj.weight"]) for part in ("gate", "up"))
         x = x + linear(silu(gate) * up, of["mlp.down_proj.weight"])

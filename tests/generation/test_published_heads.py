@@ -43,6 +43,7 @@ ALL = {
     "Medusa in its target": lambda folder: medusa(folder, 64, 128, 3, 2, "medusa_head."),
     "Hydra": lambda folder: hydra(folder, 64, 128),
     "DFlash": lambda folder: dflash(folder, 64, 128, [1, 4], 6),
+    "DFlash with a window": lambda folder: dflash(folder, 64, 128, [1, 4], 6, 3),
 }
 ROWS = [[5, 9, 30, 77, 12, 4, 99, 100], [8, 3, 21, 54, 60], [17, 90, 91, 92, 13, 14]]
 
@@ -146,21 +147,22 @@ def test_medusa_heads_guess_what_their_definition_says(name, target, folders):
             assert_close(proposal.confidence[b, node], product, 1e-4, 1e-4, SUMS)
 
 
+@pytest.mark.parametrize(("name", "window"), [("DFlash", None), ("DFlash with a window", 3)])
 @torch.no_grad()
-def test_a_dflash_block_is_what_its_definition_says(target, folders, monkeypatch):
+def test_a_dflash_block_is_what_its_definition_says(name, window, target, folders, monkeypatch):
     monkeypatch.setattr(published_dflash, "FIRST_TOKENS", 6)  # the context grows
-    heads = DraftHeads.from_pretrained(folders["DFlash"])
+    heads = DraftHeads.from_pretrained(folders[name])
     heads.check(target)
     heads.nodes = 63
     assert heads.max_tokens == 5 and heads.reads_layers == (1, 4)
-    tensors = load_file(folders["DFlash"] / "model.safetensors")
+    tensors = load_file(folders[name] / "model.safetensors")
     states = [states_of(target, row[:-1], (1, 4)) for row in ROWS]
     for generated in (1, 3):
         begin(heads, [torch.cat([hidden, inner.flatten(1)], -1) for hidden, inner in states], generated)
         proposal = heads.propose([5, 3, 5], 63)
         for b, row in enumerate(ROWS):
             block = target.model.embed_tokens.weight[[row[-1]] + [7] * 5]
-            logits = target.lm_head(dflash_states(tensors, states[b][1], block, angles("DFlash")))[1:]
+            logits = target.lm_head(dflash_states(tensors, states[b][1], block, angles(name), window))[1:]
             likely = logits.softmax(-1).topk(8)
             assert proposal.counts[b] == 63
             first = likely.indices[torch.arange(5), 0][: (5, 3, 5)[b]].tolist()
@@ -316,7 +318,8 @@ flash = functools.partial(dflash, layers=[0], block=4)
         (hydra, {}, {"grounded_heads": None}, "grounded_heads=None; True is allowed"),
         (hydra, {"hydra_mlp.1.0.linear.bias": None}, {}, "the tensor 'hydra_mlp.1.0.linear.bias' is missing"),
         (flash, {}, {"dflash_config": {"markov_rank": 4}}, "markov_rank.* must be an object of block_size, mask"),
-        (flash, {}, {"layer_types": ["sliding_attention"]}, r"layer_types=\('sliding_attention',\); one of"),
+        (flash, {}, {"layer_types": ["chunked_attention"] * 2}, "must say full_attention or sliding_attention"),
+        (flash, {}, {"layer_types": ["sliding_attention"] * 2}, "sliding_window=None must be an integer of at least 1"),
         (flash, {}, {"block_size": 1}, "block_size=1 must be an integer of at least 2"),
         (flash, {"layers.1.self_attn.g_proj.weight": ONES}, {}, "no meaning in this layout: layers.1.self_attn.g"),
         (eagle, {}, {"speculators_model_type": "dspark"}, "speculators_model_type='dspark'; .* 'eagle3' is read"),

@@ -25,8 +25,9 @@ class PublishedDFlash(DraftHeads):
 
     Its layers attend to a context: each accepted token's states of the target's layers `target_layer_ids`, fused by fc
     and normalized, of which each layer makes keys and values of its own. They read a block: the last token, then masks.
-    Tokens of the block see the context and each other. The target's output head guesses from each mask's state, so
-    guesses do not depend on each other, and the most probable paths are proposed.
+    Tokens of the block see the context and each other, in layers of "sliding_attention" only those before them and
+    nearer than `sliding_window`. The target's output head guesses from each mask's state, so guesses do not depend on
+    each other, and the most probable paths are proposed.
     """
 
     kind = "published DFlash"
@@ -55,13 +56,13 @@ class PublishedDFlash(DraftHeads):
         allowed = {
             "hidden_act": (config.get("hidden_act", "silu"), ("silu",)),
             "rope_type": (kind, ROPES),
-            "is_causal": (config.get("is_causal"), (None, False)),
+            "is_causal": (config.get("is_causal"), (None, False, True)),
             "attention_bias": (config.get("attention_bias", False), (False,)),
-            "layer_types": (tuple(sorted(set(config.get("layer_types") or ()))), ((), ("full_attention",))),
         }
         for key, (value, values) in allowed.items():
             if value not in values:
                 raise ValueError(f"{name}: {key}={value!r}; one of {list(values)} is allowed")
+        block["layers"] = _layers(config, name)
         weights = _weights(said, len(block["target_layer_ids"]), tensors)
         tensors.finish(("rotary_emb.inv_freq",))
         return cls(said, block, weights, name)
@@ -112,20 +113,30 @@ class PublishedDFlash(DraftHeads):
         tokens = pad(last, (0, size - 1), value=self.block["mask_token_id"])
         x = embedding(tokens, module.weight) if isinstance(module, torch.nn.Embedding) else module(tokens)
         turns = self._turns(self._lengths[:, None] + torch.arange(size, device=x.device))
-        columns = torch.arange(self._keys.shape[3], device=x.device)
-        seen = (columns > 0) & (columns <= self._lengths[:, None])
-        seen = pad(seen, (0, size), value=True)[:, None, None]
+        masks = {kind: self._seen(*kind) for kind in set(self.block["layers"])}
         for layer in range(self.config.num_hidden_layers):
             normed = _norm(x, self.attention_norm[layer], eps)
             query = _turned(_norm(self._split(normed, self.query[layer]), self.query_norm[layer], eps), turns)
             key = _turned(_norm(self._split(normed, self.key[layer]), self.key_norm[layer], eps), turns)
             keys = torch.cat([self._keys[layer], key], 2)
             values = torch.cat([self._values[layer], self._split(normed, self.value[layer])], 2)
-            attended = scaled_dot_product_attention(query, keys, values, seen, enable_gqa=True)
+            attended = scaled_dot_product_attention(
+                query, keys, values, masks[self.block["layers"][layer]], enable_gqa=True
+            )
             x = x + linear(attended.transpose(1, 2).flatten(2), self.attention_out[layer])
             normed = _norm(x, self.mlp_norm[layer], eps)
             x = x + linear(silu(linear(normed, self.gate[layer])) * linear(normed, self.up[layer]), self.down[layer])
         return _norm(x, self.output_norm, eps)
+
+    def _seen(self, is_causal: bool, reach: int | None) -> torch.Tensor:
+        """What tokens of the block attend to, bool [rows, 1, block size, columns + block size]. reach: in tokens, that
+        one excluded; None for no limit."""
+        lengths, columns = self._lengths[:, None], torch.arange(self._keys.shape[3], device=self._lengths.device) - 1
+        block = lengths + torch.arange(self.block["block_size"], device=lengths.device)
+        real = pad((columns >= 0) & (columns < lengths), (0, block.shape[1]), value=True)
+        ahead = torch.cat([columns.expand(len(lengths), -1), block], 1)[:, None] - block[..., None]
+        seen = real[:, None] & (ahead <= 0 if is_causal else True)
+        return (seen if reach is None else seen & (ahead.abs() < reach)).expand_as(ahead)[:, None]
 
     @torch.no_grad()
     def _append(self, hidden: torch.Tensor, real: torch.Tensor) -> None:
@@ -176,6 +187,20 @@ def _block(config: dict, name: str) -> dict:
     if type(mask) is not int or not 0 <= mask < (config.get("vocab_size") or 0):
         raise ValueError(f"{name}: mask_token_id={mask!r} must be a token below vocab_size={config.get('vocab_size')}")
     return block
+
+
+def _layers(config: dict, name: str) -> list[tuple[bool, int | None]]:
+    """Whether each layer is causal, and how far it reaches: what `PublishedDFlash._seen` takes."""
+    count, window = config["num_hidden_layers"], config.get("sliding_window")
+    kinds, is_causal = config.get("layer_types") or ["full_attention"] * count, config.get("is_causal")
+    if len(kinds) != count or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{name}: layer_types={kinds!r} must say full_attention or sliding_attention for each of {count} layers"
+        )
+    slides = [kind == "sliding_attention" for kind in kinds]
+    if any(slides) and (type(window) is not int or window < 1):
+        raise ValueError(f"{name}: sliding_window={window!r} must be an integer of at least 1")
+    return [(slide if is_causal is None else is_causal, window if slide else None) for slide in slides]
 
 
 def _weights(config: Qwen3Config, fused: int, tensors: PublishedTensors) -> dict[str, torch.Tensor]:
