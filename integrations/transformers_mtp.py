@@ -24,10 +24,11 @@ def load(model):
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(f"assistant_model='mtp': {name} is quantized; MTP modules of models in floats are read")
-    types = set(getattr(model.config.get_mtp_config(), "layer_types", None) or ()) - {"full_attention"}
-    if types:
+    kind = _layer_type(model.config.get_mtp_config())
+    if kind not in ("full_attention", "sliding_attention"):
         raise ValueError(
-            f"assistant_model='mtp': the MTP module of {name} has {sorted(types)}; full_attention is taken"
+            f"assistant_model='mtp': the MTP module of {name} is a layer of {kind!r}; full_attention and "
+            "sliding_attention are taken"
         )
     last = config.num_hidden_layers  # transformers' own pattern names the numbers of published sizes
     kept = model._keys_to_ignore_on_load_unexpected
@@ -52,6 +53,15 @@ def follow(module, model) -> None:
     module.layers.to(next(model.get_decoder().layers[-1].parameters()).device)
 
 
+def window(module) -> int | None:
+    """How many tokens the module's attention sees, the token itself among them; None for all."""
+    return module.config.sliding_window if _layer_type(module.config) == "sliding_attention" else None
+
+
+def _layer_type(config) -> str:
+    return (getattr(config, "layer_types", None) or ["full_attention"])[0]
+
+
 def step(module, tokens, positions, features, mask, cache) -> torch.Tensor:
     """The next features [rows, width, hidden_size].
 
@@ -62,7 +72,8 @@ def step(module, tokens, positions, features, mask, cache) -> torch.Tensor:
         cache: has `update(keys, values, layer)`, as transformers' caches.
     """
     embeddings = module.embed_tokens(tokens)
-    turns = None if module.rotary_emb is None else module.rotary_emb(embeddings, position_ids=positions)
+    of_layer = {"layer_type": _layer_type(module.config)} if getattr(module, "has_per_layer_rope", False) else {}
+    turns = None if module.rotary_emb is None else module.rotary_emb(embeddings, position_ids=positions, **of_layer)
     return module.layers[0](
         embeddings,
         features,

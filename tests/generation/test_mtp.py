@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from draft_models import fixed
-from helpers import assert_close, left_padded_batch, tiny_model
+from helpers import assert_close, left_padded_batch, needs_transformers, tiny_model
 from safetensors.torch import load_file, save_file
 from test_drafters import append, sequences_of
 from test_speculative_distribution import RIGHT, p_value
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, MellumConfig
 from transformers.cache_utils import MtpCache
 
 from hf_efficient import MultiTokenPrediction, enable_speculation
@@ -28,7 +28,13 @@ CONFIGS = {
     "DeepSeek-V3": lambda **more: DeepseekV3Config(
         **{**TOKENS, **EXPERTS, **SIZES, "num_key_value_heads": 4, **LATENTS, **more}
     ),
+    "Mellum": lambda **more: MellumConfig(
+        **{**TOKENS, **SIZES, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4},
+        **{"num_experts_per_tok": 2, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+        **{"num_mtp_layers": 1, **more},
+    ),
 }
+MELLUM = needs_transformers("5.20", "Mellum's MTP module")  # the names of its tensors are those of Qwen3-Next's
 ROWS = [[5, 9, 30, 77, 12, 4, 99, 100], [8, 3, 21, 54, 60], [17, 90, 91, 92, 13, 14]]
 
 
@@ -51,21 +57,25 @@ def published(folder: Path, name: str, **sizes):
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors, last = load_file(path), config.num_hidden_layers
-    own = f"model.layers.{last}."
+    own, norms = f"model.layers.{last}.", ("enorm", "hnorm", "shared_head.norm")
+    if name == "Mellum":
+        own, norms = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    layer = "mtp.layers.0." if name == "Mellum" else own
     extra = {
-        key.replace(f".{last - 1}.", f".{last}.", 1): random(value.shape)
+        key.replace(f"model.layers.{last - 1}.", layer): random(value.shape)
         for key, value in tensors.items()
         if key.startswith(f"model.layers.{last - 1}.")
     }
-    extra |= {f"{own}{norm}.weight": random((size,)) for norm in ("enorm", "hnorm", "shared_head.norm")}
-    extra |= {f"{own}eh_proj.weight": random((size, 2 * size))}
-    extra |= {f"{own}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
-    extra |= {f"{own}shared_head.head.weight": tensors["lm_head.weight"].clone()}
+    extra |= {f"{own}{norm}.weight": random((size,)) for norm in norms}
+    extra |= {f"{own}{'fc' if name == 'Mellum' else 'eh_proj'}.weight": random((size, 2 * size))}
+    if name != "Mellum":
+        extra |= {f"{own}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
+        extra |= {f"{own}shared_head.head.weight": tensors["lm_head.weight"].clone()}
     save_file({**tensors, **extra}, path, metadata={"format": "pt"})
     return enable_speculation(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=["GLM-4.5", "DeepSeek-V3", pytest.param("Mellum", marks=MELLUM)])
 def target(request, tmp_path_factory):
     return published(tmp_path_factory.mktemp("mtp"), request.param)
 

@@ -16,7 +16,7 @@ _OF = WeakKeyDictionary()  # models -> what was read for `assistant_model="mtp"`
 
 class MultiTokenPrediction(EagleTree):
     """The MTP module of `model`'s checkpoint (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2), as
-    DeepSeek-V3 and GLM-4.5 have one. `assistant_model="mtp"` makes one and keeps it with the model.
+    DeepSeek-V3, GLM-4.5 and Mellum have one. `assistant_model="mtp"` makes one and keeps it with the model.
 
     From a token and the feature that predicted it, one more decoder layer makes the feature of the token after it, and
     the model's output head reads that. Deeper guesses go on from the module's own features.
@@ -29,7 +29,12 @@ class MultiTokenPrediction(EagleTree):
     def __init__(self, model):
         module, target = transformers_mtp.load(model), self.describe(model)
         super().__init__(target, target["vocab_size"], MAX_TOKENS)
-        self.module = module
+        self.module, self.window = module, transformers_mtp.window(module)
+        if self.window is not None and self.window <= MAX_TOKENS:
+            raise ValueError(
+                f"the MTP module of {type(model).__name__} has sliding_window={self.window}: it must be larger than "
+                f"the {MAX_TOKENS} tokens of a draft"
+            )
         self.requires_grad_(False).eval()
 
     @property
@@ -73,6 +78,10 @@ class MtpCache:
     @torch.no_grad()
     def read(self, numbers, mask, features, temperature, last: bool):
         tokens, positions, self._at = numbers.unbind()
+        if self.heads.window is not None:  # drafted nodes are nearer; the other columns lie in the order of positions
+            behind = positions[..., None] + self.tree - torch.arange(self.columns, device=mask.device)
+            drafted = torch.arange(self.columns, device=mask.device) < self.tree
+            mask = mask.masked_fill(((behind >= self.heads.window) & ~drafted)[:, None], -torch.inf)
         following = transformers_mtp.step(self.heads.module, tokens, positions + 1, features, mask.to(features), self)
         following = following[:, -1:] if last else following
         best = (self.heads.logits(following).float() / temperature).softmax(-1).topk(self.branches, dim=-1)
