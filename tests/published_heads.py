@@ -3,7 +3,7 @@
 import json
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu, softmax
 
 
@@ -153,6 +153,26 @@ def dflash(folder, size: int, vocab_size: int, layers: list[int], block: int, wi
     config |= {"dflash_config": {"mask_token_id": 7, "target_layer_ids": layers}, "layer_types": ["full_attention"] * 2}
     if window is not None:
         config |= {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": window}
+    return write(folder, config, tensors)
+
+
+def dflash_of_speculators(folder, size: int, vocab_size: int, draft: int, layers: list[int], block: int):
+    """DFlash as the library `speculators` writes it, with embeddings, output head and draft vocabulary of its own."""
+    dflash(folder, size, vocab_size, layers, block)
+    random, config = Random(7), json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors") | draft_vocabulary(random, draft, vocab_size)
+    tensors |= {"embed_tokens.weight": random(vocab_size, size) * 5, "lm_head.weight": random(draft, size)}
+    names = ("architectures", "block_size", "dflash_config")
+    config = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "transformer_layer_config": {key: value for key, value in config.items() if key not in names},
+        "block_size": block,
+        "draft_vocab_size": draft,
+        "mask_token_id": 7,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
+        "sample_from_anchor": False,
+    }
     return write(folder, config, tensors)
 
 

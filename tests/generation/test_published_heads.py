@@ -10,7 +10,18 @@ import torch
 import transformers
 from draft_models import fixed
 from helpers import assert_close, left_padded_batch, needs_transformers, tiny_model
-from published_heads import Reference, dflash, dflash_states, eagle, eagle3, hydra, hydra_logits, medusa, speculators
+from published_heads import (
+    Reference,
+    dflash,
+    dflash_of_speculators,
+    dflash_states,
+    eagle,
+    eagle3,
+    hydra,
+    hydra_logits,
+    medusa,
+    speculators,
+)
 from safetensors.torch import load_file, save_file
 from test_drafters import append, sequences_of
 from test_speculative_distribution import RIGHT, models, transitions_p_value
@@ -43,6 +54,7 @@ ALL = {
     "Medusa in its target": lambda folder: medusa(folder, 64, 128, 3, 2, "medusa_head."),
     "Hydra": lambda folder: hydra(folder, 64, 128),
     "DFlash": lambda folder: dflash(folder, 64, 128, [1, 4], 6),
+    "DFlash of speculators": lambda folder: dflash_of_speculators(folder, 64, 128, 40, [1, 4], 6),
     "DFlash with a window": lambda folder: dflash(folder, 64, 128, [1, 4], 6, 3),
 }
 ROWS = [[5, 9, 30, 77, 12, 4, 99, 100], [8, 3, 21, 54, 60], [17, 90, 91, 92, 13, 14]]
@@ -147,7 +159,9 @@ def test_medusa_heads_guess_what_their_definition_says(name, target, folders):
             assert_close(proposal.confidence[b, node], product, 1e-4, 1e-4, SUMS)
 
 
-@pytest.mark.parametrize(("name", "window"), [("DFlash", None), ("DFlash with a window", 3)])
+@pytest.mark.parametrize(
+    ("name", "window"), [("DFlash", None), ("DFlash with a window", 3), ("DFlash of speculators", None)]
+)
 @torch.no_grad()
 def test_a_dflash_block_is_what_its_definition_says(name, window, target, folders, monkeypatch):
     monkeypatch.setattr(published_dflash, "FIRST_TOKENS", 6)  # the context grows
@@ -161,11 +175,12 @@ def test_a_dflash_block_is_what_its_definition_says(name, window, target, folder
         begin(heads, [torch.cat([hidden, inner.flatten(1)], -1) for hidden, inner in states], generated)
         proposal = heads.propose([5, 3, 5], 63)
         for b, row in enumerate(ROWS):
-            block = target.model.embed_tokens.weight[[row[-1]] + [7] * 5]
-            logits = target.lm_head(dflash_states(tensors, states[b][1], block, angles(name), window))[1:]
-            likely = logits.softmax(-1).topk(8)
+            block = tensors.get("embed_tokens.weight", target.model.embed_tokens.weight)[[row[-1]] + [7] * 5]
+            read = dflash_states(tensors, states[b][1], block, angles(name), window)[1:]
+            likely = (read @ tensors.get("lm_head.weight", target.lm_head.weight).T).softmax(-1).topk(8)
             assert proposal.counts[b] == 63
-            first = likely.indices[torch.arange(5), 0][: (5, 3, 5)[b]].tolist()
+            first = likely.indices[: (5, 3, 5)[b], 0]
+            first = (first + tensors["d2t"][first] if "d2t" in tensors else first).tolist()
             chain = proposal.chain()
             found = chain.tokens[b, : chain.counts[b]].tolist()
             assert found == first[: len(found)] and found
@@ -299,6 +314,7 @@ def change(folder, tensors=None, **config):
 
 ONES = torch.ones(64, 128)
 flash = functools.partial(dflash, layers=[0], block=4)
+flash_too = functools.partial(dflash_of_speculators, draft=40, layers=[0], block=4)
 
 
 @pytest.mark.parametrize(
@@ -320,9 +336,12 @@ flash = functools.partial(dflash, layers=[0], block=4)
         (flash, {}, {"dflash_config": {"markov_rank": 4}}, "markov_rank.* must be an object of block_size, mask"),
         (flash, {}, {"layer_types": ["chunked_attention"] * 2}, "must say full_attention or sliding_attention"),
         (flash, {}, {"layer_types": ["sliding_attention"] * 2}, "sliding_window=None must be an integer of at least 1"),
+        (flash_too, {}, {"sample_from_anchor": True}, r"sample_from_anchor=True; one of \[False\] is allowed"),
+        (flash_too, {}, {"aux_hidden_state_layer_ids": [0]}, "must be a list of integers of at least 1"),
+        (flash_too, {"d2t": None}, {}, "draft_vocab_size=40 of vocab_size=128 needs the tensor 'd2t'"),
         (flash, {}, {"block_size": 1}, "block_size=1 must be an integer of at least 2"),
         (flash, {"layers.1.self_attn.g_proj.weight": ONES}, {}, "no meaning in this layout: layers.1.self_attn.g"),
-        (eagle, {}, {"speculators_model_type": "dspark"}, "speculators_model_type='dspark'; .* 'eagle3' is read"),
+        (eagle, {}, {"speculators_model_type": "dspark"}, "_type='dspark'; .* 'eagle3' and 'dflash' are"),
         (eagle3, {"d2t": None}, {}, "draft_vocab_size=50 of vocab_size=128 needs the tensor 'd2t'"),
         (eagle3, {"d2t": torch.arange(50) * 3}, {}, "different tokens from 0 to 127"),
         (eagle3, {"t2d": torch.ones(128).bool()}, {}, "t2d and d2t name different tokens"),

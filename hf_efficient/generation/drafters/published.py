@@ -22,7 +22,7 @@ CONVERT = (
     "tensors = torch.load('{old}', map_location='cpu', weights_only=True); "
     "save_file({{key: value.clone() for key, value in tensors.items()}}, '{new}')"
 )
-ALLOWED = "EAGLE, EAGLE-2, EAGLE-3 (also of the speculators library), Medusa, Hydra and DFlash are read"
+ALLOWED = "EAGLE, EAGLE-2, EAGLE-3, Medusa, Hydra and DFlash are read"
 
 
 def read(place, hub_options: dict, missing: OSError) -> DraftHeads:
@@ -54,7 +54,7 @@ def read(place, hub_options: dict, missing: OSError) -> DraftHeads:
         files = _files(place, ("hydra_lm_head",), hub_options)
         return PublishedHydra.of(config, PublishedTensors(files), str(place))
     tensors = PublishedTensors(_files(place, ("model",), hub_options))
-    if "dflash_config" in config:
+    if "dflash_config" in config or config.get("speculators_model_type") == "dflash":
         return PublishedDFlash.of(config, tensors, str(place))
     if not any(name in tensors for name in EAGLE_TENSORS):
         raise ValueError(
@@ -66,9 +66,11 @@ def read(place, hub_options: dict, missing: OSError) -> DraftHeads:
 
 def refuse(config: dict, place) -> None:
     """Raises ValueError for layouts that say themselves what they are, and are not read."""
-    kind = config.get("speculators_model_type", "eagle3")
-    if kind != "eagle3":
-        raise ValueError(f"{place}: speculators_model_type={kind!r}; of the speculators library 'eagle3' is read")
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3", "dflash"):
+        raise ValueError(
+            f"{place}: speculators_model_type={kind!r}; of the speculators library 'eagle3' and 'dflash' are read"
+        )
 
 
 def _files(place, stems: tuple[str, ...], hub_options: dict) -> list[str]:

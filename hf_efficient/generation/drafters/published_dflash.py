@@ -1,4 +1,4 @@
-"""DFlash drafters as z-lab publishes them: one forward guesses a whole block."""
+"""DFlash drafters as z-lab and `speculators` publish them: one forward guesses a whole block."""
 
 import torch
 from torch.nn.functional import embedding, linear, pad, scaled_dot_product_attention, silu
@@ -16,6 +16,7 @@ FIRST_TOKENS = 256  # room of a new context
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 SIZES += ("intermediate_size", "vocab_size", "block_size")
 OF_BLOCK = {"block_size", "mask_token_id", "target_layer_ids"}  # what `dflash_config` may say
+IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")  # they follow from others
 ROPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -32,19 +33,22 @@ class PublishedDFlash(DraftHeads):
 
     kind = "published DFlash"
 
-    def __init__(self, config: Qwen3Config, block: dict, weights: dict[str, torch.Tensor], name: str):
+    def __init__(self, config: Qwen3Config, block: dict, weights: dict[str, torch.Tensor | None], tokens, name: str):
         target = {"name": name, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-        super().__init__(target, config.vocab_size, block["block_size"] - 1)
+        super().__init__(target, len(tokens), block["block_size"] - 1)
+        self.draft_tokens = tokens
         self.config, self.block = config, block
         self.reads_layers = tuple(block["target_layer_ids"])
         self.heads = config.num_attention_heads, config.num_key_value_heads
         for key, weight in weights.items():
-            self.register_parameter(key, torch.nn.Parameter(weight, requires_grad=False))
+            self.register_parameter(key, None if weight is None else torch.nn.Parameter(weight, requires_grad=False))
         self.eval()
 
     @classmethod
     def of(cls, config: dict, tensors: PublishedTensors, name: str) -> "PublishedDFlash":
         """Raises ValueError for a config or tensors that are not read."""
+        if "speculators_model_type" in config:
+            config = _of_speculators(config, name)
         block = _block(config, name)
         sizes = {key: config.get(key) for key in SIZES[:-1]}
         for key, value in {**sizes, "block_size": block["block_size"]}.items():
@@ -63,9 +67,11 @@ class PublishedDFlash(DraftHeads):
             if value not in values:
                 raise ValueError(f"{name}: {key}={value!r}; one of {list(values)} is allowed")
         block["layers"] = _layers(config, name)
-        weights = _weights(said, len(block["target_layer_ids"]), tensors)
-        tensors.finish(("rotary_emb.inv_freq",))
-        return cls(said, block, weights, name)
+        count = config.get("draft_vocab_size") or said.vocab_size
+        weights = _weights(said, len(block["target_layer_ids"]), count, tensors)
+        tokens = tensors.take_draft_tokens(count, said.vocab_size)
+        tensors.finish(IGNORED)
+        return cls(said, block, weights, tokens, name)
 
     def check(self, model) -> None:
         count = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -75,6 +81,16 @@ class PublishedDFlash(DraftHeads):
                 f"and {type(model).__name__} has {count}"
             )
         super().check(model)
+
+    def _output_rows(self, output, model) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super()._output_rows(output, model) if self.head is None else (self.head, None)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings of `tokens` [...], float [..., hidden_size]. Of the target's the rows, without its scaling."""
+        if self.embeddings is not None:
+            return embedding(tokens, self.embeddings)
+        module = self._bound[0]
+        return embedding(tokens, module.weight) if isinstance(module, torch.nn.Embedding) else module(tokens)
 
     def begin(self, sequences, hidden=None) -> None:
         rows, columns = hidden.shape[:2]
@@ -103,15 +119,15 @@ class PublishedDFlash(DraftHeads):
         scores = self.logits(states.flatten(0, 1)).float().view(len(states), depth, -1)
         temperatures = torch.tensor(self.temperatures[:depth], device=scores.device)[:, None]
         best = (scores / temperatures).softmax(-1).topk(min(BRANCHES, scores.shape[-1]), dim=-1)
-        likely, tokens = (x.cpu().numpy() for x in best)
+        likely, indices = (x.cpu().numpy() for x in best)
+        tokens = self.draft_tokens.cpu().numpy()[indices]
         return product_trees(tokens, likely, limits, min(nodes, self.nodes), self._sequences.device)
 
     def states(self, last: torch.Tensor) -> torch.Tensor:
         """What the output head reads, [rows, block size, hidden_size], of the block that begins with `last` int64
         [rows, 1]."""
-        size, eps, module = self.block["block_size"], self.config.rms_norm_eps, self._bound[0]
-        tokens = pad(last, (0, size - 1), value=self.block["mask_token_id"])
-        x = embedding(tokens, module.weight) if isinstance(module, torch.nn.Embedding) else module(tokens)
+        size, eps = self.block["block_size"], self.config.rms_norm_eps
+        x = self.embed(pad(last, (0, size - 1), value=self.block["mask_token_id"])).to(self.fuse)
         turns = self._turns(self._lengths[:, None] + torch.arange(size, device=x.device))
         masks = {kind: self._seen(*kind) for kind in set(self.block["layers"])}
         for layer in range(self.config.num_hidden_layers):
@@ -189,6 +205,30 @@ def _block(config: dict, name: str) -> dict:
     return block
 
 
+def _of_speculators(config: dict, name: str) -> dict:
+    """The same in the words of z-lab."""
+    inner, layers = config.get("transformer_layer_config"), config.get("aux_hidden_state_layer_ids")
+    if not isinstance(inner, dict) or inner.get("model_type", "qwen3") != "qwen3":
+        raise ValueError(f"{name}: transformer_layer_config={inner!r} must be an object with model_type 'qwen3'")
+    if not isinstance(layers, list) or any(type(layer) is not int or layer < 1 for layer in layers):
+        raise ValueError(f"{name}: aux_hidden_state_layer_ids={layers!r} must be a list of integers of at least 1")
+    layer = Qwen3Config(**{key: value for key, value in inner.items() if key != "model_type"}).to_dict()
+    allowed = {
+        "sample_from_anchor": (config.get("sample_from_anchor", False), (False,)),
+        "target_hidden_size": (config.get("target_hidden_size"), (None, layer["hidden_size"])),
+        "layer_types": (sorted(set(layer["layer_types"])), (["full_attention"],)),
+    }
+    for key, (value, values) in allowed.items():
+        if value not in values:
+            raise ValueError(f"{name}: {key}={value!r}; one of {list(values)} is allowed")
+    block = {  # here the numbers say into which layers the states go
+        "mask_token_id": config.get("mask_token_id"),
+        "target_layer_ids": [layer - 1 for layer in layers],
+    }
+    sizes = {key: config.get(key) for key in ("block_size", "draft_vocab_size")}
+    return {**layer, **sizes, "dflash_config": block}
+
+
 def _layers(config: dict, name: str) -> list[tuple[bool, int | None]]:
     """Whether each layer is causal, and how far it reaches: what `PublishedDFlash._seen` takes."""
     count, window = config["num_hidden_layers"], config.get("sliding_window")
@@ -203,7 +243,7 @@ def _layers(config: dict, name: str) -> list[tuple[bool, int | None]]:
     return [(slide if is_causal is None else is_causal, window if slide else None) for slide in slides]
 
 
-def _weights(config: Qwen3Config, fused: int, tensors: PublishedTensors) -> dict[str, torch.Tensor]:
+def _weights(config: Qwen3Config, fused: int, count: int, tensors: PublishedTensors) -> dict[str, torch.Tensor | None]:
     size, head_dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     of_layer = {
@@ -227,4 +267,6 @@ def _weights(config: Qwen3Config, fused: int, tensors: PublishedTensors) -> dict
         "fuse": tensors.take("fc.weight", size, fused * size),
         "context_norm": tensors.take("hidden_norm.weight", size),
         "output_norm": tensors.take("norm.weight", size),
+        "embeddings": tensors.take_if_there("embed_tokens.weight", config.vocab_size, size),
+        "head": tensors.take_if_there("lm_head.weight", count, size),
     }

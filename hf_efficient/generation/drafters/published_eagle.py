@@ -48,7 +48,8 @@ class PublishedEagle(EagleLayer):
         """Raises ValueError for a config or tensors that are not read."""
         said = published_eagle_config.read(config, name)
         weights = _weights(said, tensors)
-        tokens = _draft_tokens(said, tensors, weights["head"])
+        vocab_size = said.layer.vocab_size
+        tokens = tensors.take_draft_tokens(said.draft_vocab_size or vocab_size, vocab_size)
         tensors.finish(IGNORED)
         return cls(said, weights, tokens, name)
 
@@ -186,24 +187,3 @@ def _weights(config: EagleConfig, tensors: PublishedTensors) -> dict[str, torch.
             "and lm_head of its own"
         )
     return weights
-
-
-def _draft_tokens(config: EagleConfig, tensors: PublishedTensors, head) -> torch.Tensor:
-    """The target's tokens that the head guesses from, int64 [draft tokens]."""
-    vocab_size = config.layer.vocab_size
-    count = config.draft_vocab_size or vocab_size
-    offsets = tensors.take_if_there("d2t", count, is_float=False)
-    if offsets is None and count != vocab_size:
-        raise ValueError(
-            f"{tensors.files[0]}: draft_vocab_size={count} of vocab_size={vocab_size} needs the tensor 'd2t', which is "
-            "missing"
-        )
-    tokens = torch.arange(count) + (0 if offsets is None else offsets.long())
-    if tokens.min() < 0 or tokens.max() >= vocab_size or len(tokens.unique()) < count:
-        raise ValueError(
-            f"{tensors.files[0]}: i + d2t[i] must be different tokens from 0 to {vocab_size - 1} for each draft token i"
-        )
-    named = tensors.take_if_there("t2d", vocab_size, is_float=False)
-    if named is not None and not torch.equal(named.nonzero()[:, 0], tokens.sort().values):
-        raise ValueError(f"{tensors.files[0]}: t2d and d2t name different tokens of the target")
-    return tokens

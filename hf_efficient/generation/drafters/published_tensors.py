@@ -51,6 +51,29 @@ class PublishedTensors:
     def take_if_there(self, name: str, *shape: int, is_float: bool = True) -> torch.Tensor | None:
         return self.take(name, *shape, is_float=is_float) if name in self else None
 
+    def take_draft_tokens(self, count: int, vocab_size: int) -> torch.Tensor:
+        """The target's token i + d2t[i] for each draft token i, int64 [count]. `d2t` may be missing where all of
+        `vocab_size` tokens are guessed from; `t2d` says the same once more.
+
+        Raises ValueError unless they are different tokens of the target.
+        """
+        offsets = self.take_if_there("d2t", count, is_float=False)
+        if offsets is None and count != vocab_size:
+            raise ValueError(
+                f"{self.files[0]}: draft_vocab_size={count} of vocab_size={vocab_size} needs the tensor 'd2t', which "
+                "is missing"
+            )
+        tokens = torch.arange(count) + (0 if offsets is None else offsets.long())
+        if tokens.min() < 0 or tokens.max() >= vocab_size or len(tokens.unique()) < count:
+            raise ValueError(
+                f"{self.files[0]}: i + d2t[i] must be different tokens from 0 to {vocab_size - 1} for each draft "
+                "token i"
+            )
+        named = self.take_if_there("t2d", vocab_size, is_float=False)
+        if named is not None and not torch.equal(named.nonzero()[:, 0], tokens.sort().values):
+            raise ValueError(f"{self.files[0]}: t2d and d2t name different tokens of the target")
+        return tokens
+
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Raises ValueError where a tensor is left whose name ends with none of `ignored`."""
         self._places = {name: place for name, place in self._places.items() if not name.endswith(ignored)}
