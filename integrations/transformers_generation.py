@@ -1,5 +1,6 @@
 """transformers' `generate()`: a loaded model gets speculation at any batch size, and the native loop."""
 
+from dataclasses import replace
 from functools import cache
 
 from transformers import GenerationMixin, PreTrainedModel
@@ -24,8 +25,8 @@ class SpeculativeGenerationMixin:
         class MyModel(SpeculativeGenerationMixin, LlamaForCausalLM): ...
 
     or `enable_speculation(model)` for a model that is already loaded. `assistant_model="mtp"` drafts with the
-    multi-token-prediction module of the model's checkpoint; `use_mtp=True` and DFlash drafting remain transformers' own
-    (batch size 1).
+    multi-token-prediction module of the model's checkpoint, and so does `use_mtp=True` for more than one sequence. For
+    one, that and DFlash drafting by a model remain transformers' own.
     """
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
@@ -51,6 +52,8 @@ class SpeculativeGenerationMixin:
         tokenizers = tokenizer, assistant_tokenizer
         request = GenerationRequest.of(self, *args, draft=assistant_model, tokenizers=tokenizers, **kwargs)
         config = request.generation_config
+        if config.use_mtp and assistant_model is None and request.batch_size > 1:  # which transformers does not take
+            return decode.run(replace(request, draft="mtp"))
         if config.use_mtp or config.speculation_type == "dflash" or self._is_left_to_transformers(request):
             return super()._assisted_decoding(
                 *args,
