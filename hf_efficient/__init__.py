@@ -24,6 +24,7 @@ _PUBLIC = {
     "SparseConfig": "hf_efficient.configs",
     "CalibrationConfig": "hf_efficient.configs",
     "PagedCache": "hf_efficient.cache.paged_cache",
+    "EncoderDecoderPagedCache": "hf_efficient.cache.encoder_decoder_cache",
     "PrefixCache": "hf_efficient.cache.prefix_cache",
     "ContinuousBatchingConfig": "hf_efficient.integrations.transformers_paged_formats",
     "Offload": "hf_efficient.cache.stores.offload",

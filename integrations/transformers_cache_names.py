@@ -28,8 +28,10 @@ def _by_name(original):
         kv_format = KV_FORMATS.get(generation_config.cache_implementation)
         if kv_format is None or generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
+        from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache
         from hf_efficient.cache.paged_cache import PagedCache
 
-        model_kwargs["past_key_values"] = PagedCache(self.config, kv_format=kv_format)
+        kind = EncoderDecoderPagedCache if self.config.is_encoder_decoder else PagedCache
+        model_kwargs["past_key_values"] = kind(self.config, kv_format=kv_format)
 
     return _prepare_cache_for_generation

@@ -12,7 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_IMPORTS = 9  # of ours, in one file
-MOST_FLOORS = {"cache": 7, "generation": 11}  # the longest chain of imports inside a room
+# the longest chain of imports inside a room; the topmost file of the cache holds a `PagedCache` beside cross attention
+MOST_FLOORS = {"cache": 8, "generation": 11}
 
 _SHELF = {"flash_paged": "kernels/flash-paged", "efficient_linear": "kernels/efficient-linear"}
 

@@ -15,7 +15,10 @@ def layer_types_of(config, decoder) -> tuple[list[str], list[dict]]:
     """
     name = type(config).__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"config={name}: PagedCache holds decoder-only models, not encoder-decoder ones")
+        raise ValueError(
+            f"config={name}: PagedCache holds decoder-only models, not encoder-decoder ones; use "
+            "EncoderDecoderPagedCache(model.config)"
+        )
     if getattr(decoder, "num_attention_heads", None) is None:
         raise ValueError(f"config={name}: PagedCache holds attention layers, and this model has none")
     layer_types, layer_kwargs = layer_types_and_kwargs(decoder)

@@ -62,9 +62,9 @@ class PagedCache(DecodeStepMixin, Cache):
             generations.
         offload: an `Offload`, shared by several caches: pages that are not in use leave the device.
 
-    Raises ValueError for other arguments and for models it cannot hold (encoder-decoder, state-space or linear
-    attention layers). The first forward raises it for head dims that int4 (multiples of 8) and int2 (of 16) cannot
-    hold.
+    Raises ValueError for other arguments and for models it cannot hold (state-space or linear attention layers, and
+    encoder-decoders, for which there is `EncoderDecoderPagedCache`). The first forward raises it for head dims that
+    int4 (multiples of 8) and int2 (of 16) cannot hold.
     """
 
     def __init__(

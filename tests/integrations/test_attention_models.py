@@ -7,6 +7,7 @@ Greedy decoding of every architecture with every cache stands in `test_matrix.py
 import pytest
 import torch
 import transformers
+from encoder_decoders import random_weights
 from helpers import TINY_MODELS, assert_close, enable_checkpointing, left_padded_batch, tiny_model
 from transformers import AutoModelForCausalLM, masking_utils
 
@@ -21,15 +22,6 @@ def logits(model, implementation, **inputs):
     model.set_attn_implementation(implementation)
     with torch.no_grad():
         return model(**inputs).logits
-
-
-def random_weights(model, scale=1.5):
-    """Weights large enough that greedy decoding does not settle on one token."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.copy_(torch.randn(parameter.shape) * scale / parameter.shape[-1] ** 0.5)
-    return model.eval()
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
