@@ -46,6 +46,7 @@ _PUBLIC = {
     "DraftHeads": "hf_efficient.generation.drafters.draft_heads",
     "EagleHead": "hf_efficient.generation.drafters.eagle",
     "MedusaHeads": "hf_efficient.generation.drafters.medusa",
+    "MultiTokenPrediction": "hf_efficient.generation.drafters.mtp",
     "train_draft": "hf_efficient.generation.training.train_draft",
     "AssistantDrafter": "hf_efficient.generation.drafters.assistant",
     "SelfSpeculation": "hf_efficient.generation.drafters.self_speculation",

@@ -29,6 +29,7 @@ _PARALLEL = "integrations/transformers_tensor_parallel.py"
 _QUANTIZER, _CONVERSIONS = "integrations/transformers_quantizer.py", "integrations/transformers_weight_conversions.py"
 _BLOCKS = "integrations/transformers_block_files.py"
 _GGUF, _LOOP = "integrations/transformers_gguf.py", "integrations/transformers_loop.py"
+_MTP = "integrations/transformers_mtp.py"
 _GENERATION, _RELEASES = "integrations/transformers_generation.py", "integrations/transformers_releases.py"
 
 INSIDES: tuple[Inside, ...] = (
@@ -48,6 +49,11 @@ INSIDES: tuple[Inside, ...] = (
         "transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
         _CONFIGS,
         parameters=("quantization_config", "quantization_config_from_args"),
+    ),
+    *_of(_MTP, "modeling_layers", "MtpModel.tie_with_main_model", "MtpModel._project_to_logits"),
+    *_of(_MTP, "configuration_utils", "PreTrainedConfig._attn_implementation", "PreTrainedConfig.get_mtp_config"),
+    *_of(
+        _MTP, "modeling_utils", "PreTrainedModel._keys_to_ignore_on_load_unexpected", "PreTrainedModel._supports_sdpa"
     ),
     *_of("integrations/transformers_registration.py", "quantizers.auto", "LOADING_ATTRIBUTES_CONFIG_TYPES"),
     *_of(_GGUF, "integrations.gguf.utils", "is_gguf_arch_supported", since="5.17"),

@@ -1,5 +1,6 @@
 """transformers' `generate()`: a loaded model gets speculation at any batch size, and the native loop."""
 
+from dataclasses import replace
 from functools import cache
 
 from transformers import GenerationMixin, PreTrainedModel
@@ -23,12 +24,13 @@ class SpeculativeGenerationMixin:
 
         class MyModel(SpeculativeGenerationMixin, LlamaForCausalLM): ...
 
-    or `enable_speculation(model)` for a model that is already loaded. Multi-token-prediction and DFlash drafting remain
-    transformers' own (batch size 1).
+    or `enable_speculation(model)` for a model that is already loaded. `assistant_model="mtp"` drafts with the
+    multi-token-prediction module of the model's checkpoint, and so does `use_mtp=True` for more than one sequence. For
+    one, that and DFlash drafting by a model remain transformers' own.
     """
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        speculation = chosen(generation_mode_kwargs.get("assistant_model"), generation_config)
+        speculation = chosen(generation_mode_kwargs.get("assistant_model"), generation_config, self)
         kwargs = {name: value for name, value in generation_mode_kwargs.items() if name != "assistant_model"}
         if speculation is not None and speculation.model is not None:  # transformers knows models only
             kwargs["assistant_model"] = speculation.model
@@ -50,6 +52,8 @@ class SpeculativeGenerationMixin:
         tokenizers = tokenizer, assistant_tokenizer
         request = GenerationRequest.of(self, *args, draft=assistant_model, tokenizers=tokenizers, **kwargs)
         config = request.generation_config
+        if config.use_mtp and assistant_model is None and request.batch_size > 1:  # which transformers does not take
+            return decode.run(replace(request, draft="mtp"))
         if config.use_mtp or config.speculation_type == "dflash" or self._is_left_to_transformers(request):
             return super()._assisted_decoding(
                 *args,

@@ -26,6 +26,7 @@ LEAVES = (
     "integrations.transformers_compat",
     "integrations.transformers_insides",
     "integrations.transformers_loop",
+    "integrations.transformers_mtp",
     "integrations.transformers_releases",
 )
 
@@ -38,6 +39,7 @@ ROOMS = {
     "integrations.transformers_compat": "",
     "integrations.transformers_insides": "",
     "integrations.transformers_loop": "",
+    "integrations.transformers_mtp": "",
     "integrations.transformers_releases": "",
     "kernels.flash_paged": "",
     "kernels.efficient_linear": "",

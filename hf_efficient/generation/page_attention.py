@@ -52,6 +52,6 @@ def _passes_pages_on(model, replaces_sdpa: bool) -> bool:
         cache.crop(-1)
         # the windows must be those of the config, and every layer must have taken part
         is_as_configured = windows == [state.window for state in cache.states]
-        return is_as_configured and all(layer.is_initialized for layer in cache._paged_layers)
+        return is_as_configured and cache.reads_pages and all(layer.is_initialized for layer in cache._paged_layers)
     except Exception:  # an error of the model's own shows again in transformers' loop
         return False

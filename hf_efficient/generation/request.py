@@ -58,7 +58,7 @@ class GenerationRequest:
     @functools.cached_property
     def speculation(self) -> Speculation | None:
         """What to draft with. Raises ValueError where the caller named two things."""
-        return chosen(self.draft, self.generation_config)
+        return chosen(self.draft, self.generation_config, self.model)
 
     @functools.cached_property
     def drafter(self) -> Drafter | None:

@@ -11,7 +11,7 @@ from test_drafters import append, sequences_of
 from transformers import AutoModelForCausalLM
 
 from hf_efficient import EagleHead, MedusaHeads, Speculation, WeightOnlyConfig, enable_speculation
-from hf_efficient.generation.drafters import eagle, eagle_cache
+from hf_efficient.generation.drafters import eagle_cache, eagle_tree
 from hf_efficient.generation.drafters.medusa import static_tree
 from hf_efficient.generation.speculation.token_tree import best_first
 from hf_efficient.generation.training import distill as training
@@ -148,8 +148,8 @@ class TestEagle:
         in parts, and tokens that are too many to be captured."""
         heads = trained[EagleHead]
         if parts:
-            monkeypatch.setattr(eagle, "PADDED_WIDTH", 2)
-            monkeypatch.setattr(eagle, "PREFILL_TOKENS", 3)
+            monkeypatch.setattr(eagle_tree, "PADDED_WIDTH", 2)
+            monkeypatch.setattr(eagle_tree, "PREFILL_TOKENS", 3)
             monkeypatch.setattr(eagle_cache, "MAX_CAPTURED_TOKENS", 0)
         heads.nodes, heads.beam = 4, 1
         for generated, drafting in ((1, False), (3, False), (3, True)):
@@ -171,7 +171,7 @@ class TestEagle:
 
     @torch.no_grad()
     def test_sequences_do_not_touch_each_other(self, target, trained, monkeypatch):
-        monkeypatch.setattr(eagle, "MIN_REACH", 0.0)  # the depth of all rows follows the surest one
+        monkeypatch.setattr(eagle_tree, "MIN_REACH", 0.0)  # the depth of all rows follows the surest one
         heads = trained[EagleHead]
         heads.nodes, heads.beam = 16, 4
         self.begin(heads, target, self.ROWS, 2)
@@ -243,7 +243,7 @@ class TestEagle:
         heads.nodes, heads.beam = 63, 6
         sequences = self.begin(heads, target, self.ROWS, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(eagle, "MIN_REACH", 1.0)
+            patch.setattr(eagle_tree, "MIN_REACH", 1.0)
             assert (heads.propose([5, 1, 0], 20).parents[:, :8] == -1).all(), "nothing is sure enough to go on from"
         proposal = heads.propose([5, 1, 0], 20)
         assert proposal.tokens.shape == (3, 20) and proposal.tokens.device == sequences.device

@@ -38,8 +38,21 @@ class BestOf(Drafter):
         self.max_tokens = max(drafter.max_tokens for drafter in drafters)
         self.relative_cost = sum(drafter.relative_cost for drafter in drafters)
         self.reads_hidden = any(drafter.reads_hidden for drafter in drafters)
-        self.reads_layers = next((drafter.reads_layers for drafter in drafters if drafter.reads_layers), ())
         self.reads_logits = any(drafter.reads_logits for drafter in drafters)
+
+    @property
+    def reads_layers(self) -> tuple[int, ...]:
+        """Those of all drafters, each once. Published heads know theirs after `check`."""
+        return tuple(dict.fromkeys(layer for drafter in self.drafters for layer in drafter.reads_layers))
+
+    def _part(self, drafter: Drafter, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """What `drafter` reads of the hidden states of all, [..., hidden size * (1 + layers)]."""
+        if not drafter.reads_hidden:
+            return None
+        if drafter.reads_layers == self.reads_layers:
+            return hidden
+        last, *inner = hidden.chunk(1 + len(self.reads_layers), -1)
+        return torch.cat([last, *(inner[self.reads_layers.index(layer)] for layer in drafter.reads_layers)], -1)
 
     def check(self, model) -> None:
         for drafter in self.drafters:
@@ -48,7 +61,7 @@ class BestOf(Drafter):
     def begin(self, sequences: Sequences, hidden: torch.Tensor | None = None) -> None:
         self.device = sequences.device
         for drafter in self.drafters:
-            drafter.begin(sequences, hidden if drafter.reads_hidden else None)
+            drafter.begin(sequences, self._part(drafter, hidden))
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:
         proposals = []
@@ -71,7 +84,7 @@ class BestOf(Drafter):
 
     def accept(self, tokens: list[list[int]], hidden: torch.Tensor | None = None) -> None:
         for drafter in self.drafters:
-            drafter.accept(tokens, hidden if drafter.reads_hidden else None)
+            drafter.accept(tokens, self._part(drafter, hidden))
 
     def select(self, rows: list[int]) -> None:
         for drafter in self.drafters:

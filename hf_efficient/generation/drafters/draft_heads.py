@@ -77,7 +77,7 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
     def check(self, model) -> None:
         ours = self.describe(model)
         for field, value in ours.items():
-            if field != "name" and value != self.target[field]:
+            if field != "name" and value != self.target.get(field, value):  # published heads do not say all of them
                 raise ValueError(
                     f"the draft heads were made for {self.target['name'] or 'a model'} with "
                     f"{field}={self.target[field]}, {type(model).__name__} has {field}={value}: heads draft for the "
@@ -101,7 +101,11 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         if self._weights != weights:
             self._weights, self._captures = weights, {}
             # a tuple, as an attribute would make the target's modules parts of this one
-            self._bound = (embeddings, _rows_of(output, self.draft_tokens, self.target, model))
+            self._bound = (embeddings, self._output_rows(output, model))
+
+    def _output_rows(self, output, model) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight [draft tokens, hidden_size] and bias [draft tokens] that `logits` applies."""
+        return _rows_of(output, self.draft_tokens, self.target, model)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The target's embeddings of `tokens` [...], float [..., hidden_size]."""
@@ -115,7 +119,9 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         )
 
     def save_pretrained(self, save_directory, **_) -> None:
-        """Writes the two files atomically."""
+        """Writes the two files atomically. Raises ValueError for published heads: they are files already."""
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.kind} heads are saved in no layout of ours: copy the files they were read from")
         config = {
             "kind": self.kind,
             "target": self.target,
@@ -127,20 +133,27 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
 
     @classmethod
     def from_pretrained(cls, folder_or_repo, **hub_options) -> "DraftHeads":
-        """Heads of either kind from a folder or a Hub repository. `hub_options` (revision, token, …) are those of
+        """Heads of any kind from a folder or a Hub repository. `hub_options` (revision, token, …) are those of
         `transformers.utils.cached_file`.
+
+        Where there is no `draft_heads.json`, heads are read as others publish them: EAGLE, EAGLE-2, EAGLE-3 (also the
+        layout of the `speculators` library), Medusa, Hydra and DFlash, from `config.json` and safetensors.
 
         Raises:
             OSError: the files are not there (only safetensors are read).
-            ValueError: they are not what they say, or of another kind than the class asked.
+            ValueError: they are not what they say, of another kind than the class asked, or in a layout that is not
+                read; the message names the key and what is allowed.
         """
-        config_path, weights_path = (cached_file(folder_or_repo, name, **hub_options) for name in (CONFIG, WEIGHTS))
+        try:
+            config_path = cached_file(folder_or_repo, CONFIG, **hub_options)
+        except OSError as error:
+            heads = importlib.import_module(f"{__package__}.published").read(folder_or_repo, hub_options, error)
+            _check_class(type(heads), cls, folder_or_repo)
+            return heads
+        weights_path = cached_file(folder_or_repo, WEIGHTS, **hub_options)
         config = _read_config(config_path)
         kind = class_of(config["kind"])
-        if not issubclass(kind, cls):
-            raise ValueError(
-                f"{folder_or_repo} holds {kind.__name__}, not {cls.__name__}: load it with {kind.__name__}"
-            )
+        _check_class(kind, cls, folder_or_repo)
         with torch.device("meta"):
             heads = kind(config["target"], **config["shape"])
         heads.temperatures, heads.accuracies = config["temperatures"], config["accuracies"]
@@ -148,10 +161,17 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         return heads.requires_grad_(False).eval()
 
 
+def _check_class(found: type, wanted: type, place) -> None:
+    if not issubclass(found, wanted):
+        raise ValueError(f"{place} holds {found.__name__}, not {wanted.__name__}: load it with DraftHeads")
+
+
 def _rows_of(output, tokens: torch.Tensor, target: dict, model) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight [tokens, hidden_size] and bias [tokens] of the target's output head at `tokens`."""
     if type(output) is torch.nn.Linear:
         weight, bias = output.weight, output.bias
+        if len(tokens) == len(weight) and torch.equal(tokens, torch.arange(len(weight), device=tokens.device)):
+            return weight.detach(), None if bias is None else bias.detach()  # no copy of what may be a gigabyte
     else:  # a compressed head: its weight is read off from its outputs for unit vectors
         size = target["hidden_size"]
         zero = torch.zeros(1, size, device=tokens.device, dtype=model.dtype)

@@ -1,25 +1,16 @@
 """Drafts from an EAGLE head: one decoder layer that continues the target's own features."""
 
-import numpy as np
 import torch
 from torch.nn.functional import linear, pad, silu
 
-from hf_efficient.generation.drafters.draft_heads import DraftHeads
-from hf_efficient.generation.drafters.eagle_cache import EagleCache
-from hf_efficient.generation.speculation.proposal import Proposal
-from hf_efficient.generation.speculation.token_tree import best_first
+from hf_efficient.generation.drafters.eagle_tree import EagleLayer
 
 
-BRANCHES = 8  # children of a node that are considered
-MIN_REACH = 0.2  # a depth is drafted only where some sequence reaches it with at least this probability
-PREFILL_TOKENS = 2048  # of all sequences, read in one forward
-PADDED_WIDTH = 16  # tokens a sequence: up to so many are padded to powers of two, for fewer captures
 TRAINED_DEPTH = 3  # guesses in a row; deeper ones are only measured
 SHALLOW_SHARE = 0.5  # of the training steps, the first ones: they train one guess only and take half the time
-MAX_CACHES = 4  # one for each number of sequences, which is halved as they end
 
 
-class EagleHead(DraftHeads):
+class EagleHead(EagleLayer):
     """An EAGLE head (Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty").
 
     A feature is what the target's output head reads. From a token and the feature that predicted it, one decoder layer
@@ -27,14 +18,8 @@ class EagleHead(DraftHeads):
     continues from its own features. At accepted tokens it reads the target's features with the outputs of two of its
     inner layers (as in EAGLE-3), and it caches its keys and values of all accepted tokens.
 
-    Guesses form the dynamic tree of EAGLE-2 (Li et al. 2024): at each depth the `beam` most probable nodes are
-    continued, and the `nodes` most probable of all candidates are proposed.
-
     Args: `num_heads`, `num_key_value_heads`, `head_dim` and `intermediate_size` are those of the layer; for the others
     see `DraftHeads`.
-
-    Attributes:
-        beam: nodes continued at each depth, >= 1; `beam = nodes = 1` guesses a chain. May be set any time.
     """
 
     kind = "eagle"
@@ -52,7 +37,6 @@ class EagleHead(DraftHeads):
     ):
         shape = (num_heads, num_key_value_heads, head_dim, intermediate_size)
         super().__init__(target, draft_tokens, max_tokens, **dict(zip(self.shape_fields, shape)))
-        self.beam = 6
         size, self.heads = self.target["hidden_size"], (num_heads, num_key_value_heads, num_key_value_heads)
         self.head_dim = head_dim
         self.reads_layers = self.layers_read(self.target["num_hidden_layers"])
@@ -185,129 +169,6 @@ class EagleHead(DraftHeads):
                 attended = attended + weights[..., length + past - 1, None] * _later(values[past], step - past)
             features = _later(self.outputs(x, attended), 1)
             yield features
-
-    def begin(self, sequences, hidden=None) -> None:
-        rows, columns = hidden.shape[:2]
-        self._sequences, self._lengths, self._root = sequences, np.zeros(rows, np.int64), None
-        real = np.ones((rows, columns), bool)
-        if sequences.prompt_mask is not None:
-            real = sequences.prompt_mask[sequences.live][:, -columns:].bool().cpu().numpy()
-        # not read yet: tokens, the features that predicted them, and which of them are no padding
-        self._pending = [(sequences.last(columns).cpu().numpy(), hidden, real)]
-        self._token_ids = self.draft_tokens.cpu().numpy()
-        self._cache = self._cache_for(rows)
-
-    def _cache_for(self, rows: int) -> EagleCache:
-        branches = min(BRANCHES, len(self.draft_tokens))
-        kind = rows, max(1, min(self.beam, branches) * (self.max_tokens - 1))
-        cache = self._captures.pop(kind, None) or EagleCache(self, *kind, branches)
-        self._captures[kind] = cache  # the latest used last
-        while len(self._captures) > MAX_CACHES:
-            del self._captures[next(iter(self._captures))]
-        return cache
-
-    def accept(self, tokens: list[list[int]], hidden=None) -> None:
-        longest = max(map(len, tokens))
-        if longest:
-            padded = np.array([new + [0] * (longest - len(new)) for new in tokens])
-            self._pending.append((padded, hidden, np.arange(longest) < np.array([[len(new)] for new in tokens])))
-
-    def select(self, rows: list[int]) -> None:
-        self._lengths = self._lengths[rows]
-        self._root = self._root and tuple(part[rows] for part in self._root)
-        self._pending = [tuple(part[rows] for part in parts) for parts in self._pending]
-        before, self._cache = self._cache, self._cache_for(len(rows))
-        if self._cache is not before:
-            self._cache.copy(before, rows)
-
-    @torch.no_grad()
-    def propose(self, limits: list[int], nodes: int) -> Proposal | None:
-        nodes = min(nodes, self.nodes)
-        depth = min(self.max_tokens, max(limits), nodes)
-        if depth == 0:
-            return None
-        self._catch_up()
-        features, chances, indices = self._root
-        rows, beam = len(features), min(self.beam, chances.shape[-1])
-        row, node = np.arange(rows)[:, None], np.arange(beam)
-        above = np.full((rows, 1), -1)  # the nodes that are continued: indices among the candidates
-        likely = np.ones((rows, 1), np.float32)  # and probabilities of the paths to them
-        seen = np.zeros((rows, 1, self._cache.tree), bool)
-        tokens, confidence, parents, depths = [], [], [], []
-        for level in range(depth):
-            confidence.append((chances * likely[..., None]).reshape(rows, -1))
-            tokens.append(self._token_ids[indices].reshape(rows, -1))
-            parents.append(above.repeat(chances.shape[-1], 1))
-            depths += [level + 1] * tokens[-1].shape[1]
-            if level + 1 == depth:
-                break
-            best = (-confidence[-1]).argsort(1, kind="stable")[:, :beam]
-            likely = confidence[-1][row, best]
-            if likely.sum(1).max() < MIN_REACH:
-                break
-            above, of = sum(part.shape[1] for part in confidence[:-1]) + best, best // chances.shape[-1]
-            seen = seen[row, of]
-            seen[:, node, level * beam + node] = True
-            positions = np.broadcast_to(self._lengths[:, None] + level, best.shape)
-            column = np.broadcast_to(level * beam + node, best.shape)
-            features = features.gather(
-                1, torch.from_numpy(of).to(features.device)[..., None].expand(-1, -1, features.shape[-1])
-            )
-            numbers = np.stack([tokens[-1][row, best], positions, column])
-            features, chances, indices = self._read(numbers, seen, self._lengths[:, None], features, level + 1)
-        candidates = (np.concatenate(parts, 1) for parts in (tokens, confidence, parents))
-        return best_first(*candidates, np.array(depths), limits, nodes, self._sequences.device)
-
-    def _read(self, numbers, seen, reach, features, level: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        """`EagleCache.read` of tokens that attend to the first `reach` [rows, width or 1] accepted tokens and to the
-        nodes `seen` bool [rows, width, tree]; None for no nodes. level: depth (from 0) of the next guesses."""
-        cache, (_, rows, width) = self._cache, numbers.shape
-        mask = np.full((rows, 1, width, cache.columns), -np.inf, np.float32)
-        reached = np.arange(cache.columns - cache.tree) < np.broadcast_to(reach, (rows, width))[..., None]
-        mask[:, 0, :, cache.tree :][reached] = 0
-        if seen is not None:
-            mask[:, 0, :, : cache.tree][seen] = 0
-        temperature = np.array([self.temperatures[level]], np.float32)
-        numbers, mask, temperature = (torch.from_numpy(x).to(self.fuse.device) for x in (numbers, mask, temperature))
-        features, chances, indices = cache.read(numbers, mask, features, temperature, last=seen is None)
-        return features, chances.cpu().numpy(), indices.cpu().numpy()
-
-    def _catch_up(self) -> None:
-        """Reads the pending tokens. `_root` then holds, for each sequence: the feature that predicts the next token,
-        the probabilities of its guesses, and their indices among the draft tokens."""
-        if not self._pending:
-            return
-        tokens, hidden, real = self._pending[0]
-        if len(self._pending) > 1:
-            tokens, real = (np.concatenate(parts, 1) for parts in list(zip(*self._pending))[::2])
-            hidden = torch.cat([hidden for _, hidden, _ in self._pending], 1)
-        hidden, counts = hidden.to(self.fuse), real.sum(1)[:, None]
-        width = counts.max()
-        if counts.min() < real.shape[1]:
-            order = real.argsort(1, kind="stable")[:, -width:]  # the real ones last
-            index = torch.from_numpy(order).to(hidden.device)[..., None]
-            hidden = hidden.gather(1, index.expand(-1, -1, hidden.shape[-1]))
-            tokens = np.take_along_axis(tokens, order, 1)
-        padding = 0 if width > PADDED_WIDTH else max(4, 1 << int(width - 1).bit_length()) - width
-        if padding:
-            tokens = np.concatenate([np.zeros((len(tokens), padding), tokens.dtype), tokens], 1)
-            hidden, width = pad(hidden, (0, 0, padding, 0)), width + padding
-        positions = self._lengths[:, None] + np.arange(width) - (width - counts)
-        self._cache.reserve(self._lengths.max() + width)
-        step = max(PADDED_WIDTH, PREFILL_TOKENS // len(tokens))
-        for start in range(0, width, step):
-            part = slice(start, start + step)
-            self._append(tokens[:, part], hidden[:, part], positions[:, part])
-        self._lengths, self._pending = self._lengths + counts[:, 0], []
-
-    def _append(self, tokens: np.ndarray, hidden: torch.Tensor, positions: np.ndarray) -> None:
-        """Reads accepted tokens [rows, columns]; those at positions below a sequence's length are padding."""
-        tree = self._cache.tree
-        is_padding = positions < self._lengths[:, None]
-        positions = np.where(is_padding, 0, positions)
-        numbers = np.stack([tokens, positions, np.where(is_padding, 0, tree + positions)])
-        features, chances, indices = self._read(numbers, None, positions + 1, hidden, 0)
-        self._root = features.clone(), chances.copy(), indices.copy()
 
 
 def _later(states: torch.Tensor, steps: int) -> torch.Tensor:

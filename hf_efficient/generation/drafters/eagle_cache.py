@@ -13,7 +13,7 @@ MAX_CAPTURED_TOKENS = 128  # of all sequences: more are read eagerly
 
 
 class EagleCache:
-    """Keys and values of `rows` sequences, for `heads`, an `EagleHead` bound to its target. The first `tree` columns
+    """Keys and values of `rows` sequences, for `heads`, an `EagleLayer` bound to its target. The first `tree` columns
     hold drafted nodes, the others accepted tokens. branches: guesses that follow each token."""
 
     def __init__(self, heads, rows: int, tree: int, branches: int):

@@ -38,6 +38,11 @@ class MedusaHeads(DraftHeads):
         inner = torch.nn.functional.linear(hidden, self.weight.view(-1, size), self.bias.view(-1))
         return hidden[:, None] + torch.nn.functional.silu(inner).view(-1, heads, size)
 
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of each head, [rows, heads, draft tokens], from hidden [rows, hidden_size]."""
+        guesses = self(hidden)
+        return self.logits(guesses.flatten(0, 1)).unflatten(0, guesses.shape[:2])
+
     def unroll(self, tokens: torch.Tensor, hidden: torch.Tensor, depth: int):
         """What training compares with the target: as `EagleHead.unroll`."""
         guesses = self(hidden[..., : self.bias.shape[1]].flatten(0, 1)).view(*hidden.shape[:2], *self.bias.shape)
@@ -73,9 +78,7 @@ class MedusaHeads(DraftHeads):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The most probable guesses of each head, best first: probabilities and indices among the draft tokens, both
         [rows, heads, branches]."""
-        guesses = self(hidden)
-        scores = self.logits(guesses.flatten(0, 1)).float().unflatten(0, guesses.shape[:2])
-        return (scores / temperatures).softmax(-1).topk(branches, dim=-1)
+        return (self.scores(hidden).float() / temperatures).softmax(-1).topk(branches, dim=-1)
 
     def accept(self, tokens: list[list[int]], hidden=None) -> None:
         going = torch.tensor([len(new) for new in tokens], device=hidden.device)

@@ -1,5 +1,6 @@
 """What to draft with and how strict to be: `generate(assistant_model=Speculation(draft, ...))`."""
 
+import importlib
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -57,8 +58,9 @@ class Speculation:
         return self.draft if self.model is None else drafter_of(self.model, tokenizers)
 
 
-def chosen(draft, generation_config) -> Speculation | None:
-    """What `generate()` was told to draft with; None for nothing. Raises ValueError for two things at once."""
+def chosen(draft, generation_config, model) -> Speculation | None:
+    """What `generate()` of `model` was told to draft with; None for nothing. Raises ValueError for two things at once,
+    and where the model has no MTP module to draft with."""
     lookup, exit_layer = generation_config.prompt_lookup_num_tokens, generation_config.assistant_early_exit
     given = {"prompt_lookup_num_tokens": lookup, "assistant_early_exit": exit_layer}
     named = [f"{name}={value}" for name, value in given.items() if value is not None]
@@ -69,4 +71,6 @@ def chosen(draft, generation_config) -> Speculation | None:
         return Speculation(PromptLookup(lookup, generation_config.max_matching_ngram_size))
     if exit_layer is not None:
         return Speculation(SelfSpeculation(exit_layer=exit_layer))
+    if isinstance(draft, str) and draft == "mtp":
+        return Speculation(importlib.import_module("hf_efficient.generation.drafters.mtp").of(model))
     return draft if draft is None or isinstance(draft, Speculation) else Speculation(draft)

@@ -1,5 +1,6 @@
 """Token trees: several continuations of a sequence in one forward, sharing their beginnings."""
 
+import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -64,6 +65,31 @@ def best_first(
     found = tokens[row, order], (confidence >= 0).sum(1), parents, confidence.clip(0)
     tokens, counts, parents, confidence = (torch.from_numpy(values).to(device) for values in found)
     return Proposal(tokens, counts, None, parents, confidence)
+
+
+def product_trees(tokens: np.ndarray, chances: np.ndarray, limits: list[int], nodes: int, device) -> Proposal | None:
+    """The `nodes` most probable paths of each sequence where the guesses of a depth do not depend on the path to it.
+
+    tokens: int64 [rows, depth, branches], the guesses of each depth. chances: float alike, from 0 to 1, descending
+    along the branches. limits: the deepest node allowed, for each sequence.
+    """
+    trees = []
+    for row, limit in enumerate(limits):
+        likely, depth, tree = chances[row].tolist(), min(limit, chances.shape[1]), RowTree([], [], [])
+        # those that may come next: minus probability, depth, rank, parent and the parent's probability
+        open_ = [(-likely[0][0], 0, 0, -1, 1.0)] if depth else []
+        while open_ and len(tree.tokens) < min(nodes, MAX_NODES):
+            negative, level, rank, parent, above = heapq.heappop(open_)
+            tree.tokens.append(int(tokens[row, level, rank]))
+            tree.parents.append(parent)
+            tree.confidence.append(-negative)
+            if rank + 1 < len(likely[level]):
+                heapq.heappush(open_, (-above * likely[level][rank + 1], level, rank + 1, parent, above))
+            if level + 1 < depth:
+                child = len(tree.tokens) - 1, -negative
+                heapq.heappush(open_, (negative * likely[level + 1][0], level + 1, 0, *child))
+        trees.append(tree)
+    return proposal_of(trees, device)
 
 
 def ancestors(parents: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,89 @@
+"""Multi-token-prediction (MTP) modules of a model's own checkpoint, as transformers builds and loads them."""
+
+import torch
+
+
+def load(model):
+    """The MTP module of `model`'s checkpoint: transformers' `MtpModel`, in the model's dtype and on the device of its
+    last layer. It shares the model's embeddings, output head and rotary embedding.
+
+    Raises ValueError for a model without one, and for modules that are not read.
+    """
+    from transformers.modeling_layers import MtpModel
+
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    count = getattr(config, "num_mtp_layers", None)
+    if count != 1:
+        raise ValueError(
+            f"assistant_model='mtp': {name} has num_mtp_layers={count}; models are taken whose config says 1, such as "
+            "DeepSeek-V3 and GLM-4.5 (and transformers must know of it)"
+        )
+    if not model.config.name_or_path:
+        raise ValueError(
+            f"assistant_model='mtp': {name} was not loaded from a checkpoint, where its MTP module would be"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(f"assistant_model='mtp': {name} is quantized; MTP modules of models in floats are read")
+    kind = _layer_type(model.config.get_mtp_config())
+    if kind not in ("full_attention", "sliding_attention"):
+        raise ValueError(
+            f"assistant_model='mtp': the MTP module of {name} is a layer of {kind!r}; full_attention and "
+            "sliding_attention are taken"
+        )
+    last = config.num_hidden_layers  # transformers' own pattern names the numbers of published sizes
+    kept = model._keys_to_ignore_on_load_unexpected
+    model._keys_to_ignore_on_load_unexpected = [rf"(^|\.)layers\.{last}\.", r"^mtp\.", r"^model\.mtp\."]
+    try:
+        device = next(model.get_decoder().layers[-1].parameters()).device
+        module = MtpModel.from_pretrained(model, device_map={"": device})
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"assistant_model='mtp': the checkpoint {model.config.name_or_path} of {name} holds no MTP module that can "
+            f"be read: {error}"
+        ) from error
+    finally:
+        model._keys_to_ignore_on_load_unexpected = kept
+    module.config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"  # both take any mask
+    return module.requires_grad_(False).eval()
+
+
+def follow(module, model) -> None:
+    """Takes the embeddings and the output head that `model` has now, and goes where its last layer is."""
+    module.tie_with_main_model(model)
+    module.layers.to(next(model.get_decoder().layers[-1].parameters()).device)
+
+
+def window(module) -> int | None:
+    """How many tokens the module's attention sees, the token itself among them; None for all."""
+    return module.config.sliding_window if _layer_type(module.config) == "sliding_attention" else None
+
+
+def _layer_type(config) -> str:
+    return (getattr(config, "layer_types", None) or ["full_attention"])[0]
+
+
+def step(module, tokens, positions, features, mask, cache) -> torch.Tensor:
+    """The next features [rows, width, hidden_size].
+
+    Args:
+        tokens, positions: int64 [rows, width].
+        features: [rows, width, hidden_size], that predicted the tokens.
+        mask: float [rows, 1, width, columns], added to the attention's scores.
+        cache: has `update(keys, values, layer)`, as transformers' caches.
+    """
+    embeddings = module.embed_tokens(tokens)
+    of_layer = {"layer_type": _layer_type(module.config)} if getattr(module, "has_per_layer_rope", False) else {}
+    turns = None if module.rotary_emb is None else module.rotary_emb(embeddings, position_ids=positions, **of_layer)
+    return module.layers[0](
+        embeddings,
+        features,
+        position_embeddings=turns,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+    )
+
+
+def logits(module, features: torch.Tensor) -> torch.Tensor:
+    """[..., vocabulary], as the model itself makes them of `features` [..., hidden_size]."""
+    return module._project_to_logits(features)
