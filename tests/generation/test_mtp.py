@@ -92,7 +92,7 @@ def test_logits_are_those_of_transformers(target, monkeypatch):
 
     def alone(row, hidden):
         positions, cache = torch.arange(len(row))[None, 1:], MtpCache(config=target.config.get_mtp_config())
-        inputs = dict(attention_mask=None, position_ids=positions, mtp_cache=cache)
+        inputs = dict(attention_mask=torch.ones_like(positions), position_ids=positions, mtp_cache=cache)
         tokens = torch.tensor([row[1:]])
         return heads.module(input_ids=tokens, last_hidden_states=hidden[None], **inputs)[1][0, -1]
 
