@@ -33,11 +33,7 @@ def _by_name(original):
         from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache
         from hf_efficient.cache.paged_cache import PagedCache
 
-<<<<<<< HEAD
         kind = EncoderDecoderPagedCache if self.config.is_encoder_decoder else PagedCache
-        model_kwargs["past_key_values"] = kind(self.config, kv_format=kv_format)
-=======
-        model_kwargs[cache_name()] = PagedCache(self.config, kv_format=kv_format)
->>>>>>> envs
+        model_kwargs[cache_name()] = kind(self.config, kv_format=kv_format)
 
     return _prepare_cache_for_generation
