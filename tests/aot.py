@@ -51,6 +51,7 @@ def compile_kernel(
     num_warps: int = 4,
     num_stages: int = 3,
     aligned: tuple[str, ...] = (),
+    registers: int | None = None,
 ) -> Compiled:
     """Compiles `jit_function` (which must stand in a file) for `target`, one of `TARGETS`.
 
@@ -59,6 +60,7 @@ def compile_kernel(
         launch specialises.
     aligned: names of integer arguments (strides, sizes) that are divisible by 16, so that loads are vectorised as in a
         real launch; every pointer is taken to be, as torch allocates them.
+    registers: the most a thread may have (NVIDIA).
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -82,7 +84,7 @@ def compile_kernel(
             attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible},
         ),
         target=gpu,
-        options={"num_warps": num_warps, "num_stages": num_stages},
+        options={"num_warps": num_warps, "num_stages": num_stages} | ({"maxnreg": registers} if registers else {}),
     )
     read = _read_nvidia if gpu.backend == "cuda" else _read_amd
     registers, local_bytes, machine_code = read(kernel.asm)

@@ -1,6 +1,7 @@
 """`attn_implementation="flash_paged"` in transformers: every way to ask for it, and the traps on the way."""
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -156,6 +157,28 @@ def test_masks_that_flash_attention_drops_are_refused():
     ):
         with pytest.raises(ValueError, match='flash_paged cannot express.*"sdpa"'):
             masking_utils.create_causal_mask(**arguments, **extra)
+
+
+@torch.no_grad()
+def test_packed_sequences_are_looked_for_once_a_forward(monkeypatch):
+    """On an accelerator each look waits for the device."""
+    is_true, looks = torch.Tensor.__bool__, []
+
+    def noted(tensor):
+        looks.append(sys._getframe(1).f_code.co_name)
+        return is_true(tensor)
+
+    model = tiny_model("llama", num_hidden_layers=3)
+    model.set_attn_implementation("flash_paged")
+    monkeypatch.setattr(torch.Tensor, "__bool__", noted)
+    cache = PagedCache(model.config)
+    for start in (0, 5):
+        looks.clear()
+        positions = torch.arange(start, start + 5)[None]
+        model(torch.arange(3, 8)[None], position_ids=positions, past_key_values=cache)
+        assert looks.count("_refuse_packed") == 1
+    with pytest.raises(ValueError, match="position_ids restart"):
+        model(torch.arange(3, 8)[None], position_ids=torch.tensor([[0, 1, 0, 1, 2]]), past_key_values=cache)
 
 
 def test_padding_is_masked():

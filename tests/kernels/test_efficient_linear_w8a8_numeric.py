@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hf_efficient.kernels import efficient_linear
-from hf_efficient.kernels.efficient_linear import activation_quant, activation_reference, w8a8, w8a8_configs
+from hf_efficient.kernels.efficient_linear import activation_quant, activation_reference, llm_int8, w8a8, w8a8_configs
 from hf_efficient.kernels.linear import w8a8 as ops
 from hf_efficient.kernels.linear.op import by_name
 
@@ -194,13 +194,22 @@ def test_k_is_split_and_the_counters_come_back_to_zero(kernel_device, nan_poison
     assert len(arrivals) == 1 and arrivals[0].numel() == 2 and not arrivals[0].any()
 
 
-def test_llm_int8_lists_outliers_of_wide_inputs(kernel_device, nan_poison):
+def test_llm_int8_lists_outliers_of_wide_inputs(kernel_device, nan_poison, monkeypatch):
     """Three parts of columns are listed by a program each: some, none, and some again."""
+    kernel, grids = llm_int8.quantize_inliers_kernel, []
+
+    class Noted:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(llm_int8, "quantize_inliers_kernel", Noted())
     x = torch.randn(2, 2500, device=kernel_device).clamp(-5, 5)
     x[0, [3, 700, 1023, 2048, 2499]] = 9.0
     w, w_scale = codes_and_scale(5, 2500, False, kernel_device)
     expected = activation_reference.llm_int8_reference(x, w, w_scale)
     check(efficient_linear.llm_int8_linear(x, w, w_scale), expected, (1e-6, 1e-6), "float32 sums of the outliers")
+    assert grids == [(2 + 3,)], "a program for each row, and for each part of the columns"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -18,7 +18,7 @@ SHARED = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 UNALIGNED = ("stride_table", "stride_lb", "stride_lh", "stride_slopes")
 
 
-def build(kernel, constexprs, pointers, target, tile, unaligned=UNALIGNED):
+def build(kernel, constexprs, pointers, target, tile, unaligned=UNALIGNED, registers=None):
     """Compiles with the types the launcher gives: pointers by name (None: absent), strides and lengths i32."""
     signature = {name: kind for name, kind in pointers.items() if kind is not None}
     constexprs = {**constexprs, **{name: None for name, kind in pointers.items() if kind is None}}
@@ -26,7 +26,9 @@ def build(kernel, constexprs, pointers, target, tile, unaligned=UNALIGNED):
         if name not in signature and name not in constexprs:
             signature[name] = "fp32" if name in ("scale", "cap", "softmax_scale") else "i32"
     aligned = tuple(name for name in kernel.arg_names if name.startswith("stride_") and name not in unaligned)
-    return aot.compile_kernel(kernel, signature, constexprs, target, tile.num_warps, tile.num_stages, aligned)
+    return aot.compile_kernel(
+        kernel, signature, constexprs, target, tile.num_warps, tile.num_stages, aligned, registers
+    )
 
 
 def compile_forward(target, dim, value_dim=None, dtype="bf16", page_size=0, queries=999, options=False, packed=False):

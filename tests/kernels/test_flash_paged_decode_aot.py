@@ -3,10 +3,11 @@
 import re
 
 import pytest
+import sass
 from test_flash_paged_aot import DTYPES, SHARED
 from test_flash_paged_aot import build as compile_launched
 
-from hf_efficient.kernels.flash_paged import config, decode, decode_grouped
+from hf_efficient.kernels.flash_paged import config, decode, decode_codes
 
 
 BITS = {None: 16, "int8": 8, "fp8": 8, "int4": 4, "int2": 2}
@@ -22,35 +23,49 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
     groups of 64 tokens; `options`: a token tree and every option."""
     value_dim, bits = value_dim or dim, BITS[name]
     backend = "amd" if target == "gfx942" else "nvidia"
-    tile = config.decode_config(DTYPES[dtype], max(dim, value_dim), rows, backend, bits)
-    parts = 8 // bits if bits < 8 else 1
-    block_d, block_dv = power_of_two(dim // parts), power_of_two(value_dim // parts)
-    real_rows = min(tile.block_m, 1 << (rows - 1).bit_length())
+    registers = None
     constexprs = {"GROUP": rows, "HEAD_DIM": dim, "VALUE_DIM": value_dim, "PAGE_SIZE": page_size, "BLOCK_B": 32}
-    constexprs |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv}
-    constexprs |= {"ROWS": real_rows, "STEP": decode.parts_at_once(real_rows, parts * block_dv)}
+    if name is None:
+        tile = config.decode_config(DTYPES[dtype], max(dim, value_dim), rows, backend)
+        kernel, block_dv = decode.decode_kernel, power_of_two(value_dim)
+        constexprs |= {"BLOCK_N": tile.block_n, "BLOCK_D": power_of_two(dim), "BLOCK_DV": block_dv}
+    else:
+        codes = config.codes_config(max(dim, value_dim), rows, backend)
+        kernel, tile = decode_codes.decode_codes_kernel, config.Config(codes.block_m, 16 * codes.warps, codes.warps, 1)
+        sizes = [max(32, power_of_two(d * bits // 8)) for d in (dim, value_dim)]
+        constexprs |= {"WARPS": codes.warps, "BYTES": sizes[0], "VALUE_BYTES": sizes[1], "BLOCK_D": power_of_two(dim)}
+        constexprs |= {"BITS": bits, "IS_FLOAT": name == "fp8", "TOKENS": 1, "CHANNEL_GROUPS": 1, "RING": 0}
+        constexprs["PTX"], block_dv = backend == "nvidia", sizes[1] * 8 // bits
+        registers = codes.registers if backend == "nvidia" else None
+    real_rows = min(tile.block_m, 1 << (rows - 1).bit_length())
+    constexprs |= {"BLOCK_M": tile.block_m, "ROWS": real_rows, "STEP": decode.parts_at_once(real_rows, block_dv)}
     constexprs |= {"HAS_LEFT": options, "HAS_RIGHT": True, "SOFTCAP": options}
     pointers = dict.fromkeys(("q", "out"), f"*{dtype}") | dict.fromkeys(("partial", "statistics"), "*fp32")
     pointers |= dict.fromkeys(("arrivals", "cache_seqlens", "block_table"), "*i32")
     pointers |= OPTIONAL if options else dict.fromkeys(OPTIONAL)
-    pointers |= dict.fromkeys(("k", "v"), f"*{dtype}" if name is None else "*i8" if bits == 8 else "*u8")
-    kernel = decode_grouped.decode_grouped_kernel if bits < 8 else decode.decode_kernel
-    scales = dict.fromkeys(("k_scale", "v_scale"), None if name is None else "*fp16")
+    pointers |= dict.fromkeys(("k", "v"), f"*{dtype}" if name is None else "*i32")
+    if name is not None:
+        pointers |= dict.fromkeys(("k_scale", "v_scale"), "*fp16")
+        grouped = {**dict.fromkeys(("k_min", "v_min"), "*fp16"), **dict.fromkeys(("k_tail", "v_tail"), f"*{dtype}")}
+        grouped["quantized_seqlens"] = "*i32"
+        pointers |= grouped if bits < 8 else dict.fromkeys(grouped)
     if bits < 8:
-        scales |= dict.fromkeys(("k_min", "v_min"), "*fp16") | dict.fromkeys(("k_tail", "v_tail"), f"*{dtype}")
-        scales["quantized_seqlens"] = "*i32"
-        constexprs |= {"BITS": bits, "TOKENS": 64, "CHANNEL_GROUPS": 1, "RING": 128}
-    else:
-        constexprs["IS_FLOAT"] = name == "fp8"
-    unaligned = [f"stride_{name}" for name in ("table", "slopes", "sb", "st", "sh", "vsb", "vst", "vsh")]
-    return compile_launched(kernel, constexprs, {**pointers, **scales}, target, tile, unaligned)
+        constexprs |= {"TOKENS": 64, "RING": 128}
+    unaligned = ["stride_table", "stride_slopes", "stride_vsb", "stride_vst", "stride_vsh"]
+    if bits == 8:
+        unaligned += ["stride_ksb", "stride_ksg", "stride_ksh"]
+    return compile_launched(kernel, constexprs, pointers, target, tile, unaligned, registers)
 
 
-def check(compiled):
+def check(compiled, of_codes=False):
+    """of_codes: addresses for the end of a lane may spill, and a twentieth of the loop."""
     if compiled.target == "gfx942":
         # Scalar registers are spilled into lanes of vector registers (many strides), which costs no memory traffic.
         memory = (".vgpr_spill_count", ".private_segment_fixed_size")
         assert all(re.findall(rf"{re.escape(key)}:\s*(\d+)", compiled.asm["amdgcn"]) == ["0"] for key in memory)
+    elif of_codes:
+        for loop in sass.loops(compiled.machine_code):
+            assert sass.count(loop, "LDL", "STL") <= 0.05 * len(loop), compiled
     else:
         assert compiled.local_bytes == 0, compiled
     assert compiled.shared <= SHARED[compiled.target] * 1024, compiled
@@ -74,13 +89,22 @@ def check(compiled):
 )
 def test_decode(target, name, dim, page_size, rest):
     compiled = build(target, name, dim, page_size, **rest)
-    check(compiled)
+    check(compiled, of_codes=name is not None)
     # 16 rows are too few for the matrix instructions of warp groups: mma.sync on every NVIDIA GPU
     assert compiled.count("v_mfma" if target == "gfx942" else "HMMA") > 0
-    if target != "gfx942":  # where copies go through registers
-        bytes_at_once = {8, 16} if name == "int2" else {16}  # a tile of int2 codes has 8 bytes a thread
-        assert prefetched(compiled) == bytes_at_once, "keys and values are not prefetched in wide loads"
+    if target != "gfx942":
+        if name is None:  # copies that go past the registers
+            assert prefetched(compiled) == {16}, "keys and values are not prefetched in wide loads"
+        elif name != "int2":  # 2 words of a key for a thread
+            assert compiled.count("LDG.E.128") >= 6, "codes are not loaded 16 bytes at a time"
         assert compiled.count("CCTL.IVALL") > 0, "arriving does not acquire: parts may be read from a stale L1 cache"
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_operands_of_codes_change_neither_lanes_nor_memory(name):
+    """In the loop over pages, only weights do, from the sums of one product to the operand of the next."""
+    loop = max(sass.loops(build("sm_90", name, 128, 64).machine_code), key=lambda names: sass.count(names, "HMMA"))
+    assert sass.count(loop, "LDS", "STS") <= 2 and sass.count(loop, "SHFL") <= 6 and sass.count(loop, "I2F") == 0
 
 
 def prefetched(compiled):

@@ -9,7 +9,7 @@ import triton.language as tl
 from paged_caches import CACHES, assert_agree, filled_cache
 
 from hf_efficient.kernels import flash_paged as fp
-from hf_efficient.kernels.flash_paged import decode, decode_combine, decode_quantized, decode_schedule
+from hf_efficient.kernels.flash_paged import code_operands, decode, decode_combine, decode_schedule
 
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -134,28 +134,51 @@ def test_formats(kernel_device, name, block_size, dim):
 
 
 @triton.jit
-def numbers_kernel(codes, wide, parts, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, BITS: tl.constexpr):
-    code = tl.arange(0, 256)
-    tl.store(wide + code, decode_quantized.widen(tl.load(codes + code), DTYPE, IS_FLOAT).to(tl.float32))
-    for part in tl.static_range(8 // BITS):
-        numbers = decode_quantized.part_numbers(tl.load(codes + code).to(tl.uint8, bitcast=True), part, BITS, DTYPE)
-        tl.store(parts + part * 256 + code, numbers.to(tl.float32) - decode_quantized.offset_of(DTYPE))
+def operands_kernel(
+    codes, of_keys, of_values, magic, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, BITS: tl.constexpr,
+    BYTES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """codes [32, BYTES], as words -> what both operands hold, [32, channels] each."""
+    CHANNELS: tl.constexpr = BYTES * 8 // BITS
+    number = (tl.arange(0, 2) * 16)[:, None] + tl.arange(0, 16)[None, :]
+    index = tl.arange(0, CHANNELS)
+    first, key, word = code_operands.key_words(2, BYTES)
+    words = tl.load(codes + (first + key) * (BYTES // 4) + word)
+    keys = code_operands.key_operand(words, magic, 2, BYTES, BITS, IS_FLOAT, DTYPE, PTX).to(tl.float32)
+    offset = code_operands.offset_of(BITS, IS_FLOAT, DTYPE)
+    factor = code_operands.factor_of(index, BYTES, BITS, IS_FLOAT, DTYPE)
+    channel = code_operands.channel_of_column(index, BYTES, BYTES, 0)
+    tl.store(of_keys + number[:, :, None] * CHANNELS + channel[None, None, :], (keys - offset) * factor[None, None, :])
+    first, key, word = code_operands.value_words(2, BYTES)
+    even = tl.load(codes + (first + key) * (BYTES // 4) + word)
+    odd = tl.load(codes + (first + key + 1) * (BYTES // 4) + word)
+    values = code_operands.value_operand(even, odd, magic, 2, BYTES, BITS, IS_FLOAT, DTYPE, PTX).to(tl.float32)
+    channel = code_operands.channel_of_row(index, BYTES, BYTES, 0)
+    tl.store(
+        of_values + number[:, None, :] * CHANNELS + channel[None, :, None], (values - offset) * factor[None, :, None]
+    )
 
 
-@pytest.mark.parametrize("is_float, bits", [(False, 4), (True, 2)])
-@pytest.mark.parametrize("dtype", [tl.float16, tl.bfloat16, tl.float32], ids=str)
+@pytest.mark.parametrize("is_float, bits", [(False, 8), (True, 8), (False, 4), (False, 2)])
+@pytest.mark.parametrize("dtype", [tl.float16, tl.float32], ids=str)
 def test_every_byte_becomes_its_numbers(kernel_device, is_float, bits, dtype):
-    codes = torch.arange(256, device=kernel_device).to(torch.uint8)
-    wide, parts = torch.empty(256, device=kernel_device), torch.empty(8 // bits, 256, device=kernel_device)
-    numbers_kernel[(1,)](codes.view(torch.int8), wide, parts, dtype, is_float, bits)
-    expected = codes.view(torch.float8_e4m3fn).float() / 256 if is_float else codes.view(torch.int8).float()
+    """And stands where its key and channel are expected."""
+    size = 32 if bits == 2 else 64
+    codes = torch.arange(32 * size, device=kernel_device).mul(37).to(torch.uint8).view(32, size)
+    assert len(codes.unique()) == 256
+    results = [torch.full((32, size * 8 // bits), float("nan"), device=kernel_device) for _ in range(2)]
+    ptx = kernel_device == "cuda" and torch.version.hip is None
+    operands_kernel[(1,)](
+        codes.view(torch.int32), *results, code_operands.MAGIC, dtype, is_float, bits, size, ptx, num_warps=2
+    )
+    if bits == 8:
+        expected = codes.view(torch.float8_e4m3fn if is_float else torch.int8).float()
+    else:
+        fields = [(codes.int() >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+        expected = torch.cat(fields, 1).float()
     known = ~expected.isnan()
-    if (
-        is_float or dtype != tl.bfloat16 or kernel_device == "cuda"
-    ):  # the interpreter takes int8 for the bits of bfloat16
-        assert torch.equal(wide[known], expected[known])
-    for part in range(8 // bits):
-        assert torch.equal(parts[part], ((codes.int() >> (part * bits)) & (2**bits - 1)).float())
+    for result in results:
+        assert torch.equal(result[known], expected[known])
 
 
 def random_tree(rows, nodes, device):

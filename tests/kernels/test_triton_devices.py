@@ -9,6 +9,7 @@ from hf_efficient.formats.affine import AffineFormat
 from hf_efficient.formats.ternary import TernaryFormat
 from hf_efficient.formats.w8a8 import Float8Format, Int8Format
 from hf_efficient.kernels import triton_devices
+from hf_efficient.kernels.attention import api
 from hf_efficient.kernels.linear import grouped
 from hf_efficient.kernels.linear.layout import DequantizedLayout
 from hf_efficient.planning.weight_bytes import _Accelerated, _AllocateOnCPU
@@ -48,6 +49,14 @@ def test_old_gpus_multiply_by_torch(turing, caplog):
         "the Triton kernels need bfloat16 and asynchronous copies, of compute capability 8.0, and Quadro T4 has 7.5"
     ]
     assert not grouped.GroupedTritonLayout.supports(torch.device("cuda"), 32, torch.float16)
+
+
+def test_attention_refuses_old_gpus(turing):
+    """By the name of the implementation that serves them."""
+    q = torch.zeros(1, 2, 2, 16, dtype=torch.float16).as_subclass(_Accelerated)
+    assert q.is_cuda
+    with pytest.raises(RuntimeError, match='Quadro T4 has 7.5: use attn_implementation="sdpa"'):
+        api.check_inputs(q, q, q)
 
 
 def test_gpus_of_plans_have_the_kernels(caplog):

@@ -40,6 +40,16 @@ def _same_strides(**tensors: torch.Tensor) -> None:
         raise ValueError(f"{other} has strides {second.stride()}, expected those of {name}, {first.stride()}")
 
 
+def _check_words(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        size = cache.shape[-1]
+        if size % 4 or any(stride % 4 for stride in cache.stride()[:3]) or cache.data_ptr() % 4:
+            raise ValueError(
+                f"{name} has {size} bytes of codes a head with strides {cache.stride()}: sizes, strides and addresses "
+                "must be multiples of 4, so that codes are read 4 bytes at a time"
+            )
+
+
 def check_quantized(
     k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int, value_dim: int | None = None, k_scale=None,
     v_scale=None, k_min=None, v_min=None,
@@ -58,6 +68,7 @@ def check_quantized(
         _half("k_scale", k_scale, tuple(k_cache.shape[:3]), k_cache)
         _half("v_scale", v_scale, tuple(k_cache.shape[:3]), v_cache)
         _same_strides(k_scale=k_scale, v_scale=v_scale)
+        _check_words(k_cache, v_cache)
         return QuantizedKV(8, k_cache.dtype != torch.int8, k_scale, v_scale)
 
     for name, tensor in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -78,12 +89,7 @@ def check_quantized(
             f"v_cache has {v_cache.shape[-1]} bytes a head: expected {value_dim} / {parts}, as many bits as the keys"
         )
     value_dim = parts * v_cache.shape[-1]
-    for name, cache, dim in (("k_cache", k_cache, head_dim), ("v_cache", v_cache, value_dim)):
-        if dim % (4 * parts) or any(stride % 4 for stride in cache.stride()[:3]) or cache.data_ptr() % 4:
-            raise ValueError(
-                f"{name} has codes of head dim {dim} with strides {cache.stride()}: head dims must be multiples of "
-                f"{4 * parts}, strides and addresses of 4, so that codes are read 4 bytes at a time"
-            )
+    _check_words(k_cache, v_cache)
     groups, channel_groups = k_scale.shape[1], v_scale.shape[-1]
     if groups == 0 or block_size % groups:
         raise ValueError(f"k_scale has {groups} groups in a block of {block_size} tokens: they must divide it")

@@ -63,32 +63,20 @@ _FORWARD = {
 # kind of GPU -> what forward.attend runs where it can: "portable", or the "tma" or "warp_specialized" kernel of
 # forward_hopper.py. No GPU could measure those here, so nothing chooses them yet; benchmarks name them.
 FORWARD_VARIANT = {"sm_80": "portable", "sm_90": "portable", "sm_100": "portable", "amd": "portable"}
-# backend -> (largest head dim, bits of a cached number) -> configurations, by rows of the tile. Of 4 and
-# 2 bits a step is at most one group of tokens; 32 stands for float32 queries, whatever the cache. Small enough for the
-# 99 KiB of sm_86 and sm_89.
+# backend -> (largest head dim, bits of a number) -> configurations, by rows of the tile. Small enough for the 99 KiB of
+# sm_86 and sm_89.
 _DECODE = {
     "nvidia": {
         (64, 16): (Config(16, 64, 4, 3), Config(64, 64, 4, 3)),
         (128, 16): (Config(16, 64, 4, 3), Config(64, 64, 8, 3)),
         (192, 16): (Config(16, 64, 4, 2), Config(32, 32, 8, 2)),
         (256, 16): (Config(16, 32, 4, 2), Config(32, 32, 8, 2)),
-        (128, 8): (Config(16, 64, 4, 3), Config(32, 64, 8, 3)),
-        (256, 8): (Config(16, 32, 8, 3), Config(32, 32, 8, 2)),
-        (64, 4): (Config(16, 64, 4, 4),),
-        (128, 4): (Config(16, 32, 4, 5), Config(32, 32, 8, 3)),
-        (256, 4): (Config(16, 32, 8, 4),),
-        (128, 2): (Config(16, 32, 4, 8),),
-        (256, 2): (Config(16, 32, 8, 4),),
         (64, 32): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
         (256, 32): (Config(16, 16, 4, 2),),
     },
     "amd": {
         (128, 16): (Config(16, 32, 4, 2), Config(64, 32, 4, 2)),
         (256, 16): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
-        (128, 8): (Config(16, 32, 4, 2), Config(64, 32, 4, 2)),
-        (256, 8): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
-        (256, 4): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
-        (256, 2): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
         (64, 32): (Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
         (256, 32): (Config(16, 16, 4, 2),),
     },
@@ -145,12 +133,38 @@ def backward_config(dtype: torch.dtype, head_dim: int, kind: str) -> tuple[Confi
     return table[min(key for key in table if key[1] == dtype.itemsize and head_dim <= key[0])]
 
 
-def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | None = None, bits: int = 16) -> Config:
-    """The tiles of the decode kernels. rows: queries times query heads per key head. bits: of a cached number."""
+def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | None = None) -> Config:
+    """The tiles of `decode_kernel`. rows: queries times query heads per key head."""
     table = _DECODE[backend or ("amd" if torch.version.hip else "nvidia")]
-    bits = 32 if dtype == torch.float32 else bits
+    bits = 8 * dtype.itemsize
     configs = table[min(key for key in table if key[1] == bits and head_dim <= key[0])]
     return next((config for config in configs if rows <= config.block_m), configs[-1])
+
+
+@dataclass(frozen=True)
+class CodesConfig:
+    """Of `decode_codes_kernel`: rows of the tile; warps, 16 keys each; registers a thread, on NVIDIA's GPUs."""
+
+    block_m: int
+    warps: int = 4
+    registers: int = 255
+
+    @property
+    def programs_per_processor(self) -> int:
+        return 65536 // (32 * self.warps * self.registers)
+
+
+def codes_config(head_dim: int, rows: int, backend: str | None = None) -> CodesConfig:
+    """Arguments as of `decode_config`.
+
+    The sums of a warp take its registers, so heads of more than 128 channels get 8 rows; AMD's matrix instructions have
+    16. With 168 registers, for three programs, a twentieth of the loop's instructions or less spills; what spills
+    besides are addresses for the end of a lane."""
+    if (backend or ("amd" if torch.version.hip else "nvidia")) == "amd":
+        return CodesConfig(16)
+    if head_dim > 128:
+        return CodesConfig(8)
+    return CodesConfig(8, registers=168) if rows <= 8 else CodesConfig(16)
 
 
 def processors(device: torch.device) -> int:

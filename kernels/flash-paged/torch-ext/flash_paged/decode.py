@@ -12,14 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .config import decode_config, launch_device, processors
+from .code_operands import MAGIC
+from .config import codes_config, decode_config, launch_device, processors
+from .decode_codes import decode_codes_kernel
 from .decode_combine import arrival_counters, finish_lane
-from .decode_grouped import decode_grouped_kernel
-from .decode_quantized import FP8_FACTOR, widen
 from .decode_schedule import MIN_KEYS, program_share, sequence_tiles
 from .decode_scores import find_pages, locate, query_positions, visible_scores
 from .kv_formats import QuantizedKV
-from .tiles import dot, load_rows, score_scales, softmax_weights
+from .tiles import INTERPRETED, dot, load_rows, score_scales, softmax_weights
 
 
 _PROGRAMS_PER_PROCESSOR = 2
@@ -27,23 +27,20 @@ _PROGRAMS_PER_PROCESSOR = 2
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads"])
 def decode_kernel(
-    q, k, v, k_scale, v_scale, out, lse, partial, statistics, arrivals, sinks, slopes, tree_mask, cache_seqlens,
+    q, k, v, out, lse, partial, statistics, arrivals, sinks, slopes, tree_mask, cache_seqlens,
     block_table,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_sb,
-    stride_st, stride_sh, stride_slopes, stride_table,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_slopes,
+    stride_table,
     batch, seqlen_q, seqlen_k, appended, kv_heads, tiles, scale, cap, left, right,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Decodes over keys and values as they are, or codes of 8 bits with k_scale and v_scale (fp8 where IS_FLOAT).
+    """Decodes over keys and values in the dtype of q.
 
     A lane is one key head and one tile of rows; row i * GROUP + g is query i of head g of the group. tree_mask is
-    contiguous [B, Sq]; k_scale and v_scale have the same strides. The other pointers are those of `attend_few`, None
-    where absent.
+    contiguous [B, Sq]. The other pointers are those of `attend_few`, None where absent.
     """
-    DTYPE: tl.constexpr = q.dtype.element_ty
     TREE: tl.constexpr = tree_mask is not None
     lanes = kv_heads * tiles
     share, position, stop, first_lane, end_lane, sequence_start = program_share(
@@ -94,25 +91,14 @@ def decode_kernel(
             value_rows = v_head + page * stride_vb + slot * stride_vt + offset * stride_vt
             keys = load_rows(key_rows, present, True, HEAD_DIM, BLOCK_D)
             values = load_rows(value_rows, present, True, VALUE_DIM, BLOCK_DV)
-            if k_scale is None:
-                s = dot(query, tl.trans(keys))
-            else:
-                at = page * stride_sb + slot * stride_st + offset * stride_st + kv_head * stride_sh
-                key_scale = tl.load(k_scale + at, mask=present, other=0.0).to(tl.float32)
-                value_scale = tl.load(v_scale + at, mask=present, other=0.0).to(tl.float32)
-                if IS_FLOAT:
-                    key_scale *= FP8_FACTOR
-                    value_scale *= FP8_FACTOR
-                values = widen(values, DTYPE, IS_FLOAT)
-                s = dot(query, tl.trans(widen(keys, DTYPE, IS_FLOAT))) * key_scale[None, :]
+            s = dot(query, tl.trans(keys))
             s = visible_scores(
-                s, start, present, query_position, tree, own_tree, slope, shift, seqlen_q, left, right, scale, cap,
-                HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
+                s, (start + tl.arange(0, BLOCK_N))[None, :], present[None, :], query_position[:, None], tree[:, None],
+                own_tree, slope[:, None], shift, seqlen_q, left, right, scale, cap, HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP,
+                slopes is not None,
             )  # fmt: skip
             p, shrink, total, maximum = softmax_weights(s, total, maximum, scale, True)
-            if k_scale is not None:
-                p = p * value_scale[None, :]
-            acc = acc * shrink[:, None] + dot(p.to(DTYPE), values)
+            acc = acc * shrink[:, None] + dot(p.to(v.dtype.element_ty), values)
 
         finish_lane(
             out, lse, sinks, partial, statistics, arrivals, acc, total, maximum, sequence, kv_head, tile, lane_start,
@@ -160,21 +146,24 @@ def attend_few(
     group = heads // kv_heads
     paged = block_table is not None
     capacity = page_size * (block_table.shape[1] if paged else 1)
-    bits = 16 if quantized is None else quantized.bits
-    config = decode_config(q.dtype, max(head_dim, value_dim), queries * group, bits=bits)
-    block_n = config.block_n
+    rows = queries * group
     if quantized is None:
-        kernel, arrays, strides, options = decode_kernel, (k, v, None, None), (0, 0, 0), {"IS_FLOAT": False}
-    elif not grouped:
-        kernel = decode_kernel
-        arrays, strides, options = _eight_bits(k, v, quantized)
+        kernel, config = decode_kernel, decode_config(q.dtype, max(head_dim, value_dim), rows)
+        block_n, warps, per_processor = config.block_n, config.num_warps, _PROGRAMS_PER_PROCESSOR
+        block_dv = max(16, triton.next_power_of_2(value_dim))
+        arrays, beside = (k, v), ()
+        options = {"BLOCK_N": block_n, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)), "BLOCK_DV": block_dv}
+        options |= {"num_stages": config.num_stages}
     else:
-        kernel = decode_grouped_kernel
-        arrays, strides, options = _grouped(k, v, quantized)
-        block_n = _grouped_block_n(options["TOKENS"], block_n)
+        kernel, config = decode_codes_kernel, codes_config(max(head_dim, value_dim), rows)
+        warps, block_n, per_processor = config.warps, 16 * config.warps, config.programs_per_processor
+        arrays, beside, options = _codes(k, v, head_dim, quantized)
+        block_dv = options["VALUE_BYTES"] * 8 // quantized.bits
+        ptx = not INTERPRETED and not torch.version.hip
+        options |= {"WARPS": warps, "magic": MAGIC, "PTX": ptx, **({"maxnreg": config.registers} if ptx else {})}
         capacity += options["RING"]
 
-    tiles = triton.cdiv(queries * group, config.block_m)
+    tiles = triton.cdiv(rows, config.block_m)
     if batch * kv_heads * tiles * triton.cdiv(capacity, block_n) >= 2**31:
         raise ValueError(
             f"{batch} sequences of {kv_heads} key heads and up to {capacity} keys are too many: allowed are 2**31 "
@@ -182,11 +171,9 @@ def attend_few(
         )
     visited = min(capacity, window[0] + queries + 2 * block_n) if window[0] >= 0 else capacity
     work = batch * kv_heads * tiles * triton.cdiv(max(visited, 1), MIN_KEYS.value)
-    programs = min(_PROGRAMS_PER_PROCESSOR * processors(q.device), work)
-    parts = 8 // quantized.bits if grouped else 1
-    block_d, block_dv = (max(16, triton.next_power_of_2(dim // parts)) for dim in (head_dim, value_dim))
-    real_rows = min(config.block_m, triton.next_power_of_2(queries * group))
-    partial = torch.empty((2 * programs, real_rows, parts * block_dv), dtype=torch.float32, device=q.device)
+    programs = min(per_processor * processors(q.device), work)
+    real_rows = min(config.block_m, triton.next_power_of_2(rows))
+    partial = torch.empty((2 * programs, real_rows, block_dv), dtype=torch.float32, device=q.device)
     statistics = torch.empty((2 * programs, real_rows, 2), dtype=torch.float32, device=q.device)
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     with launch_device(q):
@@ -194,52 +181,30 @@ def attend_few(
             q, *arrays, out, lse, partial, statistics, arrival_counters(programs, q.device), s_aux, slopes,
             None if tree_mask is None else tree_mask.contiguous(), cache_seqlens, block_table,
             *q.stride()[:3], *arrays[0].stride()[:3], *arrays[1].stride()[:3],
-            *strides,
+            *(stride for tensor in beside for stride in tensor.stride()[:3]),
             slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0, block_table.stride(0) if paged else 0,
             batch, queries, capacity, appended, kv_heads, tiles, *score_scales(softmax_scale, softcap), *window,
-            GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m, BLOCK_N=block_n,
-            BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_B=min(1024, max(32, triton.next_power_of_2(batch))),
-            ROWS=real_rows, STEP=parts_at_once(real_rows, parts * block_dv), PAGE_SIZE=page_size if paged else 0,
-            HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0, num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            **options,
+            GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_M=config.block_m,
+            BLOCK_B=min(1024, max(32, triton.next_power_of_2(batch))), ROWS=real_rows,
+            STEP=parts_at_once(real_rows, block_dv), PAGE_SIZE=page_size if paged else 0,
+            HAS_LEFT=window[0] >= 0, HAS_RIGHT=window[1] >= 0, SOFTCAP=softcap > 0, num_warps=warps, **options,
         )  # fmt: skip
     return out, lse
 
 
-def _eight_bits(k: torch.Tensor, v: torch.Tensor, quantized: QuantizedKV) -> tuple[tuple, tuple, dict]:
-    """The tensors, strides and options of `decode_kernel` for codes of 8 bits."""
-    k_scale, v_scale = quantized.k_scale, quantized.v_scale
-    return (
-        (k.view(torch.int8), v.view(torch.int8), k_scale, v_scale),
-        k_scale.stride(),
-        {"IS_FLOAT": quantized.is_float},
-    )
-
-
-def _grouped_block_n(tokens: int, block_n: int) -> int:
-    """Keys of a step: of one group of tokens, where groups are not smaller than a matrix instruction."""
-    return min(block_n, tokens & -tokens) if tokens % 16 == 0 else 16
-
-
-def _grouped(k: torch.Tensor, v: torch.Tensor, quantized: QuantizedKV) -> tuple:
-    """The tensors, strides and options of `decode_grouped_kernel`."""
-    arrays = (
-        k,
-        v,
-        quantized.k_scale,
-        quantized.k_min,
-        quantized.v_scale,
-        quantized.v_min,
-        quantized.k_tail,
-        quantized.v_tail,
-        quantized.quantized_seqlens,
-    )
-    beside = (quantized.k_scale, quantized.v_scale, quantized.k_tail, quantized.v_tail)
-    options = {
-        "BITS": quantized.bits,
-        "TOKENS": k.shape[1] // quantized.k_scale.shape[1],
-        "CHANNEL_GROUPS": quantized.v_scale.shape[3],
-        "RING": quantized.k_tail.shape[1],
-    }
-    return arrays, tuple(stride for tensor in beside for stride in tensor.stride()[:3]), options
+def _codes(k: torch.Tensor, v: torch.Tensor, head_dim: int, quantized: QuantizedKV) -> tuple[tuple, tuple, dict]:
+    """The tensors, those with strides behind k's and v's, and the options of `decode_codes_kernel`."""
+    if k.shape[0] == 0:  # a page to load from, whatever it holds
+        k, v = (x.new_zeros((1, *x.shape[1:])) for x in (k, v))
+    k_bytes, v_bytes = k.shape[-1], v.shape[-1]
+    scales = quantized.k_scale, quantized.k_min, quantized.v_scale, quantized.v_min
+    tails = quantized.k_tail, quantized.v_tail
+    options = {"BITS": quantized.bits, "IS_FLOAT": quantized.is_float, "TOKENS": 1, "CHANNEL_GROUPS": 1, "RING": 0}
+    if quantized.bits < 8:
+        options["TOKENS"] = k.shape[1] // quantized.k_scale.shape[1]
+        options |= {"CHANNEL_GROUPS": quantized.v_scale.shape[3], "RING": quantized.k_tail.shape[1]}
+    options["BYTES"], options["VALUE_BYTES"] = (max(32, triton.next_power_of_2(size)) for size in (k_bytes, v_bytes))
+    options["BLOCK_D"] = max(16, triton.next_power_of_2(head_dim))
+    beside = (scales[0], scales[2], *(tails if quantized.bits < 8 else scales[::2]))  # 8 bits have no tails: not read
+    arrays = (k.view(torch.int32), v.view(torch.int32), *scales, *tails, quantized.quantized_seqlens)
+    return arrays, beside, options

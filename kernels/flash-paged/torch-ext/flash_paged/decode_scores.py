@@ -64,11 +64,12 @@ def query_positions(query, valid, shift, tree_mask, TREE: tl.constexpr):
 
 @triton.jit
 def visible_scores(
-    s, start, present, position, tree, tree_mask, slope, shift, seqlen_q, left, right, scale, cap,
+    s, key, present, position, tree, tree_mask, slope, shift, seqlen_q, left, right, scale, cap,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Products s [M, N] of queries and keys start..start+N to scores in powers of two: scaled, capped, less ALiBi's
-    slope [M] times distance (https://arxiv.org/abs/2108.12409), -inf where a query does not see a key.
+    """Products s of queries and keys to scores in powers of two: scaled, capped, less ALiBi's slope times distance
+    (https://arxiv.org/abs/2108.12409), -inf where a query does not see a key. `key`, its number, and whether it is
+    `present` broadcast to s, and so do position, tree and slope of a query.
 
     With TREE the last seqlen_q keys (from `shift` on) are nodes of a tree: a query sees those of its mask, and they
     stand at the position of the query of the same node. Else query i at `position` i + shift sees up to `right` keys
@@ -77,20 +78,19 @@ def visible_scores(
         s = cap_scores(s, scale, cap)
     else:
         s = s * scale
-    key = start + tl.arange(0, s.shape[1])
     key_position = key
-    seen = present[None, :]
+    seen = present
     if TREE:
         node = key - shift
         if HAS_LEFT or ALIBI:
             masks = tl.load(tree_mask + node, mask=(node >= 0) & (node < seqlen_q), other=0)
             key_position = tl.where(node >= 0, shift + popcount(masks) - 1, key)
         bit = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
-        seen = seen & ((node < 0)[None, :] | (((tree[:, None] >> bit[None, :]) & 1) != 0))
+        seen = seen & ((node < 0) | (((tree >> bit) & 1) != 0))
     elif HAS_RIGHT:
-        seen = seen & (key[None, :] <= (position + right)[:, None])
+        seen = seen & (key <= position + right)
     if HAS_LEFT:
-        seen = seen & (key_position[None, :] >= (position - left)[:, None])
+        seen = seen & (key_position >= position - left)
     if ALIBI:
-        s -= slope[:, None] * tl.abs(position[:, None] - key_position[None, :]).to(tl.float32)
+        s -= slope * tl.abs(position - key_position).to(tl.float32)
     return tl.where(seen, s, float("-inf"))

@@ -1,0 +1,230 @@
+"""Cached codes as operands of matrix instructions, from memory to the registers that want them: no shared memory, no
+change of lanes, no conversion instructions.
+
+A warp computes with 16 keys of its own. What each lane holds of an operand of `mma.m16n8k16` is fixed, but which
+channel stands where along the sum over channels, or along the rows of the result, is free. So a lane loads neighbouring
+bytes, 16 at a time where there are as many, and reshapes and permutations give its registers the right names. The
+queries are loaded in the same order, and the result knows the channel of each row (`channel_of_row`).
+
+Codes become float16 numbers by bits: a code in the low bits of 1024 is 1024 + code, or 1024 + 2**s * code where it lies
+s bits higher, and E4M3 bits shifted by one are a number that is 2**8 too small. The products are corrected instead
+(`offset_of`, `factor_of`), so that two numbers take one instruction, or two with the one that brings bytes together.
+With float32 queries the numbers are the codes themselves.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+
+MAGIC = 0x64006400  # 1024 in both halves of a word. A run-time argument of kernels: one machine instruction does (a &
+# immediate) | register, but not (a & immediate) | immediate
+
+
+@triton.constexpr_function
+def offset_of(BITS, IS_FLOAT, DTYPE):
+    """What the numbers of operands exceed codes (times 2**s) by."""
+    if IS_FLOAT or DTYPE == tl.float32:
+        return 0.0
+    return 1152.0 if BITS == 8 else 1024.0
+
+
+@triton.jit
+def factor_of(index, BYTES: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, DTYPE: tl.constexpr):
+    """float32: what gives the numbers at `index` (of channels) of an operand their size."""
+    factor = tl.full(index.shape, 256.0 if IS_FLOAT and DTYPE != tl.float32 else 1.0, tl.float32)
+    if BITS < 8 and DTYPE != tl.float32:
+        for field in tl.static_range(1, 8 // BITS):
+            factor = tl.where(index // BYTES == field, 1.0 / (1 << (BITS * field)), factor)
+    return factor
+
+
+@triton.jit
+def permute_bytes(a, b, SELECTOR: tl.constexpr, PTX: tl.constexpr):
+    """CUDA's __byte_perm: byte k of the result is the byte of [a, b] that digit k of the selector says. Without PTX, in
+    plain operations."""
+    if PTX:
+        return libdevice.byte_perm(a, b, SELECTOR)
+    else:
+        result = a & 0
+        for k in tl.static_range(4):
+            source = b if (SELECTOR >> (4 * k)) & 4 else a
+            result |= ((source >> (((SELECTOR >> (4 * k)) & 3) * 8)) & 255) << (8 * k)
+        return result
+
+
+@triton.jit
+def _e4m3(pairs):
+    """E4M3 bits in the upper byte of each half -> the bits of float16 numbers."""
+    return (pairs & -0x7FFF8000) | ((pairs >> 1) & 0x3F803F80)
+
+
+@triton.jit
+def _numbers(word, FIELD: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, DTYPE: tl.constexpr):
+    """The float16 numbers in both halves of words [R, C]: [R, C, 2] in DTYPE."""
+    low, high = word.to(tl.int16).to(tl.float16, bitcast=True), (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    numbers = tl.join(low, high)
+    if DTYPE == tl.float32:
+        numbers = numbers.to(tl.float32)
+        if IS_FLOAT:
+            numbers *= 256.0
+        else:
+            numbers = (numbers - (1152.0 if BITS == 8 else 1024.0)) * (1.0 / (1 << (FIELD * BITS)))
+    return numbers
+
+
+@triton.jit
+def _key_field(
+    words, magic, FIELD: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Field FIELD of each byte: [R, C, 2, 2], the first two bytes at [..., 0]."""
+    if IS_FLOAT:
+        low = _e4m3(permute_bytes(words, words, 0x1100, PTX))
+        high = _e4m3(permute_bytes(words, words, 0x3322, PTX))
+    else:
+        ones = magic | ((magic >> 8) & 0x00FF00FF)
+        if BITS == 8:
+            words = words ^ -0x7F7F7F80
+        MASK: tl.constexpr = (0x10001 * (((1 << BITS) - 1) << (FIELD * BITS))) - 0xFF0100
+        low = permute_bytes(words, ones, 0x4140, PTX) & MASK
+        high = permute_bytes(words, ones, 0x4342, PTX) & MASK
+    return tl.join(_numbers(low, FIELD, BITS, IS_FLOAT, DTYPE), _numbers(high, FIELD, BITS, IS_FLOAT, DTYPE))
+
+
+@triton.jit
+def key_operand(
+    words, magic, WARPS: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
+    DTYPE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Words at `key_words` -> [WARPS, 16 keys, BYTES * 8 / BITS channels]."""
+    VEC: tl.constexpr = min(4, BYTES // 16)
+    x = _key_field(words, magic, 0, BITS, IS_FLOAT, DTYPE, PTX)
+    if BITS < 8:
+        x = tl.join(x, _key_field(words, magic, 1, BITS, IS_FLOAT, DTYPE, PTX))
+    if BITS == 2:
+        y = _key_field(words, magic, 2, BITS, IS_FLOAT, DTYPE, PTX)
+        x = tl.join(x, tl.join(y, _key_field(words, magic, 3, BITS, IS_FLOAT, DTYPE, PTX)))
+    # half of the keys, repetition, warp, g, j, word, low and high bit of the byte, of the field
+    x = tl.reshape(x, (2, BYTES // 16 // VEC, WARPS, 8, 4, VEC, 2, 2, 2 if BITS < 8 else 1, 2 if BITS < 4 else 1))
+    x = tl.permute(x, (2, 0, 3, 9, 8, 1, 5, 4, 7, 6))
+    return tl.reshape(x, (WARPS, 16, BYTES * 8 // BITS))
+
+
+@triton.jit
+def _value_byte(
+    even, odd, magic, BYTE: tl.constexpr, FIELD: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
+    DTYPE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Field FIELD of byte BYTE of two keys: [R, C, 2]."""
+    pairs = permute_bytes(even, odd, 0x4400 + 0x1111 * BYTE, PTX)
+    if IS_FLOAT:
+        word = _e4m3(pairs)
+    elif BITS == 8:
+        word = (pairs & 0x00FF00FF) ^ (magic ^ 0x00800080)
+    else:
+        word = (pairs & (0x10001 * (((1 << BITS) - 1) << (FIELD * BITS)))) | magic
+    return _numbers(word, FIELD, BITS, IS_FLOAT, DTYPE)
+
+
+@triton.jit
+def _value_field(
+    even, odd, magic, FIELD: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """[R, C, 2 keys, low and high bit of the byte]"""
+    a = _value_byte(even, odd, magic, 0, FIELD, BITS, IS_FLOAT, DTYPE, PTX)
+    b = _value_byte(even, odd, magic, 1, FIELD, BITS, IS_FLOAT, DTYPE, PTX)
+    c = _value_byte(even, odd, magic, 2, FIELD, BITS, IS_FLOAT, DTYPE, PTX)
+    d = _value_byte(even, odd, magic, 3, FIELD, BITS, IS_FLOAT, DTYPE, PTX)
+    return tl.join(tl.join(a, b), tl.join(c, d))
+
+
+@triton.jit
+def value_operand(
+    even, odd, magic, WARPS: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
+    DTYPE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Words at `value_words`, of keys and of those that follow them -> [WARPS, BYTES * 8 / BITS channels, 16 keys]."""
+    VEC: tl.constexpr = min(4, BYTES // 32)
+    x = _value_field(even, odd, magic, 0, BITS, IS_FLOAT, DTYPE, PTX)
+    if BITS < 8:
+        x = tl.join(x, _value_field(even, odd, magic, 1, BITS, IS_FLOAT, DTYPE, PTX))
+    if BITS == 2:
+        y = _value_field(even, odd, magic, 2, BITS, IS_FLOAT, DTYPE, PTX)
+        x = tl.join(x, tl.join(y, _value_field(even, odd, magic, 3, BITS, IS_FLOAT, DTYPE, PTX)))
+    # pair of keys, repetition, warp, g, j, word, key of the pair, low and high bit of the byte, of the field
+    x = tl.reshape(x, (2, BYTES // 32 // VEC, WARPS, 8, 4, VEC, 2, 2, 2, 2 if BITS < 8 else 1, 2 if BITS < 4 else 1))
+    x = tl.permute(x, (2, 10, 9, 1, 5, 8, 7, 3, 4, 0, 6))
+    return tl.reshape(x, (WARPS, BYTES * 8 // BITS, 16))
+
+
+@triton.jit
+def key_words(WARPS: tl.constexpr, BYTES: tl.constexpr):
+    """Of the words that lanes load of keys [R, C]: first key of the row's warp [R, 1], key after that, word of the
+    key. The shapes are chosen for the layout that the compiler gives a load of such a shape: warps over rows, 32 lanes
+    by up to 4 words."""
+    VEC: tl.constexpr = min(4, BYTES // 16)
+    REPS: tl.constexpr = BYTES // 16 // VEC
+    row = tl.arange(0, 2 * REPS * WARPS)[:, None]
+    column = tl.arange(0, 32 * VEC)[None, :]
+    lane = column // VEC
+    word = row // WARPS % REPS * VEC + lane % 4 * (BYTES // 16) + column % VEC
+    return row % WARPS * 16, row // (WARPS * REPS) * 8 + lane // 4, word
+
+
+@triton.jit
+def value_words(WARPS: tl.constexpr, BYTES: tl.constexpr):
+    """As `key_words`, of every second key of the values."""
+    VEC: tl.constexpr = min(4, BYTES // 32)
+    REPS: tl.constexpr = BYTES // 32 // VEC
+    row = tl.arange(0, 2 * REPS * WARPS)[:, None]
+    column = tl.arange(0, 32 * VEC)[None, :]
+    lane = column // VEC
+    word = row // WARPS % REPS * VEC + lane // 4 * (BYTES // 32) + column % VEC
+    return row % WARPS * 16, row // (WARPS * REPS) * 2 + lane % 4 * 4, word
+
+
+@triton.jit
+def channel_numbers(WARPS: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Of the numbers (one a channel) that lanes load to go with keys [R, C]: first key of the row's warp [R, 1], row of
+    an operand (0 to 7), channel, and whether there is one."""
+    VEC: tl.constexpr = min(8, BYTES // 4)
+    REPS: tl.constexpr = BYTES // 4 // VEC
+    row = tl.arange(0, 8 // BITS * REPS * WARPS)[:, None]
+    column = tl.arange(0, 32 * VEC)[None, :]
+    lane = column // VEC
+    byte = lane % 4 * (BYTES // 4) + row // WARPS % REPS * VEC + column % VEC
+    return row % WARPS * 16, lane // 4, row // (WARPS * REPS) * WIDTH + byte, byte < WIDTH
+
+
+@triton.jit
+def channels_operand(x, IS_LEFT: tl.constexpr, WARPS: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr):
+    """Numbers at `channel_numbers` in the order of `key_operand`'s channels: [WARPS, channels, 8 rows]; IS_LEFT:
+    [WARPS, 16 rows, channels], all of them twice."""
+    VEC: tl.constexpr = min(8, BYTES // 4)
+    # a join among an operand's origins decides how Triton names channels in registers: there is one in `key_operand`,
+    # and operands with other names would change lanes
+    low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    x = tl.join(low, high)
+    x = tl.reshape(x, (8 // BITS, BYTES // 4 // VEC, WARPS, 8, 4, VEC // 4, 4))
+    if IS_LEFT:
+        x = tl.reshape(tl.permute(x, (2, 3, 0, 1, 5, 4, 6)), (WARPS, 1, 8, BYTES * 8 // BITS))
+        x = tl.broadcast_to(x, (WARPS, 2, 8, BYTES * 8 // BITS))
+        return tl.reshape(x, (WARPS, 16, BYTES * 8 // BITS))
+    else:
+        return tl.reshape(tl.permute(x, (2, 0, 1, 5, 4, 6, 3)), (WARPS, BYTES * 8 // BITS, 8))
+
+
+@triton.jit
+def channel_of_column(k, WIDTH: tl.constexpr, BYTES: tl.constexpr, NONE: tl.constexpr):
+    """The channel at k along the sum of a key operand, NONE where there is none."""
+    byte = k // 4 % 4 * (BYTES // 4) + k % BYTES // 16 * 4 + k % 4
+    return tl.where(byte < WIDTH, k // BYTES * WIDTH + byte, NONE)
+
+
+@triton.jit
+def channel_of_row(m, WIDTH: tl.constexpr, BYTES: tl.constexpr, NONE: tl.constexpr):
+    """The channel of row m of a value operand, NONE where there is none."""
+    byte = m % 8 * (BYTES // 8) + m % BYTES // 32 * 4 + m // 8 % 4
+    return tl.where(byte < WIDTH, m // BYTES * WIDTH + byte, NONE)

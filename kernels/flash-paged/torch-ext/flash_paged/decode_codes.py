@@ -1,0 +1,360 @@
+"""`decode_kernel` for pages of codes: int8 and fp8, or KIVI's int4 and int2 (https://arxiv.org/abs/2402.02750), whose
+last tokens lie in full precision in a ring.
+
+Every warp has 16 keys of a tile to itself, with a maximum and sums of its own, which are added when the lane is done:
+no barrier stands in the loop. Codes are the left operand of both products, as code_operands.py makes it; keys are
+loaded while the tile before them is computed. Everything else that the formats ask for joins the queries and the
+weights, or is added once a lane:
+
+- Numbers are codes plus an offset: what it adds to a score is a product of the queries with -offset, the accumulators'
+  first value; what it adds to a sum of values is the sum of the weights times the offset.
+- 8 bits: x = code * scale for a token. The scale joins the score, and the weight.
+- 4 and 2 bits, keys: x = min + code * scale for a channel and group of tokens, so q . x = (q * scale) . code + q . min,
+  both products of matrix instructions. Values: x = min + code * scale for a token, so sum p x = sum (p * scale) code +
+  sum p * min; one group of channels has one number a token.
+
+Queries are float16 in the products, divided by a power of two that keeps them below 2; weights are at most 1.
+"""
+
+import triton
+import triton.language as tl
+
+from .code_operands import (
+    channel_numbers,
+    channel_of_column,
+    channel_of_row,
+    channels_operand,
+    factor_of,
+    key_operand,
+    key_words,
+    offset_of,
+    value_operand,
+    value_words,
+)
+from .decode_combine import finish_lane
+from .decode_schedule import program_share, sequence_tiles
+from .decode_scores import query_positions, visible_scores
+from .tiles import dot
+
+
+@triton.jit
+def find_slots(block_table, start, warp_key, key, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page (int64, -1 where there is none) and slot of keys start + warp_key + key, which broadcast to the shape of
+    `key`, or to that of one key a warp or a tile where these lie in one page; and the slots after that one."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(block_table + start // PAGE_SIZE, mask=start < limit, other=-1)
+        slot = start % PAGE_SIZE
+        offset = warp_key + key
+    elif PAGE_SIZE % 16 == 0:
+        first = start + warp_key
+        page = tl.load(block_table + first // PAGE_SIZE, mask=first < limit, other=-1)
+        slot = first % PAGE_SIZE
+        offset = key
+    else:
+        first = start + warp_key + key
+        page = tl.load(block_table + first // PAGE_SIZE, mask=first < limit, other=-1)
+        slot = first % PAGE_SIZE
+        offset = key * 0
+    return page.to(tl.int64), slot, offset
+
+
+@triton.jit
+def load_words(
+    cache, block_table, start, place, further, limit, stride_b, stride_t, WIDTH: tl.constexpr, BYTES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Words of keys (`key_words`, `value_words`), `further` keys on. Where there is no page, some of page 0: codes are
+    finite numbers, whatever they are."""
+    warp_key, key, word = place
+    page, slot, offset = find_slots(block_table, start, warp_key, key + further, limit, PAGE_SIZE, BLOCK_N)
+    at = cache + tl.maximum(page, 0) * stride_b + slot * stride_t + (offset * stride_t + word)
+    if BYTES == WIDTH:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(word < WIDTH // 4) & (offset >= 0), other=0)
+
+
+@triton.jit
+def load_channels(
+    numbers, block_table, start, place, limit, stride_b, stride_g, WIDTH: tl.constexpr, BYTES: tl.constexpr,
+    TOKENS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Numbers of channels of groups of TOKENS tokens (`channel_numbers`); where there is no page, some of page 0."""
+    warp_key, row, channel, there = place
+    page, slot, offset = find_slots(block_table, start, warp_key, row * 0, limit, PAGE_SIZE, BLOCK_N)
+    if TOKENS % BLOCK_N == 0:
+        offset = offset * 0
+    at = numbers + tl.maximum(page, 0) * stride_b + (slot + offset) // TOKENS * stride_g + channel
+    if BYTES == WIDTH:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=there & (offset >= 0), other=0.0)
+
+
+@triton.jit
+def load_queries(
+    q, first, place, rows, stride_qt, stride_qh, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr,
+    BYTES: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Rows first to first + BLOCK_M of the queries of a key head, as an operand that every warp has: [WARPS, channels,
+    BLOCK_M] in the order of `key_operand`."""
+    _, row, channel, there = place
+    m = first + row
+    at = q + (m // GROUP).to(tl.int64) * stride_qt + m % GROUP * stride_qh + channel
+    query = channels_operand(tl.load(at, mask=there & (m < rows), other=0.0), False, WARPS, BYTES, BITS)
+    if BLOCK_M == 16:
+        m += 8
+        at = q + (m // GROUP).to(tl.int64) * stride_qt + m % GROUP * stride_qh + channel
+        more = channels_operand(tl.load(at, mask=there & (m < rows), other=0.0), False, WARPS, BYTES, BITS)
+        query = tl.reshape(tl.permute(tl.join(query, more), (0, 1, 3, 2)), (WARPS, BYTES * 8 // BITS, BLOCK_M))
+    return query
+
+
+@triton.jit
+def load_tokens(
+    numbers, block_table, start, key, limit, stride_b, stride_t, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Numbers of tokens, float32 [WARPS, 16], 0 where there is none, and where there are."""
+    WARPS: tl.constexpr = key.shape[0]
+    warp_key = tl.arange(0, WARPS)[:, None] * 16
+    page, slot, offset = find_slots(block_table, start, warp_key, key, limit, PAGE_SIZE, BLOCK_N)
+    present = (start + warp_key + key < limit) & (page >= 0)
+    at = tl.maximum(page, 0) * stride_b + slot * stride_t + offset * stride_t
+    return tl.load(numbers + at, mask=present, other=0.0), present
+
+
+@triton.jit
+def warp_weights(s, maximum):
+    """One step of the online softmax of each warp: scores s [W, 16, M], in powers of two -> weights, the factor [W, 1,
+    M] of what was summed before, and the new maximum [W, M]."""
+    higher = tl.maximum(maximum, tl.max(s, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    return tl.exp2(s - base[:, None, :]), tl.exp2(maximum - base)[:, None, :], higher
+
+
+@triton.jit(
+    do_not_specialize=["batch", "seqlen_q", "seqlen_k", "appended", "left", "right", "tiles", "kv_heads", "magic"]
+)
+def decode_codes_kernel(
+    q, k, v, k_scale, k_min, v_scale, v_min, k_tail, v_tail, quantized_seqlens, out, lse, partial, statistics, arrivals,
+    sinks, slopes, tree_mask, cache_seqlens, block_table,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ksb,
+    stride_ksg, stride_ksh, stride_vsb, stride_vst, stride_vsh, stride_ktb, stride_ktt, stride_kth, stride_vtb,
+    stride_vtt, stride_vth, stride_slopes, stride_table,
+    batch, seqlen_q, seqlen_k, appended, kv_heads, tiles, scale, cap, left, right, magic,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr,
+    BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, TOKENS: tl.constexpr,
+    CHANNEL_GROUPS: tl.constexpr, RING: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """As `decode_kernel`; k and v are int32 words of codes, with strides in words. BYTES and VALUE_BYTES cover the
+    codes of a token and head. 8 bits: k_scale and v_scale have the same strides, those of groups, tails and
+    quantized_seqlens are None or 0. Else TOKENS share a key scale, the tail has RING slots; k_min and v_min have the
+    strides of k_scale and v_scale."""
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    HALF: tl.constexpr = tl.float32 if DTYPE == tl.float32 else tl.float16
+    TREE: tl.constexpr = tree_mask is not None
+    BLOCK_N: tl.constexpr = 16 * WARPS
+    WIDTH: tl.constexpr = HEAD_DIM * BITS // 8
+    VALUE_WIDTH: tl.constexpr = VALUE_DIM * BITS // 8
+    CHANNELS: tl.constexpr = BYTES * 8 // BITS
+    VALUE_CHANNELS: tl.constexpr = VALUE_BYTES * 8 // BITS
+    OFFSET: tl.constexpr = offset_of(BITS, IS_FLOAT, DTYPE)
+    GROUPED: tl.constexpr = BITS < 8
+    # the keys of a warp lie in one group (else every number is scaled by itself)
+    ONE_GROUP: tl.constexpr = GROUPED and TOKENS % 16 == 0
+    key_place = key_words(WARPS, BYTES)
+    value_place = value_words(WARPS, VALUE_BYTES)
+    channel_place = channel_numbers(WARPS, BYTES, WIDTH, BITS)
+    key_factor = factor_of(tl.arange(0, CHANNELS), BYTES, BITS, IS_FLOAT, DTYPE)[None, :, None]
+    warp_key = tl.arange(0, WARPS)[:, None] * 16
+    own_key = tl.arange(0, 16)[None, :] + warp_key * 0
+    lanes = kv_heads * tiles
+    share, position, stop, first_lane, end_lane, sequence_start = program_share(
+        batch, lanes, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N, BLOCK_B
+    )
+    for lane in tl.range(first_lane, end_lane):
+        sequence = (lane // lanes).to(tl.int64)
+        length, begin, lane_tiles = sequence_tiles(
+            sequence, batch, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N
+        )
+        lane_start = sequence_start + lane % lanes * lane_tiles
+        first = tl.maximum(position - lane_start, 0)
+        last = tl.minimum(stop - lane_start, lane_tiles)
+        kv_head = (lane % lanes // tiles).to(tl.int64)
+        tile = lane % tiles
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        valid = m < seqlen_q * GROUP
+        query_index = m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        query = load_queries(
+            q + sequence * stride_qb + kv_head * GROUP * stride_qh, tile * BLOCK_M, channel_place, seqlen_q * GROUP,
+            stride_qt, stride_qh, GROUP, BLOCK_M, WARPS, BYTES, BITS,
+        )  # fmt: skip
+        query_size = tl.full([1, 1, BLOCK_M], 1.0, tl.float32)
+        query = query.to(tl.float32)
+        if HALF == tl.float16:
+            largest = tl.max(tl.max(tl.abs(query), 1, keep_dims=True), 0, keep_dims=True)
+            power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            query_size = tl.where(power > 0.0, power, 1.0)
+            query = query / query_size
+        scaled_query = (query * key_factor).to(HALF)
+        query = query.to(HALF)
+        first_scores = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
+        if not GROUPED:
+            first_scores -= OFFSET * tl.sum(scaled_query.to(tl.float32), 1)[:, None, :]
+
+        shift = length - seqlen_q
+        own_tree = tree_mask
+        if TREE:
+            own_tree = tree_mask + sequence * seqlen_q
+        query_position, tree = query_positions(query_index, valid, shift, own_tree, TREE)
+        query_position, tree = query_position[None, None, :], tree[None, None, :]
+        slope = tl.zeros([BLOCK_M], tl.float32)
+        if slopes is not None:
+            slope = tl.load(slopes + sequence * stride_slopes + head, mask=valid, other=0.0) * 1.4426950408889634
+        slope = slope[None, None, :]
+        own_table = block_table + sequence * stride_table
+        keys = k + kv_head * stride_kh
+        values = v + kv_head * stride_vh
+        key_scales = k_scale + kv_head * stride_ksh
+        value_scales = v_scale + kv_head * stride_vsh
+
+        maximum = tl.full([WARPS, BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
+        weights = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)  # those of values' codes
+        minimums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)  # of values, times their weights
+        acc = tl.zeros([WARPS, VALUE_CHANNELS, BLOCK_M], tl.float32)
+        first_key = (begin + first) * BLOCK_N
+        last_key = tl.minimum((begin + last) * BLOCK_N, length)
+        end = length
+        if GROUPED:
+            end = tl.minimum(tl.load(quantized_seqlens + sequence), length)
+        next_key = load_words(
+            keys, own_table, first_key, key_place, 0, end, stride_kb, stride_kt, WIDTH, BYTES, PAGE_SIZE, BLOCK_N
+        )
+        for start in tl.range(first_key, tl.minimum(last_key, end), BLOCK_N, num_stages=1):
+            start = tl.multiple_of(start, BLOCK_N)
+            key = next_key
+            next_key = load_words(
+                keys, own_table, start + BLOCK_N, key_place, 0, end, stride_kb, stride_kt, WIDTH, BYTES, PAGE_SIZE,
+                BLOCK_N,
+            )  # fmt: skip
+            even = load_words(
+                values, own_table, start, value_place, 0, end, stride_vb, stride_vt, VALUE_WIDTH, VALUE_BYTES,
+                PAGE_SIZE, BLOCK_N,
+            )  # fmt: skip
+            odd = load_words(
+                values, own_table, start, value_place, 1, end, stride_vb, stride_vt, VALUE_WIDTH, VALUE_BYTES,
+                PAGE_SIZE, BLOCK_N,
+            )  # fmt: skip
+            key = key_operand(key, magic, WARPS, BYTES, BITS, IS_FLOAT, HALF, PTX)
+            if not GROUPED:
+                key_scale, present = load_tokens(
+                    key_scales, own_table, start, own_key, end, stride_ksb, stride_ksg, PAGE_SIZE, BLOCK_N
+                )
+                s = dot(key, scaled_query, first_scores) * (key_scale.to(tl.float32) * scale)[:, :, None]
+                s = s * query_size
+            elif ONE_GROUP:
+                key_scale = load_channels(
+                    key_scales, own_table, start, channel_place, end, stride_ksb, stride_ksg, WIDTH, BYTES, TOKENS,
+                    PAGE_SIZE, BLOCK_N,
+                )  # fmt: skip
+                key_min = load_channels(
+                    k_min + kv_head * stride_ksh, own_table, start, channel_place, end, stride_ksb, stride_ksg, WIDTH,
+                    BYTES, TOKENS, PAGE_SIZE, BLOCK_N,
+                )  # fmt: skip
+                key_scale = channels_operand(key_scale.to(HALF), False, WARPS, BYTES, BITS)
+                key_scale = tl.broadcast_to(key_scale[:, :, None, :], (WARPS, CHANNELS, BLOCK_M // 8, 8))
+                own_query = scaled_query * tl.reshape(key_scale, (WARPS, CHANNELS, BLOCK_M))
+                s = dot(channels_operand(key_min.to(HALF), True, WARPS, BYTES, BITS), query)
+                if OFFSET > 0:
+                    s = dot(tl.full([WARPS, 16, CHANNELS], -OFFSET, HALF), own_query, s)
+                s = dot(key, own_query, s) * (scale * query_size)
+            else:
+                page, slot, offset = find_slots(own_table, start, warp_key, own_key, end, PAGE_SIZE, BLOCK_N)
+                channel = channel_of_column(tl.arange(0, CHANNELS), WIDTH, BYTES, HEAD_DIM)
+                at = page * stride_ksb + (slot + offset) // TOKENS * stride_ksg
+                inside = (page >= 0)[:, :, None] & (channel < HEAD_DIM)[None, None, :]
+                at = at[:, :, None] + channel[None, None, :]
+                key_scale = tl.load(key_scales + at, mask=inside, other=0.0).to(tl.float32)
+                key_min = tl.load(k_min + kv_head * stride_ksh + at, mask=inside, other=0.0).to(tl.float32)
+                key = (key.to(tl.float32) - OFFSET) * tl.reshape(key_factor, (1, 1, CHANNELS)) * key_scale + key_min
+                s = dot(key.to(HALF), query) * (scale * query_size)
+            if CHANNEL_GROUPS == 1:
+                value_scale, present = load_tokens(
+                    value_scales, own_table, start, own_key, end, stride_vsb, stride_vst, PAGE_SIZE, BLOCK_N
+                )
+            else:
+                page, slot, offset = find_slots(own_table, start, warp_key, own_key, end, PAGE_SIZE, BLOCK_N)
+                present = (start + warp_key + own_key < end) & (page >= 0)
+            s = visible_scores(
+                s, (start + warp_key + own_key)[:, :, None], present[:, :, None], query_position, tree, own_tree, slope,
+                shift, seqlen_q, left, right, 1.0, cap, HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
+            )  # fmt: skip
+            p, shrink, maximum = warp_weights(s, maximum)
+            total = total * shrink + p
+            if CHANNEL_GROUPS == 1:
+                if GROUPED:
+                    value_min, _ = load_tokens(
+                        v_min + kv_head * stride_vsh, own_table, start, own_key, end, stride_vsb, stride_vst,
+                        PAGE_SIZE, BLOCK_N,
+                    )  # fmt: skip
+                    minimums = minimums * shrink + p * value_min.to(tl.float32)[:, :, None]
+                p = (p * value_scale.to(tl.float32)[:, :, None]).to(HALF)
+                if OFFSET > 0:
+                    weights = weights * shrink + p.to(tl.float32)
+                value = value_operand(even, odd, magic, WARPS, VALUE_BYTES, BITS, IS_FLOAT, HALF, PTX)
+            else:
+                at = (page * stride_vsb + slot * stride_vst + offset * stride_vst)[:, None, :]
+                row = tl.arange(0, VALUE_CHANNELS)
+                value_channel = channel_of_row(row, VALUE_WIDTH, VALUE_BYTES, VALUE_DIM)
+                value_factor = factor_of(row, VALUE_BYTES, BITS, IS_FLOAT, DTYPE)[None, :, None]
+                group = tl.minimum(value_channel // (VALUE_DIM // CHANNEL_GROUPS), CHANNEL_GROUPS - 1)
+                value_scale = tl.load(value_scales + at + group[None, :, None], mask=present[:, None, :], other=0.0)
+                value_min = v_min + kv_head * stride_vsh
+                value_min = tl.load(value_min + at + group[None, :, None], mask=present[:, None, :], other=0.0)
+                value = value_operand(even, odd, magic, WARPS, VALUE_BYTES, BITS, IS_FLOAT, HALF, PTX)
+                value = (value.to(tl.float32) - OFFSET) * value_factor * value_scale.to(tl.float32)
+                value = (value + value_min.to(tl.float32)).to(HALF)
+                p = p.to(HALF)
+            acc = dot(value, p, acc * shrink)
+        # plus 0, as the compiler cannot know: it would compute what follows before the loop, and hold it in registers
+        value_row = tl.arange(0, VALUE_CHANNELS) + tl.minimum(length, 0)
+        value_channel = channel_of_row(value_row, VALUE_WIDTH, VALUE_BYTES, VALUE_DIM)
+        value_factor = factor_of(value_row, VALUE_BYTES, BITS, IS_FLOAT, DTYPE)[None, :, None]
+        if CHANNEL_GROUPS == 1:
+            acc = (acc - OFFSET * tl.sum(weights, 1)[:, None, :]) * value_factor + tl.sum(minimums, 1)[:, None, :]
+
+        if GROUPED:
+            natural = tl.arange(0, BLOCK_D)
+            query_rows = q + sequence * stride_qb + query_index.to(tl.int64) * stride_qt + head * stride_qh
+            copies = tl.zeros([WARPS, 1, 1], tl.int32)  # every warp has all queries
+            there = valid[None, None, :] & (natural < HEAD_DIM)[None, :, None]
+            query = tl.load(query_rows[None, None, :] + natural[None, :, None] + copies, mask=there, other=0.0)
+            for start in tl.range(tl.maximum(first_key, end // BLOCK_N * BLOCK_N), last_key, BLOCK_N, num_stages=1):
+                number = start + warp_key + own_key
+                present = (number >= end) & (number < length)
+                at = k_tail + sequence * stride_ktb + kv_head * stride_kth + number % RING * stride_ktt
+                inside = present[:, :, None] & (natural < HEAD_DIM)[None, None, :]
+                s = dot(tl.load(at[:, :, None] + natural[None, None, :], mask=inside, other=0.0), query) * scale
+                s = visible_scores(
+                    s, number[:, :, None], present[:, :, None], query_position, tree, own_tree, slope, shift, seqlen_q,
+                    left, right, 1.0, cap, HAS_LEFT, HAS_RIGHT, TREE, SOFTCAP, slopes is not None,
+                )  # fmt: skip
+                p, shrink, maximum = warp_weights(s, maximum)
+                total = total * shrink + p
+                at = v_tail + sequence * stride_vtb + kv_head * stride_vth + number % RING * stride_vtt
+                inside = present[:, None, :] & (value_channel < VALUE_DIM)[None, :, None]
+                value = tl.load(at[:, None, :] + value_channel[None, :, None], mask=inside, other=0.0)
+                acc = dot(value, p.to(DTYPE), acc * shrink)
+
+        highest = tl.max(maximum, 0)
+        factor = tl.exp2(maximum - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
+        finish_lane(
+            out, lse, sinks, partial, statistics, arrivals, tl.trans(tl.sum(acc * factor[:, None, :], 0)),
+            tl.sum(tl.sum(total, 1) * factor, 0), highest, sequence, kv_head, tile, lane_start, lane_tiles, first, last,
+            share, seqlen_q, kv_heads, value_channel, GROUP, VALUE_DIM, ROWS, STEP,
+        )  # fmt: skip
+        sequence_start += tl.where(lane % lanes == lanes - 1, lanes * lane_tiles, 0)
