@@ -219,7 +219,7 @@ def environments() -> str:
 
 
 def import_time() -> str:
-    """Seconds that `import hf_efficient` adds, beside the oldest and the newest transformers."""
+    """Seconds that `import hf_efficient` adds, with the oldest and the newest transformers, and the wheel's size."""
     rows = []
     for found in load("import_time")["results"].values():
         seconds = found["seconds"]
@@ -228,7 +228,8 @@ def import_time() -> str:
         plain = [f"{value:.2f}" for value in (seconds["transformers"], added, model, with_model - model)]
         rows.append([found["versions"]["transformers"], *plain])
     header = "transformers | `import transformers` | and `hf_efficient` | `LlamaForCausalLM` of it | and `hf_efficient`"
-    return markdown(header, "lrrrr", rows)
+    wheel = load(f"environments/{next(reversed(load('import_time')['results']))}")["wheel_bytes"]
+    return f"{markdown(header, 'lrrrr', rows)}\n\nThe wheel has {wheel / 1e6:.1f} MB."
 
 
 FIGURES = {

@@ -15,7 +15,12 @@ from collections.abc import Callable, Iterable
 from hf_efficient.integrations import transformers_releases
 from hf_efficient.integrations.transformers_insides import OF_CONTINUOUS_BATCHING, Inside
 from hf_efficient.integrations.transformers_insides import of as _of
-from hf_efficient.integrations.transformers_releases import cache_name, check_paged_attention, without_prefix  # noqa: F401
+from hf_efficient.integrations.transformers_releases import (  # noqa: F401
+    cache_name,
+    cache_names,
+    check_paged_attention,
+    without_prefix,
+)
 
 
 RELEASES = transformers_releases.SUPPORTED

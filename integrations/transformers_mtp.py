@@ -2,6 +2,8 @@
 
 import torch
 
+from hf_efficient.integrations.transformers_releases import cache_name
+
 
 def load(model):
     """The MTP module of `model`'s checkpoint: transformers' `MtpModel`, in the model's dtype and on the device of its
@@ -80,7 +82,7 @@ def step(module, tokens, positions, features, mask, cache) -> torch.Tensor:
         position_embeddings=turns,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
+        **{cache_name(): cache},
     )
 
 

@@ -37,7 +37,12 @@ def needs(release: str, what: str) -> None:
 
 def cache_name() -> str:
     """What models, `generate()` and their outputs call the cache: "cache" as of 5.24, "past_key_values" before."""
-    return "cache" if has("5.24") else "past_key_values"
+    return "cache" if has("5.24") else cache_names()[0]
+
+
+def cache_names() -> tuple[str, ...]:
+    """By what names a caller of a model may give the cache: since 5.24 the old one is deprecated."""
+    return ("past_key_values", "cache") if has("5.24") else ("past_key_values",)
 
 
 def layer_types_and_kwargs(decoder) -> tuple[list[str], list[dict]]:

@@ -21,6 +21,14 @@ def needs_transformers(release: str, what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(is_older, reason=f"{what} needs transformers {release}")
 
 
+def needs_adapters(test):
+    """Skips a test of a model's own `add_adapter` where the installed PEFT is older than transformers takes there."""
+    from transformers.integrations.peft import MIN_PEFT_VERSION as least
+
+    is_older = not is_installed("peft") or Version(importlib.metadata.version("peft")) < Version(least)
+    return pytest.mark.skipif(is_older, reason=f"transformers' own adapter methods want peft {least}")(test)
+
+
 def enable_checkpointing(model, options: dict | None = None) -> None:
     """Activation checkpointing, under the name that it has as of transformers 5.23 or its old one."""
     name = "activation_checkpointing_enable"

@@ -13,7 +13,7 @@ import pytest
 import torch
 import unpackers
 from exported import compressed, largest_difference, weights
-from helpers import save_tiny, tiny_model, tiny_tokenizer
+from helpers import needs_adapters, save_tiny, tiny_model, tiny_tokenizer
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -198,6 +198,7 @@ def test_a_compressed_output_head_is_read_from_a_folder(tmp_path):
     assert (stored - weights(model)["lm_head.weight"]).abs().max() <= HALF_ULP * stored.abs().max()
 
 
+@needs_adapters
 def test_adapters_are_refused(tmp_path):
     model = compressed(tmp_path, bits=4, group_size=32)
     model.add_adapter(LoraConfig(target_modules=["q_proj"]))

@@ -4,7 +4,7 @@ compressed weights stay as they are, and what was trained can be saved, reloaded
 import pytest
 import saved_models
 import torch
-from helpers import assert_close, enable_checkpointing, tiny_model
+from helpers import assert_close, enable_checkpointing, needs_adapters, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -89,6 +89,7 @@ def test_lora_of_other_architectures(name, targets, tmp_path):
         assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
+@needs_adapters
 def test_transformers_own_adapter_loading(folder, tmp_path):
     model = load(folder)
     model.add_adapter(peft.LoraConfig(**LORA))
