@@ -218,6 +218,19 @@ def environments() -> str:
     return "\n\n".join(part for part in (*parts, "\n".join(features)) if part)
 
 
+def import_time() -> str:
+    """Seconds that `import hf_efficient` adds, beside the oldest and the newest transformers."""
+    rows = []
+    for found in load("import_time")["results"].values():
+        seconds = found["seconds"]
+        added = seconds["transformers and hf_efficient"] - seconds["transformers"]
+        model, with_model = seconds["a model"], seconds["a model and hf_efficient"]
+        plain = [f"{value:.2f}" for value in (seconds["transformers"], added, model, with_model - model)]
+        rows.append([found["versions"]["transformers"], *plain])
+    header = "transformers | `import transformers` | and `hf_efficient` | `LlamaForCausalLM` of it | and `hf_efficient`"
+    return markdown(header, "lrrrr", rows)
+
+
 FIGURES = {
     "choose": choose,
     "decode": decode,
@@ -226,6 +239,7 @@ FIGURES = {
     "learning": learning,
     "demo": demo,
     "environments": environments,
+    "import_time": import_time,
 }
 
 

@@ -7,6 +7,7 @@ python examples/evaluate_lm_eval.py --tasks arc_easy
 import argparse
 
 import lm_eval
+import torch
 from lm_eval.tasks import TaskManager
 
 import hf_efficient.integrations.lm_eval  # noqa: F401  (adds the harness's model "hf-efficient")
@@ -19,7 +20,10 @@ parser.add_argument("--include-path", help="a folder with tasks of your own; the
 parser.add_argument("--limit", type=int, help="of the samples of a task")
 options = parser.parse_args()
 tasks = dict(tasks=options.tasks, task_manager=TaskManager(include_path=options.include_path), limit=options.limit)
+device = "cuda" if torch.cuda.is_available() else "cpu"  # the harness takes "cuda" where nothing is said
 
 for name, arguments in (("hf", ""), ("hf-efficient", ",bits=4,group_size=64")):
-    found = lm_eval.simple_evaluate(model=name, model_args=f"pretrained={options.model}{arguments}", **tasks)
+    found = lm_eval.simple_evaluate(
+        model=name, model_args=f"pretrained={options.model}{arguments}", device=device, **tasks
+    )
     print(name, found["results"])

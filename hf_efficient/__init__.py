@@ -66,6 +66,7 @@ _PUBLIC = {
     "save_as_bitsandbytes": "hf_efficient.checkpoints.export.bitsandbytes",
     "export": "hf_efficient.checkpoints.export",
     "estimate": "hf_efficient.planning.estimate",
+    "ExpertOffload": "hf_efficient.expert_offload.offload",
     "recover": "hf_efficient.compression.recovery",
     "trainable": "hf_efficient.compression.recovery.unpacking",
     "distill": "hf_efficient.compression.distillation",

@@ -32,6 +32,7 @@ def flash_paged_attention_forward(
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
     cache=None,
+    request_pages=None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls.
@@ -50,7 +51,7 @@ def flash_paged_attention_forward(
         ValueError: attention weights, attention dropout or a mask that is not 2-D are asked for.
         RuntimeError: gradients are asked for and the keys lie in pages.
     """
-    attention_mask, seen = masks.columns_of(None if continuous_batching.is_ragged(cache) else attention_mask)
+    attention_mask, seen = masks.columns_of(None if request_pages is not None else attention_mask)
     _refuse(attention_mask, dropout, kwargs)
     is_causal = module.is_causal if is_causal is None else is_causal
     query, key_, value = _same_dtype(query, key, value)
@@ -60,8 +61,8 @@ def flash_paged_attention_forward(
         sliding_window += 1
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     options = dict(softmax_scale=scaling, causal=is_causal, window_size=window, softcap=softcap or 0.0, s_aux=s_aux)
-    if continuous_batching.is_ragged(cache):
-        return cache.attend(module.layer_idx, query, key_, value, **options), None
+    if request_pages is not None:
+        return request_pages.attend(module.layer_idx, query, key_, value, **options), None
     handle = getattr(key, PAGES, None)
     if handle is not None:
         api.check_inputs(query.transpose(1, 2), key_.transpose(1, 2), value.transpose(1, 2), dropout)
@@ -88,7 +89,8 @@ def flash_paged_attention_forward(
         output = continuous_batching.attend_pages(cache, module.layer_idx, query, key_, value, **options, **kwargs)
         if output is not None:
             return output, None
-        key_, value = cache.update(key_states=key_, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+        new = dict(key_states=key_, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+        key_, value = paged_attention_cache.update(cache, **new)  # that of `FormattedCache` waits for this call
     if attention_mask is not None and not is_causal and sliding_window is None:
         return _attend_all_queries(query, key_, value, attention_mask, **options), None
     name = module.config._attn_implementation

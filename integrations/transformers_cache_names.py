@@ -7,6 +7,8 @@ its own: it runs `generate_batch`. In a generation config it is a `PagedCache` i
 
 import functools
 
+from hf_efficient.integrations.transformers_releases import cache_name
+
 
 KV_FORMATS = {"paged": "auto", "paged_int8": "int8", "paged_fp8": "fp8", "paged_int4": "int4", "paged_int2": "int2"}
 
@@ -26,12 +28,12 @@ def _by_name(original):
     @functools.wraps(original)
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         kv_format = KV_FORMATS.get(generation_config.cache_implementation)
-        if kv_format is None or generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+        if kv_format is None or generation_config.use_cache is False or model_kwargs.get(cache_name()) is not None:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache
         from hf_efficient.cache.paged_cache import PagedCache
 
         kind = EncoderDecoderPagedCache if self.config.is_encoder_decoder else PagedCache
-        model_kwargs["past_key_values"] = kind(self.config, kv_format=kv_format)
+        model_kwargs[cache_name()] = kind(self.config, kv_format=kv_format)
 
     return _prepare_cache_for_generation

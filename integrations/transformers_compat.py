@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from hf_efficient.integrations import transformers_releases
 from hf_efficient.integrations.transformers_insides import OF_CONTINUOUS_BATCHING, Inside
 from hf_efficient.integrations.transformers_insides import of as _of
-from hf_efficient.integrations.transformers_releases import check_paged_attention, without_prefix  # noqa: F401
+from hf_efficient.integrations.transformers_releases import cache_name, check_paged_attention, without_prefix  # noqa: F401
 
 
 RELEASES = transformers_releases.SUPPORTED
@@ -149,7 +149,8 @@ INSIDES: tuple[Inside, ...] = (
     *_of(_LOOP, "generation.candidate_generator", "AssistantVocabTranslatorCache.get_translator"),
     *_of(_LOOP, "models.phi3.modeling_phi3", "Phi3ForCausalLM"),
     *_of(_LOOP, "models.phimoe.modeling_phimoe", "PhimoeForCausalLM"),
-    *_of(_COMPAT, "integrations.moe", "_default_apply_gate"),
+    *_of(_COMPAT, "configuration_utils", "PreTrainedConfig._experts_implementation"),
+    *_of(_COMPAT, "integrations.moe", "_default_apply_gate", "_grouped_linear"),
     *_of(_RELEASES, "integrations.flash_paged", "paged_attention_forward", until="5.19"),
     *OF_CONTINUOUS_BATCHING,
 )
@@ -345,3 +346,16 @@ def copy_attention(source, target) -> None:
 def expert_activation(experts, projected):
     """What the activation of a fused experts module makes of the output [..., N] of its up projection."""
     return experts._apply_gate(projected) if experts.has_gate else experts.act_fn(projected)
+
+
+def experts_implementation(experts) -> str | None:
+    """The name of the implementation of a fused experts module."""
+    return experts.config._experts_implementation
+
+
+def grouped_linear(*arguments):
+    """transformers' product of (rows [S, K], weights [E, N, K], offsets int32 [E], bias, whether weights are [E, K,
+    N])."""
+    from transformers.integrations.moe import _grouped_linear
+
+    return _grouped_linear(*arguments)

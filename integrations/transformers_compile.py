@@ -8,6 +8,7 @@ On accelerators it is compiled once for all lengths, by default with CUDA graphs
 import functools
 
 from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.integrations.transformers_releases import cache_name
 
 
 def register() -> None:
@@ -24,7 +25,7 @@ def _with_decode_step(original):
         compiled = original(self, *args, **kwargs)
 
         def call(*args, **inputs):
-            cache = inputs.get("past_key_values")
+            cache = inputs.get(cache_name())
             if not isinstance(cache, PagedCache):
                 return compiled(*args, **inputs)
             if not _is_decode_step(cache, **inputs):  # for example the chunks of a prompt

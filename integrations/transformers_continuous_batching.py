@@ -9,17 +9,11 @@ import functools
 
 import torch
 
-from hf_efficient.cache.request_pages import RequestPages
 from hf_efficient.integrations import transformers_releases
 from hf_efficient.kernels.attention import api
 
 
 _SHARED = "_hf_efficient_shared"
-
-
-def is_ragged(cache) -> bool:
-    """Whether `cache` is that of a batch of `transformers_batched_step`, which attends by itself."""
-    return isinstance(cache, RequestPages)
 
 
 @torch.compiler.disable  # as transformers' own update of these pages: they are views of one tensor of bytes

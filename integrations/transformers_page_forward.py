@@ -29,9 +29,8 @@ def _forward_of(model, pages: RequestPages):
     def forward(tokens, positions, index, is_captured):
         options = {"logits_to_keep": index} if keeps_logits else {}
         mask = no_mask if is_captured else None  # without, the model's own pattern of masks is checked
-        logits = model(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, cache=pages, use_cache=False, **options
-        ).logits[0]
+        inputs = dict(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False, **options)
+        logits = model(**inputs, request_pages=pages).logits[0]  # the pages come to the attention as they are
         return logits if keeps_logits else logits[index]
 
     return forward

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api
 
-from hf_efficient.integrations.transformers_releases import needs
+from hf_efficient.integrations.transformers_releases import has, needs
 from hf_efficient.kernels.attention import api
 
 
@@ -102,10 +102,20 @@ class FormattedCache(PagedAttentionCache):
                 f"{config._attn_implementation!r}"
             )
         is_ours = config._attn_implementation in api.ATTENTION_NAMES
+        self.waits = is_ours and has("5.24")
         if is_ours and torch.device(device).type == "cpu" and continuous_batching_config.max_batch_tokens is None:
             continuous_batching_config.max_batch_tokens = CPU_BATCH_TOKENS
         with _building(FORMATS[kv_format]):
             super().__init__(config, continuous_batching_config, device, *args, **kwargs)
+
+    @torch.compiler.disable  # as transformers'
+    def update(self, key_states, value_states, layer_idx: int, kwargs: dict):
+        """As of 5.24 a model calls this before its attention. Where flash_paged reads the pages, nothing happens yet:
+        the attention is given the cache, as it was until 5.23, and writes."""
+        if not self.waits:
+            return super().update(key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = self
+        return key_states, value_states
 
 
 @contextmanager

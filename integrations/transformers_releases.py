@@ -10,7 +10,7 @@ import importlib.metadata
 import re
 
 
-OLDEST, BELOW = (5, 16, 1), (5, 24)  # of the supported releases; setup.cfg requires the same
+OLDEST, BELOW = (5, 16, 1), (5, 25)  # of the supported releases; setup.cfg requires the same
 SUPPORTED = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BELOW))}"
 
 
@@ -33,6 +33,11 @@ def needs(release: str, what: str) -> None:
     """Raises ValueError, naming both releases, where the installed transformers is older than `release`."""
     if not has(release):
         raise ValueError(f"{what} needs transformers {release} or later; installed is {version()}")
+
+
+def cache_name() -> str:
+    """What models, `generate()` and their outputs call the cache: "cache" as of 5.24, "past_key_values" before."""
+    return "cache" if has("5.24") else "past_key_values"
 
 
 def layer_types_and_kwargs(decoder) -> tuple[list[str], list[dict]]:
@@ -159,7 +164,7 @@ def mark_users_caches() -> None:
 
     @functools.wraps(original)
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        if (cache := model_kwargs.get("past_key_values")) is not None:
+        if (cache := model_kwargs.get(cache_name())) is not None:
             cache._is_user_defined = True
         return original(self, generation_config, model_kwargs, *args, **kwargs)
 

@@ -58,7 +58,10 @@ def joining(conversions, names) -> list[WeightConverter]:
 
 def forget(model, joined=()) -> None:
     """Makes the model be saved with the tensors that it has: drops what was done while it was loaded and the
-    conversions `joined`, which would split what is no longer a weight."""
+    conversions `joined`, which would split what is no longer a weight. As of 5.24 a model that was made dense has none:
+    transformers drops them, and saves by those of the model's class."""
+    if not hasattr(model, "_weight_conversions"):
+        return
     targets = [patterns(conversion)[1] for conversion in joined]
     model._weight_conversions = [
         c

@@ -4,8 +4,10 @@ import weakref
 
 import torch
 
+from hf_efficient.integrations.transformers_compat import cache_name
 
-_INPUTS = {"input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"}
+
+_INPUTS = {"input_ids", "attention_mask", "position_ids", "cache_position", cache_name()}
 _OUTPUTS = {"labels", "output_attentions", "output_hidden_states", "output_router_logits"}  # need every column
 _REST = {"logits_to_keep", "use_cache", "return_dict"}
 
@@ -29,7 +31,7 @@ class ForwardHook:
         if torch.compiler.is_compiling() or self._prefix is None:
             return None
         inputs = {**dict(zip(self._names, args)), **kwargs}
-        cache = inputs.get("past_key_values")
+        cache = inputs.get(cache_name())
         prefix = getattr(cache, "prefix_cache", None)
         if prefix is None or prefix is not self._prefix():
             return None

@@ -11,6 +11,7 @@ from hf_efficient.cli.models import check_model, check_uncompressed, load_causal
 from hf_efficient.cli.options import add_dtype_argument, check_at_least
 from hf_efficient.cli.path_checks import check_folder
 from hf_efficient.cli.result import Result
+from hf_efficient.integrations.transformers_compat import cache_name
 
 
 KEYS = {
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> Result:
         ids = prompts[:batch_size]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
         if options.kv_format != "auto" or device.type != "cpu":  # else the native loop makes a PagedCache by itself
-            inputs["past_key_values"] = hf_efficient.PagedCache(model.config, kv_format=options.kv_format)
+            inputs[cache_name()] = hf_efficient.PagedCache(model.config, kv_format=options.kv_format)
         return model.generate(**inputs, max_new_tokens=options.new_tokens, do_sample=False, stopping_criteria=[clock])
 
     batches = [

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from hf_efficient.cli import catch_errors, progress
 from hf_efficient.evaluation import latency, memory, perplexity
+from hf_efficient.integrations.transformers_compat import cache_name
 
 
 DRAFT_TOKENS = 3  # by prompt lookup, per step and sequence
@@ -92,7 +93,7 @@ def _speed(model, inputs: dict, variant: dict, progress: bool, **options) -> dic
     def generate(tokens: int):
         cache = {}
         if variant["efficient"] and not options and model.device.type != "cpu":  # on a CPU generate() brings its own
-            cache["past_key_values"] = PagedCache(model.config)
+            cache[cache_name()] = PagedCache(model.config)
         lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
         return model.generate(**inputs, **options, **cache, **lengths, do_sample=False)
 

@@ -14,6 +14,7 @@ from hf_efficient.compression.disk_plan import DiskPlan, plan
 from hf_efficient.configs import CompressionConfig
 from hf_efficient.files import why_not_new
 from hf_efficient.integrations.transformers_block_files import load_in_files
+from hf_efficient.kernels.native.heap import map_large_blocks
 
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ def compress_on_disk(
         plans[0].check(allowed)
         return OnDisk(files, folder)
 
+    map_large_blocks()
     options = {"quantization_config": quantization_config, "dtype": dtype}
     loaded, disk = load_in_files(model_class, model, residence, **options)
     disk.finish()

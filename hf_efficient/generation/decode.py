@@ -78,7 +78,7 @@ def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion
         is_unchanged = version.snapshot.is_unchanged if entry.is_capturable and _runs_users_code(request) else None
         output, captured = _run(request, entry, is_unchanged)
         if request.returns_dict and entry.is_capturable:  # the caller gets a cache that grows
-            output.past_key_values = copied(entry.cache, model.config)
+            output[request.cache_name] = copied(entry.cache, model.config)
         elif request.returns_dict:
             entry.cache.attend_over_pages(False)
     version.pool.put(entry, captured)
@@ -112,7 +112,7 @@ def _run(request: GenerationRequest, entry: PoolEntry, is_unchanged=None):
         sequences=ids,
         scores=None if sequences.scores is None else tuple(sequences.scores),
         logits=None if sequences.logits is None else tuple(sequences.logits),
-        past_key_values=cache,
+        **{request.cache_name: cache},
     )
     return output, target.captured
 

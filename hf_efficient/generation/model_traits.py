@@ -7,7 +7,7 @@ from transformers import GenerationMixin
 
 from hf_efficient.cache.bookkeeping.model_key import rope_types
 from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.integrations.transformers_compat import attention_of
+from hf_efficient.integrations.transformers_compat import attention_of, cache_name
 from hf_efficient.integrations.transformers_loop import LOOP_STEPS, SWITCH_ROPE
 
 
@@ -35,12 +35,10 @@ def check_ragged(model, batch_size: int, argument: str) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(f"{argument}={name} is an encoder-decoder: speculation takes decoder-only models")
     takes = inspect.signature(model.forward).parameters
-    missing = [key for key in ("position_ids", "past_key_values") if key not in takes]
+    missing = [key for key in ("position_ids", cache_name()) if key not in takes]
     if missing or getattr(config, "alibi", False):
         reason = f"its forward takes no {' and no '.join(missing)}" if missing else "its ALiBi needs a 2-D mask"
-        raise ValueError(
-            f"{argument}={name}: {reason}; speculation needs a model with position_ids and past_key_values"
-        )
+        raise ValueError(f"{argument}={name}: {reason}; speculation needs a model with position_ids and {cache_name()}")
     try:
         cache = PagedCache(model.config)
     except ValueError as error:  # layers with a state that cannot be taken back

@@ -8,6 +8,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from hf_efficient.cache.paged_layer import PagedLayer
+from hf_efficient.integrations.transformers_compat import cache_name
 
 
 logger = logging.get_logger(__name__)
@@ -100,14 +101,14 @@ class Statistics:
 
 def as_transformers(output: GenerateDecoderOnlyOutput, cache: DynamicCache) -> GenerateDecoderOnlyOutput:
     """`output` of the native loop as transformers' loop returns it: logits in float32, and the keys and values of
-    `output.past_key_values` in the empty `cache`. Those of padding are zeros, where transformers' are computed."""
+    `output` in the empty `cache`. Those of padding are zeros, where transformers' are computed."""
     columns = output.sequences.shape[1] - 1
-    for index, layer in enumerate(output.past_key_values.layers):
+    for index, layer in enumerate(output[cache_name()].layers):
         if isinstance(layer, PagedLayer):
             cache.update(*_contiguous(layer, columns), index)
     logits = output.logits and tuple(step.float() for step in output.logits)
     return GenerateDecoderOnlyOutput(
-        sequences=output.sequences, scores=output.scores, logits=logits, past_key_values=cache
+        sequences=output.sequences, scores=output.scores, logits=logits, **{cache_name(): cache}
     )
 
 

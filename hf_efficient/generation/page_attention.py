@@ -8,7 +8,7 @@ from hf_efficient.cache.over_pages import over_pages
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation.model_traits import check_ragged
 from hf_efficient.generation.replay.captured_forward import is_watched
-from hf_efficient.integrations.transformers_compat import attention_of
+from hf_efficient.integrations.transformers_compat import attention_of, cache_name
 from hf_efficient.integrations.transformers_loop import can_use_attention
 from hf_efficient.kernels.attention.api import ATTENTION_NAMES
 
@@ -46,9 +46,9 @@ def _passes_pages_on(model, replaces_sdpa: bool) -> bool:
         windows = [state.window for state in cache.states]
         if replaces_sdpa:
             cache.attend_over_pages()
-        inputs = dict(input_ids=torch.zeros_like(positions), position_ids=positions, past_key_values=cache)
+        inputs = dict(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=True)
         with torch.no_grad(), cache.forward_context():
-            model(**inputs, use_cache=True)
+            model(**inputs, **{cache_name(): cache})
         cache.crop(-1)
         # the windows must be those of the config, and every layer must have taken part
         is_as_configured = windows == [state.window for state in cache.states]

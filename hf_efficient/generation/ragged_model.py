@@ -14,13 +14,13 @@ from hf_efficient.generation.model_traits import decoder_layers, unmasked_layers
 from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
-from hf_efficient.integrations.transformers_compat import attention_of
+from hf_efficient.integrations.transformers_compat import attention_of, cache_name
 from hf_efficient.integrations.transformers_loop import limits_logits, prefill
 
 
 GROUP_TOKENS = 256  # of prompts that a CPU runs together: larger groups take as long a token
 GROUPING_THRESHOLD = 0.9  # prompts are run in groups where these compute less than this share of all positions
-_HANDLED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # arguments set here
+_HANDLED = {"attention_mask", "position_ids", cache_name(), "use_cache", "logits_to_keep"}  # arguments set here
 
 
 def _is_left_padded(mask: torch.Tensor) -> bool:
@@ -71,6 +71,7 @@ class RaggedModel:
         self.model, self.cache, self.hidden_layers, self.captured = model, cache, hidden_layers, captured
         self.max_new_tokens, self.max_position = max_new_tokens, max_position
         self.limits_logits = limits_logits(model)
+        self._cached = {cache_name(): cache, "use_cache": True}
 
     @property
     def takes_trees(self) -> bool:
@@ -84,7 +85,7 @@ class RaggedModel:
 
         Returns the logits that follow them, [rows, vocabulary]. Raises ValueError where the model skipped a layer.
         """
-        model_kwargs = {**model_kwargs, "past_key_values": self.cache, "use_cache": True}
+        model_kwargs = {**model_kwargs, **self._cached}
         attention_mask, position_ids = model_kwargs.get("attention_mask"), model_kwargs["position_ids"]
         self._prepare_captures(model_kwargs)
         groups = self._groups(model_kwargs)
@@ -155,8 +156,8 @@ class RaggedModel:
 
     def _prompt_forward(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """The forward of a chunk of a prompt that is captured."""
-        inputs = dict(input_ids=tokens, position_ids=positions, past_key_values=self.cache)
-        return self.model(**inputs, use_cache=True, return_dict=True, logits_to_keep=last).logits
+        inputs = dict(input_ids=tokens, position_ids=positions, logits_to_keep=last)
+        return self.model(**inputs, **self._cached, return_dict=True).logits
 
     def _check_first_layers(self) -> None:
         """Raises ValueError where the model skipped all layers, or the first of a kind, by which masks are made."""
@@ -252,19 +253,18 @@ class RaggedModel:
         with is_tree, self._collecting_hidden(), self.cache.forward_context():
             inputs = self.model.prepare_inputs_for_generation(
                 tokens,
-                past_key_values=self.cache,
                 attention_mask=self._mask(columns, width, device, tree),
                 position_ids=positions,
-                use_cache=True,
+                **self._cached,
                 **extra,
             )
             return self.model(**inputs, return_dict=True).logits[:, -(keep or width) :]
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The forward that is captured: logits, `argmax` and `hidden`."""
-        inputs = dict(input_ids=tokens, position_ids=positions, past_key_values=self.cache)
+        inputs = dict(input_ids=tokens, position_ids=positions)
         with self._collecting_hidden(), self.cache.forward_context():
-            logits = self.model(**inputs, use_cache=True, return_dict=True).logits
+            logits = self.model(**inputs, **self._cached, return_dict=True).logits
         return logits, logits.argmax(-1), self.hidden
 
     @property

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.sequences import Sequences, is_left_padded, longest
 from hf_efficient.generation.speculation.options import Speculation, chosen
+from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.integrations.transformers_loop import pad_token_id
 
 
@@ -20,7 +21,7 @@ class GenerationRequest:
         model: the target.
         input_ids: int64 [batch, prompt length].
         logits_processor, stopping_criteria, generation_config, synced_gpus, streamer: as `generate()` prepared them.
-        model_kwargs: arguments of the prompt's forward, such as `attention_mask` and `past_key_values`.
+        model_kwargs: arguments of the prompt's forward, such as `attention_mask` and the cache.
         draft: a draft model, a `Drafter`, or a `Speculation` around one; None for what the config says, or nothing.
         tokenizers: the target's and the draft model's, None where not given.
     """
@@ -76,7 +77,12 @@ class GenerationRequest:
     @property
     def cache(self):
         """The cache that the caller or `generate()` made, or None."""
-        return self.model_kwargs.get("past_key_values")
+        return self.model_kwargs.get(self.cache_name)
+
+    @property
+    def cache_name(self) -> str:
+        """What arguments and outputs call the cache."""
+        return cache_name()
 
     @property
     def attention_mask(self) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ import torch
 
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.evaluation.roofline import Work
+from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.kernels.linear import native_rounded
 from hf_efficient.planning.meta_model import MetaModel
 from hf_efficient.planning.model_trace import Trace, Tracer
@@ -88,9 +89,9 @@ class _Forwards:
         prompt, new = self.lengths.prompt_tokens, self.lengths.new_tokens
         mean = prompt + max(new - 2, 0) / 2  # tokens in the cache at a decode step, averaged over the steps
         layers = len(paged.layers)
-        prefill = self._forward(prompt, past_key_values=ShapeCache(0, layers))
+        prefill = self._forward(prompt, **{cache_name(): ShapeCache(0, layers)})
         if prefill.attention:
-            step = self._forward(1, past_key_values=ShapeCache(int(mean), layers))
+            step = self._forward(1, **{cache_name(): ShapeCache(int(mean), layers)})
         else:  # the model has its own attention function, which needs keys of all tokens
             step = self._forward(1, int(mean), **self._forward(int(mean)).cache)
         pages = PageBytes(paged, prefill.keys, self.model.dtype, self.lengths.batch_size)

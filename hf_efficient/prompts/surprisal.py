@@ -6,6 +6,8 @@ import math
 import torch
 from torch.nn import functional
 
+from hf_efficient.integrations.transformers_compat import cache_name
+
 
 CHUNK = 512  # tokens of one forward that only adds to the context
 BATCH_TOKENS = 2048  # of one forward over several documents, padding counted
@@ -64,14 +66,13 @@ class Context:
 
     def _run(self, tokens: list[int]) -> None:
         output = self._forward(tokens, self.cache)
-        if getattr(output, "past_key_values", None) is None:
+        if output.get(cache_name()) is None:
             raise ValueError(f"{type(self.model).__name__} has no cache: it does not read text from left to right")
-        self.cache, self.last = output.past_key_values, output.logits[0, -1].clone()
+        self.cache, self.last = output[cache_name()], output.logits[0, -1].clone()
 
     def _forward(self, tokens: list[int], cache):
-        return self.model(
-            input_ids=torch.tensor([tokens], device=self.model.device), past_key_values=cache, use_cache=True
-        )
+        inputs = {"input_ids": torch.tensor([tokens], device=self.model.device), cache_name(): cache}
+        return self.model(**inputs, use_cache=True)
 
 
 def surprisal_after(

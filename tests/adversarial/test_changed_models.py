@@ -21,7 +21,7 @@ from hf_efficient.generation import model_state
 
 pytestmark = NATIVE_LOOP
 MODELS = ("llama", "mistral", "gemma3", "gpt2", "opt", "qwen3_moe")
-EXAMPLES = int(os.environ.get("HF_EFFICIENT_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("HF_EFFICIENT_EXAMPLES", "100"))
 PROMPT = torch.tensor([[17, 90, 45, 33, 61]])
 CALL = ("call", dict(input_ids=PROMPT, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0))
 
@@ -108,7 +108,7 @@ sessions = st.fixed_dictionaries(
     max_examples=EXAMPLES,
     deadline=None,
     database=None,
-    derandomize=EXAMPLES <= 300,
+    derandomize=EXAMPLES <= 100,
     suppress_health_check=list(HealthCheck),
 )
 @given(session=sessions, way=st.sampled_from(["loop", "loop", "paged", "lookup"]))

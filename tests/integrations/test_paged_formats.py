@@ -21,7 +21,7 @@ from test_continuous_batching import (  # noqa: F401
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, GenerationConfig
-from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler, group_layers_by_attn_type
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
@@ -218,7 +218,7 @@ def test_forwards_wait_for_no_device():
                 max_length_k={allocator.layer_type: 32}, read_index=index, write_index=index[:, :2],
             )  # fmt: skip
             if not allocator.supports_block_table:
-                keys, values = cache.update(key, key, 1, batch)
+                keys, values = PagedAttentionCache.update(cache, key, key, 1, batch)
                 assert keys.shape == values.shape == (1, allocator.num_key_value_heads, 40, allocator.head_dim)
                 continue
             options = dict(softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, s_aux=None)

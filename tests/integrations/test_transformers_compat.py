@@ -69,6 +69,18 @@ def test_no_other_file_touches_an_inside():
     assert found == []
 
 
+def test_only_one_place_knows_the_old_name_of_the_cache():
+    """As of 5.24 it is deprecated: every call of a model and every output goes through `cache_name()`."""
+
+    def uses(node) -> bool:
+        names = node.arg if isinstance(node, ast.keyword) else getattr(node, "attr", getattr(node, "value", None))
+        return names == "past_key_values"
+
+    paths = [*(ROOT / "hf_efficient").rglob("*.py"), *INTEGRATIONS.rglob("*.py")]
+    found = {path.name for path in paths for node in ast.walk(ast.parse(path.read_text())) if uses(node)}
+    assert found == {"transformers_releases.py"}
+
+
 def test_an_inside_that_is_gone_is_named(monkeypatch):
     rows = {
         "transformers.modeling_utils:PreTrainedModel._gone": dict(),
@@ -86,7 +98,7 @@ def test_an_inside_that_is_gone_is_named(monkeypatch):
         compat.require("there.py")
 
 
-@pytest.mark.parametrize("version", ["4.57.1", "5.16.0", "5.24.0.dev0", "6.0.0"])
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.0", "5.25.0.dev0", "6.0.0"])
 def test_another_release_is_refused_on_import(version, tmp_path):
     folder = tmp_path / f"transformers-{version}.dist-info"
     folder.mkdir()

@@ -33,13 +33,14 @@ class _SparseWeight(ctypes.Structure):
         ("starts", ctypes.c_void_p),
         ("out_features", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
+        ("two_of_four", ctypes.c_int64),
     ]
 
 
-def weight_structure(values, masks, starts, out_features, in_features) -> tuple[_SparseWeight, int]:
+def weight_structure(values, masks, starts, out_features, in_features, two_of_four) -> tuple[_SparseWeight, int]:
     """(the structure of a weight, its address)."""
     pointers = values.data_ptr(), masks.data_ptr(), starts.data_ptr()
-    return filled(_SparseWeight, *pointers, out_features, in_features)
+    return filled(_SparseWeight, *pointers, out_features, in_features, two_of_four)
 
 
 @once_a_tier
@@ -70,15 +71,18 @@ def _dense(values, masks, out_features, in_features) -> tuple[torch.Tensor, torc
 
 
 class NativeSparseLayout(NativeLayout):
-    """A pruned weight [N, K] in the layout of the C++ kernel. kept_shape: the shape of the canonical qweight."""
+    """A pruned weight [N, K] in the layout of the C++ kernel.
+
+    two_of_four: whether each 4 columns keep 2 and nothing is padded, which is read faster. kept_shape: the shape of the
+    canonical qweight."""
 
     dtype = torch.bfloat16
 
-    def __init__(self, values, masks, starts, out_features, in_features, kept_shape=(-1,)):
+    def __init__(self, values, masks, starts, out_features, in_features, two_of_four, kept_shape=(-1,)):
         self.values, self.masks, self.starts, self.kept_shape = values, masks, starts, kept_shape
-        self.out_features, self.in_features = out_features, in_features
+        self.sizes = self.out_features, self.in_features, self.two_of_four = out_features, in_features, two_of_four
         self.function = function()
-        self.weight, self.address = weight_structure(values, masks, starts, out_features, in_features)
+        self.weight, self.address = weight_structure(values, masks, starts, *self.sizes)
         self.tensors = {"packed": values, "packed_masks": masks, "packed_starts": starts}
 
     @classmethod
@@ -90,11 +94,12 @@ class NativeSparseLayout(NativeLayout):
         kept = _banded(mask)
         starts = F.pad(kept.flatten(1).sum(1).cumsum(0), (1, 0))
         masks = pack_codes(kept.to(torch.uint8), 1).view(torch.int32).squeeze(-1)
-        return cls(_banded(weight)[kept], masks, starts, *weight.shape, kept_shape)
+        two_of_four = bool((kept.unflatten(-1, (-1, 4)).sum(-1) == 2).all())
+        return cls(_banded(weight)[kept], masks, starts, *weight.shape, two_of_four, kept_shape)
 
     def as_op(self, x, bias):
         tensors = x, self.values, self.masks, self.starts, bias
-        return torch.ops.hf_efficient.cpu_sparse_linear(*tensors, self.out_features, self.in_features)
+        return torch.ops.hf_efficient.cpu_sparse_linear(*tensors, *self.sizes)
 
     def dequantize(self):
         return _dense(self.values, self.masks, self.out_features, self.in_features)[0]
@@ -104,24 +109,24 @@ class NativeSparseLayout(NativeLayout):
         return weight[kept].view(self.kept_shape)
 
 
-def _linear(x, values, masks, starts, bias, out_features, in_features):
-    return NativeSparseLayout(values, masks, starts, out_features, in_features).product(x, bias)
+def _linear(x, values, masks, starts, bias, *sizes):
+    return NativeSparseLayout(values, masks, starts, *sizes).product(x, bias)
 
 
-def _weight(dtype, _, values, masks, starts, out_features, in_features):
+def _weight(dtype, _, values, masks, starts, out_features, in_features, two_of_four):
     return _dense(values, masks, out_features, in_features)[0]
 
 
 @replays("hf_efficient::cpu_sparse_linear")
-def _instructions(y, x, values, masks, starts, bias, out_features, in_features):
-    weight = weight_structure(values, masks, starts, out_features, in_features)
+def _instructions(y, x, values, masks, starts, bias, *sizes):
+    weight = weight_structure(values, masks, starts, *sizes)
     return packed_product(y, x, bias, weight, function(), ("sparse",), (values, masks, starts))
 
 
 op.define(
     "cpu_sparse_linear(Tensor x, Tensor values, Tensor masks, Tensor starts, Tensor? bias, int out_features, "
-    "int in_features) -> Tensor",
+    "int in_features, bool two_of_four) -> Tensor",
     cpu=_linear,
-    fake=lambda x, values, masks, starts, bias, out_features, _: x.new_empty(*x.shape[:-1], out_features),
+    fake=lambda x, values, masks, starts, bias, out_features, *_: x.new_empty(*x.shape[:-1], out_features),
     weight=_weight,
 )

@@ -9,10 +9,20 @@ import ctypes
 
 _TRIM_EVERY = 1 << 24  # 16 MB of weights
 
+_MMAP_THRESHOLD, _LARGE = -3, 1 << 17  # glibc's M_MMAP_THRESHOLD, and what it is at first
+
 try:
-    _malloc_trim = ctypes.CDLL(None).malloc_trim
+    _malloc_trim, _mallopt = ctypes.CDLL(None).malloc_trim, ctypes.CDLL(None).mallopt
 except (AttributeError, OSError, TypeError):  # another C library, another system
-    _malloc_trim = None
+    _malloc_trim = _mallopt = None
+
+
+def map_large_blocks() -> None:
+    """From now on the C library maps every block of 128 kB or more apart, and unmaps it when it is freed. Left alone it
+    raises that limit to 32 MB, and the holes between blocks that live longer are lost to the process. Does nothing
+    where the C library has no `mallopt`."""
+    if _mallopt is not None:
+        _mallopt(_MMAP_THRESHOLD, _LARGE)
 
 
 class HeapTrimmer:

@@ -10,24 +10,31 @@ constexpr int SUMS = 16;  // at once, rows of x times rows of the weight
 // Sums that registers hold beside what they are made of.
 constexpr int SUMS_IN_REGISTERS = REGISTERS < 32 ? 4 : 16;
 
-// Calls body(k, count) for all k that are multiples of 32 below `width`, the last time maybe with fewer numbers.
-template <class F> static INLINE void for_terms(int64_t width, F body) {
+// Calls body(k, count, chain) for all k that are multiples of 32 below `width`, the last time maybe with fewer numbers.
+// Neighbouring calls have different chains, below CHAINS.
+template <int CHAINS, class F> static INLINE void for_terms(int64_t width, F body) {
     constexpr int64_t ALL = 2 * LANES;
     int64_t k = 0;
-    for (; k + ALL <= width; k += ALL) body(k, ALL);
-    if (k < width) body(k, width - k);
+    for (; k + CHAINS * ALL <= width; k += CHAINS * ALL)
+#pragma GCC unroll 4
+        for (int chain = 0; chain < CHAINS; chain++) body(k + chain * ALL, ALL, chain);
+    if constexpr (CHAINS > 1)
+        for (; k + ALL <= width; k += ALL) body(k, ALL, 0);
+    if (k < width) body(k, width - k, 0);
 }
 
 // y[i][j] (strides ld) <- x[i] . w[j] + bias[j] for M rows of x and `count` of w, at most SUMS / M
 template <int M, int AHEAD>
 static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16_t *bias, int64_t width, int64_t count,
                               uint16_t *y, int64_t ld) {
-    constexpr int N = SUMS / M, AT_ONCE = std::min(N, std::max(1, SUMS_IN_REGISTERS / M));
+    // Where registers are few, one row of x is multiplied by one of w at a time: memory is faster at a single stream.
+    constexpr int CHAINS = M == 1 && SUMS_IN_REGISTERS == 4 ? 2 : 1;  // sums that do not wait for each other
+    constexpr int N = SUMS / M, AT_ONCE = CHAINS > 1 ? 1 : std::min(N, std::max(1, SUMS_IN_REGISTERS / M));
     Floats all[SUMS];
 #pragma GCC unroll 1
     for (int first = 0; first < N; first += AT_ONCE) {
-        Floats sums[M * AT_ONCE] = {};
-        for_terms(width, [&](int64_t k, int64_t count_of_terms) __attribute__((always_inline)) {
+        Floats sums[M * AT_ONCE * CHAINS] = {};
+        for_terms<CHAINS>(width, [&](int64_t k, int64_t count_of_terms, int chain) __attribute__((always_inline)) {
             Terms values[M];
 #pragma GCC unroll 8
             for (int i = 0; i < M; i++) values[i] = load_terms(x + i * width + k, count_of_terms);
@@ -37,13 +44,19 @@ static INLINE void dense_tile(const uint16_t *x, const uint16_t *w, const uint16
                 __builtin_prefetch(from + AHEAD, 0, 0);
                 const Terms weights = load_terms(from, count_of_terms);
 #pragma GCC unroll 8
-                for (int i = 0; i < M; i++) sums[i * AT_ONCE + j] = dot(sums[i * AT_ONCE + j], weights, values[i]);
+                for (int i = 0; i < M; i++) {
+                    Floats &to = sums[(i * AT_ONCE + j) * CHAINS + chain];
+                    to = dot(to, weights, values[i]);
+                }
             }
         });
 #pragma GCC unroll 8
         for (int i = 0; i < M; i++)
 #pragma GCC unroll 16
-            for (int j = 0; j < AT_ONCE; j++) all[i * N + first + j] = sums[i * AT_ONCE + j];
+            for (int j = 0; j < AT_ONCE; j++) {
+                const Floats *of_both = sums + (i * AT_ONCE + j) * CHAINS;
+                all[i * N + first + j] = CHAINS > 1 ? of_both[0] + of_both[CHAINS - 1] : of_both[0];
+            }
     }
     Floats results = sums_of_lanes(all);
     if (bias) {
@@ -132,7 +145,8 @@ static void dense(const uint16_t *x, const uint16_t *w, const uint16_t *bias, ui
     auto run = [&](auto ahead) __attribute__((always_inline)) {
         dense_ahead(ahead, x, w, bias, y, rows, columns, width);
     };
-    if (REGISTERS < 32) run(std::integral_constant<int, 0>());
+    if (REGISTERS < 32 && rows <= 4) run(std::integral_constant<int, 16384>());
+    else if (REGISTERS < 32) run(std::integral_constant<int, 0>());
     else if (rows <= 4) run(std::integral_constant<int, 2048>());
     else if (rows <= 8) run(std::integral_constant<int, 2560>());
     else run(std::integral_constant<int, 2048>());

@@ -98,6 +98,11 @@ static INLINE Floats expanded(const uint16_t *from, uint32_t columns) {
     const __m512i values = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
     return (Floats)_mm512_slli_epi32(_mm512_maskz_expand_epi32(columns, values), 16);
 }
+static INLINE Floats expanded_two_of_four(const uint16_t *from, uint32_t columns) {  // 8 numbers
+    const __m256i values = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    const __m512i expanded = _mm512_maskz_expand_epi32(columns, _mm512_castsi256_si512(values));
+    return (Floats)_mm512_slli_epi32(expanded, 16);
+}
 
 static INLINE bool any_nan(Floats x) { return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q) != 0; }
 static INLINE float highest(Floats x) { return _mm512_reduce_max_ps((__m512)x); }

@@ -49,7 +49,7 @@ static INLINE Floats products(const uint16_t *const (&rows)[SUMS], const uint16_
 #pragma GCC unroll 1
     for (int first = 0; first < SUMS; first += AT_ONCE) {
         Floats sums[AT_ONCE] = {};
-        for_terms(width, [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+        for_terms<1>(width, [&](int64_t k, int64_t count, int) __attribute__((always_inline)) {
             const Terms values = load_terms(x + k, count);
 #pragma GCC unroll 16
             for (int j = 0; j < AT_ONCE; j++) {

@@ -7,7 +7,8 @@
 // With more rows the weight is expanded into tiles. Measured with AMX, on Zen 5, and on AVX-512 and AVX2.
 constexpr int FEW_ROWS = AMX ? LEAST_AMX_ROWS - 1 : BF16_LOOK_UPS ? 40 : 2 * AT_ONCE;
 
-EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y) LAYOUT(SparseWeight, values, masks, starts, out_features, in_features))
+EXPORT_LAYOUTS(LAYOUT(Product, weight, bias, y)
+               LAYOUT(SparseWeight, values, masks, starts, out_features, in_features, two_of_four))
 
 // `count` products of x [rows, in_features], the last argument unused: the signature is that of hf_linear.
 extern "C" void hf_sparse(const Product *products, int64_t count, const void *x, int64_t rows, int) {

@@ -9,13 +9,15 @@
 constexpr int BAND = 4;              // rows
 constexpr int BANDS = LANES / BAND;  // of a block
 constexpr int AT_ONCE = REGISTERS < 32 ? 1 : 4;  // rows of x that share one expansion
-constexpr int AHEAD = 4096;          // values between what is read and what is prefetched
+// values between what is read and what is prefetched, measured on Zen 5
+constexpr int AHEAD = REGISTERS < 32 ? 16384 : 4096;
 
 struct SparseWeight {  // mirrored in kernels/linear/native_sparse.py
     const uint16_t *values;
     const uint32_t *masks;  // [bands, steps, BAND]: bit i of a word is column i of a step
     const int64_t *starts;  // [bands + 1]: where a band begins among the values
     int64_t out_features, in_features;
+    int64_t two_of_four;  // whether each 4 columns keep 2, with no padding
 };
 
 struct Sparse : SparseWeight {
@@ -58,24 +60,35 @@ static INLINE Floats dot(Floats sum, const Step &a, const Step &b) {
 #endif
 }
 
-// The stored values of a row's step at their columns; `from` moves on. NEAR_END: nothing behind them may be read.
-template <bool NEAR_END> static INLINE Step expanded(const uint16_t *&from, uint32_t mask) {
-    const int count = __builtin_popcount(mask);
-#if BF16_DOT
-    const Step step = {expanded_pairs<NEAR_END>(from, mask, count)};
-    from += count;
-    return step;
-#else
-    uint16_t copy[48];
+// Where values are found.
+enum Reading {
+    ANYWHERE,
+    NEAR_END,     // nothing behind them may be read
+    TWO_OF_FOUR,  // each 4 columns keep 2; nothing else is read
+};
+
+// The stored values of a row's step at their columns; `from` moves on.
+template <Reading READING> static INLINE Step expanded(const uint16_t *&from, uint32_t mask) {
     const uint16_t *values = from;
-    if (NEAR_END) memcpy(copy, from, 2 * count), values = copy;
+#if BF16_DOT
+    const int count = __builtin_popcount(mask);
+    from += count;
+    return {expanded_pairs<READING == NEAR_END>(values, mask, count)};
+#else
+    if constexpr (READING == TWO_OF_FOUR) {
+        from += Sparse::COLUMNS / 2;
+        return {expanded_two_of_four(values, mask & 0xffff), expanded_two_of_four(values + 8, mask >> 16)};
+    }
+    const int count = __builtin_popcount(mask);
+    uint16_t copy[48];
+    if (READING == NEAR_END) memcpy(copy, from, 2 * count), values = copy;
     from += count;
     return {expanded(values, mask & 0xffff), expanded(values + __builtin_popcount(mask & 0xffff), mask >> 16)};
 #endif
 }
 
 // sums[m][j] <- x[m] . w[BAND * band + j] lane by lane, for M rows of x
-template <int M, bool NEAR_END>
+template <int M, Reading READING>
 static INLINE void few_rows(const Sparse &w, int64_t band, const uint16_t *x, Floats (*sums)[LANES]) {
     const uint16_t *from = w.values + w.starts[band];
     const uint32_t *masks = w.band_masks(band);
@@ -88,7 +101,7 @@ static INLINE void few_rows(const Sparse &w, int64_t band, const uint16_t *x, Fl
 #pragma GCC unroll 4
         for (int j = 0; j < BAND; j++) {
             __builtin_prefetch(from + AHEAD);
-            const Step weights = expanded<NEAR_END>(from, masks[j]);
+            const Step weights = expanded<READING>(from, masks[j]);
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) sum[m][j] = dot(sum[m][j], weights, at[m]);
         }
@@ -105,8 +118,9 @@ static void few_rows_of_block(const Sparse &w, int64_t block, const uint16_t *x,
     for (int64_t i = 0; i < BANDS; i++) {
         const int64_t band = block * BANDS + i;
         Floats(*to)[LANES] = (Floats(*)[LANES])(sums[0] + BAND * i);
-        if (w.is_near_end(band)) few_rows<M, true>(w, band, x + row * w.width, to);
-        else few_rows<M, false>(w, band, x + row * w.width, to);
+        if (!BF16_DOT && w.two_of_four) few_rows<M, TWO_OF_FOUR>(w, band, x + row * w.width, to);
+        else if (w.is_near_end(band)) few_rows<M, NEAR_END>(w, band, x + row * w.width, to);
+        else few_rows<M, ANYWHERE>(w, band, x + row * w.width, to);
     }
     for (int m = 0; m < M; m++) out.store(row + m, block * LANES, sums_of_lanes(sums[m]));
 }
@@ -139,7 +153,7 @@ static void dequantize_tile(const Sparse &w, int64_t block, int blocks, int64_t 
             Words squares[SQUARES][LANES];
 #pragma GCC unroll 16
             for (int j = 0; j < LANES; j++) {
-                const Step columns = expanded<true>(from[j / BAND], *masks[j / BAND]++);
+                const Step columns = expanded<NEAR_END>(from[j / BAND], *masks[j / BAND]++);
 #if BF16_DOT
                 squares[0][j] = (Words)columns.bits;
 #else

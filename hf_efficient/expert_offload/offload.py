@@ -1,0 +1,196 @@
+"""`ExpertOffload`: a mixture of experts in less memory of its device than its weights take."""
+
+import functools
+import os
+import uuid
+import weakref
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hf_efficient.byte_sizes import parse_bytes
+from hf_efficient.expert_offload import modules
+from hf_efficient.expert_offload.copies import Copier
+from hf_efficient.expert_offload.residents import POLICIES, Counts, Residents
+from hf_efficient.experts import EfficientExperts, expert_weight_names, is_fused_experts, is_sorted_experts
+from hf_efficient.tensor_files import mapped
+
+
+class ExpertOffload:
+    """Keeps some experts of each layer of a mixture on the device, and the others on the host or in files.
+
+    The outputs have the same bits as without it. Dense and compressed experts are served. Paper: Eliseev and Mazur,
+    Fast Inference of Mixture-of-Experts Language Models with Offloading (https://arxiv.org/abs/2312.17238).
+
+    >>> offload = ExpertOffload("8GB", policy="predicted", device="cuda")
+    >>> offload.attach(model)
+    >>> model.generate(**inputs)
+    >>> offload.stats()["hit_rate"]
+
+    Args:
+        device_memory: bytes of experts on the device, an int or "512MB", "2GiB". Every layer gets room for the same
+            number of them, at least one. Experts that are used and do not stay come on top, one at a time.
+        policy: which experts stay. "lru": those used last. "frequency": those used most often of late. "predicted": as
+            "lru", and the router of the next layer is asked ahead, with the inputs of this one, which experts to bring.
+        device: where the model computes; None for where it is. Everything but the experts is moved there.
+        disk: a folder for the experts, one mapped file a layer, deleted when the model is. None keeps them in host
+            memory. On a CPU only `disk` saves memory: the system drops pages of files, and never those of the host.
+
+    Raises ValueError for anything else.
+    """
+
+    def __init__(
+        self,
+        device_memory: int | str,
+        policy: str = "lru",
+        device: str | torch.device | None = None,
+        disk: str | os.PathLike | None = None,
+    ):
+        self.device_memory = parse_bytes("device_memory", device_memory)
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r}: must be one of {', '.join(POLICIES)}")
+        if disk is not None and not Path(disk).is_dir():
+            raise ValueError(f"disk={str(disk)!r}: must be a folder that exists")
+        self.policy, self.device = policy, None if device is None else torch.device(device)
+        self.disk = None if disk is None else Path(disk)
+        self._attached: dict[str, tuple[nn.Module, weakref.finalize | None]] = {}
+        self._residents: list[Residents] = []
+        self._counts = Counts()
+
+    def attach(self, model: nn.Module) -> None:
+        """Offloads the experts of `model`, a mixture with all weights in memory.
+
+        Raises:
+            ValueError: this object serves a model already; there are no experts that it can serve; their weights are on
+                the meta device or offloaded by accelerate; `device_memory` has no room for an expert a layer; a router
+                that "predicted" cannot ask.
+        """
+        if self._attached:
+            raise ValueError("attach(): this ExpertOffload serves a model already: make another, or detach() first")
+        found = {name: module for name, module in model.named_modules() if _is_served(module)}
+        _check(model, found)
+        device = self.device or next(model.parameters()).device
+        for module in found.values():
+            if isinstance(module, EfficientExperts):
+                module.restore_canonical()
+        most = self._room(found)
+        routers = _routers(model, found) if self.policy == "predicted" else {}
+        copier, self._counts = Copier(device), Counts()
+        for name, module in found.items():
+            weights, file = self._home(module, device)
+            make = None
+            if isinstance(module, EfficientExperts):
+                make = functools.partial(modules.layouts_of, module.compressed_weights())
+            residents = Residents(weights, most, self.policy, copier, self._counts, make)
+            modules.offload(module, residents)
+            self._attached[name] = module, file
+            self._residents.append(residents)
+        layers = list(found)
+        for name, following in zip(layers, layers[1:]):
+            if following in routers:
+                modules.predict(found[name], routers[following], found[following])
+        model.to(device)
+
+    def detach(self) -> None:
+        """Brings all experts to the device; nothing is offloaded afterwards."""
+        for (module, file), residents in zip(self._attached.values(), self._residents):
+            modules.bring_back(module)
+            for name in residents.weights:
+                tensor = module._parameters[name].data
+                home = tensor.clone() if file is not None else tensor
+                module._parameters[name] = nn.Parameter(home.to(residents.copier.device), requires_grad=False)
+            if file is not None:
+                file()
+        self._attached, self._residents = {}, []
+
+    def stats(self) -> dict[str, int | float]:
+        """Counts since `attach`, in experts.
+
+        `hits`, `misses`: that a forward read and that were on the device (or on their way), and others. `hit_rate`:
+        share of the hits. `prefetched`, `prefetched_used`: brought ahead, and those of them that were read.
+        `bytes_to_device`: copied. `experts`, `resident`: of all layers, and how many may stay on the device.
+        """
+        counts = asdict(self._counts)
+        return {
+            **counts,
+            "hit_rate": counts["hits"] / max(1, counts["hits"] + counts["misses"]),
+            "experts": sum(residents.experts for residents in self._residents),
+            "resident": sum(min(residents.most, residents.experts) for residents in self._residents),
+        }
+
+    def _room(self, found: dict[str, nn.Module]) -> int:
+        """How many experts of each layer may stay."""
+        one_each = sum(
+            sum(module._parameters[name].nbytes for name in _offloaded_names(module)) // module.num_experts
+            for module in found.values()
+        )
+        if one_each > self.device_memory:
+            raise ValueError(
+                f"device_memory={self.device_memory} has no room for one expert of each of {len(found)} layers, which "
+                f"take {one_each} bytes"
+            )
+        return self.device_memory // one_each
+
+    def _home(self, module: nn.Module, device: torch.device):
+        """Moves the weights of experts to the host. Returns (name -> Parameter, what deletes their file)."""
+        file = path = None
+        names = _offloaded_names(module)
+        if self.disk is not None:
+            path = self.disk / f"experts-{uuid.uuid4().hex}"
+            size = sum(-(-module._parameters[name].nbytes // _ALIGNED) * _ALIGNED for name in names)
+            whole, offset = mapped(path, torch.uint8, (size,)), 0
+            file = weakref.finalize(module, path.unlink, missing_ok=True)
+        for name in names:
+            tensor = module._parameters[name].data
+            if path is not None:
+                home = whole[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                offset += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+            else:
+                home = tensor.cpu() if device.type == "cpu" else tensor.cpu().pin_memory()
+            module._parameters[name] = nn.Parameter(home, requires_grad=False)
+        return {name: module._parameters[name] for name in names}, file
+
+
+_ALIGNED = 64  # bytes: where tensors begin in a file
+
+
+def _is_served(module: nn.Module) -> bool:
+    return isinstance(module, EfficientExperts) or is_fused_experts(module) or is_sorted_experts(module)
+
+
+def _offloaded_names(module: nn.Module) -> list[str]:
+    if isinstance(module, EfficientExperts):
+        return [name for weight in module.compressed_weights() for name in weight.names().values()]
+    return expert_weight_names(module)
+
+
+def _check(model: nn.Module, found: dict[str, nn.Module]) -> None:
+    """Raises ValueError where the experts of `model` cannot be offloaded."""
+    kind = type(model).__name__
+    if not found:
+        raise ValueError(f"{kind} has no experts that transformers keeps in one tensor: nothing can be offloaded")
+    for name, module in found.items():
+        if "Llama4" in type(module).__name__:
+            raise ValueError(f"{name}: every token of {kind} passes all experts, so that offloading them is no use")
+        if isinstance(module, modules.OffloadedExperts):
+            raise ValueError(f"{name} is offloaded by another ExpertOffload: detach() it first")
+        if hasattr(module, "_hf_hook") or any(parameter.is_meta for parameter in module.parameters()):
+            raise ValueError(f"{name} is placed by accelerate: load {kind} without device_map")
+        if getattr(module, "_is_expert_parallel", False):
+            raise ValueError(f"{name} holds the experts of one process of several, which is not supported")
+
+
+def _routers(model: nn.Module, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Name of experts -> their router, whose last output is int [T, k]."""
+    routers = {}
+    for name in found:
+        block = model.get_submodule(name.rpartition(".")[0])
+        routers[name] = next((m for m in block.children() if type(m).__name__.endswith("TopKRouter")), None)
+        if routers[name] is None:
+            raise ValueError(
+                f'policy="predicted" asks the router beside {name}, and {type(block).__name__} has none that can be '
+                'asked alone: use "lru" or "frequency"'
+            )
+    return routers
