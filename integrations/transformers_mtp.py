@@ -44,7 +44,9 @@ def load(model):
     finally:
         model._keys_to_ignore_on_load_unexpected = kept
     module.config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"  # both take any mask
-    return module.requires_grad_(False).eval()
+    module.layers.requires_grad_(False)  # not the rest, which is the model's own
+    module.layers.eval()
+    return module
 
 
 def follow(module, model) -> None:

@@ -138,6 +138,8 @@ def test_greedy_output_is_that_of_plain_generation(target):
     expected = target.generate(**batch, **ends)
     output = target.generate(**batch, **ends, assistant_model=fixed(drafter))
     assert output.tolist() == expected.tolist(), "sequences leave the batch one by one"
+    assert all(parameter.requires_grad for parameter in target.parameters()), "what is shared is as it was"
+    assert not any(parameter.requires_grad for parameter in drafter.module.layers.parameters())
 
 
 def test_sampled_output_has_the_distribution_of_the_target(tmp_path, monkeypatch):

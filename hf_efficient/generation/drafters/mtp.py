@@ -35,7 +35,6 @@ class MultiTokenPrediction(EagleTree):
                 f"the MTP module of {type(model).__name__} has sliding_window={self.window}: it must be larger than "
                 f"the {MAX_TOKENS} tokens of a draft"
             )
-        self.requires_grad_(False).eval()
 
     @property
     def fuse(self) -> torch.Tensor:
