@@ -142,6 +142,18 @@ def test_greedy_output_is_that_of_plain_generation(target):
     assert not any(parameter.requires_grad for parameter in drafter.module.layers.parameters())
 
 
+def test_no_dtype_changes(tmp_path):
+    published(tmp_path, "DeepSeek-V3")
+    target = enable_speculation(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    target.lm_head.float()  # what a user did, and what is shared
+    heads = MultiTokenPrediction(target)
+    before = {name: tensor.dtype for name, tensor in target.state_dict().items()}
+    own = {name: tensor.dtype for name, tensor in heads.module.layers.state_dict().items()}
+    heads.check(target)
+    assert before == {name: tensor.dtype for name, tensor in target.state_dict().items()}
+    assert own == {name: tensor.dtype for name, tensor in heads.module.layers.state_dict().items()}
+
+
 def test_sampled_output_has_the_distribution_of_the_target(tmp_path, monkeypatch):
     """21 000 draws: texts of three tokens, the last two of them drafted in trees."""
     monkeypatch.setattr(mtp, "FIRST_TOKENS", 8)

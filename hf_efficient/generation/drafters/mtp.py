@@ -40,6 +40,12 @@ class MultiTokenPrediction(EagleTree):
     def fuse(self) -> torch.Tensor:
         return self.module.layers[0].eh_proj.weight
 
+    def check(self, model) -> None:
+        self._check_target(model)
+        self.bind(
+            model
+        )  # without a cast: it would reach what is the model's own, and what transformers keeps in float32
+
     def bind(self, model) -> None:
         device = self.fuse.device
         transformers_mtp.follow(self.module, model)
