@@ -55,6 +55,8 @@ INSIDES: tuple[Inside, ...] = (
         _CONFIGS,
         parameters=("quantization_config", "quantization_config_from_args"),
     ),
+    *_of(_MTP, "conversion_mapping", "get_model_conversion_mapping"),
+    Inside("transformers.core_model_loading:revert_weight_conversion", _MTP, reads="_weight_conversions"),
     *_of(_MTP, "modeling_layers", "MtpModel.tie_with_main_model", "MtpModel._project_to_logits"),
     *_of(_MTP, "configuration_utils", "PreTrainedConfig._attn_implementation", "PreTrainedConfig.get_mtp_config"),
     *_of(

@@ -11,6 +11,7 @@ def load(model):
 
     Raises ValueError for a model without one, and for modules that are not read.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_layers import MtpModel
 
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
@@ -24,8 +25,10 @@ def load(model):
         raise ValueError(
             f"assistant_model='mtp': {name} was not loaded from a checkpoint, where its MTP module would be"
         )
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(f"assistant_model='mtp': {name} is quantized; MTP modules of models in floats are read")
+    if getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False):
+        raise ValueError(
+            f"assistant_model='mtp': the checkpoint of {name} is quantized; MTP modules are read from those in floats"
+        )
     kind = _layer_type(model.config.get_mtp_config())
     if kind not in ("full_attention", "sliding_attention"):
         raise ValueError(
@@ -33,7 +36,8 @@ def load(model):
             "sliding_attention are taken"
         )
     last = config.num_hidden_layers  # transformers' own pattern names the numbers of published sizes
-    kept = model._keys_to_ignore_on_load_unexpected
+    kept, conversions = model._keys_to_ignore_on_load_unexpected, vars(model).get("_weight_conversions")
+    model._weight_conversions = get_model_conversion_mapping(model)  # a quantizer has changed those of the loading
     model._keys_to_ignore_on_load_unexpected = [rf"(^|\.)layers\.{last}\.", r"^mtp\.", r"^model\.mtp\."]
     try:
         device = next(model.get_decoder().layers[-1].parameters()).device
@@ -44,9 +48,11 @@ def load(model):
             f"be read: {error}"
         ) from error
     finally:
-        model._keys_to_ignore_on_load_unexpected = kept
+        model._keys_to_ignore_on_load_unexpected, model._weight_conversions = kept, conversions
     module.config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"  # both take any mask
-    return module.requires_grad_(False).eval()
+    module.layers.requires_grad_(False)  # not the rest, which is the model's own
+    module.layers.eval()
+    return module
 
 
 def follow(module, model) -> None:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, MellumConfig
 from transformers.cache_utils import MtpCache
 
-from hf_efficient import MultiTokenPrediction, enable_speculation
+from hf_efficient import MultiTokenPrediction, WeightOnlyConfig, enable_speculation
 from hf_efficient.generation.drafters import eagle_tree, mtp
 
 
@@ -138,6 +138,39 @@ def test_greedy_output_is_that_of_plain_generation(target):
     expected = target.generate(**batch, **ends)
     output = target.generate(**batch, **ends, assistant_model=fixed(drafter))
     assert output.tolist() == expected.tolist(), "sequences leave the batch one by one"
+    assert all(parameter.requires_grad for parameter in target.parameters()), "what is shared is as it was"
+    assert not any(parameter.requires_grad for parameter in drafter.module.layers.parameters())
+
+
+def test_no_dtype_changes(tmp_path):
+    published(tmp_path, "DeepSeek-V3")
+    target = enable_speculation(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    target.lm_head.float()  # what a user did, and what is shared
+    heads = MultiTokenPrediction(target)
+    before = {name: tensor.dtype for name, tensor in target.state_dict().items()}
+    own = {name: tensor.dtype for name, tensor in heads.module.layers.state_dict().items()}
+    heads.check(target)
+    assert before == {name: tensor.dtype for name, tensor in target.state_dict().items()}
+    assert own == {name: tensor.dtype for name, tensor in heads.module.layers.state_dict().items()}
+
+
+def test_a_model_that_is_quantized_as_it_is_loaded(tmp_path):
+    """Its module stays in floats, and the checkpoint that it is saved to holds none."""
+    published(tmp_path / "floats", "DeepSeek-V3")
+    config = WeightOnlyConfig(bits=8, group_size=16)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32, quantization_config=config)
+    conversions = target._weight_conversions
+    batch, options = left_padded_batch(), dict(max_new_tokens=12, do_sample=False)
+    plain = target.generate(**batch, **options)
+    enable_speculation(target)
+    drafter = MultiTokenPrediction(target)
+    assert type(drafter.module.layers[0].mtp_block.self_attn.o_proj) is torch.nn.Linear
+    assert target._weight_conversions is conversions
+    assert target.generate(**batch, **options, assistant_model=fixed(drafter)).tolist() == plain.tolist()
+    target.save_pretrained(tmp_path / "codes")
+    saved = enable_speculation(AutoModelForCausalLM.from_pretrained(tmp_path / "codes"))
+    with pytest.raises(ValueError, match="is quantized; MTP modules are read from those in floats"):
+        saved.generate(**batch, **options, assistant_model="mtp")
 
 
 def test_sampled_output_has_the_distribution_of_the_target(tmp_path, monkeypatch):

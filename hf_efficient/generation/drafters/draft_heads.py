@@ -75,6 +75,11 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
         [length, hidden_size * (1 + layers)] of texts."""
 
     def check(self, model) -> None:
+        self._check_target(model)
+        self.to(model.dtype)
+        self.bind(model)
+
+    def _check_target(self, model) -> None:
         ours = self.describe(model)
         for field, value in ours.items():
             if field != "name" and value != self.target.get(field, value):  # published heads do not say all of them
@@ -89,8 +94,6 @@ class DraftHeads(Drafter, torch.nn.Module, PushToHubMixin):
                 f"{type(model).__name__} embeds tokens in {width} dimensions and has "
                 f"hidden_size={ours['hidden_size']}: draft heads need them to be equal"
             )
-        self.to(model.dtype)
-        self.bind(model)
 
     def bind(self, model) -> None:
         """Moves to the device of `model`, whose embeddings and output head are read from now on."""

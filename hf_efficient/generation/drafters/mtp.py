@@ -35,11 +35,16 @@ class MultiTokenPrediction(EagleTree):
                 f"the MTP module of {type(model).__name__} has sliding_window={self.window}: it must be larger than "
                 f"the {MAX_TOKENS} tokens of a draft"
             )
-        self.requires_grad_(False).eval()
 
     @property
     def fuse(self) -> torch.Tensor:
         return self.module.layers[0].eh_proj.weight
+
+    def check(self, model) -> None:
+        self._check_target(model)
+        self.bind(
+            model
+        )  # without a cast: it would reach what is the model's own, and what transformers keeps in float32
 
     def bind(self, model) -> None:
         device = self.fuse.device

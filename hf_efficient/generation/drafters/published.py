@@ -40,12 +40,7 @@ def read(place, hub_options: dict, missing: OSError) -> DraftHeads:
         raise missing from None
     if path is None:  # what `cached_file` says of this name in a folder
         raise missing
-    try:
-        config = json.loads(Path(path).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no JSON object")
+    config = _object(path)
     refuse(config, place)
     if "medusa_num_heads" in config:
         files = _files(place, ("medusa_lm_head", "model"), hub_options)
@@ -83,13 +78,29 @@ def _files(place, stems: tuple[str, ...], hub_options: dict) -> list[str]:
                 continue
             if name.endswith(".safetensors"):
                 return [path]
-            shards = sorted(set(json.loads(Path(path).read_text())["weight_map"].values()))
-            if not all(Path(shard).name == shard and shard.endswith(".safetensors") for shard in shards):
-                raise ValueError(f"{path}: weight_map names {shards[:3]}: safetensors files beside it are allowed")
-            return [cached_file(place, shard, **hub_options) for shard in shards]
+            return [cached_file(place, shard, **hub_options) for shard in _shards(path)]
     old = "pytorch_model.bin" if stems[0] == "model" else f"{stems[0]}.pt"
     new = f"{stems[0]}.safetensors"
     raise OSError(
         f"{place} has no {new}: weights are read from safetensors only, as other files can run code when they are "
         f'opened. Convert {old} in its folder with: python -c "{CONVERT.format(old=old, new=new)}"'
     )
+
+
+def _shards(index: str) -> list[str]:
+    """The names of the files that a `model.safetensors.index.json` names."""
+    weights = _object(index).get("weight_map")
+    shards = set(weights.values()) if isinstance(weights, dict) else {None}
+    if not all(isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") for name in shards):
+        raise ValueError(f"{index}: weight_map must name safetensors files beside it")
+    return sorted(shards)
+
+
+def _object(path: str) -> dict:
+    try:
+        found = json.loads(Path(path).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found

@@ -6,15 +6,17 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
+from hf_efficient.generation.drafters.published_config import check_integers, layer_config
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
-from hf_efficient.generation.speculation.proposal import Proposal
+from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
 from hf_efficient.generation.speculation.token_tree import product_trees
 
 
 BRANCHES = 8  # guesses of each position that are considered
 FIRST_TOKENS = 256  # room of a new context
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-SIZES += ("intermediate_size", "vocab_size", "block_size")
+SIZES += ("intermediate_size", "vocab_size")
+MORE = ("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps")
 OF_BLOCK = {"block_size", "mask_token_id", "target_layer_ids"}  # what `dflash_config` may say
 IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")  # they follow from others
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -50,12 +52,11 @@ class PublishedDFlash(DraftHeads):
         if "speculators_model_type" in config:
             config = _of_speculators(config, name)
         block = _block(config, name)
-        sizes = {key: config.get(key) for key in SIZES[:-1]}
-        for key, value in {**sizes, "block_size": block["block_size"]}.items():
-            if type(value) is not int or value < 1 + (key == "block_size"):
-                raise ValueError(f"{name}: {key}={value!r} must be an integer of at least {1 + (key == 'block_size')}")
-        ropes = {key: config[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if key in config}
-        said = Qwen3Config(**sizes, **ropes, rms_norm_eps=config.get("rms_norm_eps", 1e-6))
+        check_integers(name, {"block_size": block["block_size"]}, least=2, most=MAX_NODES + 1)
+        sizes = {key: config.get(key) for key in SIZES}
+        check_integers(name, sizes)
+        more = {key: config[key] for key in MORE if key in config}
+        said = layer_config("qwen3", {**sizes, **more}, name)
         kind = (said.rope_parameters or {}).get("rope_type", "default")
         allowed = {
             "hidden_act": (config.get("hidden_act", "silu"), ("silu",)),
@@ -200,8 +201,8 @@ def _block(config: dict, name: str) -> dict:
     layers, mask = block.get("target_layer_ids"), block.get("mask_token_id")
     if not isinstance(layers, list) or not layers or any(type(layer) is not int or layer < 0 for layer in layers):
         raise ValueError(f"{name}: target_layer_ids={layers!r} must be a list of integers of at least 0")
-    if type(mask) is not int or not 0 <= mask < (config.get("vocab_size") or 0):
-        raise ValueError(f"{name}: mask_token_id={mask!r} must be a token below vocab_size={config.get('vocab_size')}")
+    check_integers(name, {"vocab_size": config.get("vocab_size")})
+    check_integers(name, {"mask_token_id": mask}, least=0, most=config["vocab_size"] - 1)
     return block
 
 
@@ -212,7 +213,7 @@ def _of_speculators(config: dict, name: str) -> dict:
         raise ValueError(f"{name}: transformer_layer_config={inner!r} must be an object with model_type 'qwen3'")
     if not isinstance(layers, list) or any(type(layer) is not int or layer < 1 for layer in layers):
         raise ValueError(f"{name}: aux_hidden_state_layer_ids={layers!r} must be a list of integers of at least 1")
-    layer = Qwen3Config(**{key: value for key, value in inner.items() if key != "model_type"}).to_dict()
+    layer = layer_config("qwen3", inner, name).to_dict()
     allowed = {
         "sample_from_anchor": (config.get("sample_from_anchor", False), (False,)),
         "target_hidden_size": (config.get("target_hidden_size"), (None, layer["hidden_size"])),
@@ -233,13 +234,14 @@ def _layers(config: dict, name: str) -> list[tuple[bool, int | None]]:
     """Whether each layer is causal, and how far it reaches: what `PublishedDFlash._seen` takes."""
     count, window = config["num_hidden_layers"], config.get("sliding_window")
     kinds, is_causal = config.get("layer_types") or ["full_attention"] * count, config.get("is_causal")
-    if len(kinds) != count or set(kinds) - {"full_attention", "sliding_attention"}:
+    known = "full_attention", "sliding_attention"
+    if not isinstance(kinds, list) or len(kinds) != count or not all(kind in known for kind in kinds):
         raise ValueError(
             f"{name}: layer_types={kinds!r} must say full_attention or sliding_attention for each of {count} layers"
         )
     slides = [kind == "sliding_attention" for kind in kinds]
-    if any(slides) and (type(window) is not int or window < 1):
-        raise ValueError(f"{name}: sliding_window={window!r} must be an integer of at least 1")
+    if any(slides):
+        check_integers(name, {"sliding_window": window})
     return [(slide if is_causal is None else is_causal, window if slide else None) for slide in slides]
 
 

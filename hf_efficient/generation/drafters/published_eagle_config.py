@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
+
+from hf_efficient.generation.drafters.published_config import check_integers, layer_config
 
 
 MODEL_TYPES = ("llama", "qwen3")  # of the layer, in the layout of `speculators`
@@ -83,27 +85,25 @@ def read(config: dict, name: str) -> EagleConfig:
             "speculators says which; false is allowed"
         )
     sizes = {key: config.get(key) for key in ("target_hidden_size", "draft_vocab_size")}
-    for key, value in sizes.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}: {key}={value!r} must be an integer of at least 1")
+    check_integers(name, {key: value for key, value in sizes.items() if value is not None})
     target_size = sizes["target_hidden_size"] or layer.hidden_size
     return EagleConfig(layer, target_size, sizes["draft_vocab_size"], _reads_layers(config, name), **flags)
 
 
 def _layer(inner: dict, name: str, is_speculators: bool) -> PreTrainedConfig:
-    for key in NEEDED:
-        if (key in inner or not is_speculators) and (type(inner.get(key)) is not int or inner[key] < 1):
-            raise ValueError(f"{name}: {key}={inner.get(key)!r} must be an integer of at least 1")
     if not is_speculators:
-        return LlamaConfig(**{key: inner[key] for key in SHAPE if key in inner})
+        check_integers(name, {key: inner.get(key) for key in NEEDED})
+        return layer_config("llama", {key: inner[key] for key in SHAPE if key in inner}, name)
     kind = inner.get("model_type", "qwen3")
     if kind not in MODEL_TYPES:
         raise ValueError(f"{name}: model_type={kind!r} of transformer_layer_config; one of {list(MODEL_TYPES)} is read")
-    return AutoConfig.for_model(kind, **{key: value for key, value in inner.items() if key != "model_type"})
+    return layer_config(kind, inner, name)
 
 
 def _reads_layers(config: dict, name: str) -> tuple[int, ...] | None:
     key, inner = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
+    if not isinstance(inner, dict):
+        raise ValueError(f"{name}: eagle_config={inner!r} must be an object")
     for use, allowed in USES.items():
         if inner.get(use, allowed) is not allowed:
             raise ValueError(f"{name}: {use}={inner[use]!r} of eagle_config; {allowed} is allowed")

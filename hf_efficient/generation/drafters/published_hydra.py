@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import embedding, linear, silu
 
 from hf_efficient.generation.drafters.draft_heads import DraftHeads
+from hf_efficient.generation.drafters.published_config import check_integers
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
 from hf_efficient.generation.speculation.proposal import Proposal
 from hf_efficient.generation.speculation.token_tree import best_first
@@ -41,9 +42,7 @@ class PublishedHydra(DraftHeads):
             if config.get(key, allowed if key == "hidden_state_offset" else None) != allowed:
                 raise ValueError(f"{name}: {key}={config.get(key)!r}; {allowed!r} is allowed")
         heads, blocks = config["hydra_num_heads"], config.get("hydra_num_layers")
-        for key, value in (("hydra_num_heads", heads), ("hydra_num_layers", blocks)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}: {key}={value!r} must be an integer of at least 1")
+        check_integers(name, {"hydra_num_heads": heads, "hydra_num_layers": blocks})
         vocab_size, size = tensors.shape("hydra_lm_head.0.weight")
         parts = []
         for head in range(heads):

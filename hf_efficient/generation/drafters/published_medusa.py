@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from hf_efficient.generation.drafters.medusa import MedusaHeads
+from hf_efficient.generation.drafters.published_config import check_integers
 from hf_efficient.generation.drafters.published_tensors import PublishedTensors
 from hf_efficient.generation.speculation.proposal import Proposal
 from hf_efficient.generation.speculation.token_tree import product_trees
@@ -38,9 +39,7 @@ class PublishedMedusa(MedusaHeads):
     def of(cls, config: dict, tensors: PublishedTensors, name: str) -> "PublishedMedusa":
         """Raises ValueError for tensors that are not those of `config`."""
         blocks, said = config.get("medusa_num_layers", 1), config["medusa_num_heads"]
-        for key, value in (("medusa_num_layers", blocks), ("medusa_num_heads", said)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}: {key}={value!r} must be an integer of at least 1")
+        check_integers(name, {"medusa_num_layers": blocks, "medusa_num_heads": said})
         is_alone = f"0.{blocks}.weight" in tensors
         if not is_alone:  # beside the target's tensors
             tensors = PublishedTensors(tensors.files, "medusa_head.")
