@@ -59,6 +59,11 @@ def why_not(model) -> str | None:
         check_ragged(model, 1, "model")
     except ValueError as error:
         return str(error)
+    if reads_encoder(model):
+        return (
+            "the model is an encoder-decoder, and the native loop takes decoder-only models; enable_speculation(model) "
+            "speeds up calls that draft"
+        )
     if model.config is not model.config.get_text_config(decoder=True):
         return "the native loop takes text decoders, and this model reads something else, too"
     if (reason := why_not_captured(model)) is not None:
@@ -190,9 +195,10 @@ def callers_cache(request: GenerationRequest) -> Cache | None:
         _check_continuation(getattr(cache, "self_attention_cache", cache), request.attention_mask)
         return cache
     if cache is not None and (is_users_cache(cache) or cache.get_seq_length() > 0):
+        article = "an" if reads_encoder(request.model) else "a"
         raise ValueError(
-            f"past_key_values={type(cache).__name__}: speculation runs on a {kind.__name__}; leave past_key_values "
-            f"out, or pass past_key_values={kind.__name__}(model.config), filled or not"
+            f"past_key_values={type(cache).__name__}: speculation runs on {article} {kind.__name__}; leave "
+            f"past_key_values out, or pass past_key_values={kind.__name__}(model.config), filled or not"
         )
     return None
 
