@@ -7,8 +7,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 
 from hf_efficient.generation import decode, model_state, served
-from hf_efficient.generation.model_traits import check_ragged
-from hf_efficient.generation.output import as_transformers
+from hf_efficient.generation.model_traits import check_ragged, reads_encoder
+from hf_efficient.generation.output import as_transformers, without_statistics
 from hf_efficient.generation.replay.captured_forward import DTYPES
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.speculation.options import chosen
@@ -50,7 +50,8 @@ class SpeculativeGenerationMixin:
         self, *args, inputs_tensor=None, assistant_model=None, assistant_tokenizer=None, tokenizer=None, **kwargs
     ):
         tokenizers = tokenizer, assistant_tokenizer
-        request = GenerationRequest.of(self, *args, draft=assistant_model, tokenizers=tokenizers, **kwargs)
+        options = dict(draft=assistant_model, tokenizers=tokenizers, inputs=inputs_tensor)
+        request = GenerationRequest.of(self, *args, **options, **kwargs)
         config = request.generation_config
         if config.use_mtp and assistant_model is None and request.batch_size > 1:  # which transformers does not take
             return decode.run(replace(request, draft="mtp"))
@@ -63,7 +64,10 @@ class SpeculativeGenerationMixin:
                 tokenizer=tokenizer,
                 **kwargs,
             )
-        return decode.run(request)
+        output = decode.run(request)
+        # Whisper's own `generate()` takes apart what this returns, tensor by tensor
+        is_taken_apart = request.returns_dict and type(self).generate is not GenerationMixin.generate
+        return without_statistics(output) if is_taken_apart else output
 
     def _is_left_to_transformers(self, request: GenerationRequest) -> bool:
         return False
@@ -135,6 +139,7 @@ def enable_automatic(model: PreTrainedModel) -> None:
     if (
         not isinstance(model, GenerationMixin)
         or isinstance(model, SpeculativeGenerationMixin)
+        or reads_encoder(model)
         or any(parameter.device.type not in DTYPES for parameter in model.parameters())
     ):
         return

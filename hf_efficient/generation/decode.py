@@ -5,7 +5,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 from hf_efficient.generation import model_state, served
 from hf_efficient.generation.loop import SpeculativeLoop
-from hf_efficient.generation.ragged_model import RaggedModel
+from hf_efficient.generation.ragged_model import RaggedModel, ragged_model
 from hf_efficient.generation.replay.captured_forward import MAX_TOKENS
 from hf_efficient.generation.replay.pool import PoolEntry, copied
 from hf_efficient.generation.request import GenerationRequest
@@ -22,6 +22,7 @@ def speculative_generate(
     synced_gpus=False,
     draft_model=None,
     token_streamer=None,
+    inputs_tensor=None,
     **model_kwargs,
 ):
     """Speculative generation for a model without the mixin: `model.generate(..., custom_generate=speculative_generate,
@@ -31,6 +32,7 @@ def speculative_generate(
         model must have the target's `vocab_size`.
     token_streamer: a streamer. `generate()` keeps `streamer=` to itself: it would get the prompt and nothing else, and
         its reader would wait forever.
+    inputs_tensor: what an encoder read; `generate()` passes it.
 
     Returns int64 [batch, length], or `SpeculativeOutput` under `return_dict_in_generate=True`. Raises ValueError,
     before any forward, for what speculation cannot do.
@@ -38,7 +40,7 @@ def speculative_generate(
     if token_streamer is not None and len(input_ids) == 1:
         token_streamer.put(input_ids.cpu())
     arguments = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, token_streamer
-    return run(GenerationRequest.of(model, *arguments, draft=draft_model, **model_kwargs))
+    return run(GenerationRequest.of(model, *arguments, draft=draft_model, inputs=inputs_tensor, **model_kwargs))
 
 
 def run(request: GenerationRequest, version: model_state.ModelVersion | None = None):
@@ -48,6 +50,8 @@ def run(request: GenerationRequest, version: model_state.ModelVersion | None = N
     """
     try:
         cache = served.check(request)
+        if cache is None and request.source is not None:
+            return _run(request, PoolEntry.beside_encoder(request.model))[0]
         if cache is not None:
             return _run(request, PoolEntry(cache))[0]
         if not _can_share_cache(request):
@@ -88,7 +92,7 @@ def _run_over_pool(request: GenerationRequest, version: model_state.ModelVersion
 def _run(request: GenerationRequest, entry: PoolEntry, is_unchanged=None):
     """What `generate()` returns, and what was captured over the cache of `entry`. is_unchanged: as in `RaggedModel`."""
     cache, drafter, sequences = entry.cache, request.drafter, request.sequences()
-    target = RaggedModel(
+    target = ragged_model(
         request.model,
         cache,
         sequences.max_length - sequences.prompt_length,

@@ -9,6 +9,14 @@ from hf_efficient.cache.bookkeeping.model_key import rope_types
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.integrations.transformers_compat import attention_of, cache_name
 from hf_efficient.integrations.transformers_loop import LOOP_STEPS, SWITCH_ROPE
+from hf_efficient.kernels.attention.api import ATTENTION_NAMES
+
+
+# Modules of the encoder-decoders whose positions are known: those of one embedding, or the bias of T5's first layer.
+_ENCODER_DECODERS = {
+    f"transformers.models.{name}.modeling_{name}": name
+    for name in ("t5", "mt5", "bart", "mbart", "marian", "pegasus", "whisper")
+}
 
 
 def decoder_layers(model) -> tuple[str, nn.ModuleList]:
@@ -32,8 +40,8 @@ def decoder_layers(model) -> tuple[str, nn.ModuleList]:
 def check_ragged(model, batch_size: int, argument: str) -> None:
     """Raises ValueError, naming `argument`, when `model` cannot run on sequences of unequal length."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{argument}={name} is an encoder-decoder: speculation takes decoder-only models")
+    if reads_encoder(model):
+        return _check_encoder_decoder(model, batch_size, argument)
     takes = inspect.signature(model.forward).parameters
     missing = [key for key in ("position_ids", cache_name()) if key not in takes]
     if missing or getattr(config, "alibi", False):
@@ -55,6 +63,34 @@ def check_ragged(model, batch_size: int, argument: str) -> None:
                 f"{argument}={name} has {unknown} layers: speculation on a "
                 f"batch of {batch_size} takes full_attention and sliding_attention layers"
             )
+
+
+def reads_encoder(model) -> bool:
+    """Whether the model's decoder reads an encoder's output, its own encoder's or another model's."""
+    return model.config.is_encoder_decoder or "encoder_outputs" in inspect.signature(model.forward).parameters
+
+
+def decoder_of(model) -> nn.Module:
+    """The decoder of a model that `reads_encoder`."""
+    found = model.get_decoder()
+    return getattr(found, "decoder", found)  # `WhisperForCausalLM` has a module around it
+
+
+def _check_encoder_decoder(model, batch_size: int, argument: str) -> None:
+    """Raises ValueError, naming `argument`, for encoder-decoders whose positions `RaggedEncoderDecoder` cannot give,
+    and for attentions to which it cannot give masks."""
+    name = type(model).__name__
+    if not any(cls.__module__ in _ENCODER_DECODERS for cls in type(model).__mro__):
+        raise ValueError(
+            f"{argument}={name} is an encoder-decoder of a kind that speculation does not know: it takes "
+            f"{', '.join(_ENCODER_DECODERS.values())}"
+        )
+    implementation = attention_of(model.config)
+    if batch_size > 1 and implementation not in ("sdpa", "eager", *ATTENTION_NAMES):
+        raise ValueError(
+            f"{argument}={name} has attn_implementation={implementation!r}: speculation on a batch of {batch_size} "
+            "needs 'flash_paged', 'sdpa' or 'eager' (a batch of 1 takes any)"
+        )
 
 
 def unmasked_layers(config) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import DynamicCache
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.utils import logging
 
 from hf_efficient.cache.paged_layer import PagedLayer
@@ -110,6 +110,12 @@ def as_transformers(output: GenerateDecoderOnlyOutput, cache: DynamicCache) -> G
     return GenerateDecoderOnlyOutput(
         sequences=output.sequences, scores=output.scores, logits=logits, **{cache_name(): cache}
     )
+
+
+def without_statistics(output: SpeculativeOutput) -> GenerateEncoderDecoderOutput:
+    """What transformers' loop returns of it for an encoder-decoder, the cache aside, which sequences leave when they
+    end."""
+    return GenerateEncoderDecoderOutput(sequences=output.sequences, scores=output.scores, logits=output.logits)
 
 
 def _contiguous(layer: PagedLayer, columns: int) -> list[torch.Tensor]:

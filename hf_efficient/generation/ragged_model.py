@@ -9,8 +9,8 @@ from torch.nn.functional import pad
 
 from hf_efficient.cache.bookkeeping.forward_plan import tree_mask
 from hf_efficient.cache.bookkeeping.tensors import to_device
-from hf_efficient.cache.paged_cache import PagedCache
-from hf_efficient.generation.model_traits import decoder_layers, unmasked_layers
+from hf_efficient.generation.encoder_reading import EncoderReading
+from hf_efficient.generation.model_traits import decoder_layers, reads_encoder, unmasked_layers
 from hf_efficient.generation.replay.captured_forward import CapturedForward, is_being_watched, padded
 from hf_efficient.generation.replay.captured_prompt import CapturedPrompt
 from hf_efficient.generation.replay.graph_forward import captured_forward_of
@@ -38,7 +38,7 @@ class RaggedModel:
 
     Args:
         model: a decoder-only causal LM; `model_traits.check_ragged` says which.
-        cache: its cache; already filled when a generation is continued.
+        cache: its `PagedCache`; already filled when a generation is continued.
         max_new_tokens: no sequence grows beyond this many; positions of padding stay below, too.
         max_position: largest position id given to the model, None for no limit (a draft may know fewer positions).
         hidden_layers: decoder layers (indices from 0) whose outputs are collected in `hidden`; None collects nothing.
@@ -59,7 +59,7 @@ class RaggedModel:
     def __init__(
         self,
         model,
-        cache: PagedCache,
+        cache,
         max_new_tokens: int,
         max_position: int | None = None,
         hidden_layers: tuple[int, ...] | None = None,
@@ -243,22 +243,24 @@ class RaggedModel:
                 if padding:
                     self.cache.rewind([length - padding for length in self.cache.cache_seqlens])
                 return logits[:, -(keep or width) :]
+        is_tree = nullcontext() if tree is None else self.cache.token_tree(tree)
+        with is_tree, self._collecting_hidden(), self.cache.forward_context():
+            mask = self._mask(columns, width, device, tree)
+            return self._run(tokens, positions, mask, columns, tree, keep or width)[:, -(keep or width) :]
+
+    def _run(self, tokens, positions, mask, columns: list[int], tree, keep: int) -> torch.Tensor:
+        """The forward of `tokens`, which start at `columns` of their sequences. Returns the logits of at least the last
+        `keep` columns."""
         extra = {
-            key: value.expand(-1, width) if key.endswith("token_type_ids") else value
+            key: value.expand(-1, tokens.shape[1]) if key.endswith("token_type_ids") else value
             for key, value in self.extra.items()
         }
         if self.limits_logits:
-            extra["logits_to_keep"] = keep or width
-        is_tree = nullcontext() if tree is None else self.cache.token_tree(tree)
-        with is_tree, self._collecting_hidden(), self.cache.forward_context():
-            inputs = self.model.prepare_inputs_for_generation(
-                tokens,
-                attention_mask=self._mask(columns, width, device, tree),
-                position_ids=positions,
-                **self._cached,
-                **extra,
-            )
-            return self.model(**inputs, return_dict=True).logits[:, -(keep or width) :]
+            extra["logits_to_keep"] = keep
+        inputs = self.model.prepare_inputs_for_generation(
+            tokens, attention_mask=mask, position_ids=positions, **self._cached, **extra
+        )
+        return self.model(**inputs, return_dict=True).logits
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The forward that is captured: logits, `argmax` and `hidden`."""
@@ -375,3 +377,12 @@ class RaggedModel:
                 kind: layer_mask(window if kind == "sliding_attention" else None) for kind in set(config.layer_types)
             }
         return layer_mask(window)
+
+
+class RaggedEncoderDecoder(EncoderReading, RaggedModel):
+    """A `RaggedModel` over an `EncoderDecoderPagedCache`."""
+
+
+def ragged_model(model, *arguments, **options) -> RaggedModel:
+    """The `RaggedModel` that `model` needs."""
+    return (RaggedEncoderDecoder if reads_encoder(model) else RaggedModel)(model, *arguments, **options)

@@ -8,6 +8,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from hf_efficient.generation.drafters.base import Drafter
 from hf_efficient.generation.sequences import Sequences, is_left_padded, longest
+from hf_efficient.generation.source import Source
 from hf_efficient.generation.speculation.options import Speculation, chosen
 from hf_efficient.integrations.transformers_compat import cache_name
 from hf_efficient.integrations.transformers_loop import pad_token_id
@@ -24,6 +25,7 @@ class GenerationRequest:
         model_kwargs: arguments of the prompt's forward, such as `attention_mask` and the cache.
         draft: a draft model, a `Drafter`, or a `Speculation` around one; None for what the config says, or nothing.
         tokenizers: the target's and the draft model's, None where not given.
+        inputs: what the encoder of an encoder-decoder read, None where not known.
     """
 
     model: PreTrainedModel
@@ -36,6 +38,7 @@ class GenerationRequest:
     draft: object | None = None
     tokenizers: tuple = (None, None)
     model_kwargs: dict = field(default_factory=dict)
+    inputs: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -50,11 +53,12 @@ class GenerationRequest:
         *,
         draft=None,
         tokenizers=(None, None),
+        inputs=None,
         **model_kwargs,
     ) -> "GenerationRequest":
         """From the arguments of one of transformers' decoding methods."""
         run = logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
-        return cls(model, input_ids, *run, draft, tokenizers, model_kwargs)
+        return cls(model, input_ids, *run, draft, tokenizers, model_kwargs, inputs)
 
     @functools.cached_property
     def speculation(self) -> Speculation | None:
@@ -86,20 +90,33 @@ class GenerationRequest:
 
     @property
     def attention_mask(self) -> torch.Tensor | None:
-        return self.model_kwargs.get("attention_mask")
+        """Of the tokens that grow: the decoder's."""
+        is_decoders = self.model.config.is_encoder_decoder
+        return self.model_kwargs.get("decoder_attention_mask" if is_decoders else "attention_mask")
 
     @functools.cached_property
     def is_left_padded(self) -> bool:
-        return is_left_padded(self.input_ids, self.model_kwargs)
+        return is_left_padded(self.input_ids, {**self.model_kwargs, "attention_mask": self.attention_mask})
 
     @property
     def returns_dict(self) -> bool:
         return self.generation_config.return_dict_in_generate
 
+    @functools.cached_property
+    def source(self) -> Source | None:
+        """What the decoder of an encoder-decoder reads; None for other models."""
+        outputs = self.model_kwargs.get("encoder_outputs")
+        if not self.model.config.is_encoder_decoder or outputs is None:
+            return None
+        inputs = self.inputs
+        if inputs is not None and len(inputs) < self.batch_size:  # of `num_return_sequences` for each
+            inputs = inputs.repeat_interleave(self.batch_size // len(inputs), 0)
+        return Source(self.model, outputs, self.model_kwargs.get("attention_mask"), inputs)
+
     def sequences(self) -> Sequences:
         """The prompts, ready to grow."""
         config = self.generation_config
-        return Sequences(
+        sequences = Sequences(
             self.input_ids,
             self.attention_mask,
             pad_token_id(config),
@@ -109,3 +126,5 @@ class GenerationRequest:
             keep_logits=bool(self.returns_dict and config.output_logits),
             generation_config=config,
         )
+        sequences.source = self.source
+        return sequences

@@ -95,7 +95,11 @@ class Sequences:
         processors, criteria: as `generate()` hands them to a decoding method.
         keep_scores, keep_logits: collect the scores after, the logits before the processors, for every position.
         generation_config: of the call, for drafters; None is greedy.
+
+    source: what the decoder of an encoder-decoder reads, a `Source` of the whole batch; else None.
     """
+
+    source = None
 
     def __init__(
         self,

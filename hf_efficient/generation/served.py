@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import torch
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 
-from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.generation import model_state
-from hf_efficient.generation.model_traits import check_ragged, exact_length, overrides_steps
+from hf_efficient.generation.encoder_reading import kind_of_cache, unknown_arguments
+from hf_efficient.generation.model_traits import check_ragged, exact_length, overrides_steps, reads_encoder
 from hf_efficient.generation.replay.captured_forward import DTYPES, is_being_watched, why_not_captured
 from hf_efficient.generation.request import GenerationRequest
 from hf_efficient.generation.sequences import STATEFUL
@@ -59,6 +59,11 @@ def why_not(model) -> str | None:
         check_ragged(model, 1, "model")
     except ValueError as error:
         return str(error)
+    if reads_encoder(model):
+        return (
+            "the model is an encoder-decoder, and the native loop takes decoder-only models; enable_speculation(model) "
+            "speeds up calls that draft"
+        )
     if model.config is not model.config.get_text_config(decoder=True):
         return "the native loop takes text decoders, and this model reads something else, too"
     if (reason := why_not_captured(model)) is not None:
@@ -97,7 +102,7 @@ def raises(check: Callable, *arguments) -> bool:
     return False
 
 
-def check(request: GenerationRequest) -> PagedCache | None:
+def check(request: GenerationRequest) -> Cache | None:
     """Raises ValueError, before any forward, for what speculation cannot do. Returns the caller's cache, if any."""
     check_options(request)
     speculation = request.speculation
@@ -159,28 +164,46 @@ def check_options(request: GenerationRequest) -> None:
             f"input_ids of shape {tuple(input_ids.shape)}: speculation drafts from token ids [batch, length >= 1], and "
             "cannot start from inputs_embeds alone"
         )
+    if reads_encoder(model):
+        check_decoder_inputs(request)
     if request.streamer is not None and request.batch_size > 1:
         raise ValueError(f"a streamer was given with a batch of {request.batch_size}: streaming takes a batch of 1")
 
 
-def callers_cache(request: GenerationRequest) -> PagedCache | None:
-    """The caller's PagedCache; None where there is no cache, or the empty one that `generate()` made.
+def check_decoder_inputs(request: GenerationRequest) -> None:
+    """Raises ValueError for inputs of an encoder-decoder's decoder that speculation does not take."""
+    mask, name = request.attention_mask, type(request.model).__name__
+    if mask is not None and bool((mask == 0).any()):
+        raise ValueError(
+            "decoder_attention_mask: the decoder's prompts are padded, and its positions count padding. Give prompts "
+            "of equal length, or one at a time"
+        )
+    if unknown := unknown_arguments(request.model_kwargs):
+        raise ValueError(
+            f"{', '.join(unknown)}: speculation does not pass this on to the decoder of {name}; it takes "
+            "encoder_outputs and attention_mask"
+        )
+
+
+def callers_cache(request: GenerationRequest) -> Cache | None:
+    """The caller's cache of pages; None where there is no cache, or the empty one that `generate()` made.
 
     Raises ValueError for a cache of another kind, and for one whose sequences end at different positions.
     """
-    cache = request.cache
-    if isinstance(cache, PagedCache):
-        _check_continuation(cache, request.attention_mask)
+    cache, kind = request.cache, kind_of_cache(request.model)
+    if isinstance(cache, kind):
+        _check_continuation(getattr(cache, "self_attention_cache", cache), request.attention_mask)
         return cache
     if cache is not None and (is_users_cache(cache) or cache.get_seq_length() > 0):
+        article = "an" if reads_encoder(request.model) else "a"
         raise ValueError(
-            f"past_key_values={type(cache).__name__}: speculation runs on a PagedCache; leave past_key_values out, or "
-            "pass past_key_values=PagedCache(model.config), filled or not"
+            f"past_key_values={type(cache).__name__}: speculation runs on {article} {kind.__name__}; leave "
+            f"past_key_values out, or pass past_key_values={kind.__name__}(model.config), filled or not"
         )
     return None
 
 
-def _check_continuation(cache: PagedCache, attention_mask: torch.Tensor | None) -> None:
+def _check_continuation(cache, attention_mask: torch.Tensor | None) -> None:
     lengths, columns = list(cache.cache_seqlens), cache.get_seq_length()
     padding = [0] * len(lengths)
     if cache.reads_pages and attention_mask is not None:

@@ -43,8 +43,3 @@ def test_other_names_and_no_cache():
         model.generate(PROMPT, cache_implementation="paged_int3")
     with pytest.raises(ValueError, match="both `cache_implementation`"):
         model.generate(PROMPT, cache_implementation="paged_int8", past_key_values=PagedCache(model.config))
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        from transformers import T5Config, T5ForConditionalGeneration
-
-        sizes = dict(vocab_size=128, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-        T5ForConditionalGeneration(T5Config(**sizes)).generate(PROMPT, cache_implementation="paged_int8")

@@ -6,8 +6,14 @@ from transformers import PreTrainedModel
 
 from hf_efficient.generation import model_state
 from hf_efficient.generation.drafters.base import Drafter
-from hf_efficient.generation.drafters.draft_model import check_draft, check_tree, draft_settings, first_difference
-from hf_efficient.generation.ragged_model import RaggedModel
+from hf_efficient.generation.drafters.draft_model import (
+    check_draft,
+    check_tree,
+    draft_settings,
+    encoder_arguments,
+    first_difference,
+)
+from hf_efficient.generation.ragged_model import ragged_model
 from hf_efficient.generation.replay.pool import PoolEntry, ReplayPool
 from hf_efficient.generation.sequences import Sequences, is_left_padded
 from hf_efficient.generation.speculation.proposal import MAX_NODES, Proposal
@@ -50,7 +56,7 @@ class AssistantDrafter(Drafter):
         self.max_tokens, self.threshold = draft_settings(model)
 
     def check(self, model) -> None:
-        check_draft(self.model)
+        check_draft(self.model, target=model)
         target, draft = (m.config.get_text_config(decoder=True).vocab_size for m in (model, self.model))
         if all(tokenizer is not None for tokenizer in self.tokenizers):
             if difference := first_difference(*self.tokenizers):
@@ -77,22 +83,27 @@ class AssistantDrafter(Drafter):
     def _read_prompts(self, prompts: torch.Tensor, mask: torch.Tensor | None, max_new_tokens: int) -> None:
         """Runs `prompts` int64 [rows, columns], with their mask or None, over a cache of the draft's own."""
         check_draft(self.model, len(prompts))
-        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        config = self.model.config.get_text_config(decoder=True)
+        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
         last = limit and limit - 1
         tokens = None if max_new_tokens == UNLIMITED else prompts.shape[1] + max_new_tokens + MAX_NODES + 1
-        if is_left_padded(prompts, {"attention_mask": mask}):
+        kwargs = encoder_arguments(self.model, self.sequences)
+        if kwargs is not None:
+            self._pool, entry = None, PoolEntry.beside_encoder(self.model)
+        elif is_left_padded(prompts, {"attention_mask": mask}):
             self._pool, is_reusable = self._replay_pool()
             entry = self._pool.take(self.model.config, len(prompts), tokens, is_reusable=is_reusable)
         else:
             self._pool, entry = None, PoolEntry.growing(self.model.config)
         self._entry = entry
-        self.runner = RaggedModel(
+        self.runner = ragged_model(
             self.model, entry.cache, max_new_tokens, last, None, entry.captured, entry.is_capturable
         )
         prompts = prompts.to(self.model.device)
         mask = None if mask is None else mask.to(self.model.device)
         ones = torch.ones_like(prompts) if mask is None else mask.long()
-        kwargs = {"attention_mask": mask, "position_ids": (ones.cumsum(1) - 1).clamp(min=0, max=last)}
+        if kwargs is None:
+            kwargs = {"attention_mask": mask, "position_ids": (ones.cumsum(1) - 1).clamp(min=0, max=last)}
         if self.runner.limits_logits:
             kwargs["logits_to_keep"] = 1
         self.runner.prefill(prompts, self.sequences.generation_config, kwargs)

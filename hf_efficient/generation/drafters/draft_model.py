@@ -1,13 +1,39 @@
 """What a draft model is asked before it drafts: how far, and whether it has the target's tokenizer."""
 
-from hf_efficient.generation.model_traits import check_ragged
+from hf_efficient.generation.model_traits import check_ragged, reads_encoder
+from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.speculation.proposal import MAX_NODES
 from hf_efficient.integrations.transformers_loop import default_of
 
 
-def check_draft(model, batch_size: int = 1) -> None:
-    """Raises ValueError when `model` cannot draft for a batch of sequences."""
+def check_draft(model, batch_size: int = 1, target=None) -> None:
+    """Raises ValueError when `model` cannot draft for a batch of sequences of `target`, where that is given."""
     check_ragged(model, batch_size, "assistant_model")
+    if target is not None and reads_encoder(model) and not reads_encoder(target):
+        raise ValueError(
+            f"assistant_model={type(model).__name__} reads an encoder's output, and {type(target).__name__} has no "
+            "encoder: use a decoder-only assistant"
+        )
+
+
+def check_decoder_only(model, drafter: str) -> None:
+    """Raises ValueError for an encoder-decoder, for which `drafter` cannot draft."""
+    if reads_encoder(model):
+        raise ValueError(
+            f"{drafter} drafts for decoder-only models, and {type(model).__name__} reads an encoder's output: use "
+            "prompt_lookup_num_tokens, or an assistant model with its tokenizer"
+        )
+
+
+def encoder_arguments(model, sequences: Sequences) -> dict | None:
+    """What the forward of a draft is given of the encoder's output for the live sequences; None for decoder-only ones.
+
+    Where the draft has an encoder of its own, it runs now."""
+    if not reads_encoder(model):
+        return None
+    own = sequences.source.rows(sequences.live).for_draft(model)
+    mask = own.attention_mask if model.config.is_encoder_decoder else None
+    return {"encoder_outputs": own.encoder_outputs, "attention_mask": mask}
 
 
 def check_tree(tree: int | None) -> None:

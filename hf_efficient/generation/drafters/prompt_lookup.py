@@ -24,7 +24,8 @@ class PromptLookup(Drafter):
 
     Where several continuations were seen, the proposal is a tree of them, grown from the most probable node; the latest
     and the most frequent are the most probable. A copy continues into its own output, so a repeated phrase is drafted
-    to full length. How often matches of each length are right is learned from every sequence, for later calls too.
+    to full length. Of an encoder-decoder, the text that the encoder read is looked up, too. How often matches of each
+    length are right is learned from every sequence, for later calls too.
     Takes no model; O(nodes) a step and sequence, and O(1) amortised a token, on the host.
 
     `generate(prompt_lookup_num_tokens=n)` is `PromptLookup(n)`, with `max_matching_ngram_size` for `max_ngram`.
@@ -54,8 +55,9 @@ class PromptLookup(Drafter):
         self._read()
         self.device = sequences.device
         self.rows = [SuffixAutomaton() for _ in sequences.live]
-        for row, tokens in zip(self.rows, sequences.token_lists()):
-            for token in tokens:
+        source = None if sequences.source is None else sequences.source.rows(sequences.live).token_lists()
+        for number, (row, tokens) in enumerate(zip(self.rows, sequences.token_lists())):
+            for token in [*(source[number] if source else ()), *tokens]:
                 row.append(token)
 
     def propose(self, limits: list[int], nodes: int) -> Proposal | None:

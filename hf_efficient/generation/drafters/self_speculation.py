@@ -5,7 +5,7 @@ import torch
 from hf_efficient.configs import WeightOnlyConfig
 from hf_efficient.generation import model_state
 from hf_efficient.generation.drafters.assistant import AssistantDrafter
-from hf_efficient.generation.drafters.draft_model import check_tree, draft_settings
+from hf_efficient.generation.drafters.draft_model import check_decoder_only, check_tree, draft_settings
 from hf_efficient.generation.drafters.layer_skip import skippable_layers, with_layers
 from hf_efficient.generation.drafters.low_precision import low_precision_modules, with_modules
 from hf_efficient.generation.replay.pool import ReplayPool
@@ -60,6 +60,7 @@ class SelfSpeculation(AssistantDrafter):
         self.num_tokens, self.tokenizers, self.tree, self.draws = num_tokens, (None, None), tree, tree is None
 
     def check(self, model) -> None:
+        check_decoder_only(model, "SelfSpeculation")
         draft, layers = model, self._draft_layers(len(skippable_layers(model)[1]))
         if self.config is not None:
             draft = with_modules(draft, self._few_bit_layers(model))

@@ -3,7 +3,7 @@
 import torch
 
 from hf_efficient.generation.drafters.assistant import UNLIMITED, AssistantDrafter
-from hf_efficient.generation.drafters.draft_model import check_draft, first_difference
+from hf_efficient.generation.drafters.draft_model import check_decoder_only, check_draft, first_difference
 from hf_efficient.generation.drafters.translation import Translation
 from hf_efficient.generation.sequences import Sequences
 from hf_efficient.generation.speculation.proposal import Proposal
@@ -45,6 +45,7 @@ class TranslatedDrafter(AssistantDrafter):
 
     def check(self, model) -> None:
         check_draft(self.model)
+        check_decoder_only(self.model, "TranslatedDrafter")
         target, draft = (m.config.get_text_config(decoder=True).vocab_size for m in (model, self.model))
         self.translation = translation = Translation(*self.tokenizers, target, draft)
         if translation.overlap == 0 and self.method != "text":

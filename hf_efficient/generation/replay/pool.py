@@ -1,11 +1,13 @@
 """The replay pool: captured forwards that wait for the next `generate()` call, each with the cache that it reads."""
 
+import copy
 import threading
 from dataclasses import dataclass, replace
 
 import torch
 
 from hf_efficient.cache.bookkeeping.tensors import to_device
+from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache
 from hf_efficient.cache.paged_cache import PagedCache
 from hf_efficient.cache.stats import CacheStats, written_bytes
 from hf_efficient.generation.replay.captured_forward import CapturedForward
@@ -30,7 +32,7 @@ class PoolEntry:
     is_reusable: whether the pool takes it back after the call.
     """
 
-    cache: PagedCache
+    cache: PagedCache | EncoderDecoderPagedCache
     captured: CapturedForward | None = None
     hidden_layers: tuple[int, ...] | None = None
     is_capturable: bool = False
@@ -43,6 +45,15 @@ class PoolEntry:
         if over_pages:
             cache.attend_over_pages()
         return cls(cache)
+
+    @classmethod
+    def beside_encoder(cls, model) -> "PoolEntry":
+        """As `growing`, for a model whose decoder reads an encoder's output."""
+        config = model.config
+        if not config.is_encoder_decoder:  # a decoder alone, as `WhisperForCausalLM`: its config describes both
+            config = copy.deepcopy(config)
+            config.is_encoder_decoder = True
+        return cls(EncoderDecoderPagedCache(config))
 
 
 class ReplayPool:

@@ -1,0 +1,130 @@
+"""What `RaggedModel` does otherwise for decoders that read an encoder's output: T5, BART, Marian, Whisper.
+
+Their decoders count positions from the length of the cache, the same for all sequences. Where sequences differ in
+length, or the new tokens are a tree, positions are given to the one module that turns them into numbers: the position
+embedding, or the first self-attention of T5, which computes the bias that all layers add to their scores.
+"""
+
+from contextlib import contextmanager
+from threading import get_ident
+
+import torch
+from torch import nn
+
+from hf_efficient.cache.encoder_decoder_cache import EncoderDecoderPagedCache
+from hf_efficient.cache.paged_cache import PagedCache
+from hf_efficient.generation.model_traits import decoder_of, reads_encoder
+from hf_efficient.generation.source import Source
+from hf_efficient.integrations.transformers_compat import cache_name
+from hf_efficient.integrations.transformers_loop import prefill
+
+
+# arguments of the decoder's forward that each step is given
+_HANDLED = {
+    "encoder_outputs", "attention_mask", "decoder_attention_mask", cache_name(), "use_cache", "logits_to_keep"
+}  # fmt: skip
+
+
+class EncoderReading:
+    """Methods that come before those of `RaggedModel`. `cache` is the decoder's own part of `whole`, the cache that the
+    model is given."""
+
+    def __init__(self, model, whole: EncoderDecoderPagedCache, *arguments, **options):
+        super().__init__(model, whole.self_attention_cache, *arguments, **options)
+        self.whole, self._cached = whole, {cache_name(): whole, "use_cache": True}
+        self.is_capturable = False
+
+    def prefill(self, input_ids: torch.Tensor, generation_config, model_kwargs: dict) -> torch.Tensor:
+        """Runs the first decoder tokens, int64 [rows, columns], with `model_kwargs` as `generate()` made them; they
+        hold `encoder_outputs`, and `attention_mask` of the encoder where its input has padding."""
+        self.captured, self.extra, self.mask = None, {}, None
+        self.source = Source(self.model, model_kwargs["encoder_outputs"], self._encoder_mask(model_kwargs))
+        model_kwargs = {**model_kwargs, **self._cached}
+        with self._collecting_hidden(), self.cache.forward_context():
+            logits = prefill(self.model, input_ids, generation_config, model_kwargs).logits[:, -1]
+        self._check_first_layers()
+        self.prompt = list(self.cache.cache_seqlens)
+        self.position = torch.full((len(input_ids), 1), self.prompt[0] - 1, device=self.model.device)
+        return logits
+
+    def _encoder_mask(self, model_kwargs: dict) -> torch.Tensor | None:
+        return model_kwargs.get("attention_mask") if self.model.config.is_encoder_decoder else None
+
+    def _run(self, tokens, positions, mask, columns: list[int], tree, keep: int) -> torch.Tensor:
+        takes = self.model.config.is_encoder_decoder
+        inputs = {"decoder_input_ids" if takes else "input_ids": tokens}
+        if mask is not None:
+            inputs["decoder_attention_mask" if takes else "attention_mask"] = mask
+        if takes and self.source.attention_mask is not None:
+            inputs["attention_mask"] = self.source.attention_mask
+        keys = self._key_positions(columns, positions, tree)
+        with _positions_given(decoder_of(self.model), positions, keys):
+            return self.model(
+                **inputs, encoder_outputs=self.source.encoder_outputs, **self._cached, return_dict=True
+            ).logits
+
+    @staticmethod
+    def _key_positions(columns: list[int], positions: torch.Tensor, tree) -> torch.Tensor:
+        """Positions of the columns of the cache after a forward whose new tokens start at `columns`, int64
+        [rows, longest + width]: of a tree those of its nodes."""
+        width = positions.shape[1]
+        keys = torch.arange(max(columns) + width, device=positions.device).repeat(len(columns), 1)
+        if tree is not None:
+            starts = torch.tensor(columns, device=keys.device)[:, None]
+            keys.scatter_(1, starts + torch.arange(width, device=keys.device), positions)
+        return keys
+
+    def select(self, rows: list[int]) -> None:
+        super().select(rows)
+        self.whole.cross_attention_cache.select(rows)
+        self.source = self.source.rows(rows)
+
+
+def kind_of_cache(model) -> type:
+    """The class of cache that speculation runs `model` over."""
+    return EncoderDecoderPagedCache if reads_encoder(model) else PagedCache
+
+
+def unknown_arguments(model_kwargs: dict) -> list[str]:
+    """Arguments of the decoder's forward that steps after the first would not be given."""
+    return sorted(key for key, value in model_kwargs.items() if value is not None and key not in _HANDLED)
+
+
+@contextmanager
+def _positions_given(decoder, positions: torch.Tensor, keys: torch.Tensor):
+    """Inside, a forward of `decoder` on this thread has its new tokens at `positions` [rows, width], and the columns of
+    its cache at `keys` [rows, columns]."""
+    thread = get_ident()
+    if hasattr(decoder, "embed_positions"):
+
+        def within(module, inputs, keywords):  # its own positions, which are not used, may lie beyond the table
+            if get_ident() == thread:
+                return inputs, {**keywords, "position_ids": torch.zeros_like(positions[0])}
+
+        def embed(module, inputs, output):
+            if get_ident() == thread:
+                return nn.Embedding.forward(module, positions + getattr(module, "offset", 0))
+
+        handles = [
+            decoder.embed_positions.register_forward_pre_hook(within, with_kwargs=True),
+            decoder.embed_positions.register_forward_hook(embed),
+        ]
+    else:
+
+        def with_bias(module, inputs, keywords):
+            if get_ident() == thread:
+                bucket = module._relative_position_bucket(
+                    keys[:, None] - positions[..., None],
+                    bidirectional=False,
+                    num_buckets=module.relative_attention_num_buckets,
+                    max_distance=module.relative_attention_max_distance,
+                )
+                return inputs, {**keywords, "position_bias": module.relative_attention_bias(bucket).permute(0, 3, 1, 2)}
+
+        attention = decoder.block[0].layer[0].SelfAttention
+        handles = [attention.register_forward_pre_hook(with_bias, with_kwargs=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

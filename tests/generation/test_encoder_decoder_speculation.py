@@ -1,0 +1,179 @@
+"""Assisted generation of encoder-decoders at batch sizes above 1: plain greedy tokens, and the plain distribution."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from encoder_decoders import MODELS, encoder_decoder
+from helpers import tiny_model
+from test_speculative_distribution import RIGHT, p_value
+
+from hf_efficient import EncoderDecoderPagedCache, PromptLookup, Speculation, enable_speculation
+from hf_efficient.generation import served
+from hf_efficient.generation.drafters.assistant import AssistantDrafter
+
+
+CASES = [(name, "sdpa") for name in MODELS] + [("t5", "eager"), ("bart", "flash_paged"), ("whisper", "flash_paged")]
+
+
+def draft_of(model, noise: float = 0.02, kind: type | None = None):
+    """A model that mostly agrees with `model`, of class `kind`."""
+    config = copy.deepcopy(model.config)
+    draft = (kind or type(model))(config).eval()
+    draft.load_state_dict(model.state_dict(), strict=False)
+    draft.set_attn_implementation(model.config._attn_implementation)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * noise)
+    settings = draft.generation_config
+    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 4, "constant"
+    settings.assistant_confidence_threshold = 0.0
+    return draft
+
+
+def plain_and_speculative(name: str, attention: str = "sdpa"):
+    """A model as transformers runs it, the same with speculation, and the inputs of three sources."""
+    plain, inputs = encoder_decoder(name, attention=attention)
+    # Whisper's generate() leaves out this processor where it is given an assistant, so plain goes without it, too
+    plain.generation_config.begin_suppress_tokens = None
+    return plain, enable_speculation(copy.deepcopy(plain)), inputs
+
+
+@pytest.mark.parametrize("name, attention", CASES)
+def test_greedy_tokens(name, attention):
+    """With an assistant, chains and trees, and with prompt lookup; sequences end at different lengths."""
+    plain, model, inputs = plain_and_speculative(name, attention)
+    longest = plain.generate(**inputs, max_new_tokens=30)
+    options = dict(max_new_tokens=30, eos_token_id=int(longest[1, 14]))  # a token that stands at different positions
+    expected = plain.generate(**inputs, **options)
+    draft = draft_of(plain)
+    tree = AssistantDrafter(draft, tree=12)
+    for drafter in (dict(assistant_model=draft), dict(prompt_lookup_num_tokens=5), dict(assistant_model=tree)):
+        if name == "whisper" and drafter.get("assistant_model") is tree:
+            continue  # its generate() takes models only
+        found = model.generate(**inputs, **options, **drafter)
+        assert torch.equal(found, expected), drafter
+    found = model.generate(**inputs, max_new_tokens=30, assistant_model=draft, return_dict_in_generate=True)
+    if name != "whisper":
+        assert torch.equal(found.sequences, longest)
+        assert found.num_steps < 29 and len(set(found.accepted_tokens.tolist())) > 1, "rows were never unequal"
+
+
+@pytest.mark.parametrize("name, drafter", [("bart", "assistant"), ("t5", "lookup")])
+def test_samples_have_the_models_distribution(name, drafter):
+    """20,000 continuations of four tokens, against their exact probabilities."""
+    plain, model, inputs = plain_and_speculative(name)
+    source = {key: x[:1] for key, x in inputs.items()}
+    options = dict(do_sample=True, top_k=2, temperature=1.5, suppress_tokens=[2], max_new_tokens=4)
+    options["return_dict_in_generate"] = True
+    given = dict(assistant_model=draft_of(plain, 0.1)) if drafter == "assistant" else dict(prompt_lookup_num_tokens=3)
+    torch.manual_seed(0)
+    found = model.generate(**{key: x.expand(20_000, -1) for key, x in source.items()}, **options, **given)
+    assert 0 < found.accepted_tokens.sum() < found.drafted_tokens.sum()
+    paths = {(3,): 1.0}
+    for _ in range(4):
+        ids = torch.tensor(list(paths))
+        rows = {key: x.expand(len(ids), -1) for key, x in source.items()}
+        with torch.no_grad():
+            logits = plain(**rows, decoder_input_ids=ids).logits[:, -1].double()
+        logits[:, 2] = -torch.inf
+        best = (logits / 1.5).topk(2)
+        following = zip(paths.items(), best.indices.tolist(), best.values.softmax(-1).tolist())
+        paths = {
+            (*path, token): chance * share
+            for (path, chance), tokens, shares in following
+            for token, share in zip(tokens, shares)
+        }
+    cells = {path: cell for cell, path in enumerate(paths)}
+    counts = torch.bincount(torch.tensor([cells[tuple(row)] for row in found.sequences.tolist()]), minlength=len(cells))
+    assert p_value(counts, torch.tensor(list(paths.values()))) > RIGHT
+
+
+@pytest.mark.parametrize("kind", ["decoder", "own", "shared"])
+def test_encoders_of_assistants(kind):
+    """distil-whisper's decoder reads the target's encoder, as does an assistant that has the same encoder module."""
+    plain, model, inputs = plain_and_speculative("whisper")
+    expected = plain.generate(**inputs, max_new_tokens=30)
+    draft = draft_of(plain, kind=transformers.WhisperForCausalLM if kind == "decoder" else None)
+    runs = []
+    if kind == "shared":
+        draft.model.encoder = model.model.encoder
+    if kind != "decoder":
+        draft.get_encoder().register_forward_hook(lambda *_: runs.append(kind))
+    assert torch.equal(model.generate(**inputs, max_new_tokens=30, assistant_model=draft), expected)
+    assert len(runs) == {"decoder": 0, "own": 1, "shared": 1}[kind], "the target's own run of a shared encoder counts"
+
+
+def test_whisper_with_timestamps_in_chunks():
+    plain, model, _ = plain_and_speculative("whisper")
+    features = torch.randn(2, 8, 100, generator=torch.Generator().manual_seed(3))  # two and a half windows
+    given = dict(attention_mask=torch.ones(2, 100).long(), return_timestamps=True, max_new_tokens=12, temperature=0.0)
+    for each in (plain, model):
+        each.generation_config.no_timestamps_token_id = 40
+    expected = plain.generate(features, **given)
+    assert torch.equal(model.generate(features, **given, assistant_model=draft_of(plain)), expected)
+    assert torch.equal(model.generate(features, **given, prompt_lookup_num_tokens=3), expected)
+
+
+def test_the_callers_cache_is_continued():
+    plain, model, inputs = plain_and_speculative("t5")
+    expected = plain.generate(**inputs, max_new_tokens=20)
+    cache = EncoderDecoderPagedCache(model.config)
+    begun = model.generate(**inputs, max_new_tokens=9, past_key_values=cache, prompt_lookup_num_tokens=3)
+    assert torch.equal(begun, expected[:, :10]) and cache.cache_seqlens == [9, 9, 9]
+    going_on = dict(**inputs, decoder_input_ids=begun, max_length=21, assistant_model=draft_of(plain))
+    assert torch.equal(model.generate(**going_on, past_key_values=cache), expected)
+
+
+def test_the_source_is_looked_up():
+    """The first draft comes from the text that the encoder read, its padding left out."""
+    _, model, inputs = plain_and_speculative("t5")
+    tokens = inputs["input_ids"][1, :6].tolist()
+
+    class Lookup(PromptLookup):
+        def begin(self, sequences, hidden=None):
+            super().begin(sequences)
+            for token in tokens[2:5]:
+                self.rows[1].append(token)
+            self.guessed = self.guess(self.rows[1], 1, 1).tokens
+
+    drafter = Lookup(4)
+    model.generate(**inputs, assistant_model=Speculation(drafter, adaptive=False), max_new_tokens=4)
+    assert drafter.guessed == [tokens[5]]
+
+
+def test_refusals():
+    _, model, inputs = plain_and_speculative("bart")
+    lookup = dict(prompt_lookup_num_tokens=2, max_new_tokens=4)
+    with pytest.raises(ValueError, match="runs on an EncoderDecoderPagedCache; leave past_key_values out"):
+        self_attention, cross = (transformers.DynamicCache() for _ in range(2))
+        cache = transformers.EncoderDecoderCache(self_attention, cross)
+        model.generate(**inputs, past_key_values=cache, **lookup)
+    padded = dict(decoder_input_ids=torch.full((3, 2), 3), decoder_attention_mask=torch.tensor([[0, 1]] * 3))
+    with pytest.raises(ValueError, match="decoder_attention_mask: the decoder's prompts are padded"):
+        model.generate(**inputs, **padded, **lookup)
+    with pytest.raises(ValueError, match="num_beams=2: speculation is greedy or sampled"):
+        model.generate(**inputs, **lookup, num_beams=2)
+    with pytest.raises(ValueError, match="SelfSpeculation drafts for decoder-only models, and BartFor"):
+        model.generate(**inputs, assistant_early_exit=1, max_new_tokens=4)
+    with pytest.raises(ValueError, match="BartForConditionalGeneration reads an encoder's output, and Llama"):
+        AssistantDrafter(model).check(tiny_model("llama"))
+    sizes = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
+    other = transformers.BlenderbotForConditionalGeneration(transformers.BlenderbotConfig(vocab_size=64, **sizes))
+    with pytest.raises(
+        ValueError, match="Blenderbot.* of a kind that speculation does not know: it takes t5, mt5, bart"
+    ):
+        enable_speculation(other).generate(inputs["input_ids"], **lookup)
+
+
+def test_plain_calls_stay_with_transformers():
+    plain, model, inputs = plain_and_speculative("bart")
+    for options in ({}, dict(num_beams=3), dict(do_sample=True)):
+        outputs = []
+        for each in (plain, model):
+            torch.manual_seed(0)
+            outputs.append(each.generate(**inputs, **options, max_new_tokens=12))
+        assert torch.equal(*outputs)
+    assert "enable_speculation" in served.why_not(plain)
