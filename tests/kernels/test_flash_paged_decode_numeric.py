@@ -133,26 +133,34 @@ def test_formats(kernel_device, name, block_size, dim):
     check_case(*case(kernel_device, name, (150, -1, 256), 3, 3, 1, dim, block_size, dtype=torch.float16, **groups))
 
 
+@pytest.mark.parametrize("name, block_size, group", [("int4", 64, 64), ("int2", 32, 32), ("int4", 96, 32)])
+@pytest.mark.usefixtures("two_processors")
+def test_groups_of_whole_warps(kernel_device, name, block_size, group):
+    """Groups that leave each warp 32 keys, in pages larger and smaller than a tile."""
+    layout = {"group": group, "ring": 2 * group, "dtype": torch.float16}
+    check_case(*case(kernel_device, name, (290, 1, -1, 96, 0, 130), 1, 8, 2, 64, block_size, **layout))
+
+
 @triton.jit
 def operands_kernel(
     codes, of_keys, of_values, magic, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, BITS: tl.constexpr,
-    BYTES: tl.constexpr, PTX: tl.constexpr,
+    BYTES: tl.constexpr, KEYS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """codes [32, BYTES], as words -> what both operands hold, [32, channels] each."""
+    """codes [2 KEYS, BYTES], as words -> what both operands hold, [2 KEYS, channels] each."""
     CHANNELS: tl.constexpr = BYTES * 8 // BITS
-    number = (tl.arange(0, 2) * 16)[:, None] + tl.arange(0, 16)[None, :]
+    number = (tl.arange(0, 2) * KEYS)[:, None] + tl.arange(0, KEYS)[None, :]
     index = tl.arange(0, CHANNELS)
-    first, key, word = code_operands.key_words(2, BYTES)
+    first, key, word = code_operands.key_words(2, KEYS, BYTES)
     words = tl.load(codes + (first + key) * (BYTES // 4) + word)
-    keys = code_operands.key_operand(words, magic, 2, BYTES, BITS, IS_FLOAT, DTYPE, PTX).to(tl.float32)
+    keys = code_operands.key_operand(words, magic, 2, KEYS, BYTES, BITS, IS_FLOAT, DTYPE, PTX).to(tl.float32)
     offset = code_operands.offset_of(BITS, IS_FLOAT, DTYPE)
     factor = code_operands.factor_of(index, BYTES, BITS, IS_FLOAT, DTYPE)
     channel = code_operands.channel_of_column(index, BYTES, BYTES, 0)
     tl.store(of_keys + number[:, :, None] * CHANNELS + channel[None, None, :], (keys - offset) * factor[None, None, :])
-    first, key, word = code_operands.value_words(2, BYTES)
+    first, key, word = code_operands.value_words(2, KEYS, BYTES)
     even = tl.load(codes + (first + key) * (BYTES // 4) + word)
     odd = tl.load(codes + (first + key + 1) * (BYTES // 4) + word)
-    values = code_operands.value_operand(even, odd, magic, 2, BYTES, BITS, IS_FLOAT, DTYPE, PTX).to(tl.float32)
+    values = code_operands.value_operand(even, odd, magic, 2, KEYS, BYTES, BITS, IS_FLOAT, DTYPE, PTX).to(tl.float32)
     channel = code_operands.channel_of_row(index, BYTES, BYTES, 0)
     tl.store(
         of_values + number[:, None, :] * CHANNELS + channel[None, :, None], (values - offset) * factor[None, :, None]
@@ -160,16 +168,16 @@ def operands_kernel(
 
 
 @pytest.mark.parametrize("is_float, bits", [(False, 8), (True, 8), (False, 4), (False, 2)])
-@pytest.mark.parametrize("dtype", [tl.float16, tl.float32], ids=str)
-def test_every_byte_becomes_its_numbers(kernel_device, is_float, bits, dtype):
+@pytest.mark.parametrize("dtype, keys", [(tl.float16, 16), (tl.float32, 32)], ids=str)
+def test_every_byte_becomes_its_numbers(kernel_device, is_float, bits, dtype, keys):
     """And stands where its key and channel are expected."""
     size = 32 if bits == 2 else 64
-    codes = torch.arange(32 * size, device=kernel_device).mul(37).to(torch.uint8).view(32, size)
+    codes = torch.arange(2 * keys * size, device=kernel_device).mul(37).to(torch.uint8).view(2 * keys, size)
     assert len(codes.unique()) == 256
-    results = [torch.full((32, size * 8 // bits), float("nan"), device=kernel_device) for _ in range(2)]
+    results = [torch.full((2 * keys, size * 8 // bits), float("nan"), device=kernel_device) for _ in range(2)]
     ptx = kernel_device == "cuda" and torch.version.hip is None
     operands_kernel[(1,)](
-        codes.view(torch.int32), *results, code_operands.MAGIC, dtype, is_float, bits, size, ptx, num_warps=2
+        codes.view(torch.int32), *results, code_operands.MAGIC, dtype, is_float, bits, size, keys, ptx, num_warps=2
     )
     if bits == 8:
         expected = codes.view(torch.float8_e4m3fn if is_float else torch.int8).float()

@@ -17,7 +17,7 @@ def test_counts_do_not_grow(case, target):
     """Budgets that are not reached stand in the table of docs/gpus.md."""
     assert case.instructions(target) <= case.held[target == "sm_80"]
     loop = case.loop(target)  # outside it, addresses for the end of a lane may spill
-    assert sass.count(loop, "LDL", "STL") <= (0.05 * len(loop) if CODES.search(case.name) else 0)
+    assert sass.count(loop, "LDL", "STL") <= (0.06 * len(loop) if CODES.search(case.name) else 0)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if CODES.search(case.name)], ids=lambda case: case.name)

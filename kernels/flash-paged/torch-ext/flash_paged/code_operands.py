@@ -1,10 +1,10 @@
 """Cached codes as operands of matrix instructions, from memory to the registers that want them: no shared memory, no
 change of lanes, no conversion instructions.
 
-A warp computes with 16 keys of its own. What each lane holds of an operand of `mma.m16n8k16` is fixed, but which
-channel stands where along the sum over channels, or along the rows of the result, is free. So a lane loads neighbouring
-bytes, 16 at a time where there are as many, and reshapes and permutations give its registers the right names. The
-queries are loaded in the same order, and the result knows the channel of each row (`channel_of_row`).
+A warp computes with KEYS keys of its own, 16 or 32. What each lane holds of an operand of `mma.m16n8k16` is fixed, but
+which channel stands where along the sum over channels, or along the rows of the result, is free. So a lane loads
+neighbouring bytes, 16 at a time where there are as many, and reshapes and permutations give its registers the right
+names. The queries are loaded in the same order, and the result knows the channel of each row (`channel_of_row`).
 
 Codes become float16 numbers by bits: a code in the low bits of 1024 is 1024 + code, or 1024 + 2**s * code where it lies
 s bits higher, and E4M3 bits shifted by one are a number that is 2**8 too small. The products are corrected instead
@@ -94,10 +94,10 @@ def _key_field(
 
 @triton.jit
 def key_operand(
-    words, magic, WARPS: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
-    DTYPE: tl.constexpr, PTX: tl.constexpr,
+    words, magic, WARPS: tl.constexpr, KEYS: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Words at `key_words` -> [WARPS, 16 keys, BYTES * 8 / BITS channels]."""
+    """Words at `key_words` -> [WARPS, KEYS, BYTES * 8 / BITS channels]."""
     VEC: tl.constexpr = min(4, BYTES // 16)
     x = _key_field(words, magic, 0, BITS, IS_FLOAT, DTYPE, PTX)
     if BITS < 8:
@@ -105,10 +105,11 @@ def key_operand(
     if BITS == 2:
         y = _key_field(words, magic, 2, BITS, IS_FLOAT, DTYPE, PTX)
         x = tl.join(x, tl.join(y, _key_field(words, magic, 3, BITS, IS_FLOAT, DTYPE, PTX)))
-    # half of the keys, repetition, warp, g, j, word, low and high bit of the byte, of the field
-    x = tl.reshape(x, (2, BYTES // 16 // VEC, WARPS, 8, 4, VEC, 2, 2, 2 if BITS < 8 else 1, 2 if BITS < 4 else 1))
+    FIELDS: tl.constexpr = 2 if BITS < 8 else 1
+    # eight keys, repetition, warp, g, j, word, low and high bit of the byte, of the field
+    x = tl.reshape(x, (KEYS // 8, BYTES // 16 // VEC, WARPS, 8, 4, VEC, 2, 2, FIELDS, 2 if BITS < 4 else 1))
     x = tl.permute(x, (2, 0, 3, 9, 8, 1, 5, 4, 7, 6))
-    return tl.reshape(x, (WARPS, 16, BYTES * 8 // BITS))
+    return tl.reshape(x, (WARPS, KEYS, BYTES * 8 // BITS))
 
 
 @triton.jit
@@ -142,10 +143,10 @@ def _value_field(
 
 @triton.jit
 def value_operand(
-    even, odd, magic, WARPS: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr,
-    DTYPE: tl.constexpr, PTX: tl.constexpr,
+    even, odd, magic, WARPS: tl.constexpr, KEYS: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Words at `value_words`, of keys and of those that follow them -> [WARPS, BYTES * 8 / BITS channels, 16 keys]."""
+    """Words at `value_words`, of keys and of those that follow them -> [WARPS, BYTES * 8 / BITS channels, KEYS]."""
     VEC: tl.constexpr = min(4, BYTES // 32)
     x = _value_field(even, odd, magic, 0, BITS, IS_FLOAT, DTYPE, PTX)
     if BITS < 8:
@@ -153,40 +154,44 @@ def value_operand(
     if BITS == 2:
         y = _value_field(even, odd, magic, 2, BITS, IS_FLOAT, DTYPE, PTX)
         x = tl.join(x, tl.join(y, _value_field(even, odd, magic, 3, BITS, IS_FLOAT, DTYPE, PTX)))
-    # pair of keys, repetition, warp, g, j, word, key of the pair, low and high bit of the byte, of the field
-    x = tl.reshape(x, (2, BYTES // 32 // VEC, WARPS, 8, 4, VEC, 2, 2, 2, 2 if BITS < 8 else 1, 2 if BITS < 4 else 1))
-    x = tl.permute(x, (2, 10, 9, 1, 5, 8, 7, 3, 4, 0, 6))
-    return tl.reshape(x, (WARPS, BYTES * 8 // BITS, 16))
+    FIELDS: tl.constexpr = 2 if BITS < 8 else 1
+    # 16 keys, pair of keys, repetition, warp, g, j, word, key of the pair, low and high bit of the byte, of the field
+    x = tl.reshape(x, (KEYS // 16, 2, BYTES // 32 // VEC, WARPS, 8, 4, VEC, 2, 2, 2, FIELDS, 2 if BITS < 4 else 1))
+    x = tl.permute(x, (3, 11, 10, 2, 6, 9, 8, 4, 0, 5, 1, 7))
+    return tl.reshape(x, (WARPS, BYTES * 8 // BITS, KEYS))
 
 
 @triton.jit
-def key_words(WARPS: tl.constexpr, BYTES: tl.constexpr):
+def key_words(WARPS: tl.constexpr, KEYS: tl.constexpr, BYTES: tl.constexpr):
     """Of the words that lanes load of keys [R, C]: first key of the row's warp [R, 1], key after that, word of the
     key. The shapes are chosen for the layout that the compiler gives a load of such a shape: warps over rows, 32 lanes
     by up to 4 words."""
     VEC: tl.constexpr = min(4, BYTES // 16)
     REPS: tl.constexpr = BYTES // 16 // VEC
-    row = tl.arange(0, 2 * REPS * WARPS)[:, None]
+    row = tl.arange(0, KEYS // 8 * REPS * WARPS)[:, None]
     column = tl.arange(0, 32 * VEC)[None, :]
     lane = column // VEC
     word = row // WARPS % REPS * VEC + lane % 4 * (BYTES // 16) + column % VEC
-    return row % WARPS * 16, row // (WARPS * REPS) * 8 + lane // 4, word
+    return row % WARPS * KEYS, row // (WARPS * REPS) * 8 + lane // 4, word
 
 
 @triton.jit
-def value_words(WARPS: tl.constexpr, BYTES: tl.constexpr):
+def value_words(WARPS: tl.constexpr, KEYS: tl.constexpr, BYTES: tl.constexpr):
     """As `key_words`, of every second key of the values."""
     VEC: tl.constexpr = min(4, BYTES // 32)
     REPS: tl.constexpr = BYTES // 32 // VEC
-    row = tl.arange(0, 2 * REPS * WARPS)[:, None]
+    row = tl.arange(0, KEYS // 8 * REPS * WARPS)[:, None]
     column = tl.arange(0, 32 * VEC)[None, :]
     lane = column // VEC
     word = row // WARPS % REPS * VEC + lane // 4 * (BYTES // 32) + column % VEC
-    return row % WARPS * 16, row // (WARPS * REPS) * 2 + lane % 4 * 4, word
+    pair = row // (WARPS * REPS)
+    return row % WARPS * KEYS, pair // 2 * 16 + pair % 2 * 2 + lane % 4 * 4, word
 
 
 @triton.jit
-def channel_numbers(WARPS: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
+def channel_numbers(
+    WARPS: tl.constexpr, KEYS: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr
+):
     """Of the numbers (one a channel) that lanes load to go with keys [R, C]: first key of the row's warp [R, 1], row of
     an operand (0 to 7), channel, and whether there is one."""
     VEC: tl.constexpr = min(8, BYTES // 4)
@@ -195,23 +200,23 @@ def channel_numbers(WARPS: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexp
     column = tl.arange(0, 32 * VEC)[None, :]
     lane = column // VEC
     byte = lane % 4 * (BYTES // 4) + row // WARPS % REPS * VEC + column % VEC
-    return row % WARPS * 16, lane // 4, row // (WARPS * REPS) * WIDTH + byte, byte < WIDTH
+    return row % WARPS * KEYS, lane // 4, row // (WARPS * REPS) * WIDTH + byte, byte < WIDTH
 
 
 @triton.jit
-def channels_operand(x, IS_LEFT: tl.constexpr, WARPS: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr):
-    """Numbers at `channel_numbers` in the order of `key_operand`'s channels: [WARPS, channels, 8 rows]; IS_LEFT:
-    [WARPS, 16 rows, channels], all of them twice."""
+def channels_operand(x, ROWS: tl.constexpr, WARPS: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr):
+    """Numbers at `channel_numbers` in the order of `key_operand`'s channels: [WARPS, channels, 8 rows]; with ROWS
+    [WARPS, ROWS, channels], the eight again and again."""
     VEC: tl.constexpr = min(8, BYTES // 4)
     # a join among an operand's origins decides how Triton names channels in registers: there is one in `key_operand`,
     # and operands with other names would change lanes
     low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     x = tl.join(low, high)
     x = tl.reshape(x, (8 // BITS, BYTES // 4 // VEC, WARPS, 8, 4, VEC // 4, 4))
-    if IS_LEFT:
+    if ROWS:
         x = tl.reshape(tl.permute(x, (2, 3, 0, 1, 5, 4, 6)), (WARPS, 1, 8, BYTES * 8 // BITS))
-        x = tl.broadcast_to(x, (WARPS, 2, 8, BYTES * 8 // BITS))
-        return tl.reshape(x, (WARPS, 16, BYTES * 8 // BITS))
+        x = tl.broadcast_to(x, (WARPS, ROWS // 8, 8, BYTES * 8 // BITS))
+        return tl.reshape(x, (WARPS, ROWS, BYTES * 8 // BITS))
     else:
         return tl.reshape(tl.permute(x, (2, 0, 1, 5, 4, 6, 3)), (WARPS, BYTES * 8 // BITS, 8))
 

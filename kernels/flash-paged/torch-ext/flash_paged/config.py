@@ -143,10 +143,11 @@ def decode_config(dtype: torch.dtype, head_dim: int, rows: int, backend: str | N
 
 @dataclass(frozen=True)
 class CodesConfig:
-    """Of `decode_codes_kernel`: rows of the tile; warps, 16 keys each; registers a thread, on NVIDIA's GPUs."""
+    """Of `decode_codes_kernel`: rows of the tile; warps, and keys of each; registers a thread, on NVIDIA's GPUs."""
 
     block_m: int
     warps: int = 4
+    keys: int = 16
     registers: int = 255
 
     @property
@@ -154,17 +155,20 @@ class CodesConfig:
         return 65536 // (32 * self.warps * self.registers)
 
 
-def codes_config(head_dim: int, rows: int, backend: str | None = None) -> CodesConfig:
-    """Arguments as of `decode_config`.
+def codes_config(head_dim: int, rows: int, tokens: int, backend: str | None = None) -> CodesConfig:
+    """Arguments as of `decode_config`. tokens: of a group that shares a key scale, 0 for 8 bits.
 
     The sums of a warp take its registers, so heads of more than 128 channels get 8 rows; AMD's matrix instructions have
-    16. With 168 registers, for three programs, a twentieth of the loop's instructions or less spills; what spills
-    besides are addresses for the end of a lane."""
+    16. Keys of 4 and 2 bits take so few registers that a warp has 32, and two warps a group of 64. With 168 or 200
+    registers, for twelve or ten warps a multiprocessor, about a twentieth of the instructions of the loop over pages
+    spills; what spills besides is of the loop over the ring and of the end of a lane."""
     if (backend or ("amd" if torch.version.hip else "nvidia")) == "amd":
         return CodesConfig(16)
     if head_dim > 128:
         return CodesConfig(8)
-    return CodesConfig(8, registers=168) if rows <= 8 else CodesConfig(16)
+    if rows > 8:
+        return CodesConfig(16)
+    return CodesConfig(8, 2, 32, 200) if tokens and tokens % 32 == 0 else CodesConfig(8, registers=168)
 
 
 def processors(device: torch.device) -> int:

@@ -155,12 +155,19 @@ def attend_few(
         options = {"BLOCK_N": block_n, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)), "BLOCK_DV": block_dv}
         options |= {"num_stages": config.num_stages}
     else:
-        kernel, config = decode_codes_kernel, codes_config(max(head_dim, value_dim), rows)
-        warps, block_n, per_processor = config.warps, 16 * config.warps, config.programs_per_processor
+        tokens = 0 if quantized.bits == 8 else page_size // quantized.k_scale.shape[1]
+        kernel, config = decode_codes_kernel, codes_config(max(head_dim, value_dim), rows, tokens)
+        warps, block_n, per_processor = config.warps, config.keys * config.warps, config.programs_per_processor
         arrays, beside, options = _codes(k, v, head_dim, quantized)
         block_dv = options["VALUE_BYTES"] * 8 // quantized.bits
         ptx = not INTERPRETED and not torch.version.hip
-        options |= {"WARPS": warps, "magic": MAGIC, "PTX": ptx, **({"maxnreg": config.registers} if ptx else {})}
+        options |= {
+            "WARPS": warps,
+            "KEYS": config.keys,
+            "magic": MAGIC,
+            "PTX": ptx,
+            **({"maxnreg": config.registers} if ptx else {}),
+        }
         capacity += options["RING"]
 
     tiles = triton.cdiv(rows, config.block_m)

@@ -1,8 +1,8 @@
 """`decode_kernel` for pages of codes: int8 and fp8, or KIVI's int4 and int2 (https://arxiv.org/abs/2402.02750), whose
 last tokens lie in full precision in a ring.
 
-Every warp has 16 keys of a tile to itself, with a maximum and sums of its own, which are added when the lane is done:
-no barrier stands in the loop. Codes are the left operand of both products, as code_operands.py makes it; keys are
+Every warp has 16 or 32 keys of a tile to itself, with a maximum and sums of its own, which are added when the lane is
+done: no barrier stands in the loop. Codes are the left operand of both products, as code_operands.py makes it; keys are
 loaded while the tile before them is computed. Everything else that the formats ask for joins the queries and the
 weights, or is added once a lane:
 
@@ -38,14 +38,16 @@ from .tiles import dot
 
 
 @triton.jit
-def find_slots(block_table, start, warp_key, key, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def find_slots(
+    block_table, start, warp_key, key, limit, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr
+):
     """Page (int64, -1 where there is none) and slot of keys start + warp_key + key, which broadcast to the shape of
     `key`, or to that of one key a warp or a tile where these lie in one page; and the slots after that one."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(block_table + start // PAGE_SIZE, mask=start < limit, other=-1)
         slot = start % PAGE_SIZE
         offset = warp_key + key
-    elif PAGE_SIZE % 16 == 0:
+    elif PAGE_SIZE % KEYS == 0:
         first = start + warp_key
         page = tl.load(block_table + first // PAGE_SIZE, mask=first < limit, other=-1)
         slot = first % PAGE_SIZE
@@ -61,12 +63,12 @@ def find_slots(block_table, start, warp_key, key, limit, PAGE_SIZE: tl.constexpr
 @triton.jit
 def load_words(
     cache, block_table, start, place, further, limit, stride_b, stride_t, WIDTH: tl.constexpr, BYTES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Words of keys (`key_words`, `value_words`), `further` keys on. Where there is no page, some of page 0: codes are
     finite numbers, whatever they are."""
     warp_key, key, word = place
-    page, slot, offset = find_slots(block_table, start, warp_key, key + further, limit, PAGE_SIZE, BLOCK_N)
+    page, slot, offset = find_slots(block_table, start, warp_key, key + further, limit, PAGE_SIZE, BLOCK_N, KEYS)
     at = cache + tl.maximum(page, 0) * stride_b + slot * stride_t + (offset * stride_t + word)
     if BYTES == WIDTH:
         return tl.load(at)
@@ -77,11 +79,11 @@ def load_words(
 @triton.jit
 def load_channels(
     numbers, block_table, start, place, limit, stride_b, stride_g, WIDTH: tl.constexpr, BYTES: tl.constexpr,
-    TOKENS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Numbers of channels of groups of TOKENS tokens (`channel_numbers`); where there is no page, some of page 0."""
     warp_key, row, channel, there = place
-    page, slot, offset = find_slots(block_table, start, warp_key, row * 0, limit, PAGE_SIZE, BLOCK_N)
+    page, slot, offset = find_slots(block_table, start, warp_key, row * 0, limit, PAGE_SIZE, BLOCK_N, KEYS)
     if TOKENS % BLOCK_N == 0:
         offset = offset * 0
     at = numbers + tl.maximum(page, 0) * stride_b + (slot + offset) // TOKENS * stride_g + channel
@@ -101,23 +103,32 @@ def load_queries(
     _, row, channel, there = place
     m = first + row
     at = q + (m // GROUP).to(tl.int64) * stride_qt + m % GROUP * stride_qh + channel
-    query = channels_operand(tl.load(at, mask=there & (m < rows), other=0.0), False, WARPS, BYTES, BITS)
+    query = channels_operand(tl.load(at, mask=there & (m < rows), other=0.0), 0, WARPS, BYTES, BITS)
     if BLOCK_M == 16:
         m += 8
         at = q + (m // GROUP).to(tl.int64) * stride_qt + m % GROUP * stride_qh + channel
-        more = channels_operand(tl.load(at, mask=there & (m < rows), other=0.0), False, WARPS, BYTES, BITS)
+        more = channels_operand(tl.load(at, mask=there & (m < rows), other=0.0), 0, WARPS, BYTES, BITS)
         query = tl.reshape(tl.permute(tl.join(query, more), (0, 1, 3, 2)), (WARPS, BYTES * 8 // BITS, BLOCK_M))
     return query
 
 
 @triton.jit
 def load_tokens(
-    numbers, block_table, start, key, limit, stride_b, stride_t, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+    numbers,
+    block_table,
+    start,
+    key,
+    limit,
+    stride_b,
+    stride_t,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """Numbers of tokens, float32 [WARPS, 16], 0 where there is none, and where there are."""
+    """Numbers of tokens, [WARPS, KEYS], 0 where there is none, and where there are."""
     WARPS: tl.constexpr = key.shape[0]
-    warp_key = tl.arange(0, WARPS)[:, None] * 16
-    page, slot, offset = find_slots(block_table, start, warp_key, key, limit, PAGE_SIZE, BLOCK_N)
+    warp_key = tl.arange(0, WARPS)[:, None] * KEYS
+    page, slot, offset = find_slots(block_table, start, warp_key, key, limit, PAGE_SIZE, BLOCK_N, KEYS)
     present = (start + warp_key + key < limit) & (page >= 0)
     at = tl.maximum(page, 0) * stride_b + slot * stride_t + offset * stride_t
     return tl.load(numbers + at, mask=present, other=0.0), present
@@ -125,8 +136,8 @@ def load_tokens(
 
 @triton.jit
 def warp_weights(s, maximum):
-    """One step of the online softmax of each warp: scores s [W, 16, M], in powers of two -> weights, the factor [W, 1,
-    M] of what was summed before, and the new maximum [W, M]."""
+    """One step of the online softmax of each warp: scores s [W, KEYS, M], in powers of two -> weights, the factor [W,
+    1, M] of what was summed before, and the new maximum [W, M]."""
     higher = tl.maximum(maximum, tl.max(s, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     return tl.exp2(s - base[:, None, :]), tl.exp2(maximum - base)[:, None, :], higher
@@ -143,8 +154,8 @@ def decode_codes_kernel(
     stride_vtt, stride_vth, stride_slopes, stride_table,
     batch, seqlen_q, seqlen_k, appended, kv_heads, tiles, scale, cap, left, right, magic,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr,
-    BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    KEYS: tl.constexpr, BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, TOKENS: tl.constexpr,
     CHANNEL_GROUPS: tl.constexpr, RING: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +166,7 @@ def decode_codes_kernel(
     DTYPE: tl.constexpr = q.dtype.element_ty
     HALF: tl.constexpr = tl.float32 if DTYPE == tl.float32 else tl.float16
     TREE: tl.constexpr = tree_mask is not None
-    BLOCK_N: tl.constexpr = 16 * WARPS
+    BLOCK_N: tl.constexpr = KEYS * WARPS
     WIDTH: tl.constexpr = HEAD_DIM * BITS // 8
     VALUE_WIDTH: tl.constexpr = VALUE_DIM * BITS // 8
     CHANNELS: tl.constexpr = BYTES * 8 // BITS
@@ -163,13 +174,13 @@ def decode_codes_kernel(
     OFFSET: tl.constexpr = offset_of(BITS, IS_FLOAT, DTYPE)
     GROUPED: tl.constexpr = BITS < 8
     # the keys of a warp lie in one group (else every number is scaled by itself)
-    ONE_GROUP: tl.constexpr = GROUPED and TOKENS % 16 == 0
-    key_place = key_words(WARPS, BYTES)
-    value_place = value_words(WARPS, VALUE_BYTES)
-    channel_place = channel_numbers(WARPS, BYTES, WIDTH, BITS)
+    ONE_GROUP: tl.constexpr = GROUPED and TOKENS % KEYS == 0
+    key_place = key_words(WARPS, KEYS, BYTES)
+    value_place = value_words(WARPS, KEYS, VALUE_BYTES)
+    channel_place = channel_numbers(WARPS, KEYS, BYTES, WIDTH, BITS)
     key_factor = factor_of(tl.arange(0, CHANNELS), BYTES, BITS, IS_FLOAT, DTYPE)[None, :, None]
-    warp_key = tl.arange(0, WARPS)[:, None] * 16
-    own_key = tl.arange(0, 16)[None, :] + warp_key * 0
+    warp_key = tl.arange(0, WARPS)[:, None] * KEYS
+    own_key = tl.arange(0, KEYS)[None, :] + warp_key * 0
     lanes = kv_heads * tiles
     share, position, stop, first_lane, end_lane, sequence_start = program_share(
         batch, lanes, cache_seqlens, seqlen_q, seqlen_k, appended, left, HAS_LEFT, TREE, BLOCK_N, BLOCK_B
@@ -201,7 +212,7 @@ def decode_codes_kernel(
             query = query / query_size
         scaled_query = (query * key_factor).to(HALF)
         query = query.to(HALF)
-        first_scores = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
+        first_scores = tl.zeros([WARPS, KEYS, BLOCK_M], tl.float32)
         if not GROUPED:
             first_scores -= OFFSET * tl.sum(scaled_query.to(tl.float32), 1)[:, None, :]
 
@@ -222,9 +233,9 @@ def decode_codes_kernel(
         value_scales = v_scale + kv_head * stride_vsh
 
         maximum = tl.full([WARPS, BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
-        weights = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)  # those of values' codes
-        minimums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)  # of values, times their weights
+        total = tl.zeros([WARPS, KEYS, BLOCK_M], tl.float32)
+        weights = tl.zeros([WARPS, KEYS, BLOCK_M], tl.float32)  # those of values' codes
+        minimums = tl.zeros([WARPS, KEYS, BLOCK_M], tl.float32)  # of values, times their weights
         acc = tl.zeros([WARPS, VALUE_CHANNELS, BLOCK_M], tl.float32)
         first_key = (begin + first) * BLOCK_N
         last_key = tl.minimum((begin + last) * BLOCK_N, length)
@@ -232,48 +243,48 @@ def decode_codes_kernel(
         if GROUPED:
             end = tl.minimum(tl.load(quantized_seqlens + sequence), length)
         next_key = load_words(
-            keys, own_table, first_key, key_place, 0, end, stride_kb, stride_kt, WIDTH, BYTES, PAGE_SIZE, BLOCK_N
+            keys, own_table, first_key, key_place, 0, end, stride_kb, stride_kt, WIDTH, BYTES, PAGE_SIZE, BLOCK_N, KEYS
         )
         for start in tl.range(first_key, tl.minimum(last_key, end), BLOCK_N, num_stages=1):
             start = tl.multiple_of(start, BLOCK_N)
             key = next_key
             next_key = load_words(
                 keys, own_table, start + BLOCK_N, key_place, 0, end, stride_kb, stride_kt, WIDTH, BYTES, PAGE_SIZE,
-                BLOCK_N,
+                BLOCK_N, KEYS,
             )  # fmt: skip
             even = load_words(
                 values, own_table, start, value_place, 0, end, stride_vb, stride_vt, VALUE_WIDTH, VALUE_BYTES,
-                PAGE_SIZE, BLOCK_N,
+                PAGE_SIZE, BLOCK_N, KEYS,
             )  # fmt: skip
             odd = load_words(
                 values, own_table, start, value_place, 1, end, stride_vb, stride_vt, VALUE_WIDTH, VALUE_BYTES,
-                PAGE_SIZE, BLOCK_N,
+                PAGE_SIZE, BLOCK_N, KEYS,
             )  # fmt: skip
-            key = key_operand(key, magic, WARPS, BYTES, BITS, IS_FLOAT, HALF, PTX)
+            key = key_operand(key, magic, WARPS, KEYS, BYTES, BITS, IS_FLOAT, HALF, PTX)
             if not GROUPED:
                 key_scale, present = load_tokens(
-                    key_scales, own_table, start, own_key, end, stride_ksb, stride_ksg, PAGE_SIZE, BLOCK_N
+                    key_scales, own_table, start, own_key, end, stride_ksb, stride_ksg, PAGE_SIZE, BLOCK_N, KEYS
                 )
                 s = dot(key, scaled_query, first_scores) * (key_scale.to(tl.float32) * scale)[:, :, None]
                 s = s * query_size
             elif ONE_GROUP:
                 key_scale = load_channels(
                     key_scales, own_table, start, channel_place, end, stride_ksb, stride_ksg, WIDTH, BYTES, TOKENS,
-                    PAGE_SIZE, BLOCK_N,
+                    PAGE_SIZE, BLOCK_N, KEYS,
                 )  # fmt: skip
                 key_min = load_channels(
                     k_min + kv_head * stride_ksh, own_table, start, channel_place, end, stride_ksb, stride_ksg, WIDTH,
-                    BYTES, TOKENS, PAGE_SIZE, BLOCK_N,
+                    BYTES, TOKENS, PAGE_SIZE, BLOCK_N, KEYS,
                 )  # fmt: skip
-                key_scale = channels_operand(key_scale.to(HALF), False, WARPS, BYTES, BITS)
+                key_scale = channels_operand(key_scale.to(HALF), 0, WARPS, BYTES, BITS)
                 key_scale = tl.broadcast_to(key_scale[:, :, None, :], (WARPS, CHANNELS, BLOCK_M // 8, 8))
                 own_query = scaled_query * tl.reshape(key_scale, (WARPS, CHANNELS, BLOCK_M))
-                s = dot(channels_operand(key_min.to(HALF), True, WARPS, BYTES, BITS), query)
+                s = dot(channels_operand(key_min.to(HALF), KEYS, WARPS, BYTES, BITS), query)
                 if OFFSET > 0:
-                    s = dot(tl.full([WARPS, 16, CHANNELS], -OFFSET, HALF), own_query, s)
+                    s = dot(tl.full([WARPS, KEYS, CHANNELS], -OFFSET, HALF), own_query, s)
                 s = dot(key, own_query, s) * (scale * query_size)
             else:
-                page, slot, offset = find_slots(own_table, start, warp_key, own_key, end, PAGE_SIZE, BLOCK_N)
+                page, slot, offset = find_slots(own_table, start, warp_key, own_key, end, PAGE_SIZE, BLOCK_N, KEYS)
                 channel = channel_of_column(tl.arange(0, CHANNELS), WIDTH, BYTES, HEAD_DIM)
                 at = page * stride_ksb + (slot + offset) // TOKENS * stride_ksg
                 inside = (page >= 0)[:, :, None] & (channel < HEAD_DIM)[None, None, :]
@@ -284,10 +295,10 @@ def decode_codes_kernel(
                 s = dot(key.to(HALF), query) * (scale * query_size)
             if CHANNEL_GROUPS == 1:
                 value_scale, present = load_tokens(
-                    value_scales, own_table, start, own_key, end, stride_vsb, stride_vst, PAGE_SIZE, BLOCK_N
+                    value_scales, own_table, start, own_key, end, stride_vsb, stride_vst, PAGE_SIZE, BLOCK_N, KEYS
                 )
             else:
-                page, slot, offset = find_slots(own_table, start, warp_key, own_key, end, PAGE_SIZE, BLOCK_N)
+                page, slot, offset = find_slots(own_table, start, warp_key, own_key, end, PAGE_SIZE, BLOCK_N, KEYS)
                 present = (start + warp_key + own_key < end) & (page >= 0)
             s = visible_scores(
                 s, (start + warp_key + own_key)[:, :, None], present[:, :, None], query_position, tree, own_tree, slope,
@@ -299,13 +310,13 @@ def decode_codes_kernel(
                 if GROUPED:
                     value_min, _ = load_tokens(
                         v_min + kv_head * stride_vsh, own_table, start, own_key, end, stride_vsb, stride_vst,
-                        PAGE_SIZE, BLOCK_N,
+                        PAGE_SIZE, BLOCK_N, KEYS,
                     )  # fmt: skip
                     minimums = minimums * shrink + p * value_min.to(tl.float32)[:, :, None]
                 p = (p * value_scale.to(tl.float32)[:, :, None]).to(HALF)
                 if OFFSET > 0:
                     weights = weights * shrink + p.to(tl.float32)
-                value = value_operand(even, odd, magic, WARPS, VALUE_BYTES, BITS, IS_FLOAT, HALF, PTX)
+                value = value_operand(even, odd, magic, WARPS, KEYS, VALUE_BYTES, BITS, IS_FLOAT, HALF, PTX)
             else:
                 at = (page * stride_vsb + slot * stride_vst + offset * stride_vst)[:, None, :]
                 row = tl.arange(0, VALUE_CHANNELS)
@@ -315,7 +326,7 @@ def decode_codes_kernel(
                 value_scale = tl.load(value_scales + at + group[None, :, None], mask=present[:, None, :], other=0.0)
                 value_min = v_min + kv_head * stride_vsh
                 value_min = tl.load(value_min + at + group[None, :, None], mask=present[:, None, :], other=0.0)
-                value = value_operand(even, odd, magic, WARPS, VALUE_BYTES, BITS, IS_FLOAT, HALF, PTX)
+                value = value_operand(even, odd, magic, WARPS, KEYS, VALUE_BYTES, BITS, IS_FLOAT, HALF, PTX)
                 value = (value.to(tl.float32) - OFFSET) * value_factor * value_scale.to(tl.float32)
                 value = (value + value_min.to(tl.float32)).to(HALF)
                 p = p.to(HALF)
