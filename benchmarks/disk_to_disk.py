@@ -1,20 +1,21 @@
-"""The memory that `compress_on_disk` takes for a checkpoint three times as large as it may take, under a limit of the
-system. Writes benchmarks/results/disk_to_disk.json.
+"""The memory that `compress_on_disk` takes for a checkpoint that is larger, under a limit of the system. Writes
+benchmarks/results/disk_to_disk.json.
 
-    python benchmarks/disk_to_disk.py [--memory 600MB] [--times 3] [--kills 5] [--output FILE]
+    python benchmarks/disk_to_disk.py [--memory 500MB] [--checkpoint 600MB] [--output FILE]
 
-The checkpoint is random and Llama-shaped, in bfloat16, with as many layers as make it `--times` as large as `--memory`.
-It is compressed to int4 by GPTQ, in a process whose private memory the system bounds (`RLIMIT_DATA`) by `--memory`:
-what is beyond it raises MemoryError. `data`: the most private memory that the process had (VmData), `resident`: the
-most that was resident without pages of files (RssAnon), both sampled every 10 ms. With `--kills` the process is killed
-so many times, at random moments, and goes on; shards must then have the same bytes as those of a run in one go.
+The checkpoint is random and Llama-shaped, in bfloat16, with as many layers as make it `--checkpoint` large. It is
+compressed to int4 by GPTQ, in a process whose private memory the system bounds (`RLIMIT_DATA`) by `--memory`: what is
+beyond it raises an error. `imported`: private memory (VmData) of the process when everything is imported, before it
+begins. `data`: the most that it had later, `resident`: the most of it that was resident (RssAnon), both sampled every
+10 ms. `times`: the checkpoint beside what the limit leaves above `imported`. Threads get stacks of 1 MB, as each counts
+in full.
 """
 
-import hashlib
+import functools
 import json
+import os
 import re
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -73,68 +74,72 @@ def write_checkpoint(folder: Path, size: int) -> int:
 
 
 def compress(model: str, output: str, memory: str) -> None:
-    """What the measured process does."""
+    """What the measured process does. Prints the plan and what it had imported."""
     from hf_efficient import CalibrationConfig, WeightOnlyConfig, compress_on_disk
 
+    imported = private(os.getpid())["VmData"]
     limit = parse_bytes("memory", memory)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, resource.RLIM_INFINITY))  # of threads: 8 MB each count else
     tokens = torch.randint(0, SHAPE["vocab_size"], (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
     calibration = CalibrationConfig(tokens=tokens, batch_size=1)
     config = WeightOnlyConfig(bits=4, group_size=64, method="gptq", calibration=calibration)
     plan = compress_on_disk(model, output, config, memory)
-    print(json.dumps({"planned": plan.memory, "disk": plan.disk}))
+    print(json.dumps({"planned": plan.memory, "written": plan.disk, "imported": imported}))
 
 
-def follow(arguments: list[str], stop=lambda: False) -> tuple[dict[str, int], int, str]:
-    """Runs `compress` in a process: (the largest VmData and RssAnon in bytes, its status, what it printed last). It is
-    killed when `stop()` holds."""
-    command = [sys.executable, __file__, "--child", *arguments]
-    child, most = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), {"VmData": 0, "RssAnon": 0}
-    while child.poll() is None:
+def private(process: int) -> dict[str, int]:
+    """VmData and RssAnon of a process, in bytes."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return {name: int(size) << 10 for name, size in re.findall(r"(VmData|RssAnon):\s+(\d+) kB", status)}
+
+
+def follow(arguments: list[str]) -> tuple[dict[str, int], int, str]:
+    """Runs `compress` in a process: (the largest VmData and RssAnon in bytes, its status, what it printed last)."""
+    stacks = functools.partial(resource.setrlimit, resource.RLIMIT_STACK, (1 << 20, resource.RLIM_INFINITY))
+    command, most = [sys.executable, __file__, "--child", *arguments], {"VmData": 0, "RssAnon": 0}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=stacks) as child:
         try:
-            status = Path(f"/proc/{child.pid}/status").read_text()
-        except ProcessLookupError:
-            break
-        for name, size in re.findall(r"(VmData|RssAnon):\s+(\d+) kB", status):
-            most[name] = max(most[name], int(size) << 10)
-        if stop():
-            child.send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.01)
-    out, _ = child.communicate()
-    return most, child.returncode, out.strip().rpartition("\n")[2]
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.suffix == ".safetensors"}
+            while child.poll() is None:
+                for name, size in private(child.pid).items():
+                    most[name] = max(most[name], size)
+                time.sleep(0.01)
+        finally:
+            child.kill()
+        return most, child.returncode, child.stdout.read().strip().rpartition("\n")[2]
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         return compress(*sys.argv[2:])
     parser = harness.parser(__doc__, "disk_to_disk.json")
-    parser.add_argument("--memory", default="600MB")
-    parser.add_argument("--times", type=float, default=3)
-    parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--memory", default="500MB")
+    parser.add_argument("--checkpoint", default="600MB")
     options = parser.parse_args()
     allowed = parse_bytes("memory", options.memory)
-    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         model.mkdir()
-        size = write_checkpoint(model, int(options.times * allowed))
+        size = write_checkpoint(model, parse_bytes("checkpoint", options.checkpoint))
         start = time.perf_counter()
-        most, status, said = follow([str(model), f"{scratch}/whole", options.memory])
+        most, status, said = follow([str(model), f"{scratch}/compressed", options.memory])
         seconds = time.perf_counter() - start
         if status:
-            done = len(list(Path(scratch).glob(".whole.compressing/checkpoint/model-*")))
+            done = len(list(Path(scratch).glob(".compressed.compressing/checkpoint/model-*")))
             sys.exit(f"ended with {status} after {done} shards, at {most}")
-        record = {"environment": environment.describe(), "allowed": allowed, "checkpoint": size, "seconds": seconds}
-        record |= {"data": most["VmData"], "resident": most["RssAnon"], "kills": options.kills, **json.loads(said)}
-        record["shape"] = SHAPE | {"layers": json.loads((model / "config.json").read_text())["num_hidden_layers"]}
-        print(record)
-        harness.write(options.output, record)
+        compressed = sum(path.stat().st_size for path in Path(scratch, "compressed").glob("*.safetensors"))
+        layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    said = json.loads(said)
+    record = {"environment": environment.describe(), "shape": SHAPE | {"layers": layers}, "allowed": allowed}
+    record |= {
+        "checkpoint": size,
+        "compressed": compressed,
+        **said,
+        "data": most["VmData"],
+        "resident": most["RssAnon"],
+    }
+    record |= {"times": size / (allowed - said["imported"]), "seconds": seconds}
+    print(record)
+    harness.write(options.output, harness.rounded(record))
 
 
 if __name__ == "__main__":

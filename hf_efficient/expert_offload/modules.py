@@ -21,7 +21,10 @@ _PREDICTORS: "weakref.WeakKeyDictionary[nn.Module, tuple]" = weakref.WeakKeyDict
 
 class OffloadedExperts:
     """What dense and compressed experts share. Their weights stay Parameters of all experts, on the host or mapped, so
-    that the module is saved as before."""
+    that the module is saved as before.
+
+    _offloaded_names: of those Parameters; none where compressed experts lie there as the device reads them.
+    """
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         """hidden_states [T, H], top_k_index int [T, k] and top_k_weights [T, k] -> [T, H], with the bits of the module
@@ -40,7 +43,8 @@ class OffloadedExperts:
         def run(hidden_states, top_k_index, top_k_weights):
             self._prefetch_next(hidden_states)
             residents = _RESIDENTS[self]
-            residents.read_from({name: self._parameters[name] for name in residents.weights})
+            if names := self._offloaded_names:
+                residents.read_from({name: self._parameters[name] for name in names})
             order = residents.begin(top_k_index.unique().tolist())
             return self._offloaded(residents, order, adapters, hidden_states, top_k_index, top_k_weights)
 
@@ -56,16 +60,18 @@ class OffloadedExperts:
             _RESIDENTS[following].prefetch(chosen[counts.argsort(descending=True, stable=True)].tolist())
 
     def _apply(self, fn, recurse=True):
-        """Moves and casts everything but the offloaded weights."""
-        offloaded = {name: self._parameters.pop(name) for name in _RESIDENTS[self].weights}
+        """Moves everything but the offloaded weights."""
+        dtype = next(self.parameters(recurse=False)).dtype
+        if fn(torch.empty(0, dtype=dtype)).dtype is not dtype:
+            raise ValueError("offloaded experts cannot be cast: detach() the ExpertOffload before")
+        _RESIDENTS[self].clear()
+        kept = {name: self._parameters.pop(name) for name in self._offloaded_names}, self._buffers
+        self._buffers = {}  # experts have none but those of layouts
         try:
-            for name, tensor in offloaded.items() if not isinstance(self, EfficientExperts) else ():
-                if fn(torch.empty(0, dtype=tensor.dtype)).dtype is not tensor.dtype:
-                    raise ValueError(f"{name} is offloaded and cannot be cast: detach() the ExpertOffload before")
-            _RESIDENTS[self].clear()
             return nn.Module._apply(self, fn, recurse)
         finally:
-            self._parameters.update(offloaded)
+            self._parameters.update(kept[0])
+            self._buffers = kept[1]
 
     def __reduce_ex__(self, protocol):
         raise ValueError("offloaded experts are neither copied nor pickled: detach() the ExpertOffload before")
@@ -115,7 +121,7 @@ class _WithLookups:
     """Stands for the module in a forward of transformers: its offloaded weights are looked up by expert."""
 
     def __init__(self, module: nn.Module, residents: Residents):
-        self._module, self._lookups = module, {name: _Lookup(residents, name) for name in residents.weights}
+        self._module, self._lookups = module, {n: _Lookup(residents, n) for n in module._offloaded_names}
 
     def __getattr__(self, name):
         return self._lookups.get(name) if name in self._lookups else getattr(self._module, name)
@@ -143,10 +149,24 @@ class OffloadedCompressed(OffloadedExperts):
     def _offloaded(self, residents, order, adapters, *inputs):
         return self._forward(adapters, *inputs)
 
+    def _load_from_state_dict(self, *arguments):
+        if not self._offloaded_names:
+            raise ValueError("compressed experts are offloaded and cannot be loaded: detach() the ExpertOffload before")
+        super()._load_from_state_dict(*arguments)
+
     def layouts(self, prefix: str, dtype: torch.dtype) -> _Lookup:
         residents = _RESIDENTS[self]
         residents.compute_in(dtype)
         return _Lookup(residents, prefix)
+
+
+def layouts_over(layouts: dict[str, object], tensors: dict[str, torch.Tensor], dtype=None) -> dict[str, object]:
+    """Prefix -> what the device multiplies, over the tensors of one expert, which lie as it reads them. layouts: of
+    another expert."""
+    return {
+        prefix: layout.over({name: tensors[prefix + name] for name in layout.tensors})
+        for prefix, layout in layouts.items()
+    }
 
 
 def layouts_of(weights: list, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, object]:
@@ -165,9 +185,9 @@ def _offloaded_class(original: type) -> type:
     return type(original.__name__, (base, original), {"__module__": original.__module__})
 
 
-def offload(module: nn.Module, residents: Residents) -> None:
-    """Has `module` read its weights through `residents`, in place."""
-    _RESIDENTS[module] = residents
+def offload(module: nn.Module, residents: Residents, names: list[str]) -> None:
+    """Has `module` read its weights through `residents`, in place. names: of the Parameters that are offloaded."""
+    _RESIDENTS[module], module._offloaded_names = residents, tuple(names)
     module.__class__ = _offloaded_class(type(module))
 
 
@@ -180,4 +200,5 @@ def bring_back(module: nn.Module) -> None:
     """Undoes `offload` and `predict`."""
     _RESIDENTS.pop(module).clear()
     _PREDICTORS.pop(module, None)
+    del module._offloaded_names
     module.__class__ = type(module).__bases__[1]

@@ -1,9 +1,6 @@
 """`ExpertOffload`: a mixture of experts in less memory of its device than its weights take."""
 
-import functools
 import os
-import uuid
-import weakref
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,9 +10,9 @@ from torch import nn
 from hf_efficient.byte_sizes import parse_bytes
 from hf_efficient.expert_offload import modules
 from hf_efficient.expert_offload.copies import Copier
+from hf_efficient.expert_offload.homes import Home, home_of, weight_names
 from hf_efficient.expert_offload.residents import POLICIES, Counts, Residents
-from hf_efficient.experts import EfficientExperts, expert_weight_names, is_fused_experts, is_sorted_experts
-from hf_efficient.tensor_files import mapped
+from hf_efficient.experts import EfficientExperts, is_fused_experts, is_sorted_experts
 
 
 class ExpertOffload:
@@ -35,8 +32,9 @@ class ExpertOffload:
         policy: which experts stay. "lru": those used last. "frequency": those used most often of late. "predicted": as
             "lru", and the router of the next layer is asked ahead, with the inputs of this one, which experts to bring.
         device: where the model computes; None for where it is. Everything but the experts is moved there.
-        disk: a folder for the experts, one mapped file a layer, deleted when the model is. None keeps them in host
-            memory. On a CPU only `disk` saves memory: the system drops pages of files, and never those of the host.
+        disk: a folder for the experts, one mapped file a layer, deleted by `detach`, or with the model. None keeps them
+            in host memory. On a CPU only `disk` saves memory: the system drops pages of files, and never those of the
+            host.
 
     Raises ValueError for anything else.
     """
@@ -55,8 +53,7 @@ class ExpertOffload:
             raise ValueError(f"disk={str(disk)!r}: must be a folder that exists")
         self.policy, self.device = policy, None if device is None else torch.device(device)
         self.disk = None if disk is None else Path(disk)
-        self._attached: dict[str, tuple[nn.Module, weakref.finalize | None]] = {}
-        self._residents: list[Residents] = []
+        self._attached: list[tuple[nn.Module, Home, Residents]] = []
         self._counts = Counts()
 
     def attach(self, model: nn.Module) -> None:
@@ -75,18 +72,15 @@ class ExpertOffload:
         for module in found.values():
             if isinstance(module, EfficientExperts):
                 module.restore_canonical()
-        most = self._room(found)
+        self._check_room(found)
         routers = _routers(model, found) if self.policy == "predicted" else {}
         copier, self._counts = Copier(device), Counts()
-        for name, module in found.items():
-            weights, file = self._home(module, device)
-            make = None
-            if isinstance(module, EfficientExperts):
-                make = functools.partial(modules.layouts_of, module.compressed_weights())
-            residents = Residents(weights, most, self.policy, copier, self._counts, make)
-            modules.offload(module, residents)
-            self._attached[name] = module, file
-            self._residents.append(residents)
+        homes = [home_of(module, device, self.disk) for module in found.values()]
+        most = max(1, self.device_memory // sum(home.nbytes for home in homes))
+        for module, home in zip(found.values(), homes):
+            residents = Residents(home.experts, most, self.policy, copier, self._counts, home.make, home.frees)
+            modules.offload(module, residents, home.names)
+            self._attached.append((module, home, residents))
         layers = list(found)
         for name, following in zip(layers, layers[1:]):
             if following in routers:
@@ -95,15 +89,10 @@ class ExpertOffload:
 
     def detach(self) -> None:
         """Brings all experts to the device; nothing is offloaded afterwards."""
-        for (module, file), residents in zip(self._attached.values(), self._residents):
+        for module, home, residents in self._attached:
             modules.bring_back(module)
-            for name in residents.weights:
-                tensor = module._parameters[name].data
-                home = tensor.clone() if file is not None else tensor
-                module._parameters[name] = nn.Parameter(home.to(residents.copier.device), requires_grad=False)
-            if file is not None:
-                file()
-        self._attached, self._residents = {}, []
+            home.leave(module, residents.copier.device)
+        self._attached = []
 
     def stats(self) -> dict[str, int | float]:
         """Counts since `attach`, in experts.
@@ -116,54 +105,22 @@ class ExpertOffload:
         return {
             **counts,
             "hit_rate": counts["hits"] / max(1, counts["hits"] + counts["misses"]),
-            "experts": sum(residents.experts for residents in self._residents),
-            "resident": sum(min(residents.most, residents.experts) for residents in self._residents),
+            "experts": sum(len(residents.homes) for *_, residents in self._attached),
+            "resident": sum(min(residents.most, len(residents.homes)) for *_, residents in self._attached),
         }
 
-    def _room(self, found: dict[str, nn.Module]) -> int:
-        """How many experts of each layer may stay."""
-        one_each = sum(
-            sum(module._parameters[name].nbytes for name in _offloaded_names(module)) // module.num_experts
-            for module in found.values()
-        )
+    def _check_room(self, found: dict[str, nn.Module]) -> None:
+        sizes = (sum(module._parameters[name].nbytes for name in weight_names(module)) for module in found.values())
+        one_each = sum(size // module.num_experts for size, module in zip(sizes, found.values()))
         if one_each > self.device_memory:
             raise ValueError(
                 f"device_memory={self.device_memory} has no room for one expert of each of {len(found)} layers, which "
                 f"take {one_each} bytes"
             )
-        return self.device_memory // one_each
-
-    def _home(self, module: nn.Module, device: torch.device):
-        """Moves the weights of experts to the host. Returns (name -> Parameter, what deletes their file)."""
-        file = path = None
-        names = _offloaded_names(module)
-        if self.disk is not None:
-            path = self.disk / f"experts-{uuid.uuid4().hex}"
-            size = sum(-(-module._parameters[name].nbytes // _ALIGNED) * _ALIGNED for name in names)
-            whole, offset = mapped(path, torch.uint8, (size,)), 0
-            file = weakref.finalize(module, path.unlink, missing_ok=True)
-        for name in names:
-            tensor = module._parameters[name].data
-            if path is not None:
-                home = whole[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-                offset += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-            else:
-                home = tensor.cpu() if device.type == "cpu" else tensor.cpu().pin_memory()
-            module._parameters[name] = nn.Parameter(home, requires_grad=False)
-        return {name: module._parameters[name] for name in names}, file
-
-
-_ALIGNED = 64  # bytes: where tensors begin in a file
 
 
 def _is_served(module: nn.Module) -> bool:
     return isinstance(module, EfficientExperts) or is_fused_experts(module) or is_sorted_experts(module)
-
-
-def _offloaded_names(module: nn.Module) -> list[str]:
-    if isinstance(module, EfficientExperts):
-        return [name for weight in module.compressed_weights() for name in weight.names().values()]
-    return expert_weight_names(module)
 
 
 def _check(model: nn.Module, found: dict[str, nn.Module]) -> None:

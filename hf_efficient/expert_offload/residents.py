@@ -27,25 +27,26 @@ class Residents:
     """The experts of one layer that are on the device.
 
     Args:
-        weights: name -> tensor [E, ...] of all experts, on the host or mapped from a file.
+        homes: the tensors of each expert, on the host or mapped from a file.
         most: how many experts may stay on the device.
         make: called with the tensors of an expert on the device and the dtype of inputs -> what its forward reads; None
-            where it reads those tensors. They are freed, but for what that holds.
+            where it reads those tensors.
+        frees: whether the tensors are freed then, but for what that holds.
     """
 
     def __init__(
         self,
-        weights: Tensors,
+        homes: list[Tensors],
         most: int,
         policy: str,
         copier: Copier,
         counts: Counts,
         make: Callable[[Tensors, torch.dtype], object] | None = None,
+        frees: bool = False,
     ):
-        self.weights, self.most, self.policy, self.copier, self.counts = weights, most, policy, copier, counts
-        self.experts = len(next(iter(weights.values())))
-        self.nbytes = sum(tensor[0].nbytes for tensor in weights.values())  # of an expert
-        self.make, self._dtype, self._versions = make, None, None
+        self.homes, self.most, self.policy, self.copier, self.counts = homes, most, policy, copier, counts
+        self.nbytes = sum(tensor.nbytes for tensor in homes[0].values())  # of an expert
+        self.make, self.frees, self._dtype, self._versions = make, frees, None, None
         self._coming: dict[int, Arrival] = {}
         self.clear()
 
@@ -53,18 +54,18 @@ class Residents:
         """Nothing is on the device afterwards."""
         for arrival in self._coming.values():
             arrival.wait()
-        self._held: dict[int, object] = {}  # what forwards read; the one used last comes last
+        self._held: dict[int, tuple] = {}  # (what forwards read, its tensors); the one used last comes last
         self._coming = {}
         self._ahead: set[int] = set()  # prefetched and not used yet
         self._passing: tuple[int, object] | None = None  # an expert that does not stay
-        self._uses = [0.0] * self.experts
+        self._uses = [0.0] * len(self.homes)
 
     def read_from(self, weights: Tensors) -> None:
         """Drops what is on the device where `weights` are other tensors than before, or have changed."""
         versions = [(id(tensor), tensor._version) for tensor in weights.values()]
         if versions != self._versions:
             self.clear()
-            self.weights, self._versions = weights, versions
+            self.homes, self._versions = by_expert(weights), versions
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """The dtype of the inputs from now on."""
@@ -105,9 +106,10 @@ class Residents:
     def get(self, expert: int) -> object:
         """What the forward reads of an expert, on the device."""
         if expert in self._coming:
-            self._held[expert] = self._read(self._coming.pop(expert).wait())
+            tensors = self._coming.pop(expert).wait()
+            self._held[expert] = self._read(tensors), None if self.frees else tensors
         if expert in self._held:
-            return self._held[expert]
+            return self._held[expert][0]
         if self._passing is None or self._passing[0] != expert:
             self._passing = None  # freed first
             self._passing = expert, self._read(self._borrowed(expert))
@@ -118,7 +120,7 @@ class Residents:
 
     def _borrowed(self, expert: int) -> Tensors:
         """The weights of an expert for one forward. On a CPU they are read where they are."""
-        sources = self._rows(expert)
+        sources = self.homes[expert]
         if next(iter(sources.values())).device == self.copier.device:
             return sources
         self.counts.bytes_to_device += self.nbytes
@@ -135,18 +137,19 @@ class Residents:
             if not others:
                 return False
             into = self._drop(others[0])
-        self._coming[expert] = self.copier.start(self._rows(expert), into, ahead)
-        self._held[expert] = None
+        self._coming[expert] = self.copier.start(self.homes[expert], into, ahead)
+        self._held[expert] = None, None
         self.counts.bytes_to_device += self.nbytes
         return True
 
     def _drop(self, expert: int) -> Tensors | None:
         """Takes an expert off the device. Returns tensors that may be written over."""
         self._ahead.discard(expert)
-        held = self._held.pop(expert)
-        if expert in self._coming:
-            return self._coming.pop(expert).wait()
-        return held if self.make is None else None
+        _, tensors = self._held.pop(expert)
+        return self._coming.pop(expert).wait() if expert in self._coming else tensors
 
-    def _rows(self, expert: int) -> Tensors:
-        return {name: tensor.data[expert] for name, tensor in self.weights.items()}
+
+def by_expert(weights: Tensors) -> list[Tensors]:
+    """The tensors of each expert, of those [E, ...] of all."""
+    count = len(next(iter(weights.values())))
+    return [{name: tensor.data[expert] for name, tensor in weights.items()} for expert in range(count)]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_efficient import ExpertOffload, PagedCache, PromptLookup, W8A8Config, WeightOnlyConfig, speculative_generate
 from hf_efficient.expert_offload.copies import Copier
-from hf_efficient.expert_offload.residents import Counts, Residents
+from hf_efficient.expert_offload.residents import Counts, Residents, by_expert
 
 
 BATCH = left_padded_batch()
@@ -68,16 +68,15 @@ def test_dense_experts(name, implementation, tmp_path):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_compressed_experts(name, folders):
+def test_compressed_experts(name, folders, tmp_path):
     expected = AutoModelForCausalLM.from_pretrained(folders[name])
     model = AutoModelForCausalLM.from_pretrained(folders[name])
-    offload = ExpertOffload(2 * expert_bytes(model), "predicted")
+    offload = ExpertOffload(3 * expert_bytes(model), "predicted", disk=tmp_path)
     offload.attach(model)
     for inputs in (BATCH, ONE, ONE):  # the last one on captured forwards
         assert_same(generated(model, inputs), generated(expected, inputs))
-    assert offload.stats()["resident"] == 4 and 0.1 < offload.stats()["hit_rate"] < 1
-    torch.nn.Module.float(model), torch.nn.Module.float(expected)  # past transformers, which refuses it
-    assert_same(generated(model, ONE), generated(expected, ONE))
+    assert 4 <= offload.stats()["resident"] <= 6 and 0.1 < offload.stats()["hit_rate"] < 1
+    assert all(torch.equal(tensor, expected.state_dict()[key]) for key, tensor in model.state_dict().items())
     offload.detach()
     assert_same(generated(model, ONE), generated(expected, ONE))
 
@@ -122,7 +121,7 @@ def test_what_is_saved_and_loaded(tmp_path):
 
 def residents(policy: str, most: int = 2, experts: int = 6) -> Residents:
     weights = {"weight": torch.arange(experts).repeat(3, 1).T.contiguous()}
-    return Residents(weights, most, policy, Copier(torch.device("cpu")), Counts())
+    return Residents(by_expert(weights), most, policy, Copier(torch.device("cpu")), Counts())
 
 
 def test_which_experts_stay():

@@ -46,6 +46,11 @@ class Layout:
         """The canonical "scale", bit for bit."""
         raise NotImplementedError
 
+    def over(self, tensors: dict[str, torch.Tensor]) -> "Layout | None":
+        """The layout of another weight of the same scheme, whose `tensors` these are; None where they are not all that
+        it reads."""
+        return None
+
     def canonical_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids`, int64 [n], of the canonical "qweight"."""
         return self.canonical()[ids]

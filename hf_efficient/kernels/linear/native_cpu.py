@@ -236,6 +236,12 @@ class NativeCodesLayout(NativeLayout):
         layout.replaces_scale = given.dtype is scale.dtype and len(given) == out_features
         return layout
 
+    def over(self, tensors):
+        own = tensors["packed"], tensors["packed_scale"], tensors.get("packed_zero")
+        layout = type(self)(*own, *self.scheme, self.rounds_inputs, self.bits, self.dtype)
+        layout.replaces_scale = self.replaces_scale
+        return layout
+
     def as_op(self, x, bias):
         tensors = x, self.packed, self.scale, self.zero_point, bias
         return torch.ops.hf_efficient.cpu_linear(*tensors, *self.scheme, self.rounds_inputs)
